@@ -1,0 +1,6 @@
+"""Settings: typed dataclasses, YAML files that inherit, ``key=value`` overrides."""
+
+from detr_bf.config.loader import config_from_dict, config_to_dict, config_to_yaml, known_keys, load_config
+from detr_bf.config.schema import Config
+
+__all__ = ["Config", "config_from_dict", "config_to_dict", "config_to_yaml", "known_keys", "load_config"]

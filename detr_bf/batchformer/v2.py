@@ -1,0 +1,175 @@
+"""BatchFormerV2: attention over the images of a batch, one position at a time (Hou et al. 2022, arXiv 2204.01254).
+
+Shape legend: B images, S tokens of an image, C channels. In a transformer layer the tokens of one image attend to each
+other; here the B tokens that share a position do, so B is the sequence and S the batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from detr_bf.errors import InputError
+from detr_bf.structures import TokenBatch
+
+logger = logging.getLogger(__name__)
+
+MODES = ("two_stream", "single_stream", "duplicate", "mini_batch_inference")
+POSITIONS = ("before", "after")
+SHORT_SEQUENCE = 3
+
+
+class BatchFormerLayer(nn.Module):
+    """A stack of standard post-norm transformer encoder layers whose sequence is the batch (section 3.2).
+
+    Each has 6 C^2 + 10 C parameters: the feed-forward width is C, the activation ReLU, no position encoding.
+    """
+
+    def __init__(self, dim: int, *, heads: int = 4, dropout: float = 0.5, num_layers: int = 1) -> None:
+        super().__init__()
+        if dim % heads:
+            raise InputError(f"batch_former.heads={heads} must divide the width {dim}")
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(dim, heads, dim_feedforward=dim, dropout=dropout) for _ in range(num_layers)
+        )
+
+    def forward(self, tokens: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Mix (B, S, C) over B.
+
+        ``padding_mask`` (B, S), True = padding: padded entries are not attended to and pass through unchanged. An image
+        alone at its position attends to itself.
+        """
+        if padding_mask is None:
+            for layer in self.layers:
+                tokens = layer(tokens)
+            return tokens
+        ignored = (padding_mask & ~padding_mask.all(dim=0)).T  # a row without any key would be NaN
+        mixed = tokens
+        for layer in self.layers:
+            mixed = layer(mixed, src_key_padding_mask=ignored)
+        return torch.where(padding_mask[..., None], tokens, mixed)
+
+
+class BatchFormerV2(nn.Module):
+    """BatchFormerV2 before or after chosen encoder layers.
+
+    In training with ``two_stream`` the first insertion forks the batch into a clean stream and a batch-attended one;
+    later insertions mix the second stream only. In evaluation it is the identity, except with ``mini_batch_inference``.
+
+    Args:
+        dim: channels C.
+        layers: encoder layers it stands at, counted from 0, strictly ascending.
+        num_encoder_layers: how many encoder layers there are.
+        position: ``before`` the encoder layer, or ``after`` it (the authors' released code).
+        shared: one module for all insertions, or one each.
+        mode: ``two_stream``; ``single_stream`` replaces the tokens in training instead of forking; ``duplicate`` forks
+            but mixes nothing (control: twice the batch without batch attention); ``mini_batch_inference`` trains as
+            ``two_stream`` and replaces the tokens by the batch-attended ones in evaluation.
+        num_layers, heads, dropout: of each :class:`BatchFormerLayer`.
+        mask_padding: leave padded positions out; the released code lets them take part.
+
+    Raises:
+        InputError: no layers, layers that repeat, do not ascend or do not exist, an unknown mode or position.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        layers: Sequence[int],
+        num_encoder_layers: int,
+        position: str = "before",
+        shared: bool = True,
+        mode: str = "two_stream",
+        num_layers: int = 1,
+        heads: int = 4,
+        dropout: float = 0.5,
+        mask_padding: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_places(layers, num_encoder_layers)
+        _check_choice("position", position, POSITIONS)
+        _check_choice("mode", mode, MODES)
+        self.positions = tuple(layers)
+        self.position = position
+        self.mode = mode
+        self.mask_padding = mask_padding
+        count = 0 if mode == "duplicate" else 1 if shared else len(layers)
+        self.mixers = nn.ModuleList(
+            BatchFormerLayer(dim, heads=heads, dropout=dropout, num_layers=num_layers) for _ in range(count)
+        )
+        self._announced = False
+
+    @property
+    def shared(self) -> bool:
+        return len(self.mixers) == 1
+
+    def forward(self, batch: TokenBatch, *, layer: int, position: str) -> TokenBatch:
+        """What enters encoder layer ``layer`` (``position`` before) or leaves it (after)."""
+        if position != self.position or layer not in self.positions or not self._active():
+            return batch
+        self._announce(len(batch.tokens) // batch.num_streams)
+        insertion = self.positions.index(layer)
+        if self._replaces():
+            return batch.with_tokens(self._mix(batch.tokens, batch, insertion))
+        if batch.num_streams == 1:
+            return batch.fork(self._mix(batch.tokens, batch, insertion))
+        clean, second = batch.tokens.chunk(2)
+        return batch.with_tokens(torch.cat([clean, self._mix(second, batch, insertion)]))
+
+    def _active(self) -> bool:
+        return self.training or self.mode == "mini_batch_inference"
+
+    def _replaces(self) -> bool:
+        return self.mode == "single_stream" or not self.training
+
+    def _mix(self, tokens: Tensor, batch: TokenBatch, insertion: int) -> Tensor:
+        if self.mode == "duplicate":
+            return tokens
+        padding_mask = batch.per_sample["padding_mask"][: len(tokens)] if self.mask_padding else None
+        return self.mixers[0 if self.shared else insertion](tokens, padding_mask)
+
+    def _announce(self, sequence: int) -> None:
+        """Say once what is done, and warn once when the sequence is too short to do much."""
+        if self._announced:
+            return
+        self._announced = True
+        logger.info(
+            "BatchFormerV2 is on: %s encoder layer%s %s (counted from 0), mode %s, %s, sequence length B = %d",
+            self.position,
+            "" if len(self.positions) == 1 else "s",
+            ", ".join(map(str, self.positions)),
+            self.mode,
+            "shared" if self.shared else "not shared",
+            sequence,
+        )
+        if sequence == 1:
+            logger.warning("BatchFormerV2 has no effect across images: the batch holds one image, use batch size 2 or more")
+        elif sequence < SHORT_SEQUENCE:
+            logger.warning("BatchFormerV2 sees only %d images at a time; %d or more are better", sequence, SHORT_SEQUENCE)
+
+    def extra_repr(self) -> str:
+        return f"{self.position} layers {list(self.positions)}, mode={self.mode}, mask_padding={self.mask_padding}"
+
+
+def _check_places(layers: Sequence[int], num_encoder_layers: int) -> None:
+    if not layers:
+        raise InputError(
+            "batch_former.layers is empty while batch_former.enabled=true. "
+            "List the encoder layers it stands at, [0] for the first, or set batch_former.enabled=false."
+        )
+    if any(not 0 <= layer < num_encoder_layers for layer in layers):
+        raise InputError(
+            f"batch_former.layers={list(layers)}: the encoder has {num_encoder_layers} layers, counted from 0; "
+            f"give indices from 0 to {num_encoder_layers - 1}"
+        )
+    if any(later <= earlier for earlier, later in zip(layers[:-1], layers[1:], strict=True)):
+        raise InputError(f"batch_former.layers={list(layers)} must ascend without repetition")
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise InputError(f"batch_former.{name} must be one of {', '.join(choices)}; got '{value}'")
