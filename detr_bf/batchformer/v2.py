@@ -35,6 +35,9 @@ class BatchFormerLayer(nn.Module):
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(dim, heads, dim_feedforward=dim, dropout=dropout) for _ in range(num_layers)
         )
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)  # as every matrix of DETR's transformer
 
     def forward(self, tokens: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Mix (B, S, C) over B.
@@ -93,7 +96,7 @@ class BatchFormerV2(nn.Module):
         _check_places(layers, num_encoder_layers)
         _check_choice("position", position, POSITIONS)
         _check_choice("mode", mode, MODES)
-        self.positions = tuple(layers)
+        self.insertions = tuple(layers)
         self.position = position
         self.mode = mode
         self.mask_padding = mask_padding
@@ -109,10 +112,10 @@ class BatchFormerV2(nn.Module):
 
     def forward(self, batch: TokenBatch, *, layer: int, position: str) -> TokenBatch:
         """What enters encoder layer ``layer`` (``position`` before) or leaves it (after)."""
-        if position != self.position or layer not in self.positions or not self._active():
+        if position != self.position or layer not in self.insertions or not self._active():
             return batch
         self._announce(len(batch.tokens) // batch.num_streams)
-        insertion = self.positions.index(layer)
+        insertion = self.insertions.index(layer)
         if self._replaces():
             return batch.with_tokens(self._mix(batch.tokens, batch, insertion))
         if batch.num_streams == 1:
@@ -140,8 +143,8 @@ class BatchFormerV2(nn.Module):
         logger.info(
             "BatchFormerV2 is on: %s encoder layer%s %s (counted from 0), mode %s, %s, sequence length B = %d",
             self.position,
-            "" if len(self.positions) == 1 else "s",
-            ", ".join(map(str, self.positions)),
+            "" if len(self.insertions) == 1 else "s",
+            ", ".join(map(str, self.insertions)),
             self.mode,
             "shared" if self.shared else "not shared",
             sequence,
@@ -152,7 +155,7 @@ class BatchFormerV2(nn.Module):
             logger.warning("BatchFormerV2 sees only %d images at a time; %d or more are better", sequence, SHORT_SEQUENCE)
 
     def extra_repr(self) -> str:
-        return f"{self.position} layers {list(self.positions)}, mode={self.mode}, mask_padding={self.mask_padding}"
+        return f"{self.position} layers {list(self.insertions)}, mode={self.mode}, mask_padding={self.mask_padding}"
 
 
 def _check_places(layers: Sequence[int], num_encoder_layers: int) -> None:

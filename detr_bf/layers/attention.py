@@ -1,0 +1,59 @@
+"""Multi-head attention (Vaswani et al. 2017, arXiv 1706.03762) with a padding mask over the keys.
+
+Shape legend: R rows, Q queries, S keys, C channels, H heads, D = C / H.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from detr_bf.errors import InputError
+
+
+def multi_head_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, heads: int, padding_mask: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Attention of projected inputs: query (R, Q, C), key (R, S, C), value (R, S, C) -> (R, Q, C).
+
+    ``padding_mask`` (R, S), True = padding, which is not attended to. ``dropout`` is applied to the attention weights.
+    """
+    query, key, value = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (query, key, value))
+    visible = None if padding_mask is None else ~padding_mask[:, None, None, :]
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, dropout_p=dropout)
+    return attended.transpose(1, 2).flatten(2)
+
+
+class MultiHeadAttention(nn.Module):
+    """Projections around :func:`multi_head_attention`.
+
+    The weights start as DETR's do: Xavier-uniform over the query, key and value projections taken as one matrix.
+    """
+
+    def __init__(self, dim: int, heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        if dim % heads:
+            raise InputError(f"model.heads={heads} must divide model.hidden_dim={dim}")
+        self.heads = heads
+        self.dropout = dropout
+        self.query = nn.Linear(dim, dim)
+        self.key = nn.Linear(dim, dim)
+        self.value = nn.Linear(dim, dim)
+        self.out = nn.Linear(dim, dim)
+        for projection in (self.query, self.key, self.value):
+            nn.init.xavier_uniform_(projection.weight, gain=0.5**0.5)
+            nn.init.zeros_(projection.bias)
+        nn.init.xavier_uniform_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """query (R, Q, C), key and value (R, S, C), padding_mask (R, S) bool -> (R, Q, C)."""
+        attended = multi_head_attention(
+            self.query(query),
+            self.key(key),
+            self.value(value),
+            heads=self.heads,
+            padding_mask=padding_mask,
+            dropout=self.dropout if self.training else 0.0,
+        )
+        return self.out(attended)

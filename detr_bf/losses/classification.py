@@ -1,0 +1,44 @@
+"""What the matcher and the criterion ask of a classification loss.
+
+Shape legend: L decoder layers, R rows, Q queries, K logits, T objects (padded).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Classification(Protocol):
+    """A classification loss, with the matching cost and the scores that belong to it."""
+
+    def num_logits(self, num_classes: int) -> int:
+        """K for a data set of ``num_classes``."""
+        ...
+
+    def match_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """logits (..., R, Q, K), labels (R, T) -> cost (..., R, Q, T)."""
+        ...
+
+    def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor) -> Tensor:
+        """logits (L, N, Q, K), classes (L, N, Q) with -1 for no object -> (L,), over all N rows."""
+        ...
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """logits (..., K) -> scores (..., num_classes) in [0, 1]."""
+        ...
+
+    def candidates(self, scores: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
+        """scores (Q, num_classes) of one image -> score, query and class of at most ``limit`` candidates, best first."""
+        ...
+
+    def is_object(self, logits: Tensor) -> Tensor:
+        """logits (..., K) -> bool (...): the query claims an object."""
+        ...
+
+
+def gather_labels(values: Tensor, labels: Tensor) -> Tensor:
+    """values (..., R, Q, K) at labels (R, T) -> (..., R, Q, T)."""
+    index = labels[:, None, :].expand(*values.shape[:-1], -1)
+    return values.gather(-1, index)

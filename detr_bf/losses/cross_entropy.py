@@ -1,0 +1,43 @@
+"""Softmax cross-entropy with a down-weighted no-object class (Carion et al. 2020, arXiv 2005.12872, section 3.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from detr_bf.losses.classification import gather_labels
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The last logit is no-object, weighted ``no_object_weight``; the mean divides by the sum of the weights."""
+
+    no_object_weight: float = 0.1
+
+    def num_logits(self, num_classes: int) -> int:
+        return num_classes + 1
+
+    def match_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return -gather_labels(logits.softmax(-1), labels)
+
+    def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor) -> Tensor:
+        no_object = logits.shape[-1] - 1
+        target = torch.where(classes < 0, no_object, classes)
+        weight = torch.where(classes < 0, self.no_object_weight, 1.0).to(logits.dtype)
+        entropy = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none").view_as(target)
+        return (entropy * weight).sum((1, 2)) / weight.sum((1, 2))
+
+    def scores(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1)[..., :-1]
+
+    def candidates(self, scores: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Every query with its best class."""
+        best, label = scores.max(-1)
+        best, query = best.sort(descending=True, stable=True)
+        return best[:limit], query[:limit], label[query[:limit]]
+
+    def is_object(self, logits: Tensor) -> Tensor:
+        return logits.argmax(-1) != logits.shape[-1] - 1

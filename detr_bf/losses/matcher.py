@@ -1,0 +1,98 @@
+"""Hungarian matching of queries and objects (Carion et al. 2020, arXiv 2005.12872, section 3.1).
+
+Shape legend: L decoder layers, R rows, Q queries, K logits, T objects of the row with most of them, M matched pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+from torchvision.ops import box_convert
+
+from detr_bf.boxes import generalized_iou
+from detr_bf.losses.classification import Classification
+from detr_bf.structures import Outputs, Target
+
+STACK_LIMIT = 350_000  # elements of one layer's cost above which stacking all layers is slower than looping
+UNMATCHABLE = 1e8  # stands for a cost that is not finite; the loss is then not finite either, and training stops on it
+
+
+@dataclass(frozen=True)
+class PaddedTargets:
+    """The objects of all rows in one tensor."""
+
+    labels: Tensor  # (R, T) int64, 0 where there is no object
+    boxes: Tensor  # (R, T, 4) float, 0 where there is no object
+    counts: tuple[int, ...]  # objects of each row
+
+    @classmethod
+    def of(cls, targets: Sequence[Target], num_streams: int = 1) -> PaddedTargets:
+        """Targets of B images, repeated for every stream: R = num_streams x B."""
+        labels = torch.nn.utils.rnn.pad_sequence([target.labels for target in targets], batch_first=True)
+        boxes = torch.nn.utils.rnn.pad_sequence([target.boxes for target in targets], batch_first=True)
+        counts = tuple(len(target.labels) for target in targets)
+        return cls(labels.repeat(num_streams, 1), boxes.repeat(num_streams, 1, 1), counts * num_streams)
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Matched pairs as four index vectors (M,) int64: layer, row, query and object of the row."""
+
+    layer: Tensor
+    row: Tensor
+    query: Tensor
+    target: Tensor
+
+
+@dataclass(frozen=True)
+class HungarianMatcher:
+    """The one-to-one assignment of least cost, for every decoder layer and row by itself.
+
+    The cost is ``class_cost`` x the classification's own + ``bbox_cost`` x L1 - ``giou_cost`` x generalized IoU.
+    """
+
+    classification: Classification
+    class_cost: float = 1.0
+    bbox_cost: float = 5.0
+    giou_cost: float = 2.0
+
+    @torch.no_grad()
+    def __call__(self, outputs: Outputs, targets: PaddedTargets) -> Matches:
+        """Match all layers with one copy to the host."""
+        cost = self._stacked_cost(outputs, targets).cpu().numpy()
+        pairs = [
+            _assign(cost[layer, row, :, :count], layer, row)
+            for layer in range(cost.shape[0])
+            for row, count in enumerate(targets.counts)
+        ]
+        return Matches(*torch.from_numpy(np.concatenate(pairs, axis=1)).to(outputs.logits.device))
+
+    def _stacked_cost(self, outputs: Outputs, targets: PaddedTargets) -> Tensor:
+        layers, rows, queries = outputs.logits.shape[:3]
+        if rows * queries * targets.labels.shape[1] <= STACK_LIMIT:
+            return self.cost(outputs.logits, outputs.boxes, targets)
+        return torch.stack([self.cost(outputs.logits[i], outputs.boxes[i], targets) for i in range(layers)])
+
+    def cost(self, logits: Tensor, boxes: Tensor, targets: PaddedTargets) -> Tensor:
+        """logits (..., R, Q, K), boxes (..., R, Q, 4) -> (..., R, Q, T) float32; meaningless where there is no object."""
+        logits, boxes = logits.float(), boxes.float()
+        distance = (boxes[..., :, None, :] - targets.boxes[:, None]).abs().sum(-1)
+        overlap = generalized_iou(_corners(boxes)[..., :, None, :], _corners(targets.boxes)[:, None])
+        classes = self.classification.match_cost(logits, targets.labels)
+        cost = self.class_cost * classes + self.bbox_cost * distance - self.giou_cost * overlap
+        return cost.nan_to_num(UNMATCHABLE, UNMATCHABLE, -UNMATCHABLE)
+
+
+def _corners(boxes: Tensor) -> Tensor:
+    return box_convert(boxes, "cxcywh", "xyxy")
+
+
+def _assign(cost: np.ndarray, layer: int, row: int) -> np.ndarray:
+    """Cost (Q, T) -> (4, pairs) int64: layer, row, query, object."""
+    query, target = linear_sum_assignment(cost)
+    return np.stack([np.full_like(query, layer), np.full_like(query, row), query, target]).astype(np.int64)

@@ -1,0 +1,133 @@
+"""The set criterion: match, then classification, L1 and generalized-IoU losses for every decoder layer and stream.
+
+Shape legend: L decoder layers, R rows (streams x images), Q queries, K logits, M matched pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torchvision.ops import box_convert
+
+from detr_bf.boxes import generalized_iou
+from detr_bf.losses.classification import Classification
+from detr_bf.losses.matcher import HungarianMatcher, Matches, PaddedTargets
+from detr_bf.structures import Outputs, Target
+
+STREAM_NAMES = ("clean", "batchformer")
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """What a step is trained on, and what is only looked at."""
+
+    losses: dict[str, Tensor]  # scalars with gradient, not weighted; auxiliary layers end in _0, _1, ...
+    weights: dict[str, float]
+    logged: dict[str, Tensor] = field(default_factory=dict)  # scalars without gradient, never summed
+
+    def weighted(self) -> dict[str, Tensor]:
+        return {name: self.weights[name] * loss for name, loss in self.losses.items()}
+
+    @property
+    def total(self) -> Tensor:
+        return torch.stack(list(self.weighted().values())).sum()
+
+
+@dataclass(frozen=True)
+class SetCriterion:
+    """The loss of DETR (Carion et al. 2020, arXiv 2005.12872, section 3.1), the mean over the streams.
+
+    Matching is independent for every stream; with two streams the result is the mean of their losses
+    (BatchFormerV2, arXiv 2204.01254, section 3.3).
+    """
+
+    classification: Classification
+    matcher: HungarianMatcher
+    class_weight: float = 1.0
+    bbox_weight: float = 5.0
+    giou_weight: float = 2.0
+
+    def __call__(self, outputs: Outputs, targets: Sequence[Target]) -> LossReport:
+        """Outputs for the R = num_streams x B rows of B targets."""
+        padded = PaddedTargets.of(targets, outputs.num_streams)
+        matches = self.matcher(outputs, padded)
+        classes = _target_classes(outputs, padded, matches)
+        streams = self._stream_losses(outputs, padded, matches, classes)
+        weights = {"loss_ce": self.class_weight, "loss_bbox": self.bbox_weight, "loss_giou": self.giou_weight}
+        losses, all_weights = {}, {}
+        for name, per_stream in streams.items():
+            for layer, loss in enumerate(per_stream.mean(1)):
+                key = name + _layer_suffix(layer, len(per_stream))
+                losses[key], all_weights[key] = loss, weights[name]
+        logged = _stream_log(streams, weights) if outputs.num_streams > 1 else {}
+        return LossReport(losses, all_weights, logged | self._quality(outputs, padded, matches, classes))
+
+    def _stream_losses(
+        self, outputs: Outputs, targets: PaddedTargets, matches: Matches, classes: Tensor
+    ) -> dict[str, Tensor]:
+        """Losses by name, each (L, streams)."""
+        num_streams = outputs.num_streams
+        boxes_per_stream = sum(targets.counts) / num_streams
+        num_boxes = torch.tensor(max(boxes_per_stream, 1.0), device=outputs.logits.device)
+        per_stream = [
+            self.classification.loss(logits.float(), stream_classes, num_boxes)
+            for logits, stream_classes in zip(
+                outputs.logits.chunk(num_streams, 1), classes.chunk(num_streams, 1), strict=True
+            )
+        ]
+        distance, disparity = _box_losses(outputs, targets, matches)
+        return {
+            "loss_ce": torch.stack(per_stream, 1),
+            "loss_bbox": distance.unflatten(1, (num_streams, -1)).sum(2) / num_boxes,
+            "loss_giou": disparity.unflatten(1, (num_streams, -1)).sum(2) / num_boxes,
+        }
+
+    @torch.no_grad()
+    def _quality(
+        self, outputs: Outputs, targets: PaddedTargets, matches: Matches, classes: Tensor
+    ) -> dict[str, Tensor]:
+        """Class error of the matched queries in percent, and how far the number of claimed objects is off, last layer."""
+        logits, wanted = outputs.logits[-1], classes[-1]
+        matched = wanted >= 0
+        right = self.classification.scores(logits[matched]).argmax(-1) == wanted[matched]
+        counts = torch.tensor(targets.counts, device=logits.device, dtype=torch.float)
+        claimed = self.classification.is_object(logits).sum(1)
+        return {
+            "class_error": 100 - 100 * right.float().sum() / max(len(right), 1),
+            "cardinality_error": (claimed - counts).abs().mean(),
+        }
+
+
+def _target_classes(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> Tensor:
+    """(L, R, Q) int64: the label of the matched object, -1 for none."""
+    classes = torch.full(outputs.logits.shape[:3], -1, dtype=torch.int64, device=outputs.logits.device)
+    classes[matches.layer, matches.row, matches.query] = targets.labels[matches.row, matches.target]
+    return classes
+
+
+def _box_losses(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> tuple[Tensor, Tensor]:
+    """L1 and 1 - GIoU of the matched pairs, summed by layer and row: twice (L, R)."""
+    predicted = outputs.boxes[matches.layer, matches.row, matches.query].float()
+    wanted = targets.boxes[matches.row, matches.target]
+    distance = (predicted - wanted).abs().sum(-1)
+    overlap = generalized_iou(box_convert(predicted, "cxcywh", "xyxy"), box_convert(wanted, "cxcywh", "xyxy"))
+    place = (matches.layer, matches.row)
+    empty = predicted.new_zeros(outputs.boxes.shape[:2])
+    return empty.index_put(place, distance, accumulate=True), empty.index_put(place, 1 - overlap, accumulate=True)
+
+
+def _layer_suffix(layer: int, layers: int) -> str:
+    return "" if layer == layers - 1 else f"_{layer}"
+
+
+def _stream_log(streams: dict[str, Tensor], weights: dict[str, float]) -> dict[str, Tensor]:
+    """Each stream's weighted total, and its terms of the last layer."""
+    total = torch.stack([weights[name] * per_stream.sum(0) for name, per_stream in streams.items()]).sum(0).detach()
+    logged = {}
+    for index, stream in enumerate(STREAM_NAMES):
+        logged[f"stream/{stream}"] = total[index]
+        logged |= {f"stream/{stream}/{name}": value[-1, index].detach() for name, value in streams.items()}
+    return logged
