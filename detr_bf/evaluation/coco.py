@@ -1,0 +1,318 @@
+"""COCO box average precision: one thin adapter over pycocotools and hotcoco.
+
+The engines match and accumulate; the twelve numbers are read here, once, from the precision and recall arrays, so that
+they mean the same whichever engine ran. Definitions: https://cocodataset.org/#detection-eval; ``pycocotools.cocoeval``.
+
+Shape legend: T IoU thresholds, R recall thresholds, K classes, A size ranges (all, small, medium, large),
+M detection limits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from detr_bf.errors import InputError
+from detr_bf.evaluation.summary import METRIC_NAMES, SIZE_NAMES, ClassResult, CocoSummary
+from detr_bf.files import write_json
+from detr_bf.structures import ClassMap, Detections
+
+ENGINES = ("auto", "pycocotools", "hotcoco")
+_IOU_50, _IOU_75 = 0, 5  # positions in the engines' thresholds 0.50, 0.55, ..., 0.95
+_SIZE_BOUNDS = {"small": (0, 32**2), "medium": (32**2, 96**2), "large": (96**2, 1e10)}  # pixels, both ends included
+
+
+class CocoEvaluator:
+    """Collects the detections of a split, every image once, and measures them against its annotation file.
+
+    The file may lack ``area`` (width x height of the box is taken), ``iscrowd`` (0) and ``id`` of the annotations: they
+    are filled in on a copy. Ids are always renumbered there, because the metric reads annotation id 0 as "no match".
+
+    Args:
+        annotations: COCO JSON with ``images``, ``annotations`` and ``categories``.
+        class_map: the model's classes; ``Detections.labels`` index into it.
+        engine: ``auto`` takes hotcoco when it is installed, else pycocotools; their results are bit-identical.
+        max_detections: counted per class and image, best scores first, as COCO does.
+
+    Raises:
+        InputError: the file is missing or is not COCO, its categories contradict ``class_map``, the engine is unknown
+            or not installed.
+    """
+
+    def __init__(
+        self, annotations: str | Path, class_map: ClassMap, engine: str = "auto", max_detections: int = 100
+    ) -> None:
+        if max_detections < 1:
+            raise InputError(f"max_detections must be at least 1, got {max_detections}")
+        self.engine = resolve_engine(engine)
+        self.class_map = class_map
+        self.max_detections = max_detections
+        self._ground_truth = load_ground_truth(Path(annotations), class_map)
+        self._image_ids = [image["id"] for image in self._ground_truth["images"]]
+        self._known_ids = frozenset(self._image_ids)
+        self._detections: dict[int, Detections] = {}
+
+    def update(self, detections: Sequence[Detections]) -> None:
+        """Add images; an image without a detection counts and must be given too, with no boxes.
+
+        Raises:
+            InputError: an image is not in the annotation file or was given before, a box or score is not finite.
+        """
+        for image in detections:
+            if image.image_id not in self._known_ids:
+                raise InputError(
+                    f"detections for image id {image.image_id}, which the annotation file does not list: "
+                    "evaluate with the annotation file the images were read from"
+                )
+            if image.image_id in self._detections:
+                raise InputError(
+                    f"image id {image.image_id} was given twice: every image counts once. "
+                    "Join the results of several processes with merge_shards"
+                )
+            _check_detections(image, self.class_map.num_classes)
+            self._detections[image.image_id] = image
+
+    @property
+    def detections(self) -> list[Detections]:
+        """All that was collected, in the order it came."""
+        return list(self._detections.values())
+
+    def summarize(self, partial: bool = False) -> CocoSummary:
+        """The numbers for all images of the file; with ``partial``, for those seen so far only.
+
+        Raises:
+            InputError: images are missing and ``partial`` is False.
+        """
+        missing = [image_id for image_id in self._image_ids if image_id not in self._detections]
+        if missing and not partial:
+            raise InputError(
+                f"{len(missing)} of {len(self._image_ids)} images were not evaluated (image ids "
+                f"{', '.join(map(str, missing[:5]))}{', ...' if len(missing) > 5 else ''}): "
+                "run them all, or ask for summarize(partial=True)"
+            )
+        ground_truth = _restrict(self._ground_truth, self._detections.keys())
+        results = to_coco_results(self.detections, self.class_map)
+        limits = (1, min(10, self.max_detections), self.max_detections)
+        run = _run_hotcoco if self.engine == "hotcoco" else _run_pycocotools
+        curves = run(ground_truth, results, limits)
+        objects = [annotation for annotation in ground_truth["annotations"] if not annotation["iscrowd"]]
+        return CocoSummary(
+            **_twelve_numbers(curves),
+            per_class=_per_class(curves, objects, self.class_map),
+            num_objects_by_size=_count_sizes(objects),
+            num_images=len(self._detections),
+            num_detections=len(results),
+            max_detections=self.max_detections,
+            engine=self.engine,
+        )
+
+
+class Curves(NamedTuple):
+    """What an engine accumulates; -1 where a class or size has no ground truth. K runs by ascending category id."""
+
+    precision: np.ndarray  # (T, R, K, A, M) float64
+    recall: np.ndarray  # (T, K, A, M) float64
+
+
+def merge_shards(shards: Iterable[Sequence[Detections]]) -> list[Detections]:
+    """Join the detections of several processes, ordered by image id.
+
+    A distributed sampler repeats images to fill its last round: the first result of an image id stays, the rest go.
+    """
+    by_image: dict[int, Detections] = {}
+    for shard in shards:
+        for image in shard:
+            by_image.setdefault(image.image_id, image)
+    return [by_image[image_id] for image_id in sorted(by_image)]
+
+
+def to_coco_results(detections: Iterable[Detections], class_map: ClassMap) -> list[dict[str, Any]]:
+    """COCO's results format: category ids of the annotation file, boxes as x, y, width, height in pixels."""
+    results = []
+    for image in detections:
+        corners = image.boxes.detach().to("cpu", torch.float64)
+        boxes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], dim=1).tolist()
+        for box, score, label in zip(boxes, image.scores.tolist(), image.labels.tolist(), strict=True):
+            category_id = class_map.category_ids[label]
+            results.append({"image_id": image.image_id, "category_id": category_id, "bbox": box, "score": score})
+    return results
+
+
+def write_results(path: str | Path, detections: Iterable[Detections], class_map: ClassMap) -> None:
+    """Atomically write :func:`to_coco_results` as JSON."""
+    write_json(path, to_coco_results(detections, class_map))
+
+
+def resolve_engine(engine: str) -> str:
+    """``pycocotools`` or ``hotcoco``; InputError when the engine is unknown or not installed."""
+    if engine not in ENGINES:
+        raise InputError(f"evaluation engine must be one of {', '.join(ENGINES)}; got '{engine}'")
+    has_hotcoco = importlib.util.find_spec("hotcoco") is not None
+    if engine == "hotcoco" and not has_hotcoco:
+        raise InputError(
+            "evaluation engine 'hotcoco' is not installed: run pip install 'detr_bf[fast-eval]', "
+            "or choose engine 'pycocotools'"
+        )
+    if engine == "auto":
+        return "hotcoco" if has_hotcoco else "pycocotools"
+    return engine
+
+
+def load_ground_truth(path: Path, class_map: ClassMap) -> dict[str, Any]:
+    """Read a COCO file into a fresh, complete and minimal data set (see :class:`CocoEvaluator`).
+
+    Raises:
+        InputError: the file is missing, is not COCO, or contradicts ``class_map``.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"annotation file not found: {path}") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"annotation file {path} cannot be read as JSON: {error}") from error
+    try:
+        _check_categories(content["categories"], class_map, path)
+        images = [{"id": image["id"]} for image in content["images"]]
+        image_ids = {image["id"] for image in images}
+        listed = (annotation for annotation in content["annotations"] if annotation["image_id"] in image_ids)
+        annotations = [_complete(annotation, number) for number, annotation in enumerate(listed, start=1)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{path} is not a COCO annotation file: expected images, annotations and categories with their ids and "
+            f"boxes; {type(error).__name__}: {error}"
+        ) from error
+    _check_known(annotations, class_map, path)
+    categories = [{"id": category_id} for category_id in sorted(class_map.category_ids)]
+    return {"images": images, "annotations": annotations, "categories": categories}
+
+
+def _complete(annotation: Mapping[str, Any], number: int) -> dict[str, Any]:
+    _, _, width, height = annotation["bbox"]
+    area = annotation.get("area")
+    return {
+        "id": number,
+        "image_id": annotation["image_id"],
+        "category_id": annotation["category_id"],
+        "bbox": list(annotation["bbox"]),
+        "area": width * height if area is None else area,
+        "iscrowd": int(annotation.get("iscrowd") or 0),
+    }
+
+
+def _check_categories(categories: Sequence[Mapping[str, Any]], class_map: ClassMap, path: Path) -> None:
+    listed = ClassMap.from_categories(categories)
+    names = dict(zip(class_map.category_ids, class_map.names, strict=True))
+    for category_id, name in zip(listed.category_ids, listed.names, strict=True):
+        if names.get(category_id, name) != name:
+            raise InputError(
+                f"{path} calls category id {category_id} '{name}', the model was trained with it as "
+                f"'{names[category_id]}': evaluate with annotations of the same categories"
+            )
+
+
+def _check_known(annotations: Sequence[Mapping[str, Any]], class_map: ClassMap, path: Path) -> None:
+    unknown = {annotation["category_id"] for annotation in annotations}.difference(class_map.category_ids)
+    if unknown:
+        raise InputError(
+            f"{path} has objects of category ids {sorted(unknown)}, which the model does not know; "
+            f"it knows {sorted(class_map.category_ids)}"
+        )
+
+
+def _check_detections(image: Detections, num_classes: int) -> None:
+    if not (torch.isfinite(image.boxes).all() and torch.isfinite(image.scores).all()):
+        raise InputError(
+            f"the model's boxes or scores for image id {image.image_id} are not finite: its weights or the image are "
+            "broken, AP would mean nothing"
+        )
+    labels = image.labels
+    assert not len(labels) or 0 <= int(labels.min()) <= int(labels.max()) < num_classes, "labels outside the class map"
+
+
+def _restrict(ground_truth: Mapping[str, Any], image_ids: Iterable[int]) -> dict[str, Any]:
+    """The same data set with these images only, all dictionaries fresh: the engines write into them."""
+    kept = set(image_ids)
+    return {
+        "images": [dict(image) for image in ground_truth["images"] if image["id"] in kept],
+        "annotations": [dict(item) for item in ground_truth["annotations"] if item["image_id"] in kept],
+        "categories": [dict(category) for category in ground_truth["categories"]],
+    }
+
+
+def _run_pycocotools(ground_truth: dict[str, Any], results: list[dict[str, Any]], limits: Sequence[int]) -> Curves:
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth, found = COCO(), COCO()
+        truth.dataset = ground_truth
+        truth.createIndex()
+        if results:
+            found = truth.loadRes(results)
+        else:  # loadRes fails on an empty list
+            found.dataset = {**ground_truth, "annotations": []}
+            found.createIndex()
+        return _accumulate(COCOeval(truth, found, "bbox"), limits)
+
+
+def _run_hotcoco(ground_truth: dict[str, Any], results: list[dict[str, Any]], limits: Sequence[int]) -> Curves:
+    import hotcoco
+
+    truth = hotcoco.COCO(ground_truth)
+    return _accumulate(hotcoco.COCOeval(truth, truth.load_res(results), "bbox"), limits)
+
+
+def _accumulate(evaluation: Any, limits: Sequence[int]) -> Curves:
+    """Run either engine's ``COCOeval``: both answer to the same names."""
+    evaluation.params.maxDets = list(limits)
+    evaluation.evaluate()
+    evaluation.accumulate()
+    return Curves(evaluation.eval["precision"], evaluation.eval["recall"])
+
+
+def _mean_valid(values: np.ndarray) -> float | None:
+    valid = values[values > -1]
+    return float(np.mean(valid)) if valid.size else None
+
+
+def _twelve_numbers(curves: Curves) -> dict[str, float | None]:
+    precision, recall = curves
+    views = (
+        precision[:, :, :, 0, 2],
+        precision[_IOU_50, :, :, 0, 2],
+        precision[_IOU_75, :, :, 0, 2],
+        *(precision[:, :, :, size, 2] for size in (1, 2, 3)),
+        *(recall[:, :, 0, limit] for limit in (0, 1, 2)),
+        *(recall[:, :, size, 2] for size in (1, 2, 3)),
+    )
+    return {name: _mean_valid(view) for name, view in zip(METRIC_NAMES, views, strict=True)}
+
+
+def _per_class(curves: Curves, objects: Iterable[Mapping[str, Any]], class_map: ClassMap) -> dict[str, ClassResult]:
+    """In the order of the class map; a name that several categories share is followed by its id."""
+    columns = {category_id: column for column, category_id in enumerate(sorted(class_map.category_ids))}
+    objects_of = Counter(annotation["category_id"] for annotation in objects)
+    name_count = Counter(class_map.names)
+    per_class = {}
+    for category_id, name in zip(class_map.category_ids, class_map.names, strict=True):
+        precision = curves.precision[:, :, columns[category_id], 0, 2]  # (T, R)
+        label = name if name_count[name] == 1 else f"{name} ({category_id})"
+        per_class[label] = ClassResult(_mean_valid(precision), _mean_valid(precision[_IOU_50]), objects_of[category_id])
+    return per_class
+
+
+def _count_sizes(objects: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Like the metric, an object exactly on a bound counts on both sides."""
+    return {
+        name: sum(low <= annotation["area"] <= high for annotation in objects)
+        for name, (low, high) in ((name, _SIZE_BOUNDS[name]) for name in SIZE_NAMES)
+    }
