@@ -1,0 +1,58 @@
+# Each target installs what it needs, once: into the active virtual environment, or else into .venv.
+# PYTHON=... chooses the interpreter of a new .venv, ARGS=... is passed on to the program.
+
+PYTHON ?= python3
+# $(wildcard) leaves out an environment that is gone, or whose path has a space, which make cannot handle.
+ENV := $(or $(wildcard $(VIRTUAL_ENV)),.venv)
+RUN := $(ENV)/bin/python
+# A stamp says which extra of this checkout is installed; it lies in the environment and ends with it.
+STAMP := $(ENV)/.detr_bf
+REQUIREMENTS := $(wildcard requirements/*.txt)
+
+too_old = sys.version_info < (3, 10) and "Python 3.10 or newer is needed, $(1) is " + sys.version.split()[0] + ". $(2)"
+check_version = @$(1) -c 'import sys; sys.exit($(too_old))'
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean other-checkout
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.* ## \(.*\)/  make \1\t\2/p' Makefile
+
+demo: $(STAMP)-demo ## build the digits data, train DETR with batch attention, evaluate, write a report
+	$(RUN) tools/make_sample_data.py digits --output .cache/digits
+	$(RUN) tools/train_net.py --config configs/demo.yaml $(if $(wildcard runs/demo/last.pt),--resume) $(ARGS)
+
+test: $(STAMP)-dev ## run the tests (ARGS="-m slow" for the long ones)
+	$(RUN) -m pytest -q $(ARGS)
+
+lint: $(STAMP)-dev ## check style, format and types
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+bench: $(STAMP)-dev ## measure training steps, inference and matching
+	$(RUN) benchmarks/run.py $(ARGS)
+
+clean: ## remove build products and tool caches, never data, runs or environments
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
+
+# An active environment may hold another checkout of this project: then its stamps do not count.
+ifneq ($(shell cat $(STAMP)-source 2>/dev/null),$(CURDIR))
+$(STAMP)-demo $(STAMP)-dev: other-checkout
+endif
+
+other-checkout:
+	@rm -f $(STAMP)-*
+
+$(STAMP)-%: pyproject.toml setup.py $(REQUIREMENTS) | $(RUN)
+	$(call check_version,$(RUN),Activate an environment with a newer one or deactivate this one.)
+	@$(RUN) -m pip --version >/dev/null 2>&1 || $(RUN) -m ensurepip
+	$(RUN) -m pip install --editable '.[$*]'
+	$(RUN) -m pip install --no-deps --require-hashes $(REQUIREMENTS:%=--requirement=%)
+	@echo '$(CURDIR)' > $(STAMP)-source
+	@touch $@
+
+$(RUN):
+	$(call check_version,$(PYTHON),Name a newer one: make PYTHON=python3.12)
+	$(PYTHON) -m venv $(ENV) || { rm -rf $(ENV); false; }

@@ -1,0 +1,163 @@
+"""The floors of the house: which room of ``detr_bf`` may import which, and how long a function or file may get.
+
+A room is a module or package directly under ``detr_bf``. Imports point down only; a room missing from the table fails.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "detr_bf"
+OUTSIDE = {"tools", "tests", "benchmarks"}  # they use the package, never the other way round
+
+GROUND = {"errors", "structures", "files", "boxes"}
+MODEL = {"batchformer", "layers", "backbones", "transformer", "detectors"}
+WORK = {"losses", "data", "postprocess", "evaluation", "report"}
+
+# From the bottom to the top. Only what builds objects reads configs, and nothing below it knows foreign checkpoints.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "structures": {"errors"},
+    "files": {"errors"},
+    "boxes": {"errors"},
+    "config": {"errors", "files"},  # and no torch
+    "batchformer": {"errors", "structures"},
+    "layers": {"errors"},
+    "backbones": {"errors", "structures"},
+    "transformer": {"errors", "structures", "batchformer", "layers"},
+    "detectors": {"errors", "structures", "boxes", "batchformer", "layers", "backbones", "transformer"},
+    "losses": {"errors", "structures", "boxes"},
+    "data": {"errors", "structures", "files", "boxes"},
+    "postprocess": {"errors", "structures", "boxes", "losses"},  # how scores are read follows the classification loss
+    "evaluation": GROUND | {"data", "postprocess"},
+    "report": GROUND | {"data", "postprocess", "evaluation"},
+    "engine": GROUND | MODEL | WORK,
+    "interop": {"errors", "structures", "files"},
+    "build": GROUND | MODEL | WORK | {"config", "engine", "interop"},
+    "predictor": GROUND | MODEL | WORK | {"config", "engine", "interop", "build"},
+    "__init__": {"predictor"},  # the short names of the public interface
+}
+FORBIDDEN_LIBRARIES = {"config": {"torch", "torchvision", "timm"}}
+
+MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 400
+
+
+def imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """Line and absolute dotted name of every import in ``source``, a file of ``package`` (for relative imports)."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            ancestors = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*ancestors, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def forbidden_imports(source: str, path: str) -> list[str]:
+    """One sentence for each import that ``path`` (relative to the package, ``data/coco.py``) may not have."""
+    parts = Path(path).with_suffix("").parts
+    room, package = parts[0], ".".join(("detr_bf", *parts[:-1]))
+    if room not in ALLOWED:
+        return [f"detr_bf/{path}: the room '{room}' has no line in ALLOWED of tests/test_architecture.py: add one"]
+    found = []
+    for line, name in imported_names(source, package):
+        top, *rest = name.split(".")
+        where = f"detr_bf/{path}:{line}"
+        if top in OUTSIDE:
+            found.append(f"{where}: the package must not import {top}")
+        elif top in FORBIDDEN_LIBRARIES.get(room, ()):
+            found.append(f"{where}: '{room}' must work without {top}")
+        elif top == "detr_bf" and (not rest or rest[0] not in ALLOWED[room] | {room}):
+            allowed = ", ".join(sorted(ALLOWED[room])) or "nothing of ours"
+            found.append(f"{where}: '{room}' must not import {name}; it may import {allowed}")
+    return found
+
+
+def too_long(source: str, path: str) -> list[str]:
+    """One sentence for the file and for each of its functions that is longer than allowed."""
+    lines = len(source.splitlines())
+    found = [f"{path}: {lines} lines, at most {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                found.append(f"{path}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}")
+    return found
+
+
+def python_files(*folders: Path) -> list[Path]:
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+def test_imports_point_down() -> None:
+    files = python_files(PACKAGE)
+    assert files, f"no Python files under {PACKAGE}"
+    faults = [
+        fault
+        for path in files
+        for fault in forbidden_imports(path.read_text(encoding="utf-8"), path.relative_to(PACKAGE).as_posix())
+    ]
+    assert not faults, "imports must point down (shape of the house: CONTRIBUTING.md):\n" + "\n".join(faults)
+
+
+def test_functions_and_files_are_short() -> None:
+    files = python_files(PACKAGE, ROOT / "tools", ROOT / "benchmarks")
+    faults = [
+        fault
+        for path in files
+        for fault in too_long(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
+    ]
+    assert not faults, "split what does more than one thing:\n" + "\n".join(faults)
+
+
+def test_the_table_has_no_cycle() -> None:
+    order = list(ALLOWED)
+    for room, below in ALLOWED.items():
+        assert below <= set(order[: order.index(room)]), (
+            f"'{room}' may only import rooms that stand above it in ALLOWED"
+        )
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "culprit"),
+    [
+        ("losses/matcher.py", "from detr_bf.engine.loop import train", "detr_bf.engine.loop.train"),
+        ("layers/mlp.py", "from ..structures import Batch", "detr_bf.structures.Batch"),
+        ("engine/loop.py", "import detr_bf.build as b", "detr_bf.build"),
+        ("engine/loop.py", "def f():\n    from detr_bf import config", "detr_bf.config"),
+        ("postprocess.py", "import detr_bf", "detr_bf"),
+        ("data/coco.py", "import os, tools.train_net", "tools"),
+        ("config/schema.py", "import torch.nn as nn", "torch"),
+        ("novelty/x.py", "import os", "novelty"),
+    ],
+)
+def test_a_forbidden_import_is_found(path: str, source: str, culprit: str) -> None:
+    [sentence] = forbidden_imports(source, path)
+    assert path in sentence
+    assert culprit in sentence
+
+
+def test_allowed_imports_pass() -> None:
+    source = (
+        "import torch\n"
+        "from detr_bf import boxes\n"
+        "from detr_bf.losses.giou import giou_loss\n"
+        "from .matcher import match\n"
+        "from ..structures import Target\n"
+        "import torchdetr_bf\n"
+    )
+    assert forbidden_imports(source, "losses/set_criterion.py") == []
+    assert forbidden_imports("from .losses import x", "postprocess.py") != []
+
+
+def test_long_code_is_found() -> None:
+    body = "    x = 1\n"
+    assert too_long("def f():\n" + body * (MAX_FUNCTION_LINES - 1), "a.py") == []
+    assert too_long("def f():\n" + body * MAX_FUNCTION_LINES, "a.py") == ["a.py:1: f has 61 lines, at most 60"]
+    assert too_long("x = 1\n" * (MAX_FILE_LINES + 1), "a.py") == ["a.py: 401 lines, at most 400"]
