@@ -9,17 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torchvision.io import write_png
+from PIL import Image
 
 
-def _painted(width: int, height: int, image: int, boxes: Sequence[Sequence[int]]) -> torch.Tensor:
-    """A (3, height, width) uint8 image: a dark background of its own, each box (x, y, w, h) one solid colour."""
-    background = torch.tensor([20, image % 100, image // 100 % 100], dtype=torch.uint8)
-    picture = background[:, None, None].repeat(1, height, width)
-    for order, (x, y, w, h) in enumerate(boxes):
-        colour = torch.tensor([255, 120, 0]).roll(order).to(torch.uint8)
-        picture[:, y : y + h, x : x + w] = colour[:, None, None]
+def _painted(width: int, height: int, image: int, boxes: Sequence[Sequence[int]]) -> Image.Image:
+    """An RGB image: a dark background of its own, each box (x, y, w, h) one solid colour."""
+    picture = Image.new("RGB", (width, height), (20, image % 100, image // 100 % 100))
+    colours = ((255, 120, 0), (0, 255, 120), (120, 0, 255), (255, 255, 0))
+    for colour, (x, y, w, h) in zip(colours, boxes, strict=False):
+        picture.paste(colour, (x, y, x + w, y + h))
     return picture
 
 
@@ -53,7 +51,7 @@ def coco_folder(tmp_path: Path) -> Callable[..., SimpleNamespace]:
         for image_id in range(first_image_id, first_image_id + num_images):
             boxes = _boxes(width, height, image_id, objects)
             file_name = f"{image_id:04d}.png"
-            write_png(_painted(width, height, image_id, boxes), str(folder / "images" / file_name))
+            _painted(width, height, image_id, boxes).save(folder / "images" / file_name)
             content["images"].append({"id": image_id, "file_name": file_name, "width": width, "height": height})
             for box in boxes:
                 number = len(content["annotations"])
