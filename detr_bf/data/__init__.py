@@ -1,0 +1,1 @@
+"""Image files and COCO annotations to batches, and the checks before the first step."""

@@ -1,0 +1,315 @@
+"""Examine a data set before the first training step: everything that is wrong, at once, with counts and examples.
+
+An error would stop the training, or silently spoil it or its evaluation. A warning is handled in a defined way, which
+its line in the table states.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from detr_bf.config.schema import SplitConfig
+from detr_bf.data.coco import CocoAnnotations, annotated_size, check_folder, is_box, read_annotations
+from detr_bf.data.file_check import FileRecord, check_files, default_cache_dir
+from detr_bf.errors import InputError
+from detr_bf.structures import ClassMap
+
+Severity = Literal["error", "warning"]
+_ROUNDING = 1.0  # pixels by which a box may exceed the image before it is worth a warning
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One kind of problem in one split."""
+
+    severity: Severity
+    split: str
+    code: str
+    meaning: str  # what it is, and for a warning what happens to it
+    count: int
+    example: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of :func:`examine`."""
+
+    contents: tuple[str, ...]  # one line a split: how much there is
+    findings: tuple[Finding, ...]  # errors first
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.severity == "error")
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.severity == "warning")
+
+    def __str__(self) -> str:
+        """The contents, one aligned table of the findings if there are any, and a closing line."""
+        outcome = f"{len(self.errors)} errors, {len(self.warnings)} warnings"
+        return "\n".join((*self.contents, *(_table(self.findings) if self.findings else ()), outcome))
+
+
+@dataclass(frozen=True)
+class Split:
+    """One annotation file with what is known about its image files."""
+
+    name: str
+    folder: Path
+    content: CocoAnnotations
+    files: Mapping[str, FileRecord]
+    num_queries: int
+
+    @cached_property
+    def images(self) -> dict[int, Mapping[str, Any]]:
+        return {image["id"]: image for image in self.content.images}
+
+    @cached_property
+    def objects(self) -> list[Mapping[str, Any]]:
+        """Annotations that are not crowds."""
+        return [annotation for annotation in self.content.annotations if not annotation.get("iscrowd")]
+
+    @cached_property
+    def objects_per_image(self) -> Counter[int]:
+        return Counter(annotation["image_id"] for annotation in self.objects)
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """Class names by category id."""
+        class_map = ClassMap.from_categories(self.content.categories)
+        return dict(zip(class_map.category_ids, class_map.names, strict=True))
+
+    def file(self, image: Mapping[str, Any]) -> FileRecord | None:
+        return self.files.get(image["file_name"])
+
+    def size(self, image: Mapping[str, Any]) -> tuple[int, int] | None:
+        """(height, width) that the boxes refer to, as far as it is known."""
+        record = self.file(image)
+        return annotated_size(image) or (record.sizes.rotated if record and record.sizes else None)
+
+
+def examine(
+    train: SplitConfig, val: SplitConfig, *, num_queries: int, cache_dir: Path | None = None, workers: int = 1
+) -> Report:
+    """Run every check on both splits; ``val`` may be left unset.
+
+    ``num_queries`` is how many objects an image the detector can find; ``workers`` threads read the image files that
+    the cache in ``cache_dir`` (by default :func:`default_cache_dir`) does not know. Raises :class:`InputError` when a
+    folder is missing or a file is not COCO at all.
+    """
+    cache_dir = cache_dir or default_cache_dir()
+    named = {"train": train} if val == SplitConfig() else {"train": train, "val": val}
+    splits = [_open(name, config, num_queries, cache_dir, workers) for name, config in named.items()]
+    findings = [finding for split in splits for check in CHECKS if (finding := check.on(split.name, split))]
+    if len(splits) == 2:
+        findings += [finding for check in PAIR_CHECKS if (finding := check.on("train, val", *splits))]
+    findings.sort(key=lambda finding: finding.severity)
+    return Report(tuple(_summary(split) for split in splits), tuple(findings))
+
+
+def _open(name: str, config: SplitConfig, num_queries: int, cache_dir: Path, workers: int) -> Split:
+    if not (config.images and config.annotations):
+        raise InputError(
+            f"data.{name}.images is '{config.images}' and data.{name}.annotations is '{config.annotations}'; "
+            "expected a folder and a COCO JSON, for example on the command line: "
+            f"data.{name}.images=FOLDER data.{name}.annotations=FILE"
+        )
+    folder = Path(config.images)
+    check_folder(folder)
+    content = read_annotations(Path(config.annotations))
+    files = check_files(folder, [image["file_name"] for image in content.images], cache_dir, workers)
+    return Split(name, folder, content, files, num_queries)
+
+
+def _summary(split: Split) -> str:
+    counts = f"{len(split.content.images)} images, {len(split.objects)} objects, {len(split.names)} classes"
+    return f"{split.name}: {counts} ({split.content.path})"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A kind of problem and how to find it: ``find`` gives the description of each case."""
+
+    severity: Severity
+    code: str
+    meaning: str
+    find: Callable[..., Iterator[str]]
+
+    def on(self, name: str, *splits: Split) -> Finding | None:
+        """The finding, if there is one, with the first case as its example."""
+        cases = list(self.find(*splits))
+        if not cases:
+            return None
+        return Finding(self.severity, name, self.code, self.meaning, len(cases), cases[0])
+
+
+def _missing_files(split: Split) -> Iterator[str]:
+    return (_image(image) for image in split.content.images if not split.file(image))
+
+
+def _unreadable_files(split: Split) -> Iterator[str]:
+    for image in split.content.images:
+        record = split.file(image)
+        if record and record.problem:
+            yield f"{_image(image)}: {record.problem}"
+
+
+def _sizes_that_disagree(split: Split) -> Iterator[str]:
+    for image in split.content.images:
+        record = split.file(image)
+        if record and record.sizes:
+            try:
+                record.sizes.wants_rotation(annotated_size(image))
+            except ValueError as error:
+                yield f"{_image(image)}: {error}"
+
+
+def _sizes_before_rotation(split: Split) -> Iterator[str]:
+    for image in split.content.images:
+        record, size = split.file(image), annotated_size(image)
+        if record and record.sizes and size == record.sizes.stored != record.sizes.rotated:
+            yield f"{_image(image)}: {size[1]} x {size[0]} pixels"
+
+
+def _repeated_image_ids(split: Split) -> Iterator[str]:
+    return (f"id {value}" for value in _repeated(image["id"] for image in split.content.images))
+
+
+def _repeated_annotation_ids(split: Split) -> Iterator[str]:
+    return (f"id {value}" for value in _repeated(a["id"] for a in split.content.annotations if "id" in a))
+
+
+def _repeated_files(split: Split) -> Iterator[str]:
+    return (str(value) for value in _repeated(image["file_name"] for image in split.content.images))
+
+
+def _unknown_categories(split: Split) -> Iterator[str]:
+    for annotation in split.content.annotations:
+        if annotation["category_id"] not in split.names:
+            yield f"{_annotation(annotation)}: category {annotation['category_id']}"
+
+
+def _unknown_images(split: Split) -> Iterator[str]:
+    return (_annotation(a) for a in split.content.annotations if a["image_id"] not in split.images)
+
+
+def _boxes_not_numbers(split: Split) -> Iterator[str]:
+    return (_box(annotation) for annotation in split.objects if not is_box(annotation.get("bbox")))
+
+
+def _boxes_without_area(split: Split) -> Iterator[str]:
+    for annotation in split.objects:
+        if is_box(annotation.get("bbox")) and min(annotation["bbox"][2:]) <= 0:
+            yield _box(annotation)
+
+
+def _boxes_outside(split: Split) -> Iterator[str]:
+    for annotation in split.objects:
+        image = split.images.get(annotation["image_id"])
+        size = split.size(image) if image else None
+        if size and is_box(annotation.get("bbox")) and _exceeds(annotation["bbox"], size):
+            yield f"{_box(annotation)} in {size[1]} x {size[0]} pixels"
+
+
+def _exceeds(bbox: list[float], size: tuple[int, int]) -> bool:
+    x, y, width, height = bbox
+    return min(x, y, size[1] - (x + width), size[0] - (y + height)) < -_ROUNDING
+
+
+def _images_without_objects(split: Split) -> Iterator[str]:
+    if split.objects:
+        yield from (_image(image) for image in split.content.images if not split.objects_per_image[image["id"]])
+
+
+def _no_objects(split: Split) -> Iterator[str]:
+    if not split.objects:
+        yield (
+            f"{len(split.content.annotations)} annotations, all of them crowds" if split.content.annotations else "none"
+        )
+
+
+def _too_many_objects(split: Split) -> Iterator[str]:
+    for image_id, count in split.objects_per_image.items():
+        if count > split.num_queries:
+            yield f"image {image_id}: {count} objects, {split.num_queries} queries"
+
+
+def _classes_without_examples(split: Split) -> Iterator[str]:
+    used = {annotation["category_id"] for annotation in split.objects}
+    return (f"{category_id} ({name})" for category_id, name in split.names.items() if category_id not in used)
+
+
+def _classes_unknown_to_train(train: Split, val: Split) -> Iterator[str]:
+    used = {annotation["category_id"] for annotation in val.content.annotations}
+    return (f"{i} ({val.names[i]})" for i in sorted(used & set(val.names)) if i not in train.names)
+
+
+def _classes_with_other_names(train: Split, val: Split) -> Iterator[str]:
+    for category_id, name in val.names.items():
+        if train.names.get(category_id, name) != name:
+            yield f"{category_id} is {train.names[category_id]} in train, {name} in val"
+
+
+def _shared_images(train: Split, val: Split) -> Iterator[str]:
+    by_content = {record.sha256: name for name, record in train.files.items() if record.sha256}
+    for name, record in val.files.items():
+        if record.sha256 in by_content:
+            yield f"{val.folder / name} is {train.folder / by_content[record.sha256]}"
+
+
+CHECKS = (
+    Check("error", "file-missing", "the image file does not exist", _missing_files),
+    Check("error", "file-unreadable", "the image cannot be decoded", _unreadable_files),
+    Check("error", "size-differs", "width and height are not the file's", _sizes_that_disagree),
+    Check("warning", "size-not-rotated", "size before EXIF rotation: not rotated", _sizes_before_rotation),
+    Check("error", "image-id-repeated", "one id for several images", _repeated_image_ids),
+    Check(
+        "warning", "annotation-id-repeated", "ids are not used, but other tools mix these up", _repeated_annotation_ids
+    ),
+    Check("warning", "file-repeated", "the file is listed again: it counts again", _repeated_files),
+    Check("error", "category-unknown", "the category is not in categories", _unknown_categories),
+    Check("error", "image-unknown", "the annotation's image is not in images", _unknown_images),
+    Check("error", "box-not-numbers", "bbox is not four finite numbers", _boxes_not_numbers),
+    Check("warning", "box-without-area", "width or height is not positive: dropped", _boxes_without_area),
+    Check("warning", "box-outside", "the box exceeds the image: clipped, or dropped if all of it does", _boxes_outside),
+    Check("warning", "image-without-objects", "kept: a background image", _images_without_objects),
+    Check("error", "no-objects", "no image has an object", _no_objects),
+    Check("warning", "too-many-objects", "more objects than queries: some cannot be found", _too_many_objects),
+    Check("warning", "class-without-examples", "the class has no object", _classes_without_examples),
+)
+PAIR_CHECKS = (
+    Check("error", "class-unknown-to-train", "val uses a class that train lacks", _classes_unknown_to_train),
+    Check("error", "class-name-differs", "one category id means two classes", _classes_with_other_names),
+    Check("warning", "train-val-overlap", "the same image in both: the AP is too good", _shared_images),
+)
+
+
+def _table(findings: Sequence[Finding]) -> list[str]:
+    """Lines of aligned columns."""
+    rows = [("severity", "data", "check", "count", "meaning", "example")]
+    rows += [(f.severity, f.split, f.code, str(f.count), f.meaning, f.example) for f in findings]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _repeated(values: Iterable[Any]) -> Iterator[Any]:
+    """Each value that occurs more than once, as often as it is too many."""
+    return (value for value, count in Counter(values).items() for _ in range(count - 1))
+
+
+def _image(image: Mapping[str, Any]) -> str:
+    return f"image {image['id']}, {image['file_name']}"
+
+
+def _annotation(annotation: Mapping[str, Any]) -> str:
+    return f"annotation {annotation.get('id')} of image {annotation['image_id']}"
+
+
+def _box(annotation: Mapping[str, Any]) -> str:
+    return f"{_annotation(annotation)}: bbox {annotation.get('bbox')}"

@@ -1,0 +1,110 @@
+"""Batches in an order that can be taken up again at any batch."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from detr_bf.data.coco import CocoDetection, SampleKey, mixed_seed
+from detr_bf.errors import InputError
+from detr_bf.structures import Batch
+
+
+class EpochBatches(Sampler[list[SampleKey]]):
+    """The batches of one epoch from ``start_batch`` on; their order is a function of (seed, epoch) alone.
+
+    With ``drop_last`` an incomplete last batch is left out, unless it is the only one.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        seed: int,
+        epoch: int,
+        shuffle: bool,
+        drop_last: bool,
+        start_batch: int = 0,
+    ) -> None:
+        if batch_size < 1:
+            raise InputError(f"the batch size must be at least 1, got {batch_size}")
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.seed = seed
+        self.epoch = epoch
+        self.shuffle = shuffle
+        self.start_batch = start_batch
+        full, rest = divmod(num_samples, batch_size)
+        self.num_batches = full if full and drop_last else full + bool(rest)
+
+    def __len__(self) -> int:
+        """Batches still to come."""
+        return max(0, self.num_batches - self.start_batch)
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        order = self._order()
+        for batch in range(self.start_batch, self.num_batches):
+            chosen = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            yield [SampleKey(self.epoch, index) for index in chosen]
+
+    def _order(self) -> Sequence[int]:
+        if not self.shuffle:
+            return range(self.num_samples)
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
+        return torch.randperm(self.num_samples, generator=generator).tolist()
+
+
+class BatchLoader(DataLoader[Batch]):
+    """A DataLoader whose workers' :class:`InputError` arrives with its own message instead of a traceback's text."""
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        try:
+            yield from super().__iter__()
+        except InputError as error:
+            raise InputError(original_message(str(error))) from None
+
+
+def make_loader(
+    dataset: CocoDetection,
+    *,
+    batch_size: int,
+    workers: int,
+    shuffle: bool,
+    seed: int,
+    epoch: int,
+    start_batch: int = 0,
+    pin_memory: bool = False,
+) -> BatchLoader:
+    """One epoch of a data set, from ``start_batch`` on.
+
+    ``shuffle`` is for training: seeded order, full batches only if there is one. Without it every image comes exactly
+    once, in the order of the file. Iterating does not touch torch's global generator, so that a resumed run
+    continues with the random numbers of the run that was stopped.
+    """
+    batches = EpochBatches(
+        len(dataset), batch_size, seed=seed, epoch=epoch, shuffle=shuffle, drop_last=shuffle, start_batch=start_batch
+    )
+    return BatchLoader(
+        dataset,  # type: ignore[arg-type]
+        batch_sampler=batches,
+        num_workers=workers,
+        collate_fn=Batch.collate,
+        pin_memory=pin_memory,
+        worker_init_fn=_leave_interrupts_to_the_parent,
+        generator=torch.Generator(),
+    )
+
+
+def original_message(text: str) -> str:
+    """The message of an :class:`InputError` whose worker's traceback DataLoader made its message."""
+    marker = f"{InputError.__module__}.{InputError.__qualname__}: "
+    return text.rpartition(marker)[2].strip()
+
+
+def _leave_interrupts_to_the_parent(worker: int) -> None:
+    """Ctrl-C reaches the whole process group; the training process finishes its step, so the workers must live on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torchvision.tv_tensors import BoundingBoxes, Image
+
+from detr_bf.data.transforms import RandomSizeCrop, eval_transform, resized_size, train_transform
+
+
+def sample(height: int, width: int, *corners: tuple[int, int, int, int]) -> tuple[Image, BoundingBoxes, Tensor]:
+    """A black image with a solid rectangle of its own brightness for every box (x0, y0, x1, y1); labels 0, 1, ..."""
+    image = torch.zeros(3, height, width, dtype=torch.uint8)
+    for number, (x0, y0, x1, y1) in enumerate(corners):
+        image[number, y0:y1, x0:x1] = 255
+    boxes = torch.tensor(corners, dtype=torch.float32).reshape(-1, 4)
+    return Image(image), BoundingBoxes(boxes, format="XYXY", canvas_size=(height, width)), torch.arange(len(corners))
+
+
+def painted(image: Tensor, channel: int) -> Tensor:
+    """Corners of the bright pixels of a channel."""
+    rows, columns = torch.nonzero(image[channel] > 127, as_tuple=True)
+    return torch.stack([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1])
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "short_side", "max_size", "expected"),
+    [
+        (480, 640, 800, 1333, (800, 1066)),  # 800 * 640 / 480 = 1066.67, cut off
+        (640, 480, 800, 1333, (1066, 800)),
+        (100, 100, 64, None, (64, 64)),
+        (333, 500, 333, 1333, (333, 500)),
+        # 1280 / 427 * 800 = 2398 is too long: 1333 * 427 / 1280 = 444.68 -> 445, then 445 * 1280 / 427 = 1333.96
+        (427, 1280, 800, 1333, (445, 1333)),
+        # 100 * 30 / 201 = 14.93 -> 15, then 15 * 201 / 30 = 100.5, cut off
+        (30, 201, 64, 100, (15, 100)),
+        # 100 * 30 / 197 = 15.23 -> 15, then 15 * 197 / 30 = 98.5: below max_size, where torchvision gives 100
+        (30, 197, 64, 100, (15, 98)),
+        # 100 * 3 / 200 = 1.5 -> 2, then 2 * 200 / 3 = 133: beyond max_size
+        (3, 200, 64, 100, (2, 133)),
+        (1, 5000, 64, 100, (1, 5000)),
+    ],
+)
+def test_resized_size(
+    height: int, width: int, short_side: int, max_size: int | None, expected: tuple[int, int]
+) -> None:
+    assert resized_size(height, width, short_side, max_size) == expected
+
+
+def test_evaluation_resizes_image_and_boxes() -> None:
+    image, boxes, labels = eval_transform(short_side=80, max_size=133)(*sample(48, 64, (8, 6, 40, 36), (50, 2, 60, 20)))
+    assert image.shape == (3, 80, 106)
+    assert image.dtype == torch.uint8
+    factor = torch.tensor([106 / 64, 80 / 48, 106 / 64, 80 / 48])
+    torch.testing.assert_close(
+        boxes.as_subclass(Tensor), torch.tensor([[8, 6, 40, 36], [50, 2, 60, 20]]) * factor, atol=1e-4, rtol=0
+    )
+    assert labels.tolist() == [0, 1]
+
+
+def training(**changes: float) -> object:
+    settings = {"horizontal_flip": 0.5, "random_crop": 0.5, "crop_min": 40, "crop_max": 70, "max_size": 160}
+    return train_transform(short_sides=[80, 96, 112], crop_short_sides=[60, 90], **{**settings, **changes})
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_boxes_stay_on_their_pixels(seed: int) -> None:
+    torch.manual_seed(seed)
+    image, boxes, labels = training()(*sample(70, 100, (10, 12, 45, 40), (55, 30, 95, 66)))
+    assert min(image.shape[-2:]) in (80, 96, 112) or max(image.shape[-2:]) >= 157
+    assert boxes.canvas_size == image.shape[-2:]
+    for box, label in zip(boxes.as_subclass(Tensor), labels.tolist(), strict=True):
+        if (box[2:] - box[:2]).min() >= 6:  # slivers fade into black when they are resized
+            assert (painted(image, label) - box).abs().max() <= 2.0
+
+
+def test_both_training_branches_and_the_flip_occur() -> None:
+    original = sample(70, 100, (0, 0, 30, 70))
+    flipped = cropped = 0
+    for seed in range(60):
+        torch.manual_seed(seed)
+        image, boxes, _ = training()(*original)
+        scale = min(image.shape[-2:]) / 70
+        cropped += len(boxes) == 0 or abs(float(boxes[0, 2] - boxes[0, 0]) - 30 * scale) > 2
+        flipped += len(boxes) == 1 and float(boxes[0, 0]) > 0
+    assert 15 <= cropped <= 45
+    assert flipped >= 10
+
+
+def test_probabilities_zero_and_one() -> None:
+    original = sample(70, 100, (0, 0, 30, 70))
+    for seed in range(10):
+        torch.manual_seed(seed)
+        image, boxes, _ = training(horizontal_flip=1.0, random_crop=0.0)(*original)
+        assert float(boxes[0, 2]) == pytest.approx(image.shape[-1])
+        image, boxes, _ = training(horizontal_flip=0.0, random_crop=0.0)(*original)
+        assert float(boxes[0, 0]) == 0.0
+
+
+def test_crop_sides_cover_their_range_inclusively() -> None:
+    heights, widths = set(), set()
+    for seed in range(120):
+        torch.manual_seed(seed)
+        image, _, _ = RandomSizeCrop(5, 8)(*sample(30, 7))
+        heights.add(image.shape[-2])
+        widths.add(image.shape[-1])
+    assert heights == {5, 6, 7, 8}
+    assert widths == {5, 6, 7}  # no more than there is
+
+
+def test_an_image_below_the_smallest_crop_is_kept_whole() -> None:
+    image, boxes, _ = RandomSizeCrop(50, 60)(*sample(20, 30, (1, 2, 9, 8)))
+    assert image.shape == (3, 20, 30)
+    assert boxes.tolist() == [[1, 2, 9, 8]]
+
+
+def test_crop_clips_boxes_and_removes_those_outside_with_their_labels() -> None:
+    corners = ((0, 0, 10, 10), (30, 0, 40, 10), (10, 20, 30, 40))
+    kept = set()
+    for seed in range(50):
+        torch.manual_seed(seed)
+        image, boxes, labels = RandomSizeCrop(15, 25)(*sample(40, 40, *corners))
+        visible = [channel for channel in range(3) if image[channel].any()]
+        assert labels.tolist() == visible
+        for box, label in zip(boxes.as_subclass(Tensor), visible, strict=True):
+            assert torch.equal(painted(image, label).float(), box)
+        kept.add(len(visible))
+    assert {1, 2} <= kept
+
+
+def test_images_without_objects_pass() -> None:
+    for seed in range(10):
+        torch.manual_seed(seed)
+        _, boxes, labels = training()(*sample(70, 100))
+        assert boxes.shape == (0, 4)
+        assert labels.shape == (0,)

@@ -1,0 +1,36 @@
+"""Examine the data sets of a config and print what is wrong with them; exit code 2 if there are errors."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from detr_bf.config import load_config
+from detr_bf.data.doctor import examine
+from detr_bf.errors import InputError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", metavar="FILE", help="YAML file; without it the defaults are used")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example data.train.images=FOLDER")
+    options = parser.parse_args(arguments)
+    try:
+        config = load_config(options.config, options.overrides)
+        report = examine(
+            config.data.train,
+            config.data.val,
+            num_queries=config.model.num_queries,
+            workers=config.data.workers,
+        )
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(report)
+    return 2 if report.errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
