@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from detr_bf.data.coco import CocoAnnotations, is_box, read_annotations
 from detr_bf.errors import InputError
 from detr_bf.evaluation.summary import METRIC_NAMES, SIZE_NAMES, ClassResult, CocoSummary
 from detr_bf.files import write_json
@@ -173,26 +173,16 @@ def load_ground_truth(path: Path, class_map: ClassMap) -> dict[str, Any]:
     Raises:
         InputError: the file is missing, is not COCO, or contradicts ``class_map``.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"annotation file not found: {path}") from error
-    except (OSError, ValueError) as error:
-        raise InputError(f"annotation file {path} cannot be read as JSON: {error}") from error
-    try:
-        _check_categories(content["categories"], class_map, path)
-        images = [{"id": image["id"]} for image in content["images"]]
-        image_ids = {image["id"] for image in images}
-        listed = (annotation for annotation in content["annotations"] if annotation["image_id"] in image_ids)
-        annotations = [_complete(annotation, number) for number, annotation in enumerate(listed, start=1)]
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"{path} is not a COCO annotation file: expected images, annotations and categories with their ids and "
-            f"boxes; {type(error).__name__}: {error}"
-        ) from error
-    _check_known(annotations, class_map, path)
-    categories = [{"id": category_id} for category_id in sorted(class_map.category_ids)]
-    return {"images": images, "annotations": annotations, "categories": categories}
+    content = read_annotations(path)
+    image_ids = {image["id"] for image in content.images}
+    listed = [annotation for annotation in content.annotations if annotation["image_id"] in image_ids]
+    _check_categories(content, class_map)
+    _check_objects(path, listed, class_map)
+    return {
+        "images": [{"id": image_id} for image_id in sorted(image_ids)],
+        "annotations": [_complete(annotation, number) for number, annotation in enumerate(listed, start=1)],
+        "categories": [{"id": category_id} for category_id in sorted(class_map.category_ids)],
+    }
 
 
 def _complete(annotation: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -208,24 +198,30 @@ def _complete(annotation: Mapping[str, Any], number: int) -> dict[str, Any]:
     }
 
 
-def _check_categories(categories: Sequence[Mapping[str, Any]], class_map: ClassMap, path: Path) -> None:
-    listed = ClassMap.from_categories(categories)
-    names = dict(zip(class_map.category_ids, class_map.names, strict=True))
+def _check_categories(content: CocoAnnotations, class_map: ClassMap) -> None:
+    known = dict(zip(class_map.category_ids, class_map.names, strict=True))
+    listed = content.class_map
     for category_id, name in zip(listed.category_ids, listed.names, strict=True):
-        if names.get(category_id, name) != name:
+        if known.get(category_id, name) != name:
             raise InputError(
-                f"{path} calls category id {category_id} '{name}', the model was trained with it as "
-                f"'{names[category_id]}': evaluate with annotations of the same categories"
+                f"{content.path} calls category id {category_id} '{name}', the model was trained with it as "
+                f"'{known[category_id]}': evaluate with annotations of the same categories"
             )
 
 
-def _check_known(annotations: Sequence[Mapping[str, Any]], class_map: ClassMap, path: Path) -> None:
-    unknown = {annotation["category_id"] for annotation in annotations}.difference(class_map.category_ids)
+def _check_objects(path: Path, objects: Sequence[Mapping[str, Any]], class_map: ClassMap) -> None:
+    unknown = {annotation["category_id"] for annotation in objects}.difference(class_map.category_ids)
     if unknown:
         raise InputError(
             f"{path} has objects of category ids {sorted(unknown)}, which the model does not know; "
             f"it knows {sorted(class_map.category_ids)}"
         )
+    for annotation in objects:
+        if not is_box(annotation.get("bbox")):
+            raise InputError(
+                f"{path}: image {annotation['image_id']} has bbox {annotation.get('bbox')}, expected four finite "
+                "numbers x, y, width, height; tools/check_data.py lists everything that is wrong with the data"
+            )
 
 
 def _check_detections(image: Detections, num_classes: int) -> None:

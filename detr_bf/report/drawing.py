@@ -1,0 +1,194 @@
+"""Boxes with legible labels on pictures of any size.
+
+Lines and letters are scaled to the drawn picture and small pictures are enlarged first, so that a 96-pixel image can be
+read as well as a 4000-pixel one. Labels look for a free place near their box and never leave the picture.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+from torchvision.transforms.v2 import functional as transforms
+
+from detr_bf.files import atomic_write
+
+Colour = tuple[int, int, int]
+
+# Okabe and Ito, "Color Universal Design" (2008), without black: told apart with every common colour blindness.
+_PALETTE: tuple[Colour, ...] = (
+    (230, 159, 0),
+    (86, 180, 233),
+    (0, 158, 115),
+    (240, 228, 66),
+    (0, 114, 178),
+    (213, 94, 0),
+    (204, 121, 167),
+)
+_TINTS = ((0, 0.0), (255, 0.5), (0, 0.4))  # grey level mixed in, and how much of it, once the palette is used up
+_DARK: Colour = (20, 22, 26)
+_LIGHT: Colour = (255, 255, 255)
+
+
+class Rectangle(NamedTuple):
+    """Corners in pixels."""
+
+    x0: float
+    y0: float
+    x1: float
+    y1: float
+
+    def moved_to(self, x: float, y: float) -> Rectangle:
+        """The same size with its top left corner at (x, y)."""
+        return Rectangle(x, y, x + self.x1 - self.x0, y + self.y1 - self.y0)
+
+    def overlap(self, other: Rectangle) -> float:
+        """Common area in square pixels."""
+        width = min(self.x1, other.x1) - max(self.x0, other.x0)
+        height = min(self.y1, other.y1) - max(self.y0, other.y0)
+        return max(width, 0.0) * max(height, 0.0)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One box to draw, in pixels of the picture it is drawn on."""
+
+    box: Rectangle
+    text: str
+    colour: Colour
+
+
+def class_colour(label: int) -> Colour:
+    """The colour of a class index, the same in every picture; 21 differ, then they come round again."""
+    red, green, blue = _PALETTE[label % len(_PALETTE)]
+    grey, share = _TINTS[label // len(_PALETTE) % len(_TINTS)]
+    return tuple(round(value * (1 - share) + grey * share) for value in (red, green, blue))  # type: ignore[return-value]
+
+
+def text_colour(background: Colour) -> Colour:
+    """Dark or light, whichever has the higher contrast (WCAG 2.2, relative luminance)."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in background)]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return _DARK if luminance > 0.179 else _LIGHT
+
+
+@functools.cache
+def load_font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
+    """DejaVu Sans, which comes with matplotlib, at ``size`` pixels."""
+    name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / name), size)
+
+
+def shorten(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
+    """``text``, cut and ended with an ellipsis where it is wider than ``width`` pixels."""
+    if font.getlength(text) <= width:
+        return text
+    kept = next((n for n in range(len(text) - 1, 0, -1) if font.getlength(text[:n] + "…") <= width), 0)
+    return text[:kept].rstrip() + "…"
+
+
+def draw_boxes(
+    image: Tensor,
+    boxes: Tensor,
+    labels: Tensor,
+    class_names: Sequence[str],
+    scores: Tensor | None = None,
+    min_size: int = 640,
+) -> Tensor:
+    """Draw labelled boxes on a copy of an image.
+
+    Args:
+        image: (3, H, W) uint8.
+        boxes: (N, 4) float, x0, y0, x1, y1 in pixels of ``image``.
+        labels: (N,) int64, indices into ``class_names``.
+        scores: (N,) float in [0, 1]; written behind the names, and the best get the best places for their labels.
+        min_size: pixels; an image whose longer side is shorter is enlarged to it.
+
+    Returns:
+        (3, H', W') uint8, H' and W' in the proportion of H and W.
+    """
+    picture = transforms.to_pil_image(image)
+    scale = max(1.0, min_size / max(picture.size))
+    picture = picture.resize(_scaled_size(picture.size, scale), Image.Resampling.BICUBIC)
+    paint_marks(picture, make_marks(boxes * scale, labels, class_names, scores), max(14, round(max(picture.size) / 50)))
+    return transforms.pil_to_tensor(picture)
+
+
+def save_picture(path: str | Path, picture: Tensor | Image.Image) -> None:
+    """Atomically write a PNG file from (3, H, W) uint8 or a Pillow image."""
+    image = transforms.to_pil_image(picture) if isinstance(picture, Tensor) else picture
+    with atomic_write(path) as temporary:
+        image.save(temporary, format="PNG", optimize=True)
+
+
+def make_marks(boxes: Tensor, labels: Tensor, class_names: Sequence[str], scores: Tensor | None = None) -> list[Mark]:
+    """Boxes (N, 4) with the names, scores and colours of their classes, best score first."""
+    order = range(len(boxes)) if scores is None else torch.argsort(scores, descending=True, stable=True).tolist()
+    marks = []
+    for row in order:
+        x0, y0, x1, y1 = boxes[row].tolist()
+        label = int(labels[row])
+        text = class_names[label] if scores is None else f"{class_names[label]} {float(scores[row]):.2f}"
+        marks.append(Mark(Rectangle(min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)), text, class_colour(label)))
+    return marks
+
+
+def paint_marks(picture: Image.Image, marks: Sequence[Mark], font_size: int) -> None:
+    """Draw on ``picture`` itself: all boxes, then all labels, the first marks on top and in the best places."""
+    draw = ImageDraw.Draw(picture)
+    line = max(2, round(font_size / 6))
+    for mark in reversed(marks):
+        _paint_outline(draw, mark, picture.size, line)
+    font = load_font(font_size)
+    padding = max(2, font_size // 5)
+    placed: list[Rectangle] = []
+    for mark in marks:
+        text = shorten(mark.text, font, picture.width - 2 * padding)
+        ascent, descent = font.getmetrics()
+        size = (font.getlength(text) + 2 * padding, ascent + descent + padding)
+        spot = _free_spot(mark.box, size, picture.size, placed)
+        draw.rectangle(spot, fill=mark.colour)
+        draw.text((spot.x0 + padding, spot.y0 + padding / 2), text, fill=text_colour(mark.colour), font=font)
+        placed.append(spot)
+
+
+def _paint_outline(draw: ImageDraw.ImageDraw, mark: Mark, picture_size: tuple[int, int], line: int) -> None:
+    """The coloured line with a thin dark one on both sides, so that it shows on every background."""
+    width, height = picture_size
+    x0, x1 = (min(max(round(x), 0), width - 1) for x in (mark.box.x0, mark.box.x1))
+    y0, y1 = (min(max(round(y), 0), height - 1) for y in (mark.box.y0, mark.box.y1))
+    draw.rectangle((x0 - 1, y0 - 1, x1 + 1, y1 + 1), outline=_DARK, width=line + 2)
+    draw.rectangle((x0, y0, x1, y1), outline=mark.colour, width=line)
+
+
+def _free_spot(
+    box: Rectangle, size: tuple[float, float], picture_size: tuple[int, int], taken: Iterable[Rectangle]
+) -> Rectangle:
+    """Where a label goes: the first place near the box that hides no other label, else the one that hides least."""
+    width, height = size
+    places = (
+        (box.x0, box.y0 - height),  # on top of the box
+        (box.x0, box.y1),  # below it
+        (box.x0, box.y0),  # inside, at the corners
+        (box.x1 - width, box.y1 - height),
+        (box.x1 - width, box.y0),
+        (box.x0, box.y1 - height),
+    )
+    label = Rectangle(0, 0, width, height)
+    inside = [
+        label.moved_to(min(max(x, 0), picture_size[0] - 1 - width), min(max(y, 0), picture_size[1] - 1 - height))
+        for x, y in places
+    ]
+    taken = list(taken)
+    return min(inside, key=lambda spot: sum(spot.overlap(other) for other in taken))
+
+
+def _scaled_size(size: tuple[int, int], scale: float) -> tuple[int, int]:
+    return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))

@@ -1,0 +1,75 @@
+"""Where and with which versions a run was made."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+_PACKAGES = ("detr_bf", "torchvision", "timm", "numpy", "scipy", "pycocotools", "hotcoco")
+
+
+def machine_info() -> dict[str, str]:
+    """What a reader needs to judge or repeat a run: name -> value, ready for JSON, in the order to show.
+
+    ``commit`` is there only when this package runs from a git checkout, ``GPU`` and ``CUDA`` only with a GPU.
+    """
+    info = {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "commit": git_commit(Path(__file__).resolve()),
+        "CPU": f"{_cpu_model()}, {_usable_cores()} of {os.cpu_count()} cores usable",
+        **_gpus(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,  # names the CUDA build, which the package metadata does not
+        **{name: _version(name) for name in _PACKAGES},
+    }
+    return {name: value for name, value in info.items() if value}
+
+
+def git_commit(file: Path) -> str:
+    """The commit of the checkout that tracks ``file``, marked when files were changed; empty if there is none."""
+    if not _git(file.parent, "ls-files", file.name):  # an environment may lie inside another project's checkout
+        return ""
+    return _git(file.parent, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= (with local changes)")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _gpus() -> dict[str, str]:
+    if not torch.cuda.is_available():
+        return {}
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"GPU": ", ".join(names), "CUDA": str(torch.version.cuda or torch.version.hip)}
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

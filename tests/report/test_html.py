@@ -1,0 +1,156 @@
+"""The report page: complete, self-contained, escaped, and honest about what is missing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from detr_bf.config import Config, config_to_yaml
+from detr_bf.errors import InputError
+from detr_bf.evaluation import ClassResult, CocoSummary
+from detr_bf.files import write_json, write_text
+from detr_bf.report import save_picture, write_report
+from detr_bf.report.html import batch_former_line
+
+SUMMARY = CocoSummary(
+    AP=0.2754,
+    AP50=0.459,
+    AP75=0.229,
+    APs=0.1,
+    APm=0.31,
+    APl=None,
+    AR1=0.2,
+    AR10=0.4,
+    AR100=0.45,
+    ARs=0.2,
+    ARm=0.5,
+    ARl=None,
+    per_class={
+        "<script>alert(1)</script>": ClassResult(0.1, 0.2, 12),
+        "cat & dog": ClassResult(0.5, 0.8, 1044),
+        "absent": ClassResult(None, None, 0),
+    },
+    num_objects_by_size={"small": 200, "medium": 1, "large": 0},
+    num_images=300,
+    num_detections=30_000,
+    max_detections=100,
+    engine="pycocotools",
+)
+VOID = {"meta", "img", "br", "link", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Text, tags and addresses of a page; fails on tags that are not closed in order."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.texts: list[str] = []
+        self.feed(html)
+        assert not self.open, f"not closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style" and data.strip():
+            self.texts.append(data.strip())
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "my run"
+    record = {"kind": "train", "step": 1200, "epoch": 3.5, "loss": 2.0}
+    write_text(folder / "metrics.jsonl", json.dumps(record) + "\n")
+    write_text(folder / "config.yaml", config_to_yaml(Config(output_dir="<i>here</i>")))
+    write_json(folder / "evaluation.json", SUMMARY.to_dict())
+    write_json(folder / "machine.json", {"CPU": "<fast> & cool", "torch": "2.15.0"})
+    save_picture(folder / "pictures" / "validation.png", torch.zeros(3, 4, 4, dtype=torch.uint8))
+    return folder
+
+
+def test_the_page_holds_everything_and_loads_nothing(run_dir: Path) -> None:
+    path = write_report(run_dir)
+    assert path == run_dir / "report.html"
+    html = path.read_text()
+    page = Page(html)
+    assert page.tags.count("img") == 2
+    assert all(address.startswith("data:image/") for address in page.addresses)
+    assert "script" not in page.tags
+    assert "link" not in page.tags
+    assert "url(" not in html
+    assert "@import" not in html
+    for text in ("my run", "27.5", "45.9", "22.9", "10.0", "200 objects", "1 object", "CPU", "2.15.0"):
+        assert text in page.texts, text
+    everything = " ".join(page.texts)
+    assert "Trained for 1,200 steps, 3.5 epochs." in everything
+    assert "BatchFormerV2 before encoder layer 0, mode two stream" in everything
+    assert "30,000 detections, computed with pycocotools" in everything
+    assert "num_queries: 100" in everything
+
+
+def test_user_text_is_escaped(run_dir: Path) -> None:
+    page = Page(write_report(run_dir, title="a <b>title</b>").read_text())
+    assert page.texts.count("a <b>title</b>") == 2  # the heading, and the title of the window
+    for text in ("<script>alert(1)</script>", "cat & dog", "<fast> & cool"):
+        assert text in page.texts
+    assert any("<i>here</i>" in text for text in page.texts)
+
+
+def test_classes_are_listed_best_first_and_absent_ones_without_numbers(run_dir: Path) -> None:
+    texts = Page(write_report(run_dir).read_text()).texts
+    start = texts.index("Objects") + 1
+    assert texts[start : start + 12] == [
+        *("cat & dog", "50.0", "80.0", "1,044"),
+        *("<script>alert(1)</script>", "10.0", "20.0", "12"),
+        *("absent", "—", "—", "0"),
+    ]
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    texts = Page(write_report(tmp_path).read_text()).texts
+    for name in ("evaluation.json", "metrics.jsonl", "pictures/validation.png", "config.yaml", "machine.json"):
+        assert any(name in text and "missing" in text for text in texts), name
+
+
+def test_broken_inputs_are_named_and_the_old_report_stays(run_dir: Path) -> None:
+    path = write_report(run_dir)
+    before = path.read_bytes()
+    for name, content in (
+        ("evaluation.json", "{"),
+        ("evaluation.json", "[]"),
+        ("evaluation.json", '{"AP": 1}'),
+        ("machine.json", "[]"),
+        ("config.yaml", "model: [1]"),
+    ):
+        original = (run_dir / name).read_text()
+        (run_dir / name).write_text(content)
+        with pytest.raises(InputError, match=name):
+            write_report(run_dir)
+        (run_dir / name).write_text(original)
+    assert path.read_bytes() == before
+    with pytest.raises(InputError, match="run folder not found"):
+        write_report(run_dir / "nowhere")
+
+
+def test_batch_former_line() -> None:
+    config = Config()
+    on = replace(config.batch_former, layers=[0, 2], position="after", mode="mini_batch_inference")
+    line = batch_former_line(replace(config, batch_former=on))
+    assert "after encoder layers 0, 2 with shared weights, mode mini batch inference, 4 heads" in line
+    assert "batches of 2" in line
+    for off in (replace(on, enabled=False), replace(on, layers=[])):
+        assert batch_former_line(replace(config, batch_former=off)) == "BatchFormerV2 is off."
