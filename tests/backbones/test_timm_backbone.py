@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from detr_bf.backbones import Backbone, build_backbone
+from detr_bf.errors import InputError
+
+
+def build(name: str, **changes: object) -> Backbone:
+    settings = {"weights": "none", "strides": [8, 32], "dilation": False, "frozen_stages": 0, "frozen_norm": False}
+    return build_backbone(name, **{**settings, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "channels"),
+    [
+        ("timm:resnet10t", (128, 512)),  # names with dots become underscores in timm's feature network
+        ("timm:tf_efficientnet_lite0", (40, 320)),  # names stay
+        ("timm:convnext_atto", (80, 320)),
+        ("timm:mambaout_femto", (96, 288)),  # feature maps with channels last
+    ],
+)
+def test_features_and_frozen_stages(name: str, channels: tuple[int, ...]) -> None:
+    backbone = build(name, frozen_stages=2).eval()
+    maps = backbone(torch.randint(0, 256, (1, 3, 64, 96), dtype=torch.uint8), torch.zeros(1, 64, 96, dtype=torch.bool))
+    assert backbone.channels == channels
+    assert [tuple(level.tensor.shape) for level in maps] == [(1, channels[0], 8, 12), (1, channels[1], 2, 3)]
+    trains = [parameter.requires_grad for parameter in backbone.parameters()]
+    border = trains.index(True)
+    assert border > 0
+    assert all(trains[border:])
+
+
+def test_stages_of_an_efficientnet() -> None:
+    def frozen(count: int) -> set[str]:
+        backbone = build("timm:tf_efficientnet_lite0", frozen_stages=count)
+        names = [name for name, parameter in backbone.named_parameters() if not parameter.requires_grad]
+        return {".".join(name.split(".")[1:3]) if "blocks" in name else name.split(".")[1] for name in names}
+
+    assert frozen(1) == {"conv_stem", "bn1", "blocks.0"}
+    assert frozen(3) == {"conv_stem", "bn1", "blocks.0", "blocks.1", "blocks.2"}
+    with pytest.raises(InputError, match="5 stages"):
+        frozen(6)
+
+
+def test_only_what_the_deepest_stride_needs_is_kept() -> None:
+    assert not [key for key in build("timm:resnet10t", strides=[16]).state_dict() if "layer4" in key]
+
+
+def test_normalization_is_the_networks_own() -> None:
+    backbone = build("timm:tf_efficientnet_lite0")
+    assert backbone.mean.flatten().tolist() == [127.5] * 3
+    assert build("timm:resnet10t").mean.flatten().tolist() != [127.5] * 3
+
+
+def test_frozen_norm_does_not_change_in_train_mode() -> None:
+    backbone = build("timm:tf_efficientnet_lite0", frozen_norm=True).train()
+    before = {name: value.clone() for name, value in backbone.named_buffers()}
+    backbone(torch.zeros(1, 3, 64, 64, dtype=torch.uint8), torch.zeros(1, 64, 64, dtype=torch.bool))
+    assert all(torch.equal(before[name], value) for name, value in backbone.named_buffers())
+    assert not [name for name, _ in backbone.named_parameters() if "bn" in name]
+
+
+@pytest.mark.parametrize("name", ["resnet10t", "convnext_atto"])
+def test_a_local_file_fills_every_tensor(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    classifier = timm.create_model(name, num_classes=7).eval()
+    path = tmp_path / "weights.pth"
+    torch.save(classifier.state_dict(), path)
+    backbone = build(f"timm:{name}", weights=str(path), strides=[32]).eval()
+    images = torch.rand(1, 3, 64, 64) * 255
+    with torch.no_grad():
+        expected = classifier.forward_features((images - backbone.mean) / backbone.std)
+        found = backbone(images, torch.zeros(1, 64, 64, dtype=torch.bool))[0].tensor
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(*args: object, **kwargs: object) -> None:
+        raise ConnectionError("no network here")
+
+    monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", no_network)
+    with pytest.raises(InputError) as error:
+        build("timm:resnet10t", weights="imagenet")
+    for word in ("timm/resnet10t.c3_in1k", "no network here", "backbone.weights=none", "backbone.weights=/path/to/"):
+        assert word in str(error.value)
