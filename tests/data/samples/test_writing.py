@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pycocotools import mask as coco_mask
+
+from detr_bf.data.samples.composite import Scene, Split
+from detr_bf.data.samples.writing import MANIFEST, Recipe, already_built, annotation, write_dataset
+from detr_bf.errors import InputError
+
+RECIPE = Recipe("toy", 1, num_train=3, num_val=2, image_size=32, seed=0, object_size=(0.2, 0.5))
+LICENCE = {"name": "none", "url": ""}
+
+
+def draw(split: Split, rng: np.random.Generator) -> Scene:
+    owner = np.full((32, 32), -1, dtype=np.int64)
+    owner[4:9, rng.integers(20) :] = 0
+    return Scene(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8), (2,), owner)
+
+
+def build(output: Path, recipe: Recipe = RECIPE) -> Path:
+    return write_dataset(output, recipe, ("a", "b"), LICENCE, draw)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_annotation_is_exact() -> None:
+    mask = np.zeros((20, 30), dtype=bool)
+    mask[5:9, 7:18] = True
+    mask[6, 10] = False
+    mask[15, 3] = True
+    found = annotation(mask)
+    assert found["bbox"] == [3, 5, 15, 11]
+    assert found["area"] == 4 * 11 - 1 + 1
+    assert found["iscrowd"] == 0
+    assert (coco_mask.decode(json.loads(json.dumps(found["segmentation"]))) == mask).all()
+
+
+def test_layout_and_category_ids(tmp_path: Path) -> None:
+    folder = build(tmp_path / "deep" / "toy")
+    assert sorted(contents(folder)) == [
+        "dataset.json",
+        "train.json",
+        *(f"train/train_00000{i}.jpg" for i in range(3)),
+        "val.json",
+        *(f"val/val_00000{i}.jpg" for i in range(2)),
+    ]
+    coco = json.loads((folder / "val.json").read_text())
+    assert coco["categories"] == [{"id": 1, "name": "a"}, {"id": 2, "name": "b"}]
+    assert [a["image_id"] for a in coco["annotations"]] == [1, 2]
+    assert sorted(tmp_path.joinpath("deep").iterdir()) == [folder]
+
+
+def test_a_complete_set_is_recognised_and_another_recipe_is_not(tmp_path: Path) -> None:
+    folder = build(tmp_path / "toy")
+    assert already_built(folder, RECIPE)
+    assert not already_built(folder, Recipe("toy", 1, 3, 2, 32, 1, (0.2, 0.5)))
+    assert not already_built(folder, Recipe("toy", 2, 3, 2, 32, 0, (0.2, 0.5)))
+    assert not already_built(tmp_path / "elsewhere", RECIPE)
+
+
+@pytest.mark.parametrize("lost", ["train/train_000001.jpg", "val.json"])
+def test_a_set_with_lost_files_is_not_complete(tmp_path: Path, lost: str) -> None:
+    folder = build(tmp_path / "toy")
+    before = contents(folder)
+    (folder / lost).unlink()
+    assert not already_built(folder, RECIPE)
+    assert contents(build(folder)) == before
+
+
+def test_an_interrupted_build_leaves_no_set_and_is_made_up_for(tmp_path: Path) -> None:
+    calls = 0
+
+    def interrupted(split: Split, rng: np.random.Generator) -> Scene:
+        nonlocal calls
+        calls += 1
+        if calls == 5:  # the last image
+            raise KeyboardInterrupt
+        return draw(split, rng)
+
+    folder = tmp_path / "toy"
+    with pytest.raises(KeyboardInterrupt):
+        write_dataset(folder, RECIPE, ("a", "b"), LICENCE, interrupted)
+    assert not folder.exists()
+    assert not already_built(folder, RECIPE)
+    (leftover,) = tmp_path.iterdir()
+    assert not (leftover / MANIFEST).exists()
+    build(folder)
+    assert contents(folder) == contents(build(tmp_path / "fresh"))
+    assert not leftover.exists()
+
+
+def test_an_interrupted_rebuild_keeps_the_old_set(tmp_path: Path) -> None:
+    folder = build(tmp_path / "toy")
+
+    def broken(split: Split, rng: np.random.Generator) -> Scene:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_dataset(folder, RECIPE, ("a", "b"), LICENCE, broken)
+    assert already_built(folder, RECIPE)
+
+
+def test_other_sizes_replace_the_set(tmp_path: Path) -> None:
+    folder = build(tmp_path / "toy")
+    fewer = Recipe("toy", 1, num_train=1, num_val=1, image_size=32, seed=0, object_size=(0.2, 0.5))
+    build(folder, fewer)
+    assert [path.name for path in (folder / "train").iterdir()] == ["train_000000.jpg"]
+    assert [path.name for path in tmp_path.iterdir()] == ["toy"]
+
+
+def test_folders_of_others_are_refused(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    (mine / "train").mkdir(parents=True)
+    with pytest.raises(InputError, match="something else"):
+        already_built(mine, RECIPE)
+    other = build(tmp_path / "toy")
+    with pytest.raises(InputError, match="something else"):
+        already_built(other, Recipe("digits", 1, 3, 2, 32, 0, (0.2, 0.5)))
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(InputError, match="is a file"):
+        already_built(file, RECIPE)
+    (tmp_path / "empty").mkdir()
+    assert not already_built(tmp_path / "empty", RECIPE)
+
+
+def test_an_output_that_cannot_be_written_is_an_input_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot write"):
+        build(tmp_path / "file" / "toy")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ((0, 2, 32, 0, (0.2, 0.5)), "num_train is 0"),
+        ((3, 2, 16, 0, (0.2, 0.5)), "image_size is 16"),
+        ((3, 2, 32, -1, (0.2, 0.5)), "seed is -1"),
+        ((3, 2, 32, 0, (0.5, 0.2)), "object_size is 0.5 to 0.2"),
+        ((3, 2, 32, 0, (0.5, 1.2)), "object_size is 0.5 to 1.2"),
+    ],
+)
+def test_values_out_of_range(numbers: tuple[int, int, int, int, tuple[float, float]], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Recipe("toy", 1, *numbers)

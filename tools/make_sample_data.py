@@ -1,0 +1,47 @@
+"""Build a sample data set of composites as COCO JSON and image files.
+
+python tools/make_sample_data.py digits --output data/digits
+python tools/make_sample_data.py stamps --output data/stamps
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from detr_bf.data.samples import build_digits, build_stamps, digits, stamps
+from detr_bf.errors import InputError
+
+SETS = {"digits": (build_digits, digits.LICENCE), "stamps": (build_stamps, stamps.LICENCE)}
+OPTIONS = {
+    "num_train": "training images",
+    "num_val": "validation images",
+    "image_size": "pixels",
+    "seed": "0 or larger",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit code: 0, or 2 for bad input."""
+    parser = argparse.ArgumentParser(description="Build a sample data set of composites (COCO JSON and image files).")
+    parser.add_argument("name", choices=sorted(SETS), help="digits: MNIST on photographs; stamps: Tux Paint's cut-outs")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder, or one made before")
+    for option, meaning in OPTIONS.items():
+        parser.add_argument(
+            f"--{option.replace('_', '-')}", type=int, metavar="N", help=f"{meaning} (a set's own default)"
+        )
+    given = vars(parser.parse_args(arguments))
+    build, licence = SETS[given["name"]]
+    try:
+        folder = build(given["output"], progress=True, **{key: given[key] for key in OPTIONS if given[key] is not None})
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{folder}: train.json, val.json and their images\n{licence['name']} ({licence['url']})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
