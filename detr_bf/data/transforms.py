@@ -92,7 +92,6 @@ class RandomSizeCrop(nn.Module):
         width, height = self._side(full_width), self._side(full_height)
         top, left = _uniform(0, full_height - height), _uniform(0, full_width - width)
         image, boxes = (functional.crop(part, top, left, height, width) for part in (image, boxes))
-        boxes = functional.clamp_bounding_boxes(boxes)
         keep = has_area(boxes)
         return image, wrap(boxes[keep], like=boxes), labels[keep]
 
