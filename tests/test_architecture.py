@@ -19,12 +19,13 @@ GROUND = {"errors", "structures", "files", "boxes"}
 MODEL = {"batchformer", "layers", "backbones", "transformer", "detectors"}
 WORK = {"losses", "data", "postprocess", "evaluation", "report"}
 
-# From the bottom to the top. Only what builds objects reads configs, and nothing below it knows foreign checkpoints.
+# From the bottom to the top. Configs become objects in `build` alone; nothing below it knows foreign checkpoints.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "structures": {"errors"},
     "files": {"errors"},
     "boxes": {"errors"},
+    "cli": {"errors"},
     "config": {"errors", "files"},  # and no torch
     "batchformer": {"errors", "structures"},
     "layers": {"errors"},
@@ -35,10 +36,11 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"errors", "structures", "files", "boxes"},
     "postprocess": {"errors", "structures", "boxes", "losses"},  # how scores are read follows the classification loss
     "evaluation": GROUND | {"data", "postprocess"},
-    "report": GROUND | {"data", "postprocess", "evaluation"},
+    "report": GROUND | {"config", "data", "postprocess", "evaluation"},  # it describes the config of a finished run
     "engine": GROUND | MODEL | WORK,
     "interop": {"errors", "structures", "files"},
     "build": GROUND | MODEL | WORK | {"config", "engine", "interop"},
+    "session": GROUND | MODEL | WORK | {"config", "engine", "interop", "build"},
     "predictor": GROUND | MODEL | WORK | {"config", "engine", "interop", "build"},
     "__init__": {"predictor"},  # the short names of the public interface
 }
