@@ -1,4 +1,4 @@
-"""The one exception for what a user can get wrong."""
+"""The exceptions the command lines turn into exit codes."""
 
 
 class InputError(ValueError):
@@ -7,3 +7,15 @@ class InputError(ValueError):
     The command lines print the message without a traceback and exit with code 2. Everything else that is raised is a
     fault of ours and keeps its traceback.
     """
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says where it stopped and why. The command lines exit with code 1."""
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM was received and everything is saved. The command lines exit with 128 + the signal's number."""
+
+    def __init__(self, signal_number: int, message: str) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number

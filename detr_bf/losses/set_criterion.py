@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ class LossReport:
     def weighted(self) -> dict[str, Tensor]:
         return {name: self.weights[name] * loss for name, loss in self.losses.items()}
 
-    @property
+    @cached_property
     def total(self) -> Tensor:
         return torch.stack(list(self.weighted().values())).sum()
 

@@ -1,0 +1,23 @@
+"""The training loop and what it needs; nothing in here reads a config."""
+
+from detr_bf.engine.checkpoint import Checkpoint, load_checkpoint, load_fitting, load_strict
+from detr_bf.engine.evaluate import Evaluation
+from detr_bf.engine.metrics import MetricsLog
+from detr_bf.engine.optimizer import LearningRate, build_optimizer, parameter_groups
+from detr_bf.engine.run_folder import RunFolder
+from detr_bf.engine.trainer import Trainer, TrainSettings
+
+__all__ = [
+    "Checkpoint",
+    "Evaluation",
+    "LearningRate",
+    "MetricsLog",
+    "RunFolder",
+    "TrainSettings",
+    "Trainer",
+    "build_optimizer",
+    "load_checkpoint",
+    "load_fitting",
+    "load_strict",
+    "parameter_groups",
+]

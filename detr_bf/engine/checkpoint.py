@@ -1,0 +1,171 @@
+"""Checkpoints: written atomically, read without executing anything, compared key by key."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from detr_bf.errors import InputError
+from detr_bf.files import atomic_write
+from detr_bf.structures import ClassMap
+
+FORMAT = 1
+SHOWN = 8  # keys listed before "and N more"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Weights with what is needed to use them, and in ``training`` what is needed to go on."""
+
+    model: dict[str, Tensor]
+    class_map: dict[str, Any]  # ClassMap.to_dict
+    config: dict[str, Any]
+    ema: dict[str, Tensor] | None = None  # averaged weights, the ones to evaluate with
+    training: dict[str, Any] | None = None  # optimiser, scheduler, scaler, RNG, progress
+    format: int = FORMAT
+
+    @property
+    def classes(self) -> ClassMap:
+        return ClassMap.from_dict(self.class_map)
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The weights to evaluate with."""
+        return self.ema if self.ema is not None else self.model
+
+    def save(self, path: Path) -> None:
+        """Write atomically: a crash leaves the previous file whole."""
+        with atomic_write(path) as temporary:
+            torch.save({name: getattr(self, name) for name in self.__dataclass_fields__}, temporary)
+
+
+def read_weights_file(path: Path) -> dict[str, Any]:
+    """What ``torch.save`` wrote, without executing anything in it.
+
+    Raises:
+        InputError: the file is missing, truncated, or holds more than tensors and plain values.
+    """
+    if not path.is_file():
+        raise InputError(f"checkpoint not found: {path}")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"checkpoint {path} was refused: it is damaged, or it holds Python objects whose loading could execute code. "
+            f"Only tensors and plain values are read. ({_first_line(error)})"
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise InputError(
+            f"checkpoint {path} is truncated or damaged ({_first_line(error)}): use another copy of it"
+        ) from error
+    if not isinstance(content, dict):
+        raise InputError(f"checkpoint {path} holds a {type(content).__name__}, expected a dictionary")
+    return content
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint of ours.
+
+    Raises:
+        InputError: as :func:`read_weights_file`, or the file is of another program or version.
+    """
+    content = read_weights_file(path)
+    expected = set(Checkpoint.__dataclass_fields__)
+    if set(content) != expected or content["format"] != FORMAT:
+        raise InputError(
+            f"{path} is not a detr_bf checkpoint of format {FORMAT}: it holds {_listed(sorted(map(str, content)))}, "
+            f"expected {', '.join(sorted(expected))}"
+        )
+    return Checkpoint(**content)
+
+
+def load_strict(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Load every weight into a model of the same architecture.
+
+    Raises:
+        InputError: lists the keys that are missing, unexpected or of another shape.
+    """
+    missing, unexpected, other_shape = compare(model, weights)
+    if missing or unexpected or other_shape:
+        raise InputError(
+            f"{source} belongs to another architecture."
+            + _lines("missing in the file", missing)
+            + _lines("unknown to the model", unexpected)
+            + _lines("of another shape", other_shape)
+            + "\nUse the config it was trained with, or init_from=FILE to load what fits."
+        )
+    model.load_state_dict(weights)
+
+
+def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> str:
+    """Load what fits and say what does not, for fine-tuning with other classes or queries.
+
+    Raises:
+        InputError: nothing fits.
+    """
+    missing, unexpected, other_shape = compare(model, weights)
+    unfit = {line.split()[0] for line in other_shape}
+    fitting = {name: value for name, value in weights.items() if name not in unfit and name not in unexpected}
+    if not fitting:
+        raise InputError(f"init_from: nothing in {source} fits this model." + _lines("its keys", sorted(weights)))
+    model.load_state_dict(fitting, strict=False)
+    return (
+        f"init_from {source}: {len(fitting)} of the model's {len(model.state_dict())} tensors loaded"
+        + _lines("not in the file, freshly initialised", missing)
+        + _lines("of another shape, freshly initialised", other_shape)
+        + _lines("in the file, not in the model, left out", unexpected)
+    )
+
+
+def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str], list[str]]:
+    """Keys missing in ``weights``, keys unknown to ``model``, and ``name (shape there, shape here)`` where they differ."""
+    own = model.state_dict()
+    missing = [name for name in own if name not in weights]
+    unexpected = [name for name in weights if name not in own]
+    other_shape = [
+        f"{name} (file {tuple(weights[name].shape)}, model {tuple(value.shape)})"
+        for name, value in own.items()
+        if name in weights and weights[name].shape != value.shape
+    ]
+    return missing, unexpected, other_shape
+
+
+def training_state(
+    optimizer: torch.optim.Optimizer, scheduler: Any, scaler: torch.amp.GradScaler, progress: Any
+) -> dict[str, Any]:
+    """Everything beside the weights that decides how training goes on."""
+    return {
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "scaler": scaler.state_dict(),
+        "progress": asdict(progress),
+        "rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Set torch's generators to the saved state; those of GPUs only where the number of GPUs is the same."""
+    torch.set_rng_state(state["rng"])
+    if state["cuda_rng"] and len(state["cuda_rng"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda_rng"])
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _lines(title: str, names: Sequence[str]) -> str:
+    return f"\n  {title} ({len(names)}): {_listed(names)}" if names else ""

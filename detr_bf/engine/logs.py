@@ -1,0 +1,32 @@
+"""Log lines: to the screen without tearing the progress bar, and to ``log.txt``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+
+class _Screen(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+def setup_logging(log_file: Path | None = None) -> None:
+    """Send the package's log to the screen and, when given, append it to ``log_file``."""
+    logger = logging.getLogger("detr_bf")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    _add(logger, _Screen(), "%(message)s")
+    if log_file is not None:
+        _add(logger, logging.FileHandler(log_file, encoding="utf-8"), "%(asctime)s %(levelname)s %(message)s")
+
+
+def _add(logger: logging.Logger, handler: logging.Handler, layout: str) -> None:
+    handler.setFormatter(logging.Formatter(layout))
+    logger.addHandler(handler)

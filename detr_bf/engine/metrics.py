@@ -1,0 +1,61 @@
+"""Numbers of a run: one JSON object a line, and TensorBoard when asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from detr_bf.errors import InputError
+from detr_bf.files import write_text
+
+
+class MetricsLog:
+    """``metrics.jsonl``: records of kind ``train`` and ``val`` in the order of the steps.
+
+    A resumed run drops the records later than the step it resumes from, so that none appears twice.
+    """
+
+    def __init__(self, path: Path, resume_step: int | None = None, tensorboard: Path | None = None) -> None:
+        self._writer = _summary_writer(tensorboard, resume_step) if tensorboard else None
+        kept = [] if resume_step is None else [line for line in _lines(path) if json.loads(line)["step"] <= resume_step]
+        write_text(path, "".join(kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Append one record."""
+        finite = {name: None if _not_finite(value) else value for name, value in values.items()}
+        self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
+        self._file.flush()
+        if self._writer is not None:
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self._writer.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _not_finite(value: Any) -> bool:
+    """JSON has no word for it; fp16 training meets infinite gradient norms and skips their steps."""
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _lines(path: Path) -> list[str]:
+    """Whole lines only: a killed run may have left half of one."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _summary_writer(folder: Path, resume_step: int | None) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise InputError(
+            "train.tensorboard=true needs TensorBoard: pip install 'detr_bf[tensorboard]', or set it to false"
+        ) from error
+    return SummaryWriter(str(folder), purge_step=resume_step)

@@ -1,0 +1,80 @@
+"""Parameter groups and the learning rate over the steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from detr_bf.batchformer import BatchFormerV2
+
+
+def parameter_groups(
+    model: nn.Module,
+    *,
+    lr: float,
+    backbone_lr: float,
+    weight_decay: float,
+    batch_former_lr_factor: float = 1.0,
+    batch_former_weight_decay: float | None = None,
+) -> list[dict[str, Any]]:
+    """Three groups of the trainable parameters: backbone, batch_former, and the rest.
+
+    ``batch_former_weight_decay`` None means ``weight_decay``.
+    """
+    backbone = {id(p) for p in getattr(model, "backbone", nn.Module()).parameters()}
+    batch_former = {id(p) for m in model.modules() if isinstance(m, BatchFormerV2) for p in m.parameters()}
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    bf_decay = weight_decay if batch_former_weight_decay is None else batch_former_weight_decay
+    groups = [
+        {
+            "name": "transformer",
+            "params": [p for p in trainable if id(p) not in backbone | batch_former],
+            "lr": lr,
+            "weight_decay": weight_decay,
+        },
+        {
+            "name": "backbone",
+            "params": [p for p in trainable if id(p) in backbone],
+            "lr": backbone_lr,
+            "weight_decay": weight_decay,
+        },
+        {
+            "name": "batch_former",
+            "params": [p for p in trainable if id(p) in batch_former],
+            "lr": lr * batch_former_lr_factor,
+            "weight_decay": bf_decay,
+        },
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(groups: Sequence[dict[str, Any]]) -> torch.optim.AdamW:
+    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101), fused."""
+    return torch.optim.AdamW(list(groups), fused=True)
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """The factor every group's learning rate is multiplied with at an optimiser step counted from 0.
+
+    ``step``: times ``drop_factor`` at each of ``drop_steps``. ``cosine``: half a cosine down to 0 at ``total_steps``.
+    Both rise linearly over ``warmup_steps``.
+    """
+
+    schedule: str
+    total_steps: int
+    warmup_steps: int = 0
+    drop_steps: tuple[int, ...] = ()
+    drop_factor: float = 0.1
+
+    def __call__(self, step: int) -> float:
+        warmup = min(1.0, (step + 1) / (self.warmup_steps + 1))
+        if self.schedule == "step":
+            return float(warmup * self.drop_factor ** sum(step >= drop for drop in self.drop_steps))
+        progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        return warmup * 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))

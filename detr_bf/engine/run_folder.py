@@ -1,0 +1,86 @@
+"""Where the files of a run lie."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from detr_bf.errors import InputError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The output folder of a run and the names in it."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.txt"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def machine(self) -> Path:
+        return self.path / "machine.json"
+
+    @property
+    def last(self) -> Path:
+        return self.path / "last.pt"
+
+    @property
+    def best(self) -> Path:
+        return self.path / "best.pt"
+
+    def epoch(self, number: int) -> Path:
+        return self.path / f"epoch_{number:04d}.pt"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.path / "evaluation.json"
+
+    @property
+    def results(self) -> Path:
+        return self.path / "results.json"
+
+    @property
+    def sheet(self) -> Path:
+        return self.path / "pictures" / "validation.png"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def create(self) -> None:
+        """Make the folder and prove that files can be written there.
+
+        Raises:
+            InputError: they cannot.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            raise InputError(
+                f"output_dir {self.path} cannot be written ({error.strerror or error}): choose another with output_dir=DIR"
+            ) from error
+
+    def check_unused(self) -> None:
+        """Refuse a folder that holds another run's checkpoint."""
+        if self.last.exists():
+            raise InputError(
+                f"output_dir {self.path} already holds a run: go on with --resume, or choose another with output_dir=DIR"
+            )
+
+    def check_resumable(self) -> None:
+        """Refuse to resume where there is nothing."""
+        if not self.last.exists():
+            raise InputError(f"nothing to resume: {self.last} does not exist. Start the run without --resume")

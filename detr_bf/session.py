@@ -1,0 +1,130 @@
+"""What the command lines do, as functions: train a run, evaluate a checkpoint, and leave everything in the run folder."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from detr_bf.build import build_evaluation, build_model, build_trainer, device_of
+from detr_bf.config import Config, config_from_dict, config_to_dict, config_to_yaml
+from detr_bf.data.doctor import examine
+from detr_bf.engine import Checkpoint, Evaluation, RunFolder, load_checkpoint, load_strict
+from detr_bf.engine.logs import setup_logging
+from detr_bf.errors import InputError
+from detr_bf.evaluation import CocoSummary, write_results
+from detr_bf.files import write_json, write_text
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The numbers of a run and where they are shown."""
+
+    summary: CocoSummary
+    report: Path
+
+    def __str__(self) -> str:
+        ap, ap50 = (_shown(self.summary.metrics[name]) for name in ("AP", "AP50"))
+        return f"AP {ap}  AP50 {ap50}  report {self.report}"
+
+
+def train(config: Config, *, resume: bool = False) -> Outcome:
+    """Check the data, train, evaluate, report.
+
+    Raises:
+        InputError: before the first step, for anything the user can mend.
+        TrainingError, Interrupted: see :meth:`detr_bf.engine.Trainer.train`.
+    """
+    folder = RunFolder(Path(config.output_dir))
+    if resume:
+        folder.check_resumable()
+    else:
+        folder.check_unused()
+    checkpoint = load_checkpoint(folder.last) if resume else None
+    folder.create()
+    setup_logging(folder.log)
+    check_data(config)
+    if checkpoint is not None:
+        _tell_changes(config, checkpoint)
+    trainer = build_trainer(config, folder, checkpoint)
+    _describe(folder, config)
+    try:
+        summary = trainer.train()
+    finally:
+        trainer.metrics.close()
+    return _report(folder, config, summary, trainer.evaluate)
+
+
+def evaluate_only(config: Config, source: Path) -> Outcome:
+    """Evaluate the checkpoint ``source`` with the model of ``config`` on its validation data."""
+    checkpoint = load_checkpoint(source)
+    folder = RunFolder(Path(config.output_dir))
+    folder.create()
+    setup_logging(folder.log)
+    device = device_of(config)
+    model = build_model(config, checkpoint.classes.num_classes, pretrained=False)
+    load_strict(model, checkpoint.weights, str(source))
+    evaluation = build_evaluation(config, checkpoint.classes, device)
+    _describe(folder, config)
+    return _report(folder, config, evaluation(model.to(device)), evaluation)
+
+
+def evaluation_source(config: Config) -> Path:
+    """The checkpoint ``--eval-only`` means: ``init_from``, else the best or last of the run folder."""
+    folder = RunFolder(Path(config.output_dir))
+    for path in (Path(config.init_from),) if config.init_from else (folder.best, folder.last):
+        if path.exists():
+            return path
+    raise InputError(
+        f"nothing to evaluate: {config.init_from or folder.best} does not exist. "
+        "Give a checkpoint with init_from=FILE, or the output_dir of a trained run"
+    )
+
+
+def check_data(config: Config) -> None:
+    """Examine both splits unless ``data.check`` is off; errors stop the run."""
+    if not config.data.check:
+        return
+    report = examine(
+        config.data.train,
+        config.data.val if config.data.val.annotations else None,
+        num_queries=config.model.num_queries,
+        workers=max(1, config.data.workers),
+    )
+    if report.errors:
+        raise InputError(f"the data cannot be trained on\n{report}")
+    logger.info("%s", report)
+
+
+def _describe(folder: RunFolder, config: Config) -> None:
+    write_text(folder.config, config_to_yaml(config))
+    write_json(folder.machine, machine_info())
+
+
+def _tell_changes(config: Config, checkpoint: Checkpoint) -> None:
+    """Log which settings differ from those the run was started with."""
+    before = _flat(config_to_dict(config_from_dict(checkpoint.config)))
+    changed = [
+        f"{key}: {before[key]} -> {value}" for key, value in _flat(config_to_dict(config)).items() if before[key] != value
+    ]
+    if changed:
+        logger.warning("resuming with other settings than the run was started with: %s", "; ".join(changed))
+
+
+def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _report(folder: RunFolder, config: Config, summary: CocoSummary, evaluation: Evaluation) -> Outcome:
+    write_json(folder.evaluation, summary.to_dict())
+    write_results(folder.results, evaluation.detections, evaluation.class_map)
+    return Outcome(summary, folder.path / "report.html")
+
+
+def _shown(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.3f}"

@@ -1,0 +1,238 @@
+"""The properties a right implementation has (spec of BatchFormerV2), in float64."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+
+from detr_bf.batchformer import BatchFormerLayer, BatchFormerV2
+from detr_bf.errors import InputError
+from detr_bf.structures import TokenBatch
+from detr_bf.transformer import Encoder, EncoderLayer
+
+IMAGES, TOKENS, DIM, LAYERS = 3, 5, 16, 3
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> None:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def tokens(images: int = IMAGES) -> Tensor:
+    return torch.randn(images, TOKENS, DIM)
+
+
+def batch_of(x: Tensor, padding_mask: Tensor | None = None) -> TokenBatch:
+    mask = torch.zeros(x.shape[:2], dtype=torch.bool) if padding_mask is None else padding_mask
+    return TokenBatch(x, {"padding_mask": mask, "position": torch.randn(1, TOKENS, DIM).expand(len(x), -1, -1)})
+
+
+def batch_former(**changes: object) -> BatchFormerV2:
+    settings = {"layers": [0], "num_encoder_layers": LAYERS, "dropout": 0.0} | changes
+    return BatchFormerV2(DIM, **settings)  # type: ignore[arg-type]
+
+
+def encoder(**changes: object) -> Encoder:
+    layers = [EncoderLayer(DIM, heads=2, feedforward_dim=32) for _ in range(LAYERS)]
+    return Encoder(layers, batch_former=batch_former(**changes)).train()
+
+
+def test_layer_is_the_standard_one_with_the_batch_as_sequence() -> None:
+    layer = BatchFormerLayer(DIM, dropout=0.0)
+    x = tokens()
+    mixed = layer(x)
+    for position in range(TOKENS):
+        alone = layer.layers[0](x[:, position : position + 1])
+        torch.testing.assert_close(mixed[:, position : position + 1], alone)
+    assert sum(p.numel() for p in layer.parameters()) == 6 * DIM**2 + 10 * DIM
+
+
+def test_published_parameter_count() -> None:
+    assert sum(p.numel() for p in BatchFormerLayer(256).parameters()) == 395_776
+
+
+def test_equivariant_to_permuting_images_and_positions() -> None:
+    layer, x = BatchFormerLayer(DIM, dropout=0.0), tokens()
+    images, positions = torch.tensor([2, 0, 1]), torch.tensor([4, 2, 0, 1, 3])
+    torch.testing.assert_close(layer(x[images]), layer(x)[images])
+    torch.testing.assert_close(layer(x[:, positions]), layer(x)[:, positions])
+
+
+def test_editing_a_position_changes_only_that_position() -> None:
+    layer, x = BatchFormerLayer(DIM, dropout=0.0), tokens()
+    edited = x.clone()
+    edited[1, 2] += 1.0
+    changed = (layer(edited) != layer(x)).any(-1).any(0)
+    assert changed.tolist() == [False, False, True, False, False]
+    assert (layer(edited) != layer(x)).any(-1)[:, 2].all(), "every image sees the edited one"
+
+
+def test_identical_samples_give_what_one_gives() -> None:
+    layer, x = BatchFormerLayer(DIM, dropout=0.0), tokens(1)
+    torch.testing.assert_close(layer(x.expand(4, -1, -1)), layer(x).expand(4, -1, -1))
+
+
+def test_clean_half_of_training_equals_evaluation() -> None:
+    network, batch = encoder(layers=[0, 2]), batch_of(tokens())
+    trained = network(batch)
+    evaluated = network.eval()(batch)
+    assert trained.num_streams == 2
+    torch.testing.assert_close(trained.tokens[:IMAGES], evaluated.tokens, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(trained.tokens[IMAGES:], evaluated.tokens)
+
+
+def test_evaluation_is_bit_identical_without_batch_former_and_reads_no_parameter() -> None:
+    network, batch = encoder().eval(), batch_of(tokens())
+    for parameter in network.batch_former.parameters():
+        parameter.data.fill_(float("nan"))
+    stripped = copy.deepcopy(network)
+    stripped.batch_former = None
+    assert torch.equal(network(batch).tokens, stripped(batch).tokens)
+    assert network(batch).num_streams == 1
+
+
+@pytest.mark.parametrize("stream", [0, 1])
+def test_gradients_cross_images_in_the_second_stream_only(stream: int) -> None:
+    x = tokens().requires_grad_()
+    out = encoder()(batch_of(x)).tokens.view(2, IMAGES, TOKENS, DIM)
+    (out[stream, 0] * torch.randn(TOKENS, DIM)).sum().backward()
+    assert x.grad[0].abs().sum() > 0
+    if stream == 0:
+        assert (x.grad[1:] == 0).all(), "exactly zero"
+    else:
+        assert (x.grad[1:].abs().sum((1, 2)) > 0).all()
+
+
+@pytest.mark.parametrize("layers", [[0], [0, 2], [0, 1, 2]])
+def test_any_number_of_insertions_keeps_two_streams(layers: list[int]) -> None:
+    out = encoder(layers=layers)(batch_of(tokens()))
+    assert len(out.tokens) == 2 * IMAGES
+    assert all(len(value) == 2 * IMAGES for value in out.per_sample.values())
+    torch.testing.assert_close(out.per_sample["position"][:IMAGES], out.per_sample["position"][IMAGES:])
+
+
+def test_later_insertions_leave_the_clean_stream_alone() -> None:
+    module, x = batch_former(layers=[0, 1]).train(), tokens()
+    forked = module(batch_of(x), layer=0, position="before")
+    again = module(forked, layer=1, position="before")
+    assert torch.equal(again.tokens[:IMAGES], x)
+    torch.testing.assert_close(again.tokens[IMAGES:], module.mixers[0](module.mixers[0](x)))
+
+
+def test_sharing() -> None:
+    def count(module: BatchFormerV2) -> int:
+        return sum(p.numel() for p in module.parameters())
+
+    assert count(batch_former(layers=[0, 1, 2])) == count(batch_former(layers=[0]))
+    assert count(batch_former(layers=[0, 1, 2], shared=False)) == 3 * count(batch_former(layers=[0]))
+    assert count(batch_former(num_layers=2)) == 2 * count(batch_former())
+
+
+def test_unshared_insertions_use_their_own_module() -> None:
+    module, x = batch_former(layers=[0, 2], shared=False).train(), tokens()
+    forked = module(batch_of(x), layer=0, position="before")
+    again = module(forked, layer=2, position="before")
+    torch.testing.assert_close(again.tokens[IMAGES:], module.mixers[1](module.mixers[0](x)))
+
+
+def test_position_after_differs_from_before_by_one_encoder_layer() -> None:
+    network, batch = encoder(layers=[0], position="after"), batch_of(tokens())
+    first = network.layers[0](batch)
+    mixed = batch.with_tokens(first).fork(network.batch_former.mixers[0](first))
+    for layer in network.layers[1:]:
+        mixed = mixed.with_tokens(layer(mixed))
+    torch.testing.assert_close(network(batch).tokens, mixed.tokens)
+
+
+def test_single_stream_replaces_in_training_and_is_dropped_in_evaluation() -> None:
+    module, x = batch_former(mode="single_stream"), tokens()
+    trained = module.train()(batch_of(x), layer=0, position="before")
+    assert trained.num_streams == 1
+    torch.testing.assert_close(trained.tokens, module.mixers[0](x))
+    assert torch.equal(module.eval()(batch_of(x), layer=0, position="before").tokens, x)
+
+
+def test_mini_batch_inference_replaces_in_evaluation_with_the_second_stream() -> None:
+    network, batch = encoder(layers=[0, 2], mode="mini_batch_inference"), batch_of(tokens())
+    second = network(batch).tokens[IMAGES:]
+    evaluated = network.eval()(batch)
+    assert evaluated.num_streams == 1
+    torch.testing.assert_close(evaluated.tokens, second, rtol=1e-12, atol=1e-12)
+
+
+def test_duplicate_is_two_clean_streams_without_parameters() -> None:
+    network, batch = encoder(mode="duplicate", layers=[0, 1]), batch_of(tokens())
+    clean, second = network(batch).tokens.chunk(2)
+    torch.testing.assert_close(clean, second, rtol=1e-12, atol=1e-12)
+    assert not list(network.batch_former.parameters())
+
+
+def test_padding_mask_hides_padded_entries_and_passes_them_through() -> None:
+    module, x = batch_former(mask_padding=True).train(), tokens()
+    mask = torch.zeros(IMAGES, TOKENS, dtype=torch.bool)
+    mask[0, 3:] = mask[1, 4] = mask[2, 4] = True  # position 3: images 1 and 2; position 4: nobody
+    out = module(batch_of(x, mask), layer=0, position="before").tokens[IMAGES:]
+    assert torch.equal(out[mask], x[mask])
+    torch.testing.assert_close(out[1:, 3], module.mixers[0](x[1:, 3:4])[:, 0])
+    hidden = x.clone()
+    hidden[mask] += 10.0
+    seen = module(batch_of(hidden, mask), layer=0, position="before").tokens[IMAGES:]
+    torch.testing.assert_close(seen[~mask], out[~mask])
+
+
+def test_image_alone_at_its_position_attends_to_itself() -> None:
+    module, x = batch_former(mask_padding=True).train(), tokens()
+    mask = torch.ones(IMAGES, TOKENS, dtype=torch.bool)
+    mask[1] = False
+    out = module(batch_of(x, mask), layer=0, position="before").tokens[IMAGES:]
+    torch.testing.assert_close(out[1], module.mixers[0](x[1:2])[0])
+
+
+def test_without_mask_padding_padded_entries_take_part() -> None:
+    module, x = batch_former().train(), tokens()
+    mask = torch.zeros(IMAGES, TOKENS, dtype=torch.bool)
+    mask[0, 3] = True
+    edited = x.clone()
+    edited[0, 3] += 1.0
+    before, after = (module(batch_of(value, mask), layer=0, position="before").tokens[IMAGES:] for value in (x, edited))
+    assert (before[1, 3] != after[1, 3]).any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": []}, "empty"),
+        ({"layers": [1, 0]}, "ascend"),
+        ({"layers": [0, 0]}, "ascend"),
+        ({"layers": [LAYERS]}, "from 0 to 2"),
+        ({"layers": [-1]}, "from 0 to 2"),
+        ({"mode": "three_stream"}, "two_stream"),
+        ({"position": "inside"}, "before, after"),
+        ({"heads": 5}, "divide"),
+    ],
+)
+def test_wrong_settings_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        batch_former(**changes)
+
+
+@pytest.mark.parametrize(("images", "warning"), [(1, "no effect"), (2, "only 2 images"), (3, None)])
+def test_says_once_what_it_does(images: int, warning: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    module = batch_former(layers=[0, 2]).train()
+    with caplog.at_level(logging.INFO, logger="detr_bf"):
+        for _ in range(2):
+            batch = module(batch_of(tokens(images)), layer=0, position="before")
+            module(batch, layer=2, position="before")
+    said = [record for record in caplog.records if record.levelno == logging.INFO]
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == 1
+    assert all(part in said[0].getMessage() for part in ("0, 2", "two_stream", f"B = {images}"))
+    assert len(warned) == (warning is not None)
+    assert warning is None or warning in warned[0]
