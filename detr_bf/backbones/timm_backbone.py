@@ -50,13 +50,15 @@ def build_timm(name: str, *, weights: str, strides: Sequence[int]) -> Network:
     body: nn.Module = timm.create_model(name, features_only=True, out_indices=levels)
     if getattr(body, "output_fmt", None) == Format.NHWC:
         body = ChannelsFirst(body)
+    stages = _stage_modules(body, features.module_name()[: levels[-1] + 1])
+    _drop_blocks_after(body, stages)
     if weights != "none":
         copy_by_name(body, _classifier_with_weights(name, weights).state_dict())
     cfg = _config(name)
     return Network(
         body=body,
         channels=tuple(features.channels()[level] for level in levels),
-        stages=_stage_modules(body, features.module_name()[: levels[-1] + 1]),
+        stages=stages,
         mean=tuple(cfg.mean),
         std=tuple(cfg.std),
     )
@@ -118,3 +120,11 @@ def _stage_modules(body: nn.Module, level_names: Sequence[str]) -> tuple[str, ..
             break
         stages.append(found[0])
     return tuple(stages)
+
+
+def _drop_blocks_after(body: nn.Module, stages: Sequence[str]) -> None:
+    """Remove what follows the last stage: timm's EfficientNets and MobileNets keep and compute all their blocks."""
+    container_name, _, index = stages[-1].rpartition(".") if stages else ("", "", "")
+    container = body.get_submodule(container_name)
+    if isinstance(container, nn.Sequential) and index.isdigit():
+        del container[int(index) + 1 :]

@@ -47,8 +47,11 @@ def test_stages_of_an_efficientnet() -> None:
         frozen(6)
 
 
-def test_only_what_the_deepest_stride_needs_is_kept() -> None:
-    assert not [key for key in build("timm:resnet10t", strides=[16]).state_dict() if "layer4" in key]
+@pytest.mark.parametrize("name", ["resnet10t", "tf_efficientnet_lite0", "mobilenetv3_small_050", "mambaout_femto"])
+def test_only_what_the_deepest_stride_needs_is_kept(name: str) -> None:
+    backbone = build(f"timm:{name}", strides=[16])
+    backbone(torch.ones(2, 3, 64, 64), torch.zeros(2, 64, 64, dtype=torch.bool))[0].tensor.square().sum().backward()
+    assert not [name for name, parameter in backbone.named_parameters() if parameter.grad is None]
 
 
 def test_normalization_is_the_networks_own() -> None:
