@@ -31,7 +31,7 @@ lint: $(STAMP)-dev ## check style, format and types
 	$(RUN) -m mypy
 
 bench: $(STAMP)-dev ## measure training steps, inference and matching
-	$(RUN) benchmarks/run.py $(ARGS)
+	$(RUN) benchmarks/run.py --output runs/bench.json $(ARGS)
 
 clean: ## remove build products and tool caches, never data, runs or environments
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

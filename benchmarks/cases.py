@@ -1,0 +1,221 @@
+"""What is measured: training steps, inference, matching; each on synthetic images and objects, from a fixed seed.
+
+Shape legend: B images, L decoder layers, Q queries, K class logits, T objects of an image, M matched pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+
+from detr_bf.build import build_criterion, build_model
+from detr_bf.config import Config, load_config
+from detr_bf.detectors import Detector
+from detr_bf.engine import build_optimizer, parameter_groups
+from detr_bf.losses import CrossEntropy, HungarianMatcher, Matches, PaddedTargets, SetCriterion
+from detr_bf.structures import Batch, Outputs, Target
+from timing import Seconds, alternate
+
+SEED = 0
+NUM_CLASSES = 80  # as COCO
+OBJECTS = (3, 11, 5, 9)  # of the images in turn: 7 on average, about as COCO
+MATCHING_SIZES = ((4, 100), (16, 300))  # images, queries
+MATCHING_LAYERS = 6
+
+OFF = "batch_former.enabled=false"
+TRAINING = {"off": OFF, "on": "batch_former.mode=two_stream", "duplicate": "batch_former.mode=duplicate"}
+INFERENCE = {"without": OFF, "without, again": OFF, "with": "batch_former.mode=two_stream"}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model, as changes to DETR's defaults, and the images it sees."""
+
+    height: int  # pixels
+    width: int
+    batch_size: int
+    overrides: tuple[str, ...] = ()
+
+    def config(self, *overrides: str) -> Config:
+        """Random backbone weights: none are downloaded, and time does not depend on them."""
+        return load_config(None, ["model.backbone.weights=none", *self.overrides, *overrides])
+
+
+PRESETS = {
+    "small": Preset(
+        192,
+        256,
+        4,
+        (
+            "model.backbone.name=resnet18",
+            "model.hidden_dim=128",
+            "model.feedforward_dim=512",
+            "model.encoder_layers=3",
+            "model.decoder_layers=3",
+        ),
+    ),
+    "paper": Preset(800, 1066, 4),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all measurements share."""
+
+    preset: Preset
+    device: torch.device
+    rounds: int
+
+    def time(self, functions: Mapping[str, Callable[[], object]], description: str) -> Seconds:
+        """Alternately, with the device synchronised around each timing."""
+        wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        return alternate(functions, self.rounds, synchronize=wait, description=description)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Times of some variants, which of them to compare, and what must hold for the comparison to be fair."""
+
+    title: str
+    seconds: Seconds
+    comparisons: Sequence[tuple[str, str]]  # variant, baseline
+    checks: dict[str, bool] = field(default_factory=dict)
+    facts: dict[str, dict[str, int]] = field(default_factory=dict)  # name of the fact -> variant -> value
+
+
+def measure_training(setting: Setting) -> Measurement:
+    """Forward, loss, backward, clipping and optimiser step of a batch."""
+    models = _models(setting, TRAINING)
+    config, batch = setting.preset.config(), _batch(setting)
+    criterion = build_criterion(config)
+    rows = {name: model.train()(batch).logits.shape[1] for name, model in models.items()}
+    steps = {
+        name: partial(_training_step, model, _optimizer(config, model), criterion, batch, config.optimizer.clip_norm)
+        for name, model in models.items()
+    }
+    return Measurement(
+        f"training step, {_size(setting)}, BatchFormerV2 off, on, duplicate",
+        setting.time(steps, "training"),
+        (("on", "off"), ("duplicate", "off"), ("on", "duplicate")),
+        facts={
+            "parameters": {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()},
+            "decoder rows": rows,
+        },
+    )
+
+
+@torch.no_grad()
+def measure_inference(setting: Setting) -> Measurement:
+    """The forward pass in evaluation; the model without BatchFormerV2 is timed twice to show the noise."""
+    models = {name: model.eval() for name, model in _models(setting, INFERENCE).items()}
+    batch = _batch(setting)
+    plain, other = models["without"](batch), models["with"](batch)
+    identical = torch.equal(plain.logits, other.logits) and torch.equal(plain.boxes, other.boxes)
+    return Measurement(
+        f"inference, {_size(setting)}, with and without BatchFormerV2",
+        setting.time({name: partial(model, batch) for name, model in models.items()}, "inference"),
+        (("with", "without"), ("without, again", "without")),
+        checks={"outputs with and without are bit-identical": identical},
+    )
+
+
+def measure_matching(setting: Setting, images: int, queries: int) -> Measurement:
+    """The matching of one training step: the matcher's stacked cost against a cost matrix for each decoder layer."""
+    generator = torch.Generator().manual_seed(SEED)
+    matcher = HungarianMatcher(CrossEntropy())
+    outputs = _outputs(images, queries, generator, setting.device)
+    targets = PaddedTargets.of([_target(index, generator).to(setting.device) for index in range(images)])
+    functions = {
+        "stacked": partial(matcher, outputs, targets),
+        "per layer": partial(match_layer_by_layer, matcher, outputs, targets),
+    }
+    return Measurement(
+        f"matching, B = {images}, Q = {queries}, L = {MATCHING_LAYERS}, {sum(targets.counts)} objects",
+        setting.time(functions, "matching"),
+        (("stacked", "per layer"),),
+        checks={"matches are equal": _equal(*(function() for function in functions.values()))},
+    )
+
+
+@torch.no_grad()
+def match_layer_by_layer(matcher: HungarianMatcher, outputs: Outputs, targets: PaddedTargets) -> Matches:
+    """What ``matcher`` does, with a cost and a copy to the host for every decoder layer."""
+    pairs = []
+    for layer in range(len(outputs.logits)):
+        cost = (
+            matcher.cost(outputs.logits[layer : layer + 1], outputs.boxes[layer : layer + 1], targets)[0].cpu().numpy()
+        )
+        for row, count in enumerate(targets.counts):
+            query, target = linear_sum_assignment(cost[row, :, :count])
+            pairs.append(np.stack([np.full_like(query, layer), np.full_like(query, row), query, target]))
+    return Matches(*torch.from_numpy(np.concatenate(pairs, axis=1)).to(outputs.logits.device))
+
+
+def _equal(one: Matches, other: Matches) -> bool:
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("layer", "row", "query", "target"))
+
+
+def _models(setting: Setting, variants: Mapping[str, str]) -> dict[str, Detector]:
+    """One model for each variant (name -> override), all with the weights of the first."""
+    torch.manual_seed(SEED)
+    models = {name: build_model(setting.preset.config(override), NUM_CLASSES) for name, override in variants.items()}
+    weights = next(iter(models.values())).state_dict()
+    for model in models.values():
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        assert not unexpected
+        assert all(name.startswith("encoder.batch_former.") for name in missing)
+    return {name: model.to(setting.device) for name, model in models.items()}
+
+
+def _optimizer(config: Config, model: Detector) -> torch.optim.Optimizer:
+    settings = config.optimizer
+    return build_optimizer(
+        parameter_groups(model, lr=settings.lr, backbone_lr=settings.backbone_lr, weight_decay=settings.weight_decay)
+    )
+
+
+def _training_step(
+    model: Detector, optimizer: torch.optim.Optimizer, criterion: SetCriterion, batch: Batch, clip_norm: float
+) -> None:
+    criterion(model(batch), batch.targets).total.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _batch(setting: Setting) -> Batch:
+    """The first image fills the batch, the others are smaller, so that there is padding."""
+    preset, generator = setting.preset, torch.Generator().manual_seed(SEED)
+    samples = []
+    for index in range(preset.batch_size):
+        share = 1 - 0.25 * index / preset.batch_size
+        size = (round(share * preset.height), round(share * preset.width))
+        image = torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=generator)
+        samples.append((image, _target(index, generator, size)))
+    return Batch.collate(samples).to(setting.device)
+
+
+def _target(index: int, generator: torch.Generator, size: tuple[int, int] = (1, 1)) -> Target:
+    """Objects of random classes, with boxes inside the image."""
+    count = OBJECTS[index % len(OBJECTS)]
+    extent = 0.05 + 0.45 * torch.rand(count, 2, generator=generator)
+    centre = extent / 2 + (1 - extent) * torch.rand(count, 2, generator=generator)
+    labels = torch.randint(0, NUM_CLASSES, (count,), generator=generator)
+    return Target(index, torch.cat([centre, extent], 1), labels, size, size)
+
+
+def _outputs(images: int, queries: int, generator: torch.Generator, device: torch.device) -> Outputs:
+    def random(last: int) -> Tensor:
+        return torch.randn(MATCHING_LAYERS, images, queries, last, generator=generator).to(device)
+
+    return Outputs(random(NUM_CLASSES + 1), random(4).sigmoid())
+
+
+def _size(setting: Setting) -> str:
+    return f"B = {setting.preset.batch_size}, {setting.preset.height} x {setting.preset.width} pixels"

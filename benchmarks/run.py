@@ -1,0 +1,134 @@
+"""Measure training steps with BatchFormerV2 off, on and duplicate, inference with and without it, and matching.
+
+    python benchmarks/run.py --rounds 48 --output runs/bench.json
+
+Exit code 1 when results that must be identical are not, 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cases import (
+    MATCHING_SIZES,
+    PRESETS,
+    Measurement,
+    Setting,
+    measure_inference,
+    measure_matching,
+    measure_training,
+)
+from detr_bf.build import device_of
+from detr_bf.cli import run_tool
+from detr_bf.config import config_to_dict
+from detr_bf.errors import InputError
+from detr_bf.files import write_json
+from detr_bf.report import machine_info
+from timing import Spread, paired_ratios
+
+CPU_NOTE = "milliseconds are those of a shared machine, for orientation only; the ratios, taken round by round, count"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="small", help="small: minutes on a CPU; paper: DETR-R50, 800 x 1066"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--rounds", type=int, default=48, metavar="N", help="of each comparison, default %(default)s")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write every round's time here, as JSON")
+    options = parser.parse_args(arguments)
+    return run_tool(lambda: run(options.preset, options.device, options.rounds, options.output))
+
+
+def run(preset: str, device: str, rounds: int, output: Path | None) -> int:
+    """Measure, print, write; 1 when a check fails."""
+    if rounds < 2:
+        raise InputError(f"--rounds must be 2 or more, for a spread; got {rounds}")
+    setting = Setting(PRESETS[preset], device_of(PRESETS[preset].config(f"device={device}")), rounds)
+    print(
+        f"preset {preset}, {rounds} rounds, device {setting.device}, {torch.get_num_threads()} CPU threads, "
+        f"torch {torch.__version__}"
+    )
+    if setting.device.type == "cpu":
+        print(CPU_NOTE)
+    measurements = []
+    for measurement in measure(setting):
+        print(f"\n{table(measurement)}", flush=True)
+        measurements.append(measurement)
+    if output is not None:
+        write_json(output, record(preset, setting, measurements))
+        print(f"\nwritten to {output}")
+    failed = [check for measurement in measurements for check, holds in measurement.checks.items() if not holds]
+    for check in failed:
+        print(f"failed: {check}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def measure(setting: Setting) -> Iterator[Measurement]:
+    """Everything, one after the other."""
+    yield measure_training(setting)
+    yield measure_inference(setting)
+    for images, queries in MATCHING_SIZES:
+        yield measure_matching(setting, images, queries)
+
+
+def table(measurement: Measurement) -> str:
+    """Variants with their times, comparisons with their ratios, checks."""
+    lines = [measurement.title, _row("", "median ms", "10th - 90th percentile", *measurement.facts)]
+    for name, seconds in measurement.seconds.items():
+        facts = (f"{values[name]:,}" for values in measurement.facts.values())
+        lines.append(_row(name, *_cells(Spread.of([1000 * value for value in seconds]), 1), *facts))
+    lines.append(_row("", "median ratio", "10th - 90th percentile"))
+    for (name, baseline), ratio in _ratios(measurement).items():
+        lines.append(_row(f"{name} / {baseline}", *_cells(ratio, 3)))
+    lines += [f"  {check}: {'yes' if holds else 'NO'}" for check, holds in measurement.checks.items()]
+    return "\n".join(lines)
+
+
+def record(preset: str, setting: Setting, measurements: Sequence[Measurement]) -> dict[str, Any]:
+    """All that is needed to judge or repeat the measurement, ready for JSON."""
+    return {
+        "machine": machine_info(),
+        "threads": torch.get_num_threads(),
+        "device": str(setting.device),
+        "preset": preset,
+        "rounds": setting.rounds,
+        "image_size": [setting.preset.height, setting.preset.width],
+        "batch_size": setting.preset.batch_size,
+        "config": config_to_dict(setting.preset.config()),
+        "measurements": [
+            {
+                "title": measurement.title,
+                "seconds": measurement.seconds,
+                "ratios": {" / ".join(pair): asdict(ratio) for pair, ratio in _ratios(measurement).items()},
+                "facts": measurement.facts,
+                "checks": measurement.checks,
+            }
+            for measurement in measurements
+        ],
+    }
+
+
+def _ratios(measurement: Measurement) -> dict[tuple[str, str], Spread]:
+    return {pair: Spread.of(paired_ratios(measurement.seconds, *pair)) for pair in measurement.comparisons}
+
+
+def _cells(spread: Spread, digits: int) -> tuple[str, str]:
+    return f"{spread.median:.{digits}f}", f"{spread.low:.{digits}f} - {spread.high:.{digits}f}"
+
+
+def _row(name: str, *cells: str) -> str:
+    return f"  {name:<26}{cells[0]:>12}{cells[1]:>26}" + "".join(f"{cell:>15}" for cell in cells[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
