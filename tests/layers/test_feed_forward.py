@@ -1,0 +1,47 @@
+"""Position-wise networks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from detr_bf.layers import MLP, FeedForward
+
+
+def test_feed_forward_is_two_matrices_with_relu_between() -> None:
+    torch.manual_seed(0)
+    module, x = FeedForward(4, 6).double(), torch.randn(2, 3, 4, dtype=torch.float64)
+    hidden = (x @ module.expand.weight.T + module.expand.bias).clamp(min=0)
+    torch.testing.assert_close(module(x), hidden @ module.contract.weight.T + module.contract.bias)
+
+
+def test_feed_forward_treats_every_position_alone() -> None:
+    module, x = FeedForward(4, 6), torch.randn(2, 3, 4)
+    edited = x.clone()
+    edited[1, 2] += 1
+    assert (module(edited) != module(x)).any(-1).nonzero().tolist() == [[1, 2]]
+
+
+def test_feed_forward_drops_hidden_units_in_training_only() -> None:
+    module, x = FeedForward(4, 6, dropout=1.0), torch.randn(3, 4)
+    assert torch.equal(module(x), module.contract.bias.expand(3, -1))
+    assert not torch.allclose(module.eval()(x), module.contract.bias.expand(3, -1))
+
+
+def test_feed_forward_starts_as_xavier() -> None:
+    torch.manual_seed(0)
+    module = FeedForward(64, 192)
+    for weight in (module.expand.weight, module.contract.weight):
+        assert weight.std().item() == pytest.approx((2 / (64 + 192)) ** 0.5, rel=0.03)
+        assert weight.abs().max().item() == pytest.approx((6 / (64 + 192)) ** 0.5, rel=0.01)
+
+
+def test_mlp_is_linear_layers_of_the_widths_with_relu_between_only() -> None:
+    torch.manual_seed(0)
+    module, x = MLP([3, 5, 7, 2]).double(), torch.randn(10, 3, dtype=torch.float64)
+    out = x
+    for index, layer in enumerate(module.layers):
+        out = (out if index == 0 else out.clamp(min=0)) @ layer.weight.T + layer.bias
+    torch.testing.assert_close(module(x), out)
+    assert [tuple(layer.weight.shape) for layer in module.layers] == [(5, 3), (7, 5), (2, 7)]
+    assert (module(x) < 0).any(), "no ReLU at the end"

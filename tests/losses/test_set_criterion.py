@@ -1,0 +1,201 @@
+"""The set criterion against loops over streams, layers, images and pairs, and what its losses must not depend on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
+from detr_bf.structures import Outputs, Target
+from tests.references.examples import random_outputs, random_targets
+from tests.references.set_criterion import image_cost, match, set_losses
+
+CLASSES, QUERIES, NO_OBJECT_WEIGHT = 4, 5, 0.3
+COUNTS = [(2, 3), (0, 4, 1), (7, 2), (0, 0)]
+WEIGHTS = {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
+
+
+def criterion(classification: CrossEntropy | Focal | None = None, **weights: float) -> SetCriterion:
+    classification = classification or CrossEntropy(NO_OBJECT_WEIGHT)
+    return SetCriterion(classification, HungarianMatcher(classification), **weights)
+
+
+def example(counts: tuple[int, ...], layers: int = 1, streams: int = 1) -> tuple[Outputs, list[Target]]:
+    outputs = random_outputs(layers, len(counts), QUERIES, logits=CLASSES + 1, streams=streams)
+    return outputs, random_targets(counts, classes=CLASSES)
+
+
+def perfect(targets: list[Target]) -> Outputs:
+    """Every object predicted exactly and with certainty by one query, the other queries sure of nothing."""
+    logits = torch.full((1, len(targets), QUERIES, CLASSES + 1), -20.0)
+    logits[..., -1] = 20.0
+    boxes = torch.rand(1, len(targets), QUERIES, 4) / 4 + 0.25
+    for row, target in enumerate(targets):
+        for query, (box, label) in enumerate(zip(target.boxes, target.labels, strict=True)):
+            boxes[0, row, query] = box
+            logits[0, row, query, label], logits[0, row, query, -1] = 20.0, -20.0
+    return Outputs(logits.requires_grad_(), boxes.requires_grad_())
+
+
+def names(layers: int) -> list[str]:
+    suffixes = [f"_{layer}" for layer in range(layers - 1)] + [""]
+    return [name + suffix for name in WEIGHTS for suffix in suffixes]
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("streams", [1, 2])
+def test_as_the_plain_loops(counts: tuple[int, ...], layers: int, streams: int) -> None:
+    outputs, targets = example(counts, layers, streams)
+    report = criterion()(outputs, targets)
+    expected = set_losses(outputs, targets, NO_OBJECT_WEIGHT)
+    assert sorted(report.losses) == sorted(names(layers))
+    total = torch.zeros((), dtype=torch.float64)
+    for name, weight in WEIGHTS.items():
+        for layer in range(layers):
+            mean = sum(stream[layer][name] for stream in expected) / streams
+            loss = report.losses[name if layer == layers - 1 else f"{name}_{layer}"]
+            torch.testing.assert_close(loss.double(), mean, rtol=1e-5, atol=1e-6)
+            total = total + weight * mean
+    torch.testing.assert_close(report.total.double(), total, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_gradients_as_those_of_the_plain_loops(streams: int) -> None:
+    outputs, targets = example((2, 3), layers=2, streams=streams)
+    inputs = (outputs.logits, outputs.boxes)
+    actual = torch.autograd.grad(criterion()(outputs, targets).total, inputs)
+    expected = torch.autograd.grad(
+        sum(
+            WEIGHTS[name] * loss / streams
+            for stream in set_losses(outputs, targets, NO_OBJECT_WEIGHT)
+            for layer in stream
+            for name, loss in layer.items()
+        ),
+        inputs,
+    )
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_total_is_the_mean_of_the_streams_alone() -> None:
+    outputs, targets = example((2, 0, 3), layers=2, streams=2)
+    report = criterion()(outputs, targets)
+    clean, second = (
+        criterion()(Outputs(logits, boxes), targets)
+        for logits, boxes in zip(outputs.logits.chunk(2, 1), outputs.boxes.chunk(2, 1), strict=True)
+    )
+    torch.testing.assert_close(report.total, (clean.total + second.total) / 2)
+    torch.testing.assert_close(report.logged["stream/clean"], clean.total.detach())
+    torch.testing.assert_close(report.logged["stream/batchformer"], second.total.detach())
+    for name in WEIGHTS:
+        torch.testing.assert_close(report.logged[f"stream/clean/{name}"], clean.losses[name].detach())
+        torch.testing.assert_close(report.logged[f"stream/batchformer/{name}"], second.losses[name].detach())
+    assert not any(name.startswith("stream/") for name in clean.logged)
+
+
+def test_weighted_losses_sum_to_the_total() -> None:
+    outputs, targets = example((2, 3), layers=3)
+    report = criterion(class_weight=0.5, bbox_weight=3.0, giou_weight=7.0)(outputs, targets)
+    for name, loss in report.weighted().items():
+        weight = {"loss_ce": 0.5, "loss_bbox": 3.0, "loss_giou": 7.0}[name.rstrip("_0123456789")]
+        torch.testing.assert_close(loss, weight * report.losses[name])
+    torch.testing.assert_close(report.total, sum(report.weighted().values()))
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_what_is_logged_is_not_trained_on(streams: int) -> None:
+    outputs, targets = example((2, 3), layers=2, streams=streams)
+    report = criterion()(outputs, targets)
+    assert {"class_error", "cardinality_error"} <= report.logged.keys()
+    assert not any(value.requires_grad for value in report.logged.values())
+    assert all(value.dim() == 0 for value in (*report.logged.values(), *report.losses.values()))
+    assert report.losses.keys() == report.weights.keys()
+    assert not report.losses.keys() & report.logged.keys()
+
+
+def test_class_and_cardinality_error() -> None:
+    counts = (3, 1)
+    outputs, targets = example(counts, layers=2)
+    report = criterion()(outputs, targets)
+    wrong = matched = off = 0
+    for logits, boxes, target in zip(outputs.logits[-1], outputs.boxes[-1], targets, strict=True):
+        claimed = sum(row.argmax().item() != CLASSES for row in logits)
+        off += abs(claimed - len(target.labels))
+        for query, index in match(image_cost(logits, boxes, target)):
+            matched += 1
+            wrong += logits[query, :-1].argmax().item() != target.labels[index].item()
+    assert 0 < wrong < matched, "the example must hold both"
+    assert report.logged["class_error"].item() == pytest.approx(100 * wrong / matched)
+    assert report.logged["cardinality_error"].item() == pytest.approx(off / len(counts))
+
+
+def test_perfect_predictions_cost_nothing() -> None:
+    targets = random_targets((3, 0, 5), classes=CLASSES)
+    report = criterion()(perfect(targets), targets)
+    assert report.total.item() == pytest.approx(0, abs=1e-5)
+    assert report.logged["class_error"] == 0
+    assert report.logged["cardinality_error"] == 0
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("classification", [CrossEntropy(NO_OBJECT_WEIGHT), Focal()])
+def test_without_objects(classification: CrossEntropy | Focal, streams: int) -> None:
+    outputs = random_outputs(2, 3, QUERIES, logits=classification.num_logits(CLASSES), streams=streams)
+    report = criterion(classification)(outputs, random_targets((0, 0, 0), classes=CLASSES))
+    report.total.backward()
+    assert report.losses["loss_bbox"] == report.losses["loss_giou"] == 0
+    assert outputs.logits.grad.isfinite().all()
+    assert (outputs.logits.grad != 0).all(), "background is trained"
+    assert torch.equal(outputs.boxes.grad, torch.zeros_like(outputs.boxes)), "zeros, not None"
+
+
+def test_number_of_boxes_counts_each_object_once_and_is_at_least_one() -> None:
+    seen = []
+
+    class Spy(Focal):
+        def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor) -> Tensor:
+            seen.append(num_boxes.item())
+            return super().loss(logits, classes, num_boxes)
+
+    for counts, streams in (((2, 3), 1), ((2, 3), 2), ((0, 0), 1), ((0, 0), 2)):
+        outputs = random_outputs(1, 2, QUERIES, logits=CLASSES, streams=streams)
+        criterion(Spy())(outputs, random_targets(counts, classes=CLASSES))
+    assert seen == [5, 5, 5, 1, 1, 1]
+
+
+def test_gradient_reaches_every_logit_and_only_matched_boxes() -> None:
+    counts = (2, 3)
+    outputs, targets = example(counts, layers=2, streams=2)
+    criterion()(outputs, targets).total.backward()
+    assert (outputs.logits.grad != 0).all()
+    trained = (outputs.boxes.grad != 0).any(-1).sum(-1)
+    assert trained.tolist() == [[2, 3, 2, 3]] * 2
+    assert outputs.boxes.grad.isfinite().all()
+
+
+def test_order_of_objects_does_not_matter() -> None:
+    outputs, targets = example((4, 3), layers=2)
+    turned = [replace(target, boxes=target.boxes.flip(0), labels=target.labels.flip(0)) for target in targets]
+    torch.testing.assert_close(criterion()(outputs, turned).total, criterion()(outputs, targets).total)
+
+
+def test_predictions_that_are_not_finite_give_a_total_that_is_not() -> None:
+    outputs, targets = example((2, 3), layers=2)
+    logits = outputs.logits.detach().clone()
+    logits[0, 1, 2] = float("nan")
+    assert not criterion()(replace(outputs, logits=logits), targets).total.isfinite()
+    boxes = torch.full_like(outputs.boxes, float("nan"))
+    assert not criterion()(replace(outputs, boxes=boxes), targets).total.isfinite()
+
+
+def test_half_precision_predictions_are_compared_in_float32() -> None:
+    outputs, targets = example((2, 3))
+    rounded = Outputs(outputs.logits.bfloat16(), outputs.boxes.bfloat16())
+    exact = Outputs(rounded.logits.float(), rounded.boxes.float())
+    report = criterion()(rounded, targets)
+    assert report.total.dtype == torch.float32
+    torch.testing.assert_close(report.total, criterion()(exact, targets).total, rtol=0, atol=0)

@@ -1,0 +1,109 @@
+"""Files are written whole or not at all, and reading executes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from detr_bf.errors import InputError
+from detr_bf.files import atomic_write, cache_folder, read_torch, write_json, write_text
+
+
+def test_content_appears_under_its_name_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "a.txt"
+    with atomic_write(path) as temporary:
+        temporary.write_text("half")
+        assert not path.exists()
+        assert temporary.parent == path.parent, "moving within a folder is atomic"
+        assert temporary.suffix == ".txt", "writers choose the format by it"
+        temporary.write_text("whole")
+    assert path.read_text() == "whole"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def _write_half(path: Path, error: type[BaseException]) -> None:
+    with atomic_write(path) as temporary:
+        temporary.write_text("half")
+        raise error
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_failure_leaves_the_old_content_and_nothing_else(tmp_path: Path, error: type[BaseException]) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with pytest.raises(error):
+        _write_half(path, error)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_file_can_be_read_by_others(tmp_path: Path) -> None:
+    write_text(tmp_path / "a.txt", "x")
+    assert (tmp_path / "a.txt").stat().st_mode & 0o444 == 0o444
+
+
+def test_text_and_json(tmp_path: Path) -> None:
+    write_text(tmp_path / "a.txt", "größer\n")
+    assert (tmp_path / "a.txt").read_bytes() == "größer\n".encode()
+    value = {"ap": 0.25, "classes": ["a", None], "n": 3}
+    write_json(tmp_path / "a.json", value)
+    assert json.loads((tmp_path / "a.json").read_text()) == value
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_json_refuses_numbers_it_does_not_have(tmp_path: Path, value: float) -> None:
+    path = tmp_path / "a.json"
+    write_json(path, {"loss": 1.0})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json(path, {"loss": value})
+    assert json.loads(path.read_text()) == {"loss": 1.0}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path))
+    assert cache_folder("x") == tmp_path / "x"
+    monkeypatch.delenv("DETR_BF_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder("x") == tmp_path / ".cache" / "detr_bf" / "x"
+
+
+class Payload:
+    """Creates a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_torch_file_that_would_execute_something_is_refused(tmp_path: Path) -> None:
+    torch.save({"model": Payload(tmp_path / "executed")}, tmp_path / "a.pth")
+    with pytest.raises(InputError, match=r"a\.pth was refused.*nothing was executed"):
+        read_torch(tmp_path / "a.pth")
+    assert not (tmp_path / "executed").exists()
+    torch.load(tmp_path / "a.pth", weights_only=False)
+    assert (tmp_path / "executed").exists(), "the file was armed"
+
+
+@pytest.mark.parametrize("kept", [0, 10, 0.5, 0.99])
+def test_truncated_torch_file_is_refused(tmp_path: Path, kept: float) -> None:
+    torch.save({"weight": torch.randn(1000)}, tmp_path / "whole.pth")
+    content = (tmp_path / "whole.pth").read_bytes()
+    (tmp_path / "cut.pth").write_bytes(content[: int(kept * len(content)) if kept < 1 else int(kept)])
+    with pytest.raises(InputError, match=r"cut\.pth.*damaged"):
+        read_torch(tmp_path / "cut.pth")
+
+
+def test_torch_file_round_trip_and_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"file not found: .*a\.pth"):
+        read_torch(tmp_path / "a.pth")
+    torch.save({"weight": torch.arange(3), "step": 4}, tmp_path / "a.pth")
+    loaded = read_torch(tmp_path / "a.pth")
+    assert loaded["step"] == 4
+    assert torch.equal(loaded["weight"], torch.arange(3))
