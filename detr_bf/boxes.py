@@ -9,8 +9,8 @@ from torch import Tensor
 def generalized_iou(a: Tensor, b: Tensor) -> Tensor:
     """Generalized IoU of boxes (..., 4) x0, y0, x1, y1 that broadcast against each other -> (...), in [-1, 1].
 
-    Rezatofighi et al. 2019, arXiv 1902.09630. Torchvision's takes all pairs of two lists only; this one serves the pairs
-    of every image and layer at once and single pairs as well. Degenerate boxes do not divide by zero.
+    Rezatofighi et al. 2019, arXiv 1902.09630. Torchvision's takes all pairs of two lists only; this one serves the
+    pairs of every image and layer at once, and single pairs as well. Degenerate boxes do not divide by zero.
     """
     area_a, area_b = _area(a), _area(b)
     intersection = _extent(torch.maximum(a[..., :2], b[..., :2]), torch.minimum(a[..., 2:], b[..., 2:]))

@@ -16,7 +16,7 @@ from detr_bf.backbones import build_backbone
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.config import Config, config_to_dict
 from detr_bf.config.schema import SplitConfig, TransformConfig
-from detr_bf.data.coco import CocoDetection
+from detr_bf.data.coco import CocoDetection, Source
 from detr_bf.data.loader import EpochBatches, make_loader
 from detr_bf.data.transforms import SampleTransform, eval_transform, train_transform
 from detr_bf.detectors import Detector, detr
@@ -32,9 +32,9 @@ from detr_bf.engine import (
     load_fitting,
     parameter_groups,
 )
-from detr_bf.engine.checkpoint import read_weights_file
 from detr_bf.errors import InputError
 from detr_bf.evaluation import CocoEvaluator
+from detr_bf.files import read_torch
 from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
 from detr_bf.losses.classification import Classification
 from detr_bf.postprocess import Postprocess
@@ -124,9 +124,7 @@ def build_classification(config: Config) -> Classification:
 def build_criterion(config: Config) -> SetCriterion:
     """Matcher and losses."""
     classification, loss = build_classification(config), config.loss
-    matcher = HungarianMatcher(
-        classification, loss.matcher.class_cost, loss.matcher.bbox_cost, loss.matcher.giou_cost
-    )
+    matcher = HungarianMatcher(classification, loss.matcher.class_cost, loss.matcher.bbox_cost, loss.matcher.giou_cost)
     return SetCriterion(classification, matcher, loss.class_weight, loss.bbox_weight, loss.giou_weight)
 
 
@@ -143,21 +141,29 @@ def build_eval_transform(config: Config) -> SampleTransform:
 
 def build_train_data(config: Config) -> CocoDetection:
     """The training split, whose categories become the classes."""
-    return _dataset(config.data.train, "train", _train_transform(config.data.transforms), None, config.seed)
+    return CocoDetection(
+        *data_source(config, "train"), transform=_train_transform(config.data.transforms), seed=config.seed
+    )
 
 
-def build_val_data(config: Config, class_map: ClassMap) -> CocoDetection:
-    """The validation split, read with the classes of the model."""
-    return _dataset(config.data.val, "val", build_eval_transform(config), class_map, config.seed)
+def build_val_data(config: Config, class_map: ClassMap, transform: SampleTransform | None = None) -> CocoDetection:
+    """The validation split with the model's classes; resized for evaluation unless ``transform`` is given."""
+    return CocoDetection(
+        *data_source(config, "val"), transform=transform or build_eval_transform(config), class_map=class_map
+    )
 
 
-def _dataset(
-    split: SplitConfig, name: str, transform: SampleTransform, class_map: ClassMap | None, seed: int
-) -> CocoDetection:
+def data_source(config: Config, split: str) -> Source:
+    """Folder and annotation file of ``train`` or ``val``.
+
+    Raises:
+        InputError: one of them is not set.
+    """
+    paths: SplitConfig = getattr(config.data, split)
     for key in ("images", "annotations"):
-        if not getattr(split, key):
-            raise InputError(f"data.{name}.{key} is not set: give it in the config or as data.{name}.{key}=PATH")
-    return CocoDetection(Path(split.images), Path(split.annotations), transform, class_map, seed)
+        if not getattr(paths, key):
+            raise InputError(f"data.{split}.{key} is not set: give it in the config or as data.{split}.{key}=PATH")
+    return Source(Path(paths.images), Path(paths.annotations))
 
 
 def _train_transform(transforms: TransformConfig) -> SampleTransform:
@@ -223,9 +229,13 @@ def build_trainer(config: Config, folder: RunFolder, resume_from: Checkpoint | N
 
 def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
     """Weights of a checkpoint of ours, of official DETR, or a bare state dict under our names."""
-    content = read_weights_file(path)
-    if "model" in content:
+    content = read_torch(path)
+    if isinstance(content, dict) and "model" in content:
         content = content["ema"] if content.get("ema") is not None else content["model"]
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise InputError(
+            f"init_from {path} holds no weights: expected names and tensors, by themselves or under 'model'"
+        )
     return interop.from_official_detr(content) if interop.is_official_detr(content) else content
 
 
@@ -286,7 +296,14 @@ def _metrics_log(config: Config, folder: RunFolder, resume_from: Checkpoint | No
 
 
 def _batches(
-    config: Config, data: CocoDetection, size: int, device: torch.device, *, shuffle: bool, epoch: int = 0, start: int = 0
+    config: Config,
+    data: CocoDetection,
+    size: int,
+    device: torch.device,
+    *,
+    shuffle: bool,
+    epoch: int = 0,
+    start: int = 0,
 ) -> Iterator[Batch]:
     return iter(
         make_loader(

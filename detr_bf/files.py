@@ -1,14 +1,20 @@
-"""Writing files so that a reader sees the old content or the new one, never half of it."""
+"""Files: written whole or not at all, read without executing anything."""
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from detr_bf.errors import InputError
 
 
 @contextmanager
@@ -32,6 +38,11 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def cache_folder(name: str) -> Path:
+    """The folder ``name`` for what can be made again: below $DETR_BF_CACHE, by default ``~/.cache/detr_bf``."""
+    return Path(os.environ.get("DETR_BF_CACHE") or Path.home() / ".cache" / "detr_bf").expanduser() / name
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Atomically write UTF-8 text."""
     with atomic_write(path) as temporary:
@@ -41,3 +52,25 @@ def write_text(path: str | Path, text: str) -> None:
 def write_json(path: str | Path, value: Any) -> None:
     """Atomically write ``value`` as JSON; non-finite numbers are refused because they are not JSON."""
     write_text(path, json.dumps(value, allow_nan=False, indent=None) + "\n")
+
+
+def read_torch(path: str | Path) -> Any:
+    """What ``torch.save`` wrote, on the CPU, if it holds tensors and plain values only.
+
+    Raises:
+        InputError: the file is missing, damaged, or holds objects whose loading could execute code.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"file not found: {path}")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{path} was refused: it is damaged, or it holds more than tensors and plain values, and loading that "
+            "could execute code; nothing was executed. If you trust its origin, load it yourself and save its state "
+            "dict alone"
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"{path} is truncated or damaged ({reason}): use another copy of it") from error

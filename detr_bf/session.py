@@ -1,19 +1,26 @@
-"""What the command lines do, as functions: train a run, evaluate a checkpoint, and leave everything in the run folder."""
+"""What the command lines do, as functions: train a run or evaluate a checkpoint, and leave all of it in a folder."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from detr_bf.build import build_evaluation, build_model, build_trainer, device_of
+import torch
+from torchvision.ops import box_convert
+
+from detr_bf.build import build_evaluation, build_model, build_trainer, build_val_data, data_source, device_of
 from detr_bf.config import Config, config_from_dict, config_to_dict, config_to_yaml
-from detr_bf.data.doctor import examine
+from detr_bf.config.schema import SplitConfig
+from detr_bf.data.coco import SampleKey
+from detr_bf.data.doctor import Report, examine
 from detr_bf.engine import Checkpoint, Evaluation, RunFolder, load_checkpoint, load_strict
 from detr_bf.engine.logs import setup_logging
 from detr_bf.errors import InputError
 from detr_bf.evaluation import CocoSummary, write_results
 from detr_bf.files import write_json, write_text
+from detr_bf.report import SheetRow, machine_info, save_sheet, write_report
 
 logger = logging.getLogger(__name__)
 
@@ -87,15 +94,20 @@ def check_data(config: Config) -> None:
     """Examine both splits unless ``data.check`` is off; errors stop the run."""
     if not config.data.check:
         return
-    report = examine(
-        config.data.train,
-        config.data.val if config.data.val.annotations else None,
-        num_queries=config.model.num_queries,
-        workers=max(1, config.data.workers),
-    )
+    report = examine_data(config)
     if report.errors:
         raise InputError(f"the data cannot be trained on\n{report}")
     logger.info("%s", report)
+
+
+def examine_data(config: Config) -> Report:
+    """What the doctor finds in the data of a config."""
+    return examine(
+        data_source(config, "train"),
+        None if config.data.val == SplitConfig() else data_source(config, "val"),
+        num_queries=config.model.num_queries,
+        workers=max(1, config.data.workers),
+    )
 
 
 def _describe(folder: RunFolder, config: Config) -> None:
@@ -107,7 +119,9 @@ def _tell_changes(config: Config, checkpoint: Checkpoint) -> None:
     """Log which settings differ from those the run was started with."""
     before = _flat(config_to_dict(config_from_dict(checkpoint.config)))
     changed = [
-        f"{key}: {before[key]} -> {value}" for key, value in _flat(config_to_dict(config)).items() if before[key] != value
+        f"{key}: {before[key]} -> {value}"
+        for key, value in _flat(config_to_dict(config)).items()
+        if before[key] != value
     ]
     if changed:
         logger.warning("resuming with other settings than the run was started with: %s", "; ".join(changed))
@@ -121,9 +135,24 @@ def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
 
 
 def _report(folder: RunFolder, config: Config, summary: CocoSummary, evaluation: Evaluation) -> Outcome:
+    """Results, pictures and the page that shows them."""
     write_json(folder.evaluation, summary.to_dict())
     write_results(folder.results, evaluation.detections, evaluation.class_map)
-    return Outcome(summary, folder.path / "report.html")
+    if config.eval.pictures:
+        rows = list(_sheet_rows(config, evaluation))
+        save_sheet(folder.sheet, rows, evaluation.class_map.names, config.eval.picture_threshold)
+    return Outcome(summary, write_report(folder.path))
+
+
+def _sheet_rows(config: Config, evaluation: Evaluation) -> Iterator[SheetRow]:
+    """Images spread evenly over the validation split, with what they hold and what was found."""
+    data = build_val_data(config, evaluation.class_map, transform=lambda image, boxes, labels: (image, boxes, labels))
+    found = {detections.image_id: detections for detections in evaluation.detections}
+    for place in torch.linspace(0, len(data) - 1, min(config.eval.pictures, len(data))).tolist():
+        image, target = data[SampleKey(0, round(place))]
+        height, width = target.size
+        boxes = box_convert(target.boxes, "cxcywh", "xyxy") * torch.tensor([width, height, width, height])
+        yield SheetRow(image, boxes, target.labels, found[target.image_id], target.file_name)
 
 
 def _shown(value: float | None) -> str:

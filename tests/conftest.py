@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
+
 
 def _painted(width: int, height: int, image: int, boxes: Sequence[Sequence[int]]) -> Image.Image:
     """An RGB image: a dark background of its own, each box (x, y, w, h) one solid colour."""
@@ -84,3 +86,7 @@ def _boxes(width: int, height: int, image_id: int, objects: int) -> list[tuple[i
         (column * half_width + 1 + shift, row * half_height + 2, half_width - 8, half_height - 6 - shift)
         for row, column in ((0, 0), (1, 1), (0, 1), (1, 0))[:objects]
     ]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--golden", type=Path, default=GOLDEN, help="folder of recorded reference outputs")

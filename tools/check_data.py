@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from detr_bf.cli import run_tool
 from detr_bf.config import load_config
-from detr_bf.data.doctor import examine
-from detr_bf.errors import InputError
+from detr_bf.session import examine_data
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,20 +16,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="YAML file; without it the defaults are used")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example data.train.images=FOLDER")
-    options = parser.parse_args(arguments)
-    try:
-        config = load_config(options.config, options.overrides)
-        report = examine(
-            config.data.train,
-            config.data.val,
-            num_queries=config.model.num_queries,
-            workers=config.data.workers,
-        )
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(report)
-    return 2 if report.errors else 0
+    options = parser.parse_intermixed_args(arguments)
+
+    def run() -> int:
+        report = examine_data(load_config(options.config, options.overrides))
+        print(report)
+        return 2 if report.errors else 0
+
+    return run_tool(run)
 
 
 if __name__ == "__main__":

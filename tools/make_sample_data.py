@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from detr_bf.cli import run_tool
 from detr_bf.data.samples import build_digits, build_stamps, digits, stamps
-from detr_bf.errors import InputError
 
 SETS = {"digits": (build_digits, digits.LICENCE), "stamps": (build_stamps, stamps.LICENCE)}
 OPTIONS = {
@@ -34,13 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     given = vars(parser.parse_args(arguments))
     build, licence = SETS[given["name"]]
-    try:
+
+    def run() -> int:
         folder = build(given["output"], progress=True, **{key: given[key] for key in OPTIONS if given[key] is not None})
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{folder}: train.json, val.json and their images\n{licence['name']} ({licence['url']})")
-    return 0
+        print(f"{folder}: train.json, val.json and their images\n{licence['name']} ({licence['url']})")
+        return 0
+
+    return run_tool(run)
 
 
 if __name__ == "__main__":

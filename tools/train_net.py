@@ -1,6 +1,6 @@
 """Train a detector, or evaluate one with --eval-only.
 
-    python tools/train_net.py --config configs/demo.yaml train.epochs=12 output_dir=runs/mine
+python tools/train_net.py --config configs/demo.yaml train.epochs=12 output_dir=runs/mine
 """
 
 from __future__ import annotations

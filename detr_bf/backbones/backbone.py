@@ -108,5 +108,6 @@ class Backbone(nn.Module):
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> tuple[FeatureMap, ...]:
         """Feature maps of (B, 3, H, W) images, uint8 or float in 0 to 255, with a (B, H, W) bool padding mask."""
-        maps = self.body(normalize(images, padding_mask, self.mean, self.std))
+        pixels = normalize(images, padding_mask, self.mean, self.std).contiguous(memory_format=torch.channels_last)
+        maps = self.body(pixels)
         return tuple(FeatureMap(level, resize_mask(padding_mask, level.shape[-2:])) for level in maps)

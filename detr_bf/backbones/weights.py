@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from detr_bf.errors import InputError
+from detr_bf.files import read_torch
 
 NESTED_UNDER = ("state_dict", "model")  # where training scripts put the weights in their checkpoints
 LISTED_KEYS = 10
@@ -32,7 +30,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         )
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
-    return _state_dict_in(_read_pickle(path), path)
+    return _state_dict_in(read_torch(path), path)
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -40,19 +38,6 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path}: not a readable safetensors file ({error}); get the file again") from error
-
-
-def _read_pickle(path: Path) -> object:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise InputError(
-            f"{path}: refused, because it is damaged or holds more than tensors and plain values, and loading "
-            "that could execute code; nothing was executed. If you trust its origin, load it yourself and save "
-            "its state dict alone (torch.save, or safetensors)"
-        ) from error
-    except (RuntimeError, EOFError, OSError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path}: not a readable file of weights ({error}); get the file again") from error
 
 
 def _state_dict_in(content: object, path: Path) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -150,9 +151,13 @@ class BatchFormerV2(nn.Module):
             sequence,
         )
         if sequence == 1:
-            logger.warning("BatchFormerV2 has no effect across images: the batch holds one image, use batch size 2 or more")
+            logger.warning(
+                "BatchFormerV2 has no effect across images: the batch holds one image, use batch size 2 or more"
+            )
         elif sequence < SHORT_SEQUENCE:
-            logger.warning("BatchFormerV2 sees only %d images at a time; %d or more are better", sequence, SHORT_SEQUENCE)
+            logger.warning(
+                "BatchFormerV2 sees only %d images at a time; %d or more are better", sequence, SHORT_SEQUENCE
+            )
 
     def extra_repr(self) -> str:
         return f"{self.position} layers {list(self.insertions)}, mode={self.mode}, mask_padding={self.mask_padding}"
@@ -169,7 +174,7 @@ def _check_places(layers: Sequence[int], num_encoder_layers: int) -> None:
             f"batch_former.layers={list(layers)}: the encoder has {num_encoder_layers} layers, counted from 0; "
             f"give indices from 0 to {num_encoder_layers - 1}"
         )
-    if any(later <= earlier for earlier, later in zip(layers[:-1], layers[1:], strict=True)):
+    if any(later <= earlier for earlier, later in pairwise(layers)):
         raise InputError(f"batch_former.layers={list(layers)} must ascend without repetition")
 
 

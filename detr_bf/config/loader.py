@@ -131,7 +131,9 @@ def _expected_type(key: str) -> str:
             hint = typing.get_args(hint)[0]
     if dataclasses.is_dataclass(hint):
         return "a group of settings"
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("NoneType", "null")
+    return (
+        hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("NoneType", "null")
+    )
 
 
 def _finish(merged: DictConfig, source: str) -> Config:
@@ -156,20 +158,51 @@ def _check_choices(group: Any, prefix: str = "") -> None:
 
 
 _POSITIVE = (
-    "model.hidden_dim model.heads model.decoder_layers model.feedforward_dim model.num_queries batch_former.num_layers "
-    "batch_former.heads train.epochs train.max_steps train.batch_size train.accumulate train.log_every "
-    "train.checkpoint_every train.eval_every eval.batch_size eval.max_detections data.transforms.max_size "
-    "data.transforms.eval_short_side data.transforms.crop_min data.transforms.crop_max"
-).split()
+    "model.hidden_dim",
+    "model.heads",
+    "model.decoder_layers",
+    "model.feedforward_dim",
+    "model.num_queries",
+    "batch_former.num_layers",
+    "batch_former.heads",
+    "train.epochs",
+    "train.max_steps",
+    "train.batch_size",
+    "train.accumulate",
+    "train.log_every",
+    "train.checkpoint_every",
+    "train.eval_every",
+    "eval.batch_size",
+    "eval.max_detections",
+    "data.transforms.max_size",
+    "data.transforms.eval_short_side",
+    "data.transforms.crop_min",
+    "data.transforms.crop_max",
+)
 _NOT_NEGATIVE = (
-    "seed model.encoder_layers model.backbone.frozen_stages optimizer.lr optimizer.backbone_lr optimizer.weight_decay "
-    "optimizer.warmup_steps optimizer.clip_norm train.keep_every eval.pictures data.workers loss.no_object_weight "
-    "batch_former.lr_factor batch_former.weight_decay"
-).split()
+    "seed",
+    "model.encoder_layers",
+    "model.backbone.frozen_stages",
+    "optimizer.lr",
+    "optimizer.backbone_lr",
+    "optimizer.weight_decay",
+    "optimizer.warmup_steps",
+    "optimizer.clip_norm",
+    "batch_former.lr_factor",
+    "batch_former.weight_decay",
+    "train.keep_every",
+    "eval.pictures",
+    "data.workers",
+    "loss.no_object_weight",
+)
 _FRACTIONS = (
-    "model.dropout batch_former.dropout data.transforms.horizontal_flip data.transforms.random_crop "
-    "train.ema.decay eval.picture_threshold"
-).split()
+    "model.dropout",
+    "batch_former.dropout",
+    "data.transforms.horizontal_flip",
+    "data.transforms.random_crop",
+    "train.ema.decay",
+    "eval.picture_threshold",
+)
 
 
 def _check_ranges(config: Config) -> None:

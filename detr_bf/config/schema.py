@@ -84,10 +84,10 @@ class SplitConfig:
 
 @dataclass
 class TransformConfig:
-    """Sizes in pixels. Training picks one of ``short_sides`` for the shorter side, at most ``max_size`` for the longer."""
+    """Sizes in pixels; training picks one of ``short_sides`` for the shorter side."""
 
     short_sides: list[int] = field(default_factory=lambda: [480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800])
-    max_size: int = 1333
+    max_size: int = 1333  # of the longer side
     eval_short_side: int = 800
     horizontal_flip: float = 0.5  # probability
     random_crop: float = 0.5  # probability of resize, crop, resize instead of one resize

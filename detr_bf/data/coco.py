@@ -39,6 +39,13 @@ class CocoAnnotations:
         return ClassMap.from_categories(self.categories)
 
 
+class Source(NamedTuple):
+    """Where a split lies."""
+
+    images: Path  # folder
+    annotations: Path  # COCO JSON
+
+
 class SampleKey(NamedTuple):
     """What a batch sampler asks the dataset for; the epoch is part of it because the augmentation depends on it."""
 

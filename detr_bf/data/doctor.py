@@ -13,10 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from detr_bf.config.schema import SplitConfig
-from detr_bf.data.coco import CocoAnnotations, annotated_size, check_folder, is_box, read_annotations
-from detr_bf.data.file_check import FileRecord, check_files, default_cache_dir
-from detr_bf.errors import InputError
+from detr_bf.data.coco import CocoAnnotations, Source, annotated_size, check_folder, is_box, read_annotations
+from detr_bf.data.file_check import FileRecord, check_files
+from detr_bf.files import cache_folder
 from detr_bf.structures import ClassMap
 
 Severity = Literal["error", "warning"]
@@ -95,17 +94,17 @@ class Split:
 
 
 def examine(
-    train: SplitConfig, val: SplitConfig, *, num_queries: int, cache_dir: Path | None = None, workers: int = 1
+    train: Source, val: Source | None, *, num_queries: int, cache_dir: Path | None = None, workers: int = 1
 ) -> Report:
-    """Run every check on both splits; ``val`` may be left unset.
+    """Run every check on both splits; ``val`` may be None.
 
     ``num_queries`` is how many objects an image the detector can find; ``workers`` threads read the image files that
-    the cache in ``cache_dir`` (by default :func:`default_cache_dir`) does not know. Raises :class:`InputError` when a
-    folder is missing or a file is not COCO at all.
+    the cache in ``cache_dir`` does not know. Raises :class:`InputError` when a folder is missing or a file is not COCO
+    at all.
     """
-    cache_dir = cache_dir or default_cache_dir()
-    named = {"train": train} if val == SplitConfig() else {"train": train, "val": val}
-    splits = [_open(name, config, num_queries, cache_dir, workers) for name, config in named.items()]
+    cache_dir = cache_dir or cache_folder("doctor")
+    named = {"train": train} | ({"val": val} if val else {})
+    splits = [_open(name, source, num_queries, cache_dir, workers) for name, source in named.items()]
     findings = [finding for split in splits for check in CHECKS if (finding := check.on(split.name, split))]
     if len(splits) == 2:
         findings += [finding for check in PAIR_CHECKS if (finding := check.on("train, val", *splits))]
@@ -113,18 +112,11 @@ def examine(
     return Report(tuple(_summary(split) for split in splits), tuple(findings))
 
 
-def _open(name: str, config: SplitConfig, num_queries: int, cache_dir: Path, workers: int) -> Split:
-    if not (config.images and config.annotations):
-        raise InputError(
-            f"data.{name}.images is '{config.images}' and data.{name}.annotations is '{config.annotations}'; "
-            "expected a folder and a COCO JSON, for example on the command line: "
-            f"data.{name}.images=FOLDER data.{name}.annotations=FILE"
-        )
-    folder = Path(config.images)
-    check_folder(folder)
-    content = read_annotations(Path(config.annotations))
-    files = check_files(folder, [image["file_name"] for image in content.images], cache_dir, workers)
-    return Split(name, folder, content, files, num_queries)
+def _open(name: str, source: Source, num_queries: int, cache_dir: Path, workers: int) -> Split:
+    check_folder(source.images)
+    content = read_annotations(source.annotations)
+    files = check_files(source.images, [image["file_name"] for image in content.images], cache_dir, workers)
+    return Split(name, source.images, content, files, num_queries)
 
 
 def _summary(split: Split) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from multiprocessing.pool import ThreadPool
@@ -35,11 +34,6 @@ class FileRecord:
     sha256: str
     sizes: ImageSizes | None  # None for a file that cannot be decoded
     problem: str = ""  # why not
-
-
-def default_cache_dir() -> Path:
-    """``doctor`` in the folder that the environment variable DETR_BF_CACHE names, or in ~/.cache/detr_bf."""
-    return Path(os.environ.get("DETR_BF_CACHE") or Path.home() / ".cache" / "detr_bf").expanduser() / "doctor"
 
 
 def check_files(folder: Path, names: Iterable[str], cache_dir: Path, workers: int) -> dict[str, FileRecord]:

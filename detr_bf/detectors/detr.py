@@ -40,7 +40,12 @@ def detr(
         class_prior: score every class starts with; for sigmoid scores trained with the focal loss.
         batch_former: batch attention in the encoder.
     """
-    layer: dict[str, Any] = dict(heads=heads, feedforward_dim=feedforward_dim, dropout=dropout, pre_norm=pre_norm)
+    layer: dict[str, Any] = {
+        "heads": heads,
+        "feedforward_dim": feedforward_dim,
+        "dropout": dropout,
+        "pre_norm": pre_norm,
+    }
     return Detector(
         backbone,
         tokens=FeatureTokens([nn.Conv2d(in_channels, hidden_dim, 1)], _position(position_encoding, hidden_dim)),

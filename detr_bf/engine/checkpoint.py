@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.errors import InputError
-from detr_bf.files import atomic_write
+from detr_bf.files import atomic_write, read_torch
 from detr_bf.structures import ClassMap
 
 FORMAT = 1
@@ -46,41 +44,18 @@ class Checkpoint:
             torch.save({name: getattr(self, name) for name in self.__dataclass_fields__}, temporary)
 
 
-def read_weights_file(path: Path) -> dict[str, Any]:
-    """What ``torch.save`` wrote, without executing anything in it.
-
-    Raises:
-        InputError: the file is missing, truncated, or holds more than tensors and plain values.
-    """
-    if not path.is_file():
-        raise InputError(f"checkpoint not found: {path}")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise InputError(
-            f"checkpoint {path} was refused: it is damaged, or it holds Python objects whose loading could execute code. "
-            f"Only tensors and plain values are read. ({_first_line(error)})"
-        ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise InputError(
-            f"checkpoint {path} is truncated or damaged ({_first_line(error)}): use another copy of it"
-        ) from error
-    if not isinstance(content, dict):
-        raise InputError(f"checkpoint {path} holds a {type(content).__name__}, expected a dictionary")
-    return content
-
-
 def load_checkpoint(path: Path) -> Checkpoint:
     """A checkpoint of ours.
 
     Raises:
-        InputError: as :func:`read_weights_file`, or the file is of another program or version.
+        InputError: as :func:`detr_bf.files.read_torch`, or the file is of another program or version.
     """
-    content = read_weights_file(path)
+    content = read_torch(path)
     expected = set(Checkpoint.__dataclass_fields__)
-    if set(content) != expected or content["format"] != FORMAT:
+    if not isinstance(content, dict) or set(content) != expected or content["format"] != FORMAT:
+        found = _listed(sorted(map(str, content))) if isinstance(content, dict) else f"a {type(content).__name__}"
         raise InputError(
-            f"{path} is not a detr_bf checkpoint of format {FORMAT}: it holds {_listed(sorted(map(str, content)))}, "
+            f"{path} is not a detr_bf checkpoint of format {FORMAT}: it holds {found}; "
             f"expected {', '.join(sorted(expected))}"
         )
     return Checkpoint(**content)
@@ -125,7 +100,7 @@ def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str) -
 
 
 def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str], list[str]]:
-    """Keys missing in ``weights``, keys unknown to ``model``, and ``name (shape there, shape here)`` where they differ."""
+    """Keys missing in ``weights``, keys unknown to ``model``, and those of another shape with both shapes."""
     own = model.state_dict()
     missing = [name for name in own if name not in weights]
     unexpected = [name for name in weights if name not in own]
@@ -156,10 +131,6 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["rng"])
     if state["cuda_rng"] and len(state["cuda_rng"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda_rng"])
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -70,14 +70,16 @@ class RunFolder:
                 pass
         except OSError as error:
             raise InputError(
-                f"output_dir {self.path} cannot be written ({error.strerror or error}): choose another with output_dir=DIR"
+                f"output_dir {self.path} cannot be written ({error.strerror or error}): "
+                "choose another with output_dir=DIR"
             ) from error
 
     def check_unused(self) -> None:
         """Refuse a folder that holds another run's checkpoint."""
         if self.last.exists():
             raise InputError(
-                f"output_dir {self.path} already holds a run: go on with --resume, or choose another with output_dir=DIR"
+                f"output_dir {self.path} already holds a run: go on with --resume, "
+                "or choose another with output_dir=DIR"
             )
 
     def check_resumable(self) -> None:

@@ -55,7 +55,9 @@ def _unpacked(name: str, value: Tensor) -> dict[str, Tensor]:
     prefix, packed, kind = name.partition(".in_proj_")
     if not packed or name.startswith("encoder.batch_former"):
         return {name: value}
-    return {f"{prefix}.{part}.{kind}": chunk for part, chunk in zip(("query", "key", "value"), value.chunk(3), strict=True)}
+    return {
+        f"{prefix}.{part}.{kind}": chunk for part, chunk in zip(("query", "key", "value"), value.chunk(3), strict=True)
+    }
 
 
 def _batch_former_in_order(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ class MLP(nn.Module):
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths[:-1], widths[1:], strict=True))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:

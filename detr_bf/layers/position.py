@@ -70,8 +70,8 @@ class LearnedPosition(nn.Module):
         length = self.row.num_embeddings
         if max(height, width) > length:
             raise InputError(
-                f"the learned position encoding holds {length} rows and columns, the feature map has {height} x {width}: "
-                "use smaller images or model.position_encoding=sine"
+                f"the learned position encoding holds {length} rows and columns, the feature map has {height} x "
+                f"{width}: use smaller images or model.position_encoding=sine"
             )
         x = self.column.weight[:width].expand(height, -1, -1)
         y = self.row.weight[:height, None].expand(-1, width, -1)

@@ -30,7 +30,7 @@ class Classification(Protocol):
         ...
 
     def candidates(self, scores: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
-        """scores (Q, num_classes) of one image -> score, query and class of at most ``limit`` candidates, best first."""
+        """scores (Q, num_classes) of one image -> score, query and class of the best ``limit`` candidates."""
         ...
 
     def is_object(self, logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sigmoid focal loss (Lin et al. 2017, arXiv 1708.02002) and the matching cost of Deformable DETR (arXiv 2010.04159)."""
+"""Sigmoid focal loss (Lin et al. 2017, arXiv 1708.02002), with Deformable DETR's matching cost (arXiv 2010.04159)."""
 
 from __future__ import annotations
 

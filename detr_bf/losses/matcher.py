@@ -79,7 +79,7 @@ class HungarianMatcher:
         return torch.stack([self.cost(outputs.logits[i], outputs.boxes[i], targets) for i in range(layers)])
 
     def cost(self, logits: Tensor, boxes: Tensor, targets: PaddedTargets) -> Tensor:
-        """logits (..., R, Q, K), boxes (..., R, Q, 4) -> (..., R, Q, T) float32; meaningless where there is no object."""
+        """logits (..., R, Q, K), boxes (..., R, Q, 4) -> (..., R, Q, T) float32; no meaning where T is padding."""
         logits, boxes = logits.float(), boxes.float()
         distance = (boxes[..., :, None, :] - targets.boxes[:, None]).abs().sum(-1)
         overlap = generalized_iou(_corners(boxes)[..., :, None, :], _corners(targets.boxes)[:, None])

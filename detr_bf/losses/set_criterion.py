@@ -90,7 +90,7 @@ class SetCriterion:
     def _quality(
         self, outputs: Outputs, targets: PaddedTargets, matches: Matches, classes: Tensor
     ) -> dict[str, Tensor]:
-        """Class error of the matched queries in percent, and how far the number of claimed objects is off, last layer."""
+        """Last layer: class error of the matched queries in percent, and how far the number of objects is off."""
         logits, wanted = outputs.logits[-1], classes[-1]
         matched = wanted >= 0
         right = self.classification.scores(logits[matched]).argmax(-1) == wanted[matched]

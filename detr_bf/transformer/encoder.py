@@ -16,7 +16,7 @@ from detr_bf.transformer.residual import Residual
 
 
 class Encoder(nn.Module):
-    """Encoder layers in turn, batch attention before or after the chosen ones, a last norm when the layers are pre-norm."""
+    """Encoder layers in turn, batch attention before or after the chosen ones, a last norm for pre-norm layers."""
 
     def __init__(
         self, layers: Sequence[nn.Module], *, norm: nn.Module | None = None, batch_former: BatchFormerV2 | None = None

@@ -20,9 +20,20 @@ def test_there_are_configs() -> None:
 
 
 def test_names_other_work_relies_on() -> None:
-    batch_former = (
-        "enabled layers position shared mode num_layers heads dropout mask_padding gather lr_factor weight_decay".split()
-    )
+    batch_former = [
+        "enabled",
+        "layers",
+        "position",
+        "shared",
+        "mode",
+        "num_layers",
+        "heads",
+        "dropout",
+        "mask_padding",
+        "gather",
+        "lr_factor",
+        "weight_decay",
+    ]
     names = {f"batch_former.{name}" for name in batch_former} | {
         "output_dir", "init_from", "train.max_steps", "train.epochs", "data.train.images", "data.train.annotations",
         "data.val.images", "data.val.annotations", "model.name",

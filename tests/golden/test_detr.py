@@ -31,7 +31,11 @@ def golden(request: pytest.FixtureRequest) -> Path:
 
 
 def load(folder: Path, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    (path,) = folder.glob(f"{prefix}*.safetensors") if not (folder / f"{prefix}.json").exists() else [folder / f"{prefix}.safetensors"]
+    (path,) = (
+        folder.glob(f"{prefix}*.safetensors")
+        if not (folder / f"{prefix}.json").exists()
+        else [folder / f"{prefix}.safetensors"]
+    )
     tensors = {name: value.float() if value.is_floating_point() else value for name, value in load_file(path).items()}
     return tensors, json.loads(path.with_suffix(".json").read_text())
 
@@ -83,7 +87,9 @@ def recorded(tensors: dict[str, Tensor], prefix: str) -> Outputs:
     """The recorded output dictionary with its auxiliary layers, stacked."""
     count = sum(name.startswith(f"{prefix}aux_outputs.") and name.endswith("pred_boxes") for name in tensors)
     places = [f"{prefix}aux_outputs.{layer}." for layer in range(count)] + [prefix]
-    return Outputs(*(torch.stack([tensors[place + name] for place in places]) for name in ("pred_logits", "pred_boxes")))
+    return Outputs(
+        *(torch.stack([tensors[place + name] for place in places]) for name in ("pred_logits", "pred_boxes"))
+    )
 
 
 def assert_close(actual: Tensor, expected: Tensor, relative: float = 1e-5) -> None:
@@ -113,7 +119,10 @@ def test_gradient_of_features(golden: Path, case: str) -> None:
     outputs = model.detect([feature])
     probe = zip([*outputs.logits, *outputs.boxes], _probe_order(len(outputs.logits)), strict=True)
     total = torch.stack(
-        [(x.double() * torch.cos(0.7 * torch.arange(x.numel(), dtype=torch.float64) + j).view_as(x)).sum() for x, j in probe]
+        [
+            (x.double() * torch.cos(0.7 * torch.arange(x.numel(), dtype=torch.float64) + j).view_as(x)).sum()
+            for x, j in probe
+        ]
     ).sum()
     total.backward()
     assert total.item() == pytest.approx(manifest["probe"]["loss"], rel=1e-4, abs=1e-3)
@@ -199,6 +208,8 @@ def test_sine_position(golden: Path, sub: str) -> None:
 def test_learned_position(golden: Path) -> None:
     tensors, manifest = load(golden, "13a_detr_position_encoding")
     module = LearnedPosition(2 * manifest["num_pos_feats"])
-    module.load_state_dict({"column.weight": tensors["learned.in.col_embed"], "row.weight": tensors["learned.in.row_embed"]})
+    module.load_state_dict(
+        {"column.weight": tensors["learned.in.col_embed"], "row.weight": tensors["learned.in.row_embed"]}
+    )
     position = module(tensors["learned.in.mask"].bool())
     assert_close(position, tensors["learned.out.pos"].flatten(2).transpose(1, 2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -26,11 +25,6 @@ class Package:
         return f"{self.name}_{self.version.replace(':', '%3a')}_all.deb"
 
 
-def default_cache() -> Path:
-    """``$XDG_CACHE_HOME/detr_bf``, by default ``~/.cache/detr_bf``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "detr_bf"
-
-
 def unpacked(package: Package, cache: Path) -> Path:
     """The folder with a package's files, ``usr/...`` below it; fetched and unpacked into ``cache`` the first time.
 
@@ -43,7 +37,7 @@ def unpacked(package: Package, cache: Path) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"cannot make the cache folder {cache}: {error}; set XDG_CACHE_HOME to another") from error
+        raise InputError(f"cannot make the cache folder {cache}: {error}; set DETR_BF_CACHE to another") from error
     if not archive.is_file():
         _download(package, cache)
     verify(archive, package.sha256)

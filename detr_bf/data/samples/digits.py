@@ -104,7 +104,7 @@ def legible_tint(under: Floats, rng: np.random.Generator) -> Floats:
     tints = np.array([colorsys.hsv_to_rgb(*hsv) for hsv in zip(hues, saturations, values, strict=True)]) * 255
     scores = contrast(tints.astype(np.float32), under[::3, ::3].reshape(-1, 3))
     legible = np.flatnonzero(scores >= CONTRAST)
-    best = int(legible[0]) if len(legible) else int(scores.argmax())
+    best = int(legible[0]) if len(legible) else int(np.argmax(scores))
     return np.broadcast_to(tints[best].astype(np.float32), under.shape)
 
 

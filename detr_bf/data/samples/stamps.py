@@ -21,9 +21,10 @@ from detr_bf.data.samples.composite import (
     read_photo,
     rotate_and_fit,
 )
-from detr_bf.data.samples.debian import Package, default_cache, unpacked
+from detr_bf.data.samples.debian import Package, unpacked
 from detr_bf.data.samples.writing import SPLITS, Recipe, already_built, write_dataset
 from detr_bf.errors import InputError
+from detr_bf.files import cache_folder
 
 STAMPS = Package(
     "tuxpaint-stamps-default", "2022.06.04-1", "6db6c1bfc870a47f1499d6203b083522eacb57c5f9c87d468f2e92eb6d9d5f34"
@@ -144,7 +145,7 @@ def build_stamps(
     """Write the ``stamps`` set to the folder ``output`` unless it is already there, and return that folder.
 
     ``image_size`` is in pixels, ``object_size`` the range of a stamp's longer side in parts of it. The packages are
-    fetched into ``cache`` (default: :func:`~detr_bf.data.samples.debian.default_cache`), unless ``source`` names a
+    fetched into ``cache`` (default: ``stamps`` in :func:`~detr_bf.files.cache_folder`), unless ``source`` names a
     folder that holds their unpacked files (``usr/share/tuxpaint/...``). Every stamp is drawn equally often, so classes
     keep their long tail. Stamps and areas of photographs are disjoint between the splits, whatever the seed. Raises
     ``InputError`` for packages that cannot be had, a value out of range or a folder that holds something else.
@@ -153,7 +154,7 @@ def build_stamps(
     recipe = Recipe("stamps", 1, num_train, num_val, image_size, seed, object_size)
     if already_built(output, recipe):
         return output
-    cache = cache or default_cache()
+    cache = cache or cache_folder("stamps")
     stamp_files = split_stamps(find_stamps((source or unpacked(STAMPS, cache)) / STAMP_FOLDER))
     photos = load_photos((source or unpacked(PHOTOS, cache)) / PHOTO_FOLDER)
     stamps: dict[Split, list[Stamp]] = {split: load_stamps(files) for split, files in stamp_files.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from detr_bf.data.samples.debian import Package, default_cache, unpacked
+from detr_bf.data.samples.debian import Package, unpacked
 from detr_bf.errors import InputError
 
 
@@ -57,10 +57,3 @@ def test_a_cached_package_is_unpacked_once_without_apt(tmp_path: Path) -> None:
     assert (unpacked(package, cache) / "usr/file").read_text() == "content"
     archive.unlink()
     assert (unpacked(package, cache) / "usr/file").read_text() == "content"
-
-
-def test_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache() == tmp_path / "detr_bf"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert default_cache() == Path.home() / ".cache/detr_bf"

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from pycocotools.coco import COCO
 
-from detr_bf.data.samples.debian import default_cache, unpacked
+from detr_bf.data.samples.debian import unpacked
 from detr_bf.data.samples.stamps import (
     CLASSES,
     EXCLUDED,
@@ -24,6 +24,7 @@ from detr_bf.data.samples.stamps import (
     trim_black_bars,
 )
 from detr_bf.errors import InputError
+from detr_bf.files import cache_folder
 
 
 def save_stamp(path: Path, rng: np.random.Generator) -> None:
@@ -135,7 +136,7 @@ def test_black_bars_are_trimmed() -> None:
 @pytest.mark.slow
 def test_real_packages(tmp_path: Path) -> None:
     folder = build_stamps(tmp_path / "stamps", num_train=200, num_val=60)
-    found = find_stamps(unpacked(STAMPS, default_cache()) / STAMP_FOLDER)
+    found = find_stamps(unpacked(STAMPS, cache_folder("stamps")) / STAMP_FOLDER)
     assert {name: len(files) for name, files in found.items()} == {
         "bird": 35,
         "mammal": 61,
