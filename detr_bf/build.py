@@ -86,6 +86,8 @@ def build_model(config: Config, num_classes: int, *, pretrained: bool = True) ->
         pre_norm=model.pre_norm,
         num_queries=model.num_queries,
         position_encoding=model.position_encoding,
+        position_temperature=model.position_temperature,
+        input_norm=model.input_norm,
         aux_loss=model.aux_loss,
         class_prior=FOCAL_PRIOR if config.loss.classification == "focal" else None,
         batch_former=build_batch_former(config),

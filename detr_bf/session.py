@@ -74,7 +74,8 @@ def evaluate_only(config: Config, source: Path) -> Outcome:
     model = build_model(config, checkpoint.classes.num_classes, pretrained=False)
     load_strict(model, checkpoint.weights, str(source))
     evaluation = build_evaluation(config, checkpoint.classes, device)
-    _describe(folder, config)
+    if not folder.last.exists():  # the folder of a training run keeps that run's config
+        _describe(folder, config)
     return _report(folder, config, evaluation(model.to(device)), evaluation)
 
 

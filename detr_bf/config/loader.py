@@ -163,6 +163,7 @@ _POSITIVE = (
     "model.decoder_layers",
     "model.feedforward_dim",
     "model.num_queries",
+    "model.position_temperature",
     "batch_former.num_layers",
     "batch_former.heads",
     "train.epochs",

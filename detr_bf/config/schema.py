@@ -38,6 +38,8 @@ class ModelConfig:
     num_queries: int = 100
     aux_loss: bool = True
     position_encoding: str = choice("sine", "learned")
+    position_temperature: float = 10000.0  # sine: longest wavelength; 20 tells neighbours apart better (DAB-DETR)
+    input_norm: bool = False  # group norm after the input projection, as in Deformable DETR
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
 
 

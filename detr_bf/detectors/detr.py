@@ -13,6 +13,8 @@ from detr_bf.errors import InputError
 from detr_bf.layers import MLP, LearnedPosition, SinePosition
 from detr_bf.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeatureTokens
 
+NORM_GROUPS = 32  # of Deformable DETR (Zhu et al. 2021, arXiv 2010.04159)
+
 
 def detr(
     backbone: nn.Module,
@@ -28,6 +30,8 @@ def detr(
     pre_norm: bool = False,
     num_queries: int = 100,
     position_encoding: str = "sine",
+    position_temperature: float = 10000.0,
+    input_norm: bool = False,
     aux_loss: bool = True,
     class_prior: float | None = None,
     batch_former: BatchFormerV2 | None = None,
@@ -36,6 +40,8 @@ def detr(
 
     Args:
         backbone: gives one feature map of ``in_channels`` channels.
+        position_temperature: of the sine encoding; lower tells neighbouring cells apart better.
+        input_norm: group norm after the input projection, for backbones whose features are not of unit size.
         num_logits: K; with cross-entropy the classes and, last, no-object.
         class_prior: score every class starts with; for sigmoid scores trained with the focal loss.
         batch_former: batch attention in the encoder.
@@ -48,7 +54,10 @@ def detr(
     }
     return Detector(
         backbone,
-        tokens=FeatureTokens([nn.Conv2d(in_channels, hidden_dim, 1)], _position(position_encoding, hidden_dim)),
+        tokens=FeatureTokens(
+            [_projection(in_channels, hidden_dim, norm=input_norm)],
+            _position(position_encoding, hidden_dim, position_temperature),
+        ),
         encoder=Encoder(
             [EncoderLayer(hidden_dim, **layer) for _ in range(encoder_layers)],
             norm=nn.LayerNorm(hidden_dim) if pre_norm else None,
@@ -70,8 +79,14 @@ def _class_head(dim: int, num_logits: int, prior: float | None) -> nn.Linear:
     return head
 
 
-def _position(name: str, dim: int) -> nn.Module:
-    encodings = {"sine": SinePosition, "learned": LearnedPosition}
-    if name not in encodings:
-        raise InputError(f"model.position_encoding must be one of {', '.join(encodings)}; got '{name}'")
-    return encodings[name](dim)
+def _projection(in_channels: int, dim: int, *, norm: bool) -> nn.Module:
+    convolution = nn.Conv2d(in_channels, dim, 1)
+    return nn.Sequential(convolution, nn.GroupNorm(NORM_GROUPS, dim)) if norm else convolution
+
+
+def _position(name: str, dim: int, temperature: float) -> nn.Module:
+    if name == "sine":
+        return SinePosition(dim, temperature=temperature)
+    if name == "learned":
+        return LearnedPosition(dim)
+    raise InputError(f"model.position_encoding must be sine or learned; got '{name}'")

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,8 +79,8 @@ class Trainer:
     config: dict[str, Any]
     device: torch.device
     resume_from: Checkpoint | None = None
-    summary: CocoSummary | None = None
-    progress: Progress = field(default_factory=Progress)
+    summary: CocoSummary | None = field(default=None, init=False)
+    progress: Progress = field(default_factory=Progress, init=False)
 
     def __post_init__(self) -> None:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.settings.precision == torch.float16)
@@ -130,7 +131,7 @@ class Trainer:
         """The averaged weights when there are any."""
         return self.model if self.ema is None else self.ema.module
 
-    def save(self, *others: Any) -> None:
+    def save(self, *others: Path) -> None:
         """Write ``last.pt`` and the same content to ``others``."""
         self._log_window()
         checkpoint = Checkpoint(
@@ -203,7 +204,7 @@ class Trainer:
         raise TrainingError(
             f"the loss is {total} at step {self.progress.step + 1} (epoch {math.floor(self.epochs_done) + 1}).\n"
             f"  images: {files}\n  losses: {losses}\n"
-            f"The last good state is in {self.folder.last}. Try a lower optimizer.lr, optimizer.clip_norm=0.1, "
+            f"The last saved state is in {self.folder.last}. Try a lower optimizer.lr, optimizer.clip_norm=0.1, "
             "train.precision=float32, or look at these images with tools/check_data.py."
         )
 
@@ -217,13 +218,16 @@ class Trainer:
     def _evaluate_if_due(self) -> None:
         """Evaluate at the end of an epoch that asks for it and at the very end, and save what came of it."""
         step, done = self.progress.step, math.ceil(self.epochs_done)
-        if step == self.progress.evaluated_step or not (step >= self.total_steps or step % self.steps_per_epoch == 0):
+        finished = step >= self.total_steps
+        if step == self.progress.evaluated_step or not (finished or step % self.steps_per_epoch == 0):
             return
-        improved = False
-        if step >= self.total_steps or done % self.settings.eval_every == 0:
-            improved = self._evaluate(done)
-        keep = self.settings.keep_every and done % self.settings.keep_every == 0
-        self.save(*[self.folder.best] * improved, *[self.folder.epoch(done)] * bool(keep))
+        others = []
+        if (finished or done % self.settings.eval_every == 0) and self._evaluate(done):
+            others.append(self.folder.best)
+        if self.settings.keep_every and done % self.settings.keep_every == 0:
+            others.append(self.folder.epoch(done))
+        if others or self.progress.evaluated_step == step:
+            self.save(*others)
 
     def _evaluate(self, epoch: int) -> bool:
         """Evaluate and log; whether AP is the best so far."""

@@ -37,15 +37,16 @@ def _sines(angle: Tensor, dim: int, temperature: float) -> Tensor:
 class SinePosition(nn.Module):
     """:func:`sine_position` as a part that can be chosen."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, *, temperature: float = 10000.0) -> None:
         super().__init__()
         if dim % 4:
             raise InputError(f"the sine position encoding needs model.hidden_dim divisible by 4, got {dim}")
         self.dim = dim
+        self.temperature = temperature
 
     def forward(self, padding_mask: Tensor) -> Tensor:
         """(B, h, w) bool -> (B, h * w, C)."""
-        return sine_position(padding_mask, self.dim)
+        return sine_position(padding_mask, self.dim, temperature=self.temperature)
 
 
 class LearnedPosition(nn.Module):

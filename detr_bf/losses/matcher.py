@@ -19,7 +19,7 @@ from detr_bf.losses.classification import Classification
 from detr_bf.structures import Outputs, Target
 
 STACK_LIMIT = 350_000  # elements of one layer's cost above which stacking all layers is slower than looping
-UNMATCHABLE = 1e8  # stands for a cost that is not finite; the loss is then not finite either, and training stops on it
+UNMATCHABLE = 1e8  # stands for a cost that is not finite, so that such a query is matched last
 
 
 @dataclass(frozen=True)

@@ -93,11 +93,11 @@ class SetCriterion:
         """Last layer: class error of the matched queries in percent, and how far the number of objects is off."""
         logits, wanted = outputs.logits[-1], classes[-1]
         matched = wanted >= 0
-        right = self.classification.scores(logits[matched]).argmax(-1) == wanted[matched]
+        right = matched & (self.classification.scores(logits).argmax(-1) == wanted)
         counts = torch.tensor(targets.counts, device=logits.device, dtype=torch.float)
         claimed = self.classification.is_object(logits).sum(1)
         return {
-            "class_error": 100 - 100 * right.float().sum() / max(len(right), 1),
+            "class_error": 100 - 100 * right.sum() / matched.sum().clamp(min=1),
             "cardinality_error": (claimed - counts).abs().mean(),
         }
 

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerV2
+from detr_bf.build import build_model
+from detr_bf.config import load_config
 from detr_bf.detectors import Detector, detr
 from detr_bf.interop import from_official_detr, is_official_detr
 from detr_bf.layers import LearnedPosition, sine_position
@@ -19,6 +21,7 @@ from detr_bf.losses import CrossEntropy, HungarianMatcher, PaddedTargets, SetCri
 from detr_bf.postprocess import Postprocess
 from detr_bf.structures import FeatureMap, Outputs, Target
 
+DC5 = ("model.backbone.dilation=true", "model.backbone.strides=[16]")
 MODELS = ("01_detr", "01b_detr_prenorm", *(f"08{letter}_bf_detr" for letter in "abcde"))
 
 
@@ -107,6 +110,25 @@ def test_outputs_of_every_layer(golden: Path, case: str, mode: str) -> None:
     assert outputs.num_streams == (2 if mode == "train" and manifest["cfg"].get("bf") else 1)
     assert_close(outputs.logits, expected.logits)
     assert_close(outputs.boxes, expected.boxes)
+
+
+@pytest.mark.parametrize(
+    ("official", "overrides"),
+    [
+        ("detr_resnet50", ["batch_former.enabled=false"]),
+        ("detr_resnet101_dc5", ["batch_former.enabled=false", "model.backbone.name=resnet101", *DC5]),
+        ("bf_detr_resnet50_i0_shared", ["batch_former.layers=[0]"]),
+        ("bf_detr_resnet50_i0_nonshared", ["batch_former.layers=[0]", "batch_former.shared=false"]),
+    ],
+)
+def test_full_size_checkpoints_fit_key_by_key(golden: Path, official: str, overrides: list[str]) -> None:
+    shapes = json.loads((golden / "14_state_dict_keys" / f"{official}.json").read_text())["state_dict"]
+    weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    num_classes = shapes["class_embed.bias"][0] - 1
+    model = build_model(load_config(None, ["model.backbone.weights=none", *overrides]), num_classes)
+    converted = from_official_detr(weights)
+    own = {name: value.shape for name, value in model.state_dict().items()}
+    assert {name: value.shape for name, value in converted.items()} == own
 
 
 @pytest.mark.parametrize("case", MODELS)

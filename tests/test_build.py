@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from detr_bf.build import build_criterion, build_model, device_of, read_initial_weights
+from detr_bf.config import load_config
+from detr_bf.errors import InputError
+from detr_bf.losses import CrossEntropy, Focal
+from detr_bf.structures import Batch
+
+SMALL = [
+    "model.hidden_dim=32",
+    "model.heads=2",
+    "model.encoder_layers=2",
+    "model.decoder_layers=1",
+    "model.feedforward_dim=32",
+    "model.backbone.name=resnet18",
+    "model.backbone.weights=none",
+]
+
+
+def test_settings_reach_the_parts() -> None:
+    overrides = [
+        "model.pre_norm=true",
+        "model.position_temperature=20",
+        "model.input_norm=true",
+        "model.num_queries=7",
+        "batch_former.layers=[0,1]",
+        "batch_former.shared=false",
+        "batch_former.num_layers=2",
+        "batch_former.dropout=0.25",
+        "batch_former.position=after",
+        "batch_former.mask_padding=true",
+    ]
+    model = build_model(load_config(None, [*SMALL, *overrides]), num_classes=5)
+    batch_former = model.encoder.batch_former
+    assert batch_former is not None
+    assert (batch_former.insertions, batch_former.position, batch_former.mask_padding) == ((0, 1), "after", True)
+    assert [len(mixer.layers) for mixer in batch_former.mixers] == [2, 2]
+    assert batch_former.mixers[0].layers[0].dropout.p == 0.25
+    assert model.encoder.layers[0].attention_residual.pre_norm
+    assert model.tokens.position.temperature == 20
+    assert any(isinstance(module, torch.nn.GroupNorm) for module in model.tokens.modules())
+    assert model.decoder.query_position.num_embeddings == 7
+    assert model.class_head.out_features == 6
+
+
+def test_focal_has_no_background_logit_and_starts_low() -> None:
+    config = load_config(None, [*SMALL, "loss.classification=focal", "loss.focal_gamma=1.5"])
+    model = build_model(config, num_classes=5)
+    assert model.class_head.out_features == 5
+    assert model.class_head.bias.sigmoid().tolist() == pytest.approx([0.01] * 5)
+    assert build_criterion(config).classification == Focal(0.25, 1.5)
+
+
+def test_loss_weights_reach_the_criterion() -> None:
+    overrides = ["loss.bbox_weight=7", "loss.no_object_weight=0.3", "loss.matcher.giou_cost=4"]
+    criterion = build_criterion(load_config(None, overrides))
+    assert criterion.bbox_weight == 7
+    assert criterion.classification == CrossEntropy(0.3)
+    assert criterion.matcher.giou_cost == 4
+
+
+def test_the_published_detr_r50_has_its_size() -> None:
+    config = load_config(
+        Path(__file__).parents[1] / "configs" / "detr" / "detr_r50.yaml", ["model.backbone.weights=none"]
+    )
+    model = build_model(config, num_classes=91)
+    parameters = list(model.parameters())
+    assert sum(p.numel() for p in parameters) == 41_524_768  # recorded from facebookresearch/detr, as the next
+    assert sum(p.numel() for p in parameters if p.requires_grad) == 41_302_368
+
+
+def test_a_model_runs_from_pixels_to_boxes() -> None:
+    model = build_model(load_config(None, SMALL), num_classes=5).train()
+    images = torch.randint(0, 256, (2, 3, 64, 96), dtype=torch.uint8)
+    outputs = model(Batch(images, torch.zeros(2, 64, 96, dtype=torch.bool)))
+    assert outputs.num_streams == 2
+    assert outputs.boxes.shape == (1, 4, 100, 4)
+    assert ((outputs.boxes >= 0) & (outputs.boxes <= 1)).all()
+
+
+def test_official_detr_weights_are_read_under_our_names(tmp_path: Path) -> None:
+    official = {
+        "transformer.decoder.layers.0.multihead_attn.in_proj_weight": torch.arange(12.0).view(6, 2),
+        "bbox_embed.layers.0.weight": torch.ones(2, 2),
+        "input_proj.weight": torch.ones(2, 3, 1, 1),
+    }
+    torch.save({"model": official, "epoch": 3}, tmp_path / "detr.pth")
+    weights = read_initial_weights(tmp_path / "detr.pth")
+    assert weights["decoder.layers.0.cross_attention.key.weight"].tolist() == [[4.0, 5.0], [6.0, 7.0]]
+    assert "tokens.projections.0.weight" in weights
+
+
+def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
+    torch.save({"epoch": 3}, tmp_path / "x.pt")
+    with pytest.raises(InputError, match="holds no weights"):
+        read_initial_weights(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("batch_former.gather=true", "several processes"),
+        ("model.heads=3", "model.heads=3 must divide"),
+        ("batch_former.heads=5", "batch_former.heads=5"),
+        ("model.hidden_dim=30", "divisible by 4|must divide"),
+    ],
+)
+def test_settings_that_do_not_go_together(override: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        build_model(load_config(None, [*SMALL, override]), num_classes=5)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_devices_that_do_not_exist(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="device"):
+        device_of(load_config(None, [f"device={device}"]))

@@ -1,0 +1,344 @@
+"""The command line as a user meets it: a run from start to end, and every way to get it wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import detr_bf
+from detr_bf.engine import load_checkpoint
+from detr_bf.session import check_data  # noqa: F401  (imported so that a broken session fails here, not in a subprocess)
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+train_net: Callable[[Sequence[str]], int] = tool("train_net").main
+check_data_tool: Callable[[Sequence[str]], int] = tool("check_data").main
+predict: Callable[[Sequence[str]], int] = tool("predict").main
+
+
+def assert_same(actual: object, expected: object, path: str = "checkpoint") -> None:
+    """Equal to the bit, through dictionaries and lists."""
+    assert type(actual) is type(expected), path
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(actual, expected), path
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), path
+        for key, value in expected.items():
+            assert_same(actual[key], value, f"{path}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected), path
+        for index, value in enumerate(expected):
+            assert_same(actual[index], value, f"{path}[{index}]")
+    else:
+        assert actual == expected, path
+
+
+def records(path: Path, kind: str) -> list[dict[str, float]]:
+    return [record for line in path.read_text().splitlines() if (record := json.loads(line))["kind"] == kind]
+
+
+def test_a_run_leaves_everything_in_its_folder(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_net(["--config", str(tiny)]) == 0
+    run = tmp_path / "run"
+    said = capsys.readouterr().out
+    assert said.startswith("AP 0.")
+    assert str(run / "report.html") in said
+    for name in ("config.yaml", "log.txt", "metrics.jsonl", "last.pt", "best.pt", "evaluation.json", "results.json"):
+        assert (run / name).stat().st_size, name
+    assert (run / "pictures" / "validation.png").read_bytes().startswith(b"\x89PNG")
+    assert "<img" in (run / "report.html").read_text() or "<svg" in (run / "report.html").read_text()
+    steps = records(run / "metrics.jsonl", "train")
+    assert [record["step"] for record in steps] == list(range(1, 16))
+    assert all(record["stream/clean"] > 0 and record["stream/batchformer"] > 0 for record in steps)
+    for record in steps:
+        assert record["loss"] == pytest.approx((record["stream/clean"] + record["stream/batchformer"]) / 2, rel=1e-5)
+    assert [record["epoch"] for record in records(run / "metrics.jsonl", "val")] == [1, 2, 3]
+    assert "BatchFormerV2 is on: before encoder layer 0" in (run / "log.txt").read_text()
+    results = json.loads((run / "results.json").read_text())
+    assert {result["category_id"] for result in results} <= {3, 7, 90}
+    assert {result["image_id"] for result in results} <= set(range(101, 105))
+
+
+def test_checkpoint_holds_the_class_map_and_the_config(tiny: Path, tmp_path: Path) -> None:
+    train_net(["--config", str(tiny), "train.max_steps=1"])
+    checkpoint = load_checkpoint(tmp_path / "run" / "last.pt")
+    assert checkpoint.classes.category_ids == (3, 7, 90)
+    assert checkpoint.model["class_head.weight"].shape[0] == 3 + 1
+    assert checkpoint.config["train"]["max_steps"] == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_killed_run_resumes_to_the_same_bits(tiny: Path, tmp_path: Path, workers: int) -> None:
+    common = ["--config", str(tiny), f"data.workers={workers}", "train.checkpoint_every=2"]
+    assert train_net([*common, f"output_dir={tmp_path / 'whole'}"]) == 0
+    killed = [*common, f"output_dir={tmp_path / 'killed'}"]
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    command = [sys.executable, str(TOOLS / "train_net.py"), *killed]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _wait_for(lambda: metrics.exists() and len(records(metrics, "train")) >= 7, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    step = load_checkpoint(tmp_path / "killed" / "last.pt").training["progress"]["step"]
+    assert 5 <= step < 15, "killed on the way"
+    assert train_net([*killed, "--resume"]) == 0
+    whole, resumed = (load_checkpoint(tmp_path / name / "last.pt") for name in ("whole", "killed"))
+    for part in ("model", "ema", "training", "class_map"):
+        assert_same(getattr(resumed, part), getattr(whole, part), part)
+    assert (tmp_path / "whole" / "results.json").read_text() == (tmp_path / "killed" / "results.json").read_text()
+    for kind in ("train", "val"):
+        here, there = (records(tmp_path / name / "metrics.jsonl", kind) for name in ("whole", "killed"))
+        assert [_untimed(record) for record in here] == [_untimed(record) for record in there]
+
+
+def _untimed(record: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in record.items() if name != "step_seconds"}
+
+
+def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "the run ended before it could be interrupted"
+        assert time.monotonic() < end, "the run did not get that far"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_saves_and_says_how_to_go_on(tiny: Path, tmp_path: Path, number: int, code: int) -> None:
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    command = [sys.executable, str(TOOLS / "train_net.py"), "--config", str(tiny), "train.epochs=500"]
+    process = subprocess.Popen([*command, "train.checkpoint_every=100000"], stderr=subprocess.PIPE, text=True)
+    _wait_for(lambda: metrics.exists() and len(records(metrics, "train")) >= 2, process)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "--resume" in said
+    saved = load_checkpoint(tmp_path / "run" / "last.pt").training["progress"]["step"]
+    assert saved == records(metrics, "train")[-1]["step"], "the last finished step is saved"
+
+
+def test_resume_of_a_finished_run_evaluates_again(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_net(["--config", str(tiny), "train.max_steps=2"])
+    first = capsys.readouterr().out
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert train_net(["--config", str(tiny), "train.max_steps=2", "--resume"]) == 0
+    assert capsys.readouterr().out == first
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_eval_only_repeats_the_numbers(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train_net(["--config", str(tiny), "train.max_steps=4"])
+    trained = capsys.readouterr().out.split("report")[0]
+    last = tmp_path / "run" / "last.pt"
+    assert (
+        train_net(["--config", str(tiny), "--eval-only", f"init_from={last}", f"output_dir={tmp_path / 'eval'}"]) == 0
+    )
+    assert capsys.readouterr().out.split("report")[0] == trained
+    here, there = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("run", "eval"))
+    assert here == there
+
+
+def test_the_same_config_without_batch_former(tiny: Path, tmp_path: Path) -> None:
+    assert train_net(["--config", str(tiny), "batch_former.enabled=false", "train.max_steps=2"]) == 0
+    checkpoint = load_checkpoint(tmp_path / "run" / "last.pt")
+    assert not any("batch_former" in name for name in checkpoint.model)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_accumulation_and_precision(tiny: Path, tmp_path: Path, precision: str) -> None:
+    overrides = [f"train.precision={precision}", "train.accumulate=2", "train.batch_size=2", "train.epochs=1"]
+    assert train_net(["--config", str(tiny), *overrides]) == 0
+    steps = records(tmp_path / "run" / "metrics.jsonl", "train")
+    assert [record["step"] for record in steps] == [1, 2, 3, 4], "seven batches, the last step has one"
+
+
+def test_a_batch_of_one_and_images_without_objects(
+    tiny: Path, tmp_path: Path, coco_folder: Callable[..., object]
+) -> None:
+    empty = coco_folder(num_images=2, objects=0, name="empty", first_image_id=51)
+    overrides = [f"data.train.images={empty.images}", f"data.train.annotations={empty.annotations}", "data.check=false"]
+    assert train_net(["--config", str(tiny), *overrides, "train.batch_size=1", "train.max_steps=2"]) == 0
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "no effect across images" in log
+    assert all(record["loss"] > 0 for record in records(tmp_path / "run" / "metrics.jsonl", "train"))
+
+
+def test_fine_tuning_with_other_classes_and_queries(
+    tiny: Path, tmp_path: Path, coco_folder: Callable[..., object]
+) -> None:
+    train_net(["--config", str(tiny), "train.max_steps=1"])
+    other = coco_folder(num_images=6, category_ids=(1, 2), name="other", first_image_id=201)
+    overrides = [
+        f"data.{split}.{key}={getattr(other, key)}" for split in ("train", "val") for key in ("images", "annotations")
+    ]
+    overrides += [
+        "model.num_queries=9",
+        f"init_from={tmp_path / 'run' / 'last.pt'}",
+        f"output_dir={tmp_path / 'tuned'}",
+    ]
+    assert (
+        train_net(["--config", str(tiny), *overrides, "train.max_steps=1", "optimizer.lr=0", "optimizer.backbone_lr=0"])
+        == 0
+    )
+    log = (tmp_path / "tuned" / "log.txt").read_text()
+    assert "class_head.weight (file (4, 32), model (3, 32))" in log
+    assert "decoder.query_position.weight (file (6, 32), model (9, 32))" in log
+    before, after = (load_checkpoint(tmp_path / name / "last.pt").weights for name in ("run", "tuned"))
+    name = "decoder.layers.0.cross_attention.value.weight"
+    assert torch.equal(before[name], after[name])
+
+
+def broken_json(tmp_path: Path) -> str:
+    path = tmp_path / "broken.json"
+    path.write_text('[{"image_id": 1, "score": 0.5}]')
+    return f"data.train.annotations={path}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["data.train.annotations=/nowhere/train.json"], "/nowhere/train.json"),
+        ([broken_json], "not a COCO detection file"),
+        (["data.train.images=/nowhere"], "image folder /nowhere"),
+        (["data.val.annotations=''"], "data.val.annotations is not set"),
+        (["train.epoch=3"], "unknown key 'train.epoch'"),
+        (["train.epochs=many"], "train.epochs must be int"),
+        (["batch_former.layers=[3]"], "batch_former.layers=[3]"),
+        (["batch_former.layers=[]"], "batch_former.layers is empty"),
+        (["--resume"], "nothing to resume"),
+        (["--eval-only"], "nothing to evaluate"),
+        (["init_from=/nowhere.pt"], "/nowhere.pt"),
+        (["output_dir=/proc/nowhere"], "output_dir /proc/nowhere cannot be written"),
+        (["device=cuda:77"], "device"),
+        (["model.backbone.name=resnet49"], "resnet49"),
+        (["model.backbone.strides=[8,16]"], "one feature map"),
+    ],
+)
+def test_bad_input_exits_with_2_before_anything_is_written(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[object], message: str
+) -> None:
+    given = [argument(tmp_path) if callable(argument) else str(argument) for argument in arguments]
+    assert train_net(["--config", str(tiny), *given]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run" / "last.pt").exists()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_net(["--config", str(tiny), "train.max_steps=1"])
+    before = (tmp_path / "run" / "last.pt").read_bytes()
+    assert train_net(["--config", str(tiny)]) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert (tmp_path / "run" / "last.pt").read_bytes() == before
+
+
+def test_checkpoints_of_other_kinds(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train_net(["--config", str(tiny), "train.max_steps=1"])
+    last = tmp_path / "run" / "last.pt"
+    evaluate = ["--config", str(tiny), "--eval-only", f"output_dir={tmp_path / 'eval'}"]
+    capsys.readouterr()
+
+    assert train_net([*evaluate, f"init_from={last}", "model.decoder_layers=3"]) == 2
+    said = capsys.readouterr().err
+    assert "another architecture" in said
+    assert "decoder.layers.2." in said
+
+    truncated = tmp_path / "truncated.pt"
+    truncated.write_bytes(last.read_bytes()[:5000])
+    assert train_net([*evaluate, f"init_from={truncated}"]) == 2
+    assert "truncated or damaged" in capsys.readouterr().err
+
+    armed = tmp_path / "armed.pt"
+    torch.save({"model": _Armed(str(tmp_path / "executed"))}, armed)
+    assert train_net([*evaluate, f"init_from={armed}"]) == 2
+    assert "refused" in capsys.readouterr().err
+    assert not (tmp_path / "executed").exists()
+
+
+class _Armed:
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (self.marker,)
+
+
+def test_data_errors_stop_the_run_with_the_table(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train" / "images" / "0003.png").unlink()
+    for main in (train_net, check_data_tool):
+        assert main(["--config", str(tiny)]) == 2
+        said = capsys.readouterr()
+        assert "0003.png" in said.err + said.out
+    assert not (tmp_path / "run" / "last.pt").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_with_names(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["optimizer.lr=1e30", "optimizer.backbone_lr=1e30", "optimizer.clip_norm=0"]
+    assert train_net(["--config", str(tiny), *arguments]) == 1
+    said = capsys.readouterr().err
+    assert "step" in said
+    assert ".png" in said
+    assert "loss_ce" in said
+
+
+def test_predictor_and_predict_tool(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train_net(["--config", str(tiny), "train.max_steps=2"])
+    val = tmp_path / "val" / "images"
+    found = detr_bf.load(tmp_path / "run", device="cpu")(val / "0101.png")
+    assert found.boxes.shape == (6, 4)
+    assert (found.scores[:-1] >= found.scores[1:]).all()
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    (from_best,) = [load_checkpoint(tmp_path / "run" / "best.pt")]
+    assert from_best.classes.names == ("class3", "class7", "class90")
+    same = [result for result in results if result["image_id"] == 101]
+    assert sorted(round(r["score"], 4) for r in same) == sorted(round(s, 4) for s in found.scores.tolist())
+
+    output = tmp_path / "predictions"
+    arguments = ["--checkpoint", str(tmp_path / "run"), "--output", str(output), "--threshold", "0", "--device", "cpu"]
+    assert predict([*arguments, str(val), str(val / "0101.png")]) == 0
+    entries = json.loads((output / "predictions.json").read_text())
+    assert len(entries) == 5
+    assert len(list(output.glob("*.png"))) == 5
+    assert {o["category_id"] for entry in entries for o in entry["objects"]} <= {3, 7, 90}
+    assert predict([*arguments, str(tmp_path / "missing.jpg")]) == 2
+    assert "missing.jpg" in capsys.readouterr().err
+
+
+def test_evaluation_batch_size_hardly_changes_ap(tiny: Path, tmp_path: Path) -> None:
+    train_net(["--config", str(tiny)])
+    last = tmp_path / "run" / "last.pt"
+    scores = []
+    for size in (1, 4):
+        output = tmp_path / f"eval{size}"
+        arguments = ["--eval-only", f"init_from={last}", f"eval.batch_size={size}", f"output_dir={output}"]
+        assert train_net(["--config", str(tiny), *arguments]) == 0
+        scores.append(json.loads((output / "evaluation.json").read_text())["AP"])
+    assert scores[0] == pytest.approx(scores[1], abs=1e-3)
