@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Sampler
 
 from detr_bf import interop
 from detr_bf.backbones import build_backbone
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.config import Config, config_to_dict
 from detr_bf.config.schema import SplitConfig, TransformConfig
-from detr_bf.data.coco import CocoDetection, Source
-from detr_bf.data.loader import EpochBatches, make_loader
+from detr_bf.data.coco import CocoDetection, SampleKey, Source
+from detr_bf.data.loader import BatchLoader, EpochBatches, SameSizeBatches, make_loader
 from detr_bf.data.transforms import SampleTransform, eval_transform, train_transform
 from detr_bf.detectors import Detector, detr
 from detr_bf.engine import (
@@ -38,7 +40,7 @@ from detr_bf.files import read_torch
 from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
 from detr_bf.losses.classification import Classification
 from detr_bf.postprocess import Postprocess
-from detr_bf.structures import Batch, ClassMap
+from detr_bf.structures import ClassMap
 
 logger = logging.getLogger(__name__)
 
@@ -183,8 +185,9 @@ def _train_transform(transforms: TransformConfig) -> SampleTransform:
 def build_evaluation(config: Config, class_map: ClassMap, device: torch.device) -> Evaluation:
     """Evaluation on the validation split."""
     data = build_val_data(config, class_map)
+    loader = _loader(config, device)
     return Evaluation(
-        make_batches=lambda: _batches(config, data, config.eval.batch_size, device, shuffle=False),
+        make_batches=lambda: loader(data, SameSizeBatches(data.sizes, config.eval.batch_size)),
         make_evaluator=lambda: CocoEvaluator(
             config.data.val.annotations, class_map, config.eval.engine, config.eval.max_detections
         ),
@@ -205,19 +208,17 @@ def build_trainer(config: Config, folder: RunFolder, resume_from: Checkpoint | N
     if resume_from is None and config.init_from:
         logger.info(load_fitting(model, read_initial_weights(Path(config.init_from)), config.init_from))
     model.to(device)
-    batches = EpochBatches(
-        len(data), config.train.batch_size, seed=config.seed, epoch=0, shuffle=True, drop_last=True
-    ).num_batches
+    epoch_batches = partial(EpochBatches, len(data), config.train.batch_size, seed=config.seed)
+    batches_per_epoch = len(epoch_batches(epoch=0))
+    loader = _loader(config, device)
     optimizer = build_optimizer(_groups(config, model))
     return Trainer(
         model=model,
         criterion=build_criterion(config),
         optimizer=optimizer,
-        scheduler=LambdaLR(optimizer, _learning_rate(config, batches)),
-        make_batches=lambda epoch, start: _batches(
-            config, data, config.train.batch_size, device, shuffle=True, epoch=epoch, start=start
-        ),
-        batches_per_epoch=batches,
+        scheduler=LambdaLR(optimizer, _learning_rate(config, batches_per_epoch)),
+        make_batches=lambda epoch, start: iter(loader(data, epoch_batches(epoch=epoch, start_batch=start))),
+        batches_per_epoch=batches_per_epoch,
         evaluate=build_evaluation(config, data.class_map, device),
         settings=_train_settings(config),
         folder=folder,
@@ -297,25 +298,6 @@ def _metrics_log(config: Config, folder: RunFolder, resume_from: Checkpoint | No
     )
 
 
-def _batches(
-    config: Config,
-    data: CocoDetection,
-    size: int,
-    device: torch.device,
-    *,
-    shuffle: bool,
-    epoch: int = 0,
-    start: int = 0,
-) -> Iterator[Batch]:
-    return iter(
-        make_loader(
-            data,
-            batch_size=size,
-            workers=config.data.workers,
-            shuffle=shuffle,
-            seed=config.seed,
-            epoch=epoch,
-            start_batch=start,
-            pin_memory=device.type == "cuda",
-        )
-    )
+def _loader(config: Config, device: torch.device) -> Callable[[CocoDetection, Sampler[list[SampleKey]]], BatchLoader]:
+    """(data, batches) -> loader, with the workers of the config."""
+    return partial(make_loader, workers=config.data.workers, pin_memory=device.type == "cuda")

@@ -124,7 +124,7 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         self.seed = seed
         self.image_ids = [int(image["id"]) for image in content.images]
         self.file_names = [image["file_name"] for image in content.images]
-        self._sizes = [annotated_size(image) for image in content.images]
+        self.sizes = [annotated_size(image) for image in content.images]
         self._boxes, self._labels, self._starts = _object_tables(content, self.image_ids, self.class_map)
 
     def __len__(self) -> int:
@@ -132,7 +132,7 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
 
     def __getitem__(self, key: SampleKey) -> tuple[Tensor, Target]:
         epoch, index = key
-        pixels = read_image(self.folder / self.file_names[index], self._sizes[index])
+        pixels = read_image(self.folder / self.file_names[index], self.sizes[index])
         original_size = (pixels.shape[-2], pixels.shape[-1])
         boxes, labels = self._objects(index, original_size)
         with torch.random.fork_rng(devices=[]):

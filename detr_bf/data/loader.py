@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -14,48 +15,57 @@ from detr_bf.structures import Batch
 
 
 class EpochBatches(Sampler[list[SampleKey]]):
-    """The batches of one epoch from ``start_batch`` on; their order is a function of (seed, epoch) alone.
+    """Training batches of one epoch from ``start_batch`` on; their order is a function of (seed, epoch) alone.
 
-    With ``drop_last`` an incomplete last batch is left out, unless it is the only one.
+    An incomplete last batch is left out, unless it is the only one.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        batch_size: int,
-        *,
-        seed: int,
-        epoch: int,
-        shuffle: bool,
-        drop_last: bool,
-        start_batch: int = 0,
-    ) -> None:
-        if batch_size < 1:
-            raise InputError(f"the batch size must be at least 1, got {batch_size}")
+    def __init__(self, num_samples: int, batch_size: int, *, seed: int, epoch: int, start_batch: int = 0) -> None:
+        _check_batch_size(batch_size)
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.seed = seed
         self.epoch = epoch
-        self.shuffle = shuffle
         self.start_batch = start_batch
-        full, rest = divmod(num_samples, batch_size)
-        self.num_batches = full if full and drop_last else full + bool(rest)
+        self.num_batches = num_samples // batch_size or 1
 
     def __len__(self) -> int:
         """Batches still to come."""
         return max(0, self.num_batches - self.start_batch)
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
-        order = self._order()
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
+        order = torch.randperm(self.num_samples, generator=generator).tolist()
         for batch in range(self.start_batch, self.num_batches):
             chosen = order[batch * self.batch_size : (batch + 1) * self.batch_size]
             yield [SampleKey(self.epoch, index) for index in chosen]
 
-    def _order(self) -> Sequence[int]:
-        if not self.shuffle:
-            return range(self.num_samples)
-        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
-        return torch.randperm(self.num_samples, generator=generator).tolist()
+
+class SameSizeBatches(Sampler[list[SampleKey]]):
+    """Evaluation batches: every image once, and only images of one size together, so that nothing is padded.
+
+    ``sizes`` are (height, width) or None where it is not known; such an image comes alone.
+    """
+
+    def __init__(self, sizes: Sequence[tuple[int, int] | None], batch_size: int) -> None:
+        _check_batch_size(batch_size)
+        groups: dict[object, list[SampleKey]] = defaultdict(list)
+        for place, size in enumerate(sizes):
+            groups[size or place].append(SampleKey(0, place))
+        self.batches = [
+            group[start : start + batch_size] for group in groups.values() for start in range(0, len(group), batch_size)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        return iter(self.batches)
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise InputError(f"the batch size must be at least 1, got {batch_size}")
 
 
 class BatchLoader(DataLoader[Batch]):
@@ -69,25 +79,13 @@ class BatchLoader(DataLoader[Batch]):
 
 
 def make_loader(
-    dataset: CocoDetection,
-    *,
-    batch_size: int,
-    workers: int,
-    shuffle: bool,
-    seed: int,
-    epoch: int,
-    start_batch: int = 0,
-    pin_memory: bool = False,
+    dataset: CocoDetection, batches: Sampler[list[SampleKey]], *, workers: int, pin_memory: bool = False
 ) -> BatchLoader:
-    """One epoch of a data set, from ``start_batch`` on.
+    """The ``batches`` of a data set, loaded by ``workers`` processes.
 
-    ``shuffle`` is for training: seeded order, full batches only if there is one. Without it every image comes exactly
-    once, in the order of the file. Iterating does not touch torch's global generator, so that a resumed run
-    continues with the random numbers of the run that was stopped.
+    Iterating does not touch torch's global generator, so that a resumed run continues with the random numbers of the
+    run that was stopped.
     """
-    batches = EpochBatches(
-        len(dataset), batch_size, seed=seed, epoch=epoch, shuffle=shuffle, drop_last=shuffle, start_batch=start_batch
-    )
     return BatchLoader(
         dataset,  # type: ignore[arg-type]
         batch_sampler=batches,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from detr_bf.data.coco import CocoDetection, SampleKey
-from detr_bf.data.loader import EpochBatches, make_loader
+from detr_bf.data.loader import EpochBatches, SameSizeBatches, make_loader
 from detr_bf.data.transforms import train_transform
 from detr_bf.errors import InputError
 from detr_bf.structures import Batch, Target
@@ -27,7 +27,7 @@ TRAINING = train_transform(
 
 
 def batches(num_samples: int, batch_size: int, **changes: object) -> list[list[SampleKey]]:
-    settings = {"seed": 0, "epoch": 3, "shuffle": True, "drop_last": True, **changes}
+    settings = {"seed": 0, "epoch": 3, **changes}
     return list(EpochBatches(num_samples, batch_size, **settings))
 
 
@@ -47,28 +47,36 @@ def test_an_epoch_is_a_seeded_permutation() -> None:
 @pytest.mark.parametrize("start", [0, 1, 7, 12, 13])
 def test_an_epoch_resumes_at_any_batch(start: int) -> None:
     assert batches(50, 4, start_batch=start) == batches(50, 4)[start:]
-    assert len(EpochBatches(50, 4, seed=0, epoch=3, shuffle=True, drop_last=True, start_batch=start)) == max(
-        0, 12 - start
-    )
+    assert len(EpochBatches(50, 4, seed=0, epoch=3, start_batch=start)) == max(0, 12 - start)
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "batch_size", "drop_last", "sizes"),
-    [(10, 4, True, [4, 4]), (10, 4, False, [4, 4, 2]), (3, 4, True, [3]), (8, 4, True, [4, 4]), (8, 4, False, [4, 4])],
+    ("num_samples", "batch_size", "sizes"), [(10, 4, [4, 4]), (3, 4, [3]), (8, 4, [4, 4]), (1, 1, [1])]
 )
-def test_incomplete_batches(num_samples: int, batch_size: int, drop_last: bool, sizes: list[int]) -> None:
-    assert [len(batch) for batch in batches(num_samples, batch_size, drop_last=drop_last)] == sizes
+def test_incomplete_batches(num_samples: int, batch_size: int, sizes: list[int]) -> None:
+    assert [len(batch) for batch in batches(num_samples, batch_size)] == sizes
+
+
+def test_evaluation_puts_images_of_one_size_together_and_each_comes_once() -> None:
+    sizes = [(4, 6), (6, 4), (4, 6), None, (4, 6), None, (6, 4), (4, 6)]
+    chosen = [[key.place for key in batch] for batch in SameSizeBatches(sizes, 2)]
+    assert chosen == [[0, 2], [4, 7], [1, 6], [3], [5]]
+    assert [[key.place for key in batch] for batch in SameSizeBatches(sizes, 1)] == [
+        [i] for i in (0, 2, 4, 7, 1, 6, 3, 5)
+    ]
 
 
 def test_an_empty_batch_size_is_refused() -> None:
     with pytest.raises(InputError, match="at least 1, got 0"):
         batches(3, 0)
+    with pytest.raises(InputError, match="at least 1, got 0"):
+        SameSizeBatches([], 0)
 
 
-def load(data: SimpleNamespace, **changes: object) -> list[Batch]:
+def load(data: SimpleNamespace, batch_size: int = 2, workers: int = 0, epoch: int = 1, start: int = 0) -> list[Batch]:
     dataset = CocoDetection(data.images, data.annotations, TRAINING, seed=5)
-    settings = {"batch_size": 2, "workers": 0, "shuffle": True, "seed": 5, "epoch": 1, **changes}
-    return list(make_loader(dataset, **settings))
+    chosen = EpochBatches(len(dataset), batch_size, seed=5, epoch=epoch, start_batch=start)
+    return list(make_loader(dataset, chosen, workers=workers))
 
 
 def assert_same(first: list[Batch], second: list[Batch]) -> None:
@@ -88,18 +96,17 @@ def test_pixels_do_not_depend_on_workers_or_on_where_one_starts(coco_folder: Fac
     assert len(alone) == 4
     torch.manual_seed(1234)
     assert_same(load(data, workers=2), alone)
-    assert_same(load(data, workers=2, start_batch=1), alone[1:])
+    assert_same(load(data, workers=2, start=1), alone[1:])
 
 
 def test_another_epoch_sees_other_pixels(coco_folder: Factory) -> None:
     data = coco_folder(num_images=4)
-    first, second = load(data, batch_size=1, shuffle=False), load(data, batch_size=1, shuffle=False, epoch=2)
-    assert any(one.images.shape != other.images.shape for one, other in zip(first, second, strict=True))
-
-
-def test_without_shuffling_every_image_comes_once_in_order(coco_folder: Factory) -> None:
-    loaded = load(coco_folder(num_images=5), shuffle=False)
-    assert [target.image_id for batch in loaded for target in batch.targets] == [1, 2, 3, 4, 5]
+    first, second = (
+        {batch.targets[0].image_id: batch.images.shape for batch in load(data, batch_size=1, epoch=epoch)}
+        for epoch in (1, 2)
+    )
+    assert first.keys() == second.keys()
+    assert first != second
 
 
 def test_fewer_images_than_a_batch(coco_folder: Factory) -> None:
@@ -135,5 +142,5 @@ class Interrupting(CocoDetection):
 def test_workers_outlive_ctrl_c(coco_folder: Factory) -> None:
     data = coco_folder(num_images=2)
     dataset = Interrupting(data.images, data.annotations, TRAINING)
-    loader = make_loader(dataset, batch_size=1, workers=1, shuffle=False, seed=0, epoch=0)
+    loader = make_loader(dataset, SameSizeBatches(dataset.sizes, 1), workers=1)
     assert len(list(loader)) == 2

@@ -161,7 +161,7 @@ def test_position_encoding_is_chosen_by_name() -> None:
     ("changes", "message"),
     [
         ({"heads": 3}, "model.heads=3 must divide model.hidden_dim=8"),
-        ({"position_encoding": "cosine"}, "one of sine, learned; got 'cosine'"),
+        ({"position_encoding": "cosine"}, "sine or learned; got 'cosine'"),
         ({"hidden_dim": 6}, "divisible by 4, got 6"),
     ],
 )

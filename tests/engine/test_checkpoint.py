@@ -69,7 +69,7 @@ def test_fitting_loads_what_fits_and_lists_the_rest() -> None:
 
 
 def test_fitting_refuses_weights_of_which_nothing_fits() -> None:
-    with pytest.raises(InputError, match="nothing in file.pt fits"):
+    with pytest.raises(InputError, match=r"nothing in file\.pt fits"):
         load_fitting(nn.Linear(2, 3), {"x": torch.zeros(1)}, "file.pt")
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 import detr_bf
 from detr_bf.engine import load_checkpoint
-from detr_bf.session import check_data  # noqa: F401  (imported so that a broken session fails here, not in a subprocess)
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -332,13 +332,28 @@ def test_predictor_and_predict_tool(tiny: Path, tmp_path: Path, capsys: pytest.C
     assert "missing.jpg" in capsys.readouterr().err
 
 
-def test_evaluation_batch_size_hardly_changes_ap(tiny: Path, tmp_path: Path) -> None:
-    train_net(["--config", str(tiny)])
-    last = tmp_path / "run" / "last.pt"
-    scores = []
-    for size in (1, 4):
+def test_evaluation_does_not_depend_on_the_batch_size(
+    tiny: Path, tmp_path: Path, coco_folder: Callable[..., SimpleNamespace]
+) -> None:
+    """Images of several sizes: padding would move scores and boxes, so none may enter."""
+    mixed = coco_folder(num_images=3, name="mixed", first_image_id=301)
+    for number, size in enumerate(((40, 70), (80, 48), (64, 64)), start=1):
+        other = coco_folder(num_images=2, name=f"other{number}", first_image_id=310 + 10 * number, size=size)
+        for file in other.images.iterdir():
+            shutil.copy(file, mixed.images)
+        mixed.content["images"] += other.content["images"]
+        mixed.content["annotations"] += other.content["annotations"]
+    mixed.save()
+    train_net(["--config", str(tiny), "train.max_steps=3"])
+    found = []
+    for size in (1, 3):
         output = tmp_path / f"eval{size}"
-        arguments = ["--eval-only", f"init_from={last}", f"eval.batch_size={size}", f"output_dir={output}"]
-        assert train_net(["--config", str(tiny), *arguments]) == 0
-        scores.append(json.loads((output / "evaluation.json").read_text())["AP"])
-    assert scores[0] == pytest.approx(scores[1], abs=1e-3)
+        arguments = ["--eval-only", f"init_from={tmp_path / 'run' / 'last.pt'}", f"eval.batch_size={size}"]
+        arguments += [f"output_dir={output}", f"data.val.images={mixed.images}"]
+        assert train_net(["--config", str(tiny), *arguments, f"data.val.annotations={mixed.annotations}"]) == 0
+        found.append(json.loads((output / "results.json").read_text()))
+    assert len(found[0]) == 9 * 6
+    for one, other in zip(*found, strict=True):
+        assert one["image_id"] == other["image_id"]
+        assert one["score"] == pytest.approx(other["score"], abs=1e-5)
+        assert one["bbox"] == pytest.approx(other["bbox"], abs=1e-3)
