@@ -20,7 +20,7 @@ help: ## show this list
 
 demo: $(STAMP)-demo ## build the digits data, train DETR with batch attention, evaluate, write a report
 	$(RUN) tools/make_sample_data.py digits --output .cache/digits
-	$(RUN) tools/train_net.py --config configs/demo.yaml $(if $(wildcard runs/demo/last.pt),--resume) $(ARGS)
+	$(RUN) tools/train_net.py --config configs/demo.yaml $(or $(ARGS),$(if $(wildcard runs/demo/last.pt),--resume))
 
 test: $(STAMP)-dev ## run the tests (ARGS="-m slow" for the long ones)
 	$(RUN) -m pytest -q $(ARGS)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler
 
 from detr_bf import interop
@@ -31,6 +31,7 @@ from detr_bf.engine import (
     Trainer,
     TrainSettings,
     build_optimizer,
+    checkpoint_of,
     load_fitting,
     parameter_groups,
 )
@@ -52,12 +53,14 @@ def device_of(config: Config) -> torch.device:
     """The device asked for; ``auto`` is the GPU when there is one."""
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(config.device)
-    except RuntimeError as error:
-        raise InputError(f"device must be auto, cpu, cuda or cuda:N; got '{config.device}'") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device={config.device}, but torch sees no CUDA GPU: use device=cpu or device=auto")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
+        raise InputError(f"device must be auto, cpu, cuda or cuda:N; got '{config.device}'")
+    device = torch.device(config.device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"device={config.device}, but torch sees {torch.cuda.device_count()} CUDA GPUs: "
+            "use device=cpu, device=auto or a smaller number"
+        )
     return device
 
 
@@ -186,8 +189,10 @@ def build_evaluation(config: Config, class_map: ClassMap, device: torch.device) 
     """Evaluation on the validation split."""
     data = build_val_data(config, class_map)
     loader = _loader(config, device)
+    # where the images of a batch see each other, the batch must not depend on their sizes
+    sizes = [(0, 0)] * len(data) if config.batch_former.mode == "mini_batch_inference" else data.sizes
     return Evaluation(
-        make_batches=lambda: loader(data, SameSizeBatches(data.sizes, config.eval.batch_size)),
+        make_batches=lambda: loader(data, SameSizeBatches(sizes, config.eval.batch_size)),
         make_evaluator=lambda: CocoEvaluator(
             config.data.val.annotations, class_map, config.eval.engine, config.eval.max_detections
         ),
@@ -204,19 +209,18 @@ def build_trainer(config: Config, folder: RunFolder, resume_from: Checkpoint | N
     device = device_of(config)
     data = build_train_data(config)
     _check_same_classes(data.class_map, resume_from, folder)
-    model = build_model(config, data.class_map.num_classes, pretrained=resume_from is None)
+    model = build_model(config, data.class_map.num_classes, pretrained=resume_from is None and not config.init_from)
     if resume_from is None and config.init_from:
         logger.info(load_fitting(model, read_initial_weights(Path(config.init_from)), config.init_from))
     model.to(device)
     epoch_batches = partial(EpochBatches, len(data), config.train.batch_size, seed=config.seed)
     batches_per_epoch = len(epoch_batches(epoch=0))
     loader = _loader(config, device)
-    optimizer = build_optimizer(_groups(config, model))
     return Trainer(
         model=model,
         criterion=build_criterion(config),
-        optimizer=optimizer,
-        scheduler=LambdaLR(optimizer, _learning_rate(config, batches_per_epoch)),
+        optimizer=build_optimizer(_groups(config, model)),
+        learning_rate=_learning_rate(config, batches_per_epoch),
         make_batches=lambda epoch, start: iter(loader(data, epoch_batches(epoch=epoch, start_batch=start))),
         batches_per_epoch=batches_per_epoch,
         evaluate=build_evaluation(config, data.class_map, device),
@@ -232,7 +236,7 @@ def build_trainer(config: Config, folder: RunFolder, resume_from: Checkpoint | N
 
 def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
     """Weights of a checkpoint of ours, of official DETR, or a bare state dict under our names."""
-    content = read_torch(path)
+    content = read_torch(checkpoint_of(path))
     if isinstance(content, dict) and "model" in content:
         content = content["ema"] if content.get("ema") is not None else content["model"]
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
@@ -290,10 +294,10 @@ def _train_settings(config: Config) -> TrainSettings:
 
 
 def _metrics_log(config: Config, folder: RunFolder, resume_from: Checkpoint | None) -> MetricsLog:
-    training = resume_from.training if resume_from is not None else None
+    progress = resume_from.training["progress"] if resume_from is not None and resume_from.training else None
     return MetricsLog(
         folder.metrics,
-        resume_step=training["progress"]["step"] if training else None,
+        resume_from={"train": progress["step"], "val": progress["evaluated_step"]} if progress else None,
         tensorboard=folder.tensorboard if config.train.tensorboard else None,
     )
 

@@ -16,7 +16,7 @@ from detr_bf.config import config_from_dict
 from detr_bf.data.images import read_image
 from detr_bf.data.transforms import SampleTransform
 from detr_bf.detectors import Detector
-from detr_bf.engine import RunFolder, load_checkpoint, load_strict
+from detr_bf.engine import checkpoint_of, load_checkpoint, load_strict
 from detr_bf.postprocess import Postprocess
 from detr_bf.structures import Batch, ClassMap, Detections, Target
 
@@ -66,14 +66,12 @@ def load(path: str | Path, device: str = "auto") -> Predictor:
     Raises:
         InputError: the file is missing, damaged or not a checkpoint of ours.
     """
-    folder = RunFolder(Path(path))
-    if folder.path.is_dir():
-        path = folder.best if folder.best.exists() else folder.last
-    checkpoint = load_checkpoint(Path(path))
+    source = checkpoint_of(path)
+    checkpoint = load_checkpoint(source)
     config = config_from_dict(checkpoint.config)
     config.device = device
     model = build_model(config, checkpoint.classes.num_classes, pretrained=False)
-    load_strict(model, checkpoint.weights, str(path))
+    load_strict(model, checkpoint.weights, str(source))
     return Predictor(
         model=model.to(device_of(config)).eval(),
         class_map=checkpoint.classes,

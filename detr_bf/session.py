@@ -15,7 +15,7 @@ from detr_bf.config import Config, config_from_dict, config_to_dict, config_to_y
 from detr_bf.config.schema import SplitConfig
 from detr_bf.data.coco import SampleKey
 from detr_bf.data.doctor import Report, examine
-from detr_bf.engine import Checkpoint, Evaluation, RunFolder, load_checkpoint, load_strict
+from detr_bf.engine import Checkpoint, Evaluation, RunFolder, checkpoint_of, load_checkpoint, load_strict
 from detr_bf.engine.logs import setup_logging
 from detr_bf.errors import InputError
 from detr_bf.evaluation import CocoSummary, write_results
@@ -50,12 +50,12 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
     else:
         folder.check_unused()
     checkpoint = load_checkpoint(folder.last) if resume else None
-    folder.create()
-    setup_logging(folder.log)
-    check_data(config)
-    if checkpoint is not None:
-        _tell_changes(config, checkpoint)
-    trainer = build_trainer(config, folder, checkpoint)
+    with folder.left_as_it_was_on_bad_input():
+        setup_logging(folder.log)
+        check_data(config)
+        if checkpoint is not None:
+            _tell_changes(config, checkpoint)
+        trainer = build_trainer(config, folder, checkpoint)
     _describe(folder, config)
     try:
         summary = trainer.train()
@@ -68,12 +68,12 @@ def evaluate_only(config: Config, source: Path) -> Outcome:
     """Evaluate the checkpoint ``source`` with the model of ``config`` on its validation data."""
     checkpoint = load_checkpoint(source)
     folder = RunFolder(Path(config.output_dir))
-    folder.create()
-    setup_logging(folder.log)
-    device = device_of(config)
-    model = build_model(config, checkpoint.classes.num_classes, pretrained=False)
-    load_strict(model, checkpoint.weights, str(source))
-    evaluation = build_evaluation(config, checkpoint.classes, device)
+    with folder.left_as_it_was_on_bad_input():
+        setup_logging(folder.log)
+        device = device_of(config)
+        model = build_model(config, checkpoint.classes.num_classes, pretrained=False)
+        load_strict(model, checkpoint.weights, str(source))
+        evaluation = build_evaluation(config, checkpoint.classes, device)
     if not folder.last.exists():  # the folder of a training run keeps that run's config
         _describe(folder, config)
     return _report(folder, config, evaluation(model.to(device)), evaluation)
@@ -81,14 +81,13 @@ def evaluate_only(config: Config, source: Path) -> Outcome:
 
 def evaluation_source(config: Config) -> Path:
     """The checkpoint ``--eval-only`` means: ``init_from``, else the best or last of the run folder."""
-    folder = RunFolder(Path(config.output_dir))
-    for path in (Path(config.init_from),) if config.init_from else (folder.best, folder.last):
-        if path.exists():
-            return path
-    raise InputError(
-        f"nothing to evaluate: {config.init_from or folder.best} does not exist. "
-        "Give a checkpoint with init_from=FILE, or the output_dir of a trained run"
-    )
+    source = checkpoint_of(config.init_from or config.output_dir)
+    if not source.is_file():
+        raise InputError(
+            f"nothing to evaluate: {source} is no checkpoint. "
+            "Give one with init_from=FILE, or the output_dir of a trained run"
+        )
+    return source
 
 
 def check_data(config: Config) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,12 +46,9 @@ class ClassMap:
     def num_classes(self) -> int:
         return len(self.category_ids)
 
-    def index_of(self, category_id: int) -> int:
-        """Contiguous index of a category id; ``KeyError`` when it is unknown."""
-        return self._index[category_id]
-
-    @property
-    def _index(self) -> dict[int, int]:
+    @cached_property
+    def index(self) -> dict[int, int]:
+        """Category id -> contiguous index."""
         return {category_id: index for index, category_id in enumerate(self.category_ids)}
 
 
@@ -158,9 +156,6 @@ class Outputs:
     logits: Tensor  # (L, R, Q, K)
     boxes: Tensor  # (L, R, Q, 4) float, centre x, centre y, width, height in fractions of the unpadded image
     num_streams: int = 1
-
-    def last_layer(self) -> Outputs:
-        return replace(self, logits=self.logits[-1:], boxes=self.boxes[-1:])
 
 
 @dataclass(frozen=True)

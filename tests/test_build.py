@@ -105,18 +105,19 @@ def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("batch_former.gather=true", "several processes"),
-        ("model.heads=3", "model.heads=3 must divide"),
+        ("model.heads=5", "model.heads=5 must divide"),
         ("batch_former.heads=5", "batch_former.heads=5"),
+        ("model.input_norm=true", "divisible by 32, got 48"),
         ("model.hidden_dim=30", "divisible by 4|must divide"),
     ],
 )
 def test_settings_that_do_not_go_together(override: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        build_model(load_config(None, [*SMALL, override]), num_classes=5)
+        build_model(load_config(None, [*SMALL, "model.hidden_dim=48", override]), num_classes=5)
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "mps", "meta", "cuda:1"])
 def test_devices_that_do_not_exist(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(InputError, match="device"):
         device_of(load_config(None, [f"device={device}"]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from detr_bf.errors import InputError
-from detr_bf.structures import Batch, ClassMap, Outputs, TokenBatch
+from detr_bf.structures import Batch, ClassMap, TokenBatch
 from tests.references.examples import random_targets
 
 CATEGORIES = [{"id": 90, "name": "bird"}, {"id": 3, "name": "cat"}, {"id": 7}]
@@ -20,15 +20,15 @@ def test_class_map_is_contiguous_in_order_of_id() -> None:
     assert class_map.category_ids == (3, 7, 90)
     assert class_map.names == ("cat", "7", "bird"), "a class without a name is called by its id"
     assert class_map.num_classes == 3
-    assert [class_map.index_of(i) for i in class_map.category_ids] == [0, 1, 2]
+    assert [class_map.index[i] for i in class_map.category_ids] == [0, 1, 2]
     with pytest.raises(KeyError):
-        class_map.index_of(4)
+        class_map.index[4]
 
 
 def test_class_map_survives_json_and_keeps_any_order() -> None:
     for class_map in (ClassMap.from_categories(CATEGORIES), ClassMap((7, 90, 3), ("a", "b", "c"))):
         assert ClassMap.from_dict(json.loads(json.dumps(class_map.to_dict()))) == class_map
-        assert [class_map.category_ids[class_map.index_of(i)] for i in (3, 7, 90)] == [3, 7, 90]
+        assert [class_map.category_ids[class_map.index[i]] for i in (3, 7, 90)] == [3, 7, 90]
 
 
 def test_collate_pads_right_and_bottom() -> None:
@@ -82,14 +82,6 @@ def test_with_tokens_changes_the_tokens_alone() -> None:
     other = forked.with_tokens(forked.tokens + 1)
     assert torch.equal(other.tokens, forked.tokens + 1)
     assert (other.per_sample, other.static, other.num_streams) == (forked.per_sample, forked.static, 2)
-
-
-def test_last_layer_keeps_the_layer_dimension_and_the_streams() -> None:
-    outputs = Outputs(torch.randn(3, 4, 2, 5), torch.rand(3, 4, 2, 4), num_streams=2)
-    last = outputs.last_layer()
-    assert torch.equal(last.logits, outputs.logits[2:])
-    assert torch.equal(last.boxes, outputs.boxes[2:])
-    assert last.num_streams == 2
 
 
 def test_values_are_frozen() -> None:

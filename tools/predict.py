@@ -17,6 +17,7 @@ from tqdm import tqdm
 import detr_bf
 from detr_bf.cli import run_tool
 from detr_bf.data.images import read_image
+from detr_bf.engine import RunFolder
 from detr_bf.errors import InputError
 from detr_bf.files import write_json
 from detr_bf.report import draw_boxes, save_picture
@@ -34,8 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def run() -> int:
+        RunFolder(options.output).create()
         predictor = detr_bf.load(options.checkpoint, options.device)
-        files = list(image_files(options.inputs))
+        files = list(image_files(options.inputs, options.output))
         entries = []
         for number, file in enumerate(tqdm(files, unit="image", disable=None)):
             image = read_image(file)
@@ -50,16 +52,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_tool(run)
 
 
-def image_files(inputs: Sequence[Path]) -> Iterator[Path]:
-    """The files given and the image files of the folders given, by name."""
-    suffixes = Image.registered_extensions()
+def image_files(inputs: Sequence[Path], output: Path) -> Iterator[Path]:
+    """The files given and the image files of the folders given, by name, without earlier pictures in ``output``."""
+    readable = {suffix for suffix, name in Image.registered_extensions().items() if name in Image.OPEN}
     for path in inputs:
         if not path.exists():
             raise InputError(f"no such file or folder: {path}")
         if path.is_file():
             yield path
             continue
-        found = sorted(file for file in path.rglob("*") if file.suffix.lower() in suffixes)
+        found = sorted(
+            file
+            for file in path.rglob("*")
+            if file.suffix.lower() in readable and file.is_file() and output.resolve() not in file.resolve().parents
+        )
         if not found:
             raise InputError(f"no image files in {path}")
         yield from found

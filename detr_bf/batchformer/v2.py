@@ -101,15 +101,12 @@ class BatchFormerV2(nn.Module):
         self.position = position
         self.mode = mode
         self.mask_padding = mask_padding
+        self.shared = shared
         count = 0 if mode == "duplicate" else 1 if shared else len(layers)
         self.mixers = nn.ModuleList(
             BatchFormerLayer(dim, heads=heads, dropout=dropout, num_layers=num_layers) for _ in range(count)
         )
         self._announced = False
-
-    @property
-    def shared(self) -> bool:
-        return len(self.mixers) == 1
 
     def forward(self, batch: TokenBatch, *, layer: int, position: str) -> TokenBatch:
         """What enters encoder layer ``layer`` (``position`` before) or leaves it (after)."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from detr_bf.config.schema import Config
@@ -65,8 +66,11 @@ def _inherited(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, DictC
     if path.resolve() in chain:
         raise InputError(f"config files inherit in a circle: {' -> '.join(map(str, (*chain, path)))}")
     tree = _read_yaml(path)
-    bases = tree.pop("base", [])
-    for base in [bases] if isinstance(bases, str) else bases:
+    named = tree.pop("base", [])
+    bases = [named] if isinstance(named, str) else named
+    if not isinstance(bases, (list, ListConfig)) or not all(isinstance(base, str) for base in bases):
+        raise InputError(f"config file {path}: base must name a file or a list of files, got {bases!r}")
+    for base in bases:
         yield from _inherited(path.parent / base, (*chain, path.resolve()))
     yield f"file {path}", tree
 
@@ -94,18 +98,31 @@ def _parse_override(override: str) -> DictConfig:
 
 
 def _merge(merged: DictConfig, tree: DictConfig, source: str) -> DictConfig:
+    _check_groups(merged, tree, source)
     try:
         return typing.cast(DictConfig, OmegaConf.merge(merged, tree))
     except ConfigKeyError as error:
         raise InputError(_unknown_key(str(error.full_key), source)) from error
     except OmegaConfBaseException as error:
         key = str(error.full_key or "")
-        value = OmegaConf.select(tree, key) if key else tree
+        value = OmegaConf.select(tree, key)
         value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
         raise InputError(
-            f"{source}: {key or 'the config'} must be {_expected_type(key)}, "
-            f"got {value!r} of type {type(value).__name__}"
+            f"{source}: {key} must be {_expected_type(key)}, got {value!r} of type {type(value).__name__}"
         ) from error
+
+
+def _check_groups(merged: DictConfig, tree: DictConfig, source: str, prefix: str = "") -> None:
+    """Where the schema has a group of settings, the tree must have one too: omegaconf's own message names no key."""
+    for key in map(str, tree):
+        known = merged.get(key) if key in merged else None
+        if not isinstance(known, DictConfig):
+            continue
+        given = tree._get_node(key)
+        if not isinstance(given, DictConfig) or given._is_none():
+            settings = ", ".join(map(str, known))
+            raise InputError(f"{source}: {prefix}{key} is a group of settings ({settings}), not a value")
+        _check_groups(known, given, source, f"{prefix}{key}.")
 
 
 def _unknown_key(key: str, source: str) -> str:
@@ -124,13 +141,11 @@ def _unknown_key(key: str, source: str) -> str:
 def _expected_type(key: str) -> str:
     """The schema's type of a full key, in words."""
     hint: Any = Config
-    for part in key.split(".") if key else []:
+    for part in key.split("."):
         name, _, index = part.partition("[")
         hint = typing.get_type_hints(hint)[name]
         if index:
             hint = typing.get_args(hint)[0]
-    if dataclasses.is_dataclass(hint):
-        return "a group of settings"
     return (
         hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("NoneType", "null")
     )
@@ -144,6 +159,7 @@ def _finish(merged: DictConfig, source: str) -> Config:
     assert isinstance(config, Config)
     _check_choices(config)
     _check_ranges(config)
+    _check_lists(config)
     return config
 
 
@@ -158,6 +174,7 @@ def _check_choices(group: Any, prefix: str = "") -> None:
 
 
 _POSITIVE = (
+    "optimizer.drop_factor",
     "model.hidden_dim",
     "model.heads",
     "model.decoder_layers",
@@ -181,7 +198,6 @@ _POSITIVE = (
     "data.transforms.crop_max",
 )
 _NOT_NEGATIVE = (
-    "seed",
     "model.encoder_layers",
     "model.backbone.frozen_stages",
     "optimizer.lr",
@@ -196,6 +212,7 @@ _NOT_NEGATIVE = (
     "data.workers",
     "loss.no_object_weight",
 )
+_SIZES = ("data.transforms.short_sides", "data.transforms.crop_short_sides", "model.backbone.strides")
 _FRACTIONS = (
     "model.dropout",
     "batch_former.dropout",
@@ -208,14 +225,29 @@ _FRACTIONS = (
 
 def _check_ranges(config: Config) -> None:
     for keys, holds, wanted in (
-        (_POSITIVE, lambda value: value > 0, "greater than 0"),
-        (_NOT_NEGATIVE, lambda value: value >= 0, "0 or more"),
+        (_POSITIVE, lambda value: 0 < value < math.inf, "greater than 0 and finite"),
+        (_NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "0 or more and finite"),
+        (("seed",), lambda value: 0 <= value < 2**63, "at least 0 and less than 2**63"),
         (_FRACTIONS, lambda value: 0 <= value <= 1, "between 0 and 1"),
     ):
         for key in keys:
             value = _get(config, key)
             if value is not None and not holds(value):
                 raise InputError(f"{key} must be {wanted}, got {value}")
+
+
+def _check_lists(config: Config) -> None:
+    """Lists of sizes hold something, all of it positive."""
+    for key in _SIZES:
+        sizes = _get(config, key)
+        if not sizes or min(sizes) < 1:
+            raise InputError(f"{key} must list one or more sizes greater than 0, got {list(sizes)}")
+    transforms = config.data.transforms
+    if transforms.crop_min > transforms.crop_max:
+        raise InputError(
+            f"data.transforms.crop_min={transforms.crop_min} must not exceed "
+            f"data.transforms.crop_max={transforms.crop_max}"
+        )
 
 
 def _get(config: Config, key: str) -> Any:

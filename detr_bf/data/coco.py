@@ -214,15 +214,14 @@ def _object_tables(
     copy, because reading them changes their reference counts.
     """
     place = {image_id: index for index, image_id in enumerate(image_ids)}
-    index_of = {category_id: index for index, category_id in enumerate(class_map.category_ids)}
     objects = [annotation for annotation in content.annotations if not annotation.get("iscrowd")]
-    problem = _first_problem(objects, image_ids, index_of)
+    problem = _first_problem(objects, image_ids, class_map.index)
     if problem:
         raise InputError(f"{content.path}: {problem}; tools/check_data.py lists everything that is wrong with the data")
     objects.sort(key=lambda annotation: place[annotation["image_id"]])
     corners = torch.tensor([annotation["bbox"] for annotation in objects], dtype=torch.float64).reshape(-1, 4)
     boxes = box_convert(corners, "xywh", "xyxy").float()
-    labels = torch.tensor([index_of[annotation["category_id"]] for annotation in objects], dtype=torch.int64)
+    labels = torch.tensor([class_map.index[annotation["category_id"]] for annotation in objects], dtype=torch.int64)
     places = torch.tensor([place[annotation["image_id"]] for annotation in objects], dtype=torch.int64)
     return boxes, labels, torch.searchsorted(places, torch.arange(len(image_ids) + 1))
 

@@ -13,6 +13,8 @@ from detr_bf.data.coco import CocoDetection, SampleKey, mixed_seed
 from detr_bf.errors import InputError
 from detr_bf.structures import Batch
 
+GRACE_SECONDS = 30  # that a worker lives on after SIGTERM
+
 
 class EpochBatches(Sampler[list[SampleKey]]):
     """Training batches of one epoch from ``start_batch`` on; their order is a function of (seed, epoch) alone.
@@ -72,10 +74,16 @@ class BatchLoader(DataLoader[Batch]):
     """A DataLoader whose workers' :class:`InputError` arrives with its own message instead of a traceback's text."""
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        batches = super().__iter__()
+        message = None
         try:
-            yield from super().__iter__()
+            yield from batches
         except InputError as error:
-            raise InputError(original_message(str(error))) from None
+            message = original_message(str(error))
+        finally:
+            del batches  # closes the workers, now
+        if message is not None:  # raised here, for an error with a context would keep them alive
+            raise InputError(message)
 
 
 def make_loader(
@@ -92,7 +100,7 @@ def make_loader(
         num_workers=workers,
         collate_fn=Batch.collate,
         pin_memory=pin_memory,
-        worker_init_fn=_leave_interrupts_to_the_parent,
+        worker_init_fn=_leave_signals_to_the_parent,
         generator=torch.Generator(),
     )
 
@@ -103,6 +111,14 @@ def original_message(text: str) -> str:
     return text.rpartition(marker)[2].strip()
 
 
-def _leave_interrupts_to_the_parent(worker: int) -> None:
-    """Ctrl-C reaches the whole process group; the training process finishes its step, so the workers must live on."""
+def _leave_signals_to_the_parent(worker: int) -> None:
+    """Ctrl-C and a scheduler's SIGTERM reach every process of a job; the training process finishes its step and saves.
+
+    So the workers live on until it closes them or dies, after SIGTERM at most ``GRACE_SECONDS``.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: _end_later())
+
+
+def _end_later() -> None:
+    signal.alarm(GRACE_SECONDS)

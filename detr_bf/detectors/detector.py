@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from detr_bf.structures import Batch, FeatureMap, Outputs
@@ -54,4 +55,6 @@ class Detector(nn.Module):
         states: Tensor = self.decoder(memory)
         if not self.aux_loss:
             states = states[-1:]
-        return Outputs(self.class_head(states), self.box_head(states).sigmoid(), memory.num_streams)
+        with torch.autocast(states.device.type, enabled=False):  # half precision would cost whole pixels
+            states = states.to(next(self.box_head.parameters()).dtype)
+            return Outputs(self.class_head(states), self.box_head(states).sigmoid(), memory.num_streams)

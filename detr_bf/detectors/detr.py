@@ -81,6 +81,8 @@ def _class_head(dim: int, num_logits: int, prior: float | None) -> nn.Linear:
 
 def _projection(in_channels: int, dim: int, *, norm: bool) -> nn.Module:
     convolution = nn.Conv2d(in_channels, dim, 1)
+    if norm and dim % NORM_GROUPS:
+        raise InputError(f"model.input_norm=true needs model.hidden_dim divisible by {NORM_GROUPS}, got {dim}")
     return nn.Sequential(convolution, nn.GroupNorm(NORM_GROUPS, dim)) if norm else convolution
 
 

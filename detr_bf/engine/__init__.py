@@ -4,7 +4,7 @@ from detr_bf.engine.checkpoint import Checkpoint, load_checkpoint, load_fitting,
 from detr_bf.engine.evaluate import Evaluation
 from detr_bf.engine.metrics import MetricsLog
 from detr_bf.engine.optimizer import LearningRate, build_optimizer, parameter_groups
-from detr_bf.engine.run_folder import RunFolder
+from detr_bf.engine.run_folder import RunFolder, checkpoint_of
 from detr_bf.engine.trainer import Trainer, TrainSettings
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "TrainSettings",
     "Trainer",
     "build_optimizer",
+    "checkpoint_of",
     "load_checkpoint",
     "load_fitting",
     "load_strict",

@@ -26,7 +26,7 @@ class Checkpoint:
     class_map: dict[str, Any]  # ClassMap.to_dict
     config: dict[str, Any]
     ema: dict[str, Tensor] | None = None  # averaged weights, the ones to evaluate with
-    training: dict[str, Any] | None = None  # optimiser, scheduler, scaler, RNG, progress
+    training: dict[str, Any] | None = None  # optimiser, scaler, RNG, progress
     format: int = FORMAT
 
     @property
@@ -112,13 +112,13 @@ def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str],
     return missing, unexpected, other_shape
 
 
-def training_state(
-    optimizer: torch.optim.Optimizer, scheduler: Any, scaler: torch.amp.GradScaler, progress: Any
-) -> dict[str, Any]:
-    """Everything beside the weights that decides how training goes on."""
+def training_state(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, progress: Any) -> dict[str, Any]:
+    """Everything beside the weights that decides how training goes on.
+
+    The learning rate and the order of the data follow from the step in ``progress``.
+    """
     return {
         "optimizer": optimizer.state_dict(),
-        "scheduler": scheduler.state_dict(),
         "scaler": scaler.state_dict(),
         "progress": asdict(progress),
         "rng": torch.get_rng_state(),

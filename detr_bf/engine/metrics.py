@@ -15,12 +15,17 @@ from detr_bf.files import write_text
 class MetricsLog:
     """``metrics.jsonl``: records of kind ``train`` and ``val`` in the order of the steps.
 
-    A resumed run drops the records later than the step it resumes from, so that none appears twice.
+    Args:
+        path: the file; what it holds is dropped.
+        resume_from: the last step of each kind that a resumed run keeps, so that no record appears twice.
+        tensorboard: folder for the same numbers.
     """
 
-    def __init__(self, path: Path, resume_step: int | None = None, tensorboard: Path | None = None) -> None:
-        self._writer = _summary_writer(tensorboard, resume_step) if tensorboard else None
-        kept = [] if resume_step is None else [line for line in _lines(path) if json.loads(line)["step"] <= resume_step]
+    def __init__(
+        self, path: Path, resume_from: Mapping[str, int] | None = None, tensorboard: Path | None = None
+    ) -> None:
+        self._writer = _summary_writer(tensorboard, resume_from) if tensorboard else None
+        kept = [] if resume_from is None else [line for line in _lines(path) if _is_kept(json.loads(line), resume_from)]
         write_text(path, "".join(kept))
         self._file = path.open("a", encoding="utf-8")
 
@@ -51,11 +56,15 @@ def _lines(path: Path) -> list[str]:
     return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _summary_writer(folder: Path, resume_step: int | None) -> Any:
+def _is_kept(record: Mapping[str, Any], resume_from: Mapping[str, int]) -> bool:
+    return bool(record["step"] <= resume_from[record["kind"]])
+
+
+def _summary_writer(folder: Path, resume_from: Mapping[str, int] | None) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise InputError(
             "train.tensorboard=true needs TensorBoard: pip install 'detr_bf[tensorboard]', or set it to false"
         ) from error
-    return SummaryWriter(str(folder), purge_step=resume_step)
+    return SummaryWriter(str(folder), purge_step=resume_from["train"] + 1 if resume_from else None)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from detr_bf.batchformer import BatchFormerV2
+from detr_bf.errors import InputError
 
 
 def parameter_groups(
@@ -54,8 +55,26 @@ def parameter_groups(
 
 
 def build_optimizer(groups: Sequence[dict[str, Any]]) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101), fused."""
-    return torch.optim.AdamW(list(groups), fused=True)
+    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101), fused. ``base_lr`` of a group: before the schedule."""
+    return torch.optim.AdamW([{**group, "base_lr": group["lr"]} for group in groups], fused=True)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], source: str) -> None:
+    """Take over the moments of ``state``; learning rates and weight decay stay those of ``optimizer``.
+
+    Raises:
+        InputError: the state belongs to other parameters.
+    """
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    try:
+        optimizer.load_state_dict(state)
+    except ValueError as error:
+        raise InputError(
+            f"{source} was trained with other parameters frozen ({error}): resume with the model.backbone settings it "
+            "was started with, or start anew with init_from"
+        ) from error
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
 
 
 @dataclass(frozen=True)

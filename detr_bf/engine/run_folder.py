@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +76,22 @@ class RunFolder:
                 "choose another with output_dir=DIR"
             ) from error
 
+    @contextmanager
+    def left_as_it_was_on_bad_input(self) -> Iterator[None]:
+        """Create the folder; what is written into it within the block is taken back if an InputError ends it."""
+        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        self.create()
+        before = set(self.path.iterdir())
+        try:
+            yield
+        except InputError:
+            with suppress(OSError):
+                for file in set(self.path.iterdir()) - before:
+                    file.unlink()
+                for folder in missing:
+                    folder.rmdir()
+            raise
+
     def check_unused(self) -> None:
         """Refuse a folder that holds another run's checkpoint."""
         if self.last.exists():
@@ -86,3 +104,11 @@ class RunFolder:
         """Refuse to resume where there is nothing."""
         if not self.last.exists():
             raise InputError(f"nothing to resume: {self.last} does not exist. Start the run without --resume")
+
+
+def checkpoint_of(path: str | Path) -> Path:
+    """The best checkpoint of a run folder, or its last; a file is itself."""
+    folder = RunFolder(Path(path))
+    if not folder.path.is_dir():
+        return folder.path
+    return folder.best if folder.best.exists() else folder.last

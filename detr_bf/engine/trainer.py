@@ -7,14 +7,13 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
@@ -22,6 +21,7 @@ from detr_bf.engine.checkpoint import Checkpoint, load_strict, restore_rng, trai
 from detr_bf.engine.evaluate import Evaluation
 from detr_bf.engine.interrupt import InterruptWatch
 from detr_bf.engine.metrics import MetricsLog
+from detr_bf.engine.optimizer import LearningRate, load_optimizer
 from detr_bf.engine.run_folder import RunFolder
 from detr_bf.errors import Interrupted, TrainingError
 from detr_bf.evaluation import CocoSummary
@@ -68,7 +68,7 @@ class Trainer:
     model: nn.Module
     criterion: SetCriterion
     optimizer: torch.optim.Optimizer
-    scheduler: LambdaLR
+    learning_rate: LearningRate
     make_batches: Callable[[int, int], Iterator[Batch]]
     batches_per_epoch: int
     evaluate: Evaluation
@@ -86,6 +86,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.settings.precision == torch.float16)
         self.ema = _averaged(self.model, self.settings.ema_decay)
         self._watch = InterruptWatch()
+        self._saved: Progress | None = None
         self._window: dict[str, list[Tensor]] = defaultdict(list)
         self._window_start = time.perf_counter()
         if self.resume_from is not None:
@@ -132,17 +133,23 @@ class Trainer:
         return self.model if self.ema is None else self.ema.module
 
     def save(self, *others: Path) -> None:
-        """Write ``last.pt`` and the same content to ``others``."""
+        """Write ``others`` and then ``last.pt`` with the same content, unless it holds this progress already.
+
+        ``last.pt`` comes last, so that a run killed in between repeats what led to the others.
+        """
         self._log_window()
+        if self._saved == self.progress and not others:
+            return
+        self._saved = replace(self.progress)
         checkpoint = Checkpoint(
             model=self.model.state_dict(),
             class_map=self.class_map.to_dict(),
             config=self.config,
             ema=None if self.ema is None else self.ema.module.state_dict(),
-            training=training_state(self.optimizer, self.scheduler, self.scaler, self.progress)
+            training=training_state(self.optimizer, self.scaler, self.progress)
             | {"averaged": 0 if self.ema is None else int(self.ema.n_averaged)},
         )
-        for path in (self.folder.last, *others):
+        for path in (*others, self.folder.last):
             checkpoint.save(path)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
@@ -152,9 +159,9 @@ class Trainer:
         if self.ema is not None:
             load_strict(self.ema.module, checkpoint.weights, str(self.folder.last))
             self.ema.n_averaged.fill_(state["averaged"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.scaler.load_state_dict(state["scaler"])
+        load_optimizer(self.optimizer, state["optimizer"], str(self.folder.last))
+        if self.scaler.is_enabled() and state["scaler"]:  # empty when the run was not in fp16 before
+            self.scaler.load_state_dict(state["scaler"])
         self.progress = Progress(**state["progress"])
         restore_rng(state)
         logger.info("resumed at step %d of %d", self.progress.step, self.total_steps)
@@ -170,6 +177,8 @@ class Trainer:
     def _step(self, batches: Sequence[Batch]) -> float:
         """One optimiser step over the mean loss of ``batches``; returns that loss."""
         total = 0.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["base_lr"] * self.learning_rate(self.progress.step)
         for batch in batches:
             report = self._forward(batch.to(self.device, non_blocking=True))
             self.scaler.scale(report.total / len(batches)).backward()
@@ -179,7 +188,6 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.scheduler.step()
         if self.ema is not None:
             self.ema.update_parameters(self.model)
         self._window["grad_norm"].append(norm)
@@ -211,9 +219,11 @@ class Trainer:
     def _after_step(self) -> None:
         if self.progress.step % self.settings.log_every == 0:
             self._log_window()
-        if self.progress.step % self.settings.checkpoint_every == 0 or self._watch.signal_number is not None:
+        stop = self._watch.signal_number is not None
+        if stop or self.progress.step % self.settings.checkpoint_every == 0:
             self.save()
-        self._stop_if_asked()
+        if stop:
+            self._stop_if_asked()
 
     def _evaluate_if_due(self) -> None:
         """Evaluate at the end of an epoch that asks for it and at the very end, and save what came of it."""
@@ -226,8 +236,7 @@ class Trainer:
             others.append(self.folder.best)
         if self.settings.keep_every and done % self.settings.keep_every == 0:
             others.append(self.folder.epoch(done))
-        if others or self.progress.evaluated_step == step:
-            self.save(*others)
+        self.save(*others)
 
     def _evaluate(self, epoch: int) -> bool:
         """Evaluate and log; whether AP is the best so far."""
@@ -252,11 +261,12 @@ class Trainer:
 
     def _log_window(self) -> None:
         """Write the means since the last record."""
+        seconds = time.perf_counter() - self._window_start
+        self._window_start = time.perf_counter()
         if not self._window:
             return
         means = {name: torch.stack(values).float().mean().item() for name, values in self._window.items()}
         steps = len(self._window["grad_norm"])
-        seconds = time.perf_counter() - self._window_start
         record = {
             "epoch": self.epochs_done,
             **{f"lr/{group['name']}": group["lr"] for group in self.optimizer.param_groups},
@@ -266,7 +276,6 @@ class Trainer:
         }
         self.metrics.write("train", self.progress.step, record)
         self._window.clear()
-        self._window_start = time.perf_counter()
 
     def _bar(self) -> tqdm:
         return tqdm(

@@ -178,10 +178,11 @@ def load_ground_truth(path: Path, class_map: ClassMap) -> dict[str, Any]:
     listed = [annotation for annotation in content.annotations if annotation["image_id"] in image_ids]
     _check_categories(content, class_map)
     _check_objects(path, listed, class_map)
+    names = dict(zip(class_map.category_ids, class_map.names, strict=True))
     return {
         "images": [{"id": image_id} for image_id in sorted(image_ids)],
         "annotations": [_complete(annotation, number) for number, annotation in enumerate(listed, start=1)],
-        "categories": [{"id": category_id} for category_id in sorted(class_map.category_ids)],
+        "categories": [{"id": category_id, "name": names[category_id]} for category_id in sorted(names)],
     }
 
 

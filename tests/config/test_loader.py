@@ -76,7 +76,15 @@ def test_round_trips(tmp_path: Path) -> None:
         ("train.epochs=null", ["train.epochs must be int", "NoneType"]),
         ("batch_former.layers=[0,x]", ["batch_former.layers[1] must be int", "'x' of type str"]),
         ("batch_former.layers=3", ["batch_former.layers must be list[int]", "3 of type int"]),
-        ("train=5", ["group of settings"]),
+        ("train=5", ["override 'train=5': train is a group of settings (epochs, "]),
+        ("data.train=foo", ["data.train is a group of settings (images, annotations)"]),
+        ("batch_former=null", ["batch_former is a group of settings"]),
+        ("optimizer.lr=inf", ["optimizer.lr must be 0 or more and finite"]),
+        ("optimizer.drop_factor=nan", ["optimizer.drop_factor must be greater than 0 and finite"]),
+        ("seed=99999999999999999999999", ["seed must be"]),
+        ("data.transforms.short_sides=[]", ["data.transforms.short_sides must list"]),
+        ("data.transforms.crop_short_sides=[0]", ["data.transforms.crop_short_sides must list"]),
+        ("data.transforms.crop_min=900", ["crop_min=900 must not exceed", "crop_max=600"]),
         ("train.epochs", ["key=value"]),
         ("train.epochs=0", ["train.epochs must be greater than 0"]),
         ("model.dropout=1.5", ["between 0 and 1"]),
@@ -101,7 +109,13 @@ def test_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("- a\n- b\n", "key: value"), ("train: [1\n", "not valid YAML"), ("base: missing.yaml\n", "not found")],
+    [
+        ("- a\n- b\n", "key: value"),
+        ("train: [1\n", "not valid YAML"),
+        ("base: missing.yaml\n", "not found"),
+        ("base: 5\n", "base must name"),
+        ("base:\n", "base must name"),
+    ],
 )
 def test_broken_files(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "broken.yaml"

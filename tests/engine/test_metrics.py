@@ -17,13 +17,21 @@ def test_a_resumed_log_drops_later_records_and_half_lines(tmp_path: Path) -> Non
     log = MetricsLog(path)
     for step in range(1, 6):
         log.write("train", step, {"loss": float(step)})
+    for step in (2, 3):
+        log.write("val", step, {"loss": 0.5})
     log.close()
     with path.open("a") as file:
         file.write('{"kind": "train", "st')
-    resumed = MetricsLog(path, resume_step=3)
+    resumed = MetricsLog(path, resume_from={"train": 3, "val": 2})
     resumed.write("train", 4, {"loss": 40.0})
     resumed.close()
-    assert [(record["step"], record["loss"]) for record in read(path)] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+    assert [(record["step"], record["loss"]) for record in read(path)] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.0),
+        (2, 0.5),
+        (4, 40.0),
+    ]
 
 
 def test_a_new_log_starts_empty(tmp_path: Path) -> None:

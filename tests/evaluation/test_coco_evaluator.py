@@ -35,7 +35,7 @@ def perfect(folder: SimpleNamespace, shift: float = 0.0) -> tuple[list[Detection
         boxes = torch.tensor([a["bbox"] for a in own], dtype=torch.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
         boxes[:, 0::2] += shift
-        labels = torch.tensor([class_map.index_of(a["category_id"]) for a in own], dtype=torch.int64)
+        labels = torch.tensor([class_map.index[a["category_id"]] for a in own], dtype=torch.int64)
         detections.append(Detections(image["id"], boxes, torch.ones(len(own)), labels))
     return detections, class_map
 

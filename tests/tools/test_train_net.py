@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 import detr_bf
-from detr_bf.engine import load_checkpoint
+from detr_bf.engine import Checkpoint, load_checkpoint
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -123,13 +124,19 @@ def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], s
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_saves_and_says_how_to_go_on(tiny: Path, tmp_path: Path, number: int, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "workers"), [(signal.SIGINT, 130, 0), (signal.SIGTERM, 143, 0), (signal.SIGTERM, 143, 2)]
+)
+def test_an_interrupted_run_saves_and_says_how_to_go_on(
+    tiny: Path, tmp_path: Path, number: int, code: int, workers: int
+) -> None:
+    """The signal goes to the whole process group, as a terminal, ``timeout`` and schedulers send it."""
     metrics = tmp_path / "run" / "metrics.jsonl"
     command = [sys.executable, str(TOOLS / "train_net.py"), "--config", str(tiny), "train.epochs=500"]
-    process = subprocess.Popen([*command, "train.checkpoint_every=100000"], stderr=subprocess.PIPE, text=True)
+    command += ["train.checkpoint_every=100000", f"data.workers={workers}"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     _wait_for(lambda: metrics.exists() and len(records(metrics, "train")) >= 2, process)
-    process.send_signal(number)
+    os.killpg(process.pid, number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == code
     assert "--resume" in said
@@ -234,6 +241,8 @@ def broken_json(tmp_path: Path) -> str:
         (["device=cuda:77"], "device"),
         (["model.backbone.name=resnet49"], "resnet49"),
         (["model.backbone.strides=[8,16]"], "one feature map"),
+        (["init_from=/"], "/last.pt"),
+        (["output_dir=/dev/null"], "output_dir /dev/null cannot be written"),
     ],
 )
 def test_bad_input_exits_with_2_before_anything_is_written(
@@ -242,8 +251,50 @@ def test_bad_input_exits_with_2_before_anything_is_written(
     given = [argument(tmp_path) if callable(argument) else str(argument) for argument in arguments]
     assert train_net(["--config", str(tiny), *given]) == 2
     assert message in capsys.readouterr().err
-    assert not (tmp_path / "run" / "last.pt").exists()
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_resuming_with_other_settings_follows_them(tiny: Path, tmp_path: Path) -> None:
+    common = ["--config", str(tiny), "optimizer.schedule=cosine"]
+    train_net([*common, "train.epochs=1", "optimizer.lr=1e-4"])
+    assert train_net([*common, "train.epochs=2", "optimizer.lr=1e-3", "--resume"]) == 0
+    steps = records(tmp_path / "run" / "metrics.jsonl", "train")
+    assert len(steps) == 10
+    expected = [1e-3 * 0.5 * (1 + math.cos(math.pi * step / 10)) for step in range(5, 10)]
+    assert [record["lr"] for record in steps[5:]] == pytest.approx(expected)
+    assert "optimizer.lr: 0.0001 -> 0.001" in (tmp_path / "run" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [("model.backbone.frozen_stages=2", "other parameters frozen"), ("model.decoder_layers=3", "another architecture")],
+)
+def test_resuming_another_model_is_refused(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    train_net(["--config", str(tiny), "train.max_steps=1"])
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.suffix == ".pt"}
+    assert train_net(["--config", str(tiny), override, "--resume"]) == 2
+    assert message in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.suffix == ".pt"}
+
+
+def test_a_kill_between_two_files_of_a_save_loses_neither(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed_at_best(self: Checkpoint, path: Path) -> None:
+        if path.name == "best.pt":
+            raise KeyboardInterrupt
+        save(self, path)
+
+    save = Checkpoint.save
+    monkeypatch.setattr(Checkpoint, "save", killed_at_best)
+    assert train_net(["--config", str(tiny), "train.epochs=1"]) == 130
+    monkeypatch.undo()
+    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    assert train_net(["--config", str(tiny), "train.epochs=1", "--resume"]) == 0
+    assert (tmp_path / "run" / "best.pt").exists()
+    assert len(records(tmp_path / "run" / "metrics.jsonl", "val")) == 1
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(
@@ -328,8 +379,18 @@ def test_predictor_and_predict_tool(tiny: Path, tmp_path: Path, capsys: pytest.C
     assert len(entries) == 5
     assert len(list(output.glob("*.png"))) == 5
     assert {o["category_id"] for entry in entries for o in entry["objects"]} <= {3, 7, 90}
+    (val / "notes.pdf").write_text("not an image")
+    (val / "folder.png").mkdir()
+    inside = [argument.replace(str(output), str(val / "predictions")) for argument in arguments]
+    for _ in range(2):
+        assert predict([*inside, str(val)]) == 0
+        assert len(json.loads((val / "predictions" / "predictions.json").read_text())) == 4, "not its own pictures"
+    capsys.readouterr()
     assert predict([*arguments, str(tmp_path / "missing.jpg")]) == 2
     assert "missing.jpg" in capsys.readouterr().err
+    a_file = [argument.replace(str(output), str(val / "notes.pdf")) for argument in arguments]
+    assert predict([*a_file, str(val / "0101.png")]) == 2
+    assert "notes.pdf" in capsys.readouterr().err
 
 
 def test_evaluation_does_not_depend_on_the_batch_size(
