@@ -107,3 +107,12 @@ def test_torch_file_round_trip_and_missing_file(tmp_path: Path) -> None:
     loaded = read_torch(tmp_path / "a.pth")
     assert loaded["step"] == 4
     assert torch.equal(loaded["weight"], torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    "first", [b"base: detr.yaml\n", b"train: {}\n", b"\x00\x01", *(bytes([value]) for value in range(0, 256, 5))]
+)
+def test_files_that_are_something_else_are_refused(tmp_path: Path, first: bytes) -> None:
+    (tmp_path / "a.pth").write_bytes(first + b"anything else")
+    with pytest.raises(InputError, match=r"a\.pth"):
+        read_torch(tmp_path / "a.pth")

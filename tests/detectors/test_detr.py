@@ -168,3 +168,12 @@ def test_position_encoding_is_chosen_by_name() -> None:
 def test_wrong_settings_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         model(**changes)
+
+
+def test_heads_keep_their_precision_under_autocast() -> None:
+    """Boxes rounded to bfloat16 would be wrong by whole pixels."""
+    network = model().eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = network(images())
+    assert outputs.boxes.dtype == outputs.logits.dtype == torch.float32
+    assert (outputs.boxes != outputs.boxes.bfloat16().float()).any()
