@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from tqdm import tqdm
 
 import detr_bf
 from detr_bf.cli import run_tool
@@ -20,6 +19,7 @@ from detr_bf.data.images import read_image
 from detr_bf.engine import RunFolder
 from detr_bf.errors import InputError
 from detr_bf.files import write_json
+from detr_bf.progress import progress_bar
 from detr_bf.report import draw_boxes, save_picture
 from detr_bf.structures import ClassMap, Detections
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         predictor = detr_bf.load(options.checkpoint, options.device)
         files = list(image_files(options.inputs, options.output))
         entries = []
-        for number, file in enumerate(tqdm(files, unit="image", disable=None)):
+        for number, file in enumerate(progress_bar(files, desc="predicting", unit="image")):
             image = read_image(file)
             found = above(predictor(image), options.threshold)
             picture = draw_boxes(image, found.boxes, found.labels, predictor.class_map.names, found.scores)

@@ -15,10 +15,9 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from detr_bf.data.images import ImageSizes, check_image
 from detr_bf.files import write_json
+from detr_bf.progress import progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ def check_files(folder: Path, names: Iterable[str], cache_dir: Path, workers: in
         try:
             with ThreadPool(max(1, workers)) as pool:
                 read = pool.imap_unordered(lambda name: (name, _read(folder / name)), to_read, chunksize=8)
-                known.update(tqdm(read, total=len(to_read), desc=f"checking {folder}", unit="image", disable=None))
+                known.update(progress_bar(read, total=len(to_read), desc=f"checking {folder}", unit="image"))
         finally:
             _save(cache_file, known)
     return {name: known[name] for name in present}

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from detr_bf.evaluation import CocoEvaluator, CocoSummary
 from detr_bf.postprocess import Postprocess
+from detr_bf.progress import progress_bar
 from detr_bf.structures import Batch, ClassMap, Detections
 
 
@@ -39,7 +39,7 @@ class Evaluation:
         was_training = model.training
         model.eval()
         try:
-            for batch in tqdm(self.make_batches(), desc="evaluating", leave=False, dynamic_ncols=True):
+            for batch in progress_bar(self.make_batches(), desc="evaluating", unit="batch", leave=False):
                 moved = batch.to(self.device, non_blocking=True)
                 with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
                     outputs = model(moved)

@@ -26,6 +26,7 @@ from detr_bf.engine.run_folder import RunFolder
 from detr_bf.errors import Interrupted, TrainingError
 from detr_bf.evaluation import CocoSummary
 from detr_bf.losses import LossReport, SetCriterion
+from detr_bf.progress import progress_bar
 from detr_bf.structures import Batch, ClassMap
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class Trainer:
                 if self.progress.step >= self.total_steps:
                     break
                 for batches in self._rest_of_epoch():
-                    bar.set_postfix_str(f"loss {self._step(batches):.3f}")
+                    bar.set_postfix_str(f"loss {self._step(batches):.3f}", refresh=False)
                     bar.update()
                     self._after_step()
                 self.save()
@@ -278,9 +279,7 @@ class Trainer:
         self._window.clear()
 
     def _bar(self) -> tqdm:
-        return tqdm(
-            total=self.total_steps, initial=self.progress.step, desc="training", unit="step", dynamic_ncols=True
-        )
+        return progress_bar(total=self.total_steps, initial=self.progress.step, desc="training", unit="step")
 
 
 def _averaged(model: nn.Module, decay: float | None) -> AveragedModel | None:

@@ -292,16 +292,16 @@ def test_a_broken_cache_is_rebuilt(clinic: Clinic, decoded: list[bytes], caplog:
 def test_an_interrupted_check_keeps_what_it_read(
     clinic: Clinic, decoded: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupted = file_check.tqdm
+    interrupted = file_check.progress_bar
 
     def after_one(records: object, **options: object) -> object:
         yield next(iter(records))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(file_check, "tqdm", after_one)
+    monkeypatch.setattr(file_check, "progress_bar", after_one)
     with pytest.raises(KeyboardInterrupt):
         clinic.examine()
-    monkeypatch.setattr(file_check, "tqdm", interrupted)
+    monkeypatch.setattr(file_check, "progress_bar", interrupted)
     decoded.clear()
     clinic.examine()
     assert len(decoded) == 6

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 from pycocotools import mask as coco_mask
-from tqdm import tqdm
 
 from detr_bf.data.samples.composite import Scene, Split
 from detr_bf.errors import InputError
 from detr_bf.files import write_json
+from detr_bf.progress import progress_bar
 
 MANIFEST = "dataset.json"
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -122,7 +122,8 @@ def _write_split(
     (folder / split).mkdir()
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
-    for index in tqdm(range(recipe.num_images(split)), desc=f"{recipe.name} {split}", unit="img", disable=not progress):
+    numbers = range(recipe.num_images(split))
+    for index in progress_bar(numbers, desc=f"{recipe.name} {split}", unit="image", disable=not progress):
         scene = draw(split, np.random.default_rng([recipe.seed, SPLITS.index(split), index]))
         file_name = f"{split}_{index:06d}.jpg"
         Image.fromarray(scene.image).save(folder / split / file_name, quality=JPEG_QUALITY, subsampling=0)

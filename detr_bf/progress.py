@@ -1,0 +1,17 @@
+"""Progress bars with the time left: live on a terminal, in a log file one refresh every half minute."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from tqdm import tqdm
+
+SECONDS_IN_A_LOG = 30.0
+
+
+def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> tqdm:
+    """A tqdm bar over ``items``, on standard error; ``options`` are tqdm's own, such as ``total`` and ``unit``."""
+    pace = {} if sys.stderr.isatty() else {"mininterval": SECONDS_IN_A_LOG, "maxinterval": SECONDS_IN_A_LOG}
+    return tqdm(items, dynamic_ncols=True, **pace, **options)

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from detr_bf.progress import progress_bar
+
+
+@pytest.mark.parametrize(("terminal", "refreshes"), [(True, range(50, 10_000)), (False, range(1, 4))])
+def test_a_log_file_gets_few_refreshes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool, refreshes: range
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    bar = progress_bar(range(500), desc="work", **({"mininterval": 0.0, "miniters": 1} if terminal else {}))
+    assert list(bar) == list(range(500))
+    assert capsys.readouterr().err.count("work") in refreshes
