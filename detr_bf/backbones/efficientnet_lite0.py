@@ -57,7 +57,7 @@ def find_file() -> Path:
         return Path(str(metadata.distribution(PACKAGE).locate_file(FILE)))
     except metadata.PackageNotFoundError as error:
         raise InputError(
-            f"backbone.weights={SOURCE} needs the package {PACKAGE}; install it: {_install_command()}"
+            f"model.backbone.weights={SOURCE} needs the package {PACKAGE}; install it: {_install_command()}"
         ) from error
 
 

@@ -104,7 +104,7 @@ def copy_by_name(target: nn.Module, source: Mapping[str, Tensor]) -> None:
 def download_failed(url: str, error: Exception) -> InputError:
     """The message for weights that could not be downloaded."""
     return InputError(
-        f"backbone.weights=imagenet: {url} could not be downloaded or stored ({error}). Without a network: download "
-        f"it elsewhere and give its path, backbone.weights=/path/to/{url.rsplit('/', 1)[-1]}; "
-        "or start from scratch with backbone.weights=none"
+        f"model.backbone.weights=imagenet: {url} could not be downloaded or stored ({error}). Without a network: "
+        f"download it elsewhere and give its path, model.backbone.weights=/path/to/{url.rsplit('/', 1)[-1]}; "
+        "or start from scratch with model.backbone.weights=none"
     )

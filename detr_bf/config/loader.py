@@ -129,7 +129,8 @@ def _unknown_key(key: str, source: str) -> str:
     keys = list(known_keys())
     leaf = key.rpartition(".")[2]
     near = [known for known in keys if known.rpartition(".")[2] == leaf]
-    near += [known for known in difflib.get_close_matches(key, keys, n=3, cutoff=0.6) if known not in near]
+    groups = dict.fromkeys(known.rpartition(".")[0] for known in keys if "." in known)
+    near += [known for known in difflib.get_close_matches(key, [*keys, *groups], cutoff=0.6) if known not in near]
     prefix = key[: len(key) - len(leaf)]
     siblings = dict.fromkeys(known[len(prefix) :].split(".")[0] for known in keys if known.startswith(prefix))
     message = f"{source}: unknown key '{key}'."

@@ -89,5 +89,10 @@ def test_a_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", no_network)
     with pytest.raises(InputError) as error:
         build("timm:resnet10t", weights="imagenet")
-    for word in ("timm/resnet10t.c3_in1k", "no network here", "backbone.weights=none", "backbone.weights=/path/to/"):
+    for word in (
+        "timm/resnet10t.c3_in1k",
+        "no network here",
+        "model.backbone.weights=none",
+        "model.backbone.weights=/path/to/",
+    ):
         assert word in str(error.value)

@@ -114,7 +114,12 @@ def test_a_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", no_network)
     with pytest.raises(InputError) as error:
         build("imagenet", "resnet50")
-    for words in ("resnet50-0676ba61.pth", "no network here", "backbone.weights=none", "backbone.weights=/path/to/"):
+    for words in (
+        "resnet50-0676ba61.pth",
+        "no network here",
+        "model.backbone.weights=none",
+        "model.backbone.weights=/path/to/",
+    ):
         assert words in str(error.value)
 
 
