@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -35,16 +36,17 @@ INFERENCE = {"without": OFF, "without, again": OFF, "with": "batch_former.mode=t
 
 @dataclass(frozen=True)
 class Preset:
-    """A model, as changes to DETR's defaults, and the images it sees."""
+    """A model, as changes to DETR's defaults or to a recipe, and the images it sees."""
 
     height: int  # pixels
     width: int
     batch_size: int
     overrides: tuple[str, ...] = ()
+    recipe: Path | None = None
 
     def config(self, *overrides: str) -> Config:
         """Random backbone weights: none are downloaded, and time does not depend on them."""
-        return load_config(None, ["model.backbone.weights=none", *self.overrides, *overrides])
+        return load_config(self.recipe, ["model.backbone.weights=none", *self.overrides, *overrides])
 
 
 PRESETS = {
@@ -92,11 +94,11 @@ class Measurement:
 def measure_training(setting: Setting) -> Measurement:
     """Forward, loss, backward, clipping and optimiser step of a batch."""
     models = _models(setting, TRAINING)
-    config, batch = setting.preset.config(), _batch(setting)
+    config, batch = setting.preset.config(), make_batch(setting)
     criterion = build_criterion(config)
     rows = {name: model.train()(batch).logits.shape[1] for name, model in models.items()}
     steps = {
-        name: partial(_training_step, model, _optimizer(config, model), criterion, batch, config.optimizer.clip_norm)
+        name: partial(training_step, model, make_optimizer(config, model), criterion, batch, config.optimizer.clip_norm)
         for name, model in models.items()
     }
     return Measurement(
@@ -114,7 +116,7 @@ def measure_training(setting: Setting) -> Measurement:
 def measure_inference(setting: Setting) -> Measurement:
     """The forward pass in evaluation; the model without BatchFormerV2 is timed twice to show the noise."""
     models = {name: model.eval() for name, model in _models(setting, INFERENCE).items()}
-    batch = _batch(setting)
+    batch = make_batch(setting)
     plain, other = models["without"](batch), models["with"](batch)
     identical = torch.equal(plain.logits, other.logits) and torch.equal(plain.boxes, other.boxes)
     return Measurement(
@@ -173,23 +175,25 @@ def _models(setting: Setting, variants: Mapping[str, str]) -> dict[str, Detector
     return {name: model.to(setting.device) for name, model in models.items()}
 
 
-def _optimizer(config: Config, model: Detector) -> torch.optim.Optimizer:
+def make_optimizer(config: Config, model: Detector) -> torch.optim.Optimizer:
+    """That of a training run."""
     settings = config.optimizer
     return build_optimizer(
         parameter_groups(model, lr=settings.lr, backbone_lr=settings.backbone_lr, weight_decay=settings.weight_decay)
     )
 
 
-def _training_step(
+def training_step(
     model: Detector, optimizer: torch.optim.Optimizer, criterion: SetCriterion, batch: Batch, clip_norm: float
 ) -> None:
+    """Forward, loss, backward, clipping and optimiser step."""
     criterion(model(batch), batch.targets).total.backward()
     nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
-def _batch(setting: Setting) -> Batch:
+def make_batch(setting: Setting) -> Batch:
     """The first image fills the batch, the others are smaller, so that there is padding."""
     preset, generator = setting.preset, torch.Generator().manual_seed(SEED)
     samples = []

@@ -1,8 +1,9 @@
-"""Box arithmetic torchvision.ops does not have: overlaps that broadcast."""
+"""Box arithmetic torchvision.ops does not have: overlaps that broadcast, boxes relative to a reference."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -26,3 +27,20 @@ def _area(boxes: Tensor) -> Tensor:
 
 def _extent(low: Tensor, high: Tensor) -> Tensor:
     return (high - low).clamp(min=0).prod(dim=-1)
+
+
+def inverse_sigmoid(x: Tensor, eps: float = 1e-5) -> Tensor:
+    """The logit of ``x``, with ``x`` and ``1 - x`` kept at ``eps`` or more."""
+    x = x.clamp(0, 1)
+    return (x.clamp(min=eps) / (1 - x).clamp(min=eps)).log()
+
+
+def relative_boxes(offsets: Tensor, reference: Tensor | None) -> Tensor:
+    """Boxes (..., 4) cx, cy, w, h in [0, 1] from logits (..., 4), counted from the logits of ``reference``.
+
+    ``reference`` is a point (..., 2), which moves the centre only, a box (..., 4), or None.
+    """
+    if reference is None:
+        return offsets.sigmoid()
+    logit = inverse_sigmoid(reference)
+    return (offsets + F.pad(logit, (0, 4 - logit.shape[-1]))).sigmoid()

@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from detr_bf.config.schema import SplitConfig, TransformConfig
 from detr_bf.data.coco import CocoDetection, SampleKey, Source
 from detr_bf.data.loader import BatchLoader, EpochBatches, SameSizeBatches, make_loader
 from detr_bf.data.transforms import SampleTransform, eval_transform, train_transform
-from detr_bf.detectors import Detector, detr
+from detr_bf.detectors import Detector, Options, detector_named, own_settings
 from detr_bf.engine import (
     Checkpoint,
     Evaluation,
@@ -37,7 +38,6 @@ from detr_bf.engine import (
 )
 from detr_bf.errors import InputError
 from detr_bf.evaluation import CocoEvaluator
-from detr_bf.files import read_torch
 from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
 from detr_bf.losses.classification import Classification
 from detr_bf.postprocess import Postprocess
@@ -76,11 +76,7 @@ def build_model(config: Config, num_classes: int, *, pretrained: bool = True) ->
         frozen_stages=backbone.frozen_stages,
         frozen_norm=backbone.frozen_norm,
     )
-    if len(body.channels) != 1:
-        raise InputError(f"model.name=detr uses one feature map, got model.backbone.strides={list(backbone.strides)}")
-    return detr(
-        body,
-        body.channels[0],
+    options = Options(
         num_logits=classification.num_logits(num_classes),
         hidden_dim=model.hidden_dim,
         heads=model.heads,
@@ -97,6 +93,9 @@ def build_model(config: Config, num_classes: int, *, pretrained: bool = True) ->
         class_prior=FOCAL_PRIOR if config.loss.classification == "focal" else None,
         batch_former=build_batch_former(config),
     )
+    detector = detector_named(model.name)
+    known = {**asdict(model), **asdict(model.deformable), **asdict(model.smca)}
+    return detector(body, body.channels, options, **{name: known[name] for name in own_settings(detector)})
 
 
 def build_batch_former(config: Config) -> BatchFormerV2 | None:
@@ -235,15 +234,8 @@ def build_trainer(config: Config, folder: RunFolder, resume_from: Checkpoint | N
 
 
 def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Weights of a checkpoint of ours, of official DETR, or a bare state dict under our names."""
-    content = read_torch(checkpoint_of(path))
-    if isinstance(content, dict) and "model" in content:
-        content = content["ema"] if content.get("ema") is not None else content["model"]
-    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-        raise InputError(
-            f"init_from {path} holds no weights: expected names and tensors, by themselves or under 'model'"
-        )
-    return interop.from_official_detr(content) if interop.is_official_detr(content) else content
+    """Weights of a checkpoint of ours, of a foreign format, or by themselves under our names."""
+    return interop.read_weights(checkpoint_of(path))
 
 
 def _check_same_classes(class_map: ClassMap, resume_from: Checkpoint | None, folder: RunFolder) -> None:
@@ -260,6 +252,7 @@ def _groups(config: Config, model: Detector) -> list[dict[str, Any]]:
         lr=config.optimizer.lr,
         backbone_lr=config.optimizer.backbone_lr,
         weight_decay=config.optimizer.weight_decay,
+        point_lr_factor=config.optimizer.point_lr_factor,
         batch_former_lr_factor=config.batch_former.lr_factor,
         batch_former_weight_decay=config.batch_former.weight_decay,
     )

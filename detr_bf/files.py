@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pickle
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
 from detr_bf.errors import InputError
 
@@ -54,7 +58,9 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def read_torch(path: str | Path) -> Any:
-    """What ``torch.save`` wrote, on the CPU, if it holds tensors and plain values only.
+    """What ``torch.save`` wrote, on the CPU, if it holds tensors and plain values only, or command lines of them.
+
+    The checkpoints of DETR and its successors hold their ``argparse.Namespace``, which executes nothing.
 
     Raises:
         InputError: the file is missing, damaged, or holds objects whose loading could execute code.
@@ -63,7 +69,8 @@ def read_torch(path: str | Path) -> Any:
     if not path.is_file():
         raise InputError(f"file not found: {path}")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(
             f"{path} was refused: it is damaged, or it holds more than tensors and plain values, and loading that "
@@ -73,3 +80,17 @@ def read_torch(path: str | Path) -> Any:
     except Exception as error:  # the unpickler meets garbage with almost any of them
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(f"{path} is truncated or damaged ({reason}): use another copy of it") from error
+
+
+def read_safetensors(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on the CPU.
+
+    Raises:
+        InputError: the file is missing or damaged.
+    """
+    if not Path(path).is_file():
+        raise InputError(f"file not found: {path}")
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path}: not a readable safetensors file ({error}); get the file again") from error

@@ -147,6 +147,17 @@ class TokenBatch:
 
 
 @dataclass(frozen=True)
+class Queries:
+    """What the decoder layers receive: what the queries hold and where they look."""
+
+    content: Tensor  # (R, Q, C)
+    position: Tensor  # (R, Q, C), added to the content where it is compared
+    reference: Tensor | None = None  # (R, Q, 2 or 4) points or boxes in fractions of the unpadded image; None: nowhere
+    modulation: Tensor | None = None  # (R, Q, C), how the reference is compared with places (Conditional DETR)
+    proposals: Outputs | None = None  # the encoder's own predictions the queries were chosen from (two-stage)
+
+
+@dataclass(frozen=True)
 class Outputs:
     """What a detector predicts, all decoder layers stacked, the last layer last.
 
@@ -156,6 +167,7 @@ class Outputs:
     logits: Tensor  # (L, R, Q, K)
     boxes: Tensor  # (L, R, Q, 4) float, centre x, centre y, width, height in fractions of the unpadded image
     num_streams: int = 1
+    proposals: Outputs | None = None  # of a two-stage detector: one layer, a query for every token, any object class 0
 
 
 @dataclass(frozen=True)

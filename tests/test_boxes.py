@@ -7,7 +7,7 @@ import torch
 from torchvision.ops import box_convert
 from torchvision.ops import generalized_box_iou as pairwise_giou
 
-from detr_bf.boxes import generalized_iou
+from detr_bf.boxes import generalized_iou, inverse_sigmoid, relative_boxes
 from tests.references.examples import random_boxes
 
 
@@ -69,3 +69,23 @@ def test_degenerate_boxes(a: tuple[float, ...], b: tuple[float, ...], expected: 
     overlap.backward()
     assert overlap.item() == pytest.approx(expected, abs=1e-6)
     assert box.grad.isfinite().all()
+
+
+def test_inverse_sigmoid_and_its_ends() -> None:
+    x = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)
+    torch.testing.assert_close(inverse_sigmoid(x), x.logit())
+    torch.testing.assert_close(
+        inverse_sigmoid(torch.tensor([-1.0, 0.0, 1.0, 2.0])).sign(), torch.tensor([-1.0, -1, 1, 1])
+    )
+    assert inverse_sigmoid(torch.tensor([0.0, 1.0])).isfinite().all()
+
+
+def test_boxes_relative_to_nothing_a_point_and_a_box() -> None:
+    offsets = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    box = torch.rand(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(relative_boxes(offsets, None), offsets.sigmoid())
+    torch.testing.assert_close(relative_boxes(offsets, box), (offsets + box.logit()).sigmoid())
+    by_point = relative_boxes(offsets, box[:, :2])
+    torch.testing.assert_close(by_point[:, :2], (offsets + box.logit())[:, :2].sigmoid())
+    torch.testing.assert_close(by_point[:, 2:], offsets[:, 2:].sigmoid())
+    torch.testing.assert_close(relative_boxes(torch.zeros(3, 4, dtype=torch.float64), box), box)

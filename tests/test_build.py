@@ -39,20 +39,20 @@ def test_settings_reach_the_parts() -> None:
     batch_former = model.encoder.batch_former
     assert batch_former is not None
     assert (batch_former.insertions, batch_former.position, batch_former.mask_padding) == ((0, 1), "after", True)
-    assert [len(mixer.layers) for mixer in batch_former.mixers] == [2, 2]
-    assert batch_former.mixers[0].layers[0].dropout.p == 0.25
+    assert [len(mixer.layers) for mixer in batch_former.mixers.values()] == [2, 2]
+    assert batch_former.mixers["0"].layers[0].dropout.p == 0.25
     assert model.encoder.layers[0].attention_residual.pre_norm
     assert model.tokens.position.temperature == 20
     assert any(isinstance(module, torch.nn.GroupNorm) for module in model.tokens.modules())
-    assert model.decoder.query_position.num_embeddings == 7
-    assert model.class_head.out_features == 6
+    assert model.decoder.queries.position.num_embeddings == 7
+    assert model.decoder.heads.classes[0].out_features == 6
 
 
 def test_focal_has_no_background_logit_and_starts_low() -> None:
     config = load_config(None, [*SMALL, "loss.classification=focal", "loss.focal_gamma=1.5"])
     model = build_model(config, num_classes=5)
-    assert model.class_head.out_features == 5
-    assert model.class_head.bias.sigmoid().tolist() == pytest.approx([0.01] * 5)
+    assert model.decoder.heads.classes[0].out_features == 5
+    assert model.decoder.heads.classes[0].bias.sigmoid().tolist() == pytest.approx([0.01] * 5)
     assert build_criterion(config).classification == Focal(0.25, 1.5)
 
 
@@ -91,7 +91,7 @@ def test_official_detr_weights_are_read_under_our_names(tmp_path: Path) -> None:
     }
     torch.save({"model": official, "epoch": 3}, tmp_path / "detr.pth")
     weights = read_initial_weights(tmp_path / "detr.pth")
-    assert weights["decoder.layers.0.cross_attention.key.weight"].tolist() == [[4.0, 5.0], [6.0, 7.0]]
+    assert weights["decoder.layers.0.cross_attention.attention.key.weight"].tolist() == [[4.0, 5.0], [6.0, 7.0]]
     assert "tokens.projections.0.weight" in weights
 
 
@@ -106,6 +106,8 @@ def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
     [
         ("batch_former.gather=true", "several processes"),
         ("model.heads=5", "model.heads=5 must divide"),
+        ("model.name=detrr", "must be one of conditional_detr, deformable_detr, detr, smca.*; got 'detrr'"),
+        ("model.name=parts", "got 'parts'"),
         ("batch_former.heads=5", "batch_former.heads=5"),
         ("model.input_norm=true", "divisible by 32, got 48"),
         ("model.hidden_dim=30", "divisible by 4|must divide"),

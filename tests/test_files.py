@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from detr_bf.errors import InputError
-from detr_bf.files import atomic_write, cache_folder, read_torch, write_json, write_text
+from detr_bf.files import atomic_write, cache_folder, read_safetensors, read_torch, write_json, write_text
 
 
 def test_content_appears_under_its_name_when_it_is_whole(tmp_path: Path) -> None:
@@ -89,6 +92,43 @@ def test_torch_file_that_would_execute_something_is_refused(tmp_path: Path) -> N
     assert not (tmp_path / "executed").exists()
     torch.load(tmp_path / "a.pth", weights_only=False)
     assert (tmp_path / "executed").exists(), "the file was armed"
+
+
+def test_command_lines_beside_the_weights_are_read(tmp_path: Path) -> None:
+    """The checkpoints of DETR and its successors hold their arguments."""
+    arguments = argparse.Namespace(lr=1e-4, masks=False, lr_drop_epochs=None, insert_idx=[0], backbone="resnet50")
+    torch.save({"model": {"weight": torch.arange(3)}, "args": arguments, "epoch": 4}, tmp_path / "a.pth")
+    loaded = read_torch(tmp_path / "a.pth")
+    assert loaded["args"] == arguments
+    assert torch.equal(loaded["model"]["weight"], torch.arange(3))
+
+
+def test_command_lines_that_hold_something_else_are_refused(tmp_path: Path) -> None:
+    for name, content in {
+        "executing": argparse.Namespace(lr=Payload(tmp_path / "executed")),
+        "nested": argparse.Namespace(inner=argparse.Namespace(path=tmp_path)),
+        "similar": SimpleNamespace(lr=1e-4),
+    }.items():
+        torch.save({"args": content}, tmp_path / f"{name}.pth")
+        with pytest.raises(InputError, match=rf"{name}\.pth was refused.*nothing was executed"):
+            read_torch(tmp_path / f"{name}.pth")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_reading_allows_nothing_to_others(tmp_path: Path) -> None:
+    torch.save(argparse.Namespace(), tmp_path / "a.pth")
+    read_torch(tmp_path / "a.pth")
+    assert argparse.Namespace not in torch.serialization.get_safe_globals()
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"file not found: .*a\.safetensors"):
+        read_safetensors(tmp_path / "a.safetensors")
+    save_file({"weight": torch.arange(3)}, tmp_path / "a.safetensors")
+    assert torch.equal(read_safetensors(tmp_path / "a.safetensors")["weight"], torch.arange(3))
+    (tmp_path / "b.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:-1])
+    with pytest.raises(InputError, match=r"b\.safetensors: not a readable"):
+        read_safetensors(tmp_path / "b.safetensors")
 
 
 @pytest.mark.parametrize("kept", [0, 10, 0.5, 0.99])

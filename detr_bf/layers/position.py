@@ -13,18 +13,24 @@ from torch import Tensor, nn
 from detr_bf.errors import InputError
 
 
-def sine_position(padding_mask: Tensor, dim: int, *, temperature: float = 10000.0) -> Tensor:
+def sine_position(padding_mask: Tensor, dim: int, *, temperature: float = 10000.0, offset: float = 0.0) -> Tensor:
     """Fixed encoding (B, h * w, dim), float32, of the cells of ``padding_mask`` (B, h, w), True = padding.
 
     Coordinates run from 1 / length to 1 over the unpadded part of each image, times 2 pi; sine and cosine alternate.
+    ``offset`` is added to the cell number before the division: -0.5 names the cell's centre (Deformable DETR).
     """
     valid = (~padding_mask).float()
     halves = []
     for axis in (1, 2):
         coordinate = valid.cumsum(axis)
         last = coordinate.narrow(axis, coordinate.shape[axis] - 1, 1)
-        halves.append(_sines(coordinate / (last + 1e-6) * 2 * math.pi, dim // 2, temperature))
+        halves.append(_sines((coordinate + offset) / (last + 1e-6) * 2 * math.pi, dim // 2, temperature))
     return torch.cat(halves, dim=-1).flatten(1, 2)
+
+
+def sine_of_coordinates(coordinates: Tensor, dim: int, *, temperature: float = 10000.0) -> Tensor:
+    """Encode coordinates (..., N) in [0, 1] with ``dim`` sines and cosines each -> (..., N * dim)."""
+    return _sines(coordinates * 2 * math.pi, dim, temperature).flatten(-2)
 
 
 def _sines(angle: Tensor, dim: int, temperature: float) -> Tensor:
@@ -37,16 +43,17 @@ def _sines(angle: Tensor, dim: int, temperature: float) -> Tensor:
 class SinePosition(nn.Module):
     """:func:`sine_position` as a part that can be chosen."""
 
-    def __init__(self, dim: int, *, temperature: float = 10000.0) -> None:
+    def __init__(self, dim: int, *, temperature: float = 10000.0, offset: float = 0.0) -> None:
         super().__init__()
         if dim % 4:
             raise InputError(f"the sine position encoding needs model.hidden_dim divisible by 4, got {dim}")
         self.dim = dim
         self.temperature = temperature
+        self.offset = offset
 
     def forward(self, padding_mask: Tensor) -> Tensor:
         """(B, h, w) bool -> (B, h * w, C)."""
-        return sine_position(padding_mask, self.dim, temperature=self.temperature)
+        return sine_position(padding_mask, self.dim, temperature=self.temperature, offset=self.offset)
 
 
 class LearnedPosition(nn.Module):

@@ -6,7 +6,7 @@ Shape legend: L decoder layers, R rows, Q queries, K logits, T objects of the ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -37,6 +37,10 @@ class PaddedTargets:
         boxes = torch.nn.utils.rnn.pad_sequence([target.boxes for target in targets], batch_first=True)
         counts = tuple(len(target.labels) for target in targets)
         return cls(labels.repeat(num_streams, 1), boxes.repeat(num_streams, 1, 1), counts * num_streams)
+
+    def of_one_class(self) -> PaddedTargets:
+        """The same objects, all of class 0: what proposals are compared with."""
+        return replace(self, labels=torch.zeros_like(self.labels))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,9 @@ STREAM_NAMES = ("clean", "batchformer")
 class LossReport:
     """What a step is trained on, and what is only looked at."""
 
-    losses: dict[str, Tensor]  # scalars with gradient, not weighted; auxiliary layers end in _0, _1, ...
+    losses: dict[
+        str, Tensor
+    ]  # scalars with gradient, not weighted; auxiliary layers end in _0, _1, ..., proposals in _enc
     weights: dict[str, float]
     logged: dict[str, Tensor] = field(default_factory=dict)  # scalars without gradient, never summed
 
@@ -52,25 +54,23 @@ class SetCriterion:
     giou_weight: float = 2.0
 
     def __call__(self, outputs: Outputs, targets: Sequence[Target]) -> LossReport:
-        """Outputs for the R = num_streams x B rows of B targets."""
+        """Outputs for the R = num_streams x B rows of B targets; proposals, where there are any, count any object."""
         padded = PaddedTargets.of(targets, outputs.num_streams)
-        matches = self.matcher(outputs, padded)
-        classes = _target_classes(outputs, padded, matches)
-        streams = self._stream_losses(outputs, padded, matches, classes)
-        weights = {"loss_ce": self.class_weight, "loss_bbox": self.bbox_weight, "loss_giou": self.giou_weight}
-        losses, all_weights = {}, {}
-        for name, per_stream in streams.items():
-            for layer, loss in enumerate(per_stream.mean(1)):
-                key = name + _layer_suffix(layer, len(per_stream))
-                losses[key], all_weights[key] = loss, weights[name]
-        logged = _stream_log(streams, weights) if outputs.num_streams > 1 else {}
-        return LossReport(losses, all_weights, logged | self._quality(outputs, padded, matches, classes))
+        classes, streams = self._stream_losses(outputs, padded)
+        losses = _by_layer(streams)
+        if outputs.proposals is not None:
+            _, proposed = self._stream_losses(outputs.proposals, padded.of_one_class())
+            losses |= {f"{name}_enc": per_stream.mean() for name, per_stream in proposed.items()}
+        kinds = {"loss_ce": self.class_weight, "loss_bbox": self.bbox_weight, "loss_giou": self.giou_weight}
+        weights = {name: weight for name in losses for kind, weight in kinds.items() if name.startswith(kind)}
+        logged = _stream_log(streams, kinds) if outputs.num_streams > 1 else {}
+        return LossReport(losses, weights, logged | self._quality(outputs, padded, classes))
 
-    def _stream_losses(
-        self, outputs: Outputs, targets: PaddedTargets, matches: Matches, classes: Tensor
-    ) -> dict[str, Tensor]:
-        """Losses by name, each (L, streams)."""
+    def _stream_losses(self, outputs: Outputs, targets: PaddedTargets) -> tuple[Tensor, dict[str, Tensor]]:
+        """The class each query is to have (L, R, Q), and the losses by name, each (L, streams)."""
         num_streams = outputs.num_streams
+        matches = self.matcher(outputs, targets)
+        classes = _target_classes(outputs, targets, matches)
         boxes_per_stream = sum(targets.counts) / num_streams
         num_boxes = torch.tensor(max(boxes_per_stream, 1.0), device=outputs.logits.device)
         per_stream = [
@@ -80,16 +80,14 @@ class SetCriterion:
             )
         ]
         distance, disparity = _box_losses(outputs, targets, matches)
-        return {
+        return classes, {
             "loss_ce": torch.stack(per_stream, 1),
             "loss_bbox": distance.unflatten(1, (num_streams, -1)).sum(2) / num_boxes,
             "loss_giou": disparity.unflatten(1, (num_streams, -1)).sum(2) / num_boxes,
         }
 
     @torch.no_grad()
-    def _quality(
-        self, outputs: Outputs, targets: PaddedTargets, matches: Matches, classes: Tensor
-    ) -> dict[str, Tensor]:
+    def _quality(self, outputs: Outputs, targets: PaddedTargets, classes: Tensor) -> dict[str, Tensor]:
         """Last layer: class error of the matched queries in percent, and how far the number of objects is off."""
         logits, wanted = outputs.logits[-1], classes[-1]
         matched = wanted >= 0
@@ -120,8 +118,13 @@ def _box_losses(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> t
     return empty.index_put(place, distance, accumulate=True), empty.index_put(place, 1 - overlap, accumulate=True)
 
 
-def _layer_suffix(layer: int, layers: int) -> str:
-    return "" if layer == layers - 1 else f"_{layer}"
+def _by_layer(streams: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Losses (L, streams) by name -> the mean of the streams by name and layer: the last has no number."""
+    return {
+        name + ("" if layer == len(per_stream) - 1 else f"_{layer}"): loss
+        for name, per_stream in streams.items()
+        for layer, loss in enumerate(per_stream.mean(1))
+    }
 
 
 def _stream_log(streams: dict[str, Tensor], weights: dict[str, float]) -> dict[str, Tensor]:

@@ -1,60 +1,116 @@
 """The one decoder loop.
 
-Shape legend: R rows (streams x images), Q queries, S tokens, C channels, L layers.
+Shape legend: R rows (streams x images), Q queries, S tokens, C channels, L layers, K class logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from detr_bf.layers import FeedForward, MultiHeadAttention
-from detr_bf.structures import TokenBatch
+from detr_bf.boxes import relative_boxes
+from detr_bf.layers import FeedForward, full_precision
+from detr_bf.structures import Outputs, Queries, TokenBatch
 from detr_bf.transformer.residual import Residual
 
 
 class Decoder(nn.Module):
-    """Decoder layers in turn over learned queries; ``norm`` is applied to what every layer hands to the heads."""
+    """Decoder layers in turn; every layer's queries are read by the heads.
 
-    def __init__(self, layers: Sequence[nn.Module], *, dim: int, num_queries: int) -> None:
+    Args:
+        layers: (queries, memory) -> content (R, Q, C).
+        queries: memory -> the queries of the first layer.
+        heads: what turns contents into classes and boxes.
+        norm: of the contents, before the heads.
+        look: (layer, queries) -> queries, run before every layer: where the queries look, and how.
+        refine: the boxes of a layer are the reference of the next, without gradient between them.
+        aux_loss: predict from every layer, so that each is trained, instead of from the last only.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        queries: nn.Module,
+        heads: Heads,
+        norm: nn.Module | None = None,
+        look: Callable[[int, Queries], Queries] | None = None,
+        refine: bool = False,
+        aux_loss: bool = True,
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self.norm = nn.LayerNorm(dim)
-        self.query_position = nn.Embedding(num_queries, dim)
+        self.queries = queries
+        self.heads = heads
+        self.norm = norm or nn.Identity()
+        self.look = look
+        self.refine = refine
+        self.aux_loss = aux_loss
 
-    def forward(self, memory: TokenBatch) -> Tensor:
-        """Memory (R, S, C) -> decoder states (L, R, Q, C). The content of the queries starts at zero."""
-        position = self.query_position.weight.expand(len(memory.tokens), -1, -1)
-        content = torch.zeros_like(position)
-        states = []
-        for layer in self.layers:
-            content = layer(content, position, memory)
-            states.append(self.norm(content))
-        return torch.stack(states)
+    def forward(self, memory: TokenBatch) -> Outputs:
+        """Memory (R, S, C) -> logits (L, R, Q, K) and boxes (L, R, Q, 4)."""
+        queries: Queries = self.queries(memory)
+        predictions = []
+        for index, layer in enumerate(self.layers):
+            if self.look is not None:
+                queries = self.look(index, queries)
+            queries = replace(queries, content=layer(queries, memory))
+            predictions.append(self.heads(index, self.norm(queries.content), queries.reference))
+            if self.refine:
+                queries = replace(queries, reference=predictions[-1][1].detach())
+        logits, boxes = zip(*predictions if self.aux_loss else predictions[-1:], strict=True)
+        return Outputs(torch.stack(logits), torch.stack(boxes), memory.num_streams, queries.proposals)
+
+
+class Heads(nn.Module):
+    """Class logits and boxes from decoder states, in full precision.
+
+    Args:
+        classes, boxes: one (..., C) -> (..., K) and one (..., C) -> (..., 4) for all layers, or one for each.
+    """
+
+    def __init__(self, classes: Sequence[nn.Module], boxes: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.classes = nn.ModuleList(classes)
+        self.boxes = nn.ModuleList(boxes)
+
+    def forward(self, layer: int, state: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
+        """State (R, Q, C) of decoder layer ``layer`` -> logits (R, Q, K), boxes (R, Q, 4) relative to the reference."""
+        classes, boxes = (heads[min(layer, len(heads) - 1)] for heads in (self.classes, self.boxes))
+        return full_precision(classes, state), relative_boxes(full_precision(boxes, state), reference)
 
 
 class DecoderLayer(nn.Module):
-    """Self-attention of the queries, cross-attention to the memory, a feed-forward network."""
+    """Attention among the queries, attention to the memory, a feed-forward network.
+
+    Args:
+        self_attention: (x (R, Q, C), queries) -> (R, Q, C).
+        cross_attention: (x (R, Q, C), queries, memory) -> (R, Q, C); ``queries`` hold what entered the layer.
+    """
 
     def __init__(
-        self, dim: int, *, heads: int, feedforward_dim: int, dropout: float = 0.0, pre_norm: bool = False
+        self,
+        self_attention: nn.Module,
+        cross_attention: nn.Module,
+        *,
+        dim: int,
+        feedforward_dim: int,
+        dropout: float = 0.0,
+        pre_norm: bool = False,
     ) -> None:
         super().__init__()
-        self.self_attention = MultiHeadAttention(dim, heads, dropout)
+        self.self_attention = self_attention
         self.self_residual = Residual(dim, dropout=dropout, pre_norm=pre_norm)
-        self.cross_attention = MultiHeadAttention(dim, heads, dropout)
+        self.cross_attention = cross_attention
         self.cross_residual = Residual(dim, dropout=dropout, pre_norm=pre_norm)
         self.feed_forward = FeedForward(dim, feedforward_dim, dropout)
         self.feed_forward_residual = Residual(dim, dropout=dropout, pre_norm=pre_norm)
 
-    def forward(self, content: Tensor, position: Tensor, memory: TokenBatch) -> Tensor:
-        """content and position (R, Q, C), memory (R, S, C) -> content (R, Q, C)."""
-        content = self.self_residual(content, lambda x: self.self_attention(x + position, x + position, x))
-        content = self.cross_residual(content, lambda x: self._look(x + position, memory))
+    def forward(self, queries: Queries, memory: TokenBatch) -> Tensor:
+        """The new content (R, Q, C)."""
+        content = self.self_residual(queries.content, lambda x: self.self_attention(x, queries))
+        content = self.cross_residual(content, lambda x: self.cross_attention(x, queries, memory))
         return self.feed_forward_residual(content, self.feed_forward)
-
-    def _look(self, query: Tensor, memory: TokenBatch) -> Tensor:
-        located = memory.tokens + memory.per_sample["position"]
-        return self.cross_attention(query, located, memory.tokens, memory.per_sample["padding_mask"])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.layers import FeedForward, MultiHeadAttention
+from detr_bf.layers import FeedForward
 from detr_bf.structures import TokenBatch
 from detr_bf.transformer.residual import Residual
 
@@ -38,22 +38,22 @@ class Encoder(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention of the tokens of an image, then a feed-forward network."""
+    """Attention among the tokens of an image, then a feed-forward network.
+
+    Args:
+        attention: (x (R, S, C), batch) -> (R, S, C).
+    """
 
     def __init__(
-        self, dim: int, *, heads: int, feedforward_dim: int, dropout: float = 0.0, pre_norm: bool = False
+        self, attention: nn.Module, *, dim: int, feedforward_dim: int, dropout: float = 0.0, pre_norm: bool = False
     ) -> None:
         super().__init__()
-        self.attention = MultiHeadAttention(dim, heads, dropout)
+        self.attention = attention
         self.attention_residual = Residual(dim, dropout=dropout, pre_norm=pre_norm)
         self.feed_forward = FeedForward(dim, feedforward_dim, dropout)
         self.feed_forward_residual = Residual(dim, dropout=dropout, pre_norm=pre_norm)
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """(R, S, C) -> (R, S, C)."""
-        tokens = self.attention_residual(batch.tokens, lambda x: self._attend(x, batch))
+        tokens = self.attention_residual(batch.tokens, lambda x: self.attention(x, batch))
         return self.feed_forward_residual(tokens, self.feed_forward)
-
-    def _attend(self, x: Tensor, batch: TokenBatch) -> Tensor:
-        located = x + batch.per_sample["position"]
-        return self.attention(located, located, x, batch.per_sample["padding_mask"])

@@ -1,36 +1,79 @@
 """Feature maps -> tokens.
 
-Shape legend: B images, S tokens (the cells of all maps one after another), C channels.
+Shape legend: B images, S tokens (the cells of all maps one after another), C channels, N levels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detr_bf.structures import FeatureMap, TokenBatch
 
 
 class FeatureTokens(nn.Module):
-    """Project each map to the width of the transformer, flatten it and attach mask and position encoding."""
+    """Project each map to the width of the transformer, flatten it and attach mask and position encoding.
 
-    def __init__(self, projections: Sequence[nn.Module], position: nn.Module) -> None:
+    Args:
+        projections: one a level, (B, C_l, h, w) -> (B, C, h', w'). Where there are more than maps, the next works on
+            the last map, and each further one on what the one before made.
+        position: padding mask (B, h, w) -> (B, h * w, C).
+        level_embedding: add a learned vector (N, C) to the positions of each level, or None.
+    """
+
+    def __init__(
+        self, projections: Sequence[nn.Module], position: nn.Module, *, level_embedding: nn.Parameter | None = None
+    ) -> None:
         super().__init__()
         self.projections = nn.ModuleList(projections)
         self.position = position
+        self.level_embedding = level_embedding
 
-    def forward(self, features: Sequence[FeatureMap]) -> TokenBatch:
-        """Maps (B, C_l, h_l, w_l) -> tokens (B, S, C), ``padding_mask`` (B, S), ``position`` (B, S, C)."""
-        tokens: list[Tensor] = [
-            project(feature.tensor).flatten(2).transpose(1, 2)
-            for project, feature in zip(self.projections, features, strict=True)
-        ]
-        masks = [feature.padding_mask.flatten(1) for feature in features]
-        positions = [self.position(feature.padding_mask) for feature in features]
+    def forward(self, features: Sequence[FeatureMap], padding_mask: Tensor) -> TokenBatch:
+        """Maps of images with ``padding_mask`` (B, H, W) -> tokens (B, S, C).
+
+        They come with ``padding_mask`` (B, S), ``position`` (B, S, C), ``valid_ratios`` (B, N, 2), the unpadded part of
+        each level's width and height, and ``image_size`` (B, 2), width and height in pixels without padding.
+        """
+        levels = list(self._levels(features, padding_mask))
+        masks = [level.padding_mask for level in levels]
+        positions = [self.position(mask) for mask in masks]
+        if self.level_embedding is not None:
+            positions = [x + vector for x, vector in zip(positions, self.level_embedding, strict=True)]
         return TokenBatch(
-            torch.cat(tokens, dim=1),
-            {"padding_mask": torch.cat(masks, dim=1), "position": torch.cat(positions, dim=1)},
-            {"spatial_shapes": tuple(tuple(feature.tensor.shape[-2:]) for feature in features)},
+            torch.cat([level.tensor.flatten(2).transpose(1, 2) for level in levels], dim=1),
+            {
+                "padding_mask": torch.cat([mask.flatten(1) for mask in masks], dim=1),
+                "position": torch.cat(positions, dim=1),
+                "valid_ratios": torch.stack([unpadded(mask) / _extent(mask) for mask in masks], dim=1),
+                "image_size": unpadded(padding_mask),
+            },
+            {"spatial_shapes": tuple((mask.shape[1], mask.shape[2]) for mask in masks)},
         )
+
+    def _levels(self, features: Sequence[FeatureMap], padding_mask: Tensor) -> Iterator[FeatureMap]:
+        """The maps, projected, and those made from the last."""
+        for project, feature in zip(self.projections, features, strict=False):
+            yield FeatureMap(project(feature.tensor), feature.padding_mask)
+        source = features[-1].tensor
+        for project in self.projections[len(features) :]:
+            source = project(source)
+            yield FeatureMap(source, resized_mask(padding_mask, source.shape[-2:]))
+
+
+def resized_mask(padding_mask: Tensor, size: Sequence[int]) -> Tensor:
+    """A mask (B, H, W) at another (height, width), by the nearest cell."""
+    return F.interpolate(padding_mask[None].float(), size=tuple(size))[0].bool()
+
+
+def unpadded(padding_mask: Tensor) -> Tensor:
+    """Width and height (B, 2), float, of the part of a mask (B, H, W) that is not padding."""
+    valid = ~padding_mask
+    return torch.stack([valid[:, 0].sum(1), valid[:, :, 0].sum(1)], dim=-1).float()
+
+
+def _extent(mask: Tensor) -> Tensor:
+    return torch.tensor([mask.shape[2], mask.shape[1]], device=mask.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from detr_bf.batchformer import BatchFormerLayer, BatchFormerV2
 from detr_bf.errors import InputError
 from detr_bf.structures import TokenBatch
-from detr_bf.transformer import Encoder, EncoderLayer
+from detr_bf.transformer import Encoder, EncoderLayer, TokenAttention
 
 IMAGES, TOKENS, DIM, LAYERS = 3, 5, 16, 3
 
@@ -40,7 +40,7 @@ def batch_former(**changes: object) -> BatchFormerV2:
 
 
 def encoder(**changes: object) -> Encoder:
-    layers = [EncoderLayer(DIM, heads=2, feedforward_dim=32) for _ in range(LAYERS)]
+    layers = [EncoderLayer(TokenAttention(DIM, heads=2), dim=DIM, feedforward_dim=32) for _ in range(LAYERS)]
     return Encoder(layers, batch_former=batch_former(**changes)).train()
 
 
@@ -123,7 +123,7 @@ def test_later_insertions_leave_the_clean_stream_alone() -> None:
     forked = module(batch_of(x), layer=0, position="before")
     again = module(forked, layer=1, position="before")
     assert torch.equal(again.tokens[:IMAGES], x)
-    torch.testing.assert_close(again.tokens[IMAGES:], module.mixers[0](module.mixers[0](x)))
+    torch.testing.assert_close(again.tokens[IMAGES:], module.mixers["shared"](module.mixers["shared"](x)))
 
 
 def test_sharing() -> None:
@@ -139,13 +139,13 @@ def test_unshared_insertions_use_their_own_module() -> None:
     module, x = batch_former(layers=[0, 2], shared=False).train(), tokens()
     forked = module(batch_of(x), layer=0, position="before")
     again = module(forked, layer=2, position="before")
-    torch.testing.assert_close(again.tokens[IMAGES:], module.mixers[1](module.mixers[0](x)))
+    torch.testing.assert_close(again.tokens[IMAGES:], module.mixers["2"](module.mixers["0"](x)))
 
 
 def test_position_after_differs_from_before_by_one_encoder_layer() -> None:
     network, batch = encoder(layers=[0], position="after"), batch_of(tokens())
     first = network.layers[0](batch)
-    mixed = batch.with_tokens(first).fork(network.batch_former.mixers[0](first))
+    mixed = batch.with_tokens(first).fork(network.batch_former.mixers["shared"](first))
     for layer in network.layers[1:]:
         mixed = mixed.with_tokens(layer(mixed))
     torch.testing.assert_close(network(batch).tokens, mixed.tokens)
@@ -155,7 +155,7 @@ def test_single_stream_replaces_in_training_and_is_dropped_in_evaluation() -> No
     module, x = batch_former(mode="single_stream"), tokens()
     trained = module.train()(batch_of(x), layer=0, position="before")
     assert trained.num_streams == 1
-    torch.testing.assert_close(trained.tokens, module.mixers[0](x))
+    torch.testing.assert_close(trained.tokens, module.mixers["shared"](x))
     assert torch.equal(module.eval()(batch_of(x), layer=0, position="before").tokens, x)
 
 
@@ -180,7 +180,7 @@ def test_padding_mask_hides_padded_entries_and_passes_them_through() -> None:
     mask[0, 3:] = mask[1, 4] = mask[2, 4] = True  # position 3: images 1 and 2; position 4: nobody
     out = module(batch_of(x, mask), layer=0, position="before").tokens[IMAGES:]
     assert torch.equal(out[mask], x[mask])
-    torch.testing.assert_close(out[1:, 3], module.mixers[0](x[1:, 3:4])[:, 0])
+    torch.testing.assert_close(out[1:, 3], module.mixers["shared"](x[1:, 3:4])[:, 0])
     hidden = x.clone()
     hidden[mask] += 10.0
     seen = module(batch_of(hidden, mask), layer=0, position="before").tokens[IMAGES:]
@@ -192,7 +192,7 @@ def test_image_alone_at_its_position_attends_to_itself() -> None:
     mask = torch.ones(IMAGES, TOKENS, dtype=torch.bool)
     mask[1] = False
     out = module(batch_of(x, mask), layer=0, position="before").tokens[IMAGES:]
-    torch.testing.assert_close(out[1], module.mixers[0](x[1:2])[0])
+    torch.testing.assert_close(out[1], module.mixers["shared"](x[1:2])[0])
 
 
 def test_without_mask_padding_padded_entries_take_part() -> None:

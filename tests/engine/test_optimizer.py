@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.detectors import detr
+from detr_bf.detectors import Options, deformable_detr, detr
 from detr_bf.engine import LearningRate, build_optimizer, parameter_groups
 
 
@@ -15,7 +15,8 @@ def network() -> nn.Module:
     backbone = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 1))
     backbone[0].requires_grad_(False)
     batch_former = BatchFormerV2(16, layers=[0], num_encoder_layers=1)
-    return detr(backbone, 8, num_logits=4, hidden_dim=16, heads=2, encoder_layers=1, batch_former=batch_former)
+    options = Options(num_logits=4, hidden_dim=16, heads=2, encoder_layers=1, batch_former=batch_former)
+    return detr(backbone, [8], options)
 
 
 def test_groups_hold_every_trainable_parameter_once() -> None:
@@ -60,7 +61,9 @@ def test_optimizer_moves_each_group_by_its_rate() -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     moved = {name: (before[name] - value).abs().max().item() for name, value in model.named_parameters()}
-    assert moved["class_head.weight"] == pytest.approx(0.1, rel=1e-3), "Adam's first step is the learning rate"
+    assert moved["decoder.heads.classes.0.weight"] == pytest.approx(0.1, rel=1e-3), (
+        "Adam's first step is the learning rate"
+    )
     assert moved["backbone.1.weight"] == pytest.approx(0.001, rel=1e-3)
     assert moved["backbone.0.weight"] == 0
 
@@ -84,3 +87,20 @@ def test_warmup_rises_linearly_to_the_schedule(schedule: str) -> None:
     rate = LearningRate(schedule, total_steps=1000, warmup_steps=9)
     assert [rate(step) for step in range(9)] == pytest.approx([(step + 1) / 10 for step in range(9)], rel=1e-3)
     assert rate(9) == pytest.approx(1)
+
+
+def test_points_have_their_own_rate() -> None:
+    options = Options(num_logits=4, hidden_dim=32, heads=2, encoder_layers=1, decoder_layers=1)
+    model = deformable_detr(nn.Identity(), [8], options)
+    groups = parameter_groups(model, lr=1.0, backbone_lr=0.1, weight_decay=0.01, point_lr_factor=0.25)
+    by_name = {group["name"]: group for group in groups}
+    assert by_name["points"]["lr"] == 0.25
+    points = {id(p) for p in by_name["points"]["params"]}
+    expected = [
+        model.encoder.layers[0].attention.attention.sampling_offsets,
+        model.decoder.layers[0].cross_attention.attention.sampling_offsets,
+        model.decoder.queries.reference,
+    ]
+    assert points == {id(p) for module in expected for p in module.parameters()}
+    grouped = [id(p) for group in groups for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters())

@@ -79,3 +79,19 @@ def test_starts_as_xavier_over_the_three_projections_as_one_matrix() -> None:
 def test_heads_must_divide_the_width() -> None:
     with pytest.raises(InputError, match=r"heads=3 must divide .*=8"):
         MultiHeadAttention(8, 3)
+
+
+def test_bias_is_added_to_the_logits_and_padding_still_hidden() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 3, 4), torch.randn(2, 5, 4), torch.randn(2, 5, 6)
+    mask = torch.zeros(2, 5, dtype=torch.bool)
+    mask[1, 3:] = True
+    bias = torch.randn(2, 2, 3, 5)
+    out = multi_head_attention(query, key, value, heads=2, padding_mask=mask, bias=bias)
+    for row in range(2):
+        for head in range(2):
+            q, k = query[row, :, 2 * head : 2 * head + 2], key[row, :, 2 * head : 2 * head + 2]
+            logits = q @ k.T / 2**0.5 + bias[row, head]
+            logits[:, mask[row]] = -torch.inf
+            expected = logits.softmax(-1) @ value[row, :, 3 * head : 3 * head + 3]
+            torch.testing.assert_close(out[row, :, 3 * head : 3 * head + 3], expected)

@@ -199,3 +199,19 @@ def test_half_precision_predictions_are_compared_in_float32() -> None:
     report = criterion()(rounded, targets)
     assert report.total.dtype == torch.float32
     torch.testing.assert_close(report.total, criterion()(exact, targets).total, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_proposals_are_compared_with_objects_of_one_class(streams: int) -> None:
+    """As if the proposals were the outputs of a detector and every object were of class 0."""
+    outputs, targets = example((2, 0, 3), streams=streams)
+    proposals, _ = example((4, 1, 2), streams=streams)
+    with_proposals = criterion(Focal())(replace(outputs, proposals=proposals), targets)
+    objects = [replace(target, labels=torch.zeros_like(target.labels)) for target in targets]
+    alone, of_proposals = criterion(Focal())(outputs, targets), criterion(Focal())(proposals, objects)
+    assert set(with_proposals.losses) == {*WEIGHTS, *(f"{name}_enc" for name in WEIGHTS)}
+    for name in WEIGHTS:
+        torch.testing.assert_close(with_proposals.losses[name], alone.losses[name])
+        torch.testing.assert_close(with_proposals.losses[f"{name}_enc"], of_proposals.losses[name])
+        assert with_proposals.weights[f"{name}_enc"] == WEIGHTS[name]
+    torch.testing.assert_close(with_proposals.total, alone.total + of_proposals.total)

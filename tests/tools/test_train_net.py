@@ -85,7 +85,7 @@ def test_checkpoint_holds_the_class_map_and_the_config(tiny: Path, tmp_path: Pat
     train_net(["--config", str(tiny), "train.max_steps=1"])
     checkpoint = load_checkpoint(tmp_path / "run" / "last.pt")
     assert checkpoint.classes.category_ids == (3, 7, 90)
-    assert checkpoint.model["class_head.weight"].shape[0] == 3 + 1
+    assert checkpoint.model["decoder.heads.classes.0.weight"].shape[0] == 3 + 1
     assert checkpoint.config["train"]["max_steps"] == 1
 
 
@@ -210,10 +210,10 @@ def test_fine_tuning_with_other_classes_and_queries(
         == 0
     )
     log = (tmp_path / "tuned" / "log.txt").read_text()
-    assert "class_head.weight (file (4, 32), model (3, 32))" in log
-    assert "decoder.query_position.weight (file (6, 32), model (9, 32))" in log
+    assert "decoder.heads.classes.0.weight (file (4, 32), model (3, 32))" in log
+    assert "decoder.queries.position.weight (file (6, 32), model (9, 32))" in log
     before, after = (load_checkpoint(tmp_path / name / "last.pt").weights for name in ("run", "tuned"))
-    name = "decoder.layers.0.cross_attention.value.weight"
+    name = "decoder.layers.0.cross_attention.attention.value.weight"
     assert torch.equal(before[name], after[name])
 
 

@@ -1,4 +1,4 @@
-"""The decoder layer against torch's attention and norms, and the loop over learned queries."""
+"""The decoder layer against torch's attention and norms, and the loop: heads, references, refinement."""
 
 from __future__ import annotations
 
@@ -7,23 +7,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from detr_bf.structures import TokenBatch
-from detr_bf.transformer import Decoder, DecoderLayer
+from detr_bf.structures import Queries, TokenBatch
+from detr_bf.transformer import Decoder, DecoderLayer, Heads, LearnedQueries, MemoryAttention, QueryAttention
 from tests.references.attention import packed_attention
 
-ROWS, TOKENS, QUERIES, DIM, LAYERS = 2, 5, 4, 8, 3
+ROWS, TOKENS, QUERIES, DIM, LAYERS, LOGITS = 2, 5, 4, 8, 3, 6
 
 
 def layer(**changes: object) -> DecoderLayer:
-    module = DecoderLayer(DIM, heads=2, feedforward_dim=12, **changes).double()
+    attention = (QueryAttention(DIM, heads=2), MemoryAttention(DIM, heads=2))
+    module = DecoderLayer(*attention, dim=DIM, feedforward_dim=12, **changes).double()
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)
     return module
 
 
-def decoder() -> Decoder:
+def decoder(*, reference: bool = False, heads: int = 1, **changes: object) -> Decoder:
     torch.manual_seed(1)
-    return Decoder([layer() for _ in range(LAYERS)], dim=DIM, num_queries=QUERIES).double()
+    return Decoder(
+        [layer() for _ in range(LAYERS)],
+        queries=LearnedQueries(QUERIES, DIM, reference=nn.Linear(DIM, 2) if reference else None),
+        heads=Heads([nn.Linear(DIM, LOGITS) for _ in range(heads)], [nn.Linear(DIM, 4) for _ in range(heads)]),
+        norm=nn.LayerNorm(DIM),
+        **changes,
+    ).double()
 
 
 def memory() -> TokenBatch:
@@ -41,7 +48,10 @@ def norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
 def test_layer_as_torch_attention_and_norms(pre_norm: bool) -> None:
     seen, module = memory(), layer(pre_norm=pre_norm)
     content, position = torch.randn(2, ROWS, QUERIES, DIM, dtype=torch.float64)
-    among, across = packed_attention(module.self_attention), packed_attention(module.cross_attention)
+    among, across = (
+        packed_attention(module.self_attention.attention),
+        packed_attention(module.cross_attention.attention),
+    )
     located = seen.tokens + seen.per_sample["position"]
 
     def look(query: Tensor) -> Tensor:
@@ -55,38 +65,96 @@ def test_layer_as_torch_attention_and_norms(pre_norm: bool) -> None:
     x = content
     for its_norm, function in steps:
         x = x + function(norm(its_norm, x)) if pre_norm else norm(its_norm, x + function(x))
-    torch.testing.assert_close(module(content, position, seen), x)
+    torch.testing.assert_close(module(Queries(content, position), seen), x)
 
 
-def test_layers_in_turn_from_zero_content_each_behind_the_norm() -> None:
-    module, seen = decoder(), memory()
-    position = module.query_position.weight.repeat(ROWS, 1, 1)
-    content, expected = torch.zeros(ROWS, QUERIES, DIM, dtype=torch.float64), []
+def contents(module: Decoder, seen: TokenBatch) -> list[Tensor]:
+    """What every layer hands to the heads, from zero content."""
+    position = module.queries.position.weight.repeat(ROWS, 1, 1)
+    content, states = torch.zeros(ROWS, QUERIES, DIM, dtype=torch.float64), []
     for each in module.layers:
-        content = each(content, position, seen)
-        expected.append(norm(module.norm, content))
-    torch.testing.assert_close(module(seen), torch.stack(expected))
+        content = each(Queries(content, position), seen)
+        states.append(norm(module.norm, content))
+    return states
 
 
-def test_permuting_the_queries_permutes_the_states() -> None:
+def test_layers_in_turn_each_read_by_the_heads_behind_the_norm() -> None:
+    module, seen = decoder(), memory()
+    outputs, states = module(seen), torch.stack(contents(module, seen))
+    classes, boxes = module.heads.classes[0], module.heads.boxes[0]
+    torch.testing.assert_close(outputs.logits, states @ classes.weight.T + classes.bias)
+    torch.testing.assert_close(outputs.boxes, 1 / (1 + (-states @ boxes.weight.T - boxes.bias).exp()))
+
+
+def test_without_auxiliary_losses_the_last_layer_is_left() -> None:
+    seen = memory()
+    every, last = decoder()(seen), decoder(aux_loss=False)(seen)
+    assert torch.equal(last.logits, every.logits[-1:])
+    assert torch.equal(last.boxes, every.boxes[-1:])
+
+
+def test_boxes_are_counted_from_the_reference_point() -> None:
+    module, seen = decoder(reference=True), memory()
+    position, head = module.queries.position.weight, module.heads.boxes[0]
+    point = position @ module.queries.reference.weight.T + module.queries.reference.bias
+    logits = torch.stack(contents(module, seen)) @ head.weight.T + head.bias
+    logits[..., :2] += point
+    torch.testing.assert_close(module(seen).boxes, logits.sigmoid())
+
+
+def test_refinement_counts_from_the_boxes_of_the_layer_before() -> None:
+    module, seen = decoder(reference=True, heads=LAYERS, refine=True), memory()
+    boxes = module(seen).boxes
+    for index, state in enumerate(contents(module, seen)[1:], start=1):
+        head = module.heads.boxes[index]
+        before = (boxes[index - 1] / (1 - boxes[index - 1])).log()
+        torch.testing.assert_close(boxes[index], (state @ head.weight.T + head.bias + before).sigmoid())
+
+
+def test_no_gradient_runs_from_a_refined_box_to_the_head_before() -> None:
+    module, seen = decoder(reference=True, heads=LAYERS, refine=True), memory()
+    module(seen).boxes[-1].sum().backward()
+    assert module.heads.boxes[-1].weight.grad.any()
+    assert not any(head.weight.grad.any() for head in module.heads.boxes[:-1])
+
+
+def test_look_is_asked_before_every_layer() -> None:
+    asked = []
+
+    def look(index: int, queries: Queries) -> Queries:
+        asked.append((index, queries.content.abs().sum().item() > 0))
+        return queries
+
+    decoder(look=look)(memory())
+    assert asked == [(0, False), (1, True), (2, True)]
+
+
+def test_learned_content() -> None:
+    queries = LearnedQueries(QUERIES, DIM, learned_content=True)
+    made = queries(memory())
+    assert torch.equal(made.content, queries.content.weight.expand(ROWS, -1, -1))
+    assert made.reference is None
+
+
+def test_permuting_the_queries_permutes_the_outputs() -> None:
     module, seen, order = decoder(), memory(), torch.tensor([2, 0, 3, 1])
-    before = module(seen)
+    before = module(seen).logits
     with torch.no_grad():
-        module.query_position.weight.copy_(module.query_position.weight[order].clone())
-    torch.testing.assert_close(module(seen), before[:, :, order])
+        module.queries.position.weight.copy_(module.queries.position.weight[order].clone())
+    torch.testing.assert_close(module(seen).logits, before[:, :, order])
     assert not torch.allclose(before, before[:, :, order]), "the queries differ"
 
 
 def test_padded_memory_is_not_seen() -> None:
     module, seen = decoder(), memory()
     edited = seen.tokens.masked_fill(seen.per_sample["padding_mask"][..., None], 7.0)
-    assert torch.equal(module(seen.with_tokens(edited)), module(seen))
+    assert torch.equal(module(seen.with_tokens(edited)).logits, module(seen).logits)
 
 
 def test_rows_do_not_see_each_other() -> None:
     module, seen = decoder(), memory()
     edited = seen.tokens.clone()
     edited[0] += torch.randn(TOKENS, DIM)
-    changed = module(seen.with_tokens(edited)) != module(seen)
+    changed = module(seen.with_tokens(edited)).logits != module(seen).logits
     assert changed[:, 0].any()
     assert not changed[:, 1].any()

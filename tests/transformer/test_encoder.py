@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detr_bf.structures import TokenBatch
-from detr_bf.transformer import Encoder, EncoderLayer
+from detr_bf.transformer import Encoder, EncoderLayer, TokenAttention
 from tests.references.attention import packed_attention
 
 ROWS, TOKENS, DIM = 3, 5, 8
 
 
 def layer(**changes: object) -> EncoderLayer:
-    module = EncoderLayer(DIM, heads=2, feedforward_dim=12, **changes).double()
+    module = EncoderLayer(TokenAttention(DIM, heads=2), dim=DIM, feedforward_dim=12, **changes).double()
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)
     return module
@@ -42,7 +42,7 @@ def feed_forward(module: EncoderLayer, x: Tensor) -> Tensor:
 def test_layer_as_torch_attention_and_norms(pre_norm: bool) -> None:
     batch = example()
     module = layer(pre_norm=pre_norm)
-    attention = packed_attention(module.attention)
+    attention = packed_attention(module.attention.attention)
     norm1, norm2 = module.attention_residual.norm, module.feed_forward_residual.norm
 
     def attend(x: Tensor) -> Tensor:

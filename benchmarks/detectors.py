@@ -1,0 +1,138 @@
+"""Every detector against DETR, each with and without BatchFormerV2: parameters, FLOPs, time of a training step.
+
+python benchmarks/detectors.py --rounds 3 --output benchmarks/results/detectors_cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from cases import NUM_CLASSES, SEED, Preset, Setting, make_batch, make_optimizer, training_step
+from detr_bf.build import build_criterion, build_model, device_of
+from detr_bf.cli import run_tool
+from detr_bf.config import Config
+from detr_bf.detectors import Detector
+from detr_bf.errors import InputError
+from detr_bf.files import write_json
+from detr_bf.report import machine_info
+from timing import Spread, paired_ratios
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+BASELINE = "detr/detr_r50"
+RECIPES = (
+    BASELINE,
+    "conditional_detr/conditional_detr_r50",
+    "smca/smca_r50",
+    "smca/smca_multi_scale_r50",
+    "deformable_detr/deformable_detr_r50_single_scale",
+    "deformable_detr/deformable_detr_r50",
+    "deformable_detr/deformable_detr_r50_refine",
+    "deformable_detr/deformable_detr_r50_two_stage",
+)
+WITH, WITHOUT = "batch_former.enabled=true", "batch_former.enabled=false"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    recipe: str
+    batch_former: bool
+    parameters: int
+    gflops: float  # of a forward pass in training, an image, two a multiply-add
+    ratio: Spread  # time of a training step by that of the baseline without BatchFormerV2, round by round
+
+    def __str__(self) -> str:
+        name = self.recipe.rpartition("/")[2] + (" + BatchFormerV2" if self.batch_former else "")
+        times = f"{self.ratio.median:.2f} | {self.ratio.low:.2f} to {self.ratio.high:.2f}"
+        return f"| {name} | {self.parameters / 1e6:.2f} | {self.gflops:.1f} | {times} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each comparison, default %(default)s")
+    parser.add_argument("--batch-size", type=int, default=2, metavar="B", help="default %(default)s")
+    parser.add_argument("--height", type=int, default=800, help="pixels, default %(default)s")
+    parser.add_argument("--width", type=int, default=1066, help="pixels, default %(default)s")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES, metavar="RECIPE", help="default all")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write all numbers here, as JSON")
+    options = parser.parse_args(arguments)
+    return run_tool(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print row by row, then write."""
+    if options.rounds < 2:
+        raise InputError(f"--rounds must be 2 or more, for a spread; got {options.rounds}")
+    print("| | parameters, M | GFLOPs an image | step / DETR's | 10th to 90th |\n|---|---|---|---|---|")
+    rows = []
+    for recipe in options.recipes:
+        for row in measure(recipe, options):
+            print(row, flush=True)
+            rows.append(row)
+    if options.output is not None:
+        given = {key: value for key, value in vars(options).items() if key != "output"}
+        record = {"machine": machine_info(), "threads": torch.get_num_threads(), **given}
+        write_json(options.output, {**record, "rows": [asdict(row) for row in rows]})
+    return 0
+
+
+def measure(recipe: str, options: argparse.Namespace) -> Iterator[Row]:
+    """The recipe without and with BatchFormerV2, in turn with the baseline."""
+    contestants = {"baseline": (BASELINE, WITHOUT), "without": (recipe, WITHOUT), "with": (recipe, WITH)}
+    models, steps = {}, {}
+    for name, (path, override) in contestants.items():
+        setting = _setting(path, override, options)
+        models[name] = _model(setting)
+        steps[name] = _step(setting, models[name])
+    seconds = setting.time(steps, recipe)
+    for name in ("without", "with"):
+        yield Row(
+            recipe,
+            name == "with",
+            sum(p.numel() for p in models[name].parameters()),
+            flops(models[name], setting) / 1e9,
+            Spread.of(paired_ratios(seconds, name, "baseline")),
+        )
+    del models, steps
+    gc.collect()
+
+
+def flops(model: Detector, setting: Setting) -> int:
+    """Of the forward pass in training, an image. Sampling (``grid_sample``) and element-wise work are not counted."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.train()(make_batch(setting))
+    return int(counter.get_total_flops()) // setting.preset.batch_size
+
+
+def _setting(recipe: str, override: str, options: argparse.Namespace) -> Setting:
+    preset = Preset(options.height, options.width, options.batch_size, (override,), CONFIGS / f"{recipe}.yaml")
+    return Setting(preset, device_of(preset.config(f"device={options.device}")), options.rounds)
+
+
+def _model(setting: Setting) -> Detector:
+    torch.manual_seed(SEED)
+    return build_model(setting.preset.config(), NUM_CLASSES).to(setting.device).train()
+
+
+def _step(setting: Setting, model: Detector) -> Any:
+    config: Config = setting.preset.config()
+    optimizer, batch = make_optimizer(config, model), make_batch(setting)
+    return partial(training_step, model, optimizer, build_criterion(config), batch, config.optimizer.clip_norm)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

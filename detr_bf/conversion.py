@@ -1,0 +1,127 @@
+"""Checkpoints turned into others: other names, or no batch attention."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from detr_bf import interop
+from detr_bf.build import build_model
+from detr_bf.config import Config, config_from_dict, config_to_dict
+from detr_bf.detectors import Detector
+from detr_bf.engine import Checkpoint, checkpoint_of, load_checkpoint, load_strict
+from detr_bf.errors import InputError
+from detr_bf.structures import Batch
+
+BATCH_FORMER = "batch_former"
+SIDE = 256  # pixels of the random images, at least
+
+
+def convert(source: Path, target: Path, format_name: str | None = None) -> str:
+    """Write the weights of ``source`` under our names or a foreign format's, and say what was done.
+
+    Raises:
+        InputError: see :func:`detr_bf.interop.read_weights` and :func:`detr_bf.interop.write_weights`.
+    """
+    source = checkpoint_of(source)
+    _check_target(source, target)
+    weights = interop.read_weights(source)
+    with _writing(target):
+        interop.write_weights(target, weights, format_name)
+    return f"{len(weights)} tensors of {source} written under {format_name or 'our'} names: {target}"
+
+
+def strip_batch_former(source: Path, target: Path) -> str:
+    """Write the checkpoint ``source`` without batch attention, if evaluation does without it, and say what was done.
+
+    The averaged weights are taken where there are some; what is needed to go on training is left out.
+
+    Raises:
+        InputError: ``source`` is no checkpoint of ours, has no batch attention, or evaluation uses it.
+    """
+    source = checkpoint_of(source)
+    _check_target(source, target)
+    checkpoint = load_checkpoint(source)
+    config = config_from_dict(checkpoint.config)
+    _check_strippable(config, source)
+    stripped = stripped_checkpoint(checkpoint, config)
+    _check_same_evaluation(checkpoint, stripped, str(source))
+    with _writing(target):
+        stripped.save(target)
+    removed = len(checkpoint.weights) - len(stripped.weights)
+    return f"{removed} tensors of batch attention left out, evaluation is the same to the bit: {target}"
+
+
+def stripped_checkpoint(checkpoint: Checkpoint, config: Config) -> Checkpoint:
+    """``checkpoint`` without batch attention and without what only training needs."""
+    config = copy.deepcopy(config)
+    config.batch_former.enabled = False
+    kept = {name: value for name, value in checkpoint.weights.items() if BATCH_FORMER not in name.split(".")}
+    return replace(checkpoint, model=kept, ema=None, training=None, config=config_to_dict(config))
+
+
+def random_batch(config: Config) -> Batch:
+    """Two random images of different sizes, large enough for as many queries as the model has."""
+    cells = math.ceil(math.sqrt(config.model.num_queries))
+    side = 32 * math.ceil(max(SIDE, min(config.model.backbone.strides) * cells) / 32)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (2, 3, side, side + 32), generator=generator, dtype=torch.uint8)
+    padding_mask = torch.zeros(2, side, side + 32, dtype=torch.bool)
+    padding_mask[1, side - 40 :] = True
+    padding_mask[1, :, side - 72 :] = True
+    return Batch(images.masked_fill(padding_mask[:, None], 0), padding_mask)
+
+
+def _check_target(source: Path, target: Path) -> None:
+    if target.is_dir():
+        raise InputError(f"{target} is a folder: name the file to write")
+    if target.exists() and source.exists() and target.samefile(source):
+        raise InputError(f"{target} is the checkpoint that is read: name another file to write")
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{target} cannot be written ({error.strerror or error}): name another file") from error
+
+
+def _check_strippable(config: Config, source: Path) -> None:
+    if not config.batch_former.enabled:
+        raise InputError(f"{source} was trained without batch attention: there is nothing to strip")
+    if config.batch_former.mode == "mini_batch_inference":
+        raise InputError(
+            f"{source} was trained with batch_former.mode=mini_batch_inference: its evaluation uses batch attention, "
+            "so it would be another one without it"
+        )
+
+
+def _check_same_evaluation(checkpoint: Checkpoint, stripped: Checkpoint, source: str) -> None:
+    """Both give the same bits on a random batch."""
+    batch = random_batch(config_from_dict(checkpoint.config))
+    with torch.inference_mode():
+        pairs = zip(_outputs(checkpoint, batch, source), _outputs(stripped, batch, source), strict=True)
+        if not all(torch.equal(one, other) for one, other in pairs):
+            raise InputError(f"{source}: evaluation changes without batch attention, so nothing was written")
+
+
+def _outputs(checkpoint: Checkpoint, batch: Batch, source: str) -> Iterator[Tensor]:
+    model = _model(checkpoint, source)
+    outputs = model(batch)
+    yield from (outputs.logits, outputs.boxes)
+    if outputs.proposals is not None:
+        yield from (outputs.proposals.logits, outputs.proposals.boxes)
+
+
+def _model(checkpoint: Checkpoint, source: str) -> Detector:
+    model = build_model(config_from_dict(checkpoint.config), checkpoint.classes.num_classes, pretrained=False)
+    load_strict(model, checkpoint.weights, source)
+    return model.eval()

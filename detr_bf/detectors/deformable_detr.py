@@ -1,0 +1,168 @@
+"""Deformable DETR: Deformable Transformers for End-to-End Object Detection (Zhu et al. 2021, arXiv 2010.04159).
+
+Shape legend: R rows, Q queries, S tokens of all levels, N levels, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from detr_bf.detectors.detector import Detector
+from detr_bf.detectors.parts import (
+    Options,
+    class_head,
+    neutral_box_head,
+    position,
+    projection,
+    query_attention,
+    xavier,
+)
+from detr_bf.detectors.proposals import ProposalQueries
+from detr_bf.errors import InputError
+from detr_bf.layers import DeformableAttention
+from detr_bf.structures import Queries, TokenBatch
+from detr_bf.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeatureTokens, Heads, LearnedQueries
+
+SIZE_LOGIT = -2.0  # boxes start at a good tenth of the image
+
+
+def deformable_detr(
+    backbone: nn.Module,
+    channels: Sequence[int],
+    options: Options,
+    *,
+    extra_levels: int = 1,
+    encoder_points: int = 4,
+    decoder_points: int = 4,
+    box_refine: bool = False,
+    two_stage: bool = False,
+) -> Detector:
+    """Deformable attention from tokens and queries to tokens, in as many levels as there are feature maps, and more.
+
+    Args:
+        backbone, channels, options: the feature maps and what all detectors share.
+        extra_levels: further levels, each of half the size, made from the last feature map.
+        encoder_points, decoder_points: places a head looks at on each level.
+        box_refine: every layer refines the boxes of the one before, with heads of its own.
+        two_stage: queries and their boxes come from the best tokens of the encoder.
+
+    Raises:
+        InputError: ``two_stage`` without ``box_refine``, which has no meaning in the paper's code.
+    """
+    if two_stage and not box_refine:
+        raise InputError("model.deformable.two_stage=true needs model.deformable.box_refine=true as well")
+    levels = len(channels) + extra_levels
+    sampling = {"dim": options.hidden_dim, "heads": options.heads, "levels": levels}
+    encoder = [
+        EncoderLayer(DeformableTokenAttention(**sampling, points=encoder_points), **options.layer)
+        for _ in range(options.encoder_layers)
+    ]
+    decoder = [
+        DecoderLayer(
+            query_attention(options), DeformableMemoryAttention(**sampling, points=decoder_points), **options.layer
+        )
+        for _ in range(options.decoder_layers)
+    ]
+    return Detector(
+        backbone,
+        tokens=_tokens(channels, levels, options),
+        encoder=Encoder(encoder, batch_former=options.batch_former),
+        decoder=Decoder(
+            decoder,
+            queries=_proposal_queries(options) if two_stage else _learned_queries(options),
+            heads=_heads(options, box_refine, two_stage),
+            refine=box_refine,
+            aux_loss=options.aux_loss,
+        ),
+    )
+
+
+def _tokens(channels: Sequence[int], levels: int, options: Options) -> FeatureTokens:
+    dim = options.hidden_dim
+    projections = [projection(count, options, norm=True) for count in channels]
+    for level in range(levels - len(channels)):
+        source = dim if level else channels[-1]
+        projections.append(projection(source, options, norm=True, kernel=3, stride=2))
+    for name, parameter in nn.ModuleList(map(xavier, projections)).named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+    embedding = nn.Parameter(torch.randn(levels, dim))
+    return FeatureTokens(projections, position(options, offset=-0.5), level_embedding=embedding)
+
+
+def _learned_queries(options: Options) -> LearnedQueries:
+    point = xavier(nn.Linear(options.hidden_dim, 2))
+    nn.init.zeros_(point.bias)
+    return LearnedQueries(options.num_queries, options.hidden_dim, learned_content=True, reference=point)
+
+
+def _proposal_queries(options: Options) -> ProposalQueries:
+    return ProposalQueries(
+        options.num_queries,
+        options.hidden_dim,
+        class_head=class_head(options),
+        box_head=neutral_box_head(options),
+    )
+
+
+def _heads(options: Options, refine: bool, two_stage: bool) -> Heads:
+    """One pair, or with refinement one for each layer, of which only the first sets the size."""
+    count = options.decoder_layers if refine else 1
+    first = 0.0 if two_stage else SIZE_LOGIT
+    boxes = [neutral_box_head(options, size_logit=0.0 if layer else first) for layer in range(count)]
+    return Heads([class_head(options) for _ in range(count)], boxes)
+
+
+class DeformableTokenAttention(nn.Module):
+    """Every token looks around itself, on its own level and on the others."""
+
+    def __init__(self, dim: int, *, heads: int, levels: int, points: int) -> None:
+        super().__init__()
+        self.attention = DeformableAttention(dim, heads=heads, levels=levels, points=points)
+
+    def forward(self, x: Tensor, batch: TokenBatch) -> Tensor:
+        """(R, S, C) -> (R, S, C)."""
+        shapes = batch.static["spatial_shapes"]
+        reference = cell_centres(shapes, batch.per_sample["valid_ratios"])
+        located = x + batch.per_sample["position"]
+        return self.attention(located, reference, x, shapes, batch.per_sample["padding_mask"])
+
+
+class DeformableMemoryAttention(nn.Module):
+    """Every query looks around its reference point, or into its reference box, on all levels."""
+
+    def __init__(self, dim: int, *, heads: int, levels: int, points: int) -> None:
+        super().__init__()
+        self.attention = DeformableAttention(dim, heads=heads, levels=levels, points=points)
+
+    def forward(self, x: Tensor, queries: Queries, memory: TokenBatch) -> Tensor:
+        """(R, Q, C) -> (R, Q, C)."""
+        assert queries.reference is not None
+        ratios = memory.per_sample["valid_ratios"].repeat(1, 1, queries.reference.shape[-1] // 2)
+        return self.attention(
+            x + queries.position,
+            queries.reference[:, :, None] * ratios[:, None],
+            memory.tokens,
+            memory.static["spatial_shapes"],
+            memory.per_sample["padding_mask"],
+        )
+
+
+def cell_centres(spatial_shapes: Sequence[tuple[int, int]], valid_ratios: Tensor) -> Tensor:
+    """The centre of every cell as a place on every level: (R, S, N, 2), x and y in fractions of the padded level.
+
+    A cell keeps its place in the unpadded part (``valid_ratios`` (R, N, 2)), which is not quite the same part on all
+    levels.
+    """
+    centres = []
+    for level, (height, width) in enumerate(spatial_shapes):
+        y, x = torch.meshgrid(
+            torch.arange(0.5, height, device=valid_ratios.device) / height,
+            torch.arange(0.5, width, device=valid_ratios.device) / width,
+            indexing="ij",
+        )
+        centres.append(torch.stack([x, y], dim=-1).flatten(0, 1) / valid_ratios[:, level, None])
+    return torch.cat(centres, dim=1)[:, :, None] * valid_ratios[:, None]

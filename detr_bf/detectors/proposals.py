@@ -1,0 +1,83 @@
+"""Two-stage Deformable DETR: the queries are the encoder's best tokens (Zhu et al. 2021, arXiv 2010.04159, app. A.4).
+
+Shape legend: R rows, Q queries, S tokens of all levels, N levels, C channels, K class logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from detr_bf.boxes import inverse_sigmoid
+from detr_bf.errors import InputError
+from detr_bf.layers import full_precision, sine_of_coordinates
+from detr_bf.structures import Outputs, Queries, TokenBatch
+
+BASE_SIZE = 0.05  # width and height of a proposal on the finest level; twice as much on each coarser one
+MARGIN = 0.01  # a proposal that comes nearer to 0 or 1 in any coordinate is dropped
+
+
+class ProposalQueries(nn.Module):
+    """Every token proposes a box; the ``num_queries`` with the best logit of class 0 become queries.
+
+    Class 0 stands for any object: that is what the proposals are trained on.
+    """
+
+    def __init__(self, num_queries: int, dim: int, *, class_head: nn.Module, box_head: nn.Module) -> None:
+        super().__init__()
+        self.num_queries = num_queries
+        self.project = nn.Linear(dim, dim)
+        self.norm = nn.LayerNorm(dim)
+        self.class_head = class_head
+        self.box_head = box_head
+        self.embed = nn.Linear(2 * dim, 2 * dim)
+        self.embed_norm = nn.LayerNorm(2 * dim)
+        for linear in (self.project, self.embed):
+            nn.init.xavier_uniform_(linear.weight)
+
+    def forward(self, memory: TokenBatch) -> Queries:
+        """Memory (R, S, C) -> queries (R, Q, C) with reference boxes (R, Q, 4), and the proposals (1, R, S, .).
+
+        Raises:
+            InputError: there are fewer tokens than queries.
+        """
+        if memory.tokens.shape[1] < self.num_queries:
+            raise InputError(
+                f"the two-stage detector takes its {self.num_queries} queries from the image's tokens, of which there "
+                f"are {memory.tokens.shape[1]}: use larger images or a smaller model.num_queries"
+            )
+        anchors, usable = anchor_boxes(memory)
+        tokens = self.norm(self.project(memory.tokens.masked_fill(~usable, 0.0)))
+        logits = full_precision(self.class_head, tokens)
+        offsets = full_precision(self.box_head, tokens)
+        box_logits = offsets + inverse_of_anchors(anchors, usable)
+        best = logits[..., 0].topk(self.num_queries, dim=1).indices[..., None]
+        boxes = box_logits.gather(1, best.expand(-1, -1, 4)).detach().sigmoid()
+        place = self.embed_norm(self.embed(sine_of_coordinates(boxes, memory.tokens.shape[-1] // 2)))
+        position, content = place.chunk(2, dim=-1)
+        proposals = Outputs(logits[None], box_logits.sigmoid()[None], memory.num_streams)
+        return Queries(content, position, boxes, proposals=proposals)
+
+
+def inverse_of_anchors(anchors: Tensor, usable: Tensor) -> Tensor:
+    """Logits (R, S, 4) of the anchors; infinite, a box of 1, where there is none to be used."""
+    return torch.where(usable, inverse_sigmoid(anchors), torch.inf)
+
+
+def anchor_boxes(memory: TokenBatch) -> tuple[Tensor, Tensor]:
+    """A box (R, S, 4) around every token in fractions of the unpadded image, and whether it is to be used (R, S, 1)."""
+    shapes: Sequence[tuple[int, int]] = memory.static["spatial_shapes"]
+    ratios = memory.per_sample["valid_ratios"]
+    boxes = []
+    for level, (height, width) in enumerate(shapes):
+        size = torch.tensor([width, height], device=ratios.device) * ratios[:, level]  # (R, 2) unpadded cells
+        y, x = torch.meshgrid(
+            torch.arange(height, device=ratios.device), torch.arange(width, device=ratios.device), indexing="ij"
+        )
+        centres = (torch.stack([x, y], dim=-1).flatten(0, 1) + 0.5) / size[:, None]
+        boxes.append(torch.cat([centres, torch.full_like(centres, BASE_SIZE * 2**level)], dim=-1))
+    anchors = torch.cat(boxes, dim=1)
+    inside = ((anchors > MARGIN) & (anchors < 1 - MARGIN)).all(-1)
+    return anchors, (inside & ~memory.per_sample["padding_mask"])[..., None]

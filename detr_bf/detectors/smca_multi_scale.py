@@ -1,0 +1,195 @@
+"""Multi-scale SMCA (Gao et al. 2021, arXiv 2101.07448, section 3.4, in the form of the authors' release).
+
+Shape legend: R rows, Q queries, S tokens of all levels, C channels, H heads. Levels have strides 8, 16, 32, 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from detr_bf.detectors.detector import Detector
+from detr_bf.detectors.parts import Options, position, projection, xavier
+from detr_bf.detectors.smca import Gaussian, gaussian_decoder
+from detr_bf.errors import InputError
+from detr_bf.layers import FeedForward, MultiHeadAttention, multi_head_attention
+from detr_bf.structures import FeatureMap, Queries, TokenBatch
+from detr_bf.transformer import Encoder, FeatureTokens, Residual, resized_mask
+
+LEVELS = 4
+STRIDES = (16, 16, 32, 64)  # of the memory, pixels a cell
+SHARPNESS = (0.5, 0.5, 1.0, 2.0)  # factors of the squared distance, which is counted in cells
+KERNEL = 5
+
+
+def smca_multi_scale(backbone: nn.Module, widths: Sequence[int], options: Options, *, smooth: float = 8.0) -> Detector:
+    """Four levels that exchange by convolutions in the encoder; a query weighs the levels it looks at.
+
+    Raises:
+        InputError: the backbone does not give three maps, or layers are to be pre-norm.
+    """
+    if len(widths) != LEVELS - 1 or options.pre_norm:
+        raise InputError(
+            "model.name=smca_multi_scale needs model.backbone.strides=[8, 16, 32] and model.pre_norm=false; "
+            f"got {len(widths)} feature maps and pre_norm={str(options.pre_norm).lower()}"
+        )
+    attentions = [
+        MultiScaleGaussianAttention(**options.attention, smooth=smooth) for _ in range(options.decoder_layers)
+    ]
+    return Detector(
+        backbone,
+        tokens=_tokens(widths, options),
+        encoder=_encoder(options),
+        decoder=gaussian_decoder(attentions, attentions[0].norm, options),
+    )
+
+
+def _tokens(channels: Sequence[int], options: Options) -> CoarserMap:
+    tokens = FeatureTokens(
+        [*(projection(count, options, norm=False) for count in channels), nn.Identity()],
+        position(options),
+        level_embedding=nn.Parameter(torch.randn(LEVELS, options.hidden_dim)),
+    )
+    return CoarserMap(projection(channels[-1], options, norm=False, kernel=3, stride=2), tokens)
+
+
+def _encoder(options: Options) -> ReducedEncoder:
+    dim = options.hidden_dim
+    layers = [ExchangeLayer(dim, options.feedforward_dim, options.dropout) for _ in range(options.encoder_layers)]
+    return ReducedEncoder(
+        Encoder(layers, batch_former=options.batch_former), nn.Conv2d(dim, dim, 3, stride=2, padding=1)
+    )
+
+
+class CoarserMap(nn.Module):
+    """A fourth map of half the size of the third, before the tokens are made."""
+
+    def __init__(self, convolution: nn.Module, tokens: FeatureTokens) -> None:
+        super().__init__()
+        self.convolution = convolution
+        self.tokens = tokens
+
+    def forward(self, features: Sequence[FeatureMap], padding_mask: Tensor) -> TokenBatch:
+        coarser: Tensor = self.convolution(features[-1].tensor)
+        mask = resized_mask(features[-1].padding_mask, coarser.shape[-2:])
+        batch: TokenBatch = self.tokens([*features, FeatureMap(coarser, mask)], padding_mask)
+        return batch
+
+
+class ExchangeLayer(nn.Module):
+    """Depth-wise convolutions on every level and between neighbours, then a feed-forward network.
+
+    Padding takes part. The convolutions across channels, the norms and the network are those of all levels.
+    """
+
+    def __init__(self, dim: int, feedforward_dim: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.enter, self.leave = (xavier(nn.Conv2d(dim, dim, 1)) for _ in range(2))
+        self.within = nn.ModuleList(_depthwise(dim) for _ in range(LEVELS))
+        self.to_coarser = nn.ModuleList(_depthwise(dim, stride=2) for _ in range(LEVELS - 1))
+        self.to_finer = nn.ModuleList(_depthwise(dim) for _ in range(LEVELS - 1))
+        self.exchange_residual = Residual(dim, dropout=dropout)
+        self.feed_forward = FeedForward(dim, feedforward_dim, dropout)
+        self.feed_forward_residual = Residual(dim, dropout=dropout)
+
+    def forward(self, batch: TokenBatch) -> Tensor:
+        """(R, S, C) -> (R, S, C)."""
+        tokens = self.exchange_residual(batch.tokens, lambda x: self._exchange(x + batch.per_sample["position"], batch))
+        return self.feed_forward_residual(tokens, self.feed_forward)
+
+    def _exchange(self, located: Tensor, batch: TokenBatch) -> Tensor:
+        maps = as_maps(located, batch.static["spatial_shapes"])
+        own = [mix(self.enter(level)) for mix, level in zip(self.within, maps, strict=True)]
+        mixed = list(own)
+        for fine, (down, up) in enumerate(zip(self.to_coarser, self.to_finer, strict=True)):
+            mixed[fine + 1] = mixed[fine + 1] + down(own[fine])
+            mixed[fine] = mixed[fine] + F.interpolate(
+                up(own[fine + 1]), size=own[fine].shape[-2:], mode="bilinear", align_corners=True
+            )
+        return as_tokens([self.leave(level) for level in mixed])
+
+
+class ReducedEncoder(nn.Module):
+    """An encoder whose finest level is brought to the size of the next one, for the decoder."""
+
+    def __init__(self, encoder: Encoder, reduce: nn.Conv2d) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.reduce = reduce
+
+    def forward(self, batch: TokenBatch) -> TokenBatch:
+        memory: TokenBatch = self.encoder(batch)
+        shapes = memory.static["spatial_shapes"]
+        finest, *others = as_maps(memory.tokens, shapes)
+        cells = [height * width for height, width in shapes]
+        companions = dict(memory.per_sample)
+        for name in ("padding_mask", "position"):
+            _, *rest = companions[name].split(cells, dim=1)
+            companions[name] = torch.cat([rest[0], *rest], dim=1)
+        return replace(
+            memory,
+            tokens=as_tokens([self.reduce(finest), *others]),
+            per_sample=companions,
+            static={**memory.static, "spatial_shapes": (shapes[1], *shapes[1:])},
+        )
+
+
+class MultiScaleGaussianAttention(nn.Module):
+    """Attention to each level apart, modulated in space; the results are weighed by what the query holds."""
+
+    def __init__(self, dim: int, *, heads: int, dropout: float, smooth: float) -> None:
+        super().__init__()
+        self.attention = MultiHeadAttention(dim, heads, dropout)
+        self.norm = nn.LayerNorm(dim)
+        gaussians = [
+            Gaussian(dim, heads=heads, dynamic_scale="type3", smooth=smooth / sharpness, stride=stride)
+            for sharpness, stride in zip(SHARPNESS, STRIDES, strict=True)
+        ]
+        self.gaussians = nn.ModuleList(gaussians)
+        self.level_weight = xavier(nn.Linear(dim, LEVELS))
+        offsets = nn.init.xavier_uniform_(torch.empty(LEVELS, heads * 2, dim).flatten(0, 1)).chunk(LEVELS)
+        for gaussian, weight in zip(gaussians, offsets, strict=True):
+            gaussian.offset.weight.data.copy_(weight)  # as one matrix for all levels
+
+    def forward(self, x: Tensor, queries: Queries, memory: TokenBatch) -> Tensor:
+        """(R, Q, C) -> (R, Q, C). Places and weights depend on what entered the layer, ``queries``."""
+        located = self.norm(queries.content + queries.position)
+        shapes = memory.static["spatial_shapes"]
+        cells = [height * width for height, width in shapes]
+        query = self.attention.query(x + queries.position)
+        key = self.attention.key(memory.tokens + memory.per_sample["position"]).split(cells, dim=1)
+        value = self.attention.value(memory.tokens).split(cells, dim=1)
+        mask = memory.per_sample["padding_mask"].split(cells, dim=1)
+        found = [
+            multi_head_attention(
+                query,
+                key[level],
+                value[level],
+                heads=self.attention.heads,
+                padding_mask=mask[level],
+                bias=gaussian(located, queries.reference, memory.per_sample["image_size"], shapes[level]),
+                dropout=self.attention.dropout if self.training else 0.0,
+            )
+            for level, gaussian in enumerate(self.gaussians)
+        ]
+        weights = self.level_weight(located).softmax(-1)  # (R, Q, levels), each image's own
+        return self.attention.out((torch.stack(found, dim=-1) * weights[:, :, None]).sum(-1))
+
+
+def as_maps(tokens: Tensor, spatial_shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Tokens (R, S, C) -> maps (R, C, h, w), one a level."""
+    parts = tokens.transpose(1, 2).split([height * width for height, width in spatial_shapes], dim=2)
+    return [part.unflatten(2, shape) for part, shape in zip(parts, spatial_shapes, strict=True)]
+
+
+def as_tokens(maps: Sequence[Tensor]) -> Tensor:
+    """Maps (R, C, h, w) -> tokens (R, S, C)."""
+    return torch.cat([level.flatten(2) for level in maps], dim=2).transpose(1, 2)
+
+
+def _depthwise(dim: int, stride: int = 1) -> nn.Module:
+    return xavier(nn.Conv2d(dim, dim, KERNEL, stride=stride, padding=KERNEL // 2, groups=dim))

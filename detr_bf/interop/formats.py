@@ -1,0 +1,185 @@
+"""Which foreign format a checkpoint has, and reading and writing it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from detr_bf.errors import InputError
+from detr_bf.interop import huggingface, official
+from detr_bf.interop.huggingface import Table, own_resnet
+from detr_bf.interop.layout import Layout
+from detr_bf.interop.rules import Rule, to_ours, to_theirs, unknown_names
+
+COUNTERS = ("total_params", "total_ops")  # left by a profiler in some released Deformable DETR files
+OURS = ("backbone.body.", "tokens.", "decoder.queries.", "decoder.heads.")  # no foreign name starts like this
+
+
+@dataclass(frozen=True)
+class Format:
+    """Names of one foreign implementation.
+
+    ``signs`` are tensors or modules, as regular expressions, that only a checkpoint of this format has, all of them.
+    ``wrapper`` is the entry of a checkpoint in which its own code looks for the weights; None: they are the checkpoint.
+    Names that end in one of ``ignored`` are left out, reading and writing.
+    """
+
+    name: str
+    rules: Callable[[Layout], Iterable[Rule]]
+    signs: tuple[str, ...]
+    title: str
+    wrapper: str | None = "model"
+    ignored: tuple[str, ...] = COUNTERS
+
+    def missing_signs(self, names: Iterable[str]) -> list[str]:
+        text = "\n".join(names)
+        return [sign for sign in self.signs if not re.search(rf"^{sign}(\.|$)", text, re.MULTILINE)]
+
+    def table(self, state: Mapping[str, Tensor]) -> list[Rule]:
+        return list(self.rules(Layout.of(state)))
+
+    def kept(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in state.items() if not name.endswith(self.ignored)}
+
+
+def _hugging_face(name: str, rules: Table, signs: tuple[str, ...]) -> Iterator[Format]:
+    """With timm's ResNet, and with the library's own."""
+    own = r"model\.backbone\.(conv_encoder\.)?model\.embedder"
+    for suffix, title, table, more in (("", "", rules, ()), ("_no_timm", " without timm", own_resnet(rules), (own,))):
+        yield Format(
+            f"hf_{name}{suffix}",
+            table,
+            (*signs, *more),
+            f"Hugging Face {name}{title}",
+            wrapper=None,
+            ignored=("num_batches_tracked",),  # its norms are frozen
+        )
+
+
+_LAYER = "transformer.decoder.layers.0"
+_ATTENTION = "model.decoder.layers.0.encoder_attn"
+FORMATS = (
+    Format("detr", official.detr, (f"{_LAYER}.multihead_attn", "input_proj.weight"), "official DETR"),
+    Format(
+        "detr_panoptic",
+        official.detr_panoptic,
+        ("detr.transformer", "bbox_attention", "mask_head"),
+        "official DETR with a mask head",
+    ),
+    Format(
+        "conditional_detr",
+        official.conditional_detr,
+        (f"{_LAYER}.ca_qcontent_proj", "transformer.decoder.ref_point_head"),
+        "official Conditional DETR",
+    ),
+    Format(
+        "smca",
+        official.smca,
+        (f"{_LAYER}.point1", f"{_LAYER}.point2", "input_proj.weight"),
+        "official SMCA",
+    ),
+    Format(
+        "smca_multi_scale",
+        official.smca_multi_scale,
+        (f"{_LAYER}.point1", f"{_LAYER}.point4", "input_proj_512"),
+        "official multi-scale SMCA",
+    ),
+    Format(
+        "deformable_detr",
+        official.deformable_detr,
+        (f"{_LAYER}.cross_attn.sampling_offsets", "transformer.level_embed", "input_proj.0.0"),
+        "official Deformable DETR",
+    ),
+    *_hugging_face("detr", huggingface.detr, (f"{_ATTENTION}.q_proj", "class_labels_classifier", "bbox_predictor")),
+    *_hugging_face(
+        "conditional_detr",
+        huggingface.conditional_detr,
+        ("model.decoder.query_scale", "model.decoder.ref_point_head", "bbox_predictor"),
+    ),
+    *_hugging_face(
+        "deformable_detr",
+        huggingface.deformable_detr,
+        (f"{_ATTENTION}.sampling_offsets", "model.level_embed", r"(model\.decoder\.)?class_embed"),
+    ),
+)
+NAMES = tuple(form.name for form in FORMATS)
+
+
+def format_named(name: str) -> Format:
+    """The format ``name``.
+
+    Raises:
+        InputError: there is none.
+    """
+    form = next((form for form in FORMATS if form.name == name), None)
+    if form is None:
+        raise InputError(f"no checkpoint format '{name}'; there are: {', '.join(NAMES)}")
+    return form
+
+
+def is_ours(state: Mapping[str, Tensor]) -> bool:
+    """Whether the names are those of our detectors."""
+    return any(name.startswith(OURS) for name in state)
+
+
+def format_of(state: Mapping[str, Tensor]) -> Format | None:
+    """The format whose signs are all there, the one with most of them; None where there is none."""
+    complete = [form for form in FORMATS if not form.missing_signs(state)]
+    return max(complete, key=lambda form: len(form.signs), default=None)
+
+
+def closest_format(state: Mapping[str, Tensor]) -> str:
+    """For messages: which formats were tried, which of them knows most of the names, and what it misses."""
+    unknown = {form: len(unknown_names(state, form.table(state))) for form in FORMATS}
+    best = min(FORMATS, key=lambda form: (unknown[form], len(form.missing_signs(state))))
+    closest = f"closest is {best.name}, which knows {len(state) - unknown[best]} of the {len(state)} names and misses "
+    closest += ", ".join(best.missing_signs(state)).replace("\\", "")
+    return f"tried: {', '.join(NAMES)}; {closest if unknown[best] < len(state) else 'none knows any of the names'}"
+
+
+def from_foreign(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """A foreign state dict under our names.
+
+    Raises:
+        InputError: the format is unknown, or a name in it is.
+    """
+    state = without_wrapper(state)
+    form = format_of(state)
+    if form is None:
+        raise InputError(f"{source}: the names in it belong to no known format ({closest_format(state)})")
+    kept = form.kept(state)
+    ours, unknown = to_ours(kept, form.table(kept))
+    if unknown:
+        raise InputError(f"{source} looks like {form.title}, but these names are unknown there: {_some(unknown)}")
+    return ours
+
+
+def to_foreign(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Our state dict under the names of the format ``name``.
+
+    Raises:
+        InputError: there is no such format, it has no place for one of our tensors, or its own are not all there.
+    """
+    form = format_named(name)
+    kept = form.kept(state)
+    theirs, unknown = to_theirs(kept, form.table(kept))
+    if unknown:
+        raise InputError(f"{form.title} has no place for these tensors: {_some(unknown)}")
+    if missing := form.missing_signs(theirs):
+        raise InputError(f"these are not the weights of a whole {form.title} detector: {', '.join(missing)} is missing")
+    return theirs
+
+
+def without_wrapper(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without the ``module.`` that torch's data-parallel wrappers put before every name."""
+    prefix = "module."
+    wrapped = bool(state) and all(name.startswith(prefix) for name in state)
+    return {name.removeprefix(prefix) if wrapped else name: tensor for name, tensor in state.items()}
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

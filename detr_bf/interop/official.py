@@ -1,0 +1,241 @@
+"""Names of the authors' repositories: DETR, Conditional DETR, SMCA, Deformable DETR and the BatchFormerV2 forks.
+
+Where two names of theirs stand for one of ours, their code keeps the same module in two places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from detr_bf.interop.layout import Layout
+from detr_bf.interop.rules import Rule, rename
+
+PARTS = ("query", "key", "value")
+CONDITIONAL_SELF = {
+    "sa_qcontent_proj": "content_query",
+    "sa_qpos_proj": "position_query",
+    "sa_kcontent_proj": "content_key",
+    "sa_kpos_proj": "position_key",
+    "sa_v_proj": "value",
+    "self_attn.out_proj": "out",
+}
+CONDITIONAL_CROSS = {
+    "ca_qcontent_proj": "content_query",
+    "ca_qpos_proj": "position_query",
+    "ca_qpos_sine_proj": "sine_query",
+    "ca_kcontent_proj": "content_key",
+    "ca_kpos_proj": "position_key",
+    "ca_v_proj": "value",
+    "cross_attn.out_proj": "out",
+}
+
+
+def detr(layout: Layout) -> Iterator[Rule]:
+    """facebookresearch/detr, and zhihou7/BatchFormer's fork of it."""
+    yield from _around(layout)
+    yield rename("query_embed", "decoder.queries.position")
+    yield from _shared_heads()
+    for theirs, ours in _encoder_layers(layout):
+        yield from _packed(f"{theirs}.self_attn", f"{ours}.attention.attention")
+    for theirs, ours in _decoder_layers(layout):
+        yield from _packed(f"{theirs}.self_attn", f"{ours}.self_attention.attention")
+        yield from _packed(f"{theirs}.multihead_attn", f"{ours}.cross_attention.attention")
+
+
+def detr_panoptic(layout: Layout) -> Iterator[Rule]:
+    """facebookresearch/detr with a mask head: the detector is one of its modules."""
+    for rule in detr(layout):
+        theirs, older = (tuple(f"detr.{name}" for name in names) for names in (rule.theirs, rule.older))
+        yield replace(rule, theirs=theirs, older=older)
+    yield rename("bbox_attention", "mask_head.bbox_attention")
+    yield rename("mask_head", "mask_head.convolutions")
+
+
+def conditional_detr(layout: Layout) -> Iterator[Rule]:
+    """Atten4Vis/ConditionalDETR."""
+    yield from _around(layout)
+    yield rename("query_embed", "decoder.queries.position")
+    yield rename("transformer.decoder.ref_point_head", "decoder.queries.reference")
+    yield rename("transformer.decoder.query_scale", "decoder.look.scale")
+    yield from _shared_heads()
+    for theirs, ours in _encoder_layers(layout):
+        yield from _packed(f"{theirs}.self_attn", f"{ours}.attention.attention")
+    for theirs, ours in _decoder_layers(layout):
+        for name, part in CONDITIONAL_SELF.items():
+            yield rename(f"{theirs}.{name}", f"{ours}.self_attention.{part}")
+        for name, part in CONDITIONAL_CROSS.items():
+            yield rename(f"{theirs}.{name}", f"{ours}.cross_attention.{part}")
+
+
+def smca(layout: Layout) -> Iterator[Rule]:
+    """gaopengcuhk/SMCA-DETR."""
+    yield from _around(layout)
+    for theirs, ours in _encoder_layers(layout):
+        yield from _packed(f"{theirs}.self_attn", f"{ours}.attention.attention")
+    for theirs, ours in _decoder_layers(layout):
+        yield rename(f"{theirs}.point2", f"{ours}.cross_attention.gaussian.offset")
+        yield rename(f"{theirs}.point3", f"{ours}.cross_attention.gaussian.scale")
+    yield from _gaussian_decoder(layout)
+
+
+def smca_multi_scale(layout: Layout) -> Iterator[Rule]:
+    """Multi_scale_SMCA.zip of gaopengcuhk/SMCA-DETR."""
+    yield from _backbone()
+    for level, width in enumerate((512, 1024, 2048)):
+        yield rename(f"input_proj_{width}", f"tokens.tokens.projections.{level}")
+    yield rename("input_proj_2048_3", "tokens.convolution")
+    yield rename("transformer.level_embed", "tokens.tokens.level_embedding")
+    yield rename("transformer.conv", "encoder.reduce")
+    for theirs, ours in _layers("encoder", layout.encoder_layers, "encoder."):
+        yield from _feed_forward(theirs, ours, norm="norm2")
+        yield rename(f"{theirs}.norm1", f"{ours}.exchange_residual.norm")
+        yield rename(f"{theirs}.conv_1", f"{ours}.enter")
+        yield rename(f"{theirs}.conv_2", f"{ours}.leave")
+        for level, stride in enumerate((8, 16, 32, 64)):
+            yield rename(f"{theirs}.self_attn_{stride}", f"{ours}.within.{level}")
+        for level in range(3):
+            yield rename(f"{theirs}.high_to_low_{level + 1}", f"{ours}.to_coarser.{level}")
+            yield rename(f"{theirs}.low_to_high_{level + 1}", f"{ours}.to_finer.{level}")
+    for theirs, ours in _decoder_layers(layout):
+        yield rename(f"{theirs}.point4", f"{ours}.cross_attention.level_weight")
+        for point, name in (("point2", "offset"), ("point3", "scale")):
+            for kind in ("weight", "bias"):
+                parts = tuple(f"{ours}.cross_attention.gaussians.{level}.{name}.{kind}" for level in range(4))
+                yield Rule((f"{theirs}.{point}.{kind}",), parts)
+    yield from _batch_former(layout, "encoder.encoder")
+    yield from _decoder_norms(layout)
+    yield from _gaussian_decoder(layout)
+
+
+def deformable_detr(layout: Layout) -> Iterator[Rule]:
+    """fundamentalvision/Deformable-DETR in all its forms, and zhihou7/BatchFormer's fork of it."""
+    yield from _backbone()
+    yield rename("input_proj", "tokens.projections")
+    yield rename("transformer.level_embed", "tokens.level_embedding")
+    yield Rule(("query_embed.weight",), ("decoder.queries.position.weight", "decoder.queries.content.weight"), dim=1)
+    yield rename("transformer.reference_points", "decoder.queries.reference")
+    yield rename("transformer.enc_output", "decoder.queries.project")
+    yield rename("transformer.enc_output_norm", "decoder.queries.norm")
+    yield rename("transformer.pos_trans", "decoder.queries.embed")
+    yield rename("transformer.pos_trans_norm", "decoder.queries.embed_norm")
+    yield from deformable_heads(layout, "transformer.decoder")
+    for theirs, ours in _encoder_layers(layout):
+        yield from deformable_attention(f"{theirs}.self_attn", f"{ours}.attention.attention")
+        yield from _feed_forward(theirs, ours, norm="norm2")
+        yield rename(f"{theirs}.norm1", f"{ours}.attention_residual.norm")
+    for theirs, ours in _decoder_layers(layout):
+        yield from _packed(f"{theirs}.self_attn", f"{ours}.self_attention.attention")
+        yield from deformable_attention(f"{theirs}.cross_attn", f"{ours}.cross_attention.attention")
+        yield from _feed_forward(theirs, ours, norm="norm3")
+        yield rename(f"{theirs}.norm1", f"{ours}.cross_residual.norm")
+        yield rename(f"{theirs}.norm2", f"{ours}.self_residual.norm")
+    yield from _batch_former(layout, "encoder")
+
+
+def _backbone() -> Iterator[Rule]:
+    yield rename("backbone.0.body", "backbone.body")
+
+
+def _around(layout: Layout) -> Iterator[Rule]:
+    """Backbone, tokens, norms, feed-forward networks and BatchFormer of the detectors with one feature map."""
+    yield from _backbone()
+    yield rename("backbone.1.col_embed", "tokens.position.column")
+    yield rename("backbone.1.row_embed", "tokens.position.row")
+    for kind in ("weight", "bias"):  # of the convolution alone: theirs has no norm behind it
+        yield rename(f"input_proj.{kind}", f"tokens.projections.0.{kind}")
+    yield rename("transformer.encoder.norm", "encoder.norm")
+    for theirs, ours in _encoder_layers(layout):
+        yield from _feed_forward(theirs, ours, norm="norm2")
+        yield rename(f"{theirs}.norm1", f"{ours}.attention_residual.norm")
+    yield from _decoder_norms(layout)
+    yield from _batch_former(layout, "encoder")
+
+
+def _decoder_norms(layout: Layout) -> Iterator[Rule]:
+    yield rename("transformer.decoder.norm", "decoder.norm")
+    for theirs, ours in _decoder_layers(layout):
+        yield from _feed_forward(theirs, ours, norm="norm3")
+        yield rename(f"{theirs}.norm1", f"{ours}.self_residual.norm")
+        yield rename(f"{theirs}.norm2", f"{ours}.cross_residual.norm")
+
+
+def _gaussian_decoder(layout: Layout) -> Iterator[Rule]:
+    """SMCA's decoder, whose first layer's norm ours has in two places."""
+    yield rename("query_embed", "decoder.queries.position")
+    yield rename("transformer.decoder.layers.0.point1", "decoder.queries.reference.1")
+    yield from _shared_heads()
+    for theirs, ours in _decoder_layers(layout):
+        yield from _packed(f"{theirs}.self_attn", f"{ours}.self_attention.attention")
+        yield from _packed(f"{theirs}.multihead_attn", f"{ours}.cross_attention.attention")
+        copies = () if theirs[-2:] != ".0" else ("decoder.queries.reference.0",)
+        yield Rule((f"{theirs}.norm4",), (f"{ours}.cross_attention.norm",), copies=copies)
+
+
+def _shared_heads() -> Iterator[Rule]:
+    yield rename("class_embed", "decoder.heads.classes.0")
+    yield rename("bbox_embed", "decoder.heads.boxes.0")
+
+
+def deformable_heads(layout: Layout, decoder: str) -> Iterator[Rule]:
+    """Theirs lists a head for every layer, the same one over and over without refinement; the last is the encoder's."""
+    layers = range(layout.decoder_layers)
+    for name, ours in (("class_embed", "classes"), ("bbox_embed", "boxes")):
+        places = [name]
+        if layout.two_stage or (layout.refine and name == "bbox_embed"):
+            places.append(f"{decoder}.{name}")
+        if not layout.refine:
+            yield rename([f"{name}.{layer}" for layer in layers], f"decoder.heads.{ours}.0")
+            continue
+        for layer in layers:
+            yield rename([f"{place}.{layer}" for place in places], f"decoder.heads.{ours}.{layer}")
+        head = "class_head" if name == "class_embed" else "box_head"
+        yield rename([f"{place}.{layout.decoder_layers}" for place in places], f"decoder.queries.{head}")
+
+
+def _batch_former(layout: Layout, encoder: str) -> Iterator[Rule]:
+    """One module for all insertions, or one for each encoder layer, which the forks keep in two places."""
+    names = [("shared", ["transformer.bf"], ["transformer.encoder.bf"])]
+    names += [(str(i), [f"transformer.bf.{i}", f"transformer.encoder.bf.{i}"], []) for i in layout.batch_former_layers]
+    for mixer, places, older in names:
+        for depth in range(layout.batch_former_depth):
+            below = f".layers.{depth}" if layout.batch_former_depth > 1 else ""
+            yield rename(
+                [place + below for place in places],
+                f"{encoder}.batch_former.mixers.{mixer}.layers.{depth}",
+                older=[place + below for place in older],
+            )
+
+
+def _encoder_layers(layout: Layout) -> Iterator[tuple[str, str]]:
+    return _layers("encoder", layout.encoder_layers)
+
+
+def _decoder_layers(layout: Layout) -> Iterator[tuple[str, str]]:
+    return _layers("decoder", layout.decoder_layers)
+
+
+def _layers(name: str, count: int, inside: str = "") -> Iterator[tuple[str, str]]:
+    for layer in range(count):
+        yield f"transformer.{name}.layers.{layer}", f"{inside}{name}.layers.{layer}"
+
+
+def _feed_forward(theirs: str, ours: str, *, norm: str) -> Iterator[Rule]:
+    yield rename(f"{theirs}.linear1", f"{ours}.feed_forward.expand")
+    yield rename(f"{theirs}.linear2", f"{ours}.feed_forward.contract")
+    yield rename(f"{theirs}.{norm}", f"{ours}.feed_forward_residual.norm")
+
+
+def _packed(theirs: str, ours: str) -> Iterator[Rule]:
+    """torch's multi-head attention, three projections in one matrix."""
+    for kind in ("weight", "bias"):
+        yield Rule((f"{theirs}.in_proj_{kind}",), tuple(f"{ours}.{part}.{kind}" for part in PARTS))
+    yield rename(f"{theirs}.out_proj", f"{ours}.out")
+
+
+def deformable_attention(theirs: str, ours: str) -> Iterator[Rule]:
+    """Modules of one deformable attention."""
+    yield rename(f"{theirs}.sampling_offsets", f"{ours}.sampling_offsets")
+    yield rename(f"{theirs}.attention_weights", f"{ours}.attention_weights")
+    yield rename(f"{theirs}.value_proj", f"{ours}.value")
+    yield rename(f"{theirs}.output_proj", f"{ours}.out")

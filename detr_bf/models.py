@@ -1,0 +1,52 @@
+"""The recipes of ``configs/`` as models by name."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from detr_bf.build import build_model
+from detr_bf.config import load_config
+from detr_bf.detectors import Detector
+from detr_bf.errors import InputError
+
+FAMILIES = ("detr", "conditional_detr", "smca", "deformable_detr", "ablations")
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """The names :func:`create_model` knows, those that match ``pattern`` (``"*_bfv2"``), sorted."""
+    return sorted(name for name in _recipes() if fnmatch.fnmatch(name, pattern))
+
+
+def create_model(
+    name: str, *, num_classes: int, pretrained_backbone: bool = False, overrides: Sequence[str] = ()
+) -> Detector:
+    """The detector of the recipe ``configs/*/NAME.yaml``, with fresh weights.
+
+    Args:
+        name: see :func:`list_models`.
+        num_classes: classes of the data, without no-object.
+        pretrained_backbone: load the backbone weights the recipe names (ImageNet), which may be downloaded.
+        overrides: ``key=value`` settings as on the command line, ``"model.num_queries=50"``.
+
+    Raises:
+        InputError: no such recipe, an unknown setting, weights that cannot be had.
+    """
+    recipes = _recipes()
+    if name not in recipes:
+        near = difflib.get_close_matches(name, recipes, n=3, cutoff=0.4)
+        hint = f"; nearest: {', '.join(near)}" if near else ""
+        raise InputError(f"there is no model '{name}'{hint}. detr_bf.list_models() names all {len(recipes)}")
+    if num_classes < 1:
+        raise InputError(f"num_classes must be 1 or more, got {num_classes}")
+    config = load_config(recipes[name], list(overrides))
+    return build_model(config, num_classes, pretrained=pretrained_backbone)
+
+
+def _recipes() -> dict[str, Path]:
+    """Name -> file, of the families' folders."""
+    folder = Path(str(resources.files("detr_bf.configs")))
+    return {path.stem: path for family in FAMILIES for path in (folder / family).glob("*.yaml")}

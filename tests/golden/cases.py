@@ -1,0 +1,172 @@
+"""Reading a folder of recorded reference outputs, and building our modules from a case's arguments."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from detr_bf.batchformer import BatchFormerV2
+from detr_bf.detectors import Detector, Options, conditional_detr, deformable_detr, detr, smca, smca_multi_scale
+from detr_bf.interop import from_foreign
+from detr_bf.structures import FeatureMap, Outputs, Target
+from detr_bf.transformer import resized_mask
+
+
+@dataclass(frozen=True)
+class Case:
+    """One recorded run."""
+
+    name: str
+    tensors: dict[str, Tensor]
+    manifest: dict[str, Any]
+
+    @classmethod
+    def load(cls, folder: Path, name: str) -> Case:
+        stored = load_file(folder / f"{name}.safetensors")
+        tensors = {key: value.float() if value.dtype == torch.float16 else value for key, value in stored.items()}
+        return cls(name, tensors, json.loads((folder / f"{name}.json").read_text()))
+
+    @property
+    def cfg(self) -> dict[str, Any]:
+        return self.manifest["cfg"]
+
+    def below(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors whose name starts with ``prefix``, without it."""
+        return {name.removeprefix(prefix): x for name, x in self.tensors.items() if name.startswith(prefix)}
+
+
+def build(case: Case, weights: str = "weights.") -> Detector:
+    """Our detector with the case's arguments and, through the name tables, its weights."""
+    cfg = case.cfg
+    channels = cfg["backbone_num_channels"]
+    model = detector(case)(nn.Identity(), channels if isinstance(channels, list) else [channels], options(case))
+    model.load_state_dict(from_foreign(case.below(weights), case.name))
+    return model
+
+
+def options(case: Case) -> Options:
+    cfg = case.cfg
+    return Options(
+        num_logits=cfg["num_classes"] + (0 if family(case) in ("conditional_detr", "deformable_detr") else 1),
+        hidden_dim=cfg["hidden_dim"],
+        heads=cfg["nheads"],
+        encoder_layers=cfg["enc_layers"],
+        decoder_layers=cfg["dec_layers"],
+        feedforward_dim=cfg["dim_feedforward"],
+        dropout=0.0,
+        pre_norm=cfg.get("pre_norm", False),
+        num_queries=cfg["num_queries"],
+        batch_former=batch_former(case),
+    )
+
+
+def family(case: Case) -> str:
+    """Which of our detectors a recorded one is."""
+    repository = json.dumps(case.manifest["upstream"]).lower()
+    if "deformable" in repository:
+        return "deformable_detr"
+    if "conditional" in repository:
+        return "conditional_detr"
+    if "smca" in repository:
+        return "smca_multi_scale" if "Multi_scale" in json.dumps(case.manifest["upstream"]) else "smca"
+    return "detr"
+
+
+def detector(case: Case) -> Any:
+    cfg = case.cfg
+    kind = family(case)
+
+    def make(backbone: nn.Module, channels: list[int], chosen: Options) -> Detector:
+        if kind == "deformable_detr":
+            return deformable_detr(
+                backbone,
+                channels,
+                chosen,
+                extra_levels=cfg["num_feature_levels"] - len(channels),
+                encoder_points=cfg["enc_n_points"],
+                decoder_points=cfg["dec_n_points"],
+                box_refine=cfg["with_box_refine"],
+                two_stage=cfg["two_stage"],
+            )
+        if kind == "smca":
+            return smca(backbone, channels, chosen, dynamic_scale=cfg["dynamic_scale"], smooth=cfg["smooth"])
+        if kind == "smca_multi_scale":
+            widths = [channels[0] // 4, channels[0] // 2, channels[0]]
+            assert cfg["dynamic_scale"] == "type3", "the only one its code runs with"
+            return smca_multi_scale(backbone, widths, chosen, smooth=cfg["smooth"])
+        return {"detr": detr, "conditional_detr": conditional_detr}[kind](backbone, channels, chosen)
+
+    return make
+
+
+def batch_former(case: Case) -> BatchFormerV2 | None:
+    """The forks' flags: --bf 3 of DETR's and --bf 1 of Deformable's are the same, --bf 1 of DETR's is another."""
+    cfg = case.cfg
+    if not cfg.get("bf"):
+        return None
+    after_encoder = cfg["bf"] == 1 and family(case) == "detr"
+    return BatchFormerV2(
+        cfg["hidden_dim"],
+        layers=[cfg["enc_layers"] - 1] if after_encoder else cfg["insert_idx"],
+        num_encoder_layers=cfg["enc_layers"],
+        position="after",
+        shared=bool(cfg["share_bf"]),
+        mode="single_stream" if cfg["bf"] == 7 else "two_stream",
+        num_layers=cfg.get("bt_num_layers", 1),
+        dropout=0.0,
+    )
+
+
+def samples_mask(case: Case) -> Tensor:
+    """(B, H, W), True = padding."""
+    sizes = case.cfg["image_sizes_hw"]
+    mask = torch.ones(len(sizes), max(h for h, _ in sizes), max(w for _, w in sizes), dtype=torch.bool)
+    for row, (height, width) in enumerate(sizes):
+        mask[row, :height, :width] = False
+    return mask
+
+
+def features(case: Case, prefix: str = "input.") -> list[FeatureMap]:
+    """The maps our detector uses: multi-scale SMCA's first is never looked at."""
+    maps = [x for _, x in sorted(case.below(f"{prefix}features.").items(), key=lambda item: int(item[0]))]
+    if family(case) == "smca_multi_scale":
+        maps = maps[-3:]
+    return [FeatureMap(x, resized_mask(samples_mask(case), x.shape[-2:])) for x in maps]
+
+
+def recorded(case: Case, prefix: str) -> Outputs:
+    """The recorded output dictionary with its auxiliary layers, stacked, and the encoder's proposals."""
+    tensors = case.below(prefix)
+    count = sum(name.startswith("aux_outputs.") and name.endswith("pred_boxes") for name in tensors)
+    places = [f"aux_outputs.{layer}." for layer in range(count)] + [""]
+    logits, boxes = (torch.stack([tensors[place + kind] for place in places]) for kind in ("pred_logits", "pred_boxes"))
+    proposals = None
+    if "enc_outputs.pred_logits" in tensors:
+        proposals = Outputs(tensors["enc_outputs.pred_logits"][None], tensors["enc_outputs.pred_boxes"][None])
+    return Outputs(logits, boxes, proposals=proposals)
+
+
+def targets_of(case: Case, prefix: str) -> list[Target]:
+    tensors = case.below(prefix)
+    count = sum(name.endswith(".labels") for name in tensors)
+    return [Target(i, tensors[f"{i}.boxes"], tensors[f"{i}.labels"], (1, 1), (1, 1)) for i in range(count)]
+
+
+def assert_close(actual: Tensor, expected: Tensor, relative: float = 1e-5) -> None:
+    """Within ``relative`` of the largest value."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=relative * max(expected.abs().max().item(), 1.0))
+
+
+def assert_outputs(outputs: Outputs, expected: Outputs) -> None:
+    """All layers, and the proposals where there are any."""
+    assert_close(outputs.logits, expected.logits)
+    assert_close(outputs.boxes, expected.boxes)
+    assert (outputs.proposals is None) == (expected.proposals is None)
+    if outputs.proposals is not None and expected.proposals is not None:
+        assert_outputs(outputs.proposals, expected.proposals)

@@ -1,0 +1,115 @@
+"""Losses, matchings and their gradients; and whole training steps of the forks."""
+
+from __future__ import annotations
+
+import torch
+
+from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, LossReport, PaddedTargets, SetCriterion
+from detr_bf.structures import Outputs
+from tests.golden.cases import (
+    Case,
+    assert_close,
+    assert_outputs,
+    build,
+    family,
+    features,
+    recorded,
+    samples_mask,
+    targets_of,
+)
+
+
+def set_criterion(case: Case) -> SetCriterion:
+    """With the costs and weights of the reference: those of focal losses count the class twice."""
+    if family(case) == "detr":
+        weight = case.manifest.get("eos_coef", case.manifest.get("cfg", {}).get("eos_coef"))
+        classification, class_weight = CrossEntropy(weight), 1.0
+    else:
+        classification, class_weight = Focal(), 2.0
+    return SetCriterion(classification, HungarianMatcher(classification, class_weight), class_weight)
+
+
+def faulty_class_loss(case: Case) -> bool:
+    """A fault of the reference: the DETR fork's focal loss trains the no-object column as a class. Ours does not."""
+    return family(case) == "detr" and case.manifest.get("cfg", {}).get("focal_alpha", 0) > 0
+
+
+def test_losses_matchings_and_gradients(criterion_case: Case) -> None:
+    for sub in criterion_case.manifest["sub_cases"]:
+        outputs = recorded(criterion_case, f"{sub}.in.outputs.")
+        for leaf in leaves(outputs):
+            leaf.requires_grad_()
+        report = assert_losses(criterion_case, sub, outputs)
+        assert_close(report.total, box_total(criterion_case, sub, report))
+        report.total.backward()
+        expected = leaves(recorded(criterion_case, f"{sub}.out.grad."))
+        for leaf, gradient in zip(leaves(outputs), expected, strict=True):
+            assert_close(leaf.grad, gradient)
+
+
+def leaves(outputs: Outputs) -> list[torch.Tensor]:
+    own = [outputs.logits, outputs.boxes]
+    return own if outputs.proposals is None else own + leaves(outputs.proposals)
+
+
+def box_total(case: Case, sub: str, report: LossReport) -> torch.Tensor:
+    """The recorded weighted total, without the mask losses where there are any."""
+    masks = [case.tensors.get(f"{sub}.out.loss.{name}", torch.zeros(())) for name in ("loss_mask", "loss_dice")]
+    return case.tensors[f"{sub}.out.weighted_total"] - sum(masks)
+
+
+def test_mask_losses(mask_criterion_case: Case) -> None:
+    sub = next(sub for sub, kind in mask_criterion_case.manifest["sub_cases"].items() if kind["criterion"] == "masks")
+    report = assert_losses(mask_criterion_case, sub, recorded(mask_criterion_case, f"{sub}.in.outputs."))
+    assert {"loss_mask", "loss_dice"} <= set(report.losses)
+
+
+def test_training_step(step_case: Case) -> None:
+    """Two streams, targets repeated, every loss the mean of the streams."""
+    model = build(step_case, "step.in.weights.").train()
+    outputs = model.detect(features(step_case, "step.in."), samples_mask(step_case))
+    assert outputs.num_streams == 2
+    assert_outputs(outputs, recorded(step_case, "step.out.outputs."))
+    report = assert_losses(step_case, "step", outputs)
+    stats = step_case.manifest["stats"]
+    if "grad_norm" in stats:
+        report.total.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        assert_close(norm, torch.tensor(stats["grad_norm"]))
+
+
+def assert_losses(case: Case, sub: str, outputs: Outputs) -> LossReport:
+    criterion = set_criterion(case)
+    targets = targets_of(case, f"{sub}.in.targets.")
+    report = criterion(outputs, targets)
+    recorded_losses = case.below(f"{sub}.out.loss.")
+    expected_names = {name for name in recorded_losses if name.startswith(("loss_ce", "loss_bbox", "loss_giou"))}
+    assert set(report.losses) == expected_names
+    for name, loss in report.losses.items():
+        if not (name.startswith("loss_ce") and faulty_class_loss(case)):
+            assert_close(loss, recorded_losses[name])
+    assert_close(report.logged["class_error"], recorded_losses["class_error"])
+    if family(case) == "detr":  # with a focal loss the reference still takes the last class for no-object: a fault
+        assert_close(report.logged["cardinality_error"], recorded_losses["cardinality_error"])
+    padded = PaddedTargets.of(targets, outputs.num_streams)
+    assert_matches(case, sub, outputs, padded, criterion.matcher)
+    if outputs.proposals is not None:
+        assert_matches(case, sub, outputs.proposals, padded.of_one_class(), criterion.matcher, calls=["enc"])
+    return report
+
+
+def assert_matches(
+    case: Case,
+    sub: str,
+    outputs: Outputs,
+    targets: PaddedTargets,
+    matcher: HungarianMatcher,
+    calls: list[str] | None = None,
+) -> None:
+    matches = matcher(outputs, targets)
+    layers, rows = outputs.logits.shape[:2]
+    for layer, call in enumerate(calls or [*(f"aux_{index}" for index in range(layers - 1)), "last"]):
+        for row in range(rows):
+            here = (matches.layer == layer) & (matches.row == row)
+            assert torch.equal(matches.query[here], case.tensors[f"{sub}.out.indices.{call}.{row}.src"])
+            assert torch.equal(matches.target[here], case.tensors[f"{sub}.out.indices.{call}.{row}.tgt"])

@@ -1,0 +1,172 @@
+"""Postprocessing, position encodings, and deformable attention by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torchvision.ops import FrozenBatchNorm2d
+
+from detr_bf.boxes import inverse_sigmoid
+from detr_bf.detectors.deformable_detr import cell_centres
+from detr_bf.detectors.proposals import anchor_boxes, inverse_of_anchors
+from detr_bf.layers import DeformableAttention, LearnedPosition, sine_of_coordinates, sine_position
+from detr_bf.layers.deformable_attention import initial_offsets
+from detr_bf.losses import CrossEntropy, Focal
+from detr_bf.ops import ms_deform_attn
+from detr_bf.postprocess import Postprocess
+from detr_bf.structures import Detections, Outputs, Target, TokenBatch
+from detr_bf.transformer import unpadded
+from tests.golden.cases import Case, assert_close, family
+
+
+def detections(case: Case, sub: str) -> list[Detections]:
+    given = case.below(f"{sub}.in.")
+    outputs = Outputs(given["pred_logits"][None], given["pred_boxes"][None])
+    sizes = given.get("target_sizes", given.get("orig_target_sizes"))
+    assert sizes is not None
+    targets = [Target(i, torch.empty(0, 4), torch.empty(0), (h, w), (h, w)) for i, (h, w) in enumerate(sizes.tolist())]
+    classification = CrossEntropy() if family(case) == "detr" else Focal()
+    limit = len(case.tensors[f"{sub}.out.0.scores"])
+    return Postprocess(classification, limit)(outputs, targets)
+
+
+def test_postprocess(postprocess_case: Case) -> None:
+    subs = {name.split(".")[0] for name in postprocess_case.tensors}
+    for sub in subs:
+        for image, found in enumerate(detections(postprocess_case, sub)):
+            expected = postprocess_case.below(f"{sub}.out.{image}.")
+            order = expected["scores"].argsort(descending=True, stable=True)
+            assert_close(found.scores, expected["scores"][order])
+            assert torch.equal(found.labels, expected["labels"][order])
+            if sub == "bbox":  # the mask postprocessor leaves the boxes in fractions
+                assert_close(found.boxes, expected["boxes"][order])
+
+
+def test_mask_postprocess(mask_postprocess_case: Case) -> None:
+    assert hasattr(detections(mask_postprocess_case, "segm")[0], "masks")
+
+
+def test_panoptic(panoptic_case: Case) -> None:
+    from detr_bf.postprocess import PanopticPostprocess  # not written yet
+
+    assert PanopticPostprocess
+
+
+def as_map(tokens: Tensor, like: Tensor) -> Tensor:
+    """(B, h * w, C) -> (B, C, h, w)."""
+    return tokens.mT.unflatten(2, like.shape[-2:])
+
+
+def test_sine_positions(position_case: Case) -> None:
+    dim = 2 * position_case.manifest["num_pos_feats"]
+    for sub in ("sine", "sine_odd_mask"):
+        mask = position_case.tensors[f"{sub}.in.mask"].bool()
+        assert_close(as_map(sine_position(mask, dim), mask), position_case.tensors[f"{sub}.out.normalized"])
+
+
+def test_learned_position(position_case: Case) -> None:
+    module = LearnedPosition(2 * position_case.manifest["num_pos_feats"])
+    column, row = (position_case.tensors[f"learned.in.{name}_embed"] for name in ("col", "row"))
+    module.load_state_dict({"column.weight": column, "row.weight": row})
+    mask = position_case.tensors["learned.in.mask"].bool()
+    assert_close(as_map(module(mask), mask), position_case.tensors["learned.out.pos"])
+
+
+def test_frozen_batch_norm(position_case: Case) -> None:
+    """Torchvision's, which our backbones use."""
+    given = position_case.below("frozen_bn.in.")
+    module = FrozenBatchNorm2d(len(given["weight"]))
+    module.load_state_dict({name: given[name] for name in ("weight", "bias", "running_mean", "running_var")})
+    assert_close(module(given["x"]), position_case.tensors["frozen_bn.out.y"])
+
+
+def test_sine_positions_from_cell_centres(levels_case: Case) -> None:
+    mask = levels_case.tensors["sine.in.mask"].bool()
+    dim = 2 * levels_case.manifest["num_pos_feats"]
+    assert_close(as_map(sine_position(mask, dim, offset=-0.5), mask), levels_case.tensors["sine.out.normalized"])
+
+
+def memory_of(case: Case) -> TokenBatch:
+    masks = [mask.bool() for _, mask in sorted(case.below("levels.in.mask.").items())]
+    shapes = tuple((mask.shape[1], mask.shape[2]) for mask in masks)
+    ratios = [unpadded(mask) / torch.tensor([mask.shape[2], mask.shape[1]]) for mask in masks]
+    companions = {
+        "padding_mask": torch.cat([mask.flatten(1) for mask in masks], dim=1),
+        "valid_ratios": torch.stack(ratios, dim=1),
+    }
+    return TokenBatch(case.tensors["levels.in.memory"], companions, {"spatial_shapes": shapes})
+
+
+def test_reference_points_of_the_encoder(levels_case: Case) -> None:
+    memory = memory_of(levels_case)
+    ratios = memory.per_sample["valid_ratios"]
+    assert_close(ratios, levels_case.tensors["levels.out.valid_ratios"])
+    centres = cell_centres(memory.static["spatial_shapes"], ratios)
+    assert_close(centres, levels_case.tensors["levels.out.encoder_reference_points"])
+
+
+def test_proposals(levels_case: Case) -> None:
+    memory = memory_of(levels_case)
+    anchors, usable = anchor_boxes(memory)
+    expected = levels_case.tensors["levels.out.output_proposals"]
+    logits = inverse_of_anchors(anchors, usable)
+    assert torch.equal(logits.isinf(), expected.isinf())
+    assert_close(logits[expected.isfinite()], expected[expected.isfinite()])
+    kept = memory.tokens.masked_fill(~usable, 0.0)
+    assert_close(kept, levels_case.tensors["levels.out.output_memory_before_projection"])
+
+
+def test_embedding_of_proposals(levels_case: Case) -> None:
+    boxes, expected = levels_case.tensors["proposal_pos.in.proposals_unact"].sigmoid(), "proposal_pos.out.embed_512"
+    assert_close(sine_of_coordinates(boxes, 128), levels_case.tensors[expected])
+
+
+def test_inverse_sigmoid(levels_case: Case) -> None:
+    assert_close(
+        inverse_sigmoid(levels_case.tensors["inverse_sigmoid.in.x"]), levels_case.tensors["inverse_sigmoid.out.y"]
+    )
+
+
+def test_sine_of_reference_points(sine_case: Case) -> None:
+    points = sine_case.tensors["ref.in.points"].flip(-1)  # y before x
+    assert_close(sine_of_coordinates(points, 128), sine_case.tensors["ref.out.embed_256"])
+
+
+def test_op_and_its_gradients(op_case: Case) -> None:
+    """In double precision."""
+    for sub in {name.split(".")[0] for name in op_case.tensors}:
+        given = op_case.below(f"{sub}.in.")
+        names = ("value", "sampling_locations", "attention_weights")
+        leaves = [given[name].requires_grad_() for name in names]
+        shapes = [(height, width) for height, width in given["spatial_shapes"].tolist()]
+        output = ms_deform_attn(leaves[0], shapes, *leaves[1:])
+        assert_close(output, op_case.tensors[f"{sub}.out.output"], relative=1e-12)
+        output.backward(given["grad_output"])
+        for name, leaf in zip(names, leaves, strict=True):
+            if f"{sub}.out.grad_{name}" in op_case.tensors:
+                assert_close(leaf.grad, op_case.tensors[f"{sub}.out.grad_{name}"], relative=1e-11)
+
+
+@pytest.mark.parametrize("reference", ["reference_2d", "reference_4d"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_attention_module(attention_case: Case, reference: str, masked: bool) -> None:
+    cfg, given = attention_case.cfg, attention_case.below("module.in.")
+    module = DeformableAttention(cfg["d_model"], heads=cfg["n_heads"], levels=cfg["n_levels"], points=cfg["n_points"])
+    ours = {"value_proj": "value", "output_proj": "out"}
+    weights = attention_case.below("module.in.weights.")
+    renamed = {".".join(ours.get(part, part) for part in name.split(".")): x for name, x in weights.items()}
+    module.load_state_dict(renamed)
+    out = module(
+        given["query"],
+        given[reference],
+        given["input_flatten"],
+        given["spatial_shapes"].tolist(),
+        given["padding_mask"].bool() if masked else None,
+    )
+    assert_close(out, attention_case.tensors[f"module.out.{reference}" + ("" if masked else "_no_mask")])
+
+
+def test_initial_offsets(attention_case: Case) -> None:
+    """Of three levels, eight heads and four points, as recorded."""
+    assert_close(initial_offsets(8, 3, 4).flatten(), attention_case.tensors["init.out.sampling_offsets_bias"])

@@ -1,0 +1,104 @@
+"""Whole detectors behind the backbone: outputs of every layer, gradients of features and parameters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from detr_bf.interop import to_foreign
+from detr_bf.structures import Outputs
+from tests.golden.cases import (
+    Case,
+    assert_close,
+    assert_outputs,
+    batch_former,
+    build,
+    family,
+    features,
+    recorded,
+    samples_mask,
+)
+
+
+def comparable(case: Case, outputs: Outputs) -> Outputs:
+    """A fault of the reference: multi-scale SMCA weighs the levels of every image as image 0 does. Ours does not."""
+    if family(case) != "smca_multi_scale":
+        return outputs
+    return replace(outputs, logits=outputs.logits[:, :1], boxes=outputs.boxes[:, :1])
+
+
+def run(case: Case, mode: str) -> Outputs:
+    return build(case).train(mode == "train").detect(features(case), samples_mask(case))
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_outputs_of_every_layer(model_case: Case, mode: str) -> None:
+    outputs, expected = run(model_case, mode), recorded(model_case, f"{mode}.")
+    forked = mode == "train" and model_case.cfg.get("bf") not in (None, 0, 7)
+    assert outputs.num_streams == (2 if forked else 1)
+    assert_outputs(comparable(model_case, outputs), comparable(model_case, expected))
+
+
+def test_mini_batch_inference(model_case: Case) -> None:
+    """The Deformable fork's --eval_bf, where it is recorded: batch attention replaces the tokens in evaluation."""
+    model = build(model_case).eval()
+    if not model_case.below("eval_bf."):
+        return
+    former = batch_former(model_case)
+    assert former is not None
+    if former.mode == "two_stream":
+        model.encoder.batch_former.mode = "mini_batch_inference"
+    outputs = model.detect(features(model_case), samples_mask(model_case))
+    assert_outputs(outputs, recorded(model_case, "eval_bf."))
+
+
+def test_gradients(model_case: Case) -> None:
+    """Of a fixed scalar of all outputs: they show where gradients stop."""
+    if family(model_case) == "smca_multi_scale":
+        return  # its image 1 depends on image 0, see `comparable`
+    model, maps = build(model_case).train(), features(model_case)
+    for feature in maps:
+        feature.tensor.requires_grad_()
+    total = probe(model.detect(maps, samples_mask(model_case)))
+    total.backward()
+    assert total.item() == pytest.approx(model_case.manifest["probe"]["loss"], rel=1e-4, abs=1e-3)
+    for level, feature in enumerate(maps):
+        assert_close(feature.tensor.grad, model_case.tensors[f"grad.features.{level}"], relative=1e-3)
+    ours = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+    assert_parameter_gradients(model_case, {name: grad for name, grad in ours.items() if grad is not None})
+
+
+def assert_parameter_gradients(case: Case, ours: dict[str, Tensor]) -> None:
+    """Norm and a weighted sum of each, under the reference's names; where it has none, ours must be zero."""
+    theirs = to_foreign(ours, family(case))
+    for name, numbers in case.manifest["probe"]["param_grads"].items():
+        gradient = theirs.get(name)
+        if numbers is None or gradient is None:
+            assert gradient is None or not gradient.any(), name
+            assert numbers is None or max(map(abs, numbers)) < 1e-3, name
+            continue
+        weights = torch.cos(0.7 * torch.arange(gradient.numel(), dtype=torch.float64))
+        norm, weighted = gradient.norm().item(), (gradient.flatten().double() * weights).sum().item()
+        tolerance = 1e-3 * max(norm, 1.0)
+        assert math.isclose(norm, numbers[0], abs_tol=tolerance), name
+        assert math.isclose(weighted, numbers[1], abs_tol=tolerance), name
+
+
+def probe(outputs: Outputs) -> Tensor:
+    """The recorded scalar: every named output times cosines of its place, the names in sorted order."""
+    named = {}
+    for kind, stacked in (("pred_logits", outputs.logits), ("pred_boxes", outputs.boxes)):
+        *auxiliary, named[kind] = stacked
+        named |= {f"aux_outputs.{layer}.{kind}": x for layer, x in enumerate(auxiliary)}
+    if outputs.proposals is not None:
+        named["enc_outputs.pred_logits"] = outputs.proposals.logits[0]
+        named["enc_outputs.pred_boxes"] = outputs.proposals.boxes[0]
+    terms = []
+    for place, name in enumerate(sorted(named)):
+        x = named[name].double()
+        terms.append((x * torch.cos(0.7 * torch.arange(x.numel(), dtype=torch.float64) + place).view_as(x)).sum())
+    return torch.stack(terms).sum()

@@ -1,0 +1,177 @@
+"""Names, shapes and initialisation of the full-size published models, file by file of ``14_state_dict_keys``.
+
+Both sides are built without memory (the meta device), but for the initialisation, which leaves the backbone out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from detr_bf.backbones import build_backbone
+from detr_bf.detectors import Detector
+from detr_bf.interop import format_of, from_foreign, to_foreign
+from tests.golden.cases import Case, detector, family, options
+
+FOLDER = "14_state_dict_keys"
+CLASSES = {"coco": 91, "coco_panoptic": 250}  # the largest category id and one more
+OTHER_CLASSES = 20  # of any other data set
+LEARNED = ("v3", "learned")  # their names of the learned position encoding
+PRIOR = 0.01  # score every class starts with
+EXTREMES_FROM = 2000  # numbers of which the largest says something about their distribution
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Stats(NamedTuple):
+    """Of the numbers of one tensor."""
+
+    mean: float
+    std: float
+    smallest: float
+    largest: float
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Stats:
+        x = tensor.double()
+        return cls(x.mean().item(), x.std(correction=0).item(), x.min().item(), x.max().item())
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "listed" in metafunc.fixturenames:
+        paths = sorted((metafunc.config.getoption("--golden") / FOLDER).glob("*.json"))
+        metafunc.parametrize("listed", [path.stem for path in paths] or [None], indirect=True)
+
+
+@pytest.fixture
+def listed(golden: Path, request: pytest.FixtureRequest) -> Case:
+    """A key list, as a case whose arguments our detectors are built from."""
+    if request.param is None:
+        pytest.fail(f"{golden} has no key lists: {FOLDER} holds no .json file")
+    manifest = json.loads((golden / FOLDER / f"{request.param}.json").read_text())
+    cfg = manifest["args"] | {"num_classes": CLASSES.get(manifest["args"]["dataset_file"], OTHER_CLASSES)}
+    return Case(request.param, {}, manifest | {"cfg": cfg})
+
+
+def strides(case: Case) -> list[int]:
+    if family(case) == "smca_multi_scale" or case.cfg.get("num_feature_levels", 1) > 1:
+        return [8, 16, 32]
+    return [16 if case.cfg["dilation"] else 32]
+
+
+def ours(case: Case, *, whole: bool) -> Detector:
+    """Our detector of the case's arguments; with ``whole`` the backbone too, but no memory."""
+    with torch.device("meta" if whole else "cpu"):
+        backbone = build_backbone(
+            case.cfg["backbone"],
+            weights="none",
+            strides=strides(case),
+            dilation=case.cfg["dilation"],
+            frozen_stages=0,
+            frozen_norm=True,
+        )
+        chosen = replace(
+            options(case),
+            class_prior=None if family(case) == "detr" else PRIOR,
+            position_encoding="learned" if case.cfg["position_embedding"] in LEARNED else "sine",
+        )
+        channels = list(backbone.channels)
+        if family(case) == "smca_multi_scale":
+            channels = channels[-1:]  # of which the helper knows the others
+        return detector(case)(backbone if whole else nn.Identity(), channels, chosen)
+
+
+def shapes(state: Mapping[str, Tensor]) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def their_shapes(case: Case) -> Shapes:
+    return {name: tuple(shape) for name, shape in case.manifest["state_dict"].items()}
+
+
+def random_state(case: Case) -> dict[str, Tensor]:
+    """Random numbers under their names, the same ones where they keep one tensor under several."""
+    torch.manual_seed(0)
+    state = {name: torch.randn(shape, dtype=torch.float16) for name, shape in their_shapes(case).items()}
+    for first, *others in case.manifest["tied_keys"]:
+        state |= dict.fromkeys(others, state[first])
+    return state
+
+
+def without_mask_head(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The mask head belongs to the panoptic issue: its tensors have names of ours, but no module has them yet."""
+    return {name: tensor for name, tensor in state.items() if not name.startswith("mask_head.")}
+
+
+def test_every_key_has_its_place_in_our_model(listed: Case) -> None:
+    with torch.device("meta"):
+        state = {name: torch.empty(shape) for name, shape in their_shapes(listed).items()}
+    mapped = from_foreign(state, listed.name)
+    assert shapes(without_mask_head(mapped)) == shapes(ours(listed, whole=True).state_dict())
+    mask_head = [name for name in mapped if name.startswith("mask_head.")]
+    assert bool(mask_head) == listed.cfg["masks"]
+    assert len(mask_head) == sum(name.startswith(("bbox_attention.", "mask_head.")) for name in state)
+
+
+def test_our_model_has_exactly_their_keys(listed: Case) -> None:
+    theirs = their_shapes(listed)
+    state = ours(listed, whole=True).state_dict()
+    if listed.cfg["masks"]:  # the part that no module of ours has yet
+        with torch.device("meta"):
+            whole = from_foreign({name: torch.empty(shape) for name, shape in theirs.items()}, listed.name)
+        state |= {name: tensor for name, tensor in whole.items() if name.startswith("mask_head.")}
+    form = format_of(dict.fromkeys(theirs, torch.empty(0)))
+    assert form is not None
+    assert shapes(to_foreign(state, form.name)) == theirs
+
+
+def test_round_trip_to_the_bit(listed: Case) -> None:
+    state = random_state(listed)
+    form = format_of(state)
+    assert form is not None
+    mapped = from_foreign(state, listed.name)
+    back = to_foreign(mapped, form.name)
+    assert back.keys() == state.keys()
+    assert [name for name, tensor in state.items() if not torch.equal(back[name], tensor)] == []
+
+
+def test_initialisation(listed: Case) -> None:
+    """The statistics of one fresh model of theirs, within what sampling allows; what is not random exactly."""
+    form = format_of(dict.fromkeys(their_shapes(listed), torch.empty(0)))
+    assert form is not None
+    name = "detr" if listed.cfg["masks"] else form.name  # no mask head yet
+    prefix = "detr." if listed.cfg["masks"] else ""
+    states = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        states.append(to_foreign(ours(listed, whole=False).state_dict(), name))
+    recorded = {key: Stats(*value) for key, value in listed.manifest["init_stats"].items() if key != "what"}
+    left_out = recorded.keys() - {prefix + key for key in states[0]}
+    assert all(key.startswith(("bbox_attention.", "mask_head.")) for key in left_out)
+    wrong = {}
+    for key, tensor in states[0].items():
+        own, theirs = Stats.of(tensor), recorded[prefix + key]
+        same = equal(own, theirs) if torch.equal(tensor, states[1][key]) else alike(own, theirs, tensor.numel())
+        if not same:
+            wrong[key] = f"ours {own}, theirs {theirs}"
+    assert wrong == {}
+
+
+def equal(own: Stats, theirs: Stats) -> bool:
+    """To the digits that are recorded."""
+    return own == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+def alike(own: Stats, theirs: Stats, count: int) -> bool:
+    """Two samples of ``count`` numbers of one distribution."""
+    error = max(own.std, theirs.std) / count**0.5
+    if abs(own.mean - theirs.mean) > 8 * error or abs(own.std - theirs.std) > 5 * error or theirs.std == 0:
+        return False
+    widths = [stats.largest - stats.smallest for stats in (own, theirs)]
+    return count < EXTREMES_FROM or max(widths) < 1.4 * min(widths)  # uniform or normal, and how wide

@@ -1,0 +1,50 @@
+"""Models by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import detr_bf
+from detr_bf.config import load_config
+from detr_bf.errors import InputError
+from detr_bf.structures import Batch
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def test_every_recipe_is_a_model_under_a_name_of_its_own() -> None:
+    recipes = [path for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "base"]
+    assert len(recipes) > 20
+    assert detr_bf.list_models() == sorted(path.stem for path in recipes)
+
+
+def test_names_are_filtered() -> None:
+    assert detr_bf.list_models("detr_r50*") == ["detr_r50", "detr_r50_bfv2"]
+    assert detr_bf.list_models("nothing*") == []
+
+
+@pytest.mark.parametrize("path", [p for p in CONFIGS.glob("*/*.yaml") if p.parent.name != "base"], ids=lambda p: p.stem)
+def test_every_recipe_builds(path: Path) -> None:
+    """Narrow and without weights, but with the recipe's own layers, levels and insertions."""
+    config = load_config(path)
+    narrow = ["model.hidden_dim=32", "model.heads=8", "model.feedforward_dim=16", "model.num_queries=6"]
+    model = detr_bf.create_model(path.stem, num_classes=3, overrides=[*narrow, "model.backbone.name=resnet18"])
+    batch = Batch(torch.randint(256, (2, 3, 64, 96), dtype=torch.uint8), torch.zeros(2, 64, 96, dtype=torch.bool))
+    outputs = model.train()(batch)
+    forked = config.batch_former.enabled and config.batch_former.mode != "single_stream"
+    assert outputs.num_streams == (2 if forked else 1)
+    assert outputs.boxes.shape == (6, 2 * outputs.num_streams, 6, 4)
+    assert outputs.logits.shape[-1] == (4 if config.loss.classification == "cross_entropy" else 3)
+
+
+def test_an_unknown_name_names_the_nearest() -> None:
+    with pytest.raises(InputError, match="no model 'detr_50'; nearest: detr_r50"):
+        detr_bf.create_model("detr_50", num_classes=3)
+
+
+def test_no_classes() -> None:
+    with pytest.raises(InputError, match="num_classes must be 1 or more, got 0"):
+        detr_bf.create_model("detr_r50", num_classes=0)

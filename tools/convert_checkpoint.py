@@ -1,0 +1,48 @@
+"""Read a checkpoint of any known implementation and write it under our names or under another's.
+
+python tools/convert_checkpoint.py detr-r50-e632da11.pth detr_r50.pth                # then init_from=detr_r50.pth
+python tools/convert_checkpoint.py runs/demo model.safetensors --to hf_detr          # for transformers
+python tools/convert_checkpoint.py runs/demo plain.pt --strip-batchformer            # the same detector without it
+
+OUT ends in .pth, .pt, .bin or .safetensors. Foreign names are written where their own code looks for them: under
+'model' for the authors' repositories, by themselves for Hugging Face and in .safetensors files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from detr_bf import interop
+from detr_bf.cli import run_tool
+from detr_bf.conversion import convert, strip_batch_former
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", metavar="IN", type=Path, help="run folder, checkpoint or file of weights")
+    parser.add_argument("target", metavar="OUT", type=Path, help="file to write")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--to", metavar="NAME", help=f"write the names of {', '.join(interop.NAMES)}; default: ours")
+    action.add_argument(
+        "--strip-batchformer",
+        action="store_true",
+        help="write a checkpoint of ours without batch attention, after proving that evaluation stays the same",
+    )
+    options = parser.parse_args(arguments)
+
+    def run() -> int:
+        if options.strip_batchformer:
+            print(strip_batch_former(options.source, options.target))
+        else:
+            print(convert(options.source, options.target, options.to))
+        return 0
+
+    return run_tool(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
