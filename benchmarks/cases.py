@@ -74,10 +74,10 @@ class Setting:
     device: torch.device
     rounds: int
 
-    def time(self, functions: Mapping[str, Callable[[], object]], description: str) -> Seconds:
+    def time(self, functions: Mapping[str, Callable[[], object]], description: str, warmup: int = 2) -> Seconds:
         """Alternately, with the device synchronised around each timing."""
         wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
-        return alternate(functions, self.rounds, synchronize=wait, description=description)
+        return alternate(functions, self.rounds, warmup=warmup, synchronize=wait, description=description)
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def measure(recipe: str, options: argparse.Namespace) -> Iterator[Row]:
         setting = _setting(path, override, options)
         models[name] = _model(setting)
         steps[name] = _step(setting, models[name])
-    seconds = setting.time(steps, recipe)
+    seconds = setting.time(steps, recipe, warmup=1)
     for name in ("without", "with"):
         yield Row(
             recipe,

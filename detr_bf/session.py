@@ -8,21 +8,34 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torchvision.ops import box_convert
 
-from detr_bf.build import build_evaluation, build_model, build_trainer, build_val_data, data_source, device_of
+from detr_bf.build import (
+    build_classification,
+    build_evaluation,
+    build_model,
+    build_trainer,
+    build_val_data,
+    data_source,
+    device_of,
+    read_initial_weights,
+)
 from detr_bf.config import Config, config_from_dict, config_to_dict, config_to_yaml
 from detr_bf.config.schema import SplitConfig
-from detr_bf.data.coco import SampleKey
+from detr_bf.data.coco import SampleKey, read_annotations
 from detr_bf.data.doctor import Report, examine
-from detr_bf.engine import Checkpoint, Evaluation, RunFolder, checkpoint_of, load_checkpoint, load_strict
+from detr_bf.engine import Checkpoint, Evaluation, RunFolder, checkpoint_of, is_checkpoint, load_checkpoint, load_strict
 from detr_bf.engine.logs import setup_logging
 from detr_bf.errors import InputError
 from detr_bf.evaluation import CocoSummary, write_results
 from detr_bf.files import write_json, write_text
 from detr_bf.report import SheetRow, machine_info, save_sheet, write_report
+from detr_bf.structures import ClassMap
 
 logger = logging.getLogger(__name__)
+
+CLASS_BIAS = "decoder.heads.classes.0.bias"
 
 
 @dataclass(frozen=True)
@@ -65,18 +78,37 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
 
 
 def evaluate_only(config: Config, source: Path) -> Outcome:
-    """Evaluate the checkpoint ``source`` with the model of ``config`` on its validation data."""
-    checkpoint = load_checkpoint(source)
+    """Evaluate ``source``, a checkpoint of ours or foreign weights, with the model and validation data of ``config``.
+
+    Raises:
+        InputError: as :func:`load_strict` when the weights are another model's.
+    """
     folder = RunFolder(Path(config.output_dir))
     with folder.left_as_it_was_on_bad_input():
         setup_logging(folder.log)
+        weights, classes = _weights_and_classes(config, source)
         device = device_of(config)
-        model = build_model(config, checkpoint.classes.num_classes, pretrained=False)
-        load_strict(model, checkpoint.weights, str(source))
-        evaluation = build_evaluation(config, checkpoint.classes, device)
+        model = build_model(config, classes.num_classes, pretrained=False)
+        load_strict(model, weights, str(source))
+        evaluation = build_evaluation(config, classes, device)
     if not folder.last.exists():  # the folder of a training run keeps that run's config
         _describe(folder, config)
     return _report(folder, config, evaluation(model.to(device)), evaluation)
+
+
+def _weights_and_classes(config: Config, source: Path) -> tuple[dict[str, Tensor], ClassMap]:
+    """A checkpoint of ours says its classes; in the authors' files the index of a class is its category id."""
+    if is_checkpoint(source):
+        checkpoint = load_checkpoint(source)
+        return checkpoint.weights, checkpoint.classes
+    weights = read_initial_weights(source)
+    if CLASS_BIAS not in weights:
+        raise InputError(f"{source} holds no class head: these are not the weights of a whole detector")
+    names = read_annotations(data_source(config, "val").annotations).class_map
+    ids = tuple(range(len(weights[CLASS_BIAS]) - build_classification(config).num_logits(0)))
+    known = dict(zip(names.category_ids, names.names, strict=True))
+    logger.info("%s is no checkpoint of ours: its %d classes are taken to be category ids from 0", source, len(ids))
+    return weights, ClassMap(ids, tuple(known.get(category_id, f"id {category_id}") for category_id in ids))
 
 
 def evaluation_source(config: Config) -> Path:

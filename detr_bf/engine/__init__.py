@@ -1,6 +1,6 @@
 """The training loop and what it needs; nothing in here reads a config."""
 
-from detr_bf.engine.checkpoint import Checkpoint, load_checkpoint, load_fitting, load_strict
+from detr_bf.engine.checkpoint import Checkpoint, is_checkpoint, load_checkpoint, load_fitting, load_strict
 from detr_bf.engine.evaluate import Evaluation
 from detr_bf.engine.metrics import MetricsLog
 from detr_bf.engine.optimizer import LearningRate, build_optimizer, parameter_groups
@@ -17,6 +17,7 @@ __all__ = [
     "Trainer",
     "build_optimizer",
     "checkpoint_of",
+    "is_checkpoint",
     "load_checkpoint",
     "load_fitting",
     "load_strict",

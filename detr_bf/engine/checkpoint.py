@@ -61,6 +61,12 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(**content)
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether the file is a checkpoint of ours, of any version, rather than somebody else's weights."""
+    content = None if path.suffix == ".safetensors" else read_torch(path)
+    return isinstance(content, dict) and {"class_map", "config"} <= set(content)
+
+
 def load_strict(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
     """Load every weight into a model of the same architecture.
 

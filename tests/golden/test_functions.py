@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
@@ -168,5 +170,8 @@ def test_attention_module(attention_case: Case, reference: str, masked: bool) ->
 
 
 def test_initial_offsets(attention_case: Case) -> None:
-    """Of three levels, eight heads and four points, as recorded."""
-    assert_close(initial_offsets(8, 3, 4).flatten(), attention_case.tensors["init.out.sampling_offsets_bias"])
+    """Levels, heads and points stand in the notes of the case."""
+    (numbers,) = re.findall(r"levels (\d+), heads (\d+), points (\d+)", " ".join(attention_case.manifest["notes"]))
+    levels, heads, points = map(int, numbers)
+    offsets = initial_offsets(heads, levels, points)
+    assert_close(offsets.flatten(), attention_case.tensors["init.out.sampling_offsets_bias"])

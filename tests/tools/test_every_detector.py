@@ -1,0 +1,82 @@
+"""Every detector through the command line: trains, evaluates, predicts, and resumes to the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from detr_bf import interop
+from detr_bf.build import build_model
+from detr_bf.config import config_to_dict, load_config
+from detr_bf.engine import Checkpoint, load_checkpoint
+from detr_bf.structures import ClassMap
+from tests.tools.test_train_net import assert_same, predict, train_net
+
+FOCAL = ("loss.classification=focal", "loss.class_weight=2", "loss.matcher.class_cost=2")
+REFINE = "model.deformable.box_refine=true"
+THREE_MAPS = "model.backbone.strides=[8,16,32]"
+DETECTORS = {
+    "detr": (),
+    "conditional_detr": (*FOCAL, "model.name=conditional_detr"),
+    "smca": (*FOCAL, "model.name=smca", "model.smca.stride=8"),
+    "smca_multi_scale": (*FOCAL, "model.name=smca_multi_scale", THREE_MAPS),
+    "deformable_detr": (
+        *FOCAL,
+        "model.name=deformable_detr",
+        THREE_MAPS,
+        "model.extra_levels=1",
+        "model.hidden_dim=64",  # torch's group norm refuses a single number in a group, and the last map is one cell
+    ),
+    "deformable_detr_refine": (*FOCAL, "model.name=deformable_detr", REFINE),
+    "deformable_detr_two_stage": (*FOCAL, "model.name=deformable_detr", REFINE, "model.deformable.two_stage=true"),
+}
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+@pytest.mark.parametrize("with_batch_former", [True, False])
+def test_trains_evaluates_predicts_resumes(name: str, with_batch_former: bool, tiny: Path, tmp_path: Path) -> None:
+    settings = [*DETECTORS[name], f"batch_former.enabled={str(with_batch_former).lower()}", "eval.pictures=0"]
+    command = ["--config", str(tiny), *settings]
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert train_net([*command, f"output_dir={whole}", "train.max_steps=8"]) == 0
+    assert train_net([*command, f"output_dir={parted}", "train.max_steps=3"]) == 0
+    assert train_net([*command, f"output_dir={parted}", "train.max_steps=8", "--resume"]) == 0
+    straight, resumed = load_checkpoint(whole / "last.pt"), load_checkpoint(parted / "last.pt")
+    assert_same(resumed.model, straight.model)
+    assert_same(resumed.weights, straight.weights)
+    trained = json.loads((whole / "evaluation.json").read_text())
+    assert train_net([*command, f"output_dir={whole}", f"init_from={whole / 'last.pt'}", "--eval-only"]) == 0
+    assert json.loads((whole / "evaluation.json").read_text()) == trained
+    image = sorted((tmp_path / "val" / "images").iterdir())[0]
+    assert (
+        predict(["--checkpoint", str(whole), "--output", str(tmp_path / "found"), "--threshold", "0", str(image)]) == 0
+    )
+    (entry,) = json.loads((tmp_path / "found" / "predictions.json").read_text())
+    assert {found["category_id"] for found in entry["objects"]} <= {3, 7, 90}
+    assert len(entry["objects"]) > 0
+
+
+@pytest.mark.parametrize("name", ["detr", "smca", "deformable_detr_two_stage"])
+def test_weights_of_the_authors_are_evaluated_with_category_ids_as_classes(
+    name: str, tiny: Path, tmp_path: Path
+) -> None:
+    """Their classes are numbered by category id: 91 of them for COCO, 0 to 90."""
+    config = load_config(tiny, [*DETECTORS[name], "batch_former.enabled=false", "model.input_norm=false"])
+    torch.manual_seed(0)
+    model = build_model(config, 91)
+    names = {3: "class3", 7: "class7", 90: "class90"}
+    classes = ClassMap(tuple(range(91)), tuple(names.get(i, f"id {i}") for i in range(91)))
+    Checkpoint(model.state_dict(), classes.to_dict(), config_to_dict(config)).save(tmp_path / "ours.pt")
+    form = name.removesuffix("_two_stage")
+    torch.save({"model": interop.to_foreign(model.state_dict(), form)}, tmp_path / "theirs.pth")
+    evaluations = []
+    for file in ("ours.pt", "theirs.pth"):
+        folder = tmp_path / file.partition(".")[0]
+        overrides = [*DETECTORS[name], "batch_former.enabled=false", "eval.pictures=0", f"output_dir={folder}"]
+        assert train_net(["--config", str(tiny), "--eval-only", *overrides, f"init_from={tmp_path / file}"]) == 0
+        evaluations.append((folder / "results.json").read_text())
+    assert evaluations[0] == evaluations[1]
+    assert max(result["category_id"] for result in json.loads(evaluations[0])) > 3
