@@ -15,10 +15,10 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from detr_bf.build import build_criterion, build_model
+from detr_bf.build import build_criterion, build_groups, build_model
 from detr_bf.config import Config, load_config
 from detr_bf.detectors import Detector
-from detr_bf.engine import build_optimizer, parameter_groups
+from detr_bf.engine import build_optimizer
 from detr_bf.losses import CrossEntropy, HungarianMatcher, Matches, PaddedTargets, SetCriterion
 from detr_bf.structures import Batch, Outputs, Target
 from timing import Seconds, alternate
@@ -177,10 +177,7 @@ def _models(setting: Setting, variants: Mapping[str, str]) -> dict[str, Detector
 
 def make_optimizer(config: Config, model: Detector) -> torch.optim.Optimizer:
     """That of a training run."""
-    settings = config.optimizer
-    return build_optimizer(
-        parameter_groups(model, lr=settings.lr, backbone_lr=settings.backbone_lr, weight_decay=settings.weight_decay)
-    )
+    return build_optimizer(build_groups(config, model))
 
 
 def training_step(

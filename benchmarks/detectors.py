@@ -74,19 +74,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print row by row, then write."""
+    """Measure, print and write row by row: what is measured stays when the rest is interrupted."""
     if options.rounds < 2:
         raise InputError(f"--rounds must be 2 or more, for a spread; got {options.rounds}")
     print("| | parameters, M | GFLOPs an image | step / DETR's | 10th to 90th |\n|---|---|---|---|---|")
+    given = {key: value for key, value in vars(options).items() if key != "output"}
+    record = {"machine": machine_info(), "threads": torch.get_num_threads(), **given}
     rows = []
     for recipe in options.recipes:
         for row in measure(recipe, options):
             print(row, flush=True)
-            rows.append(row)
-    if options.output is not None:
-        given = {key: value for key, value in vars(options).items() if key != "output"}
-        record = {"machine": machine_info(), "threads": torch.get_num_threads(), **given}
-        write_json(options.output, {**record, "rows": [asdict(row) for row in rows]})
+            rows.append(asdict(row))
+        if options.output is not None:
+            write_json(options.output, {**record, "rows": rows})
     return 0
 
 

@@ -18,7 +18,7 @@ from detr_bf import interop
 from detr_bf.backbones import build_backbone
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.config import Config, config_to_dict
-from detr_bf.config.schema import SplitConfig, TransformConfig
+from detr_bf.config.schema import ModelConfig, SplitConfig, TransformConfig
 from detr_bf.data.coco import CocoDetection, SampleKey, Source
 from detr_bf.data.loader import BatchLoader, EpochBatches, SameSizeBatches, make_loader
 from detr_bf.data.transforms import SampleTransform, eval_transform, train_transform
@@ -67,6 +67,7 @@ def device_of(config: Config) -> torch.device:
 def build_model(config: Config, num_classes: int, *, pretrained: bool = True) -> Detector:
     """The detector; without ``pretrained`` the backbone's weights are left to a checkpoint."""
     model, backbone = config.model, config.model.backbone
+    detector = detector_named(model.name)
     classification = build_classification(config)
     body = build_backbone(
         backbone.name,
@@ -93,9 +94,26 @@ def build_model(config: Config, num_classes: int, *, pretrained: bool = True) ->
         class_prior=FOCAL_PRIOR if config.loss.classification == "focal" else None,
         batch_former=build_batch_former(config),
     )
-    detector = detector_named(model.name)
-    known = {**asdict(model), **asdict(model.deformable), **asdict(model.smca)}
-    return detector(body, body.channels, options, **{name: known[name] for name in own_settings(detector)})
+    return detector(body, body.channels, options, **_own_settings(detector, model))
+
+
+def _own_settings(detector: Callable[..., Detector], model: ModelConfig) -> dict[str, Any]:
+    """The settings a detector takes beside the common ones, by their names in ``model`` and its groups.
+
+    A setting that was changed although this detector does not take it is told.
+    """
+    names = own_settings(detector)
+    found: dict[str, Any] = {"strides": model.backbone.strides, "extra_levels": model.extra_levels}
+    ignored = [] if "extra_levels" in names or not model.extra_levels else ["model.extra_levels"]
+    defaults_of = asdict(ModelConfig())
+    for name, values in asdict(model).items():
+        if isinstance(values, dict) and name != "backbone":
+            defaults = defaults_of[name]
+            ignored += [f"model.{name}.{key}" for key in values if values[key] != defaults[key] and key not in names]
+            found |= values
+    if ignored:
+        logger.warning("model.name=%s does not use %s", model.name, ", ".join(ignored))
+    return {name: found[name] for name in names}
 
 
 def build_batch_former(config: Config) -> BatchFormerV2 | None:
@@ -218,7 +236,7 @@ def build_trainer(config: Config, folder: RunFolder, resume_from: Checkpoint | N
     return Trainer(
         model=model,
         criterion=build_criterion(config),
-        optimizer=build_optimizer(_groups(config, model)),
+        optimizer=build_optimizer(build_groups(config, model)),
         learning_rate=_learning_rate(config, batches_per_epoch),
         make_batches=lambda epoch, start: iter(loader(data, epoch_batches(epoch=epoch, start_batch=start))),
         batches_per_epoch=batches_per_epoch,
@@ -246,7 +264,8 @@ def _check_same_classes(class_map: ClassMap, resume_from: Checkpoint | None, fol
         )
 
 
-def _groups(config: Config, model: Detector) -> list[dict[str, Any]]:
+def build_groups(config: Config, model: Detector) -> list[dict[str, Any]]:
+    """The parameters with their learning rates and weight decay."""
     return parameter_groups(
         model,
         lr=config.optimizer.lr,

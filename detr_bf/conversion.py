@@ -21,6 +21,7 @@ from detr_bf.errors import InputError
 from detr_bf.structures import Batch
 
 BATCH_FORMER = "batch_former"
+CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin")
 SIDE = 256  # pixels of the random images, at least
 
 
@@ -48,6 +49,10 @@ def strip_batch_former(source: Path, target: Path) -> str:
     """
     source = checkpoint_of(source)
     _check_target(source, target)
+    if target.suffix not in CHECKPOINT_SUFFIXES:
+        raise InputError(
+            f"{target}: a checkpoint holds more than tensors, so its name must end in {', '.join(CHECKPOINT_SUFFIXES)}"
+        )
     checkpoint = load_checkpoint(source)
     config = config_from_dict(checkpoint.config)
     _check_strippable(config, source)

@@ -13,7 +13,7 @@ from detr_bf.config import load_config
 from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
 
-FAMILIES = ("detr", "conditional_detr", "smca", "deformable_detr", "ablations")
+NOT_MODELS = "base"  # the folder of what recipes inherit
 
 
 def list_models(pattern: str = "*") -> list[str]:
@@ -47,6 +47,6 @@ def create_model(
 
 
 def _recipes() -> dict[str, Path]:
-    """Name -> file, of the families' folders."""
+    """Name -> file, of every folder but that of the bases."""
     folder = Path(str(resources.files("detr_bf.configs")))
-    return {path.stem: path for family in FAMILIES for path in (folder / family).glob("*.yaml")}
+    return {path.stem: path for path in folder.glob("*/*.yaml") if path.parent.name != NOT_MODELS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from detr_bf.config import Config, config_from_dict, config_to_dict, config_to_y
 from detr_bf.config.schema import SplitConfig
 from detr_bf.data.coco import SampleKey, read_annotations
 from detr_bf.data.doctor import Report, examine
+from detr_bf.detectors import detector_named
 from detr_bf.engine import Checkpoint, Evaluation, RunFolder, checkpoint_of, is_checkpoint, load_checkpoint, load_strict
 from detr_bf.engine.logs import setup_logging
 from detr_bf.errors import InputError
@@ -65,6 +67,7 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
     checkpoint = load_checkpoint(folder.last) if resume else None
     with folder.left_as_it_was_on_bad_input():
         setup_logging(folder.log)
+        detector_named(config.model.name)  # before all images are read
         check_data(config)
         if checkpoint is not None:
             _tell_changes(config, checkpoint)
@@ -88,7 +91,8 @@ def evaluate_only(config: Config, source: Path) -> Outcome:
         setup_logging(folder.log)
         weights, classes = _weights_and_classes(config, source)
         device = device_of(config)
-        model = build_model(config, classes.num_classes, pretrained=False)
+        plain, weights = _without_batch_former(config, weights)
+        model = build_model(plain, classes.num_classes, pretrained=False)
         load_strict(model, weights, str(source))
         evaluation = build_evaluation(config, classes, device)
     if not folder.last.exists():  # the folder of a training run keeps that run's config
@@ -97,18 +101,42 @@ def evaluate_only(config: Config, source: Path) -> Outcome:
 
 
 def _weights_and_classes(config: Config, source: Path) -> tuple[dict[str, Tensor], ClassMap]:
-    """A checkpoint of ours says its classes; in the authors' files the index of a class is its category id."""
+    """A checkpoint of ours says its classes.
+
+    Bare weights do not: as many classes as the annotations have are taken to be those, in the order of their ids; more
+    are taken to be numbered by category id, as in the authors' files.
+
+    Raises:
+        InputError: neither can be.
+    """
     if is_checkpoint(source):
         checkpoint = load_checkpoint(source)
         return checkpoint.weights, checkpoint.classes
     weights = read_initial_weights(source)
     if CLASS_BIAS not in weights:
         raise InputError(f"{source} holds no class head: these are not the weights of a whole detector")
-    names = read_annotations(data_source(config, "val").annotations).class_map
-    ids = tuple(range(len(weights[CLASS_BIAS]) - build_classification(config).num_logits(0)))
-    known = dict(zip(names.category_ids, names.names, strict=True))
-    logger.info("%s is no checkpoint of ours: its %d classes are taken to be category ids from 0", source, len(ids))
-    return weights, ClassMap(ids, tuple(known.get(category_id, f"id {category_id}") for category_id in ids))
+    listed = read_annotations(data_source(config, "val").annotations).class_map
+    count = len(weights[CLASS_BIAS]) - build_classification(config).num_logits(0)
+    if count == listed.num_classes:
+        logger.warning("%s does not say its classes: taken to be the %d of the annotations, by id", source, count)
+        return weights, listed
+    if count <= max(listed.category_ids):
+        raise InputError(
+            f"{source} holds {count} classes and does not say which; the annotations have {listed.num_classes}, with "
+            f"ids up to {max(listed.category_ids)}: evaluate a run folder or its checkpoint, which knows its classes"
+        )
+    known = dict(zip(listed.category_ids, listed.names, strict=True))
+    logger.warning("%s does not say its classes: its %d are taken to be category ids from 0", source, count)
+    return weights, ClassMap(tuple(range(count)), tuple(known.get(number, f"id {number}") for number in range(count)))
+
+
+def _without_batch_former(config: Config, weights: dict[str, Tensor]) -> tuple[Config, dict[str, Tensor]]:
+    """The model and the weights that evaluation reads: only mini-batch inference uses batch attention."""
+    if config.batch_former.enabled and config.batch_former.mode == "mini_batch_inference":
+        return config, weights
+    plain = copy.deepcopy(config)
+    plain.batch_former.enabled = False
+    return plain, {name: value for name, value in weights.items() if "batch_former" not in name.split(".")}
 
 
 def evaluation_source(config: Config) -> Path:

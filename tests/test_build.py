@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from detr_bf.build import build_criterion, build_model, device_of, read_initial_weights
+from detr_bf.build import build_criterion, build_groups, build_model, device_of, read_initial_weights
 from detr_bf.config import load_config
 from detr_bf.errors import InputError
 from detr_bf.losses import CrossEntropy, Focal
@@ -123,3 +123,30 @@ def test_devices_that_do_not_exist(device: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(InputError, match="device"):
         device_of(load_config(None, [f"device={device}"]))
+
+
+def test_settings_of_a_detector_reach_its_parts_and_its_optimiser() -> None:
+    overrides = [
+        "model.name=deformable_detr",
+        "model.deformable.encoder_points=3",
+        "model.deformable.decoder_points=2",
+        "model.deformable.box_refine=true",
+        "model.extra_levels=2",
+        "optimizer.point_lr_factor=0.5",
+    ]
+    config = load_config(None, [*SMALL, *overrides])
+    model = build_model(config, num_classes=5)
+    assert model.encoder.layers[0].attention.attention.points == 3
+    assert model.decoder.layers[0].cross_attention.attention.points == 2
+    assert model.encoder.layers[0].attention.attention.levels == 3
+    assert model.decoder.refine
+    rates = {group["name"]: group["lr"] for group in build_groups(config, model)}
+    assert rates["points"] == 0.5 * rates["transformer"]
+
+
+def test_settings_another_detector_would_use_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    build_model(load_config(None, [*SMALL, "model.deformable.box_refine=true", "model.extra_levels=1"]), num_classes=5)
+    assert "model.name=detr does not use model.extra_levels, model.deformable.box_refine" in caplog.text
+    caplog.clear()
+    build_model(load_config(None, SMALL), num_classes=5)
+    assert "does not use" not in caplog.text

@@ -1,8 +1,8 @@
 """Read a checkpoint of any known implementation and write it under our names or under another's.
 
 python tools/convert_checkpoint.py detr-r50-e632da11.pth detr_r50.pth                # then init_from=detr_r50.pth
-python tools/convert_checkpoint.py runs/demo model.safetensors --to hf_detr          # for transformers
-python tools/convert_checkpoint.py runs/demo plain.pt --strip-batchformer            # the same detector without it
+python tools/convert_checkpoint.py runs/mine plain.pt --strip-batchformer            # the same detector without it
+python tools/convert_checkpoint.py plain.pt model.safetensors --to hf_deformable_detr   # for transformers
 
 OUT ends in .pth, .pt, .bin or .safetensors. Foreign names are written where their own code looks for them: under
 'model' for the authors' repositories, by themselves for Hugging Face and in .safetensors files.

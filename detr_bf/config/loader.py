@@ -182,6 +182,10 @@ _POSITIVE = (
     "model.feedforward_dim",
     "model.num_queries",
     "model.position_temperature",
+    "model.deformable.encoder_points",
+    "model.deformable.decoder_points",
+    "model.smca.smooth",
+    "model.smca.stride",
     "batch_former.num_layers",
     "batch_former.heads",
     "train.epochs",
@@ -200,9 +204,11 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     "model.encoder_layers",
+    "model.extra_levels",
     "model.backbone.frozen_stages",
     "optimizer.lr",
     "optimizer.backbone_lr",
+    "optimizer.point_lr_factor",
     "optimizer.weight_decay",
     "optimizer.warmup_steps",
     "optimizer.clip_norm",

@@ -58,7 +58,7 @@ class ModelConfig:
     aux_loss: bool = True
     position_encoding: str = choice("sine", "learned")
     position_temperature: float = 10000.0  # sine: longest wavelength; 20 tells neighbours apart better (DAB-DETR)
-    input_norm: bool = False  # group norm after the input projection, as in Deformable DETR
+    input_norm: bool = False  # group norm after the input projection; deformable_detr always has it
     extra_levels: int = 0  # feature maps made from the last one by strided convolutions (deformable_detr)
     deformable: DeformableConfig = field(default_factory=DeformableConfig)
     smca: SmcaConfig = field(default_factory=SmcaConfig)

@@ -19,7 +19,8 @@ from detr_bf.detectors.parts import (
     single_level_detector,
     xavier,
 )
-from detr_bf.layers import MLP, multi_head_attention, sine_of_coordinates
+from detr_bf.errors import InputError
+from detr_bf.layers import MLP, check_heads, multi_head_attention, sine_of_coordinates
 from detr_bf.structures import Queries, TokenBatch
 from detr_bf.transformer import Decoder, DecoderLayer, LearnedQueries
 
@@ -40,7 +41,7 @@ def conditional_detr(backbone: nn.Module, channels: Sequence[int], options: Opti
         queries=LearnedQueries(options.num_queries, dim, reference=xavier(MLP([dim, dim, 2]))),
         heads=shared_heads(options, neutral_box_head(options)),
         norm=nn.LayerNorm(dim),
-        look=ScaledSine(dim),
+        look=ScaledSine(dim, temperature=options.position_temperature),
         aux_loss=options.aux_loss,
     )
     return single_level_detector(backbone, channels, options, decoder)
@@ -52,14 +53,18 @@ class ScaledSine(nn.Module):
     The content of the first layer is empty, so its encoding is not scaled.
     """
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, *, temperature: float = 10000.0) -> None:
         super().__init__()
+        if dim % 4:
+            raise InputError(f"the sine encoding of reference points needs model.hidden_dim divisible by 4, got {dim}")
         self.dim = dim
+        self.temperature = temperature  # that of the tokens' positions, with which it is compared
         self.scale = xavier(MLP([dim, dim, dim]))
 
     def forward(self, layer: int, queries: Queries) -> Queries:
         assert queries.reference is not None
-        encoding = sine_of_coordinates(queries.reference.flip(-1), self.dim // 2)  # y before x, as the tokens have it
+        y_before_x = queries.reference.flip(-1)  # as the tokens have it
+        encoding = sine_of_coordinates(y_before_x, self.dim // 2, temperature=self.temperature)
         return replace(queries, modulation=encoding if layer == 0 else encoding * self.scale(queries.content))
 
 
@@ -68,6 +73,7 @@ class ConditionalSelfAttention(nn.Module):
 
     def __init__(self, dim: int, *, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
+        check_heads(dim, heads)
         self.heads, self.dropout = heads, dropout
         self.content_query, self.content_key, self.value = (_linear(dim) for _ in range(3))
         self.position_query, self.position_key = (_linear(dim) for _ in range(2))
@@ -93,6 +99,7 @@ class ConditionalCrossAttention(nn.Module):
 
     def __init__(self, dim: int, *, heads: int, dropout: float = 0.0, first: bool = False) -> None:
         super().__init__()
+        check_heads(dim, heads)
         self.heads, self.dropout = heads, dropout
         self.content_query, self.content_key, self.value = (_linear(dim) for _ in range(3))
         self.sine_query, self.position_key = (_linear(dim) for _ in range(2))

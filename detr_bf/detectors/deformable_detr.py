@@ -55,6 +55,7 @@ def deformable_detr(
     if two_stage and not box_refine:
         raise InputError("model.deformable.two_stage=true needs model.deformable.box_refine=true as well")
     levels = len(channels) + extra_levels
+    norms = [nn.LayerNorm(options.hidden_dim) if options.pre_norm else None for _ in range(2)]
     sampling = {"dim": options.hidden_dim, "heads": options.heads, "levels": levels}
     encoder = [
         EncoderLayer(DeformableTokenAttention(**sampling, points=encoder_points), **options.layer)
@@ -69,11 +70,12 @@ def deformable_detr(
     return Detector(
         backbone,
         tokens=_tokens(channels, levels, options),
-        encoder=Encoder(encoder, batch_former=options.batch_former),
+        encoder=Encoder(encoder, norm=norms[0], batch_former=options.batch_former),
         decoder=Decoder(
             decoder,
             queries=_proposal_queries(options) if two_stage else _learned_queries(options),
             heads=_heads(options, box_refine, two_stage),
+            norm=norms[1],
             refine=box_refine,
             aux_loss=options.aux_loss,
         ),

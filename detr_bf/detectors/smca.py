@@ -5,6 +5,7 @@ Shape legend: R rows, Q queries, S tokens, C channels, H heads, h x w cells.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +23,8 @@ from detr_bf.layers import MLP, MultiHeadAttention
 from detr_bf.structures import Queries, TokenBatch
 from detr_bf.transformer import Decoder, DecoderLayer, LearnedQueries
 
+logger = logging.getLogger(__name__)
+
 # Scales that a head predicts: none, one, one for x and one for y, and a third for their product.
 SCALES = {"type1": 0, "type2": 1, "type3": 2, "type4": 3}
 
@@ -34,8 +37,19 @@ def smca(
     dynamic_scale: str = "type3",
     smooth: float = 8.0,
     stride: int = 32,
+    strides: Sequence[int] = (32,),
 ) -> Detector:
-    """A Gaussian around a place each head chooses is added to the logits of the cross-attention."""
+    """A Gaussian around a place each head chooses is added to the logits of the cross-attention.
+
+    ``strides`` are the backbone's; cells of another ``stride`` misplace the Gaussians, which is warned of.
+    """
+    if [stride] != list(strides):
+        logger.warning(
+            "model.smca.stride=%d, but a cell of the feature map has %s pixels: set it to that, unless the weights "
+            "were trained so (the authors' code keeps 32)",
+            stride,
+            " and ".join(map(str, strides)),
+        )
     attentions = [
         GaussianAttention(**options.attention, dynamic_scale=dynamic_scale, smooth=smooth, stride=stride)
         for _ in range(options.decoder_layers)

@@ -20,22 +20,25 @@ from detr_bf.layers import FeedForward, MultiHeadAttention, multi_head_attention
 from detr_bf.structures import FeatureMap, Queries, TokenBatch
 from detr_bf.transformer import Encoder, FeatureTokens, Residual, resized_mask
 
+MAPS = (8, 16, 32)  # strides of the backbone's
 LEVELS = 4
 STRIDES = (16, 16, 32, 64)  # of the memory, pixels a cell
 SHARPNESS = (0.5, 0.5, 1.0, 2.0)  # factors of the squared distance, which is counted in cells
 KERNEL = 5
 
 
-def smca_multi_scale(backbone: nn.Module, widths: Sequence[int], options: Options, *, smooth: float = 8.0) -> Detector:
+def smca_multi_scale(
+    backbone: nn.Module, widths: Sequence[int], options: Options, *, smooth: float = 8.0, strides: Sequence[int] = MAPS
+) -> Detector:
     """Four levels that exchange by convolutions in the encoder; a query weighs the levels it looks at.
 
     Raises:
-        InputError: the backbone does not give three maps, or layers are to be pre-norm.
+        InputError: the backbone's maps have other ``strides``, or layers are to be pre-norm.
     """
-    if len(widths) != LEVELS - 1 or options.pre_norm:
+    if tuple(strides) != MAPS or len(widths) != len(MAPS) or options.pre_norm:
         raise InputError(
-            "model.name=smca_multi_scale needs model.backbone.strides=[8, 16, 32] and model.pre_norm=false; "
-            f"got {len(widths)} feature maps and pre_norm={str(options.pre_norm).lower()}"
+            f"model.name=smca_multi_scale needs model.backbone.strides={list(MAPS)} and model.pre_norm=false; "
+            f"got {list(strides)} with {len(widths)} feature maps, and pre_norm={str(options.pre_norm).lower()}"
         )
     attentions = [
         MultiScaleGaussianAttention(**options.attention, smooth=smooth) for _ in range(options.decoder_layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ def parameter_groups(
     """Up to four groups of the trainable parameters: transformer, backbone, batch_former, points.
 
     ``points`` holds what predicts reference points and sampling offsets (Zhu et al. 2021, arXiv 2010.04159, appendix
-    A.4), where ``point_lr_factor`` is not 1. ``batch_former_weight_decay`` None means ``weight_decay``.
+    A.4). ``batch_former_weight_decay`` None means ``weight_decay``.
     """
     bf_decay = weight_decay if batch_former_weight_decay is None else batch_former_weight_decay
     groups: dict[str, dict[str, Any]] = {
@@ -36,7 +37,7 @@ def parameter_groups(
         "batch_former": {"lr": lr * batch_former_lr_factor, "weight_decay": bf_decay},
         "points": {"lr": lr * point_lr_factor, "weight_decay": weight_decay},
     }
-    places = _special_parameters(model, points=point_lr_factor != 1.0)
+    places = _special_parameters(model)
     members: dict[str, list[nn.Parameter]] = {name: [] for name in groups}
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -44,7 +45,7 @@ def parameter_groups(
     return [{"name": name, "params": members[name], **groups[name]} for name in groups if members[name]]
 
 
-def _special_parameters(model: nn.Module, *, points: bool) -> dict[int, str]:
+def _special_parameters(model: nn.Module) -> dict[int, str]:
     """The group of every parameter, by identity, that is not simply of the transformer."""
     places: dict[int, str] = {}
     for name, module in model.named_modules():
@@ -52,7 +53,7 @@ def _special_parameters(model: nn.Module, *, points: bool) -> dict[int, str]:
             group = "backbone"
         elif isinstance(module, BatchFormerV2):
             group = "batch_former"
-        elif points and name.endswith((".sampling_offsets", "queries.reference")):
+        elif isinstance(module, nn.Linear) and re.search(r"\.sampling_offsets$|\bqueries\.reference\b", name):
             group = "points"
         else:
             continue

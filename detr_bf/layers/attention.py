@@ -35,6 +35,12 @@ def multi_head_attention(
     return attended.transpose(1, 2).flatten(2)
 
 
+def check_heads(dim: int, heads: int) -> None:
+    """Raise InputError unless every head gets the same number of channels."""
+    if dim % heads:
+        raise InputError(f"model.heads={heads} must divide model.hidden_dim={dim}")
+
+
 class MultiHeadAttention(nn.Module):
     """Projections around :func:`multi_head_attention`.
 
@@ -43,8 +49,7 @@ class MultiHeadAttention(nn.Module):
 
     def __init__(self, dim: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
-        if dim % heads:
-            raise InputError(f"model.heads={heads} must divide model.hidden_dim={dim}")
+        check_heads(dim, heads)
         self.heads = heads
         self.dropout = dropout
         self.query = nn.Linear(dim, dim)

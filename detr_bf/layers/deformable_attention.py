@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from detr_bf.errors import InputError
+from detr_bf.layers.attention import check_heads
 from detr_bf.ops import ms_deform_attn
 
 
@@ -23,8 +23,7 @@ class DeformableAttention(nn.Module):
 
     def __init__(self, dim: int, *, heads: int, levels: int, points: int) -> None:
         super().__init__()
-        if dim % heads:
-            raise InputError(f"model.heads={heads} must divide model.hidden_dim={dim}")
+        check_heads(dim, heads)
         self.heads, self.levels, self.points = heads, levels, points
         self.sampling_offsets = nn.Linear(dim, heads * levels * points * 2)
         self.attention_weights = nn.Linear(dim, heads * levels * points)

@@ -87,6 +87,8 @@ def test_round_trips(tmp_path: Path) -> None:
         ("data.transforms.crop_min=900", ["crop_min=900 must not exceed", "crop_max=600"]),
         ("train.epochs", ["key=value"]),
         ("train.epochs=0", ["train.epochs must be greater than 0"]),
+        ("model.deformable.encoder_points=0", ["model.deformable.encoder_points must be greater than 0"]),
+        ("model.extra_levels=-1", ["model.extra_levels must be 0 or more"]),
         ("model.dropout=1.5", ["between 0 and 1"]),
         ("optimizer.lr=-1", ["0 or more"]),
         ("batch_former.mode=three", ["two_stream, single_stream, duplicate, mini_batch_inference", "'three'"]),

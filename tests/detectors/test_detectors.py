@@ -11,10 +11,11 @@ from torch import nn
 from detr_bf.detectors import Options
 from detr_bf.errors import InputError
 from detr_bf.layers import LearnedPosition, SinePosition
-from detr_bf.structures import Batch, FeatureMap, Outputs
+from detr_bf.structures import Batch, FeatureMap, Outputs, Queries
 from tests.detectors.tiny import (
     BLIND_TO_PADDING,
     DETECTORS,
+    DIM,
     IMAGES,
     LAYERS,
     LOGITS,
@@ -126,11 +127,13 @@ def test_more_padding_changes_nothing(name: str) -> None:
     same(module.detect([wider], wider_mask), module.detect([feature], batch.padding_mask))
 
 
-@pytest.mark.parametrize("name", ["detr", "conditional_detr", "smca"])
+@pytest.mark.parametrize("name", [name for name in DETECTORS if name != "smca_multi_scale"])
 @pytest.mark.parametrize("pre_norm", [True, False])
 def test_pre_norm(name: str, pre_norm: bool) -> None:
+    """Pre-norm layers leave their sum as it is, so that a norm follows the last."""
     module = model(name, pre_norm=pre_norm)
     assert isinstance(module.encoder.norm, nn.LayerNorm if pre_norm else nn.Identity)
+    assert isinstance(module.decoder.norm, nn.LayerNorm) or not pre_norm
     assert module.decoder.layers[0].cross_residual.pre_norm == pre_norm
     assert module.eval()(images()).boxes.isfinite().all()
 
@@ -190,3 +193,27 @@ def test_two_stage_needs_as_many_tokens_as_queries() -> None:
 
 def _options() -> Options:
     return Options(num_logits=LOGITS, hidden_dim=32, heads=2)
+
+
+def test_conditional_detr_compares_places_in_one_encoding() -> None:
+    """The encoding of a reference point at a cell is that of the cell's own position, whatever the temperature."""
+    module = model("conditional_detr", position_temperature=20.0)
+    mask = torch.zeros(1, 4, 6, dtype=torch.bool)
+    cells = module.tokens.position(mask)[0].view(4, 6, -1)
+    point = torch.tensor([[[3 / 6, 2 / 4]]])  # x and y of the cell in the second row and third column
+    queries = Queries(torch.zeros(1, 1, DIM), torch.zeros(1, 1, DIM), point)
+    torch.testing.assert_close(module.decoder.look(0, queries).modulation[0, 0], cells[1, 2], atol=1e-4, rtol=0)
+
+
+def test_smca_warns_of_cells_of_another_size(caplog: pytest.LogCaptureFixture) -> None:
+    build = DETECTORS["smca"][1].func  # type: ignore[attr-defined]
+    build(nn.Identity(), [3], _options(), stride=32, strides=[16])
+    assert "a cell of the feature map has 16 pixels" in caplog.text
+    caplog.clear()
+    build(nn.Identity(), [3], _options(), stride=16, strides=[16])
+    assert not caplog.text
+
+
+def test_multi_scale_smca_needs_its_own_strides() -> None:
+    with pytest.raises(InputError, match=r"strides=\[8, 16, 32\].*got \[4, 8, 16\]"):
+        DETECTORS["smca_multi_scale"][1](nn.Identity(), [3, 3, 3], _options(), strides=[4, 8, 16])

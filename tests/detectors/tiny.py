@@ -18,7 +18,7 @@ IMAGES, CHANNELS, DIM, QUERIES, LOGITS, LAYERS = 2, 3, 32, 5, 4, 2
 DETECTORS: dict[str, tuple[int, Callable[..., Detector]]] = {
     "detr": (1, detr),
     "conditional_detr": (1, conditional_detr),
-    "smca": (1, partial(smca, stride=4)),
+    "smca": (1, partial(smca, stride=4, strides=(4,))),
     "smca_multi_scale": (3, smca_multi_scale),
     "deformable_detr": (2, deformable_detr),
     "deformable_detr_refine": (2, partial(deformable_detr, box_refine=True)),

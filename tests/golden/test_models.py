@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from detr_bf.batchformer import BatchFormerV2
 from detr_bf.interop import to_foreign
 from detr_bf.structures import Outputs
 from tests.golden.cases import (
     Case,
     assert_close,
     assert_outputs,
-    batch_former,
     build,
     family,
     features,
@@ -43,33 +43,29 @@ def test_outputs_of_every_layer(model_case: Case, mode: str) -> None:
     assert_outputs(comparable(model_case, outputs), comparable(model_case, expected))
 
 
-def test_mini_batch_inference(model_case: Case) -> None:
-    """The Deformable fork's --eval_bf, where it is recorded: batch attention replaces the tokens in evaluation."""
-    model = build(model_case).eval()
-    if not model_case.below("eval_bf."):
-        return
-    former = batch_former(model_case)
-    assert former is not None
+def test_mini_batch_inference(mini_batch_case: Case) -> None:
+    """The Deformable fork's --eval_bf: batch attention replaces the tokens in evaluation, except of a single stream."""
+    model = build(mini_batch_case).eval()
+    former = model.encoder.batch_former
+    assert isinstance(former, BatchFormerV2)
     if former.mode == "two_stream":
-        model.encoder.batch_former.mode = "mini_batch_inference"
-    outputs = model.detect(features(model_case), samples_mask(model_case))
-    assert_outputs(outputs, recorded(model_case, "eval_bf."))
+        former.mode = "mini_batch_inference"
+    outputs = model.detect(features(mini_batch_case), samples_mask(mini_batch_case))
+    assert_outputs(outputs, recorded(mini_batch_case, "eval_bf."))
 
 
-def test_gradients(model_case: Case) -> None:
+def test_gradients(gradient_case: Case) -> None:
     """Of a fixed scalar of all outputs: they show where gradients stop."""
-    if family(model_case) == "smca_multi_scale":
-        return  # its image 1 depends on image 0, see `comparable`
-    model, maps = build(model_case).train(), features(model_case)
+    model, maps = build(gradient_case).train(), features(gradient_case)
     for feature in maps:
         feature.tensor.requires_grad_()
-    total = probe(model.detect(maps, samples_mask(model_case)))
+    total = probe(model.detect(maps, samples_mask(gradient_case)))
     total.backward()
-    assert total.item() == pytest.approx(model_case.manifest["probe"]["loss"], rel=1e-4, abs=1e-3)
+    assert total.item() == pytest.approx(gradient_case.manifest["probe"]["loss"], rel=1e-4, abs=1e-3)
     for level, feature in enumerate(maps):
-        assert_close(feature.tensor.grad, model_case.tensors[f"grad.features.{level}"], relative=1e-3)
+        assert_close(feature.tensor.grad, gradient_case.tensors[f"grad.features.{level}"], relative=1e-3)
     ours = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
-    assert_parameter_gradients(model_case, {name: grad for name, grad in ours.items() if grad is not None})
+    assert_parameter_gradients(gradient_case, {name: grad for name, grad in ours.items() if grad is not None})
 
 
 def assert_parameter_gradients(case: Case, ours: dict[str, Tensor]) -> None:

@@ -224,3 +224,12 @@ def test_foreign_names_and_stripping_are_two_steps() -> None:
     with pytest.raises(SystemExit) as caught:
         convert("a", "b", "--to", "detr", "--strip-batchformer")
     assert caught.value.code == 2
+
+
+def test_a_stripped_checkpoint_is_not_written_where_it_could_not_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint().save(tmp_path / "a.pt")
+    assert convert(tmp_path / "a.pt", tmp_path / "b.safetensors", "--strip-batchformer") == 2
+    assert "must end in .pt, .pth, .bin" in capsys.readouterr().err
+    assert not (tmp_path / "b.safetensors").exists()

@@ -80,3 +80,40 @@ def test_weights_of_the_authors_are_evaluated_with_category_ids_as_classes(
         evaluations.append((folder / "results.json").read_text())
     assert evaluations[0] == evaluations[1]
     assert max(result["category_id"] for result in json.loads(evaluations[0])) > 3
+
+
+def test_bare_weights_with_as_many_classes_as_the_annotations(tiny: Path, tmp_path: Path) -> None:
+    """What ``convert_checkpoint.py`` writes without ``--to``: the classes in the order of their ids."""
+    command = ["--config", str(tiny), "eval.pictures=0"]
+    assert train_net([*command, "train.max_steps=2"]) == 0
+    torch.save(load_checkpoint(tmp_path / "run" / "last.pt").weights, tmp_path / "bare.pth")
+    results = []
+    for file, folder in ((tmp_path / "run" / "last.pt", "a"), (tmp_path / "bare.pth", "b")):
+        overrides = [f"init_from={file}", f"output_dir={tmp_path / folder}"]
+        assert train_net([*command, "--eval-only", *overrides]) == 0
+        results.append((tmp_path / folder / "results.json").read_text())
+    assert results[0] == results[1]
+    assert "taken to be the 3 of the annotations" in (tmp_path / "b" / "log.txt").read_text()
+
+
+def test_bare_weights_of_other_classes_are_refused(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = build_model(load_config(tiny), 5)
+    torch.save(model.state_dict(), tmp_path / "bare.pth")
+    assert train_net(["--config", str(tiny), "--eval-only", f"init_from={tmp_path / 'bare.pth'}"]) == 2
+    assert (
+        "holds 5 classes and does not say which; the annotations have 3, with ids up to 90" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_evaluation_does_without_batch_attention(tiny: Path, tmp_path: Path) -> None:
+    """Weights trained with it, shared or not, are evaluated by any config of the same detector."""
+    command = ["--config", str(tiny), "eval.pictures=0"]
+    assert train_net([*command, "train.max_steps=2", "batch_former.shared=false"]) == 0
+    trained = (tmp_path / "run" / "results.json").read_text()
+    for number, setting in enumerate(("batch_former.shared=true", "batch_former.enabled=false")):
+        overrides = [setting, f"init_from={tmp_path / 'run' / 'last.pt'}", f"output_dir={tmp_path / str(number)}"]
+        assert train_net([*command, "--eval-only", *overrides]) == 0
+        assert (tmp_path / str(number) / "results.json").read_text() == trained
