@@ -164,3 +164,27 @@ def test_long_code_is_found() -> None:
     assert too_long("def f():\n" + body * (MAX_FUNCTION_LINES - 1), "a.py") == []
     assert too_long("def f():\n" + body * MAX_FUNCTION_LINES, "a.py") == ["a.py:1: f has 61 lines, at most 60"]
     assert too_long("x = 1\n" * (MAX_FILE_LINES + 1), "a.py") == ["a.py: 401 lines, at most 400"]
+
+
+def test_detectors_are_short_and_hold_only_their_difference() -> None:
+    """At most 250 lines, and no six lines of code in a row stand in two of them."""
+    windows: dict[str, str] = {}
+    for path in python_files(PACKAGE / "detectors"):
+        source = path.read_text(encoding="utf-8")
+        assert len(source.splitlines()) <= 250, path.name
+        for window in set(six_lines(source)):
+            assert window not in windows, f"{path.name} and {windows[window]} share:\n{window}"
+            windows[window] = path.name
+
+
+def six_lines(source: str) -> Iterator[str]:
+    """Every run of six lines, without blank ones, imports and lone brackets."""
+    imports = {
+        line
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    lines = [text.strip() for number, text in enumerate(source.splitlines(), 1) if number not in imports]
+    code = [text for text in lines if text.strip("()[]{},:")]
+    yield from ("\n".join(code[start : start + 6]) for start in range(len(code) - 5))
