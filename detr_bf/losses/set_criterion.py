@@ -25,9 +25,7 @@ STREAM_NAMES = ("clean", "batchformer")
 class LossReport:
     """What a step is trained on, and what is only looked at."""
 
-    losses: dict[
-        str, Tensor
-    ]  # scalars with gradient, not weighted; auxiliary layers end in _0, _1, ..., proposals in _enc
+    losses: dict[str, Tensor]  # scalars, not weighted; auxiliary layers end in _0, _1, ..., proposals in _enc
     weights: dict[str, float]
     logged: dict[str, Tensor] = field(default_factory=dict)  # scalars without gradient, never summed
 
