@@ -8,21 +8,24 @@ RUN := $(ENV)/bin/python
 # A stamp says which extra of this checkout is installed; it lies in the environment and ends with it.
 STAMP := $(ENV)/.detr_bf
 REQUIREMENTS := $(wildcard requirements/*.txt)
+KERNELS := ops/compiled/build.json
 
 too_old = sys.version_info < (3, 10) and "Python 3.10 or newer is needed, $(1) is " + sys.version.split()[0] + ". $(2)"
 check_version = @$(1) -c 'import sys; sys.exit($(too_old))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean other-checkout
+.PHONY: help demo test lint bench kernels clean other-checkout
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.* ## \(.*\)/  make \1\t\2/p' Makefile
 
-demo: $(STAMP)-demo ## build the digits data, train DETR with batch attention, evaluate, write a report
+demo: $(STAMP)-demo ## build the digits data, train a detector with batch attention, evaluate, write a report
+	@$(MAKE) --no-print-directory kernels
 	$(RUN) tools/make_sample_data.py digits --output .cache/digits
 	$(RUN) tools/train_net.py --config configs/demo.yaml $(or $(ARGS),$(if $(wildcard runs/demo/last.pt),--resume))
 
 test: $(STAMP)-dev ## run the tests (ARGS="-m slow" for the long ones)
+	@$(MAKE) --no-print-directory kernels
 	$(RUN) -m pytest -q $(ARGS)
 
 lint: $(STAMP)-dev ## check style, format and types
@@ -31,10 +34,17 @@ lint: $(STAMP)-dev ## check style, format and types
 	$(RUN) -m mypy
 
 bench: $(STAMP)-dev ## measure training steps, inference and matching
+	@$(MAKE) --no-print-directory kernels
 	$(RUN) benchmarks/run.py --output runs/bench.json $(ARGS)
 
+kernels: $(KERNELS) ## compile the operators against the installed torch (STRICT=--strict: warnings are errors)
+
+# Without a compiler everything runs on the plain PyTorch reference, and says so; STRICT makes that an error.
+$(KERNELS): ops/build.py $(wildcard ops/csrc/*.* ops/csrc/*/*.*)
+	$(RUN) -m detr_bf.ops build $(STRICT) $(if $(STRICT),,|| true)
+
 clean: ## remove build products and tool caches, never data, runs or environments
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info ops/compiled .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./.venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 # An active environment may hold another checkout of this project: then its stamps do not count.

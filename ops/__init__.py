@@ -1,5 +1,7 @@
-"""Multi-scale deformable attention: the one door, whatever answers behind it. Installed as ``detr_bf.ops``."""
+"""Operators with compiled kernels: one door each, whatever answers behind it. Installed as ``detr_bf.ops``."""
 
-from detr_bf.ops.functional import ms_deform_attn
+from detr_bf.ops.batch_attention import batch_attention, batch_attention_packed
+from detr_bf.ops.deformable_attention import ms_deform_attn
+from detr_bf.ops.dropout import relu_dropout, residual_dropout
 
-__all__ = ["ms_deform_attn"]
+__all__ = ["batch_attention", "batch_attention_packed", "ms_deform_attn", "relu_dropout", "residual_dropout"]

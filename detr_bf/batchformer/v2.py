@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from detr_bf.batchformer.layer import BatchEncoderLayer
 from detr_bf.errors import InputError
 from detr_bf.structures import TokenBatch
 
@@ -34,7 +35,7 @@ class BatchFormerLayer(nn.Module):
         if dim % heads:
             raise InputError(f"batch_former.heads={heads} must divide the width {dim}")
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(dim, heads, dim_feedforward=dim, dropout=dropout) for _ in range(num_layers)
+            BatchEncoderLayer(dim, heads, feedforward_dim=dim, dropout=dropout) for _ in range(num_layers)
         )
         for parameter in self.parameters():
             if parameter.dim() > 1:
@@ -46,15 +47,10 @@ class BatchFormerLayer(nn.Module):
         ``padding_mask`` (B, S), True = padding: padded entries are not attended to and pass through unchanged. An image
         alone at its position attends to itself.
         """
-        if padding_mask is None:
-            for layer in self.layers:
-                tokens = layer(tokens)
-            return tokens
-        ignored = (padding_mask & ~padding_mask.all(dim=0)).T  # a row without any key would be NaN
         mixed = tokens
         for layer in self.layers:
-            mixed = layer(mixed, src_key_padding_mask=ignored)
-        return torch.where(padding_mask[..., None], tokens, mixed)
+            mixed = layer(mixed, padding_mask)
+        return mixed if padding_mask is None else torch.where(padding_mask[..., None], tokens, mixed)
 
 
 class BatchFormerV2(nn.Module):

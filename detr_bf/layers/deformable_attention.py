@@ -58,6 +58,7 @@ class DeformableAttention(nn.Module):
         found = ms_deform_attn(
             value.unflatten(-1, (self.heads, -1)),
             spatial_shapes,
+            None,
             self._locations(reference, offsets.to(reference.dtype), spatial_shapes),
             weights.unflatten(-1, (self.levels, self.points)),
         )

@@ -142,7 +142,7 @@ def test_op_and_its_gradients(op_case: Case) -> None:
         names = ("value", "sampling_locations", "attention_weights")
         leaves = [given[name].requires_grad_() for name in names]
         shapes = [(height, width) for height, width in given["spatial_shapes"].tolist()]
-        output = ms_deform_attn(leaves[0], shapes, *leaves[1:])
+        output = ms_deform_attn(leaves[0], shapes, None, *leaves[1:])
         assert_close(output, op_case.tensors[f"{sub}.out.output"], relative=1e-12)
         output.backward(given["grad_output"])
         for name, leaf in zip(names, leaves, strict=True):

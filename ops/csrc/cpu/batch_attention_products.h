@@ -1,0 +1,173 @@
+// The two kinds of products that batch attention is made of: dot products of rows, and weighted sums of rows.
+//
+// A block of positions is worked on at once. Its lanes are (position, head, query), query fastest. A table has a line
+// for each key, and in it a number for each lane: so a softmax over the keys needs no sums across a vector, and few
+// queries still fill one.
+#pragma once
+
+#include <cstring>
+
+#include "batch_attention.h"
+#include "blocks.h"
+#include "scratch.h"
+#include "simd.h"
+
+namespace detr_bf::cpu {
+namespace {
+
+constexpr int64_t kLanesOfBlock = 128;  // about; as many as a block of random numbers serves
+constexpr int kKeysTogether = 4;        // that share the reading of a query
+constexpr int kRowsTogether = 4;        // that share the reading of what they are sums of
+constexpr int kVectorsTogether = kVectorBytes == 64 ? 4 : 2;  // of channels: sums in half of the registers
+
+struct Lane {
+  int64_t position, head, query;
+};
+
+template <class T>
+struct TypedRows {
+  T* data;
+  int64_t image_stride, position_stride, head_stride;
+
+  explicit TypedRows(const Rows& rows)
+      : data(static_cast<T*>(rows.data)),
+        image_stride(rows.image_stride),
+        position_stride(rows.position_stride),
+        head_stride(rows.head_stride) {}
+  T* at(int64_t image, int64_t position, int64_t head) const {
+    return data + image * image_stride + position * position_stride + head * head_stride;
+  }
+};
+
+// Positions [position, position + positions) of a call.
+struct Block {
+  int64_t images, heads, channels;
+  int64_t position, positions;
+  int64_t line;       // from line to line of a table, whole vectors
+  const Lane* places;  // of lanes, positions counted from 0
+
+  int64_t lanes() const { return positions * heads * images; }
+};
+
+inline int64_t positions_together(const BatchAttention& b) {
+  return (kLanesOfBlock + b.heads * b.images - 1) / (b.heads * b.images);
+}
+
+inline void list_lanes(const BatchAttention& b, int64_t positions, Lane* places) {
+  for (int64_t position = 0; position < positions; ++position) {
+    for (int64_t head = 0; head < b.heads; ++head) {
+      for (int64_t query = 0; query < b.images; ++query) *places++ = {position, head, query};
+    }
+  }
+}
+
+// For K keys: their channels times a query's, added up to vectors whose lanes' sums are the dot products; they are
+// written kLanes apart.
+template <int K, class T, class A>
+inline void multiply(const T* query, const T* keys, int64_t key_stride, int64_t channels, Vec<A>* products) {
+  constexpr int lanes = kLanes<A>;
+  Vec<A> sums[K] = {};
+  int64_t channel = 0;
+  for (; channel + lanes <= channels; channel += lanes) {
+    const Vec<A> of_query = load<A>(query + channel);
+    for (int k = 0; k < K; ++k) sums[k] += of_query * load<A>(keys + k * key_stride + channel);
+  }
+  if (channel < channels) {
+    const Vec<A> of_query = load_first<A>(query + channel, channels - channel);
+    for (int k = 0; k < K; ++k) {
+      sums[k] += of_query * load_first<A>(keys + k * key_stride + channel, channels - channel);
+    }
+  }
+  for (int k = 0; k < K; ++k) products[k * lanes] = sums[k];
+}
+
+// table(key, lane) = dot product of the lane's row of `queries` and the key's row of `keys`.
+template <class T, class A>
+void dot_products(const Block& b, const TypedRows<T>& queries, const TypedRows<T>& keys, A* table) {
+  for (int64_t first = 0; first < b.lanes(); first += kLanes<A>) {
+    const int64_t left = b.lanes() - first, count = left < kLanes<A> ? left : kLanes<A>;
+    const T *query[kLanes<A>], *key[kLanes<A>];
+    for (int64_t lane = 0; lane < count; ++lane) {
+      const Lane& place = b.places[first + lane];
+      query[lane] = queries.at(place.query, b.position + place.position, place.head);
+      key[lane] = keys.at(0, b.position + place.position, place.head);
+    }
+    in_blocks<kKeysTogether>(0, b.images, [&](auto together, int64_t at) {
+      constexpr int K = decltype(together)::value;
+      Vec<A> products[K * kLanes<A>];
+      if (count < kLanes<A>) std::memset(products, 0, sizeof(products));
+      for (int64_t lane = 0; lane < count; ++lane) {
+        const T* rows = key[lane] + at * keys.image_stride;
+        multiply<K, T, A>(query[lane], rows, keys.image_stride, b.channels, products + lane);
+      }
+      for (int k = 0; k < K; ++k) store<A>(table + (at + k) * b.line + first, sums_of<A>(products + k * kLanes<A>));
+    });
+  }
+}
+
+// Weights of R results for each of `count` rows.
+template <class A>
+struct Weights {
+  const A* first;
+  int64_t result_stride, row_stride;
+
+  A of(int64_t result, int64_t row) const { return first[result * result_stride + row * row_stride]; }
+};
+
+template <int R, int N, class T, class A>
+inline void add_up_rows(const Weights<A>& weights, const T* rows, int64_t row_stride, int64_t count, T* results,
+                        int64_t result_stride) {
+  constexpr int lanes = kLanes<A>;
+  Vec<A> sums[R][N] = {};
+  for (int64_t row = 0; row < count; ++row) {
+    Vec<A> channels[N];
+    for (int n = 0; n < N; ++n) channels[n] = load<A>(rows + row * row_stride + n * lanes);
+    for (int r = 0; r < R; ++r) {
+      for (int n = 0; n < N; ++n) sums[r][n] += weights.of(r, row) * channels[n];
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int n = 0; n < N; ++n) store<A>(results + r * result_stride + n * lanes, sums[r][n]);
+  }
+}
+
+template <int R, class T, class A>
+inline void add_up_tail(const Weights<A>& weights, const T* rows, int64_t row_stride, int64_t count, T* results,
+                        int64_t result_stride, int64_t channels) {
+  Vec<A> sums[R] = {};
+  for (int64_t row = 0; row < count; ++row) {
+    const Vec<A> of_row = load_first<A>(rows + row * row_stride, channels);
+    for (int r = 0; r < R; ++r) sums[r] += weights.of(r, row) * of_row;
+  }
+  for (int r = 0; r < R; ++r) store_first<A>(results + r * result_stride, sums[r], channels);
+}
+
+// For each position and head, results of all images: result = sum over rows of table(row, result) x row, or of
+// table(result, row) x row if by_key.
+template <class T, class A>
+void weighted_sums(const Block& b, const A* table, bool by_key, const TypedRows<T>& rows, const TypedRows<T>& results) {
+  const int64_t whole = b.channels / kLanes<A> * kLanes<A>;
+  const Weights<A> strides{table, by_key ? b.line : 1, by_key ? 1 : b.line};
+  for (int64_t pair = 0; pair < b.positions * b.heads; ++pair) {
+    const int64_t position = b.position + pair / b.heads, head = pair % b.heads;
+    const T* from = rows.at(0, position, head);
+    in_blocks<kRowsTogether>(0, b.images, [&](auto together, int64_t result) {
+      constexpr int R = decltype(together)::value;
+      Weights<A> weights = strides;
+      weights.first += pair * b.images + result * strides.result_stride;
+      T* to = results.at(result, position, head);
+      in_blocks<kVectorsTogether>(0, whole / kLanes<A>, [&](auto vectors, int64_t vector) {
+        const int64_t channel = vector * kLanes<A>;
+        add_up_rows<R, decltype(vectors)::value, T, A>(weights, from + channel, rows.image_stride, b.images,
+                                                       to + channel, results.image_stride);
+      });
+      if (whole < b.channels) {
+        add_up_tail<R, T, A>(weights, from + whole, rows.image_stride, b.images, to + whole, results.image_stride,
+                             b.channels - whole);
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace detr_bf::cpu

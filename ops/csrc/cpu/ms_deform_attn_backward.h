@@ -1,0 +1,220 @@
+// Backward: each corner's row is added to and multiplied with the output's gradient, a vector of channels at once; the
+// products' sums, for a vector of samples at once, give the gradients of locations and weights.
+#pragma once
+
+#include <cstring>
+
+#include "rows.h"
+#include "sampling.h"
+
+namespace detr_bf::cpu {
+namespace {
+
+// Rows of one image and head, where the caller has them (type T) or packed one after another (type A).
+template <class R, class A>
+struct Rows {
+  const R* value;
+  int64_t value_stride;
+  A* gradient;
+  int64_t gradient_stride;
+};
+
+// The dot products of a sample's corners with the output's gradient, on the way: products of channels, added up to as few
+// vectors as hold all four corners.
+template <class A>
+struct DotProducts {
+  static constexpr int kFold = kLanes<A> < kCorners ? kLanes<A> : kCorners;
+  static constexpr int kVectors = kCorners / kFold;  // of a sample
+  Vec<A>* folded;
+
+  static int64_t bytes(int64_t padded) { return Scratch::bytes<Vec<A>>(kVectors * padded); }
+  DotProducts(Scratch& scratch, int64_t padded) : folded(scratch.take<Vec<A>>(kVectors * padded)) {
+    std::memset(folded, 0, static_cast<size_t>(kVectors * padded) * sizeof(Vec<A>));  // what fills up stays zero
+  }
+
+  template <bool First>
+  void add(int64_t sample, const Vec<A>* products) {
+    for (int part = 0; part < kVectors; ++part) {
+      const Vec<A> sums = sums_of<A, kFold>(products + part * kFold);
+      Vec<A>& place = folded[sample * kVectors + part];
+      place = First ? sums : place + sums;
+    }
+  }
+
+  // Of the samples from at on that fill a vector: lane i of dots[corner] belongs to sample at + i.
+  void finish(int64_t at, Vec<A>* dots) const {
+    constexpr int count = kLanes<A> / kFold;
+    Vec<A> by_sample[kCorners];  // together: all corners of the first sample, all of the second, ...
+    for (int part = 0; part < kCorners; ++part) {
+      by_sample[part] = sums_of<A, count, kFold>(folded + at * kVectors + part * count);
+    }
+    const Vec<A> even_low = shuffle<EverySecond<0>, A>(by_sample[0], by_sample[1]);
+    const Vec<A> even_high = shuffle<EverySecond<0>, A>(by_sample[2], by_sample[3]);
+    const Vec<A> odd_low = shuffle<EverySecond<1>, A>(by_sample[0], by_sample[1]);
+    const Vec<A> odd_high = shuffle<EverySecond<1>, A>(by_sample[2], by_sample[3]);
+    dots[0] = shuffle<EverySecond<0>, A>(even_low, even_high);
+    dots[1] = shuffle<EverySecond<0>, A>(odd_low, odd_high);
+    dots[2] = shuffle<EverySecond<1>, A>(even_low, even_high);
+    dots[3] = shuffle<EverySecond<1>, A>(odd_low, odd_high);
+  }
+};
+
+// Adds every corner's share of the output's gradient to the corner's row, and that gradient times the row to the dot
+// products. First: of the first channels.
+template <int N, bool First, class R, class T, class A>
+inline void spread(Rows<R, A> rows, Corners<A> corners, int64_t count, const T* output, int64_t channel,
+                   DotProducts<A> dots) {
+  Vec<A> gradient[N];
+  for (int n = 0; n < N; ++n) gradient[n] = load<A>(output + channel + n * kLanes<A>);
+  for (int64_t sample = 0; sample < count; ++sample) {
+    Vec<A> products[kCorners] = {};
+    for (int corner = 0; corner < kCorners; ++corner) {
+      const int64_t at = corner * corners.padded + sample;
+      const int64_t cell = corners.cells[at];
+      const Vec<A> weight = broadcast<A>(corners.weights[at]);
+      const R* value = rows.value + cell * rows.value_stride + channel;
+      A* sums = rows.gradient + cell * rows.gradient_stride + channel;
+      for (int n = 0; n < N; ++n) {
+        const int64_t lane = n * kLanes<A>;
+        products[corner] += gradient[n] * load<A>(value + lane);
+        store<A>(sums + lane, load<A>(sums + lane) + weight * gradient[n]);
+      }
+    }
+    dots.template add<First>(sample, products);
+  }
+}
+
+template <bool First, class R, class T, class A>
+inline void spread_tail(Rows<R, A> rows, Corners<A> corners, int64_t count, const T* output, int64_t channel,
+                        int64_t left, DotProducts<A> dots) {
+  const Vec<A> gradient = load_first<A>(output + channel, left);
+  for (int64_t sample = 0; sample < count; ++sample) {
+    Vec<A> products[kCorners];
+    for (int corner = 0; corner < kCorners; ++corner) {
+      const int64_t at = corner * corners.padded + sample;
+      const int64_t cell = corners.cells[at];
+      A* sums = rows.gradient + cell * rows.gradient_stride + channel;
+      products[corner] = gradient * load_first<A>(rows.value + cell * rows.value_stride + channel, left);
+      store_first<A>(sums, load_first<A>(sums, left) + corners.weights[at] * gradient, left);
+    }
+    dots.template add<First>(sample, products);
+  }
+}
+
+// Gradients of a vector of samples from the dot products of their four corners with the output's gradient.
+template <class T, class A>
+inline void write_gradients(const Samples<T, A>& samples, const Vec<A>* dots, const Levels<A>& levels, int64_t at,
+                            A* locations, A* weights) {
+  const Axis<A>&x = samples.x, &y = samples.y;
+  Vec<A> weight = {};
+  for (int corner = 0; corner < kCorners; ++corner) weight += samples.share(corner) * dots[corner];
+  const Vec<A> along_x = y.near_weight * (x.near_slope * dots[0] + x.far_slope * dots[1]) +
+                         y.far_weight * (x.near_slope * dots[2] + x.far_slope * dots[3]);
+  const Vec<A> along_y = x.near_weight * (y.near_slope * dots[0] + y.far_slope * dots[2]) +
+                         x.far_weight * (y.near_slope * dots[1] + y.far_slope * dots[3]);
+  const Vec<A> to_x = samples.weight * along_x * read<Vec<A>>(levels.width + at);
+  const Vec<A> to_y = samples.weight * along_y * read<Vec<A>>(levels.height + at);
+  const Vec<A> low = shuffle<Interleave<A, false>, A>(to_x, to_y), high = shuffle<Interleave<A, true>, A>(to_x, to_y);
+  const int64_t left = levels.count - at;
+  if (left >= kLanes<A>) {
+    store<A>(weights + at, weight);
+    store<A>(locations + 2 * at, low);
+    store<A>(locations + 2 * at + kLanes<A>, high);
+  } else {
+    const int64_t in_low = 2 * left < kLanes<A> ? 2 * left : kLanes<A>;
+    store_first<A>(weights + at, weight, left);
+    store_first<A>(locations + 2 * at, low, in_low);
+    store_first<A>(locations + 2 * at + in_low, high, 2 * left - in_low);
+  }
+}
+
+// All queries of one image and head, over the levels given.
+template <class R, class T, class A>
+void backward_queries(const Sampling& s, const SamplingGradients& g, const Rows<R, A>& rows, const Levels<A>& levels,
+                      Scratch& scratch, int64_t image, int64_t head) {
+  Corners<A> corners(scratch, levels.padded);
+  const DotProducts<A> products(scratch, levels.padded);
+  auto* kept = scratch.take<Samples<T, A>>(levels.padded / kLanes<A>);
+
+  for (int64_t query = 0; query < s.queries; ++query) {
+    const int64_t place = (image * s.queries + query) * s.heads + head;
+    const int64_t first = place * s.levels * s.points + levels.first;
+    const T* output = static_cast<const T*>(g.output) + place * s.channels;
+    for (int64_t at = 0; at < levels.padded; at += kLanes<A>) {
+      kept[at / kLanes<A>] = Samples<T, A>(static_cast<const A*>(s.locations) + 2 * first,
+                                           static_cast<const T*>(s.weights) + first, levels, at);
+      corners.set(kept[at / kLanes<A>], levels, at);
+    }
+    bool started = false;
+    over_channels<A>(
+        s.channels,
+        [&](auto vectors, int64_t channel) {
+          constexpr int count = decltype(vectors)::value;
+          started ? spread<count, false>(rows, corners, levels.count, output, channel, products)
+                  : spread<count, true>(rows, corners, levels.count, output, channel, products);
+          started = true;
+        },
+        [&](int64_t channel, int64_t left) {
+          started ? spread_tail<false>(rows, corners, levels.count, output, channel, left, products)
+                  : spread_tail<true>(rows, corners, levels.count, output, channel, left, products);
+        });
+    for (int64_t at = 0; at < levels.padded; at += kLanes<A>) {
+      Vec<A> dots[kCorners];
+      products.finish(at, dots);
+      write_gradients(kept[at / kLanes<A>], dots, levels, at, static_cast<A*>(g.locations) + 2 * first,
+                      static_cast<A*>(g.weights) + first);
+    }
+  }
+}
+
+template <class T, class A>
+struct Backward {
+  const Sampling& s;
+  const SamplingGradients& g;
+
+  int64_t scratch_bytes() const {
+    const int64_t samples = s.levels * s.points, padded = round_up(samples, kLanes<A>);
+    return Levels<A>::bytes(samples) + Corners<A>::bytes(padded) + DotProducts<A>::bytes(padded) +
+           Scratch::bytes<Samples<T, A>>(padded / kLanes<A>) +
+           Scratch::bytes<A>(2 * span(s, 0, s.levels) * s.channels);
+  }
+
+  void run(Scratch& scratch, int64_t image, int64_t head, int64_t level_begin, int64_t level_end) const {
+    const Levels<A> levels(scratch, s, level_begin, level_end);
+    const int64_t origin = s.level_start_index[level_begin], cells = span(s, level_begin, level_end);
+    const T* value = static_cast<const T*>(s.value) + image * s.image_stride + head * s.head_stride +
+                     origin * s.cell_stride;
+    A* gradient = static_cast<A*>(g.value) + ((image * s.cells + origin) * s.heads + head) * s.channels;
+    const int64_t gradient_stride = s.heads * s.channels;
+    if (!pays_to_pack(s.queries * levels.count, cells)) {
+      const Rows<T, A> rows{value, s.cell_stride, gradient, gradient_stride};
+      backward_queries<T, T, A>(s, g, rows, levels, scratch, image, head);
+      return;
+    }
+    // A row of value and that of its gradient lie side by side: half the pages to look up.
+    const int64_t stride = 2 * s.channels;
+    A* packed = scratch.take<A>(cells * stride);
+    for (int64_t cell = 0; cell < cells; ++cell) {
+      copy_row<A>(value + cell * s.cell_stride, packed + cell * stride, s.channels);
+      std::memset(packed + cell * stride + s.channels, 0, static_cast<size_t>(s.channels) * sizeof(A));
+    }
+    backward_queries<A, T, A>(s, g, {packed, stride, packed + s.channels, stride}, levels, scratch, image, head);
+    for (int64_t cell = 0; cell < cells; ++cell) {
+      copy_row<A>(packed + cell * stride + s.channels, gradient + cell * gradient_stride, s.channels);
+    }
+  }
+};
+
+template <class T, class A>
+void backward(const Sampling& s, const SamplingGradients& g, bool by_level, int64_t begin, int64_t end) {
+  const Backward<T, A> pass{s, g};
+  Scratch scratch(pass.scratch_bytes());
+  for (int64_t task = begin; task < end; ++task) {
+    scratch.clear();
+    const int64_t place = by_level ? task / s.levels : task, level = by_level ? task % s.levels : 0;
+    pass.run(scratch, place / s.heads, place % s.heads, level, by_level ? level + 1 : s.levels);
+  }
+}
+
+}  // namespace
+}  // namespace detr_bf::cpu

@@ -1,0 +1,174 @@
+// The few things kernels ask of the GPU: numbers, memory, exchange between lanes, launches.
+//
+// Kernels touch memory through read(), write() and add() alone. A compiler other than nvcc takes the same names from
+// emulation.h (tests/ops/emulation), which runs a grid on the host and checks every access.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <torch/csrc/stable/macros.h>
+
+namespace detr_bf::cuda {
+
+using Half = __half;
+using BFloat16 = __nv_bfloat16;
+using Stream = cudaStream_t;
+using Grid = dim3;
+
+__device__ inline float widen(Half number) { return __half2float(number); }
+__device__ inline float widen(BFloat16 number) { return __bfloat162float(number); }
+__device__ inline Half narrow(float number, Half) { return __float2half_rn(number); }
+__device__ inline BFloat16 narrow(float number, BFloat16) { return __float2bfloat16_rn(number); }
+
+// What nobody writes while the kernel runs, in one access of 2, 4, 8 or 16 bytes.
+template <class S>
+__device__ inline S read(const S* from) {
+  using Bits = std::conditional_t<
+      sizeof(S) == 16, uint4,
+      std::conditional_t<sizeof(S) == 8, uint2, std::conditional_t<sizeof(S) == 4, unsigned, unsigned short>>>;
+  static_assert(sizeof(S) == sizeof(Bits));
+  const Bits bits = __ldg(reinterpret_cast<const Bits*>(from));
+  S value;
+  std::memcpy(&value, &bits, sizeof(S));
+  return value;
+}
+
+// In one access too: left to itself the compiler takes 16 bytes apart into single numbers.
+template <class S>
+__device__ inline void write(S* to, S value) {
+  if constexpr (sizeof(S) == 16) {
+    uint4 bits;
+    std::memcpy(&bits, &value, sizeof(S));
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(bits.x),
+                 "r"(bits.y), "r"(bits.z), "r"(bits.w));
+  } else {
+    *to = value;
+  }
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool kAddsVectors = true;
+#else
+constexpr bool kAddsVectors = false;
+#endif
+
+// Adds to memory that other threads add to as well, in no order.
+template <class A, int N>
+__device__ inline void add(A* to, const A (&numbers)[N]) {
+  if constexpr (kAddsVectors && std::is_same_v<A, float> && N % 4 == 0) {
+#pragma unroll
+    for (int n = 0; n < N; n += 4) {
+      // No "memory" clobber: the kernels never read what they add to, and reads may move past it.
+      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to + n)),
+                   "f"(numbers[n]), "f"(numbers[n + 1]), "f"(numbers[n + 2]), "f"(numbers[n + 3]));
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < N; ++n) atomicAdd(to + n, numbers[n]);
+  }
+}
+
+// The compiler takes a number for a new one: what it worked out from it before, it works out again rather than keep it
+// in registers; how it worked it out, it does not know any longer, and keeps it rather than work it out again.
+__device__ inline void pin(uint32_t& number) { asm volatile("" : "+r"(number)); }
+__device__ inline void pin(float& number) { asm volatile("" : "+f"(number)); }
+template <class S>
+__device__ inline void pin(S*& pointer) {
+  asm volatile("" : "+l"(pointer));
+}
+
+constexpr unsigned kWholeWarp = 0xffffffffu;
+
+// The value that a lane of the own group has; groups are `width` neighbouring lanes. All lanes of the warp take part.
+template <class S>
+__device__ inline S shuffle(S value, int lane, int width) {
+  return __shfl_sync(kWholeWarp, value, lane, width);
+}
+
+template <class S>
+__device__ inline S shuffle_xor(S value, int mask) {
+  return __shfl_xor_sync(kWholeWarp, value, mask);
+}
+
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), Grid grid, int threads, Stream stream, Arguments... arguments) {
+  kernel<<<grid, threads, 0, stream>>>(arguments...);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace detr_bf::cuda
+#else
+#include "emulation.h"
+#endif
+
+namespace detr_bf::cuda {
+
+constexpr int kWarp = 32;
+
+// What numbers of type T are summed up in.
+template <class T>
+using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+__device__ inline float widen(float number) { return number; }
+__device__ inline double widen(double number) { return number; }
+__device__ inline float narrow(float number, float) { return number; }
+__device__ inline double narrow(double number, double) { return number; }
+
+// N neighbours in memory that one lane reads or writes at once; two of 16 bits stay one word until they are used.
+template <class T, int N>
+struct alignas(N * sizeof(T)) Packed {
+  static constexpr bool kPairs = sizeof(T) == 2 && N % 2 == 0;
+  std::conditional_t<kPairs, uint32_t, T> at[kPairs ? N / 2 : N];
+
+  __device__ Sum<T> operator[](int n) const {
+    if constexpr (kPairs) {
+      return widen_half(at[n / 2], n % 2, T{});
+    } else {
+      return widen(at[n]);
+    }
+  }
+
+ private:
+  __device__ static float widen_half(uint32_t word, bool second, BFloat16) {
+    const uint32_t bits = second ? word & 0xffff0000u : word << 16;
+    float number;
+    std::memcpy(&number, &bits, sizeof(number));
+    pin(number);  // or the compiler widens it in a branch, only where it is used
+    return number;
+  }
+  __device__ static float widen_half(uint32_t word, bool second, Half) {
+    const auto bits = static_cast<uint16_t>(second ? word >> 16 : word);
+    Half number;
+    std::memcpy(&number, &bits, sizeof(number));
+    return widen(number);
+  }
+};
+
+template <int N, class T>
+__device__ inline Packed<T, N> load(const T* from) {
+  return read(reinterpret_cast<const Packed<T, N>*>(from));
+}
+
+template <class T, int N>
+__device__ inline void store(T* to, const Sum<T> (&sums)[N]) {
+  T narrowed[N];
+#pragma unroll
+  for (int n = 0; n < N; ++n) narrowed[n] = narrow(sums[n], T{});
+  Packed<T, N> packed;
+  std::memcpy(&packed, narrowed, sizeof(packed));
+  write(reinterpret_cast<Packed<T, N>*>(to), packed);
+}
+
+template <class T>
+__host__ __device__ inline T ceil_div(T number, T unit) {
+  return (number + unit - 1) / unit;
+}
+
+}  // namespace detr_bf::cuda

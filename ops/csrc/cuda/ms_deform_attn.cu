@@ -1,0 +1,204 @@
+// ms_deform_attn on the GPU: tensors to plain data, kernels to the current stream.
+#include <array>
+#include <initializer_list>
+#include <limits>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "../problem.h"
+#include "ms_deform_attn_launch.cuh"
+
+namespace detr_bf::cuda {
+namespace {
+
+using torch::stable::accelerator::DeviceGuard;
+
+constexpr int64_t kMaxChannels = int64_t{1} << 24;                   // H x D
+constexpr int64_t kMaxStride = std::numeric_limits<int32_t>::max();  // bytes from cell to cell
+constexpr int64_t kSortedTogether = int64_t{1} << 24;                // some 32 bytes each while they are sorted
+
+Type type_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Double: return Type::kFloat64;
+    case ScalarType::Float: return Type::kFloat32;
+    case ScalarType::Half: return Type::kFloat16;
+    case ScalarType::BFloat16: return Type::kBFloat16;
+    default: STD_TORCH_CHECK(false, "ms_deform_attn: value must be float64, float32, float16 or bfloat16");
+  }
+}
+
+void check_device(const Tensor& value, std::initializer_list<const Tensor*> others) {
+  for (const Tensor* other : others) {
+    STD_TORCH_CHECK(value.is_cuda() && other->is_cuda() && value.get_device_index() == other->get_device_index(),
+                    "ms_deform_attn: all tensors must be on one GPU");
+  }
+}
+
+// What 32-bit arithmetic in the kernels relies on.
+void check_limits(const Problem& p, const std::vector<int64_t>& spatial_shapes) {
+  STD_TORCH_CHECK(p.levels <= kMaxLevels, "ms_deform_attn: on a GPU, at most ", kMaxLevels, " levels, got ", p.levels);
+  STD_TORCH_CHECK(p.points <= kMaxPoints, "ms_deform_attn: on a GPU, at most ", kMaxPoints, " points, got ", p.points);
+  STD_TORCH_CHECK(p.heads * p.channels <= kMaxChannels, "ms_deform_attn: on a GPU, heads x channels is at most ",
+                  kMaxChannels, ", got ", p.heads, " x ", p.channels);
+  for (size_t level = 0; level < spatial_shapes.size() / 2; ++level) {
+    STD_TORCH_CHECK(spatial_shapes[2 * level + 1] < kMaxWidth, "ms_deform_attn: level ", level,
+                    " is too wide for a GPU: ", spatial_shapes[2 * level + 1], " cells");
+  }
+}
+
+int64_t bytes_of(Type type) {
+  constexpr std::array<int64_t, 4> bytes{8, 4, 2, 2};
+  return bytes[static_cast<size_t>(type)];
+}
+
+// Any strides between cells; the channels of a cell one after another.
+Tensor readable(const Tensor& value) {
+  const bool together = value.stride(3) == 1 || value.size(3) == 1;
+  const bool near = value.stride(1) * bytes_of(type_of(value)) <= kMaxStride;
+  return together && near ? value : torch::stable::contiguous(value);
+}
+
+// The tensors of a call as the kernels read them, kept alive.
+struct Inputs {
+  Problem problem;
+  Tensor value, locations, weights;
+  std::vector<int64_t> spatial_shapes, level_start_index;
+
+  Inputs(const Tensor& value_in, std::vector<int64_t> shapes, std::vector<int64_t> starts, const Tensor& locations_in,
+         const Tensor& weights_in)
+      : problem(check_problem(value_in, shapes, starts, locations_in, weights_in)),
+        value(readable(value_in)),
+        locations(torch::stable::contiguous(locations_in)),
+        weights(torch::stable::contiguous(weights_in)),
+        spatial_shapes(std::move(shapes)),
+        level_start_index(std::move(starts)) {
+    check_device(value, {&locations, &weights});
+    check_limits(problem, spatial_shapes);
+  }
+
+  bool nothing_to_do() const { return problem.empty() || problem.samples() == 0; }
+
+  Sampling plain() const {
+    const Problem& p = problem;
+    const int64_t bytes = bytes_of(type_of(value));
+    Sampling s{};
+    s.images = p.images;
+    s.cells = p.cells;
+    s.queries = p.queries;
+    s.heads = static_cast<int32_t>(p.heads);
+    s.channels = static_cast<int32_t>(p.channels);
+    s.levels = static_cast<int32_t>(p.levels);
+    s.points = static_cast<int32_t>(p.points);
+    s.inverse_points = 1.0f / static_cast<float>(p.points);
+    s.value = value.data_ptr();
+    s.image_stride = value.stride(0) * bytes;
+    s.cell_stride = static_cast<uint32_t>(value.stride(1) * bytes);
+    s.head_stride = value.stride(2) * bytes;
+    s.locations = locations.data_ptr();
+    s.weights = weights.data_ptr();
+    for (size_t level = 0; level < level_start_index.size(); ++level) {
+      s.level[level] = {static_cast<int32_t>(spatial_shapes[2 * level]),
+                        static_cast<int32_t>(spatial_shapes[2 * level + 1]),
+                        static_cast<int32_t>(level_start_index[level])};
+    }
+    return s;
+  }
+};
+
+Stream current_stream(const Tensor& tensor) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  return static_cast<Stream>(stream);
+}
+
+Tensor forward_of_tensors(const Tensor& value, std::vector<int64_t> spatial_shapes,
+                          std::vector<int64_t> level_start_index, const Tensor& locations, const Tensor& weights) {
+  const Inputs inputs(value, std::move(spatial_shapes), std::move(level_start_index), locations, weights);
+  const Problem& p = inputs.problem;
+  const std::array<int64_t, 3> sizes{p.images, p.queries, p.heads * p.channels};
+  if (inputs.nothing_to_do()) return torch::stable::new_zeros(inputs.value, sizes);
+  const DeviceGuard guard(inputs.value.get_device_index());
+  Tensor output = torch::stable::new_empty(inputs.value, sizes);
+  forward(type_of(output), inputs.plain(), output.data_ptr(), current_stream(output));
+  return output;
+}
+
+// Keys sorted by torch, whose sort needs no more of the GPU than its memory and is stable where it is asked to be.
+struct Sorted {
+  Tensor sorted, places;
+
+  explicit Sorted(const Tensor& unsorted) : sorted(unsorted), places(unsorted) {
+    std::array<StableIValue, 4> stack{torch::stable::detail::from(unsorted),
+                                      torch::stable::detail::from(std::optional<bool>(true)),
+                                      torch::stable::detail::from(int64_t{0}), torch::stable::detail::from(false)};
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        torch_call_dispatcher("aten::sort", "stable", stack.data(), TORCH_ABI_VERSION));
+    sorted = torch::stable::detail::to<Tensor>(stack[0]);
+    places = torch::stable::detail::to<Tensor>(stack[1]);
+  }
+  const int32_t* keys() const { return static_cast<const int32_t*>(sorted.data_ptr()); }
+  const int64_t* order() const { return static_cast<const int64_t*>(places.data_ptr()); }
+};
+
+Tensor gradient_in_order(const Inputs& inputs, const Tensor& grad_output, Stream stream) {
+  const Problem& p = inputs.problem;
+  STD_TORCH_CHECK(p.queries * p.samples() <= std::numeric_limits<int32_t>::max(),
+                  "ms_deform_attn_backward: too many samples to be sorted; deterministic algorithms must be off");
+  Tensor gradient = torch::stable::new_empty(inputs.value, {p.images, p.cells, p.heads, p.channels});
+  const auto sort = [&](int64_t count, auto write_keys) {
+    Tensor keys = torch::stable::new_empty(inputs.value, {count}, ScalarType::Int);
+    write_keys(static_cast<int32_t*>(keys.data_ptr()));
+    return Sorted(keys);
+  };
+  gather(type_of(gradient), inputs.plain(), grad_output.data_ptr(), gradient.data_ptr(), kSortedTogether, stream, sort);
+  return gradient;
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_of_tensors(const Tensor& grad_output_in, const Tensor& value,
+                                                       std::vector<int64_t> spatial_shapes,
+                                                       std::vector<int64_t> level_start_index, const Tensor& locations,
+                                                       const Tensor& weights, bool deterministic) {
+  const Inputs inputs(value, std::move(spatial_shapes), std::move(level_start_index), locations, weights);
+  const Problem& p = inputs.problem;
+  const Tensor grad_output = torch::stable::contiguous(grad_output_in);
+  STD_TORCH_CHECK(grad_output.numel() == p.images * p.queries * p.heads * p.channels &&
+                      grad_output.scalar_type() == value.scalar_type(),
+                  "ms_deform_attn_backward: grad_output must be (B, Q, H x D), of the dtype of value");
+  check_device(value, {&grad_output});
+  const std::array<int64_t, 4> sizes{p.images, p.cells, p.heads, p.channels};
+  if (inputs.nothing_to_do()) {
+    return {torch::stable::new_zeros(inputs.value, sizes),
+            torch::stable::new_zeros(inputs.locations, inputs.locations.sizes()),
+            torch::stable::new_zeros(inputs.weights, inputs.weights.sizes())};
+  }
+  const DeviceGuard guard(value.get_device_index());
+  const Stream stream = current_stream(value);
+  Tensor grad_locations = torch::stable::empty_like(inputs.locations);
+  Tensor grad_weights = torch::stable::empty_like(inputs.weights);
+  GradientTensors gradients{grad_output.data_ptr(), nullptr, grad_locations.data_ptr(), grad_weights.data_ptr()};
+  if (deterministic) {
+    backward(type_of(value), inputs.plain(), gradients, stream);
+    return {gradient_in_order(inputs, grad_output, stream), grad_locations, grad_weights};
+  }
+  Tensor sums = torch::stable::new_zeros(inputs.value, sizes, accumulation_type(value));
+  gradients.value = sums.data_ptr();
+  backward(type_of(value), inputs.plain(), gradients, stream);
+  return {torch::stable::to(sums, value.scalar_type()), grad_locations, grad_weights};
+}
+
+}  // namespace
+}  // namespace detr_bf::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(detr_bf, CUDA, m) {
+  m.impl("ms_deform_attn", TORCH_BOX(&detr_bf::cuda::forward_of_tensors));
+  m.impl("ms_deform_attn_backward", TORCH_BOX(&detr_bf::cuda::backward_of_tensors));
+}

@@ -1,0 +1,261 @@
+// Multi-scale deformable attention on the GPU: what all its kernels share.
+//
+// A row is one query and head: L x P samples of four corners, D channels. A group of 4 to 32 neighbouring lanes works
+// on a row, each lane with up to 16 bytes of every corner's channels, so that a corner of 32 float32 channels is one
+// line of the cache. Where a sample's corners lie is worked out once, by one lane, and handed round the group.
+//
+// A sample looks at two neighbouring columns and lines of its level. They are moved into the level where it sticks out,
+// and the bilinear weight of a column is the hat function of its distance, 1 at the column and 0 a cell away: so a
+// column that moved gets the weight it should have, and a sample is one cell and two steps, whatever lies outside.
+#pragma once
+
+#include "device.cuh"
+
+namespace detr_bf::cuda {
+
+constexpr int kMaxLevels = 64;       // they are an argument of the kernels
+constexpr int kMaxPoints = 1 << 15;  // level_of() is exact up to there
+constexpr int kMaxWidth = 1 << 23;   // of a level: Corners::steps
+constexpr int kThreads = 256;        // of a block
+constexpr int kCorners = 4;          // top left, top right, bottom left, bottom right
+constexpr int kMinLanes = 4;         // of a group
+
+struct Level {
+  int32_t height, width, start;
+};
+
+struct Sampling {
+  int64_t images, cells, queries;
+  int32_t heads, channels, levels, points;
+  float inverse_points;
+  const void* value;                  // (B, S, H, D), channels one after another
+  int64_t image_stride, head_stride;  // of value, in bytes
+  uint32_t cell_stride;
+  const void* locations;  // (B, Q, H, L, P, 2)
+  const void* weights;    // (B, Q, H, L, P)
+  Level level[kMaxLevels];
+
+  __host__ __device__ int samples() const { return levels * points; }
+};
+
+// How rows are dealt to the threads of a grid of (heads, queries, images).
+//
+// A block takes neighbouring queries, which meet the same cells, and as many heads as share a line of the cache.
+struct Layout {
+  int lane_bits, head_bits;  // of the number of lanes in a group, of heads in a block
+  int64_t first_query, first_image;
+
+  __host__ __device__ int lanes() const { return 1 << lane_bits; }
+  __host__ __device__ int heads() const { return 1 << head_bits; }
+  __host__ __device__ int queries() const { return kThreads >> lane_bits >> head_bits; }
+};
+
+// The row of this thread. Where there is none, exists is false: its lanes still take part in every exchange.
+//
+// Its number is `first`, the same for the whole block, and `offset`: so most of the arithmetic of 64 bits is done once.
+struct Row {
+  int lane, head, offset;
+  int64_t image, first;
+  bool exists;
+
+  __device__ Row(const Sampling& s, const Layout& layout) {
+    const int group = threadIdx.x >> layout.lane_bits, query = group >> layout.head_bits;
+    const int64_t first_query = layout.first_query + static_cast<int64_t>(blockIdx.y) * layout.queries();
+    lane = threadIdx.x & (layout.lanes() - 1);
+    head = blockIdx.x * layout.heads() + (group & (layout.heads() - 1));
+    image = layout.first_image + blockIdx.z;
+    first = (image * s.queries + first_query) * s.heads;
+    offset = query * s.heads + head;
+    exists = head < s.heads && query < s.queries - first_query;
+  }
+
+  // Its part of a tensor that has so many numbers for every row.
+  template <class Number>
+  __device__ Number* of(Number* tensor, int numbers) const {
+    return tensor + first * numbers + static_cast<int64_t>(offset) * numbers;
+  }
+};
+
+// ---- one axis ----
+
+// In cells, 0 the centre of the first. Far outside is as good as just outside; NaN ends there too.
+template <class A>
+__device__ inline A place_of(A location, int size) {
+  const A place = location * static_cast<A>(size) - static_cast<A>(0.5);
+  return fmin(fmax(place, static_cast<A>(-2)), static_cast<A>(size));
+}
+
+template <class A>
+__device__ inline A hat(A distance) {
+  return fmax(static_cast<A>(0), static_cast<A>(1) - fabs(distance));
+}
+
+// Whether a place so far from a column lies between it and one of its neighbours.
+template <class A>
+__device__ inline bool near(A distance) {
+  return distance >= static_cast<A>(-1) && distance < static_cast<A>(1);
+}
+
+// Derivative of hat; where it has none, as if the place were a little further on.
+template <class A>
+__device__ inline A slope(A distance) {
+  const A rising = distance < static_cast<A>(0) ? static_cast<A>(1) : static_cast<A>(-1);
+  return near(distance) ? rising : static_cast<A>(0);
+}
+
+// Where a sample lies between two neighbouring columns, or lines.
+template <class A>
+struct Axis {
+  int cell;            // the first of the two
+  A distance[2];       // from each; far away where there is no second
+
+  __device__ Axis(A location, int size) {
+    const A place = place_of(location, size);
+    cell = max(min(static_cast<int>(floor(place)), size - 2), 0);
+    distance[0] = place - static_cast<A>(cell);
+    distance[1] = size > 1 ? distance[0] - static_cast<A>(1) : static_cast<A>(2);
+  }
+  __device__ A weight(int side) const { return hat(distance[side]); }
+  __device__ A slope_of(int side) const { return slope(distance[side]); }
+  __device__ uint32_t inside() const { return (near(distance[0]) ? 1u : 0u) | (near(distance[1]) ? 2u : 0u); }
+};
+
+// ---- one sample ----
+
+// As the tensors hold it: whoever reads ahead must not wait for it.
+template <class T>
+struct Sample {
+  Sum<T> x = -2, y = -2;  // outside every level
+  T unwidened_weight{};
+  int level = 0;
+
+  // A location that is NaN makes the weight NaN, and so is seen in the result.
+  __device__ Sum<T> weight() const { return x == x && y == y ? widen(unwidened_weight) : x + y; }
+};
+
+// sample / points, without a division; half a sample keeps the product away from whole numbers.
+__device__ inline int level_of(const Sampling& s, int sample) {
+  return static_cast<int>((static_cast<float>(sample) + 0.5f) * s.inverse_points);
+}
+
+// The samples of one row that one lane prepares: its own number and every `lanes`-th after it.
+template <class T>
+struct Samples {
+  const Sum<T>* location;
+  const T* weight;
+  uint32_t next, end;
+
+  __device__ Samples(const Sampling& s, const Row& row)
+      : location(row.of(static_cast<const Sum<T>*>(s.locations), 2 * s.samples()) + 2 * row.lane),
+        weight(row.of(static_cast<const T*>(s.weights), s.samples()) + row.lane),
+        next(row.lane),
+        end(row.exists ? s.samples() : 0) {
+    pin(location);
+    pin(weight);
+    pin(end);
+  }
+
+  __device__ Sample<T> take(const Sampling& s, int lanes) {
+    Sample<T> sample;
+    if (next < end) sample = {read(location), read(location + 1), read(weight), level_of(s, next)};
+    next += lanes;
+    location += 2 * lanes;
+    weight += lanes;
+    return sample;
+  }
+};
+
+template <class A>
+struct Bilinear {
+  Axis<A> x, y;
+
+  template <class T>
+  __device__ Bilinear(const Sample<T>& sample, const Level& level)
+      : x(sample.x, level.width), y(sample.y, level.height) {}
+};
+
+// What a group needs to know of a sample. Six words, for an exchange costs as much as reading a line of the cache.
+template <class A>
+struct Corners {
+  uint32_t cell;   // top left
+  uint32_t steps;  // bits 0 to 3, and 4 to 7: the corners inside; bit 8: cells to the right; from bit 9: cells below
+  A weights[kCorners];
+
+  Corners() = default;
+  // Twice the same, once to read a corner and once to use it: of one answer the compiler would keep a predicate for
+  // every corner, has too few of them, and would wait for the first reads before it starts the others.
+  __device__ bool inside(int corner) const { return steps & (1u << corner); }
+  __device__ bool inside_again(int corner) const { return steps & (16u << corner); }
+  __device__ uint32_t right() const { return steps >> 8 & 1; }
+  __device__ uint32_t below() const { return steps >> 9; }
+  __device__ void hide() { steps &= ~255u; }
+
+  template <class T>
+  __device__ Corners(const Sample<T>& sample, const Level& level) {
+    const Bilinear<A> b(sample, level);
+    const A weight = sample.weight();
+    cell = level.start + b.y.cell * level.width + b.x.cell;
+    const uint32_t columns = b.x.inside(), lines = b.y.inside();
+    const uint32_t inside = (lines & 1 ? columns : 0) | (lines & 2 ? columns << 2 : 0);
+    const uint32_t right = level.width > 1, below = level.height > 1 ? level.width : 0;
+    const bool everywhere = weight != weight;
+    steps = (everywhere ? 255u : inside * 17u) | right << 8 | below << 9;
+#pragma unroll
+    for (int corner = 0; corner < kCorners; ++corner) {
+      weights[corner] = weight * b.y.weight(corner / 2) * b.x.weight(corner % 2);
+    }
+  }
+
+  // Those that another lane of the group worked out.
+  __device__ Corners of_lane(int lane, int lanes) const {
+    Corners theirs;
+    theirs.cell = shuffle(cell, lane, lanes);
+    theirs.steps = shuffle(steps, lane, lanes);
+#pragma unroll
+    for (int corner = 0; corner < kCorners; ++corner) theirs.weights[corner] = shuffle(weights[corner], lane, lanes);
+    return theirs;
+  }
+};
+
+// So many cells further on.
+template <class T>
+__device__ inline T* cell_at(T* rows, uint32_t cells, uint32_t stride) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+  return reinterpret_cast<T*>(reinterpret_cast<Byte*>(rows) + static_cast<uint64_t>(cells) * stride);
+}
+
+// The channels of the four corners, from `rows`, those of cell 0; cells are `stride` bytes apart.
+template <class T, class A>
+__device__ inline void find(const Corners<A>& corners, T* rows, uint32_t stride, T* (&found)[kCorners]) {
+  uint32_t right = corners.right();
+  pin(right);  // one multiplication and addition a step; for one bit the compiler finds a longer way
+  const uint32_t below = corners.below();
+  found[0] = cell_at(rows, corners.cell, stride);
+  found[1] = cell_at(found[0], right, stride);
+  found[2] = cell_at(found[0], below, stride);
+  found[3] = cell_at(found[2], right, stride);
+}
+
+// One lane's channels of the corners of K samples, [at, at + K) of those the group has ready. All reads are under way
+// before the first is used; what lies outside is not read.
+template <class T, int N, int K>
+struct Visit {
+  Corners<Sum<T>> corners[K];
+  Packed<T, N> channels[K][kCorners];
+
+  __device__ Visit(const Corners<Sum<T>>& ready, int at, int lanes, bool active, const T* rows, uint32_t stride) {
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      corners[k] = ready.of_lane(at + k, lanes);
+      if (!active) corners[k].hide();
+      const T* found[kCorners];
+      find(corners[k], rows, stride, found);
+#pragma unroll
+      for (int corner = 0; corner < kCorners; ++corner) {
+        if (corners[k].inside(corner)) channels[k][corner] = load<N>(found[corner]);
+      }
+    }
+  }
+};
+
+}  // namespace detr_bf::cuda

@@ -1,0 +1,135 @@
+// From types and sizes that are known at run time to kernels: how wide a lane reads, how many lanes a group has.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <limits>
+#include <type_traits>
+
+#include "ms_deform_attn_backward.cuh"
+#include "ms_deform_attn_forward.cuh"
+#include "ms_deform_attn_gather.cuh"
+#include "types.cuh"
+
+namespace detr_bf::cuda {
+
+#ifndef DETR_BF_MAX_GRID  // tests make it small
+#define DETR_BF_MAX_GRID 65535
+#endif
+constexpr int64_t kMaxGrid = DETR_BF_MAX_GRID;  // in its second and third dimension
+constexpr int kLineBytes = 128;      // of the cache
+constexpr int kAccessBytes = 16;     // the most that one lane reads at once
+
+// Calls body with the number of channels a lane reads at once: 16 bytes of them where everything lies so, or one.
+template <class T, class Body>
+void with_width(const Sampling& s, std::initializer_list<const void*> rows, Body body) {
+  constexpr int wide = kAccessBytes / sizeof(T);
+  auto places = static_cast<uint64_t>(s.image_stride) | static_cast<uint64_t>(s.head_stride) | s.cell_stride;
+  places |= reinterpret_cast<uintptr_t>(s.value);
+  for (const void* row : rows) places |= reinterpret_cast<uintptr_t>(row);
+  if (s.channels % wide == 0 && places % kAccessBytes == 0) {
+    body(std::integral_constant<int, wide>{});
+  } else {
+    body(std::integral_constant<int, 1>{});
+  }
+}
+
+// Of the smallest power of two that is not below the number.
+inline int bits_of(int64_t number) {
+  int bits = 0;
+  while (int64_t{1} << bits < number) ++bits;
+  return bits;
+}
+
+// Lanes of a group that reads `width` channels a lane: enough for all of them, up to a warp.
+inline int lane_bits_of(const Sampling& s, int width) {
+  return std::clamp(bits_of(ceil_div(s.channels, width)), bits_of(kMinLanes), bits_of(kWarp));
+}
+
+template <class T>
+Layout layout_of(const Sampling& s, int width) {
+  const int lane_bits = lane_bits_of(s, width);
+  const int64_t in_a_line = kLineBytes / (s.channels * static_cast<int64_t>(sizeof(T)));
+  const int64_t heads = std::max<int64_t>(std::min<int64_t>({in_a_line, s.heads, kThreads >> lane_bits}), 1);
+  return {lane_bits, bits_of(heads + 1) - 1, 0, 0};
+}
+
+// A grid reaches kMaxGrid images and as many tiles of queries; more of them take more launches.
+template <class Kernel, class... Arguments>
+void launch_rows(Kernel kernel, const Sampling& s, Layout layout, Stream stream, Arguments... arguments) {
+  const int64_t tiles = ceil_div<int64_t>(s.queries, layout.queries());
+  for (int64_t image = 0; image < s.images; image += kMaxGrid) {
+    for (int64_t tile = 0; tile < tiles; tile += kMaxGrid) {
+      layout.first_image = image;
+      layout.first_query = tile * layout.queries();
+      const Grid grid(ceil_div(s.heads, layout.heads()), std::min(tiles - tile, kMaxGrid),
+                      std::min(s.images - image, kMaxGrid));
+      launch(kernel, grid, kThreads, stream, s, layout, arguments...);
+    }
+  }
+}
+
+inline void forward(Type type, const Sampling& s, void* output, Stream stream) {
+  with_type(type, [&](auto number) {
+    using T = decltype(number);
+    with_width<T>(s, {output}, [&](auto width) {
+      constexpr int N = decltype(width)::value;
+      launch_rows(forward_kernel<T, N>, s, layout_of<T>(s, N), stream, static_cast<T*>(output));
+    });
+  });
+}
+
+// Of one backward pass; value and locations in the precision of sums, the others in that of value.
+struct GradientTensors {
+  const void* output;
+  void *value, *locations, *weights;  // value: zero before; null to leave it out
+};
+
+inline void backward(Type type, const Sampling& s, const GradientTensors& tensors, Stream stream) {
+  with_type(type, [&](auto number) {
+    using T = decltype(number);
+    const Gradients<T> gradients{static_cast<const T*>(tensors.output), static_cast<Sum<T>*>(tensors.value),
+                                 static_cast<Sum<T>*>(tensors.locations), static_cast<T*>(tensors.weights)};
+    with_width<T>(s, {tensors.output, tensors.value}, [&](auto width) {
+      constexpr int N = decltype(width)::value;
+      const auto kernel = tensors.value ? backward_kernel<T, N, true> : backward_kernel<T, N, false>;
+      launch_rows(kernel, s, layout_of<T>(s, N), stream, gradients);
+    });
+  });
+}
+
+// ---- the gradient of value, in order ----
+
+// As many (image, head) pairs as have at most so many entries, but one at least.
+inline int64_t pairs_together(const Sampling& s, int64_t most_entries) {
+  const int64_t entries = s.queries * s.samples();
+  const int64_t by_keys = std::numeric_limits<int32_t>::max() / s.cells;
+  const int64_t pairs = std::min({most_entries / std::max<int64_t>(entries, 1), by_keys, kMaxGrid});
+  return std::max<int64_t>(pairs, 1);
+}
+
+// sort(n, write_keys) has memory for n int32 filled by write_keys(memory), sorts them, equal ones in their old order,
+// and gives an object with keys() and order(), where each was before.
+template <class Sort>
+void gather(Type type, const Sampling& s, const void* grad_output, void* grad_value, int64_t most_entries,
+            Stream stream, Sort sort) {
+  with_type(type, [&](auto number) {
+    using T = decltype(number);
+    const int64_t pairs = s.images * s.heads, together = pairs_together(s, most_entries);
+    for (int64_t pair = 0; pair < pairs; pair += together) {
+      const Chunk chunk{pair, static_cast<int32_t>(std::min(together, pairs - pair)),
+                        static_cast<int32_t>(s.queries * s.samples())};
+      const auto sorted = sort(chunk.entries(), [&](int32_t* keys) {
+        launch(key_kernel<T>, Grid(ceil_div(chunk.entries(), kThreads)), kThreads, stream, s, chunk, keys);
+      });
+      with_width<T>(s, {grad_output, grad_value}, [&](auto width) {
+        constexpr int N = decltype(width)::value;
+        const Grid grid(ceil_div<int64_t>(s.cells, kGatherWarps), chunk.pairs);
+        launch(gather_kernel<T, N>, grid, kThreads, stream, s, chunk, 1 << lane_bits_of(s, N), sorted.keys(),
+               sorted.order(), static_cast<const T*>(grad_output), static_cast<T*>(grad_value));
+      });
+    }
+  });
+}
+
+}  // namespace detr_bf::cuda

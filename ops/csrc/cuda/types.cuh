@@ -1,0 +1,20 @@
+// From a type known at run time to one known at compile time.
+#pragma once
+
+#include "device.cuh"
+
+namespace detr_bf::cuda {
+
+enum class Type { kFloat64, kFloat32, kFloat16, kBFloat16 };
+
+template <class Body>
+void with_type(Type type, Body body) {
+  switch (type) {
+    case Type::kFloat64: return body(double{});
+    case Type::kFloat32: return body(float{});
+    case Type::kFloat16: return body(Half{});
+    case Type::kBFloat16: return body(BFloat16{});
+  }
+}
+
+}  // namespace detr_bf::cuda

@@ -1,0 +1,68 @@
+// The sizes of one call of ms_deform_attn, checked: whoever calls the operator past detr_bf.ops must not crash either.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+namespace detr_bf {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// B images, S cells, Q queries, H heads, D channels, L levels, P points.
+struct Problem {
+  int64_t images, cells, queries, heads, channels, levels, points;
+
+  int64_t samples() const { return levels * points; }
+  bool empty() const { return images * queries * heads * channels == 0; }
+};
+
+// Locations, their gradients and all sums are float32; float64 where value is float64.
+inline ScalarType accumulation_type(const Tensor& value) {
+  return value.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// spatial_shapes: height and width of each level, one after another.
+inline Problem check_problem(const Tensor& value, const std::vector<int64_t>& spatial_shapes,
+                             const std::vector<int64_t>& level_start_index, const Tensor& locations,
+                             const Tensor& weights) {
+  STD_TORCH_CHECK(value.dim() == 4, "ms_deform_attn: value must be (B, S, H, D)");
+  STD_TORCH_CHECK(locations.dim() == 6 && locations.size(5) == 2,
+                  "ms_deform_attn: sampling_locations must be (B, Q, H, L, P, 2)");
+  STD_TORCH_CHECK(weights.dim() == 5, "ms_deform_attn: attention_weights must be (B, Q, H, L, P)");
+  const Problem p{value.size(0),     value.size(1),     locations.size(1), value.size(2),
+                  value.size(3),     locations.size(3), locations.size(4)};
+  for (int64_t dim = 0; dim < 5; ++dim) {
+    STD_TORCH_CHECK(locations.size(dim) == weights.size(dim),
+                    "ms_deform_attn: sampling_locations and attention_weights disagree in dimension ", dim);
+  }
+  STD_TORCH_CHECK(locations.size(0) == p.images && locations.size(2) == p.heads,
+                  "ms_deform_attn: value and sampling_locations disagree in images or heads");
+  STD_TORCH_CHECK(static_cast<int64_t>(spatial_shapes.size()) == 2 * p.levels &&
+                      static_cast<int64_t>(level_start_index.size()) == p.levels,
+                  "ms_deform_attn: spatial_shapes and level_start_index must have one entry for each of ", p.levels,
+                  " levels");
+  STD_TORCH_CHECK(p.cells < std::numeric_limits<int32_t>::max(), "ms_deform_attn: 2^31 cells and more are not supported");
+  int64_t end = 0;
+  for (int64_t level = 0; level < p.levels; ++level) {
+    const int64_t height = spatial_shapes[2 * level], width = spatial_shapes[2 * level + 1];
+    STD_TORCH_CHECK(height > 0 && width > 0, "ms_deform_attn: level ", level, " is ", height, " x ", width);
+    STD_TORCH_CHECK(level_start_index[level] >= end, "ms_deform_attn: level ", level, " starts at ",
+                    level_start_index[level], ", before the end of the level before it, ", end);
+    end = level_start_index[level] + height * width;
+  }
+  STD_TORCH_CHECK(end <= p.cells, "ms_deform_attn: the levels end at cell ", end, ", value has ", p.cells);
+  STD_TORCH_CHECK(weights.scalar_type() == value.scalar_type(),
+                  "ms_deform_attn: attention_weights must have the dtype of value");
+  STD_TORCH_CHECK(locations.scalar_type() == accumulation_type(value),
+                  "ms_deform_attn: sampling_locations must be float32, or float64 where value is float64");
+  return p;
+}
+
+}  // namespace detr_bf

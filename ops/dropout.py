@@ -1,0 +1,101 @@
+"""Dropout with what stands around it in a transformer layer, in one pass over memory and without a stored mask.
+
+The probability is rounded to a multiple of 1 / 65,536, and what is kept is scaled by the inverse of the rounded
+probability to be kept. Which elements are dropped follows from a seed and their places alone: it is the same on every
+device, for any number of threads, and in the backward pass, which works it out again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from detr_bf.ops import library
+from detr_bf.ops.reference import dropout_reference
+
+
+def random_seed(device: torch.device) -> Tensor:
+    """A seed for dropout from torch's generator, so that ``torch.manual_seed`` governs it: 0-d int64 on the device."""
+    return torch.randint(torch.iinfo(torch.int64).max, (), device=device)
+
+
+def residual_dropout(residual: Tensor, update: Tensor, p: float, *, seed: Tensor | None = None) -> Tensor:
+    """``residual + dropout(update)``.
+
+    Args:
+        residual: of any shape; float64, float32, float16 or bfloat16.
+        update: of the same shape.
+        p: probability with which an element of the update is dropped.
+        seed: 0-d int64 on the device of the update; None draws one.
+
+    Raises:
+        ValueError: shapes or devices differ, p is not in [0, 1].
+    """
+    check_probability(p)
+    if residual.shape != update.shape or residual.device != update.device:
+        raise ValueError(
+            f"expected two tensors of one shape and device, got residual {tuple(residual.shape)} on {residual.device} "
+            f"and update {tuple(update.shape)} on {update.device}"
+        )
+    if p == 0:
+        return residual + update
+    seed = random_seed(update.device) if seed is None else seed
+    if not library.compiled(update.device):
+        return residual + dropout_reference(update, p, seed)
+    dtype = torch.promote_types(residual.dtype, update.dtype)
+    return torch.ops.detr_bf.dropout_add(update.to(dtype), residual.to(dtype), p, seed)
+
+
+def relu_dropout(x: Tensor, p: float, *, seed: Tensor | None = None) -> Tensor:
+    """``dropout(relu(x))``, of which the backward pass needs the result alone; see :func:`residual_dropout`."""
+    check_probability(p)
+    if p == 0:
+        return torch.relu(x)
+    seed = random_seed(x.device) if seed is None else seed
+    if not library.compiled(x.device):
+        return dropout_reference(torch.relu(x), p, seed)
+    return torch.ops.detr_bf.relu_dropout(x, p, seed)
+
+
+def check_probability(p: float) -> None:
+    """Refuse what is no probability."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"a dropout probability must be in [0, 1], got {p}")
+
+
+# ---- what torch must know of the compiled operators ----
+
+
+def _as_input(tensor: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _remember_of_add(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, residual, ctx.p, seed = inputs
+    ctx.adds = residual is not None
+    ctx.save_for_backward(seed)
+
+
+def _gradients_of_add(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    (seed,) = ctx.saved_tensors
+    of_input = torch.ops.detr_bf.dropout_add(grad_output, None, ctx.p, seed)
+    return of_input, grad_output if ctx.adds else None, None, None
+
+
+def _remember_of_relu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.p = inputs[1]
+    ctx.save_for_backward(output)
+
+
+def _gradient_of_relu(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+    (output,) = ctx.saved_tensors
+    return torch.ops.detr_bf.relu_dropout_backward(grad_output, output, ctx.p), None, None
+
+
+if library.DECLARED:
+    for _name in ("dropout_add", "relu_dropout", "relu_dropout_backward"):
+        torch.library.register_fake(f"detr_bf::{_name}", _as_input)
+    torch.library.register_autograd("detr_bf::dropout_add", _gradients_of_add, setup_context=_remember_of_add)
+    torch.library.register_autograd("detr_bf::relu_dropout", _gradient_of_relu, setup_context=_remember_of_relu)

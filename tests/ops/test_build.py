@@ -1,0 +1,222 @@
+"""What the build finds, what it says when something is missing, and what it makes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+
+from detr_bf.ops import build as building
+from detr_bf.ops.build import BuildError, build, find_compiler, find_cuda, find_torch
+
+ROOT = Path(__file__).parents[2]
+needs_compiler = pytest.mark.skipif(not shutil.which("c++") and not shutil.which("g++"), reason="no C++ compiler here")
+
+
+@pytest.fixture
+def no_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sysconfig, "get_path", lambda kind: str(tmp_path / kind))
+
+
+def executable(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_the_torch_on_disk_is_the_one_imported() -> None:
+    found = find_torch()
+    assert found.folder == Path(torch.__file__).parent
+    assert found.version == torch.__version__
+    assert found.cuda == torch.version.cuda
+
+
+def test_without_torch(no_torch: None, tmp_path: Path) -> None:
+    """Installation goes on; what is missing is said."""
+    with pytest.raises(BuildError, match=r"torch 2.11 or newer is not installed in this environment"):
+        find_torch()
+    assert all("torch 2.11 or newer" in result for result in build(tmp_path / "out").values())
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BuildError, match="CXX=no-such-compiler is not found"):
+        find_compiler()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build(tmp_path / "out")["cpu"].startswith("not built: no C++ compiler")
+
+
+def test_a_compiler_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    failing = executable(tmp_path / "failing")
+    failing.write_text("#!/bin/sh\necho 'error: out of ink' >&2\nexit 1\n")
+    monkeypatch.setenv("CXX", str(failing))
+    with pytest.raises(BuildError, match=r"this command failed:\n  .*failing(.|\n)*out of ink"):
+        build(tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.so"))
+
+
+def test_cuda_is_found_by_its_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A wrapper called nvcc may lie far from the headers."""
+    nvcc = executable(tmp_path / "bin" / "nvcc")
+    home = tmp_path / "elsewhere"
+    (home / "include").mkdir(parents=True)
+    (home / "include" / "cuda_runtime.h").touch()
+    monkeypatch.setenv("PATH", str(nvcc.parent))
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    assert find_cuda() == (str(nvcc), home)
+    monkeypatch.setenv("PATH", "")
+    executable(home / "bin" / "nvcc")
+    assert find_cuda() == (str(home / "bin" / "nvcc"), home)
+
+
+@needs_compiler
+def test_the_kernels_of_this_checkout_are_built_and_used() -> None:
+    """`make test` builds them; a reference in their place would pass every other test, slowly."""
+    done = subprocess.run([sys.executable, "-m", "detr_bf.ops"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "cpu: compiled kernels (" in done.stdout
+    assert "self-check on cpu" in done.stdout
+    assert "(WRONG)" not in done.stdout
+
+
+def test_the_reference_on_request() -> None:
+    environment = os.environ | {"DETR_BF_OPS": "reference"}
+    command = [sys.executable, "-m", "detr_bf.ops"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "cpu: plain PyTorch, because DETR_BF_OPS=reference" in done.stdout
+
+
+def copy_of_the_package(folder: Path) -> Path:
+    """The package with its operators beside the code, as an installation has it, and nothing compiled."""
+    package = folder / "package" / "detr_bf"
+    leave_out = shutil.ignore_patterns("__pycache__", "compiled")
+    shutil.copytree(ROOT / "detr_bf", package, ignore=leave_out)
+    shutil.copytree(ROOT / "ops", package / "ops", ignore=leave_out)
+    shutil.copytree(ROOT / "configs", package / "configs")
+    return package
+
+
+def pretend_to_be_built(package: Path, sources: str) -> None:
+    compiled = package / "ops" / "compiled"
+    compiled.mkdir()
+    (compiled / "cpu.so").write_bytes(b"not a library")
+    (compiled / building.RECORD).write_text(json.dumps({"sources": sources}))
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        (None, "they are not built"),
+        ("others", "was built from other sources than those beside it"),
+        (building.digest_of_sources(), "does not load"),
+    ],
+)
+def test_libraries_that_cannot_be_used_are_said_once(sources: str | None, message: str, tmp_path: Path) -> None:
+    """The program goes on with the reference, and says how to build."""
+    package = copy_of_the_package(tmp_path)
+    if sources is not None:
+        pretend_to_be_built(package, sources)
+    code = (
+        "import logging, torch; logging.basicConfig(level='INFO'); from detr_bf.ops import ms_deform_attn\n"
+        "value, places = torch.ones(1, 1, 1, 1), torch.full((1, 1, 1, 1, 1, 2), 0.5)\n"
+        "for _ in range(2): print(ms_deform_attn(value, [(1, 1)], None, places, places[..., 0]).item())"
+    )
+    environment = os.environ | {"PYTHONPATH": str(package.parent)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.stdout.split() == ["0.5", "0.5"], done.stderr
+    assert done.stderr.count("plain PyTorch, many times slower") == 1
+    assert "To build them: python -m detr_bf.ops build" in done.stderr
+    assert message in done.stderr
+
+
+@pytest.mark.slow  # compiles everything
+@needs_compiler
+def test_addresses_and_undefined_behaviour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests of the operators on a library built with both sanitizers."""
+    package = copy_of_the_package(tmp_path)
+    monkeypatch.setattr(building, "find_cuda", _no_cuda)
+    flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g"]
+    building.build(package / "ops" / "compiled", extra=flags)
+    runtimes = [
+        subprocess.run(["g++", f"-print-file-name=lib{name}.so"], capture_output=True, text=True).stdout.strip()
+        for name in ("asan", "ubsan", "stdc++")
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(package.parent), str(ROOT)]),
+        "LD_PRELOAD": " ".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0",
+    }
+    tests = ["ms_deform_attn", "batch_attention", "dropout"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not compile and not instruction"]
+    command += [f"tests/ops/test_{name}.py" for name in tests]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert "skipped" not in done.stdout.splitlines()[-1], done.stdout[-2000:]
+
+
+def _no_cuda() -> tuple[str, Path]:
+    raise BuildError("not wanted here")
+
+
+@pytest.mark.slow  # downloads nothing, but compiles
+@needs_compiler
+def test_an_isolated_build_finds_the_torch_of_the_environment(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--wheel-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("detr_bf-*.whl")
+    assert "none-any" not in wheel.name
+    listed = subprocess.run([sys.executable, "-m", "zipfile", "-l", str(wheel)], capture_output=True, text=True).stdout
+    assert "detr_bf/ops/compiled/cpu.so" in listed
+    assert "detr_bf/ops/csrc/schema.cpp" in listed
+
+
+@pytest.mark.slow
+def test_an_environment_without_torch_installs_all_the_same(tmp_path: Path) -> None:
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    command = [str(python), "-m", "pip", "install", "--no-deps", str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "env").glob("lib/python*/site-packages/detr_bf/ops")
+    assert not list(folder.glob("compiled/*.so"))
+
+
+@pytest.mark.slow  # installs another torch
+@needs_compiler
+def test_one_build_loads_in_another_torch(tmp_path: Path) -> None:
+    """Built against the torch of this environment, loaded in the oldest and another that pip can get here."""
+    loaded = []
+    for version in ("2.11.0", "2.13.0"):
+        environment = tmp_path / version
+        venv.create(environment, with_pip=True)
+        python = str(environment / "bin" / "python")
+        installed = subprocess.run([python, "-m", "pip", "install", "-q", f"torch=={version}", "numpy"])
+        if installed.returncode:
+            continue
+        code = (
+            "import json, torch\n"
+            f"torch.ops.load_library({str(building.FOLDER / 'cpu.so')!r})\n"
+            "value, places = torch.ones(1, 1, 1, 1), torch.full((1, 1, 1, 1, 1, 2), 0.5)\n"
+            "found = torch.ops.detr_bf.ms_deform_attn(value, [1, 1], [0], places, places[..., 0])\n"
+            "print(json.dumps([torch.__version__, found.item()]))"
+        )
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        name, value = json.loads(done.stdout)
+        assert value == 0.5
+        loaded.append(name.split("+")[0])
+    assert set(loaded) - {torch.__version__.split("+")[0]}, "pip could install no other torch here"

@@ -1,0 +1,106 @@
+"""What nvcc makes of the CUDA kernels: wide reads, vector additions to memory, and everything in registers."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+CSRC = Path(__file__).parents[2] / "ops" / "csrc"
+TORCH = Path(torch.__file__).parent / "include"
+
+
+def _tool(name: str) -> str | None:
+    """On the path, or as Triton brings it along."""
+    triton = importlib.util.find_spec("triton")
+    if triton is not None and triton.origin is not None:
+        brought = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / name
+        if brought.is_file():
+            return shutil.which(name) or str(brought)
+    return shutil.which(name)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def cubin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None or _tool("cuobjdump") is None:
+        pytest.skip("nvcc and cuobjdump are needed")
+    out = tmp_path_factory.mktemp("cubin") / "sm_90.cubin"
+    includes = (f"-isystem={TORCH}", f"-isystem={TORCH}/torch/csrc/api/include")
+    flags = ("-std=c++17", "-O3", "-arch=sm_90", "-cubin", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000")
+    _run(nvcc, *flags, *includes, str(CSRC / "cuda" / "ms_deform_attn.cu"), "-o", str(out))
+    return out
+
+
+def _dump(option: str, cubin: Path) -> str:
+    cuobjdump = _tool("cuobjdump")
+    assert cuobjdump is not None
+    return _run(cuobjdump, option, str(cubin))
+
+
+@pytest.fixture(scope="module")
+def functions(cubin: Path) -> dict[str, str]:
+    """Machine code of every kernel, under its mangled name."""
+    parts = re.split(r"Function : (\S+)", _dump("--dump-sass", cubin))
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def _code(functions: dict[str, str], kernel: str) -> str:
+    found = [code for name, code in functions.items() if kernel in name]
+    assert len(found) == 1, f"{kernel} among {sorted(functions)}"
+    return found[0]
+
+
+# Names as they are mangled: f float32, 6__half, 13__nv_bfloat16, then the channels of a lane.
+WIDE_READS = {
+    "forward_kernelIfLi4E": 8,
+    "forward_kernelI6__halfLi8E": 8,
+    "forward_kernelI13__nv_bfloat16Li8E": 8,
+    "forward_kernelIdLi2E": 8,
+    "backward_kernelIfLi4ELb1E": 16,
+    "backward_kernelIfLi4ELb0E": 16,
+    "gather_kernelIfLi4E": 4,
+    "gather_kernelI13__nv_bfloat16Li8E": 4,
+}
+
+
+@pytest.mark.parametrize(("kernel", "corners"), WIDE_READS.items())
+def test_corners_are_read_16_bytes_at_once(functions: dict[str, str], kernel: str, corners: int) -> None:
+    assert len(re.findall(r"\bLDG\.E\.128", _code(functions, kernel))) >= corners
+
+
+@pytest.mark.parametrize("kernel", ["forward_kernelIfLi4E", "forward_kernelI13__nv_bfloat16Li8E"])
+def test_all_reads_are_under_way_before_the_first_is_used(functions: dict[str, str], kernel: str) -> None:
+    code = _code(functions, kernel)
+    reads = [match.start() for match in re.finditer(r"\bLDG\.E\.128", code)]
+    assert len(reads) == 8  # four corners of two samples
+    assert "FFMA" not in code[reads[0] : reads[-1]]
+
+
+@pytest.mark.parametrize("kernel", ["backward_kernelIfLi4ELb1E", "backward_kernelI13__nv_bfloat16Li8ELb1E"])
+def test_gradients_are_added_16_bytes_at_once(functions: dict[str, str], kernel: str) -> None:
+    added = re.findall(r"\b(?:RED|ATOM)\S+", _code(functions, kernel))
+    assert len(added) >= 16  # four corners of four samples
+    assert all(".F32x4" in one for one in added), added
+
+
+@pytest.mark.parametrize("kernel", ["backward_kernelIfLi4ELb0E", "gather_kernelIfLi4E"])
+def test_sums_in_order_need_no_additions_to_memory(functions: dict[str, str], kernel: str) -> None:
+    assert not re.search(r"\b(RED|ATOM)", _code(functions, kernel))
+
+
+def test_everything_is_in_registers(cubin: Path) -> None:
+    usage = dict(re.findall(r"Function (\S+):\s*REG:\d+ STACK:(\d+)", _dump("--dump-resource-usage", cubin)))
+    assert usage
+    assert {name: stack for name, stack in usage.items() if int(stack) > 0} == {}

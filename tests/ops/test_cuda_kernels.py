@@ -1,0 +1,257 @@
+"""The CUDA kernels of ms_deform_attn on an emulated GPU, against the reference in float64.
+
+The emulation also checks every access to memory: inside its tensor, aligned to its size, written where it may be.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from detr_bf.ops.reference import ms_deform_attn_reference
+from tests.ops.emulation.harness import Emulated, EmulationError, build, compiler, starts_of
+
+FOUR_LEVELS = ((5, 7), (3, 4), (2, 1), (1, 3))
+
+
+class Case(NamedTuple):
+    dtype: torch.dtype = torch.float32
+    images: int = 2
+    queries: int = 11
+    heads: int = 2
+    channels: int = 32
+    shapes: Sequence[tuple[int, int]] = FOUR_LEVELS
+    points: int = 4
+
+    def __str__(self) -> str:
+        sizes = f"B{self.images}Q{self.queries}H{self.heads}D{self.channels}L{len(self.shapes)}P{self.points}"
+        return f"{str(self.dtype).removeprefix('torch.')}-{sizes}"
+
+
+CASES = [
+    Case(),  # 8 lanes a row, one head a block
+    Case(torch.float64, queries=3, channels=6, points=3),
+    Case(torch.float16, queries=37),  # 4 lanes, two heads a block
+    Case(torch.bfloat16, queries=37, heads=3),
+    Case(torch.bfloat16, channels=20, queries=5),  # no whole 16 bytes
+    Case(channels=4, heads=5, queries=9, points=3),
+    Case(channels=7, queries=4, shapes=((4, 6),), points=1),
+    Case(channels=33, queries=3, shapes=FOUR_LEVELS[:3], points=3),  # more channels than lanes, one by one
+    Case(channels=64, queries=5, shapes=FOUR_LEVELS[:1]),
+    Case(channels=132, queries=2, images=1, heads=1, points=3),  # more channels than lanes, four by four
+    Case(channels=8, queries=70, images=1, heads=9, shapes=((1, 1), (1, 5)), points=5),
+    Case(channels=1, queries=3, heads=1, shapes=((1, 1),), points=1),
+    Case(images=7, channels=4, queries=2, heads=1, shapes=((2, 3),), points=2),  # more images than a grid takes
+]
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if compiler() is None:
+        pytest.skip("g++ is not installed")
+    return build(tmp_path_factory.mktemp("emulation"))
+
+
+class Tensors(NamedTuple):
+    value: Tensor
+    locations: Tensor
+    weights: Tensor
+    grad_output: Tensor
+
+
+def example(case: Case) -> Tensors:
+    """Random tensors; about a fifth of the samples lie partly or wholly outside."""
+    generator = torch.Generator().manual_seed(0)
+    cells, levels = sum(height * width for height, width in case.shapes), len(case.shapes)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.rand(*sizes, dtype=torch.float64, generator=generator)
+
+    row = (case.images, case.queries, case.heads)
+    return Tensors(
+        (random(case.images, cells, case.heads, case.channels) - 0.5).to(case.dtype),
+        (1.3 * random(*row, levels, case.points, 2) - 0.15).to(torch.promote_types(case.dtype, torch.float32)),
+        random(*row, levels, case.points).to(case.dtype),
+        (random(case.images, case.queries, case.heads * case.channels) - 0.5).to(case.dtype),
+    )
+
+
+def expected(case: Case, tensors: Tensors) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Output and gradients of the same numbers, in float64."""
+    inputs = [tensor.double().requires_grad_() for tensor in tensors[:3]]
+    output = ms_deform_attn_reference(inputs[0], case.shapes, starts_of(case.shapes), inputs[1], inputs[2])
+    return output.detach(), torch.autograd.grad(output, inputs, tensors.grad_output.double())
+
+
+def emulated(library: ctypes.CDLL, case: Case, tensors: Tensors) -> Emulated:
+    return Emulated(library, tensors.value, case.shapes, tensors.locations, tensors.weights)
+
+
+def assert_close(actual: Tensor, wanted: Tensor, tolerance: float) -> None:
+    """Relative to the largest number: sums of many terms lose what is small against them."""
+    scale = max(1.0, float(wanted.abs().max())) if wanted.numel() else 1.0
+    torch.testing.assert_close(actual.double(), wanted, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward(library: ctypes.CDLL, case: Case) -> None:
+    tensors = example(case)
+    assert_close(emulated(library, case, tensors).forward(), expected(case, tensors)[0], TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_backward(library: ctypes.CDLL, case: Case, deterministic: bool) -> None:
+    tensors = example(case)
+    actual = emulated(library, case, tensors).backward(tensors.grad_output, deterministic)
+    for one, wanted in zip(actual, expected(case, tensors)[1], strict=True):
+        assert_close(one, wanted, TOLERANCE[case.dtype])
+
+
+def test_sums_in_order_do_not_depend_on_what_is_sorted_together(library: ctypes.CDLL) -> None:
+    case = Case(queries=30, heads=3)
+    tensors = example(case)
+    problem = emulated(library, case, tensors)
+    at_once = problem.gather(tensors.grad_output)
+    assert torch.equal(at_once, problem.gather(tensors.grad_output, most_entries=1))
+    assert torch.equal(at_once, problem.gather(tensors.grad_output, most_entries=4 * 30 * 16))
+
+
+def test_on_cell_centres_and_edges(library: ctypes.CDLL) -> None:
+    """Where the hat functions bend: each of these is one cell, half of one, or nothing."""
+    case = Case(torch.float64, images=1, queries=6, heads=1, channels=2, shapes=((1, 4),), points=1)
+    tensors = example(case)
+    x = torch.tensor([0.5, 3.5, 0.0, 4.0, -0.5, 4.5]) / 4
+    locations = torch.stack((x, torch.full_like(x, 0.5)), -1).double().view(1, 6, 1, 1, 1, 2)
+    weights = torch.ones_like(tensors.weights)
+    output = Emulated(library, tensors.value, case.shapes, locations, weights).forward()
+    first, last = tensors.value[0, 0, 0], tensors.value[0, 3, 0]
+    torch.testing.assert_close(output[0], torch.stack((first, last, first / 2, last / 2, 0 * first, 0 * first)))
+
+
+def test_gradients_on_cell_centres_and_edges(library: ctypes.CDLL) -> None:
+    """As if the place were a little further on, like the reference."""
+    case = Case(torch.float64, images=1, queries=6, heads=1, channels=2, shapes=((2, 4),), points=1)
+    tensors = example(case)
+    tensors.locations[..., 0] = torch.tensor([0.5, 3.5, 0.0, 4.0, -0.5, 4.5]).view(1, 6, 1, 1, 1) / 4
+    tensors.locations[..., 1] = torch.tensor([0.5, 1.5, 2.0, 1.0, -0.5, 0.0]).view(1, 6, 1, 1, 1) / 2
+    actual = emulated(library, case, tensors).backward(tensors.grad_output)
+    for one, wanted in zip(actual, expected(case, tensors)[1], strict=True):
+        assert_close(one, wanted, 1e-10)
+
+
+@pytest.mark.parametrize("far", [-1e30, 1e30, -torch.inf, torch.inf, -3.0, 5.0])
+def test_far_outside_is_nothing(library: ctypes.CDLL, far: float) -> None:
+    case = Case(queries=3)
+    tensors = example(case)
+    tensors.locations[:, 1, ..., 0] = far
+    problem = emulated(library, case, tensors)
+    output = problem.forward()
+    assert not output[:, 1].any()
+    assert output[:, 0].all()
+    for deterministic in (False, True):
+        of_value, of_locations, of_weights = problem.backward(tensors.grad_output, deterministic)
+        assert of_value.isfinite().all()
+        assert not of_locations[:, 1].any()
+        assert not of_weights[:, 1].any()
+
+
+def test_a_location_that_is_nan_is_seen(library: ctypes.CDLL) -> None:
+    case = Case(queries=5)
+    tensors = example(case)
+    tensors.locations[1, 2, 0, 3, 1, 0] = torch.nan
+    problem = emulated(library, case, tensors)
+    nan = problem.forward().view(2, 5, 2, 32).isnan()
+    assert nan[1, 2, 0].all()
+    assert nan.sum() == 32
+    for deterministic in (False, True):
+        of_value, of_locations, _ = problem.backward(tensors.grad_output, deterministic)
+        assert of_value[1, :, 0].isnan().any()
+        assert not of_value[0].isnan().any()
+        assert of_locations[1, 2, 0, 3, 1].isnan().all()
+        assert of_locations.isnan().sum() == 2
+
+
+def test_nan_outside_the_corners_of_a_sample_is_not_met(library: ctypes.CDLL) -> None:
+    """Neither where a sample sticks out nor in the lanes that have no sample."""
+    case = Case(images=1, queries=3, heads=1, shapes=((3, 3),), points=3)
+    tensors = example(case)
+    tensors.value[:, 0] = torch.nan
+    tensors.locations[..., 0] = torch.where(tensors.locations[..., 0] < 0.5, -1.0, 0.9)
+    tensors.locations[..., 1] = 0.9
+    problem = emulated(library, case, tensors)
+    assert not problem.forward().isnan().any()
+    assert not problem.backward(tensors.grad_output)[1].isnan().any()
+    tensors.grad_output[:, 0] = torch.nan
+    of_value = problem.gather(tensors.grad_output)
+    assert of_value.isnan().any(dim=-1).flatten().tolist() == [False] * 8 + [True]
+
+
+@pytest.mark.parametrize("empty", [{"images": 0}, {"queries": 0}], ids=str)
+def test_nothing_to_do(library: ctypes.CDLL, empty: dict[str, int]) -> None:
+    case = Case()._replace(**empty)
+    tensors = example(case)
+    problem = emulated(library, case, tensors)
+    assert problem.forward().numel() == 0
+    assert not any(gradient.any() for gradient in problem.backward(tensors.grad_output))
+
+
+@pytest.mark.parametrize("pad", [(0, 4), (4, 0), (0, 3)])
+def test_strides(library: ctypes.CDLL, pad: tuple[int, int]) -> None:
+    """Channels of wider cells, with and without alignment; images after cells in memory."""
+    case = Case(queries=4)
+    tensors = example(case)
+    swapped = tensors.value.transpose(0, 1).contiguous()
+    wider = torch.nn.functional.pad(swapped, pad, value=torch.nan).transpose(0, 1)
+    strided = wider[..., pad[0] : pad[0] + case.channels]
+    assert strided.stride() != tensors.value.stride()
+    problem = Emulated(library, strided, case.shapes, tensors.locations, tensors.weights)
+    contiguous = emulated(library, case, tensors)
+    assert_close(problem.forward(), contiguous.forward().double(), 1e-6)
+    for one, other in zip(problem.backward(tensors.grad_output), contiguous.backward(tensors.grad_output), strict=True):
+        assert_close(one, other.double(), 1e-6)
+
+
+def test_memory_that_is_not_aligned(library: ctypes.CDLL) -> None:
+    case = Case(queries=4)
+    tensors = example(case)
+    memory = torch.cat((torch.zeros(1), tensors.value.flatten()))
+    shifted = memory[1:].view_as(tensors.value)
+    problem = Emulated(library, shifted, case.shapes, tensors.locations, tensors.weights)
+    assert_close(problem.forward(), expected(case, tensors)[0], 2e-5)
+    memory = torch.cat((torch.zeros(1), tensors.grad_output.flatten()))
+    shifted = memory[1:].view_as(tensors.grad_output)
+    for deterministic in (False, True):
+        actual = emulated(library, case, tensors).backward(shifted, deterministic)
+        for one, wanted in zip(actual, expected(case, tensors)[1], strict=True):
+            assert_close(one, wanted, 2e-5)
+
+
+def test_cells_between_levels(library: ctypes.CDLL) -> None:
+    case = Case(queries=4, shapes=((3, 4), (2, 2)))
+    tensors = example(case)
+    gaps = torch.full((2, 2, 2, 32), torch.nan)
+    apart = torch.cat((gaps, tensors.value[:, :12], gaps, tensors.value[:, 12:], gaps), 1)
+    problem = Emulated(library, apart, case.shapes, tensors.locations, tensors.weights)
+    problem.starts = [2, 16]
+    together = emulated(library, case, tensors)
+    assert torch.equal(problem.forward(), together.forward())
+    of_value = problem.gather(tensors.grad_output)
+    assert not of_value[:, [0, 1, 14, 15, 20, 21]].any()
+    assert torch.equal(of_value[:, [*range(2, 14), *range(16, 20)]], together.gather(tensors.grad_output))
+
+
+def test_the_emulation_sees_what_is_wrong(library: ctypes.CDLL) -> None:
+    case = Case(queries=4)
+    tensors = example(case)
+    with pytest.raises(EmulationError, match="a write of 16 bytes is outside all buffers"):
+        emulated(library, case, tensors).forward(output=tensors.grad_output[:, :3])
+    short = tensors._replace(locations=tensors.locations[:1])
+    with pytest.raises(EmulationError, match="a read of 4 bytes is outside all buffers"):
+        emulated(library, case, short).forward()
