@@ -15,12 +15,8 @@ class BuildOperators(build_ext):
 
     def run(self) -> None:
         package = Path("ops") if self.inplace or self.editable_mode else Path(self.build_lib, "detr_bf", "ops")
-        try:
-            results = build(package / "compiled")
-        except BuildError as error:
-            results = {"operators": f"not built: {error}"}
-        for name, result in results.items():
-            print(f"detr_bf.ops, {name}: {result}")
+        for name, result in build(package / "compiled").items():
+            print(f"detr_bf.ops, {name}: {'not built: ' if isinstance(result, BuildError) else ''}{result}")
 
     def get_outputs(self) -> list[str]:
         folder = Path(self.build_lib, "detr_bf", "ops", "compiled")

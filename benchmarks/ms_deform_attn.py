@@ -167,7 +167,7 @@ def check(contestants: dict[str, Op], device: torch.device) -> None:
     expected = _output_and_gradients(contestants["grid_sample"], [tensor.double() for tensor in inputs])
     for name, op in contestants.items():
         for ours, theirs in zip(_output_and_gradients(op, inputs), expected, strict=True):
-            error = float((ours.double() - theirs).abs().max() / theirs.abs().max())
+            error = ((ours.double() - theirs).abs().max() / theirs.abs().max()).item()
             if not error < TOLERANCE:
                 raise InputError(f"{name} differs from the reference in float64 by {error:.1e} of the largest value")
 

@@ -25,15 +25,11 @@ def main() -> int:
 
 def build_libraries(*, strict: bool) -> int:
     """Build into the installed package."""
-    try:
-        results = build(strict=strict)
-    except BuildError as error:
-        print(error, file=sys.stderr)
-        return 1
+    results = build(strict=strict)
     for name, result in results.items():
-        print(f"{name}: {result}")
-    missing = [name for name, result in results.items() if result.startswith("not built")]
-    return 1 if "cpu" in missing or (strict and missing) else 0
+        print(f"{name}: {'not built: ' if isinstance(result, BuildError) else ''}{result}")
+    wanted = list(results) if strict else ["cpu"]
+    return int(any(isinstance(results[name], BuildError) for name in wanted))
 
 
 def show() -> int:
@@ -43,7 +39,7 @@ def show() -> int:
     record = FOLDER / RECORD
     if record.is_file():
         made_with = json.loads(record.read_text())
-        print(f"built with torch {made_with['torch']} and {made_with['compiler']}")
+        print("built with " + ", ".join(f"{key} {made_with[key]}" for key in ("torch", "compiler") if key in made_with))
     for kind, problem in library.PROBLEMS.items():
         print(f"{kind}: {kernels_of(kind) if problem is None else f'plain PyTorch, because {problem}'}")
     if library.PROBLEMS["cpu"] is not None and not library.REFERENCE_WISHED:

@@ -16,10 +16,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 SOURCES = Path(__file__).parent / "csrc"
 FOLDER = Path(__file__).parent / "compiled"
@@ -108,37 +109,44 @@ def digest_of_sources() -> str:
     return digest.hexdigest()
 
 
-def build(folder: Path = FOLDER, *, strict: bool = False, extra: Sequence[str] = ()) -> dict[str, str]:
-    """Compile what can be compiled into ``folder``: for each library, its path or why it was not built.
+def build(folder: Path = FOLDER, *, strict: bool = False, extra: Sequence[str] = ()) -> dict[str, Path | BuildError]:
+    """Compile what can be compiled into ``folder``: for each library where it lies, or why it was not built.
 
     ``strict`` makes warnings errors; ``extra`` flags go to compiler and linker of the library for the CPU.
-
-    Raises:
-        BuildError: a compiler ran and failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        torch, compiler = find_torch(), find_compiler()
-        if platform.system() == "Windows":
-            raise BuildError("Windows is not supported yet; the plain PyTorch reference runs there")
-    except BuildError as missing:
-        return {"cpu": f"not built: {missing}", "cuda": f"not built: {missing}"}
-    results = {"cpu": str(build_cpu(folder, torch, compiler, strict=strict, extra=extra))}
-    try:
-        if torch.cuda is None:
-            raise BuildError(f"torch {torch.version} is built without CUDA")
-        nvcc, home = find_cuda()
-    except BuildError as missing:
-        results["cuda"] = f"not built: {missing}"
-    else:
-        results["cuda"] = str(build_cuda(folder, torch, nvcc, home, strict=strict))
-    made_with = {"torch": torch.version, "compiler": compiler, "sources": digest_of_sources(), "libraries": results}
-    (folder / RECORD).write_text(json.dumps(made_with, indent=2) + "\n")
+    with ThreadPoolExecutor() as pool:  # side by side: nvcc takes its time
+        pending = {
+            "cuda": pool.submit(_or_error, build_cuda, folder / "cuda.so", strict),
+            "cpu": pool.submit(_or_error, build_cpu, folder / "cpu.so", strict, extra),
+        }
+    results = {name: pending[name].result() for name in ("cpu", "cuda")}
+    record = {"sources": digest_of_sources(), **{name: str(result) for name, result in results.items()}}
+    if isinstance(results["cpu"], Path):
+        record |= {"torch": find_torch().version, "compiler": find_compiler()}
+    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
     return results
 
 
-def build_cpu(folder: Path, torch: Torch, compiler: str, *, strict: bool, extra: Sequence[str] = ()) -> Path:
-    """Compile and link the library for the CPU."""
+def _or_error(make: Callable[..., None], result: Path, *arguments: Any) -> Path | BuildError:
+    """The library, or the error; then no older one is left in its place."""
+    try:
+        if platform.system() == "Windows":
+            raise BuildError("Windows is not supported yet; the plain PyTorch reference runs there")
+        make(result, *arguments)
+    except BuildError as error:
+        result.unlink(missing_ok=True)
+        return error
+    return result
+
+
+def build_cpu(result: Path, strict: bool, extra: Sequence[str]) -> None:
+    """Compile and link the library for the CPU.
+
+    Raises:
+        BuildError: torch or a compiler is missing, or the compiler failed.
+    """
+    torch, compiler = find_torch(), find_compiler()
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     flags = [*CXX_FLAGS, *WARNINGS, *(["-Werror"] if strict else []), *(["-DDETR_BF_X86"] if x86 else []), *extra]
     sources = [SOURCES / "schema.cpp", *sorted((SOURCES / "cpu").glob("*.cpp"))]
@@ -148,11 +156,19 @@ def build_cpu(folder: Path, torch: Torch, compiler: str, *, strict: bool, extra:
         if x86 or source.stem not in X86_FLAGS
     ]
     link = [compiler, "-shared", *extra]
-    return _compile_and_link(commands, link, [f"-L{torch.folder / 'lib'}", "-ltorch_cpu"], folder / "cpu.so")
+    _compile_and_link(commands, link, [f"-L{torch.folder / 'lib'}", "-ltorch_cpu"], result)
 
 
-def build_cuda(folder: Path, torch: Torch, nvcc: str, home: Path, *, strict: bool) -> Path:
-    """Compile and link the library for CUDA; no GPU is needed."""
+def build_cuda(result: Path, strict: bool) -> None:
+    """Compile and link the library for CUDA; no GPU is needed.
+
+    Raises:
+        BuildError: torch with CUDA, nvcc or CUDA's headers are missing, or nvcc failed.
+    """
+    torch = find_torch()
+    if torch.cuda is None:
+        raise BuildError(f"torch {torch.version} is built without CUDA")
+    nvcc, home = find_cuda()
     codes = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in CUDA_ARCHITECTURES]
     codes.append(f"-gencode=arch=compute_{CUDA_ARCHITECTURES[-1]},code=compute_{CUDA_ARCHITECTURES[-1]}")
     host = ["-fPIC", *WARNINGS, *(["-Werror"] if strict else [])]
@@ -163,12 +179,12 @@ def build_cuda(folder: Path, torch: Torch, nvcc: str, home: Path, *, strict: boo
     ]
     # --no-as-needed: the library registers itself and names nothing of libtorch_cuda that the linker could see.
     libraries = [f"-L{torch.folder / 'lib'}", "-Xlinker=--no-as-needed", "-ltorch_cuda", "-ltorch_cpu"]
-    return _compile_and_link(commands, [nvcc, "-shared", "--cudart", "static"], libraries, folder / "cuda.so")
+    _compile_and_link(commands, [nvcc, "-shared", "--cudart", "static"], libraries, result)
 
 
 def _compile_and_link(
     commands: Iterable[list[str]], link: Sequence[str], libraries: Sequence[str], result: Path
-) -> Path:
+) -> None:
     """Compile side by side, link, and put the library in place in one step: a running program keeps its old one."""
     with tempfile.TemporaryDirectory(dir=result.parent) as scratch:
         objects = {str(Path(scratch, f"{number}.o")): command for number, command in enumerate(commands)}
@@ -177,7 +193,6 @@ def _compile_and_link(
         linked = Path(scratch, result.name)
         _run([*link, *objects, *libraries, "-o", str(linked)])
         linked.replace(result)
-    return result
 
 
 def _run(command: Sequence[str]) -> None:

@@ -78,10 +78,14 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output_in, const 
   const Tensor value = with_channels_together(value_in), grad_output = torch::stable::contiguous(grad_output_in);
   const Tensor locations = torch::stable::contiguous(locations_in), weights = torch::stable::contiguous(weights_in);
   const ScalarType sums = accumulation_type(value);
-  Tensor grad_value = in_large_pages(torch::stable::new_zeros(value, value.sizes(), sums));
-  Tensor grad_locations = in_large_pages(torch::stable::new_zeros(locations, locations.sizes()));
-  Tensor grad_weights = in_large_pages(torch::stable::new_zeros(weights, weights.sizes(), sums));
-  if (!p.empty() && p.samples() > 0) {
+  Tensor grad_value = in_large_pages(torch::stable::new_empty(value, value.sizes(), sums));
+  Tensor grad_locations = in_large_pages(torch::stable::new_empty(locations, locations.sizes()));
+  Tensor grad_weights = in_large_pages(torch::stable::new_empty(weights, weights.sizes(), sums));
+  torch::stable::zero_(grad_value);
+  if (p.empty() || p.samples() == 0) {
+    torch::stable::zero_(grad_locations);  // where there are samples the kernels write all
+    torch::stable::zero_(grad_weights);
+  } else {
     const Sampling sampling = plain(p, value, spatial_shapes, level_start_index, locations, weights);
     const SamplingGradients gradients{grad_output.data_ptr(), grad_value.data_ptr(), grad_locations.data_ptr(),
                                       grad_weights.data_ptr()};

@@ -1,0 +1,99 @@
+"""What the compiled operators change end to end: a training step and inference with them and with plain PyTorch.
+
+python benchmarks/kernels.py --output benchmarks/results/kernels_cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from cases import NUM_CLASSES, SEED, Preset, Setting, make_batch, make_optimizer, training_step
+from detr_bf.build import build_criterion, build_model, device_of
+from detr_bf.cli import run_tool
+from detr_bf.errors import InputError
+from detr_bf.files import write_json
+from detr_bf.ops import library
+from detr_bf.report import machine_info
+from timing import Spread, paired_ratios
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+RECIPES = ("deformable_detr/deformable_detr_r50", "deformable_detr/deformable_detr_r50_bfv2", "detr/detr_r50_bfv2")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each comparison, default %(default)s")
+    parser.add_argument("--batch-size", type=int, default=2, metavar="B", help="default %(default)s")
+    parser.add_argument("--height", type=int, default=800, help="pixels, default %(default)s")
+    parser.add_argument("--width", type=int, default=1066, help="pixels, default %(default)s")
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, metavar="RECIPE", help="default three")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write all numbers here, as JSON")
+    options = parser.parse_args(arguments)
+    return run_tool(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print and write row by row."""
+    if options.rounds < 2:
+        raise InputError(f"--rounds must be 2 or more, for a spread; got {options.rounds}")
+    print("| | | reference / compiled | 10th to 90th |\n|---|---|---|---|")
+    given = {key: value for key, value in vars(options).items() if key != "output"}
+    record = {"machine": machine_info(), "threads": torch.get_num_threads(), **given}
+    rows = []
+    for recipe in options.recipes:
+        for what, speedup in measure(recipe, options).items():
+            print(f"| {recipe} | {what} | {speedup.median:.2f} | {speedup.low:.2f} to {speedup.high:.2f} |", flush=True)
+            rows.append({"recipe": recipe, "what": what, "speedup": asdict(speedup)})
+        if options.output is not None:
+            write_json(options.output, {**record, "rows": rows})
+    return 0
+
+
+def measure(recipe: str, options: argparse.Namespace) -> dict[str, Spread]:
+    """Time with the references by time with the kernels, of the same model in turn."""
+    preset = Preset(options.height, options.width, options.batch_size, (), CONFIGS / f"{recipe}.yaml")
+    setting = Setting(preset, device_of(preset.config(f"device={options.device}")), options.rounds)
+    if not library.compiled(setting.device):
+        raise InputError(f"no compiled kernels on {setting.device}: {library.PROBLEMS[setting.device.type]}")
+    torch.manual_seed(SEED)
+    config, batch = preset.config(), make_batch(setting)
+    model = build_model(config, NUM_CLASSES).to(setting.device)
+    step = partial(training_step, model, make_optimizer(config, model), build_criterion(config), batch, 0.1)
+
+    def infer() -> None:
+        with torch.no_grad():
+            model(batch)
+
+    speedups = {}
+    for what, function in (("training step", step), ("inference", infer)):
+        model.train(function is step)
+        contestants: dict[str, Callable[[], object]] = {
+            "compiled": function,
+            "reference": partial(with_references, setting.device.type, function),
+        }
+        seconds = setting.time(contestants, f"{recipe}, {what}", warmup=1)
+        speedups[what] = Spread.of(paired_ratios(seconds, "reference", "compiled"))
+    return speedups
+
+
+def with_references(kind: str, function: Callable[[], object]) -> None:
+    """Call it while the operators run in plain PyTorch."""
+    usual = library.PROBLEMS[kind]
+    library.PROBLEMS[kind] = "the benchmark measures the reference"
+    try:
+        function()
+    finally:
+        library.PROBLEMS[kind] = usual
+
+
+if __name__ == "__main__":
+    sys.exit(main())

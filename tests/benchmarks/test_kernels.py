@@ -1,0 +1,30 @@
+"""Kernels against references end to end, on a tiny image."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import kernels
+from detr_bf.ops import library
+
+
+@pytest.mark.skipif(not library.DECLARED, reason="the kernels are not built")
+def test_one_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    usual = kernels.training_step
+    monkeypatch.setattr(kernels, "training_step", lambda *args: (seen.append(library.PROBLEMS["cpu"]), usual(*args)))
+    size = ["--height", "64", "--width", "96", "--rounds", "2", "--device", "cpu"]
+    recipe = "deformable_detr/deformable_detr_r50_single_scale"
+    assert kernels.main([*size, "--recipes", recipe, "--output", str(tmp_path / "rows.json")]) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["what"] for row in rows] == ["training step", "inference"]
+    assert {problem is None for problem in seen} == {True, False}, "both were run"
+    assert library.PROBLEMS["cpu"] is None
+
+
+def test_one_round_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert kernels.main(["--rounds", "1"]) == 2
+    assert "--rounds must be 2 or more" in capsys.readouterr().err
