@@ -190,9 +190,11 @@ def measurements(
                 functions: dict[str, Callable[[], object]] = {
                     name: partial(once, op, inputs) for name, op in contestants.items()
                 }
+                ours = functions["detr_bf"]
                 if options.scaling:
-                    ours = functions["detr_bf"]
                     functions = {f"{number} threads": partial(_with_threads, number, ours) for number in (1, 2)}
+                elif device.type == "cuda" and once is forward_and_backward:
+                    functions["detr_bf, deterministic"] = partial(_deterministically, ours)
                 title = f"{case}, B = {batch_size}, {direction}"
                 seconds = alternate(functions, options.rounds, warmup=1, synchronize=wait, description=title)
                 yield case, batch_size, direction, seconds
@@ -212,6 +214,14 @@ def forward_and_backward(op: Op, inputs: Inputs) -> list[Tensor]:
 def _with_threads(number: int, function: Callable[[], object]) -> None:
     torch.set_num_threads(number)
     function()
+
+
+def _deterministically(function: Callable[[], object]) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        function()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def compare(case: str, batch_size: int, direction: str, seconds: Seconds) -> Iterator[Row]:

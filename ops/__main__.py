@@ -6,12 +6,18 @@ import argparse
 import json
 import platform
 import sys
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from detr_bf.ops import library, ms_deform_attn
+from detr_bf.ops import batch_attention, library, ms_deform_attn
 from detr_bf.ops.build import FOLDER, RECORD, BuildError, build
-from detr_bf.ops.reference import ms_deform_attn_reference
+from detr_bf.ops.reference import batch_attention_reference, ms_deform_attn_reference
+
+TOLERANCE = 1e-5  # float32
+Op = Callable[..., Tensor]
+Sizes = list[tuple[int, ...]]
 
 
 def main() -> int:
@@ -54,23 +60,41 @@ def kernels_of(kind: str) -> str:
 
 
 def self_check(device: torch.device) -> int:
-    """Compare the operator with the reference in float64 on small random inputs."""
+    """Compare each operator and its gradients with its reference in float64, on small random inputs."""
     shapes = [(7, 9), (4, 5)]
+    checks: dict[str, tuple[Op, Op, Sizes]] = {
+        "ms_deform_attn": (
+            lambda v, x, w: ms_deform_attn(v, shapes, None, x, w),
+            lambda v, x, w: ms_deform_attn_reference(v, shapes, [0, 63], x, w),
+            [(2, 83, 4, 32), (2, 11, 4, 2, 3, 2), (2, 11, 4, 2, 3)],
+        ),
+        "batch_attention": (
+            batch_attention,
+            lambda q, k, v: batch_attention_reference(q, k, v, None, 0.0, None),
+            [(3, 17, 4, 32)] * 3,
+        ),
+    }
+    errors = {name: largest_error(*check, device) for name, check in checks.items()}
+    for name, error in errors.items():
+        verdict = "fine" if error < TOLERANCE else "WRONG"
+        print(f"self-check of {name} on {device.type}: largest relative error {error:.1e} ({verdict})")
+    return int(not all(error < TOLERANCE for error in errors.values()))
+
+
+def largest_error(op: Op, reference: Op, sizes: Sizes, device: torch.device) -> float:
+    """Of output and gradients, relative to the largest value of each."""
     generator = torch.Generator().manual_seed(0)
-    sizes = [(2, 83, 4, 32), (2, 11, 4, 2, 3, 2), (2, 11, 4, 2, 3)]
-    exact = [torch.rand(size, generator=generator, dtype=torch.float64, device="cpu").to(device) for size in sizes]
-    tensors = [tensor.float().requires_grad_() for tensor in exact]
-    value, locations, weights = exact
-    expected = ms_deform_attn_reference(
-        value.requires_grad_(), shapes, [0, 63], locations.requires_grad_(), weights.requires_grad_()
-    )
-    found = ms_deform_attn(tensors[0], shapes, None, tensors[1], tensors[2])
-    found.square().sum().backward()
-    expected.square().sum().backward()
-    pairs = [(found.detach(), expected.detach()), *((a.grad, b.grad) for a, b in zip(tensors, exact, strict=True))]
-    error = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs)
-    print(f"self-check on {device.type}: largest relative error {error:.1e} {'(fine)' if error < 1e-5 else '(WRONG)'}")
-    return 0 if error < 1e-5 else 1
+    exact = [torch.rand(size, generator=generator, dtype=torch.float64).to(device) for size in sizes]
+    found = _with_gradients(op, [tensor.float() for tensor in exact])
+    expected = _with_gradients(reference, exact)
+    pairs = zip(found, expected, strict=True)
+    return max(float((ours.double() - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)
+
+
+def _with_gradients(op: Op, inputs: list[Tensor]) -> list[Tensor]:
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    output = op(*leaves)
+    return [output.detach(), *torch.autograd.grad(output, leaves, output.detach())]
 
 
 if __name__ == "__main__":

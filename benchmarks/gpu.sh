@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# What of the operators needs a GPU: correctness, then compute-sanitizer, then times. The tables come last.
+#
+#     benchmarks/gpu.sh [FOLDER]      results go to FOLDER (runs/gpu); PYTHON chooses the interpreter
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python}
+out=${1:-runs/gpu}
+mkdir -p "$out"
+
+"$python" -m detr_bf.ops build --strict
+"$python" -m detr_bf.ops
+"$python" -m pytest -q tests/ops/test_ms_deform_attn_cuda.py tests/ops/test_batch_attention.py tests/ops/test_dropout.py
+for tool in memcheck racecheck; do
+    compute-sanitizer --tool "$tool" --error-exitcode 1 "$python" -m detr_bf.ops
+done
+
+for dtype in float32 bfloat16; do
+    "$python" benchmarks/ms_deform_attn.py --device cuda --dtype "$dtype" --rounds 50 --output "$out/ms_deform_attn_$dtype.json"
+    "$python" benchmarks/batch_attention.py --device cuda --dtype "$dtype" --rounds 50 --output "$out/batch_attention_$dtype.json"
+done
+"$python" benchmarks/kernels.py --device cuda --rounds 24 --output "$out/kernels.json"
