@@ -45,7 +45,7 @@ def show() -> int:
     record = FOLDER / RECORD
     if record.is_file():
         made_with = json.loads(record.read_text())
-        print("built with " + ", ".join(f"{key} {made_with[key]}" for key in ("torch", "compiler") if key in made_with))
+        print(f"built with torch {made_with['torch']} and {made_with['compiler']}")
     for kind, problem in library.PROBLEMS.items():
         print(f"{kind}: {kernels_of(kind) if problem is None else f'plain PyTorch, because {problem}'}")
     if library.PROBLEMS["cpu"] is not None and not library.REFERENCE_WISHED:

@@ -121,10 +121,10 @@ def build(folder: Path = FOLDER, *, strict: bool = False, extra: Sequence[str] =
             "cpu": pool.submit(_or_error, build_cpu, folder / "cpu.so", strict, extra),
         }
     results = {name: pending[name].result() for name in ("cpu", "cuda")}
-    record = {"sources": digest_of_sources(), **{name: str(result) for name, result in results.items()}}
-    if isinstance(results["cpu"], Path):
-        record |= {"torch": find_torch().version, "compiler": find_compiler()}
-    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    (folder / RECORD).unlink(missing_ok=True)
+    if isinstance(results["cpu"], Path):  # without it the other is of no use, and make tries again
+        record = {"sources": digest_of_sources(), "torch": find_torch().version, "compiler": find_compiler()}
+        (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
     return results
 
 
