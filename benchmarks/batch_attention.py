@@ -12,9 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -23,17 +22,11 @@ from torch import Tensor, nn
 from detr_bf.batchformer import BatchFormerLayer
 from detr_bf.cli import run_tool
 from detr_bf.errors import InputError
-from detr_bf.files import write_json
-from detr_bf.ops import batch_attention_packed, library
-from detr_bf.report import machine_info
-from timing import Seconds, Spread, alternate, paired_ratios
+from detr_bf.ops import batch_attention_packed
+from operators import DTYPES, TOLERANCE, Comparison, Functions, measure, operator_parser, prepare
 
 CASES = ("core", "layer")
 DIM, HEADS = 256, 4
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TOLERANCE = 1e-4
-
-Pass = Callable[[], list[Tensor]]  # once forward, or forward and backward: what came out
 
 
 @dataclass(frozen=True)
@@ -54,55 +47,20 @@ class Contestant:
         return [output.detach(), *torch.autograd.grad(output, self.leaves, self.gradient)]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One comparison."""
-
-    case: str
-    batch_size: int
-    direction: str
-    speedup: Spread  # torch's time by ours, round by round
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default %(default)s")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="of each comparison, default %(default)s")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="on a CPU, default %(default)s")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=(2, 3, 4, 8), metavar="B", help="default 2 3 4 8")
+    parser = operator_parser(__doc__, cases=CASES, batch_sizes=(2, 3, 4, 8))
     parser.add_argument("--positions", type=int, default=13_000, metavar="N", help="default %(default)s")
     parser.add_argument("--dropout", type=float, default=0.5, metavar="P", help="default %(default)s")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="default both")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write all numbers here, as JSON")
     options = parser.parse_args(arguments)
     return run_tool(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> int:
     """Check, measure, print and write."""
-    if options.rounds < 2:
-        raise InputError(f"--rounds must be 2 or more, for a spread; got {options.rounds}")
-    device = torch.device(options.device)
-    if not library.compiled(device):
-        raise InputError(f"the compiled kernels do not run on {device}: {library.PROBLEMS[device.type]}")
-    torch.set_num_threads(options.threads)
+    device = prepare(options)
     check(device)
-    print("| case | B | direction | torch's time / ours | 10th to 90th |\n|---|---|---|---|---|")
-    rows, times = [], {}
-    for case, batch_size, direction, seconds in measurements(options, device):
-        row = Row(case, batch_size, direction, Spread.of(paired_ratios(seconds, "torch", "detr_bf")))
-        rows.append(row)
-        times[f"{case}, B = {batch_size}, {direction}"] = seconds
-        spread = f"{row.speedup.median:.2f} | {row.speedup.low:.2f} to {row.speedup.high:.2f}"
-        print(f"| {case} | {batch_size} | {direction} | {spread} |", flush=True)
-    if device.type == "cuda":
-        print_milliseconds(times)
-    if options.output is not None:
-        given = {key: value for key, value in vars(options).items() if key != "output"}
-        record = {"machine": machine_info(), **given, "rows": [asdict(row) for row in rows], "seconds": times}
-        write_json(options.output, record)
+    measure(comparisons(options, device), options, device)
     return 0
 
 
@@ -162,27 +120,15 @@ def check(device: torch.device) -> None:
                 raise InputError(f"{case}: ours differs from torch's in float64 by {error:.1e} of the largest value")
 
 
-def measurements(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, int, str, Seconds]]:
-    """Seconds of both, for each case, batch size and direction."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+def comparisons(options: argparse.Namespace, device: torch.device) -> Iterator[Comparison]:
+    """Each case, batch size and direction."""
     for case in options.cases:
         for batch_size in options.batch_sizes:
-            both = MAKE[case](batch_size, options.positions, options.dropout, DTYPES[options.dtype], device)
-            for direction in ("forward", "forward + backward"):
-                functions: dict[str, Pass] = {
-                    name: one.forward if direction == "forward" else one.forward_and_backward
-                    for name, one in zip(("detr_bf", "torch"), both, strict=True)
-                }
-                title = f"{case}, B = {batch_size}, {direction}"
-                seconds = alternate(functions, options.rounds, warmup=1, synchronize=wait, description=title)
-                yield case, batch_size, direction, seconds
-
-
-def print_milliseconds(times: dict[str, Seconds]) -> None:
-    """Medians: from a GPU nobody else uses, absolute times count."""
-    for title, seconds in times.items():
-        medians = ", ".join(f"{name} {Spread.of(values).median * 1e3:.3f} ms" for name, values in seconds.items())
-        print(f"{title}: {medians}")
+            ours, theirs = MAKE[case](batch_size, options.positions, options.dropout, DTYPES[options.dtype], device)
+            forward: Functions = {"detr_bf": ours.forward, "torch": theirs.forward}
+            both: Functions = {"detr_bf": ours.forward_and_backward, "torch": theirs.forward_and_backward}
+            yield Comparison(case, batch_size, "forward", forward)
+            yield Comparison(case, batch_size, "forward + backward", both)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,16 +18,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from cases import NUM_CLASSES, SEED, Preset, Setting, make_batch, make_optimizer, training_step
+from command import CONFIGS, add_image_options, cells, check_rounds, circumstances, make_parser
 from detr_bf.build import build_criterion, build_model, device_of
 from detr_bf.cli import run_tool
 from detr_bf.config import Config
 from detr_bf.detectors import Detector
-from detr_bf.errors import InputError
 from detr_bf.files import write_json
-from detr_bf.report import machine_info
 from timing import Spread, paired_ratios
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 BASELINE = "detr/detr_r50"
 RECIPES = (
     BASELINE,
@@ -55,38 +52,29 @@ class Row:
 
     def __str__(self) -> str:
         name = self.recipe.rpartition("/")[2] + (" + BatchFormerV2" if self.batch_former else "")
-        times = f"{self.ratio.median:.2f} | {self.ratio.low:.2f} to {self.ratio.high:.2f}"
-        return f"| {name} | {self.parameters / 1e6:.2f} | {self.gflops:.1f} | {times} |"
+        return f"| {name} | {self.parameters / 1e6:.2f} | {self.gflops:.1f} | {cells(self.ratio)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each comparison, default %(default)s")
-    parser.add_argument("--batch-size", type=int, default=2, metavar="B", help="default %(default)s")
-    parser.add_argument("--height", type=int, default=800, help="pixels, default %(default)s")
-    parser.add_argument("--width", type=int, default=1066, help="pixels, default %(default)s")
+    parser = make_parser(__doc__, rounds=3)
+    add_image_options(parser)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES, metavar="RECIPE", help="default all")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write all numbers here, as JSON")
     options = parser.parse_args(arguments)
     return run_tool(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print and write row by row: what is measured stays when the rest is interrupted."""
-    if options.rounds < 2:
-        raise InputError(f"--rounds must be 2 or more, for a spread; got {options.rounds}")
+    check_rounds(options.rounds)
     print("| | parameters, M | GFLOPs an image | step / DETR's | 10th to 90th |\n|---|---|---|---|---|")
-    given = {key: value for key, value in vars(options).items() if key != "output"}
-    record = {"machine": machine_info(), "threads": torch.get_num_threads(), **given}
     rows = []
     for recipe in options.recipes:
         for row in measure(recipe, options):
             print(row, flush=True)
             rows.append(asdict(row))
         if options.output is not None:
-            write_json(options.output, {**record, "rows": rows})
+            write_json(options.output, {**circumstances(options), "rows": rows})
     return 0
 
 

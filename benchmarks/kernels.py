@@ -10,51 +10,41 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from cases import NUM_CLASSES, SEED, Preset, Setting, make_batch, make_optimizer, training_step
+from command import CONFIGS, add_image_options, cells, check_rounds, circumstances, make_parser
 from detr_bf.build import build_criterion, build_model, device_of
 from detr_bf.cli import run_tool
 from detr_bf.errors import InputError
 from detr_bf.files import write_json
 from detr_bf.ops import library
-from detr_bf.report import machine_info
 from timing import Spread, paired_ratios
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 RECIPES = ("deformable_detr/deformable_detr_r50", "deformable_detr/deformable_detr_r50_bfv2", "detr/detr_r50_bfv2")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each comparison, default %(default)s")
-    parser.add_argument("--batch-size", type=int, default=2, metavar="B", help="default %(default)s")
-    parser.add_argument("--height", type=int, default=800, help="pixels, default %(default)s")
-    parser.add_argument("--width", type=int, default=1066, help="pixels, default %(default)s")
+    parser = make_parser(__doc__, rounds=3)
+    add_image_options(parser)
     parser.add_argument("--recipes", nargs="+", default=RECIPES, metavar="RECIPE", help="default three")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write all numbers here, as JSON")
     options = parser.parse_args(arguments)
     return run_tool(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print and write row by row."""
-    if options.rounds < 2:
-        raise InputError(f"--rounds must be 2 or more, for a spread; got {options.rounds}")
+    check_rounds(options.rounds)
     print("| | | reference / compiled | 10th to 90th |\n|---|---|---|---|")
-    given = {key: value for key, value in vars(options).items() if key != "output"}
-    record = {"machine": machine_info(), "threads": torch.get_num_threads(), **given}
     rows = []
     for recipe in options.recipes:
         for what, speedup in measure(recipe, options).items():
-            print(f"| {recipe} | {what} | {speedup.median:.2f} | {speedup.low:.2f} to {speedup.high:.2f} |", flush=True)
+            print(f"| {recipe} | {what} | {cells(speedup)}", flush=True)
             rows.append({"recipe": recipe, "what": what, "speedup": asdict(speedup)})
         if options.output is not None:
-            write_json(options.output, {**record, "rows": rows})
+            write_json(options.output, {**circumstances(options), "rows": rows})
     return 0
 
 

@@ -12,10 +12,8 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,77 +21,35 @@ from torch import Tensor
 
 from detr_bf.cli import run_tool
 from detr_bf.errors import InputError
-from detr_bf.files import write_json
-from detr_bf.ops import library, ms_deform_attn
+from detr_bf.ops import ms_deform_attn
 from detr_bf.ops.reference import ms_deform_attn_reference
-from detr_bf.report import machine_info
-from timing import Seconds, Spread, alternate, paired_ratios
+from operators import DTYPES, TOLERANCE, Comparison, Functions, measure, operator_parser, prepare
 
 SHAPES = ((100, 134), (50, 67), (25, 34), (13, 17))  # of an image of 800 x 1066 pixels
 CELLS = sum(height * width for height, width in SHAPES)
 STARTS = tuple(accumulate((height * width for height, width in SHAPES[:-1]), initial=0))
 HEADS, CHANNELS, POINTS = 8, 32, 4
 CASES = ("encoder_local", "encoder_uniform", "decoder")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REACH = 4.0  # cells: local samples lie about as far from their query as those of a fresh Deformable DETR
-TOLERANCE = 1e-4
 
 Op = Callable[[Tensor, Tensor, Tensor], Tensor]  # value, locations, weights -> output
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One comparison."""
-
-    case: str
-    batch_size: int
-    direction: str  # forward, or forward and backward
-    contestant: str
-    baseline: str
-    speedup: Spread  # the baseline's time by the contestant's, round by round
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of value and weights, default %(default)s")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="of each comparison, default %(default)s")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="on a CPU, default %(default)s")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=(1, 2, 4), metavar="B", help="default 1 2 4")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="default all")
-    parser.add_argument("--scaling", action="store_true", help="compare 1 and 2 threads of ours instead")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write all numbers here, as JSON")
+    parser = operator_parser(__doc__, cases=CASES, batch_sizes=(1, 2, 4))
+    parser.add_argument("--scaling", action="store_true", help="compare 2 threads of ours with 1 instead")
     options = parser.parse_args(arguments)
     return run_tool(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> int:
     """Check, measure, print and write."""
-    if options.rounds < 2:
-        raise InputError(f"--rounds must be 2 or more, for a spread; got {options.rounds}")
-    device = torch.device(options.device)
-    if not library.compiled(device):
-        raise InputError(f"the compiled kernels do not run on {device}: {library.PROBLEMS[device.type]}")
-    torch.set_num_threads(options.threads)
+    device = prepare(options)
     contestants = peers(device)
     check(contestants, device)
-    print("| case | B | direction | | speed-up | 10th to 90th |\n|---|---|---|---|---|---|")
-    rows, times = [], {}
-    for name, batch_size, direction, seconds in measurements(contestants, options, device):
-        times[f"{name}, B = {batch_size}, {direction}"] = seconds
-        for row in compare(name, batch_size, direction, seconds):
-            rows.append(row)
-            spread = f"{row.speedup.median:.2f} | {row.speedup.low:.2f} to {row.speedup.high:.2f}"
-            print(f"| {name} | {batch_size} | {direction} | {row.contestant} / {row.baseline} | {spread} |", flush=True)
-    if device.type == "cuda":
-        print_milliseconds(times)
-    if options.output is not None:
-        given = {key: value for key, value in vars(options).items() if key != "output"}
-        write_json(
-            options.output, {"machine": machine_info(), **given, "rows": [asdict(r) for r in rows], "seconds": times}
-        )
+    measure(comparisons(contestants, options, device), options, device)
     return 0
 
 
@@ -178,37 +134,25 @@ def _output_and_gradients(op: Op, inputs: Sequence[Tensor]) -> list[Tensor]:
     return [output, *torch.autograd.grad(output, leaves, output.detach())]
 
 
-def measurements(
-    contestants: dict[str, Op], options: argparse.Namespace, device: torch.device
-) -> Iterator[tuple[str, int, str, Seconds]]:
-    """Seconds of everyone, for each case, batch size and direction."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+def comparisons(contestants: dict[str, Op], options: argparse.Namespace, device: torch.device) -> Iterator[Comparison]:
+    """Each case, batch size and direction."""
     for case in options.cases:
         for batch_size in options.batch_sizes:
             inputs = make_inputs(case, batch_size, DTYPES[options.dtype], device)
-            for direction, once in (("forward", forward), ("forward + backward", forward_and_backward)):
-                functions: dict[str, Callable[[], object]] = {
-                    name: partial(once, op, inputs) for name, op in contestants.items()
-                }
+            for direction, once in (("forward", forward), ("forward + backward", _output_and_gradients)):
+                functions: Functions = {name: partial(once, op, inputs) for name, op in contestants.items()}
                 ours = functions["detr_bf"]
                 if options.scaling:
-                    functions = {f"{number} threads": partial(_with_threads, number, ours) for number in (1, 2)}
-                elif device.type == "cuda" and once is forward_and_backward:
+                    functions = {f"{number} threads": partial(_with_threads, number, ours) for number in (2, 1)}
+                elif device.type == "cuda" and once is not forward:
                     functions["detr_bf, deterministic"] = partial(_deterministically, ours)
-                title = f"{case}, B = {batch_size}, {direction}"
-                seconds = alternate(functions, options.rounds, warmup=1, synchronize=wait, description=title)
-                yield case, batch_size, direction, seconds
+                yield Comparison(case, batch_size, direction, functions)
 
 
 @torch.no_grad()
 def forward(op: Op, inputs: Inputs) -> Tensor:
     """Once forward."""
     return op(*inputs)
-
-
-def forward_and_backward(op: Op, inputs: Inputs) -> list[Tensor]:
-    """Once forward and backward, to all three inputs."""
-    return _output_and_gradients(op, inputs)
 
 
 def _with_threads(number: int, function: Callable[[], object]) -> None:
@@ -222,22 +166,6 @@ def _deterministically(function: Callable[[], object]) -> None:
         function()
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def compare(case: str, batch_size: int, direction: str, seconds: Seconds) -> Iterator[Row]:
-    """The first contestant against each of the others; of two thread counts, the second against the first."""
-    names = list(seconds)
-    pairs = [(names[1], names[0])] if "1 threads" in seconds else [(names[0], other) for other in names[1:]]
-    for contestant, baseline in pairs:
-        speedup = Spread.of(paired_ratios(seconds, baseline, contestant))
-        yield Row(case, batch_size, direction, contestant, baseline, speedup)
-
-
-def print_milliseconds(times: dict[str, Seconds]) -> None:
-    """Medians: from a GPU nobody else uses, absolute times count."""
-    for title, seconds in times.items():
-        medians = ", ".join(f"{name} {Spread.of(values).median * 1e3:.3f} ms" for name, values in seconds.items())
-        print(f"{title}: {medians}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Exit code 1 when results that must be identical are not, 2 for bad input.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -25,10 +24,10 @@ from cases import (
     measure_matching,
     measure_training,
 )
+from command import check_rounds, make_parser
 from detr_bf.build import device_of
 from detr_bf.cli import run_tool
 from detr_bf.config import config_to_dict
-from detr_bf.errors import InputError
 from detr_bf.files import write_json
 from detr_bf.report import machine_info
 from timing import Spread, paired_ratios
@@ -38,21 +37,17 @@ CPU_NOTE = "milliseconds are those of a shared machine, for orientation only; th
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, rounds=48)
     parser.add_argument(
         "--preset", choices=PRESETS, default="small", help="small: minutes on a CPU; paper: DETR-R50, 800 x 1066"
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--rounds", type=int, default=48, metavar="N", help="of each comparison, default %(default)s")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write every round's time here, as JSON")
     options = parser.parse_args(arguments)
     return run_tool(lambda: run(options.preset, options.device, options.rounds, options.output))
 
 
 def run(preset: str, device: str, rounds: int, output: Path | None) -> int:
     """Measure, print, write; 1 when a check fails."""
-    if rounds < 2:
-        raise InputError(f"--rounds must be 2 or more, for a spread; got {rounds}")
+    check_rounds(rounds)
     setting = Setting(PRESETS[preset], device_of(PRESETS[preset].config(f"device={device}")), rounds)
     print(
         f"preset {preset}, {rounds} rounds, device {setting.device}, {torch.get_num_threads()} CPU threads, "

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from detr_bf.ops import library
+from tests.kernels import needs_kernels
+
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 
 
@@ -90,3 +93,11 @@ def _boxes(width: int, height: int, image_id: int, objects: int) -> list[tuple[i
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--golden", type=Path, default=GOLDEN, help="folder of recorded reference outputs")
+
+
+@pytest.fixture(params=[pytest.param("compiled", marks=needs_kernels), "reference"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernels, then the plain PyTorch reference, in the same test."""
+    if request.param == "reference":
+        monkeypatch.setitem(library.PROBLEMS, "cpu", "the test wants the reference")
+    return request.param

@@ -5,15 +5,9 @@
 #include <limits>
 #include <vector>
 
-#include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
+#include "tensors.h"
 
 namespace detr_bf {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 // B images, S cells, Q queries, H heads, D channels, L levels, P points.
 struct Problem {

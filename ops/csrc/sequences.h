@@ -6,36 +6,30 @@
 #include <cstdint>
 #include <optional>
 
-#include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
 #include "random.h"
+#include "tensors.h"
 
 namespace detr_bf {
 
 // What random numbers of a tensor on this device are made of.
-inline void check_dropout(const torch::stable::Tensor& input, double probability,
-                          const std::optional<torch::stable::Tensor>& seed) {
+inline void check_dropout(const Tensor& input, double probability, const std::optional<Tensor>& seed) {
   STD_TORCH_CHECK(probability >= 0 && probability <= 1, "dropout: the probability must be in [0, 1], got ",
                   probability);
   STD_TORCH_CHECK(seed.has_value() || probability == 0, "dropout: a seed is needed");
   STD_TORCH_CHECK(!seed.has_value() || (seed->numel() == 1 && seed->device() == input.device() &&
-                                        seed->scalar_type() == torch::headeronly::ScalarType::Long),
+                                        seed->scalar_type() == ScalarType::Long),
                   "dropout: the seed must be one int64 on the device of the input");
 }
 
 // Two tensors that are read side by side.
-inline void check_pair(const torch::stable::Tensor& one, const torch::stable::Tensor& other) {
+inline void check_pair(const Tensor& one, const Tensor& other) {
   bool alike = one.dim() == other.dim() && one.scalar_type() == other.scalar_type() && one.device() == other.device();
   for (int64_t dim = 0; dim < one.dim() && alike; ++dim) alike = one.size(dim) == other.size(dim);
   STD_TORCH_CHECK(alike, "dropout: both tensors must have one shape, dtype and device");
 }
 
 // Views of query, key and value in (B, N, 3, H, D).
-inline std::array<torch::stable::Tensor, 3> unpacked(const torch::stable::Tensor& packed) {
+inline std::array<Tensor, 3> unpacked(const Tensor& packed) {
   STD_TORCH_CHECK(packed.dim() == 5 && packed.size(2) == 3, "batch_attention: packed must be (B, N, 3, H, D)");
   const auto part = [&](int64_t index) { return torch::stable::select(packed, 2, index); };
   return {part(0), part(1), part(2)};
@@ -43,9 +37,6 @@ inline std::array<torch::stable::Tensor, 3> unpacked(const torch::stable::Tensor
 
 // Query, key and value (B, N, H, D) with the channels of a row one after another; mask (B, N) contiguous.
 struct Sequences {
-  using Tensor = torch::stable::Tensor;
-  using ScalarType = torch::headeronly::ScalarType;
-
   Tensor query, key, value;
   std::optional<Tensor> key_mask;
   DropoutRate rate;
@@ -53,14 +44,11 @@ struct Sequences {
 
   Sequences(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask, double probability,
             const std::optional<Tensor>& seed_in)
-      : query(with_channels_together(q)),
-        key(with_channels_together(k)),
-        value(with_channels_together(v)),
+      : query(with_channels_together(checked(q))),
+        key(readable(k, "key")),
+        value(readable(v, "value")),
         rate((check_dropout(q, probability, seed_in), probability)),
         seed(seed_in) {
-    STD_TORCH_CHECK(q.dim() == 4, "batch_attention: query must be (B, N, H, D)");
-    check_alike(k, "key");
-    check_alike(v, "value");
     if (mask.has_value()) {
       STD_TORCH_CHECK(mask->scalar_type() == ScalarType::Bool && mask->dim() == 2 && mask->size(0) == q.size(0) &&
                           mask->size(1) == q.size(1),
@@ -83,14 +71,14 @@ struct Sequences {
   }
 
  private:
+  static const Tensor& checked(const Tensor& query) {
+    STD_TORCH_CHECK(query.dim() == 4, "batch_attention: query must be (B, N, H, D)");
+    return query;
+  }
   void check_alike(const Tensor& tensor, const char* name) const {
     bool alike = tensor.dim() == 4 && tensor.scalar_type() == query.scalar_type() && tensor.device() == query.device();
     for (int64_t dim = 0; dim < 4 && alike; ++dim) alike = tensor.size(dim) == query.size(dim);
     STD_TORCH_CHECK(alike, "batch_attention: ", name, " must have the shape, dtype and device of query");
-  }
-  static Tensor with_channels_together(const Tensor& tensor) {
-    const bool together = tensor.dim() != 4 || tensor.size(3) == 1 || tensor.stride(3) == 1;
-    return together ? tensor : torch::stable::contiguous(tensor);
   }
 };
 

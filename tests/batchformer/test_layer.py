@@ -9,19 +9,14 @@ from torch.utils.checkpoint import checkpoint
 
 from detr_bf.batchformer import BatchFormerLayer
 from detr_bf.batchformer.layer import BatchEncoderLayer
-from detr_bf.ops import library
 
 IMAGES, TOKENS, DIM, HEADS = 3, 50, 32, 4
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
-@pytest.fixture(autouse=True, params=["compiled", "reference"])
-def _backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _on_both_backends(backend: str) -> None:
     torch.manual_seed(0)
-    if request.param == "compiled" and not library.DECLARED:
-        pytest.skip(f"compiled kernels: {library.PROBLEMS['cpu']}")
-    if request.param == "reference":
-        monkeypatch.setitem(library.PROBLEMS, "cpu", "the test wants the reference")
 
 
 def pair(dropout: float, dtype: torch.dtype = torch.float32) -> tuple[nn.TransformerEncoderLayer, BatchEncoderLayer]:

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import batch_attention
-from detr_bf.ops import library
-
-needs_kernels = pytest.mark.skipif(not library.DECLARED, reason=f"compiled kernels: {library.PROBLEMS['cpu']}")
+from tests.kernels import needs_kernels
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,10 @@ import pytest
 
 import kernels
 from detr_bf.ops import library
+from tests.kernels import needs_kernels
 
 
-@pytest.mark.skipif(not library.DECLARED, reason="the kernels are not built")
+@needs_kernels
 def test_one_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     usual = kernels.training_step

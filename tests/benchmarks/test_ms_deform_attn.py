@@ -10,9 +10,7 @@ import torch
 
 import ms_deform_attn as benchmark
 from detr_bf.errors import InputError
-from detr_bf.ops import library
-
-needs_kernels = pytest.mark.skipif(not library.DECLARED, reason="the kernels are not built")
+from tests.kernels import needs_kernels
 
 
 @pytest.fixture(autouse=True)

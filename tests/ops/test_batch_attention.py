@@ -15,21 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from detr_bf.ops import batch_attention, batch_attention_packed, library
 from detr_bf.ops.reference import dropout_reference
+from tests.kernels import needs_kernels
 from tests.references.batch_attention import batch_attention_loops
 
 SEED = torch.tensor(0x0123_4567_89AB_CDEF)
 SIZES = [(1, 3, 2, 8), (2, 40, 4, 16), (3, 7, 3, 20), (4, 9, 1, 1), (7, 2, 2, 130), (33, 2, 2, 3)]  # B, N, H, D
-needs_kernels = pytest.mark.skipif(not library.DECLARED, reason=f"compiled kernels: {library.PROBLEMS['cpu']}")
-
-
-@pytest.fixture(params=["compiled", "reference"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both implementations behind the door, one after the other."""
-    if request.param == "compiled" and not library.DECLARED:
-        pytest.skip(f"compiled kernels: {library.PROBLEMS['cpu']}")
-    if request.param == "reference":
-        monkeypatch.setitem(library.PROBLEMS, "cpu", "the test wants the reference")
-    return request.param
 
 
 def example(images: int = 3, positions: int = 5, heads: int = 2, width: int = 8) -> list[Tensor]:

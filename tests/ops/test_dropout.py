@@ -9,22 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from detr_bf.ops import library, relu_dropout, residual_dropout
+from detr_bf.ops import relu_dropout, residual_dropout
 from detr_bf.ops.reference import dropout_reference, random_numbers
+from tests.kernels import needs_kernels
 from tests.references.batch_attention import philox_numbers
 
 SEED = torch.tensor(0x0123_4567_89AB_CDEF)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-needs_kernels = pytest.mark.skipif(not library.DECLARED, reason=f"compiled kernels: {library.PROBLEMS['cpu']}")
-
-
-@pytest.fixture(params=["compiled", "reference"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "compiled" and not library.DECLARED:
-        pytest.skip(f"compiled kernels: {library.PROBLEMS['cpu']}")
-    if request.param == "reference":
-        monkeypatch.setitem(library.PROBLEMS, "cpu", "the test wants the reference")
-    return request.param
 
 
 def kept_of(shape: tuple[int, ...], p: float) -> Tensor:

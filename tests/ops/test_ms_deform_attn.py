@@ -12,20 +12,10 @@ import torch
 from torch import Tensor
 
 from detr_bf.ops import library, ms_deform_attn
+from tests.kernels import needs_kernels
 from tests.references.deformable_attention import loops
 
 SHAPES = [(4, 6), (3, 2), (1, 1)]
-needs_kernels = pytest.mark.skipif(not library.DECLARED, reason=f"compiled kernels: {library.PROBLEMS['cpu']}")
-
-
-@pytest.fixture(params=["compiled", "reference"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both implementations behind the door, one after the other."""
-    if request.param == "compiled" and not library.DECLARED:
-        pytest.skip(f"compiled kernels: {library.PROBLEMS['cpu']}")
-    if request.param == "reference":
-        monkeypatch.setitem(library.PROBLEMS, "cpu", "the test wants the reference")
-    return request.param
 
 
 def example(

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "../random.h"
-#include "type.h"
+#include "../type.h"
 
 namespace detr_bf::cpu {
 

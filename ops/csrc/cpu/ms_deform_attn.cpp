@@ -37,11 +37,6 @@ std::string instruction_set() {
   return "baseline";
 }
 
-// Any strides between cells; the channels of a cell one after another.
-Tensor with_channels_together(const Tensor& value) {
-  return value.stride(3) == 1 || value.size(3) == 1 ? value : torch::stable::contiguous(value);
-}
-
 Sampling plain(const Problem& p, const Tensor& value, const std::vector<int64_t>& spatial_shapes,
                const std::vector<int64_t>& level_start_index, const Tensor& locations, const Tensor& weights) {
   return {p.images,          p.cells,           p.queries,         p.heads,

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "type.h"
+#include "../type.h"
 
 namespace detr_bf::cpu {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "simd.h"
-#include "type.h"
+#include "../type.h"
 
 namespace detr_bf::cpu {
 namespace {

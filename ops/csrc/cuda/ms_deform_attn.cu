@@ -1,5 +1,4 @@
 // ms_deform_attn on the GPU: tensors to plain data, kernels to the current stream.
-#include <array>
 #include <initializer_list>
 #include <limits>
 #include <optional>
@@ -7,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/macros.h>
@@ -15,6 +13,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "../problem.h"
+#include "binding.cuh"
 #include "ms_deform_attn_launch.cuh"
 
 namespace detr_bf::cuda {
@@ -22,19 +21,10 @@ namespace {
 
 using torch::stable::accelerator::DeviceGuard;
 
+constexpr const char* kName = "ms_deform_attn";
 constexpr int64_t kMaxChannels = int64_t{1} << 24;                   // H x D
 constexpr int64_t kMaxStride = std::numeric_limits<int32_t>::max();  // bytes from cell to cell
 constexpr int64_t kSortedTogether = int64_t{1} << 24;                // some 32 bytes each while they are sorted
-
-Type type_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Double: return Type::kFloat64;
-    case ScalarType::Float: return Type::kFloat32;
-    case ScalarType::Half: return Type::kFloat16;
-    case ScalarType::BFloat16: return Type::kBFloat16;
-    default: STD_TORCH_CHECK(false, "ms_deform_attn: value must be float64, float32, float16 or bfloat16");
-  }
-}
 
 void check_device(const Tensor& value, std::initializer_list<const Tensor*> others) {
   for (const Tensor* other : others) {
@@ -55,16 +45,12 @@ void check_limits(const Problem& p, const std::vector<int64_t>& spatial_shapes) 
   }
 }
 
-int64_t bytes_of(Type type) {
-  constexpr std::array<int64_t, 4> bytes{8, 4, 2, 2};
-  return bytes[static_cast<size_t>(type)];
-}
+int64_t bytes_of(const Tensor& tensor) { return static_cast<int64_t>(tensor.element_size()); }
 
 // Any strides between cells; the channels of a cell one after another.
 Tensor readable(const Tensor& value) {
-  const bool together = value.stride(3) == 1 || value.size(3) == 1;
-  const bool near = value.stride(1) * bytes_of(type_of(value)) <= kMaxStride;
-  return together && near ? value : torch::stable::contiguous(value);
+  const bool near = value.stride(1) * bytes_of(value) <= kMaxStride;
+  return has_channels_together(value) && near ? value : torch::stable::contiguous(value);
 }
 
 // The tensors of a call as the kernels read them, kept alive.
@@ -89,7 +75,7 @@ struct Inputs {
 
   Sampling plain() const {
     const Problem& p = problem;
-    const int64_t bytes = bytes_of(type_of(value));
+    const int64_t bytes = bytes_of(value);
     Sampling s{};
     s.images = p.images;
     s.cells = p.cells;
@@ -114,12 +100,6 @@ struct Inputs {
   }
 };
 
-Stream current_stream(const Tensor& tensor) {
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
-  return static_cast<Stream>(stream);
-}
-
 Tensor forward_of_tensors(const Tensor& value, std::vector<int64_t> spatial_shapes,
                           std::vector<int64_t> level_start_index, const Tensor& locations, const Tensor& weights) {
   const Inputs inputs(value, std::move(spatial_shapes), std::move(level_start_index), locations, weights);
@@ -128,7 +108,7 @@ Tensor forward_of_tensors(const Tensor& value, std::vector<int64_t> spatial_shap
   if (inputs.nothing_to_do()) return torch::stable::new_zeros(inputs.value, sizes);
   const DeviceGuard guard(inputs.value.get_device_index());
   Tensor output = torch::stable::new_empty(inputs.value, sizes);
-  forward(type_of(output), inputs.plain(), output.data_ptr(), current_stream(output));
+  forward(type_of(output, kName), inputs.plain(), output.data_ptr(), stream_of(output));
   return output;
 }
 
@@ -159,7 +139,8 @@ Tensor gradient_in_order(const Inputs& inputs, const Tensor& grad_output, Stream
     write_keys(static_cast<int32_t*>(keys.data_ptr()));
     return Sorted(keys);
   };
-  gather(type_of(gradient), inputs.plain(), grad_output.data_ptr(), gradient.data_ptr(), kSortedTogether, stream, sort);
+  gather(type_of(gradient, kName), inputs.plain(), grad_output.data_ptr(), gradient.data_ptr(), kSortedTogether, stream,
+         sort);
   return gradient;
 }
 
@@ -181,17 +162,17 @@ std::tuple<Tensor, Tensor, Tensor> backward_of_tensors(const Tensor& grad_output
             torch::stable::new_zeros(inputs.weights, inputs.weights.sizes())};
   }
   const DeviceGuard guard(value.get_device_index());
-  const Stream stream = current_stream(value);
+  const Stream stream = stream_of(value);
   Tensor grad_locations = torch::stable::empty_like(inputs.locations);
   Tensor grad_weights = torch::stable::empty_like(inputs.weights);
   GradientTensors gradients{grad_output.data_ptr(), nullptr, grad_locations.data_ptr(), grad_weights.data_ptr()};
   if (deterministic) {
-    backward(type_of(value), inputs.plain(), gradients, stream);
+    backward(type_of(value, kName), inputs.plain(), gradients, stream);
     return {gradient_in_order(inputs, grad_output, stream), grad_locations, grad_weights};
   }
   Tensor sums = torch::stable::new_zeros(inputs.value, sizes, accumulation_type(value));
   gradients.value = sums.data_ptr();
-  backward(type_of(value), inputs.plain(), gradients, stream);
+  backward(type_of(value, kName), inputs.plain(), gradients, stream);
   return {torch::stable::to(sums, value.scalar_type()), grad_locations, grad_weights};
 }
 

@@ -1,11 +1,10 @@
 // From a type known at run time to one known at compile time.
 #pragma once
 
+#include "../type.h"
 #include "device.cuh"
 
 namespace detr_bf::cuda {
-
-enum class Type { kFloat64, kFloat32, kFloat16, kBFloat16 };
 
 template <class Body>
 void with_type(Type type, Body body) {

@@ -10,6 +10,7 @@
 namespace {
 
 using namespace detr_bf::cuda;
+using detr_bf::Type;
 
 // Sizes and strides of one call; the tensors are `buffers`, each under its name.
 struct Call {

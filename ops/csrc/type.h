@@ -1,8 +1,8 @@
 // The types of number that kernels take, as a value.
 #pragma once
 
-namespace detr_bf::cpu {
+namespace detr_bf {
 
 enum class Type { kFloat64, kFloat32, kFloat16, kBFloat16 };
 
-}  // namespace detr_bf::cpu
+}  // namespace detr_bf
