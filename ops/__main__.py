@@ -56,7 +56,8 @@ def show() -> int:
 
 def kernels_of(kind: str) -> str:
     """In words; on a CPU with the instruction set that was chosen for this processor."""
-    return f"compiled kernels ({torch.ops.detr_bf.cpu_instruction_set()})" if kind == "cpu" else "compiled kernels"
+    chosen = f" ({torch.ops.detr_bf.cpu_instruction_set()})" if kind == "cpu" else ""
+    return f"compiled kernels{chosen}, {FOLDER / kind}.so"
 
 
 def self_check(device: torch.device) -> int:
