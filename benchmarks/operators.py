@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -15,6 +16,7 @@ from detr_bf.ops import library
 from timing import Seconds, Spread, alternate, paired_ratios
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt, in glibc's malloc.h
 TOLERANCE = 1e-4  # in a check before anything is timed, of the largest value
 
 Functions = dict[str, Callable[[], object]]  # name -> what is timed
@@ -60,6 +62,9 @@ def operator_parser(
         "--batch-sizes", type=int, nargs="+", default=batch_sizes, metavar="B", help="default %(default)s"
     )
     parser.add_argument("--cases", nargs="+", choices=cases, default=cases, help="default all")
+    parser.add_argument(
+        "--keep-memory", action="store_true", help="let malloc keep what is freed, so that no pages are fetched anew"
+    )
     return parser
 
 
@@ -70,7 +75,20 @@ def prepare(options: argparse.Namespace) -> torch.device:
     if not library.compiled(device):
         raise InputError(f"the compiled kernels do not run on {device}: {library.PROBLEMS[device.type]}")
     torch.set_num_threads(options.threads)
+    if options.keep_memory:
+        keep_memory()
     return device
+
+
+def keep_memory() -> None:
+    """Let malloc neither give memory back to the system nor map blocks apart, from now on.
+
+    Raises:
+        InputError: the C library is not glibc.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or not (mallopt(M_TRIM_THRESHOLD, -1) and mallopt(M_MMAP_MAX, 0)):
+        raise InputError("--keep-memory needs glibc, whose malloc can be told to; leave it out here")
 
 
 def measure(comparisons: Iterator[Comparison], options: argparse.Namespace, device: torch.device) -> None:
