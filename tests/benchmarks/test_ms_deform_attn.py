@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,13 @@ def test_local_samples_lie_near_their_query() -> None:
     cells = (locations - benchmark._cell_centres()[:, None, None, None]) * sizes[:, None]
     assert 0.8 * benchmark.REACH / 2 < cells.std() < 1.2 * benchmark.REACH / 2
     torch.testing.assert_close(weights.flatten(3).sum(-1), torch.ones(1, 100, 8))
+
+
+@needs_kernels
+def test_memory_can_be_kept() -> None:
+    """In a process of its own, whose malloc stays as it was told to."""
+    script = str(Path(benchmark.__file__))
+    command = [sys.executable, script, "--keep-memory", "--cases", "decoder", "--batch-sizes", "1", "--rounds", "2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "detr_bf / grid_sample" in done.stdout
