@@ -1,9 +1,24 @@
-"""Tests that need the compiled kernels say so with this mark."""
+"""What the tests of the operators share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
 
 from detr_bf.ops import library
 
+# What needs the compiled kernels.
 needs_kernels = pytest.mark.skipif(not library.DECLARED, reason=f"compiled kernels: {library.PROBLEMS['cpu']}")
+
+# Inductor compiles C++ for each graph, which takes its time.
+compilers = pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+
+
+def compile_whole(function: Callable[..., Any], compiler: str) -> Callable[..., Any]:
+    """One graph for all sizes. Inductor is told to draw the random numbers that PyTorch draws, not its own."""
+    torch._dynamo.reset()
+    options = {"fallback_random": True} if compiler == "inductor" else None
+    return torch.compile(function, fullgraph=True, dynamic=True, backend=compiler, options=options)

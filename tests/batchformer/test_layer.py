@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from detr_bf.batchformer import BatchFormerLayer
 from detr_bf.batchformer.layer import BatchEncoderLayer
+from tests.kernels import compile_whole, compilers
 
 IMAGES, TOKENS, DIM, HEADS = 3, 50, 32, 4
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -119,12 +120,12 @@ def test_autocast() -> None:
     assert tokens.grad.isfinite().all()
 
 
-def test_compile(request: pytest.FixtureRequest) -> None:
-    if "reference" in request.node.name:
+@compilers
+def test_compile(backend: str, compiler: str) -> None:
+    if backend == "reference":
         pytest.skip("takes long; tests/ops compile the reference")
     _, ours = pair(0.5)
-    torch._dynamo.reset()
-    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = compile_whole(ours, compiler)
     for images in (2, 3):
         tokens = torch.randn(images, TOKENS, DIM)
         torch.manual_seed(images)

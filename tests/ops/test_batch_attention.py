@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from detr_bf.ops import batch_attention, batch_attention_packed, library
 from detr_bf.ops.reference import dropout_reference
-from tests.kernels import needs_kernels
+from tests.kernels import compile_whole, compilers, needs_kernels
 from tests.references.batch_attention import batch_attention_loops
 
 SEED = torch.tensor(0x0123_4567_89AB_CDEF)
@@ -202,10 +202,9 @@ def test_opcheck(dtype: torch.dtype, p: float) -> None:
     torch.library.opcheck(ops.batch_attention_backward.default, (detached[0], *detached, mask, p, seed), **precision)
 
 
-def check_compiled(call: Callable[[Tensor, Tensor], Tensor]) -> None:
+def check_compiled(call: Callable[[Tensor, Tensor], Tensor], compiler: str) -> None:
     """One graph for all sizes, the same dropout as without the compiler."""
-    torch._dynamo.reset()
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = compile_whole(call, compiler)
     for images, positions in ((3, 7), (5, 4)):
         packed = torch.stack(example(images, positions), 2).requires_grad_()
         mask = example_mask(images, positions)
@@ -218,14 +217,16 @@ def check_compiled(call: Callable[[Tensor, Tensor], Tensor]) -> None:
         torch.testing.assert_close(*gradients)
 
 
-def test_compile_packed(backend: str) -> None:
-    check_compiled(lambda packed, mask: batch_attention_packed(packed * 2, mask, 0.5))
+@compilers
+def test_compile_packed(backend: str, compiler: str) -> None:
+    check_compiled(lambda packed, mask: batch_attention_packed(packed * 2, mask, 0.5), compiler)
 
 
+@compilers
 @needs_kernels
 @pytest.mark.parametrize("p", [0.0, 0.5])
-def test_compile(p: float) -> None:
-    check_compiled(lambda packed, mask: batch_attention(*packed.unbind(2), mask, p))
+def test_compile(p: float, compiler: str) -> None:
+    check_compiled(lambda packed, mask: batch_attention(*packed.unbind(2), mask, p), compiler)
 
 
 def test_export(backend: str) -> None:

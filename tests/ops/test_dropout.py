@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from detr_bf.ops import relu_dropout, residual_dropout
 from detr_bf.ops.reference import dropout_reference, random_numbers
-from tests.kernels import needs_kernels
+from tests.kernels import compile_whole, compilers, needs_kernels
 from tests.references.batch_attention import philox_numbers
 
 SEED = torch.tensor(0x0123_4567_89AB_CDEF)
@@ -153,18 +153,28 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.detr_bf.relu_dropout_backward.default, (x.detach(), y.detach(), 0.5))
 
 
-def test_compile_draws_as_eager_does(backend: str) -> None:
+@compilers
+def test_compile_draws_as_eager_does(backend: str, compiler: str) -> None:
     def block(x: Tensor, y: Tensor) -> Tensor:
         return residual_dropout(x, relu_dropout(y, 0.5), 0.5)
 
-    torch._dynamo.reset()
-    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = compile_whole(block, compiler)
     for count in (5, 70, 300):
         leaves = [torch.randn(2, count, requires_grad=True) for _ in range(2)]
         torch.manual_seed(count)
         expected = torch.autograd.grad(block(*leaves).sum(), leaves)
         torch.manual_seed(count)
         torch.testing.assert_close(torch.autograd.grad(compiled(*leaves).sum(), leaves), expected)
+
+
+@pytest.mark.slow  # compiles
+def test_inductors_own_seed_serves_both_passes(backend: str) -> None:
+    """Whatever it draws, what the forward pass dropped has no gradient."""
+    torch._dynamo.reset()
+    update = torch.ones(3, 100, requires_grad=True)
+    output = torch.compile(residual_dropout)(torch.zeros(3, 100), update, 0.5)
+    assert set(output.unique().tolist()) == {0.0, 2.0}
+    assert torch.equal(torch.autograd.grad(output.sum(), update)[0], output)
 
 
 def test_checkpointing_draws_the_same_again(backend: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from detr_bf.ops import library, ms_deform_attn
-from tests.kernels import needs_kernels
+from tests.kernels import compile_whole, compilers, needs_kernels
 from tests.references.deformable_attention import loops
 
 SHAPES = [(4, 6), (3, 2), (1, 1)]
@@ -234,15 +234,15 @@ def test_opcheck(dtype: torch.dtype) -> None:
     )
 
 
+@compilers
 @needs_kernels
-def test_compile_and_export() -> None:
+def test_compile_and_export(compiler: str) -> None:
     """One graph for all sizes: another number of queries or cells compiles nothing anew."""
 
     def whole(value: Tensor, locations: Tensor, weights: Tensor, height: int) -> Tensor:
         return ms_deform_attn(value.relu(), [(height, 6)], None, locations, weights) * 2
 
-    compiled = torch.compile(whole, fullgraph=True, dynamic=True, backend="aot_eager")
-    torch._dynamo.reset()
+    compiled = compile_whole(whole, compiler)
     for height, queries in ((4, 3), (5, 7), (6, 9)):
         leaves = [t.requires_grad_() for t in example(queries=queries, shapes=[(height, 6)])]
         expected = torch.autograd.grad(whole(*leaves, height).sum(), leaves)
