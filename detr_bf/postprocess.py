@@ -1,42 +1,136 @@
-"""Outputs -> scored boxes in pixels of the original images."""
+"""Outputs -> scored boxes, masks and panoptic maps in pixels of the original images.
+
+Shape legend: Q queries, N detections, K class logits, h x w cells of a mask, H x W pixels.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from pycocotools import mask as coco_mask
 from torch import Tensor
 from torchvision.ops import box_convert
 
 from detr_bf.losses.classification import Classification
-from detr_bf.structures import Detections, Outputs, Target
+from detr_bf.structures import Detections, Outputs, PanopticMap, Segment, Target
 
 
 @dataclass(frozen=True)
 class Postprocess:
-    """Scores and boxes of the last decoder layer.
+    """Scores and boxes of the last decoder layer, and masks where the detector has a mask head.
 
     With a softmax every query gives its best class (Carion et al. 2020); with sigmoid scores the best of all queries x
-    classes are taken (Zhu et al. 2021, arXiv 2010.04159). At most ``max_detections`` of an image, best first.
+    classes are taken (Zhu et al. 2021, arXiv 2010.04159). At most ``max_detections`` of an image, best first. A pixel
+    belongs to a mask where its probability exceeds ``mask_threshold``.
     """
 
     classification: Classification
     max_detections: int = 100
+    mask_threshold: float = 0.5
 
     @torch.no_grad()
     def __call__(self, outputs: Outputs, targets: Sequence[Target]) -> list[Detections]:
-        """One :class:`Detections` for each target, which gives image id and original size."""
+        """One :class:`Detections` for each target, which gives image id and sizes."""
         assert outputs.num_streams == 1, "evaluation has one stream"
         all_scores = self.classification.scores(outputs.logits[-1].float())
         boxes = box_convert(outputs.boxes[-1].float(), "cxcywh", "xyxy")
-        return [
-            self._detections(scores, image_boxes, target)
-            for scores, image_boxes, target in zip(all_scores, boxes, targets, strict=True)
-        ]
+        return [self._detections(all_scores[i], boxes[i], outputs, i, targets) for i in range(len(targets))]
 
-    def _detections(self, scores: Tensor, boxes: Tensor, target: Target) -> Detections:
+    def _detections(
+        self, scores: Tensor, boxes: Tensor, outputs: Outputs, image: int, targets: Sequence[Target]
+    ) -> Detections:
         best, query, label = self.classification.candidates(scores, self.max_detections)
+        target = targets[image]
         height, width = target.original_size
         scale = boxes.new_tensor([width, height, width, height])
-        return Detections(target.image_id, (boxes[query] * scale).cpu(), best.cpu(), label.cpu())
+        masks = None
+        if outputs.masks is not None:
+            logits = unpadded_masks(outputs.masks[image, query].float(), target, targets)
+            inside = (logits.sigmoid() > self.mask_threshold).byte()
+            masks = encoded(F.interpolate(inside[:, None], target.original_size)[:, 0])
+        return Detections(target.image_id, (boxes[query] * scale).cpu(), best.cpu(), label.cpu(), masks)
+
+
+@dataclass(frozen=True)
+class PanopticPostprocess:
+    """Every pixel to the query whose mask is strongest there, of those that claim an object (Carion et al. 2020,
+    arXiv 2005.12872, section 4.4).
+
+    Args:
+        is_thing: of each class, by contiguous index.
+        threshold: least score of a query that takes part.
+        min_area: segments of up to so many pixels of the original image leave theirs to the others.
+        merge_stuff: queries of one stuff class make one segment. Without, the first of them alone takes part: what
+            DETR's code comes to, which merges and then takes the merged queries for empty ones.
+    """
+
+    classification: Classification
+    is_thing: tuple[bool, ...]
+    threshold: float = 0.85
+    min_area: int = 4
+    merge_stuff: bool = True
+
+    @torch.no_grad()
+    def __call__(self, outputs: Outputs, targets: Sequence[Target]) -> list[PanopticMap]:
+        """One :class:`PanopticMap` for each target, which gives image id and sizes."""
+        assert outputs.num_streams == 1, "evaluation has one stream"
+        assert outputs.masks is not None, "panoptic maps need a mask head"
+        logits = outputs.logits[-1].float()
+        labels = self.classification.scores(logits).argmax(-1)
+        taking_part = self.classification.is_object(logits, self.threshold)
+        return [
+            self._map(unpadded_masks(masks[keep].float(), target, targets), label[keep], target)
+            for masks, keep, label, target in zip(outputs.masks, taking_part, labels, targets, strict=True)
+        ]
+
+    def _map(self, masks: Tensor, labels: Tensor, target: Target) -> PanopticMap:
+        """Masks (Q, H, W) of one image and their classes (Q,)."""
+        owner = self._owners(labels.tolist()).to(labels.device)
+        left = torch.arange(len(labels), device=labels.device)
+        while len(left):
+            strongest = left[masks[left].argmax(0)]
+            places = F.interpolate(owner[strongest][None, None].double(), target.original_size, mode="nearest-exact")
+            ids = places[0, 0].long()
+            area = torch.bincount(ids.flatten(), minlength=len(labels))
+            large = area[owner[left]] > self.min_area
+            stays = large if self.merge_stuff else large & (owner[left] == left)
+            if stays.all():
+                return _as_map(ids, labels, area, target)
+            left = left[stays]
+        return PanopticMap(target.image_id, torch.zeros(target.original_size, dtype=torch.int32), ())
+
+    def _owners(self, labels: Sequence[int]) -> Tensor:
+        """(Q,) the query whose segment each query's pixels belong to: the first of its class for stuff, else itself."""
+        return torch.tensor(
+            [query if self.is_thing[label] else labels.index(label) for query, label in enumerate(labels)],
+            dtype=torch.int64,
+        )
+
+
+def _as_map(queries: Tensor, labels: Tensor, area: Tensor, target: Target) -> PanopticMap:
+    """Queries (H, W) -> ids from 1 on, in the order of the queries."""
+    present = area.nonzero()[:, 0]
+    number = torch.zeros_like(area)
+    number[present] = torch.arange(1, len(present) + 1, device=area.device)
+    segments = tuple(
+        Segment(place, int(labels[query]), int(area[query])) for place, query in enumerate(present.tolist(), start=1)
+    )
+    return PanopticMap(target.image_id, number[queries].to("cpu", torch.int32), segments)
+
+
+def unpadded_masks(logits: Tensor, target: Target, targets: Sequence[Target]) -> Tensor:
+    """Logits (N, h, w) over the padded batch -> (N, H, W) over ``target``, at the size it had in the batch."""
+    padded = tuple(max(other.size[side] for other in targets) for side in (0, 1))
+    height, width = target.size
+    return F.interpolate(logits[:, None], size=padded, mode="bilinear")[:, 0, :height, :width]
+
+
+def encoded(masks: Tensor) -> tuple[dict[str, Any], ...]:
+    """Masks (N, H, W) of 0 and 1 as COCO's compressed RLE, ready for JSON."""
+    coded = coco_mask.encode(np.asfortranarray(masks.permute(1, 2, 0).to("cpu", torch.uint8).numpy()))
+    return tuple({"size": one["size"], "counts": one["counts"].decode()} for one in coded)

@@ -26,21 +26,30 @@ class ClassMap:
 
     category_ids: tuple[int, ...]
     names: tuple[str, ...]
+    is_thing: tuple[bool, ...] = ()  # whether objects of the class are countable; all are where nothing is said
+
+    def __post_init__(self) -> None:
+        if not self.is_thing:
+            object.__setattr__(self, "is_thing", (True,) * len(self.category_ids))
 
     @classmethod
     def from_categories(cls, categories: Sequence[Mapping[str, Any]]) -> ClassMap:
         """From the ``categories`` list of a COCO file, sorted by id."""
         ordered = sorted(categories, key=lambda category: int(category["id"]))
-        return cls(tuple(int(c["id"]) for c in ordered), tuple(str(c.get("name", c["id"])) for c in ordered))
+        return cls(
+            tuple(int(c["id"]) for c in ordered),
+            tuple(str(c.get("name", c["id"])) for c in ordered),
+            tuple(bool(c.get("isthing", True)) for c in ordered),
+        )
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> ClassMap:
         """Inverse of :meth:`to_dict`."""
-        return cls(tuple(state["category_ids"]), tuple(state["names"]))
+        return cls(tuple(state["category_ids"]), tuple(state["names"]), tuple(state.get("is_thing", ())))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, for checkpoints and JSON."""
-        return {"category_ids": list(self.category_ids), "names": list(self.names)}
+        return {"category_ids": list(self.category_ids), "names": list(self.names), "is_thing": list(self.is_thing)}
 
     @property
     def num_classes(self) -> int:
@@ -62,12 +71,14 @@ class Target:
     size: tuple[int, int]  # height, width in pixels after the transforms, before padding
     original_size: tuple[int, int]  # height, width in pixels of the file (EXIF rotation applied)
     file_name: str = ""
+    masks: Tensor | None = None  # (T, h, w) bool at `size`, where the data is asked for masks
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Target:
         return replace(
             self,
             boxes=self.boxes.to(device, non_blocking=non_blocking),
             labels=self.labels.to(device, non_blocking=non_blocking),
+            masks=None if self.masks is None else self.masks.to(device, non_blocking=non_blocking),
         )
 
 
@@ -168,6 +179,8 @@ class Outputs:
     boxes: Tensor  # (L, R, Q, 4) float, centre x, centre y, width, height in fractions of the unpadded image
     num_streams: int = 1
     proposals: Outputs | None = None  # of a two-stage detector: one layer, a query for every token, any object class 0
+    states: Tensor | None = None  # (R, Q, C), what the last layer's heads read
+    masks: Tensor | None = None  # (R, Q, h, w) logits of the last layer, over the padded image; None without mask head
 
 
 @dataclass(frozen=True)
@@ -178,3 +191,23 @@ class Detections:
     boxes: Tensor  # (N, 4) float32, x0, y0, x1, y1 in pixels
     scores: Tensor  # (N,) float32 in [0, 1]
     labels: Tensor  # (N,) int64, contiguous class indices
+    masks: tuple[Mapping[str, Any], ...] | None = None  # N masks of the original file as COCO's compressed RLE
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One region of a panoptic map."""
+
+    id: int  # 1 or more, in the map
+    label: int  # contiguous class index
+    area: int  # pixels of the map
+    is_crowd: bool = False  # of ground truth only
+
+
+@dataclass(frozen=True)
+class PanopticMap:
+    """One image cut into segments, no two of which share a pixel."""
+
+    image_id: int
+    ids: Tensor  # (H, W) int32 at the size of the original file, 0 = no segment
+    segments: tuple[Segment, ...]

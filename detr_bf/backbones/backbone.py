@@ -42,6 +42,7 @@ class Network:
 
     body: nn.Module  # (B, 3, H, W) normalised images to one (B, C, h, w) map per level in use, shallow to deep
     channels: tuple[int, ...]  # of each level in use
+    strides: tuple[int, ...]  # of each level in use, pixels per cell
     stages: tuple[str, ...]  # submodules of `body` that end a stage, from the stem to the deepest
     mean: tuple[float, ...]  # per colour channel, in fractions of full brightness
     std: tuple[float, ...]
@@ -64,6 +65,15 @@ def select_levels(available: Mapping[int, int], strides: Sequence[int], name: st
     if unknown := [stride for stride in strides if stride not in available]:
         raise InputError(f"backbone strides {list(strides)}: there is no stride {unknown[0]}; {known}")
     return [available[stride] for stride in strides]
+
+
+def check_consecutive(all_strides: Sequence[int], strides: Sequence[int], name: str) -> None:
+    """Raise InputError unless ``strides`` are the last of ``all_strides``: a mask head refines them step by step."""
+    if list(all_strides[-len(strides) :]) != list(strides):
+        raise InputError(
+            f"model.masks=true with backbone strides {list(strides)}: {name} has feature maps of strides "
+            f"{list(all_strides)} up to there, and none between the chosen ones may be left out"
+        )
 
 
 def freeze_stages(network: Network, count: int) -> None:
@@ -96,12 +106,11 @@ class Backbone(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, network: Network, strides: Sequence[int]) -> None:
+    def __init__(self, network: Network) -> None:
         super().__init__()
-        assert len(network.channels) == len(strides), "one channel count per stride"
         self.body = network.body
         self.channels = network.channels
-        self.strides = tuple(strides)
+        self.strides = network.strides
         # Not persistent: they follow from the name of the network, and published checkpoints do not hold them.
         self.register_buffer("mean", 255.0 * torch.tensor(network.mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", 255.0 * torch.tensor(network.std).view(3, 1, 1), persistent=False)

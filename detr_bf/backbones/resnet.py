@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchvision.models import resnet as torchvision_resnet
 from torchvision.models._api import WeightsEnum
 
-from detr_bf.backbones.backbone import Network, select_levels
+from detr_bf.backbones.backbone import Network, check_consecutive, select_levels
 from detr_bf.backbones.weights import download_failed, load_classifier, read_weights
 from detr_bf.errors import InputError
 
@@ -48,7 +48,7 @@ class ResNetBody(nn.Module):
         return maps
 
 
-def build_resnet(name: str, *, weights: str, strides: Sequence[int], dilation: bool) -> Network:
+def build_resnet(name: str, *, weights: str, strides: Sequence[int], dilation: bool, finer: bool = False) -> Network:
     """A ResNet of ``RESNETS`` cut after the stage of its largest stride.
 
     Args:
@@ -56,6 +56,7 @@ def build_resnet(name: str, *, weights: str, strides: Sequence[int], dilation: b
         weights: ``none``, ``imagenet`` or a file with a classifier's state dict.
         strides: of the feature maps, among 4, 8, 16, 32; with ``dilation`` 4, 8, 16.
         dilation: DC5, the last stage keeps stride 16.
+        finer: also give the maps of all stages before those.
 
     Raises:
         InputError: a stride the network does not have, dilation of a network without bottlenecks, or no weights.
@@ -65,7 +66,12 @@ def build_resnet(name: str, *, weights: str, strides: Sequence[int], dilation: b
         raise InputError(f"backbone dilation: {name} cannot be dilated; use resnet50 or resnet101, or set it to false")
     # Dilated, stages 3 and 4 share stride 16, and the deeper one is meant.
     available = {4: 1, 8: 2, 16: 4} if dilation else {4: 1, 8: 2, 16: 3, 32: 4}
-    levels = select_levels(available, strides, f"{name} with dilation" if dilation else name)
+    title = f"{name} with dilation" if dilation else name
+    levels = select_levels(available, strides, title)
+    stage_strides = (4, 8, 16, 16 if dilation else 32)
+    if finer:
+        check_consecutive(stage_strides[: levels[-1]], strides, title)
+        levels = list(range(1, levels[-1] + 1))
     resnet = constructor(replace_stride_with_dilation=[False, False, dilation])
     if weights == "imagenet":
         resnet.load_state_dict(download(published))
@@ -75,6 +81,7 @@ def build_resnet(name: str, *, weights: str, strides: Sequence[int], dilation: b
     return Network(
         body=ResNetBody(resnet, levels),
         channels=tuple(widest >> (4 - level) for level in levels),
+        strides=tuple(stage_strides[level - 1] for level in levels),
         stages=("maxpool", *(f"layer{level}" for level in range(1, levels[-1] + 1))),
         mean=MEAN,
         std=STD,

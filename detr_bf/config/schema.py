@@ -59,6 +59,7 @@ class ModelConfig:
     position_encoding: str = choice("sine", "learned")
     position_temperature: float = 10000.0  # sine: longest wavelength; 20 tells neighbours apart better (DAB-DETR)
     input_norm: bool = False  # group norm after the input projection; deformable_detr always has it
+    masks: bool = False  # a mask head; the data must have masks then
     extra_levels: int = 0  # feature maps made from the last one by strided convolutions (deformable_detr)
     deformable: DeformableConfig = field(default_factory=DeformableConfig)
     smca: SmcaConfig = field(default_factory=SmcaConfig)
@@ -94,6 +95,8 @@ class LossConfig:
     class_weight: float = 1.0
     bbox_weight: float = 5.0
     giou_weight: float = 2.0
+    mask_weight: float = 1.0  # with model.masks
+    dice_weight: float = 1.0  # with model.masks
     no_object_weight: float = 0.1  # cross_entropy only
     focal_alpha: float = 0.25
     focal_gamma: float = 2.0
@@ -104,6 +107,7 @@ class LossConfig:
 class SplitConfig:
     images: str = ""  # folder
     annotations: str = ""  # COCO JSON
+    panoptic: str = ""  # folder of PNG files; the annotations are a COCO panoptic JSON then
 
 
 @dataclass
@@ -149,6 +153,14 @@ class EmaConfig:
 
 
 @dataclass
+class FreezeConfig:
+    """The mask stage: everything but the mask head stays as init_from has it."""
+
+    detector: bool = False
+    keep_dropout: bool = False  # leave the frozen detector in training mode, as the authors' code does
+
+
+@dataclass
 class TrainConfig:
     epochs: int = 300
     max_steps: int | None = None  # stop earlier than `epochs`, in optimiser steps
@@ -164,10 +176,21 @@ class TrainConfig:
 
 
 @dataclass
+class PanopticConfig:
+    """From masks to a panoptic map."""
+
+    threshold: float = 0.85  # least score of a query that takes part
+    min_area: int = 4  # pixels; segments up to this are given to others
+    merge_stuff: bool = True  # queries of one stuff class make one segment
+
+
+@dataclass
 class EvalConfig:
     batch_size: int = 2
     engine: str = choice("auto", "pycocotools", "hotcoco")
     max_detections: int = 100  # per image
+    mask_threshold: float = 0.5  # probability from which a pixel belongs to an object's mask
+    panoptic: PanopticConfig = field(default_factory=PanopticConfig)
     picture_threshold: float = 0.5  # score from which a box is drawn
     pictures: int = 12  # images on the validation sheet
 
@@ -180,6 +203,7 @@ class Config:
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     model: ModelConfig = field(default_factory=ModelConfig)
     batch_former: BatchFormerConfig = field(default_factory=BatchFormerConfig)
+    freeze: FreezeConfig = field(default_factory=FreezeConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

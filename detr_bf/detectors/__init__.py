@@ -11,6 +11,7 @@ from detr_bf.detectors.conditional_detr import conditional_detr
 from detr_bf.detectors.deformable_detr import deformable_detr
 from detr_bf.detectors.detector import Detector
 from detr_bf.detectors.detr import detr
+from detr_bf.detectors.mask_head import MaskHead
 from detr_bf.detectors.parts import Options
 from detr_bf.detectors.smca import smca
 from detr_bf.detectors.smca_multi_scale import smca_multi_scale
@@ -18,6 +19,7 @@ from detr_bf.errors import InputError
 
 __all__ = [
     "Detector",
+    "MaskHead",
     "Options",
     "conditional_detr",
     "deformable_detr",

@@ -79,6 +79,8 @@ def deformable_detr(
             refine=box_refine,
             aux_loss=options.aux_loss,
         ),
+        mask_head=options.mask_head,
+        levels=len(channels),
     )
 
 

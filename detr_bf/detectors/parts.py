@@ -12,6 +12,7 @@ from torch import nn
 
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.detectors.detector import Detector
+from detr_bf.detectors.mask_head import MaskHead
 from detr_bf.errors import InputError
 from detr_bf.layers import MLP, LearnedPosition, SinePosition
 from detr_bf.transformer import Decoder, Encoder, EncoderLayer, FeatureTokens, Heads, QueryAttention, TokenAttention
@@ -44,6 +45,7 @@ class Options:
     aux_loss: bool = True
     class_prior: float | None = None
     batch_former: BatchFormerV2 | None = None
+    mask_head: MaskHead | None = None
 
     @property
     def layer(self) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def single_level_detector(backbone: nn.Module, channels: Sequence[int], options:
     layers = [EncoderLayer(TokenAttention(**options.attention), **options.layer) for _ in range(options.encoder_layers)]
     norm = nn.LayerNorm(options.hidden_dim) if options.pre_norm else None
     encoder = Encoder(layers, norm=norm, batch_former=options.batch_former)
-    return Detector(backbone, tokens=tokens, encoder=encoder, decoder=decoder)
+    return Detector(backbone, tokens=tokens, encoder=encoder, decoder=decoder, mask_head=options.mask_head)
 
 
 def projection(in_channels: int, options: Options, *, norm: bool, kernel: int = 1, stride: int = 1) -> nn.Module:

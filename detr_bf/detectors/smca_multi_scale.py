@@ -48,6 +48,8 @@ def smca_multi_scale(
         tokens=_tokens(widths, options),
         encoder=_encoder(options),
         decoder=gaussian_decoder(attentions, attentions[0].norm, options),
+        mask_head=options.mask_head,
+        levels=len(widths),
     )
 
 

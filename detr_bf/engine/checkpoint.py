@@ -85,17 +85,28 @@ def load_strict(model: nn.Module, weights: Mapping[str, Tensor], source: str) ->
     model.load_state_dict(weights)
 
 
-def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> str:
+def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str, whole_but: str | None = None) -> str:
     """Load what fits and say what does not, for fine-tuning with other classes or queries.
 
+    Args:
+        whole_but: the one part of the model that may be left as it is, in whole or in part; None: any may.
+
     Raises:
-        InputError: nothing fits.
+        InputError: nothing fits, or something outside ``whole_but`` does not.
     """
     missing, unexpected, other_shape = compare(model, weights)
     unfit = {line.split()[0] for line in other_shape}
     fitting = {name: value for name, value in weights.items() if name not in unfit and name not in unexpected}
     if not fitting:
         raise InputError(f"init_from: nothing in {source} fits this model." + _lines("its keys", sorted(weights)))
+    if whole_but is not None:
+        lacking = [line for line in (*missing, *other_shape) if not line.startswith(f"{whole_but}.")]
+        if lacking:
+            raise InputError(
+                f"init_from: {source} does not hold all that stays frozen."
+                + _lines("missing or different", lacking)
+                + "\nUse the settings of model and batch_former it was trained with, or freeze.detector=false."
+            )
     model.load_state_dict(fitting, strict=False)
     return (
         f"init_from {source}: {len(fitting)} of the model's {len(model.state_dict())} tensors loaded"

@@ -1,6 +1,18 @@
-"""COCO average precision and the files that go with it."""
+"""COCO average precision, panoptic quality, and the files that go with them."""
 
 from detr_bf.evaluation.coco import CocoEvaluator, merge_shards, to_coco_results, write_results
+from detr_bf.evaluation.panoptic import PanopticClassResult, PanopticEvaluator, PanopticSummary, write_panoptic
 from detr_bf.evaluation.summary import ClassResult, CocoSummary
 
-__all__ = ["ClassResult", "CocoEvaluator", "CocoSummary", "merge_shards", "to_coco_results", "write_results"]
+__all__ = [
+    "ClassResult",
+    "CocoEvaluator",
+    "CocoSummary",
+    "PanopticClassResult",
+    "PanopticEvaluator",
+    "PanopticSummary",
+    "merge_shards",
+    "to_coco_results",
+    "write_panoptic",
+    "write_results",
+]

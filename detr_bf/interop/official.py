@@ -12,6 +12,7 @@ from detr_bf.interop.layout import Layout
 from detr_bf.interop.rules import Rule, rename
 
 PARTS = ("query", "key", "value")
+MASK_LAYERS, MASK_ADAPTERS = 5, 3  # of the one mask head there is
 CONDITIONAL_SELF = {
     "sa_qcontent_proj": "content_query",
     "sa_qpos_proj": "position_query",
@@ -48,8 +49,14 @@ def detr_panoptic(layout: Layout) -> Iterator[Rule]:
     for rule in detr(layout):
         theirs, older = (tuple(f"detr.{name}" for name in names) for names in (rule.theirs, rule.older))
         yield replace(rule, theirs=theirs, older=older)
-    yield rename("bbox_attention", "mask_head.bbox_attention")
-    yield rename("mask_head", "mask_head.convolutions")
+    yield rename("bbox_attention.q_linear", "mask_head.attention.query")
+    yield rename("bbox_attention.k_linear", "mask_head.attention.key")
+    yield rename("mask_head.out_lay", "mask_head.convolutions.out")
+    for index in range(MASK_LAYERS):
+        yield rename(f"mask_head.lay{index + 1}", f"mask_head.convolutions.layers.{index}")
+        yield rename(f"mask_head.gn{index + 1}", f"mask_head.convolutions.norms.{index}")
+    for index in range(MASK_ADAPTERS):
+        yield rename(f"mask_head.adapter{index + 1}", f"mask_head.convolutions.adapters.{index}")
 
 
 def conditional_detr(layout: Layout) -> Iterator[Rule]:

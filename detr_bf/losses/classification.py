@@ -33,8 +33,8 @@ class Classification(Protocol):
         """scores (Q, num_classes) of one image -> score, query and class of the best ``limit`` candidates."""
         ...
 
-    def is_object(self, logits: Tensor) -> Tensor:
-        """logits (..., K) -> bool (...): the query claims an object."""
+    def is_object(self, logits: Tensor, threshold: float = ...) -> Tensor:
+        """logits (..., K) -> bool (...): the query claims an object, with a score above ``threshold``."""
         ...
 
 

@@ -39,5 +39,6 @@ class CrossEntropy:
         best, query = best.sort(descending=True, stable=True)
         return best[:limit], query[:limit], label[query[:limit]]
 
-    def is_object(self, logits: Tensor) -> Tensor:
-        return logits.argmax(-1) != logits.shape[-1] - 1
+    def is_object(self, logits: Tensor, threshold: float = 0.0) -> Tensor:
+        best, label = logits.softmax(-1).max(-1)
+        return (label != logits.shape[-1] - 1) & (best > threshold)

@@ -43,5 +43,5 @@ class Focal:
         place = place[:limit]
         return best[:limit], place // scores.shape[1], place % scores.shape[1]
 
-    def is_object(self, logits: Tensor) -> Tensor:
-        return logits.max(-1).values > 0
+    def is_object(self, logits: Tensor, threshold: float = 0.5) -> Tensor:
+        return logits.sigmoid().max(-1).values > threshold

@@ -15,6 +15,7 @@ from torchvision.ops import box_convert
 
 from detr_bf.boxes import generalized_iou
 from detr_bf.losses.classification import Classification
+from detr_bf.losses.masks import mask_losses, padded_masks
 from detr_bf.losses.matcher import HungarianMatcher, Matches, PaddedTargets
 from detr_bf.structures import Outputs, Target
 
@@ -50,27 +51,37 @@ class SetCriterion:
     class_weight: float = 1.0
     bbox_weight: float = 5.0
     giou_weight: float = 2.0
+    mask_weight: float = 1.0
+    dice_weight: float = 1.0
 
     def __call__(self, outputs: Outputs, targets: Sequence[Target]) -> LossReport:
         """Outputs for the R = num_streams x B rows of B targets; proposals, where there are any, count any object."""
         padded = PaddedTargets.of(targets, outputs.num_streams)
-        classes, streams = self._stream_losses(outputs, padded)
+        matches, streams = self._stream_losses(outputs, padded)
+        if outputs.masks is not None:
+            by_row = _mask_losses(outputs, outputs.masks, targets, matches)
+            streams |= {name: _per_stream(outputs, padded, loss) for name, loss in by_row.items()}
         losses = _by_layer(streams)
         if outputs.proposals is not None:
             _, proposed = self._stream_losses(outputs.proposals, padded.of_one_class())
             losses |= {f"{name}_enc": per_stream.mean() for name, per_stream in proposed.items()}
-        kinds = {"loss_ce": self.class_weight, "loss_bbox": self.bbox_weight, "loss_giou": self.giou_weight}
+        kinds = {
+            "loss_ce": self.class_weight,
+            "loss_bbox": self.bbox_weight,
+            "loss_giou": self.giou_weight,
+            "loss_mask": self.mask_weight,
+            "loss_dice": self.dice_weight,
+        }
         weights = {name: weight for name in losses for kind, weight in kinds.items() if name.startswith(kind)}
         logged = _stream_log(streams, kinds) if outputs.num_streams > 1 else {}
-        return LossReport(losses, weights, logged | self._quality(outputs, padded, classes))
+        return LossReport(losses, weights, logged | self._quality(outputs, padded, matches))
 
-    def _stream_losses(self, outputs: Outputs, targets: PaddedTargets) -> tuple[Tensor, dict[str, Tensor]]:
-        """The class each query is to have (L, R, Q), and the losses by name, each (L, streams)."""
+    def _stream_losses(self, outputs: Outputs, targets: PaddedTargets) -> tuple[Matches, dict[str, Tensor]]:
+        """The matches, and the losses by name, each (L, streams)."""
         num_streams = outputs.num_streams
         matches = self.matcher(outputs, targets)
         classes = _target_classes(outputs, targets, matches)
-        boxes_per_stream = sum(targets.counts) / num_streams
-        num_boxes = torch.tensor(max(boxes_per_stream, 1.0), device=outputs.logits.device)
+        num_boxes = _num_boxes(outputs, targets)
         per_stream = [
             self.classification.loss(logits.float(), stream_classes, num_boxes)
             for logits, stream_classes in zip(
@@ -78,16 +89,16 @@ class SetCriterion:
             )
         ]
         distance, disparity = _box_losses(outputs, targets, matches)
-        return classes, {
+        return matches, {
             "loss_ce": torch.stack(per_stream, 1),
-            "loss_bbox": distance.unflatten(1, (num_streams, -1)).sum(2) / num_boxes,
-            "loss_giou": disparity.unflatten(1, (num_streams, -1)).sum(2) / num_boxes,
+            "loss_bbox": _per_stream(outputs, targets, distance),
+            "loss_giou": _per_stream(outputs, targets, disparity),
         }
 
     @torch.no_grad()
-    def _quality(self, outputs: Outputs, targets: PaddedTargets, classes: Tensor) -> dict[str, Tensor]:
+    def _quality(self, outputs: Outputs, targets: PaddedTargets, matches: Matches) -> dict[str, Tensor]:
         """Last layer: class error of the matched queries in percent, and how far the number of objects is off."""
-        logits, wanted = outputs.logits[-1], classes[-1]
+        logits, wanted = outputs.logits[-1], _target_classes(outputs, targets, matches)[-1]
         matched = wanted >= 0
         right = matched & (self.classification.scores(logits).argmax(-1) == wanted)
         counts = torch.tensor(targets.counts, device=logits.device, dtype=torch.float)
@@ -114,6 +125,31 @@ def _box_losses(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> t
     place = (matches.layer, matches.row)
     empty = predicted.new_zeros(outputs.boxes.shape[:2])
     return empty.index_put(place, distance, accumulate=True), empty.index_put(place, 1 - overlap, accumulate=True)
+
+
+def _num_boxes(outputs: Outputs, targets: PaddedTargets) -> Tensor:
+    """The objects of one stream, at least 1: what sums over pairs are divided by."""
+    return torch.tensor(max(sum(targets.counts) / outputs.num_streams, 1.0), device=outputs.logits.device)
+
+
+def _per_stream(outputs: Outputs, targets: PaddedTargets, by_row: Tensor) -> Tensor:
+    """Losses summed by layer and row (L, R) -> those of an object, by layer and stream (L, streams)."""
+    return by_row.unflatten(1, (outputs.num_streams, -1)).sum(2) / _num_boxes(outputs, targets)
+
+
+def _mask_losses(outputs: Outputs, masks: Tensor, targets: Sequence[Target], matches: Matches) -> dict[str, Tensor]:
+    """Losses of the last layer's pairs with ``masks`` (R, Q, h, w), summed by row: (1, R) by name."""
+    last = matches.layer == len(outputs.logits) - 1
+    row, query, place = matches.row[last], matches.query[last], matches.target[last]
+    known = [target.masks for target in targets if target.masks is not None]
+    assert len(known) == len(targets), "a detector with a mask head is trained on masks"
+    wanted = padded_masks(known, row % len(targets), place)
+    empty = masks.new_zeros(len(masks), dtype=torch.float)
+    focal, dice = mask_losses(masks[row, query].float(), wanted)
+    return {
+        "loss_mask": empty.index_put((row,), focal, accumulate=True)[None],
+        "loss_dice": empty.index_put((row,), dice, accumulate=True)[None],
+    }
 
 
 def _by_layer(streams: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -58,11 +58,12 @@ class Decoder(nn.Module):
             if self.look is not None:
                 queries = self.look(index, queries)
             queries = replace(queries, content=layer(queries, memory))
-            predictions.append(self.heads(index, self.norm(queries.content), queries.reference))
+            state = self.norm(queries.content)
+            predictions.append(self.heads(index, state, queries.reference))
             if self.refine:
                 queries = replace(queries, reference=predictions[-1][1].detach())
         logits, boxes = zip(*predictions if self.aux_loss else predictions[-1:], strict=True)
-        return Outputs(torch.stack(logits), torch.stack(boxes), memory.num_streams, queries.proposals)
+        return Outputs(torch.stack(logits), torch.stack(boxes), memory.num_streams, queries.proposals, states=state)
 
 
 class Heads(nn.Module):

@@ -39,7 +39,7 @@ class Averages(nn.Module):
         pixels = images.to(torch.get_default_dtype()) / 255 * ~padding_mask[:, None]
         strides = [4 * 2**level for level in range(self.levels)]
         return [
-            FeatureMap(nn.functional.avg_pool2d(pixels, stride), padding_mask[:, ::stride, ::stride])
+            FeatureMap(nn.functional.avg_pool2d(pixels, stride, ceil_mode=True), padding_mask[:, ::stride, ::stride])
             for stride in strides
         ]
 

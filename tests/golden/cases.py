@@ -12,7 +12,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.detectors import Detector, Options, conditional_detr, deformable_detr, detr, smca, smca_multi_scale
+from detr_bf.detectors import (
+    Detector,
+    MaskHead,
+    Options,
+    conditional_detr,
+    deformable_detr,
+    detr,
+    smca,
+    smca_multi_scale,
+)
 from detr_bf.interop import from_foreign
 from detr_bf.structures import FeatureMap, Outputs, Target
 from detr_bf.transformer import resized_mask
@@ -63,7 +72,16 @@ def options(case: Case) -> Options:
         pre_norm=cfg.get("pre_norm", False),
         num_queries=cfg["num_queries"],
         batch_former=batch_former(case),
+        mask_head=mask_head(case),
     )
+
+
+def mask_head(case: Case) -> MaskHead | None:
+    """That of the files has the maps of a ResNet-50."""
+    cfg = case.cfg
+    if not cfg.get("masks"):
+        return None
+    return MaskHead(cfg["hidden_dim"], heads=cfg["nheads"], finer_channels=cfg.get("fpn_dims", [1024, 512, 256]))
 
 
 def family(case: Case) -> str:
@@ -149,13 +167,16 @@ def recorded(case: Case, prefix: str) -> Outputs:
     proposals = None
     if "enc_outputs.pred_logits" in tensors:
         proposals = Outputs(tensors["enc_outputs.pred_logits"][None], tensors["enc_outputs.pred_boxes"][None])
-    return Outputs(logits, boxes, proposals=proposals)
+    return Outputs(logits, boxes, proposals=proposals, masks=tensors.get("pred_masks"))
 
 
 def targets_of(case: Case, prefix: str) -> list[Target]:
     tensors = case.below(prefix)
     count = sum(name.endswith(".labels") for name in tensors)
-    return [Target(i, tensors[f"{i}.boxes"], tensors[f"{i}.labels"], (1, 1), (1, 1)) for i in range(count)]
+    return [
+        Target(i, tensors[f"{i}.boxes"], tensors[f"{i}.labels"], (1, 1), (1, 1), masks=tensors.get(f"{i}.masks"))
+        for i in range(count)
+    ]
 
 
 def assert_close(actual: Tensor, expected: Tensor, relative: float = 1e-5) -> None:
@@ -167,6 +188,9 @@ def assert_outputs(outputs: Outputs, expected: Outputs) -> None:
     """All layers, and the proposals where there are any."""
     assert_close(outputs.logits, expected.logits)
     assert_close(outputs.boxes, expected.boxes)
+    assert (outputs.masks is None) == (expected.masks is None)
+    if outputs.masks is not None and expected.masks is not None:
+        assert_close(outputs.masks, expected.masks)
     assert (outputs.proposals is None) == (expected.proposals is None)
     if outputs.proposals is not None and expected.proposals is not None:
         assert_outputs(outputs.proposals, expected.proposals)

@@ -16,7 +16,6 @@ KINDS = {
     "gradient_case": r"0\d(?!m)",  # multi-scale SMCA's image 1 depends on image 0 there, see test_models
     "mini_batch_case": r"09",
     "criterion_case": r"10[abcd]_",
-    "mask_criterion_case": r"10a_",
     "step_case": r"10[ef]_",
     "op_case": r"11_",
     "attention_case": r"11b_",
@@ -27,9 +26,6 @@ KINDS = {
     "levels_case": r"13b_",
     "sine_case": r"13c_",
 }
-NO_MASK_HEAD = pytest.mark.xfail(reason="the mask head belongs to the panoptic issue", strict=True)
-MASK_CASES = re.compile(r"02_|08s_|12b_")
-MASK_KINDS = ("mask_criterion_case", "mask_postprocess_case")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -37,7 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for kind, pattern in KINDS.items():
         if kind in metafunc.fixturenames:
             names = [name for name in case_names(folder) if re.match(pattern, name) and _has(kind, folder, name)]
-            metafunc.parametrize(kind, [_parameter(kind, name) for name in names] or [None], indirect=True)
+            metafunc.parametrize(kind, names or [None], indirect=True)
 
 
 def _has(kind: str, folder: Path, name: str) -> bool:
@@ -50,10 +46,6 @@ def _has(kind: str, folder: Path, name: str) -> bool:
 
 def case_names(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.json"))
-
-
-def _parameter(kind: str, name: str) -> object:
-    return pytest.param(name, marks=NO_MASK_HEAD) if kind in MASK_KINDS or MASK_CASES.match(name) else name
 
 
 @pytest.fixture(scope="session")

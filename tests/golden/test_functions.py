@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from pycocotools import mask as coco_mask
 from torch import Tensor
 from torchvision.ops import FrozenBatchNorm2d
 
@@ -16,43 +17,67 @@ from detr_bf.layers import DeformableAttention, LearnedPosition, sine_of_coordin
 from detr_bf.layers.deformable_attention import initial_offsets
 from detr_bf.losses import CrossEntropy, Focal
 from detr_bf.ops import ms_deform_attn
-from detr_bf.postprocess import Postprocess
-from detr_bf.structures import Detections, Outputs, Target, TokenBatch
+from detr_bf.postprocess import PanopticPostprocess, Postprocess
+from detr_bf.structures import Outputs, Target, TokenBatch
 from detr_bf.transformer import unpadded
 from tests.golden.cases import Case, assert_close, family
 
 
-def detections(case: Case, sub: str) -> list[Detections]:
+def outputs_of(case: Case, sub: str) -> Outputs:
     given = case.below(f"{sub}.in.")
-    outputs = Outputs(given["pred_logits"][None], given["pred_boxes"][None])
-    sizes = given.get("target_sizes", given.get("orig_target_sizes"))
-    assert sizes is not None
-    targets = [Target(i, torch.empty(0, 4), torch.empty(0), (h, w), (h, w)) for i, (h, w) in enumerate(sizes.tolist())]
+    return Outputs(given["pred_logits"][None], given["pred_boxes"][None], masks=given.get("pred_masks"))
+
+
+def sized(sizes: Tensor, original_sizes: Tensor) -> list[Target]:
+    """Targets of images of these sizes (B, 2), height and width, and nothing else."""
+    pairs = zip(sizes.tolist(), original_sizes.tolist(), strict=True)
+    empty = torch.empty(0, 4), torch.empty(0)
+    return [Target(i, *empty, tuple(size), tuple(original)) for i, (size, original) in enumerate(pairs)]
+
+
+def postprocess(case: Case, sub: str) -> Postprocess:
     classification = CrossEntropy() if family(case) == "detr" else Focal()
-    limit = len(case.tensors[f"{sub}.out.0.scores"])
-    return Postprocess(classification, limit)(outputs, targets)
+    return Postprocess(classification, len(case.tensors[f"{sub}.out.0.scores"]))
 
 
 def test_postprocess(postprocess_case: Case) -> None:
-    subs = {name.split(".")[0] for name in postprocess_case.tensors}
-    for sub in subs:
-        for image, found in enumerate(detections(postprocess_case, sub)):
-            expected = postprocess_case.below(f"{sub}.out.{image}.")
-            order = expected["scores"].argsort(descending=True, stable=True)
-            assert_close(found.scores, expected["scores"][order])
-            assert torch.equal(found.labels, expected["labels"][order])
-            if sub == "bbox":  # the mask postprocessor leaves the boxes in fractions
-                assert_close(found.boxes, expected["boxes"][order])
+    sizes = postprocess_case.tensors["bbox.in.target_sizes"]
+    found = postprocess(postprocess_case, "bbox")(outputs_of(postprocess_case, "bbox"), sized(sizes, sizes))
+    for image, detections in enumerate(found):
+        expected = postprocess_case.below(f"bbox.out.{image}.")
+        order = expected["scores"].argsort(descending=True, stable=True)
+        assert_close(detections.scores, expected["scores"][order])
+        assert torch.equal(detections.labels, expected["labels"][order])
+        assert_close(detections.boxes, expected["boxes"][order])
 
 
 def test_mask_postprocess(mask_postprocess_case: Case) -> None:
-    assert hasattr(detections(mask_postprocess_case, "segm")[0], "masks")
+    given = mask_postprocess_case.below("segm.in.")
+    targets = sized(given["max_target_sizes"], given["orig_target_sizes"])
+    found = postprocess(mask_postprocess_case, "segm")(outputs_of(mask_postprocess_case, "segm"), targets)
+    for image, detections in enumerate(found):
+        expected = mask_postprocess_case.below(f"segm.out.{image}.")
+        order = expected["scores"].argsort(descending=True, stable=True)
+        assert_close(detections.scores, expected["scores"][order])
+        masks = torch.from_numpy(coco_mask.decode(list(detections.masks))).permute(2, 0, 1)
+        assert torch.equal(masks, expected["masks"][order, 0])
 
 
 def test_panoptic(panoptic_case: Case) -> None:
-    from detr_bf.postprocess import PanopticPostprocess  # not written yet
-
-    assert PanopticPostprocess
+    """Without merging; their ids start at 0. One image at a time: they stretch the padded masks over each image."""
+    assert panoptic_case.manifest["is_thing_map"] == "{i: i <= 14 for i in range(30)}"
+    things = tuple(i <= 14 for i in range(30))
+    threshold = panoptic_case.manifest["threshold"]
+    to_map = PanopticPostprocess(CrossEntropy(), things, threshold=threshold, merge_stuff=False)
+    for place, expected in panoptic_case.manifest["segments_info"].items():
+        sub, image = place.split(".")
+        given = {name: x[int(image), None] for name, x in panoptic_case.below(f"{sub}.in.").items()}
+        outputs = Outputs(given["pred_logits"][None], given["pred_boxes"][None], masks=given["pred_masks"])
+        (found,) = to_map(outputs, sized(given["processed_sizes"], given["target_sizes"]))
+        assert torch.equal(found.ids, panoptic_case.tensors[f"{place.replace('.', '.out.')}.ids"] + bool(expected))
+        assert [(segment.id, segment.label, segment.area) for segment in found.segments] == [
+            (segment["id"] + 1, segment["category_id"], segment["area"]) for segment in expected
+        ]
 
 
 def as_map(tokens: Tensor, like: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def test_gradients(gradient_case: Case) -> None:
 
 def assert_parameter_gradients(case: Case, ours: dict[str, Tensor]) -> None:
     """Norm and a weighted sum of each, under the reference's names; where it has none, ours must be zero."""
-    theirs = to_foreign(ours, family(case))
+    theirs = to_foreign(ours, "detr_panoptic" if case.cfg.get("masks") else family(case))
     for name, numbers in case.manifest["probe"]["param_grads"].items():
         gradient = theirs.get(name)
         if numbers is None or gradient is None:
@@ -90,6 +90,8 @@ def probe(outputs: Outputs) -> Tensor:
     for kind, stacked in (("pred_logits", outputs.logits), ("pred_boxes", outputs.boxes)):
         *auxiliary, named[kind] = stacked
         named |= {f"aux_outputs.{layer}.{kind}": x for layer, x in enumerate(auxiliary)}
+    if outputs.masks is not None:
+        named["pred_masks"] = outputs.masks
     if outputs.proposals is not None:
         named["enc_outputs.pred_logits"] = outputs.proposals.logits[0]
         named["enc_outputs.pred_boxes"] = outputs.proposals.boxes[0]

@@ -104,28 +104,16 @@ def random_state(case: Case) -> dict[str, Tensor]:
     return state
 
 
-def without_mask_head(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The mask head belongs to the panoptic issue: its tensors have names of ours, but no module has them yet."""
-    return {name: tensor for name, tensor in state.items() if not name.startswith("mask_head.")}
-
-
 def test_every_key_has_its_place_in_our_model(listed: Case) -> None:
     with torch.device("meta"):
         state = {name: torch.empty(shape) for name, shape in their_shapes(listed).items()}
     mapped = from_foreign(state, listed.name)
-    assert shapes(without_mask_head(mapped)) == shapes(ours(listed, whole=True).state_dict())
-    mask_head = [name for name in mapped if name.startswith("mask_head.")]
-    assert bool(mask_head) == listed.cfg["masks"]
-    assert len(mask_head) == sum(name.startswith(("bbox_attention.", "mask_head.")) for name in state)
+    assert shapes(mapped) == shapes(ours(listed, whole=True).state_dict())
 
 
 def test_our_model_has_exactly_their_keys(listed: Case) -> None:
     theirs = their_shapes(listed)
     state = ours(listed, whole=True).state_dict()
-    if listed.cfg["masks"]:  # the part that no module of ours has yet
-        with torch.device("meta"):
-            whole = from_foreign({name: torch.empty(shape) for name, shape in theirs.items()}, listed.name)
-        state |= {name: tensor for name, tensor in whole.items() if name.startswith("mask_head.")}
     form = format_of(dict.fromkeys(theirs, torch.empty(0)))
     assert form is not None
     assert shapes(to_foreign(state, form.name)) == theirs
@@ -145,18 +133,15 @@ def test_initialisation(listed: Case) -> None:
     """The statistics of one fresh model of theirs, within what sampling allows; what is not random exactly."""
     form = format_of(dict.fromkeys(their_shapes(listed), torch.empty(0)))
     assert form is not None
-    name = "detr" if listed.cfg["masks"] else form.name  # no mask head yet
-    prefix = "detr." if listed.cfg["masks"] else ""
     states = []
     for seed in range(2):
         torch.manual_seed(seed)
-        states.append(to_foreign(ours(listed, whole=False).state_dict(), name))
+        states.append(to_foreign(ours(listed, whole=False).state_dict(), form.name))
     recorded = {key: Stats(*value) for key, value in listed.manifest["init_stats"].items() if key != "what"}
-    left_out = recorded.keys() - {prefix + key for key in states[0]}
-    assert all(key.startswith(("bbox_attention.", "mask_head.")) for key in left_out)
+    assert recorded.keys() == states[0].keys()
     wrong = {}
     for key, tensor in states[0].items():
-        own, theirs = Stats.of(tensor), recorded[prefix + key]
+        own, theirs = Stats.of(tensor), recorded[key]
         same = equal(own, theirs) if torch.equal(tensor, states[1][key]) else alike(own, theirs, tensor.numel())
         if not same:
             wrong[key] = f"ours {own}, theirs {theirs}"

@@ -167,8 +167,8 @@ def test_heads_without_refinement_that_are_stored_once() -> None:
 def test_panoptic_files_hold_the_detector_and_a_mask_head(kind: str | None) -> None:
     state = with_batch_former("detr", kind) if kind else state_of("detr")
     mask_head = {
-        "mask_head.bbox_attention.q_linear.weight": torch.randn(DIM, DIM),
-        "mask_head.convolutions.lay1.weight": torch.randn(3, 3),
+        "mask_head.attention.query.weight": torch.randn(DIM, DIM),
+        "mask_head.convolutions.layers.0.weight": torch.randn(3, 3),
     }
     written = to_foreign(state | mask_head, "detr_panoptic")
     assert {key.split(".")[0] for key in written} == {"detr", "bbox_attention", "mask_head"}

@@ -1,0 +1,120 @@
+"""The mask head of DETR (Carion et al. 2020, arXiv 2005.12872, section 4.4): one mask for every query.
+
+Attention of the queries to the memory at the deepest feature map gives coarse maps; convolutions refine them with the
+finer maps of the backbone, one after another.
+
+Shape legend: B images, R rows (streams x images), Q queries, C channels, H heads, h x w cells of a feature map.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from detr_bf.structures import FeatureMap, TokenBatch
+
+NORM_GROUPS = 8
+
+
+class MaskHead(nn.Module):
+    """Mask logits from what the decoder found, the memory and the backbone's maps.
+
+    With several levels in the memory (Deformable DETR, multi-scale SMCA) the attention sees the level of the backbone's
+    deepest map; the finer maps come from the backbone for every detector.
+
+    Args:
+        dim: channels C of queries and memory.
+        heads: maps of attention a query has.
+        finer_channels: of the backbone's maps finer than the deepest, from coarse to fine.
+    """
+
+    def __init__(self, dim: int, *, heads: int, finer_channels: Sequence[int]) -> None:
+        super().__init__()
+        self.attention = AttentionMaps(dim, heads)
+        self.convolutions = MaskConvolutions(dim + heads, dim, finer_channels)
+
+    def forward(self, states: Tensor, tokens: TokenBatch, memory: TokenBatch, features: Sequence[FeatureMap]) -> Tensor:
+        """Mask logits (R, Q, h, w) at the finest of the maps.
+
+        Args:
+            states: (R, Q, C), the queries as the last decoder layer leaves them.
+            tokens: what entered the encoder, B rows.
+            memory: what left it, R rows; its streams say how often all that has B rows is repeated.
+            features: the backbone's maps, from fine to coarse.
+        """
+        *finer, deepest = (feature.tensor for feature in features)
+        size = (deepest.shape[-2], deepest.shape[-1])
+        keys, seen = level_of(memory, size), level_of(memory, size, "padding_mask")
+        maps = self.attention(states, keys, seen).unflatten(-1, size)
+        projected = level_of(tokens, size).transpose(1, 2).unflatten(2, size)
+        streams = memory.num_streams
+        return self.convolutions(
+            projected.repeat(streams, 1, 1, 1), maps, [x.repeat(streams, 1, 1, 1) for x in reversed(finer)]
+        )
+
+
+class AttentionMaps(nn.Module):
+    """Attention without values. The softmax runs over all heads and places of a query together."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(dim, dim)
+        self.key = nn.Linear(dim, dim)
+        for projection in (self.query, self.key):
+            nn.init.xavier_uniform_(projection.weight)
+            nn.init.zeros_(projection.bias)
+
+    def forward(self, states: Tensor, keys: Tensor, padding_mask: Tensor) -> Tensor:
+        """States (R, Q, C), keys (R, S, C), padding_mask (R, S), True = padding -> (R, Q, H, S)."""
+        query = self.query(states).unflatten(-1, (self.heads, -1))
+        key = self.key(keys).unflatten(-1, (self.heads, -1))
+        logits = torch.einsum("rqhc,rshc->rqhs", query * query.shape[-1] ** -0.5, key)
+        logits = logits.masked_fill(padding_mask[:, None, None], -torch.inf)
+        return logits.flatten(2).softmax(-1).view_as(logits)
+
+
+class MaskConvolutions(nn.Module):
+    """Two convolutions at the coarsest size, then one after each finer map is added, every query by itself."""
+
+    def __init__(self, in_channels: int, dim: int, finer_channels: Sequence[int]) -> None:
+        super().__init__()
+        widths = [in_channels, in_channels, *(dim >> shift for shift in range(1, len(finer_channels) + 2))]
+        steps = list(pairwise(widths))
+        self.layers = nn.ModuleList(nn.Conv2d(wide, narrow, 3, padding=1) for wide, narrow in steps)
+        self.norms = nn.ModuleList(nn.GroupNorm(math.gcd(NORM_GROUPS, narrow), narrow) for _, narrow in steps)
+        self.adapters = nn.ModuleList(
+            nn.Conv2d(channels, width, 1) for channels, width in zip(finer_channels, widths[2:], strict=False)
+        )
+        self.out = nn.Conv2d(widths[-1], 1, 3, padding=1)
+        for convolution in (*self.layers, *self.adapters, self.out):
+            weight, bias = convolution.parameters()
+            nn.init.kaiming_uniform_(weight, a=1)
+            nn.init.zeros_(bias)
+
+    def forward(self, projected: Tensor, maps: Tensor, finer: Sequence[Tensor]) -> Tensor:
+        """Projected features (R, C, h, w), maps (R, Q, H, h, w), finer features (R, ., ., .) -> (R, Q, h', w')."""
+        queries = maps.shape[1]
+        x = torch.cat([projected.repeat_interleave(queries, 0), maps.flatten(0, 1)], dim=1)
+        plain = len(self.layers) - len(self.adapters)
+        for index, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
+            if index >= plain:
+                feature = self.adapters[index - plain](finer[index - plain])
+                x = F.interpolate(x, size=feature.shape[-2:])
+                x = (x.unflatten(0, (-1, queries)) + feature[:, None]).flatten(0, 1)
+            x = norm(layer(x)).relu()
+        return self.out(x).squeeze(1).unflatten(0, (-1, queries))
+
+
+def level_of(batch: TokenBatch, size: tuple[int, int], companion: str | None = None) -> Tensor:
+    """The tokens (R, h * w, C) of the level of that (h, w), or what goes with them in ``per_sample``."""
+    shapes = batch.static["spatial_shapes"]
+    place = shapes.index(size)
+    start = sum(height * width for height, width in shapes[:place])
+    whole = batch.tokens if companion is None else batch.per_sample[companion]
+    return whole[:, start : start + size[0] * size[1]]

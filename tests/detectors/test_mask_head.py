@@ -1,0 +1,163 @@
+"""The mask head by itself and in every detector, and the stage that trains it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from detr_bf.batchformer import BatchFormerV2
+from detr_bf.detectors import Detector, MaskHead
+from detr_bf.detectors.mask_head import AttentionMaps, MaskConvolutions
+from detr_bf.structures import FeatureMap, Outputs
+from tests.detectors.tiny import CHANNELS, DETECTORS, DIM, IMAGES, LAYERS, QUERIES, Averages, images, model
+
+HEADS = 2
+
+
+def batch_former(**settings: object) -> BatchFormerV2:
+    return BatchFormerV2(DIM, layers=[0], num_encoder_layers=LAYERS, heads=2, **settings)
+
+
+def with_masks(name: str = "detr", **changes: object) -> Detector:
+    """The detector with two finer maps for its mask head than it makes tokens of."""
+    finer = DETECTORS[name][0] + 1
+    head = MaskHead(DIM, heads=HEADS, finer_channels=[CHANNELS] * finer)
+    detector = model(name, mask_head=head, **changes)
+    detector.backbone = Averages(finer + 1)
+    return detector
+
+
+def test_attention_is_shared_among_all_heads_and_places() -> None:
+    torch.manual_seed(0)
+    maps = AttentionMaps(DIM, HEADS)
+    states, keys = torch.randn(1, 3, DIM), torch.randn(1, 5, DIM)
+    padding = torch.tensor([[False, True, False, False, True]])
+    found = maps(states, keys, padding)
+    query, key = maps.query(states)[0], maps.key(keys)[0]
+    for number in range(3):
+        powers = {}
+        for head in range(HEADS):
+            channels = slice(head * DIM // HEADS, (head + 1) * DIM // HEADS)
+            for place in (0, 2, 3):
+                product = torch.dot(query[number, channels], key[place, channels]) / (DIM / HEADS) ** 0.5
+                powers[head, place] = product.exp().item()
+        for (head, place), power in powers.items():
+            assert found[0, number, head, place].item() == pytest.approx(power / sum(powers.values()), rel=1e-4)
+    torch.testing.assert_close(found.sum((2, 3)), torch.ones(1, 3))
+    assert not found[..., padding[0]].any()
+
+
+def test_every_query_has_its_own_mask() -> None:
+    """Another query's maps change nothing, so that masks may be computed for some queries only."""
+    torch.manual_seed(0)
+    convolutions = MaskConvolutions(DIM + HEADS, DIM, [CHANNELS] * 2)
+    projected, maps = torch.randn(2, DIM, 3, 4), torch.rand(2, QUERIES, HEADS, 3, 4)
+    finer = [torch.randn(2, CHANNELS, 5, 8), torch.randn(2, CHANNELS, 11, 15)]
+    found = convolutions(projected, maps, finer)
+    assert found.shape == (2, QUERIES, 11, 15)
+    for query in range(QUERIES):
+        alone = convolutions(projected, maps[:, query, None], finer)
+        torch.testing.assert_close(alone[:, 0], found[:, query])
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_every_detector_has_a_mask_for_every_query(name: str) -> None:
+    detector = with_masks(name).train()
+    batch = images()
+    outputs = detector(batch)
+    assert outputs.masks is not None
+    assert outputs.masks.shape == (IMAGES, QUERIES, *(side // 4 for side in batch.images.shape[-2:]))
+    outputs.masks.sum().backward()
+    assert all(parameter.grad.any() for parameter in detector.mask_head.parameters() if parameter.dim() > 1)
+    assert any(parameter.grad is not None for parameter in detector.encoder.parameters()), "trained jointly"
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_masks_of_two_streams(name: str) -> None:
+    """The first half is what evaluation gives; the second looks at the same images."""
+    detector = with_masks(name, dropout=0.0, batch_former=batch_former(dropout=0.0))
+    batch = images()
+    both, clean = detector.train()(batch), detector.eval()(batch)
+    assert (both.num_streams, clean.num_streams) == (2, 1)
+    first, second = both.masks.chunk(2)
+    torch.testing.assert_close(first, clean.masks)
+    assert not torch.allclose(second, clean.masks)
+    for module in detector.modules():
+        if isinstance(module, BatchFormerV2):
+            module.mode = "duplicate"
+    first, second = detector.train()(batch).masks.chunk(2)
+    torch.testing.assert_close(first, second)
+
+
+def state(detector: Detector) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in detector.state_dict().items()}
+
+
+def train_a_little(detector: Detector) -> None:
+    """Everything that has a gradient moves, and so do the statistics of whatever is in training mode."""
+    optimizer = torch.optim.AdamW([p for p in detector.parameters() if p.requires_grad], lr=0.1, weight_decay=0.1)
+    for _ in range(2):
+        outputs = detector.train()(images())
+        (outputs.masks.square().mean() + 0 * outputs.logits.mean()).backward()
+        optimizer.step()
+
+
+class NormalisedAverages(Averages):
+    """With statistics that follow the batches in training mode."""
+
+    def __init__(self, levels: int) -> None:
+        super().__init__(levels)
+        self.norm = nn.BatchNorm2d(CHANNELS)
+
+    def forward(self, images: Tensor, padding_mask: Tensor) -> Sequence[FeatureMap]:
+        return super().forward(255 * self.norm(images / 255), padding_mask)
+
+
+def frozen(*, keep_dropout: bool = False, **changes: object) -> Detector:
+    detector = with_masks(**changes)
+    detector.backbone = NormalisedAverages(detector.backbone.levels)
+    detector.freeze_all_but_masks(keep_dropout=keep_dropout)
+    return detector
+
+
+@pytest.mark.parametrize("former", [None, batch_former()])
+def test_the_mask_stage_changes_no_tensor_of_the_detector(former: BatchFormerV2 | None) -> None:
+    detector = frozen(dropout=0.5, batch_former=former)
+    before = state(detector)
+    train_a_little(detector)
+    changed = {name for name, tensor in state(detector).items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if name.startswith("mask_head.")}
+
+
+@pytest.mark.parametrize("name", ["detr", "smca_multi_scale"])
+def test_the_frozen_detector_has_no_dropout_and_two_streams(name: str) -> None:
+    detector = frozen(name=name, dropout=0.5, batch_former=batch_former())
+    detector.eval()
+    expected = detector(images())
+    outputs = detector.train()(images())
+    assert outputs.num_streams == 2
+    for found, wanted in zip(clean_stream(outputs), clean_stream(expected), strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert torch.equal(detector(images()).masks, outputs.masks), "batch attention drops nothing either"
+    assert detector.eval()(images()).num_streams == 1
+
+
+def clean_stream(outputs: Outputs) -> tuple[Tensor, Tensor, Tensor]:
+    assert outputs.masks is not None
+    parts = replace(outputs, num_streams=1)
+    return parts.logits[:, :IMAGES], parts.boxes[:, :IMAGES], outputs.masks[:IMAGES]
+
+
+def test_dropout_and_statistics_can_be_kept_as_the_authors_have_them() -> None:
+    detector = frozen(keep_dropout=True, dropout=0.5)
+    before = state(detector)
+    assert not torch.equal(detector.train()(images()).logits, detector(images()).logits)
+    train_a_little(detector)
+    changed = {name for name, tensor in state(detector).items() if not torch.equal(tensor, before[name])}
+    assert {name for name in changed if not name.startswith("mask_head.")} == {
+        f"backbone.norm.{kind}" for kind in ("running_mean", "running_var", "num_batches_tracked")
+    }
