@@ -14,15 +14,21 @@ too_old = sys.version_info < (3, 10) and "Python 3.10 or newer is needed, $(1) i
 check_version = @$(1) -c 'import sys; sys.exit($(too_old))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench kernels clean other-checkout
+.PHONY: help demo demo-panoptic test lint bench kernels clean other-checkout
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.* ## \(.*\)/  make \1\t\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.* ## \(.*\)/  make \1\t\2/p' Makefile
 
 demo: $(STAMP)-demo ## build the digits data, train a detector with batch attention, evaluate, write a report
 	@$(MAKE) --no-print-directory kernels
 	$(RUN) tools/make_sample_data.py digits --output .cache/digits
 	$(RUN) tools/train_net.py --config configs/demo.yaml $(or $(ARGS),$(if $(wildcard runs/demo/last.pt),--resume))
+
+demo-panoptic: $(STAMP)-demo ## build the scenes data, train boxes of things and stuff, then masks, evaluate, write a report
+	@$(MAKE) --no-print-directory kernels
+	$(RUN) tools/make_sample_data.py scenes --output .cache/scenes
+	$(RUN) tools/train_net.py --config configs/demo_panoptic.yaml $(if $(wildcard runs/demo_panoptic/boxes/last.pt),--resume)
+	$(RUN) tools/train_net.py --config configs/demo_panoptic_masks.yaml $(if $(wildcard runs/demo_panoptic/masks/last.pt),--resume)
 
 test: $(STAMP)-dev ## run the tests (ARGS="-m slow" for the long ones)
 	@$(MAKE) --no-print-directory kernels

@@ -11,30 +11,54 @@ import torch
 from torch import Tensor
 from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image
 
-from detr_bf.build import build_eval_transform, build_model, build_postprocess, device_of
+from detr_bf.build import (
+    build_eval_transform,
+    build_model,
+    build_panoptic_postprocess,
+    build_postprocess,
+    device_of,
+)
 from detr_bf.config import config_from_dict
 from detr_bf.data.images import read_image
-from detr_bf.data.transforms import SampleTransform
+from detr_bf.data.transforms import Sample, SampleTransform
 from detr_bf.detectors import Detector
 from detr_bf.engine import checkpoint_of, load_checkpoint, load_strict
-from detr_bf.postprocess import Postprocess
-from detr_bf.structures import Batch, ClassMap, Detections, Target
+from detr_bf.errors import InputError
+from detr_bf.postprocess import PanopticPostprocess, Postprocess
+from detr_bf.structures import Batch, ClassMap, Detections, PanopticMap, Target
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """Images in, :class:`~detr_bf.structures.Detections` out, in pixels of the image given."""
+    """Images in, :class:`~detr_bf.structures.Detections` out, in pixels of the image given.
+
+    With a mask head the detections have masks, and :meth:`panoptic` gives panoptic maps.
+    """
 
     model: Detector
     class_map: ClassMap
     transform: SampleTransform
     postprocess: Postprocess
+    panoptic_postprocess: PanopticPostprocess
     device: torch.device
 
     def __call__(self, image: str | Path | Tensor) -> Detections:
         """Detect in one image: a file, or a (3, H, W) uint8 RGB tensor."""
         (detections,) = self.predict([image])
         return detections
+
+    @torch.no_grad()
+    def panoptic(self, image: str | Path | Tensor) -> PanopticMap:
+        """The panoptic map of one image: a file, or a (3, H, W) uint8 RGB tensor.
+
+        Raises:
+            InputError: the detector has no mask head.
+        """
+        if self.model.mask_head is None:
+            raise InputError("this detector has no mask head: train one with model.masks=true, on data with masks")
+        batch = Batch.collate([self._sample(image, 0)]).to(self.device)
+        (found,) = self.panoptic_postprocess(self.model(batch), batch.targets)
+        return found
 
     def predict(self, images: Iterable[str | Path | Tensor], batch_size: int = 1) -> Iterator[Detections]:
         """Detect in many images; ``image_id`` is the place in the sequence, from 0.
@@ -54,7 +78,7 @@ class Predictor:
         pixels = image if isinstance(image, Tensor) else read_image(Path(image))
         original_size = (pixels.shape[-2], pixels.shape[-1])
         no_boxes = BoundingBoxes(torch.empty(0, 4), format=BoundingBoxFormat.XYXY, canvas_size=original_size)
-        resized, _, labels = self.transform(Image(pixels), no_boxes, torch.empty(0, dtype=torch.int64))
+        resized, _, labels, _ = self.transform(Sample(Image(pixels), no_boxes, torch.empty(0, dtype=torch.int64)))
         size = (resized.shape[-2], resized.shape[-1])
         target = Target(place, torch.empty(0, 4), labels, size, original_size)
         return resized.as_subclass(Tensor), target
@@ -77,5 +101,6 @@ def load(path: str | Path, device: str = "auto") -> Predictor:
         class_map=checkpoint.classes,
         transform=build_eval_transform(config),
         postprocess=build_postprocess(config),
+        panoptic_postprocess=build_panoptic_postprocess(config, checkpoint.classes),
         device=device_of(config),
     )

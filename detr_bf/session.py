@@ -30,10 +30,10 @@ from detr_bf.detectors import detector_named
 from detr_bf.engine import Checkpoint, Evaluation, RunFolder, checkpoint_of, is_checkpoint, load_checkpoint, load_strict
 from detr_bf.engine.logs import setup_logging
 from detr_bf.errors import InputError
-from detr_bf.evaluation import CocoSummary, write_results
+from detr_bf.evaluation import PanopticFile, Result, write_results
 from detr_bf.files import write_json, write_text
-from detr_bf.report import SheetRow, machine_info, save_sheet, write_report
-from detr_bf.structures import ClassMap
+from detr_bf.report import PanopticSheetRow, SheetRow, machine_info, save_panoptic_sheet, save_sheet, write_report
+from detr_bf.structures import ClassMap, Target
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +44,11 @@ CLASS_BIAS = "decoder.heads.classes.0.bias"
 class Outcome:
     """The numbers of a run and where they are shown."""
 
-    summary: CocoSummary
+    result: Result
     report: Path
 
     def __str__(self) -> str:
-        ap, ap50 = (_shown(self.summary.metrics[name]) for name in ("AP", "AP50"))
-        return f"AP {ap}  AP50 {ap50}  report {self.report}"
+        return f"{self.result}  report {self.report}"
 
 
 def train(config: Config, *, resume: bool = False) -> Outcome:
@@ -74,10 +73,10 @@ def train(config: Config, *, resume: bool = False) -> Outcome:
         trainer = build_trainer(config, folder, checkpoint)
     _describe(folder, config)
     try:
-        summary = trainer.train()
+        result = trainer.train()
     finally:
         trainer.metrics.close()
-    return _report(folder, config, summary, trainer.evaluate)
+    return _report(folder, config, result, trainer.evaluate)
 
 
 def evaluate_only(config: Config, source: Path) -> Outcome:
@@ -94,7 +93,7 @@ def evaluate_only(config: Config, source: Path) -> Outcome:
         plain, weights = _without_batch_former(config, weights)
         model = build_model(plain, classes.num_classes, pretrained=False)
         load_strict(model, weights, str(source))
-        evaluation = build_evaluation(config, classes, device)
+        evaluation = build_evaluation(config, classes, device, folder)
     if not folder.last.exists():  # the folder of a training run keeps that run's config
         _describe(folder, config)
     return _report(folder, config, evaluation(model.to(device)), evaluation)
@@ -166,6 +165,7 @@ def examine_data(config: Config) -> Report:
         data_source(config, "train"),
         None if config.data.val == SplitConfig() else data_source(config, "val"),
         num_queries=config.model.num_queries,
+        masks=config.model.masks,
         workers=max(1, config.data.workers),
     )
 
@@ -194,26 +194,39 @@ def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
     return flat
 
 
-def _report(folder: RunFolder, config: Config, summary: CocoSummary, evaluation: Evaluation) -> Outcome:
+def _report(folder: RunFolder, config: Config, result: Result, evaluation: Evaluation) -> Outcome:
     """Results, pictures and the page that shows them."""
-    write_json(folder.evaluation, summary.to_dict())
+    write_json(folder.evaluation, result.to_dict())
     write_results(folder.results, evaluation.detections, evaluation.class_map)
     if config.eval.pictures:
         rows = list(_sheet_rows(config, evaluation))
         save_sheet(folder.sheet, rows, evaluation.class_map.names, config.eval.picture_threshold)
-    return Outcome(summary, write_report(folder.path))
+        if evaluation.panoptic:
+            panoptic_rows = list(_panoptic_rows(folder, config, evaluation))
+            save_panoptic_sheet(folder.panoptic_sheet, panoptic_rows, evaluation.class_map.names)
+    return Outcome(result, write_report(folder.path))
 
 
 def _sheet_rows(config: Config, evaluation: Evaluation) -> Iterator[SheetRow]:
     """Images spread evenly over the validation split, with what they hold and what was found."""
-    data = build_val_data(config, evaluation.class_map, transform=lambda image, boxes, labels: (image, boxes, labels))
     found = {detections.image_id: detections for detections in evaluation.detections}
-    for place in torch.linspace(0, len(data) - 1, min(config.eval.pictures, len(data))).tolist():
-        image, target = data[SampleKey(0, round(place))]
+    for image, target in _shown_images(config, evaluation.class_map):
         height, width = target.size
         boxes = box_convert(target.boxes, "cxcywh", "xyxy") * torch.tensor([width, height, width, height])
         yield SheetRow(image, boxes, target.labels, found[target.image_id], target.file_name)
 
 
-def _shown(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.3f}"
+def _panoptic_rows(folder: RunFolder, config: Config, evaluation: Evaluation) -> Iterator[PanopticSheetRow]:
+    """The same images with both panoptic maps."""
+    class_map, val = evaluation.class_map, config.data.val
+    truth = PanopticFile(val.annotations, val.panoptic, class_map)
+    found = PanopticFile(folder.panoptic_results, folder.panoptic, class_map)
+    for image, target in _shown_images(config, class_map):
+        yield PanopticSheetRow(image, truth[target.image_id], found[target.image_id], target.file_name)
+
+
+def _shown_images(config: Config, class_map: ClassMap) -> Iterator[tuple[Tensor, Target]]:
+    """Images spread evenly over the validation split, as they are in their files."""
+    data = build_val_data(config, class_map, transform=lambda sample: sample)
+    for place in torch.linspace(0, len(data) - 1, min(config.eval.pictures, len(data))).tolist():
+        yield data[SampleKey(0, round(place))]

@@ -8,10 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from detr_bf.ops import library
+from detr_bf.panoptic_png import write_ids
 from tests.kernels import needs_kernels
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
@@ -89,6 +92,93 @@ def _boxes(width: int, height: int, image_id: int, objects: int) -> list[tuple[i
         (column * half_width + 1 + shift, row * half_height + 2, half_width - 8, half_height - 6 - shift)
         for row, column in ((0, 0), (1, 1), (0, 1), (1, 0))[:objects]
     ]
+
+
+@pytest.fixture
+def panoptic_folder(tmp_path: Path) -> Callable[..., SimpleNamespace]:
+    """A factory of tiny valid COCO panoptic data sets on disk.
+
+    ``panoptic_folder(num_images=4, size=(64, 48), name="train", first_image_id=1)`` gives ``.images`` and ``.panoptic``
+    (folders), ``.annotations`` (JSON path) and ``.content`` (the JSON's object; after changing it, ``.save()`` writes
+    it again). Images are ``{image_id:04d}.png`` of ``size`` (width, height; at least 16 each), the maps
+    ``{image_id:04d}_segments.png``. Every image is cut into the segments, in this order in its ``segments_info``:
+
+    - categories 3 and 7, things: a random rectangle in the left and in the right upper quarter;
+    - category 3 again, a crowd: a random rectangle in the left lower quarter;
+    - categories 100 and 120, stuff: the rest, left and right of a slanted line;
+
+    and void, id 0: a random rectangle in the right lower quarter. Areas and boxes are exact, ids use all three bytes,
+    every category has its colour and every image its brightness. Two folders with different image ids share no content.
+    """
+
+    def make(
+        num_images: int = 4, size: tuple[int, int] = (64, 48), name: str = "train", first_image_id: int = 1
+    ) -> SimpleNamespace:
+        folder = tmp_path / name
+        (folder / "images").mkdir(parents=True)
+        content: dict[str, Any] = {
+            "images": [],
+            "annotations": [],
+            "categories": [
+                {"id": i, "name": f"{'thing' if i < 100 else 'stuff'}{i}", "isthing": int(i < 100)}
+                for i in (3, 7, 100, 120)
+            ],
+        }
+        for image_id in range(first_image_id, first_image_id + num_images):
+            file_name = f"{image_id:04d}.png"
+            ids, segments = _segments(*size, image_id)
+            _coloured(ids, segments, image_id).save(folder / "images" / file_name)
+            map_name = f"{image_id:04d}_segments.png"
+            write_ids(folder / "panoptic" / map_name, torch.from_numpy(ids))
+            content["images"].append({"id": image_id, "file_name": file_name, "width": size[0], "height": size[1]})
+            content["annotations"].append({"image_id": image_id, "file_name": map_name, "segments_info": segments})
+        annotations = folder / "panoptic.json"
+
+        def save() -> None:
+            annotations.write_text(json.dumps(content))
+
+        save()
+        return SimpleNamespace(
+            images=folder / "images", annotations=annotations, panoptic=folder / "panoptic", content=content, save=save
+        )
+
+    return make
+
+
+def _segments(width: int, height: int, image_id: int) -> tuple[np.ndarray, list[dict[str, Any]]]:
+    """Segment ids (height, width) int32 and their ``segments_info``, a function of the image id."""
+    random = np.random.default_rng(image_id)
+    columns, rows = np.meshgrid(np.arange(width), np.arange(height))
+    order = np.where(columns + rows // 2 < random.integers(width // 2, width), 4, 5)  # numbers of the segments, 0: void
+    for number, (right, lower) in ((1, (0, 0)), (2, (1, 0)), (3, (0, 1)), (0, (1, 1))):
+        x, y = (int(random.integers(1, side // 8)) for side in (width, height))
+        w, h = (int(random.integers(side // 8, side // 4 + 1)) for side in (width, height))
+        x, y = x + right * width // 2, y + lower * height // 2
+        order[y : y + h, x : x + w] = number
+    ids = np.where(order > 0, order * 0x010101 + image_id % 1000, 0).astype(np.int32)
+    infos = []
+    for number, category_id in enumerate((3, 7, 3, 100, 120), start=1):
+        ys, xs = np.nonzero(order == number)
+        box = [int(v) for v in (xs.min(), ys.min(), xs.max() - xs.min() + 1, ys.max() - ys.min() + 1)]
+        infos.append(
+            {
+                "id": int(ids[ys[0], xs[0]]),
+                "category_id": category_id,
+                "area": len(xs),
+                "bbox": box,
+                "iscrowd": int(number == 3),
+            }
+        )
+    return ids, infos
+
+
+def _coloured(ids: np.ndarray, segments: Sequence[dict[str, Any]], image_id: int) -> Image.Image:
+    """An RGB image, each category one colour, void black but for a trace of the image id."""
+    colours = {3: (250, 120, 20), 7: (20, 250, 120), 100: (60, 60, 200), 120: (150, 150, 150)}
+    pixels = np.full((*ids.shape, 3), (0, 0, image_id % 100), dtype=np.uint8)
+    for segment in segments:
+        pixels[ids == segment["id"]] = colours[segment["category_id"]]
+    return Image.fromarray(pixels - np.uint8(image_id // 100 % 20) * (pixels > 19).astype(np.uint8))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

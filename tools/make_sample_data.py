@@ -2,6 +2,7 @@
 
 python tools/make_sample_data.py digits --output data/digits
 python tools/make_sample_data.py stamps --output data/stamps
+python tools/make_sample_data.py scenes --output data/scenes
 """
 
 from __future__ import annotations
@@ -12,9 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from detr_bf.cli import run_tool
-from detr_bf.data.samples import build_digits, build_stamps, digits, stamps
+from detr_bf.data.samples import build_digits, build_scenes, build_stamps, digits, stamps
+from detr_bf.data.samples.writing import MANIFEST
 
-SETS = {"digits": (build_digits, digits.LICENCE), "stamps": (build_stamps, stamps.LICENCE)}
+SETS = {
+    "digits": (build_digits, digits.LICENCE),
+    "scenes": (build_scenes, digits.LICENCE),
+    "stamps": (build_stamps, stamps.LICENCE),
+}
+MEANING = "digits: MNIST on photographs; scenes: the same on textures, panoptic; stamps: Tux Paint's cut-outs"
 OPTIONS = {
     "num_train": "training images",
     "num_val": "validation images",
@@ -26,7 +33,7 @@ OPTIONS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, or 2 for bad input."""
     parser = argparse.ArgumentParser(description="Build a sample data set of composites (COCO JSON and image files).")
-    parser.add_argument("name", choices=sorted(SETS), help="digits: MNIST on photographs; stamps: Tux Paint's cut-outs")
+    parser.add_argument("name", choices=sorted(SETS), help=MEANING)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder, or one made before")
     for option, meaning in OPTIONS.items():
         parser.add_argument(
@@ -37,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         folder = build(given["output"], progress=True, **{key: given[key] for key in OPTIONS if given[key] is not None})
-        print(f"{folder}: train.json, val.json and their images\n{licence['name']} ({licence['url']})")
+        annotations = sorted(path.name for path in folder.glob("*.json") if path.name != MANIFEST)
+        print(f"{folder}: {', '.join(annotations)} and their images\n{licence['name']} ({licence['url']})")
         return 0
 
     return run_tool(run)

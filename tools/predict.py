@@ -1,4 +1,4 @@
-"""Detect objects in images: draws them and writes JSON.
+"""Detect objects in images: draws them and writes JSON. With --panoptic: panoptic maps.
 
 python tools/predict.py --checkpoint runs/demo --output predictions photo.jpg folder/
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from detr_bf.cli import run_tool
 from detr_bf.data.images import read_image
 from detr_bf.engine import RunFolder
 from detr_bf.errors import InputError
+from detr_bf.evaluation import write_panoptic
 from detr_bf.files import write_json
 from detr_bf.progress import progress_bar
-from detr_bf.report import draw_boxes, save_picture
-from detr_bf.structures import ClassMap, Detections
+from detr_bf.report import draw_boxes, draw_panoptic, save_picture
+from detr_bf.structures import ClassMap, Detections, PanopticMap
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", metavar="RUN_OR_FILE", required=True, help="run folder or checkpoint file")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="for pictures and predictions.json")
     parser.add_argument("--threshold", type=float, default=0.5, help="least score that is kept (default 0.5)")
+    parser.add_argument("--panoptic", action="store_true", help="panoptic maps instead of boxes (needs a mask head)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("inputs", nargs="+", metavar="IMAGE_OR_FOLDER", type=Path)
     options = parser.parse_args(arguments)
@@ -38,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         RunFolder(options.output).create()
         predictor = detr_bf.load(options.checkpoint, options.device)
         files = list(image_files(options.inputs, options.output))
+        if options.panoptic:
+            write_panoptic_maps(options.output, predictor, files)
+            print(f"panoptic maps of {len(files)} images: {options.output}")
+            return 0
         entries = []
         for number, file in enumerate(progress_bar(files, desc="predicting", unit="image")):
             image = read_image(file)
@@ -50,6 +57,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
     return run_tool(run)
+
+
+def write_panoptic_maps(output: Path, predictor: detr_bf.Predictor, files: Sequence[Path]) -> None:
+    """Pictures, and COCO panoptic results: ``panoptic.json`` with PNG files of segment ids in ``panoptic``.
+
+    ``image_id`` is the place in ``files``, which is the number at the start of the file names.
+    """
+    names = {number: f"{number:04d}_{file.stem}.png" for number, file in enumerate(files)}
+
+    def maps() -> Iterator[PanopticMap]:
+        for number, file in enumerate(progress_bar(files, desc="predicting", unit="image")):
+            image = read_image(file)
+            found = replace(predictor.panoptic(image), image_id=number)
+            save_picture(output / names[number], draw_panoptic(image, found, predictor.class_map.names))
+            yield found
+
+    write_panoptic(output / "panoptic.json", output / "panoptic", maps(), predictor.class_map, names)
 
 
 def image_files(inputs: Sequence[Path], output: Path) -> Iterator[Path]:
@@ -74,18 +98,22 @@ def image_files(inputs: Sequence[Path], output: Path) -> Iterator[Path]:
 def above(detections: Detections, threshold: float) -> Detections:
     """Those with a score of at least ``threshold``."""
     keep = detections.scores >= threshold
-    return Detections(detections.image_id, *(x[keep] for x in (detections.boxes, detections.scores, detections.labels)))
+    masks = detections.masks and tuple(mask for mask, kept in zip(detections.masks, keep, strict=True) if kept)
+    boxes, scores, labels = (x[keep] for x in (detections.boxes, detections.scores, detections.labels))
+    return Detections(detections.image_id, boxes, scores, labels, masks)
 
 
 def as_json(file: Path, detections: Detections, class_map: ClassMap) -> dict[str, Any]:
-    """One image's objects with the category ids and names of the training annotations, boxes x, y, width, height."""
-    objects = []
+    """One image's objects with category ids and names of the training annotations, boxes x, y, width, height."""
+    objects: list[dict[str, Any]] = []
+    masks = detections.masks
     for box, score, label in zip(
         *(x.tolist() for x in (detections.boxes, detections.scores, detections.labels)), strict=True
     ):
         x0, y0, x1, y1 = box
         category = {"category_id": class_map.category_ids[label], "name": class_map.names[label]}
-        objects.append({**category, "score": score, "bbox": [x0, y0, x1 - x0, y1 - y0]})
+        found = {**category, "score": score, "bbox": [x0, y0, x1 - x0, y1 - y0]}
+        objects.append(found if masks is None else {**found, "segmentation": masks[len(objects)]})
     return {"file": str(file), "objects": objects}
 
 

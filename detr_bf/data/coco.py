@@ -1,4 +1,4 @@
-"""COCO-format detection data: reading an annotation file, and the dataset that turns it into training samples."""
+"""COCO-format data: reading an annotation file, and the dataset that turns it into training samples."""
 
 from __future__ import annotations
 
@@ -8,31 +8,40 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.ops import box_convert, clip_boxes_to_image
-from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image
+from torchvision.ops import box_convert, clip_boxes_to_image, masks_to_boxes
+from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image, Mask
 
 from detr_bf.data.images import read_image
-from detr_bf.data.transforms import SampleTransform, has_area
+from detr_bf.data.masks import Segmentations, parts_of
+from detr_bf.data.panoptic import MapFile, SegmentMasks, flat_annotations
+from detr_bf.data.transforms import Sample, SampleTransform, has_area, has_pixels
 from detr_bf.errors import InputError
+from detr_bf.panoptic_png import MAX_ID
 from detr_bf.structures import ClassMap, Target
 
 _PARTS = ("images", "annotations", "categories")
 _REQUIRED = {"images": ("id", "file_name"), "annotations": ("image_id", "category_id"), "categories": ("id",)}
+_REQUIRED_PANOPTIC = {**_REQUIRED, "annotations": ("image_id", "file_name", "segments_info")}
+_KINDS = {"file_name": (str, "a string"), "segments_info": (list, "a list")}  # of values; the rest are whole numbers
 
 
 @dataclass(frozen=True)
 class CocoAnnotations:
-    """The three lists of a COCO detection file, as they stand there; :func:`read_annotations` checked their form."""
+    """The three lists of a COCO file, as they stand there; :func:`read_annotations` checked their form.
+
+    Of a panoptic file ``annotations`` are the segments (:func:`flat_annotations`).
+    """
 
     path: Path
     images: Sequence[Mapping[str, Any]]
     annotations: Sequence[Mapping[str, Any]]
     categories: Sequence[Mapping[str, Any]]
+    maps: tuple[MapFile, ...] | None = None  # the PNGs of a panoptic file; None for a detection file
 
     @property
     def class_map(self) -> ClassMap:
@@ -43,7 +52,8 @@ class Source(NamedTuple):
     """Where a split lies."""
 
     images: Path  # folder
-    annotations: Path  # COCO JSON
+    annotations: Path  # COCO JSON, detection or panoptic
+    panoptic: Path | None = None  # folder of the PNGs of a panoptic file; boxes do not need it
 
 
 class SampleKey(NamedTuple):
@@ -54,20 +64,42 @@ class SampleKey(NamedTuple):
 
 
 def read_annotations(path: Path) -> CocoAnnotations:
-    """Read a COCO detection file and check its form, not its values (the doctor does that).
+    """Read a COCO file and check its form, not its values (the doctor does that).
 
-    Raises :class:`InputError` when the file is missing, is not JSON, or lacks what every COCO file has.
+    A file is panoptic when its annotations have ``segments_info``, and a detection file otherwise. Raises
+    :class:`InputError` when the file is missing, is not JSON, or lacks what every such file has.
     """
     if not path.is_file():
-        raise InputError(f"there is no annotation file {path}; expected a COCO detection JSON")
+        raise InputError(f"there is no annotation file {path}; expected a COCO JSON")
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
         foreign = path.suffix in (".txt", ".yaml", ".yml", ".xml")
         hint = "; YOLO and Pascal VOC labels must be converted to COCO first" if foreign else ""
         raise InputError(f"annotation file {path} is not JSON ({error}){hint}") from None
-    _check_form(path, content)
-    return CocoAnnotations(path, *(content[part] for part in _PARTS))
+    panoptic = _check_form(path, content)
+    images, annotations, categories = (content[part] for part in _PARTS)
+    maps = None
+    if panoptic:
+        annotations, maps = flat_annotations(annotations)
+    return CocoAnnotations(path, images, annotations, categories, maps)
+
+
+def check_maps(content: CocoAnnotations, folder: Path | None, masks: bool) -> None:
+    """Raise :class:`InputError` unless the folder of panoptic PNGs belongs to the file, and is there for ``masks``."""
+    if folder is None:
+        if masks and content.maps is not None:
+            raise InputError(
+                f"{content.path} is a COCO panoptic file, whose masks are PNGs, and their folder is not given: "
+                "set data.train.panoptic, for validation data data.val.panoptic"
+            )
+    elif content.maps is None:
+        raise InputError(
+            f"{content.path} is a COCO detection file, to which no folder of panoptic PNGs belongs, got {folder}: "
+            "give the panoptic JSON as annotations, or leave data.train.panoptic (data.val.panoptic) empty"
+        )
+    elif not folder.is_dir():
+        raise InputError(f"panoptic folder {folder} does not exist or is not a folder")
 
 
 def annotated_size(image: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -95,12 +127,26 @@ def mixed_seed(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
+class _MaskSource(Protocol):
+    """Where the masks of the objects come from."""
+
+    def read(self, index: int, rows: slice, size: tuple[int, int]) -> Tensor:
+        """Masks (T, h, w) uint8 of the objects in ``rows``, those of the image at ``index``, of ``size`` (h, w).
+
+        Raises:
+            ValueError: they cannot be read, or have another size.
+        """
+
+
 class CocoDetection(Dataset[tuple[Tensor, Target]]):
     """Images of a folder with the objects of a COCO file; sample = (3, h, w) uint8 image and its :class:`Target`.
 
     Crowd regions (``iscrowd`` 1) are left out, boxes are clipped to the image, boxes without area are dropped, and
     images without objects are kept. Without ``class_map`` it is made from the file's categories; validation data
     gets the map of the training data.
+
+    With ``masks`` the targets have masks: of a panoptic file the pixels of the PNGs in the folder ``panoptic``, whose
+    extents are the boxes then; of a detection file its polygons and run lengths. Objects without a pixel are dropped.
 
     Augmentation is a function of (seed, epoch, index) alone, whichever process loads the sample, and leaves torch's
     generators as they were.
@@ -115,9 +161,12 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         transform: SampleTransform,
         class_map: ClassMap | None = None,
         seed: int = 0,
+        masks: bool = False,
+        panoptic: Path | None = None,
     ) -> None:
         check_folder(images)
         content = read_annotations(annotations)
+        check_maps(content, panoptic, masks)
         self.folder = images
         self.transform = transform
         self.class_map = class_map if class_map is not None else content.class_map
@@ -125,7 +174,14 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         self.image_ids = [int(image["id"]) for image in content.images]
         self.file_names = [image["file_name"] for image in content.images]
         self.sizes = [annotated_size(image) for image in content.images]
-        self._boxes, self._labels, self._starts = _object_tables(content, self.image_ids, self.class_map)
+        objects = _ordered_objects(content, self.image_ids, self.class_map.index)
+        self._boxes, self._labels, self._starts = _object_tables(objects, self.image_ids, self.class_map)
+        self._boxes_of_masks = masks and panoptic is not None
+        self._masks: _MaskSource | None = None
+        if masks and panoptic is not None:
+            self._masks = _segment_masks(content, objects, panoptic)
+        elif masks:
+            self._masks = _segmentations(content, objects, dict(zip(self.image_ids, self.sizes, strict=True)))
 
     def __len__(self) -> int:
         return len(self.image_ids)
@@ -134,11 +190,11 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         epoch, index = key
         pixels = read_image(self.folder / self.file_names[index], self.sizes[index])
         original_size = (pixels.shape[-2], pixels.shape[-1])
-        boxes, labels = self._objects(index, original_size)
+        boxes, labels, masks = self._objects(index, original_size)
         with torch.random.fork_rng(devices=[]):
             # not torch.manual_seed, which would seed the generators of every accelerator too
             torch.default_generator.manual_seed(mixed_seed(self.seed, epoch, index))
-            image, boxes, labels = self.transform(Image(pixels), boxes, labels)
+            image, boxes, labels, masks = self.transform(Sample(Image(pixels), boxes, labels, masks))
         height, width = image.shape[-2:]
         fractions = box_convert(boxes.as_subclass(Tensor), "xyxy", "cxcywh") / torch.tensor([width, height] * 2)
         target = Target(
@@ -148,15 +204,30 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
             size=(height, width),
             original_size=original_size,
             file_name=self.file_names[index],
+            masks=None if masks is None else masks.as_subclass(Tensor).bool(),
         )
         return image.as_subclass(Tensor), target
 
-    def _objects(self, index: int, size: tuple[int, int]) -> tuple[BoundingBoxes, Tensor]:
-        """Boxes (T, 4) in pixels, clipped to ``size`` (height, width), and labels (T,)."""
+    def _objects(self, index: int, size: tuple[int, int]) -> tuple[BoundingBoxes, Tensor, Mask | None]:
+        """Boxes (T, 4) in pixels, clipped to ``size`` (height, width), labels (T,) and masks (T, height, width)."""
         rows = slice(int(self._starts[index]), int(self._starts[index + 1]))
-        boxes = clip_boxes_to_image(self._boxes[rows], size)
+        boxes, labels, masks = clip_boxes_to_image(self._boxes[rows], size), self._labels[rows], None
+        if self._masks is not None:
+            masks = self._read_masks(self._masks, index, rows, size)
+            seen = has_pixels(masks)
+            boxes, labels, masks = boxes[seen], labels[seen], masks[seen]
+            if self._boxes_of_masks:
+                boxes = _extents(masks)
         keep = has_area(boxes)
-        return BoundingBoxes(boxes[keep], format=BoundingBoxFormat.XYXY, canvas_size=size), self._labels[rows][keep]
+        boxes = BoundingBoxes(boxes[keep], format=BoundingBoxFormat.XYXY, canvas_size=size)
+        return boxes, labels[keep], None if masks is None else Mask(masks[keep])
+
+    def _read_masks(self, source: _MaskSource, index: int, rows: slice, size: tuple[int, int]) -> Tensor:
+        try:
+            return source.read(index, rows, size)
+        except ValueError as error:
+            image = f"image {self.image_ids[index]}, {self.file_names[index]}"
+            raise InputError(f"{image} has no usable masks: {error}; mend its annotation or drop the image") from error
 
 
 def check_folder(images: Path) -> None:
@@ -165,7 +236,8 @@ def check_folder(images: Path) -> None:
         raise InputError(f"image folder {images} does not exist or is not a folder")
 
 
-def _check_form(path: Path, content: object) -> None:
+def _check_form(path: Path, content: object) -> bool:
+    """Whether the file is panoptic; :class:`InputError` if it is no COCO file."""
     where = f"{path} is not a COCO detection file"
     if isinstance(content, list):
         hint = ": it looks like detection results, which are not annotations" if _are_results(content) else ""
@@ -179,24 +251,38 @@ def _check_form(path: Path, content: object) -> None:
     for part in _PARTS:
         if not isinstance(content[part], list):
             raise InputError(f"{where}: {part} is {type(content[part]).__name__}, expected a list")
+    panoptic = any(isinstance(entry, dict) and "segments_info" in entry for entry in content["annotations"])
+    where = f"{path} is not a COCO panoptic file" if panoptic else where
+    for part, required in (_REQUIRED_PANOPTIC if panoptic else _REQUIRED).items():
         for number, entry in enumerate(content[part]):
-            _check_entry(f"{where}: {part}[{number}]", entry, _REQUIRED[part])
+            _check_entry(f"{where}: {part}[{number}]", entry, required)
     if not content["images"]:
         raise InputError(f"{path} lists no images")
     category_ids = [category["id"] for category in content["categories"]]
     if not category_ids or len(set(category_ids)) < len(category_ids):
         raise InputError(f"{path}: categories must be given, each id once; got ids {category_ids}")
+    if panoptic:
+        _check_segments(where, content["annotations"])
+    return panoptic
+
+
+def _check_segments(where: str, annotations: Sequence[Mapping[str, Any]]) -> None:
+    for number, entry in enumerate(annotations):
+        for place, segment in enumerate(entry["segments_info"]):
+            here = f"{where}: annotations[{number}].segments_info[{place}]"
+            _check_entry(here, segment, ("id", "category_id"))
+            if not 1 <= segment["id"] <= MAX_ID:
+                raise InputError(f"{here}: id is {segment['id']}, expected 1 to {MAX_ID}: a PNG's pixel has no other")
 
 
 def _check_entry(where: str, entry: object, required: Sequence[str]) -> None:
     if not isinstance(entry, dict):
         raise InputError(f"{where} is {type(entry).__name__}, expected an object")
     for key in required:
-        kind = str if key == "file_name" else int
+        kind, expected = _KINDS.get(key, (int, "a whole number"))
         if key not in entry:
             raise InputError(f"{where} has no {key}; it has {', '.join(entry) or 'nothing'}")
         if not isinstance(entry[key], kind) or isinstance(entry[key], bool):
-            expected = "a string" if kind is str else "a whole number"
             raise InputError(f"{where}: {key} is {entry[key]!r}, expected {expected}")
 
 
@@ -204,8 +290,20 @@ def _are_results(content: list[Any]) -> bool:
     return bool(content) and isinstance(content[0], dict) and "score" in content[0]
 
 
+def _ordered_objects(
+    content: CocoAnnotations, image_ids: Sequence[int], category_ids: Collection[int]
+) -> list[Mapping[str, Any]]:
+    """All annotations but crowds, in the order of the images; :class:`InputError` for those that cannot be used."""
+    place = {image_id: index for index, image_id in enumerate(image_ids)}
+    objects = [annotation for annotation in content.annotations if not annotation.get("iscrowd")]
+    problem = _first_problem(objects, image_ids, category_ids)
+    if problem:
+        raise _unusable(content, problem)
+    return sorted(objects, key=lambda annotation: place[annotation["image_id"]])
+
+
 def _object_tables(
-    content: CocoAnnotations, image_ids: Sequence[int], class_map: ClassMap
+    objects: Sequence[Mapping[str, Any]], image_ids: Sequence[int], class_map: ClassMap
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All objects as three tensors, in the order of the images.
 
@@ -214,16 +312,52 @@ def _object_tables(
     copy, because reading them changes their reference counts.
     """
     place = {image_id: index for index, image_id in enumerate(image_ids)}
-    objects = [annotation for annotation in content.annotations if not annotation.get("iscrowd")]
-    problem = _first_problem(objects, image_ids, class_map.index)
-    if problem:
-        raise InputError(f"{content.path}: {problem}; tools/check_data.py lists everything that is wrong with the data")
-    objects.sort(key=lambda annotation: place[annotation["image_id"]])
     corners = torch.tensor([annotation["bbox"] for annotation in objects], dtype=torch.float64).reshape(-1, 4)
     boxes = box_convert(corners, "xywh", "xyxy").float()
     labels = torch.tensor([class_map.index[annotation["category_id"]] for annotation in objects], dtype=torch.int64)
     places = torch.tensor([place[annotation["image_id"]] for annotation in objects], dtype=torch.int64)
     return boxes, labels, torch.searchsorted(places, torch.arange(len(image_ids) + 1))
+
+
+def _segment_masks(content: CocoAnnotations, objects: Sequence[Mapping[str, Any]], folder: Path) -> SegmentMasks:
+    """The masks of a panoptic file; every image must have one PNG, and every segment its own id there."""
+    files = dict(content.maps or ())
+    if len(files) < len(content.maps or ()):
+        raise _unusable(content, "several annotations are for one image")
+    for image in content.images:
+        if image["id"] not in files:
+            raise _unusable(content, f"image {image['id']} has no annotation, so that its masks are not known")
+    if len({(segment["image_id"], segment["id"]) for segment in content.annotations}) < len(content.annotations):
+        raise _unusable(content, "several segments of an image have the same id")
+    ids = torch.tensor([segment["id"] for segment in objects], dtype=torch.int32)
+    return SegmentMasks(folder, [files[image["id"]] for image in content.images], ids)
+
+
+def _segmentations(
+    content: CocoAnnotations,
+    objects: Sequence[Mapping[str, Any]],
+    sizes: Mapping[int, tuple[int, int] | None],
+) -> Segmentations:
+    """The masks of a detection file; ``sizes`` of the images by id, where the file names them."""
+    parts = []
+    for annotation in objects:
+        image_id = annotation["image_id"]
+        try:
+            parts.append(parts_of(annotation.get("segmentation"), sizes[image_id]))
+        except ValueError as error:
+            raise _unusable(content, f"annotation {annotation.get('id')} of image {image_id}: {error}") from None
+    return Segmentations(parts)
+
+
+def _extents(masks: Tensor) -> Tensor:
+    """(T, 4) float32 x0, y0, x1, y1 that hold all pixels of masks (T, h, w), none of which is empty."""
+    boxes = masks_to_boxes(masks)
+    boxes[:, 2:] += 1  # from the last pixel to its end
+    return boxes
+
+
+def _unusable(content: CocoAnnotations, problem: str) -> InputError:
+    return InputError(f"{content.path}: {problem}; tools/check_data.py lists everything that is wrong with the data")
 
 
 def _first_problem(

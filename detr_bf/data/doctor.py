@@ -6,32 +6,17 @@ its line in the table states.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
 
-from detr_bf.data.coco import CocoAnnotations, Source, annotated_size, check_folder, is_box, read_annotations
-from detr_bf.data.file_check import FileRecord, check_files
+from detr_bf.data.coco import Source, annotated_size, check_folder, check_maps, is_box, read_annotations
+from detr_bf.data.examination import Check, Finding, Split, annotation_text, box_text, image_text, repeated
+from detr_bf.data.file_check import ImageRecord, MapRecord, check_files
+from detr_bf.data.mask_checks import MASK_CHECKS
 from detr_bf.files import cache_folder
-from detr_bf.structures import ClassMap
 
-Severity = Literal["error", "warning"]
 _ROUNDING = 1.0  # pixels by which a box may exceed the image before it is worth a warning
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One kind of problem in one split."""
-
-    severity: Severity
-    split: str
-    code: str
-    meaning: str  # what it is, and for a warning what happens to it
-    count: int
-    example: str
 
 
 @dataclass(frozen=True)
@@ -55,68 +40,43 @@ class Report:
         return "\n".join((*self.contents, *(_table(self.findings) if self.findings else ()), outcome))
 
 
-@dataclass(frozen=True)
-class Split:
-    """One annotation file with what is known about its image files."""
-
-    name: str
-    folder: Path
-    content: CocoAnnotations
-    files: Mapping[str, FileRecord]
-    num_queries: int
-
-    @cached_property
-    def images(self) -> dict[int, Mapping[str, Any]]:
-        return {image["id"]: image for image in self.content.images}
-
-    @cached_property
-    def objects(self) -> list[Mapping[str, Any]]:
-        """Annotations that are not crowds."""
-        return [annotation for annotation in self.content.annotations if not annotation.get("iscrowd")]
-
-    @cached_property
-    def objects_per_image(self) -> Counter[int]:
-        return Counter(annotation["image_id"] for annotation in self.objects)
-
-    @cached_property
-    def names(self) -> dict[int, str]:
-        """Class names by category id."""
-        class_map = ClassMap.from_categories(self.content.categories)
-        return dict(zip(class_map.category_ids, class_map.names, strict=True))
-
-    def file(self, image: Mapping[str, Any]) -> FileRecord | None:
-        return self.files.get(image["file_name"])
-
-    def size(self, image: Mapping[str, Any]) -> tuple[int, int] | None:
-        """(height, width) that the boxes refer to, as far as it is known."""
-        record = self.file(image)
-        return annotated_size(image) or (record.sizes.rotated if record and record.sizes else None)
-
-
 def examine(
-    train: Source, val: Source | None, *, num_queries: int, cache_dir: Path | None = None, workers: int = 1
+    train: Source,
+    val: Source | None,
+    *,
+    num_queries: int,
+    masks: bool = False,
+    cache_dir: Path | None = None,
+    workers: int = 1,
 ) -> Report:
     """Run every check on both splits; ``val`` may be None.
 
-    ``num_queries`` is how many objects an image the detector can find; ``workers`` threads read the image files that
-    the cache in ``cache_dir`` does not know. Raises :class:`InputError` when a folder is missing or a file is not COCO
-    at all.
+    ``num_queries`` is how many objects an image the detector can find; ``masks`` says that it is to find their masks,
+    which are then checked too; ``workers`` threads read the image files that the cache in ``cache_dir`` does not know.
+    Raises :class:`InputError` when a folder is missing or a file is not COCO at all.
     """
     cache_dir = cache_dir or cache_folder("doctor")
     named = {"train": train} | ({"val": val} if val else {})
-    splits = [_open(name, source, num_queries, cache_dir, workers) for name, source in named.items()]
-    findings = [finding for split in splits for check in CHECKS if (finding := check.on(split.name, split))]
+    splits = [_open(name, source, num_queries, masks, cache_dir, workers) for name, source in named.items()]
+    checks = CHECKS + MASK_CHECKS
+    findings = [finding for split in splits for check in checks if (finding := check.on(split.name, split))]
     if len(splits) == 2:
         findings += [finding for check in PAIR_CHECKS if (finding := check.on("train, val", *splits))]
     findings.sort(key=lambda finding: finding.severity)
     return Report(tuple(_summary(split) for split in splits), tuple(findings))
 
 
-def _open(name: str, source: Source, num_queries: int, cache_dir: Path, workers: int) -> Split:
+def _open(name: str, source: Source, num_queries: int, masks: bool, cache_dir: Path, workers: int) -> Split:
     check_folder(source.images)
     content = read_annotations(source.annotations)
-    files = check_files(source.images, [image["file_name"] for image in content.images], cache_dir, workers)
-    return Split(name, source.images, content, files, num_queries)
+    check_maps(content, source.panoptic, masks)
+    file_names = [image["file_name"] for image in content.images]
+    files = check_files(ImageRecord, source.images, file_names, cache_dir, workers)
+    maps = {}
+    if masks and source.panoptic is not None:
+        map_names = [file.file_name for file in content.maps or ()]
+        maps = check_files(MapRecord, source.panoptic, map_names, cache_dir, workers)
+    return Split(name, source.images, content, files, num_queries, masks, maps)
 
 
 def _summary(split: Split) -> str:
@@ -124,32 +84,15 @@ def _summary(split: Split) -> str:
     return f"{split.name}: {counts} ({split.content.path})"
 
 
-@dataclass(frozen=True)
-class Check:
-    """A kind of problem and how to find it: ``find`` gives the description of each case."""
-
-    severity: Severity
-    code: str
-    meaning: str
-    find: Callable[..., Iterator[str]]
-
-    def on(self, name: str, *splits: Split) -> Finding | None:
-        """The finding, if there is one, with the first case as its example."""
-        cases = list(self.find(*splits))
-        if not cases:
-            return None
-        return Finding(self.severity, name, self.code, self.meaning, len(cases), cases[0])
-
-
 def _missing_files(split: Split) -> Iterator[str]:
-    return (_image(image) for image in split.content.images if not split.file(image))
+    return (image_text(image) for image in split.content.images if not split.file(image))
 
 
 def _unreadable_files(split: Split) -> Iterator[str]:
     for image in split.content.images:
         record = split.file(image)
         if record and record.problem:
-            yield f"{_image(image)}: {record.problem}"
+            yield f"{image_text(image)}: {record.problem}"
 
 
 def _sizes_that_disagree(split: Split) -> Iterator[str]:
@@ -159,46 +102,48 @@ def _sizes_that_disagree(split: Split) -> Iterator[str]:
             try:
                 record.sizes.wants_rotation(annotated_size(image))
             except ValueError as error:
-                yield f"{_image(image)}: {error}"
+                yield f"{image_text(image)}: {error}"
 
 
 def _sizes_before_rotation(split: Split) -> Iterator[str]:
     for image in split.content.images:
         record, size = split.file(image), annotated_size(image)
         if record and record.sizes and size == record.sizes.stored != record.sizes.rotated:
-            yield f"{_image(image)}: {size[1]} x {size[0]} pixels"
+            yield f"{image_text(image)}: {size[1]} x {size[0]} pixels"
 
 
 def _repeated_image_ids(split: Split) -> Iterator[str]:
-    return (f"id {value}" for value in _repeated(image["id"] for image in split.content.images))
+    return (f"id {value}" for value in repeated(image["id"] for image in split.content.images))
 
 
 def _repeated_annotation_ids(split: Split) -> Iterator[str]:
-    return (f"id {value}" for value in _repeated(a["id"] for a in split.content.annotations if "id" in a))
+    if split.content.maps is None:  # segments are numbered anew in every image
+        ids = repeated(a["id"] for a in split.content.annotations if "id" in a)
+        yield from (f"id {value}" for value in ids)
 
 
 def _repeated_files(split: Split) -> Iterator[str]:
-    return (str(value) for value in _repeated(image["file_name"] for image in split.content.images))
+    return (str(value) for value in repeated(image["file_name"] for image in split.content.images))
 
 
 def _unknown_categories(split: Split) -> Iterator[str]:
     for annotation in split.content.annotations:
         if annotation["category_id"] not in split.names:
-            yield f"{_annotation(annotation)}: category {annotation['category_id']}"
+            yield f"{annotation_text(annotation)}: category {annotation['category_id']}"
 
 
 def _unknown_images(split: Split) -> Iterator[str]:
-    return (_annotation(a) for a in split.content.annotations if a["image_id"] not in split.images)
+    return (annotation_text(a) for a in split.content.annotations if a["image_id"] not in split.images)
 
 
 def _boxes_not_numbers(split: Split) -> Iterator[str]:
-    return (_box(annotation) for annotation in split.objects if not is_box(annotation.get("bbox")))
+    return (box_text(annotation) for annotation in split.objects if not is_box(annotation.get("bbox")))
 
 
 def _boxes_without_area(split: Split) -> Iterator[str]:
     for annotation in split.objects:
         if is_box(annotation.get("bbox")) and min(annotation["bbox"][2:]) <= 0:
-            yield _box(annotation)
+            yield box_text(annotation)
 
 
 def _boxes_outside(split: Split) -> Iterator[str]:
@@ -206,7 +151,7 @@ def _boxes_outside(split: Split) -> Iterator[str]:
         image = split.images.get(annotation["image_id"])
         size = split.size(image) if image else None
         if size and is_box(annotation.get("bbox")) and _exceeds(annotation["bbox"], size):
-            yield f"{_box(annotation)} in {size[1]} x {size[0]} pixels"
+            yield f"{box_text(annotation)} in {size[1]} x {size[0]} pixels"
 
 
 def _exceeds(bbox: list[float], size: tuple[int, int]) -> bool:
@@ -216,7 +161,7 @@ def _exceeds(bbox: list[float], size: tuple[int, int]) -> bool:
 
 def _images_without_objects(split: Split) -> Iterator[str]:
     if split.objects:
-        yield from (_image(image) for image in split.content.images if not split.objects_per_image[image["id"]])
+        yield from (image_text(image) for image in split.content.images if not split.objects_per_image[image["id"]])
 
 
 def _no_objects(split: Split) -> Iterator[str]:
@@ -288,20 +233,3 @@ def _table(findings: Sequence[Finding]) -> list[str]:
     rows += [(f.severity, f.split, f.code, str(f.count), f.meaning, f.example) for f in findings]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _repeated(values: Iterable[Any]) -> Iterator[Any]:
-    """Each value that occurs more than once, as often as it is too many."""
-    return (value for value, count in Counter(values).items() for _ in range(count - 1))
-
-
-def _image(image: Mapping[str, Any]) -> str:
-    return f"image {image['id']}, {image['file_name']}"
-
-
-def _annotation(annotation: Mapping[str, Any]) -> str:
-    return f"annotation {annotation.get('id')} of image {annotation['image_id']}"
-
-
-def _box(annotation: Mapping[str, Any]) -> str:
-    return f"{_annotation(annotation)}: bbox {annotation.get('bbox')}"

@@ -1,21 +1,30 @@
 """DETR's training and evaluation transforms (Carion et al. 2020, arXiv 2005.12872, section 4, "Technical details").
 
-A sample is (image, boxes, labels): a (3, h, w) uint8 ``tv_tensors.Image``, (T, 4) float32 ``tv_tensors.BoundingBoxes``
-in pixels (x0, y0, x1, y1), and (T,) labels. All randomness comes from torch's global CPU generator.
+A :class:`Sample` goes in and comes out. All randomness comes from torch's global CPU generator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
-from torchvision.tv_tensors import BoundingBoxes, Image, wrap
+from torchvision.tv_tensors import BoundingBoxes, Image, Mask, wrap
 
-SampleTransform = Callable[[Image, BoundingBoxes, Tensor], tuple[Image, BoundingBoxes, Tensor]]
+
+class Sample(NamedTuple):
+    """An image with its T objects; a named tuple, because torchvision's transforms look into those."""
+
+    image: Image  # (3, h, w) uint8
+    boxes: BoundingBoxes  # (T, 4) float32, x0, y0, x1, y1 in pixels
+    labels: Tensor  # (T,)
+    masks: Mask | None = None  # (T, h, w) uint8, 1 on the object; resized to the nearest pixel
+
+
+SampleTransform = Callable[[Sample], Sample]
 
 
 def train_transform(
@@ -78,8 +87,8 @@ class RandomResize(v2.Transform):
 class RandomSizeCrop(nn.Module):
     """Cut out a rectangle whose sides are whole pixels between ``min_size`` and ``max_size``, all equally likely.
 
-    An image smaller than a bound is the bound. Boxes are clipped to the crop; those left without area are removed,
-    with their labels.
+    An image smaller than a bound is the bound. Boxes are clipped to the crop. Objects whose box is left without area
+    are removed, and with masks those of which no pixel is left.
     """
 
     def __init__(self, min_size: int, max_size: int) -> None:
@@ -87,13 +96,17 @@ class RandomSizeCrop(nn.Module):
         self.min_size = min_size
         self.max_size = max_size
 
-    def forward(self, image: Image, boxes: BoundingBoxes, labels: Tensor) -> tuple[Image, BoundingBoxes, Tensor]:
-        full_height, full_width = image.shape[-2:]
+    def forward(self, sample: Sample) -> Sample:
+        full_height, full_width = sample.image.shape[-2:]
         width, height = self._side(full_width), self._side(full_height)
-        top, left = _uniform(0, full_height - height), _uniform(0, full_width - width)
-        image, boxes = (functional.crop(part, top, left, height, width) for part in (image, boxes))
-        keep = has_area(boxes)
-        return image, wrap(boxes[keep], like=boxes), labels[keep]
+        corner = _uniform(0, full_height - height), _uniform(0, full_width - width)
+        image, boxes = (functional.crop(part, *corner, height, width) for part in (sample.image, sample.boxes))
+        keep, masks = has_area(boxes), None
+        if sample.masks is not None:
+            masks = functional.crop(sample.masks, *corner, height, width)
+            keep &= has_pixels(masks)
+            masks = wrap(masks[keep], like=masks)
+        return Sample(image, wrap(boxes[keep], like=boxes), sample.labels[keep], masks)
 
     def _side(self, available: int) -> int:
         return _uniform(min(self.min_size, available), min(self.max_size, available))
@@ -102,6 +115,11 @@ class RandomSizeCrop(nn.Module):
 def has_area(boxes: Tensor) -> Tensor:
     """(T,) bool: whether corners (T, 4) enclose anything."""
     return (boxes[:, 2:] > boxes[:, :2]).all(dim=1)
+
+
+def has_pixels(masks: Tensor) -> Tensor:
+    """(T,) bool: whether masks (T, h, w) hold anything."""
+    return masks.flatten(1).any(dim=1).bool()  # any() of uint8 is uint8
 
 
 def _uniform(low: int, high: int) -> int:

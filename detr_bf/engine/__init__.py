@@ -1,7 +1,7 @@
 """The training loop and what it needs; nothing in here reads a config."""
 
 from detr_bf.engine.checkpoint import Checkpoint, is_checkpoint, load_checkpoint, load_fitting, load_strict
-from detr_bf.engine.evaluate import Evaluation
+from detr_bf.engine.evaluate import Evaluation, PanopticEvaluation
 from detr_bf.engine.metrics import MetricsLog
 from detr_bf.engine.optimizer import LearningRate, build_optimizer, parameter_groups
 from detr_bf.engine.run_folder import RunFolder, checkpoint_of
@@ -12,6 +12,7 @@ __all__ = [
     "Evaluation",
     "LearningRate",
     "MetricsLog",
+    "PanopticEvaluation",
     "RunFolder",
     "TrainSettings",
     "Trainer",

@@ -57,6 +57,19 @@ class RunFolder:
         return self.path / "pictures" / "validation.png"
 
     @property
+    def panoptic(self) -> Path:
+        """Folder of the PNG files that ``panoptic_results`` lists."""
+        return self.path / "panoptic"
+
+    @property
+    def panoptic_results(self) -> Path:
+        return self.path / "panoptic.json"
+
+    @property
+    def panoptic_sheet(self) -> Path:
+        return self.path / "pictures" / "panoptic.png"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 

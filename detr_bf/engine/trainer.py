@@ -24,7 +24,7 @@ from detr_bf.engine.metrics import MetricsLog
 from detr_bf.engine.optimizer import LearningRate, load_optimizer
 from detr_bf.engine.run_folder import RunFolder
 from detr_bf.errors import Interrupted, TrainingError
-from detr_bf.evaluation import CocoSummary
+from detr_bf.evaluation import Result
 from detr_bf.losses import LossReport, SetCriterion
 from detr_bf.progress import progress_bar
 from detr_bf.structures import Batch, ClassMap
@@ -54,7 +54,7 @@ class Progress:
 
     step: int = 0  # optimiser steps done
     evaluated_step: int = 0  # the step of the last evaluation
-    best_ap: float = -1.0
+    best_score: float = -1.0  # PQ where it is measured, else AP
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Trainer:
     config: dict[str, Any]
     device: torch.device
     resume_from: Checkpoint | None = None
-    summary: CocoSummary | None = field(default=None, init=False)
+    result: Result | None = field(default=None, init=False)
     progress: Progress = field(default_factory=Progress, init=False)
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class Trainer:
     def epochs_done(self) -> float:
         return self.progress.step / self.steps_per_epoch
 
-    def train(self) -> CocoSummary:
+    def train(self) -> Result:
         """Train from where the progress stands to the end, and return the last evaluation.
 
         Raises:
@@ -126,7 +126,7 @@ class Trainer:
                     bar.update()
                     self._after_step()
                 self.save()
-            return self.summary or self.evaluate(self.evaluation_model, self._stop_if_asked)
+            return self.result or self.evaluate(self.evaluation_model, self._stop_if_asked)
 
     @property
     def evaluation_model(self) -> nn.Module:
@@ -163,7 +163,8 @@ class Trainer:
         load_optimizer(self.optimizer, state["optimizer"], str(self.folder.last))
         if self.scaler.is_enabled() and state["scaler"]:  # empty when the run was not in fp16 before
             self.scaler.load_state_dict(state["scaler"])
-        self.progress = Progress(**state["progress"])
+        older = {"best_ap": "best_score"}  # names in earlier checkpoints
+        self.progress = Progress(**{older.get(name, name): value for name, value in state["progress"].items()})
         restore_rng(state)
         logger.info("resumed at step %d of %d", self.progress.step, self.total_steps)
 
@@ -240,14 +241,12 @@ class Trainer:
         self.save(*others)
 
     def _evaluate(self, epoch: int) -> bool:
-        """Evaluate and log; whether AP is the best so far."""
-        self.summary = self.evaluate(self.evaluation_model, self._stop_if_asked)
-        self.metrics.write("val", self.progress.step, {"epoch": epoch, **self.summary.metrics})
-        shown = ", ".join(f"{name} {_shown(self.summary.metrics[name])}" for name in ("AP", "AP50"))
-        logger.info("epoch %d, step %d: %s", epoch, self.progress.step, shown)
-        ap = self.summary.AP if self.summary.AP is not None else -1.0
-        improved = ap > self.progress.best_ap
-        self.progress.best_ap = max(ap, self.progress.best_ap)
+        """Evaluate and log; whether the score is the best so far."""
+        self.result = self.evaluate(self.evaluation_model, self._stop_if_asked)
+        self.metrics.write("val", self.progress.step, {"epoch": epoch, **self.result.metrics})
+        logger.info("epoch %d, step %d: %s", epoch, self.progress.step, self.result)
+        improved = self.result.score > self.progress.best_score
+        self.progress.best_score = max(self.result.score, self.progress.best_score)
         self.progress.evaluated_step = self.progress.step
         return improved
 
@@ -286,7 +285,3 @@ def _averaged(model: nn.Module, decay: float | None) -> AveragedModel | None:
     if decay is None:
         return None
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
-
-
-def _shown(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.3f}"

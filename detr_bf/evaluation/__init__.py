@@ -1,7 +1,9 @@
 """COCO average precision, panoptic quality, and the files that go with them."""
 
 from detr_bf.evaluation.coco import CocoEvaluator, merge_shards, to_coco_results, write_results
-from detr_bf.evaluation.panoptic import PanopticClassResult, PanopticEvaluator, PanopticSummary, write_panoptic
+from detr_bf.evaluation.panoptic import PanopticClassResult, PanopticEvaluator, PanopticSummary
+from detr_bf.evaluation.panoptic_file import PanopticFile, write_panoptic
+from detr_bf.evaluation.result import Result
 from detr_bf.evaluation.summary import ClassResult, CocoSummary
 
 __all__ = [
@@ -10,7 +12,9 @@ __all__ = [
     "CocoSummary",
     "PanopticClassResult",
     "PanopticEvaluator",
+    "PanopticFile",
     "PanopticSummary",
+    "Result",
     "merge_shards",
     "to_coco_results",
     "write_panoptic",

@@ -14,6 +14,7 @@ import importlib.util
 import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,7 +101,7 @@ class CocoEvaluator:
                 "run them all, or ask for summarize(partial=True)"
             )
         ground_truth = _restrict(self._ground_truth, self._detections.keys())
-        results = to_coco_results(self.detections, self.class_map)
+        results = to_coco_results((replace(image, masks=None) for image in self.detections), self.class_map)
         limits = (1, min(10, self.max_detections), self.max_detections)
         run = _run_hotcoco if self.engine == "hotcoco" else _run_pycocotools
         curves = run(ground_truth, results, limits)
@@ -136,14 +137,17 @@ def merge_shards(shards: Iterable[Sequence[Detections]]) -> list[Detections]:
 
 
 def to_coco_results(detections: Iterable[Detections], class_map: ClassMap) -> list[dict[str, Any]]:
-    """COCO's results format: category ids of the annotation file, boxes as x, y, width, height in pixels."""
+    """COCO's results format: category ids of the annotation file, boxes x, y, width, height in pixels, masks as RLE."""
     results = []
     for image in detections:
         corners = image.boxes.detach().to("cpu", torch.float64)
         boxes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], dim=1).tolist()
-        for box, score, label in zip(boxes, image.scores.tolist(), image.labels.tolist(), strict=True):
+        for number, (box, score, label) in enumerate(
+            zip(boxes, image.scores.tolist(), image.labels.tolist(), strict=True)
+        ):
             category_id = class_map.category_ids[label]
-            results.append({"image_id": image.image_id, "category_id": category_id, "bbox": box, "score": score})
+            result = {"image_id": image.image_id, "category_id": category_id, "bbox": box, "score": score}
+            results.append(result if image.masks is None else {**result, "segmentation": image.masks[number]})
     return results
 
 

@@ -24,8 +24,15 @@ _TERMS: tuple[_Line, ...] = (
     ("loss_ce", "class", "#0072b2"),
     ("loss_bbox", "box L1", "#e69f00"),
     ("loss_giou", "box GIoU", "#009e73"),
+    ("loss_mask", "mask focal", "#cc79a7"),
+    ("loss_dice", "mask DICE", "#56b4e9"),
 )
-_AP: tuple[_Line, ...] = (("AP50", "AP50", "#56b4e9"), ("AP", "AP", "#1c1e22"), ("AP75", "AP75", "#cc79a7"))
+_SCORES: tuple[_Line, ...] = (
+    ("PQ", "PQ", "#d55e00"),
+    ("AP50", "AP50", "#56b4e9"),
+    ("AP", "AP", "#1c1e22"),
+    ("AP75", "AP75", "#cc79a7"),
+)
 _SMOOTH_FROM = 40  # points; shorter curves are drawn as they are
 _INK, _FAINT = "#3a3f46", "#d9dce1"
 
@@ -62,12 +69,12 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 def _figure(metrics: Metrics) -> Figure:
     figure = Figure(figsize=(13, 3.9), layout="constrained", facecolor="white")
-    total, terms, precision = figure.subplots(1, 3)
+    total, terms, scores = figure.subplots(1, 3)
     _plot_losses(total, metrics.train, _TOTAL, "Training loss")
     _plot_losses(terms, metrics.train, _TERMS, "Terms, last decoder layer")
-    _plot_precision(precision, metrics.val)
+    _plot_scores(scores, metrics.val)
     last_epoch = max(record["epoch"] for record in (*metrics.train, *metrics.val))
-    for axes in (total, terms, precision):
+    for axes in (total, terms, scores):
         axes.set_xlim(0, 1.02 * last_epoch or 1.0)
     return figure
 
@@ -84,14 +91,14 @@ def _plot_losses(axes: Axes, records: tuple[Record, ...], lines: tuple[_Line, ..
     axes.set_ylim(bottom=0)
 
 
-def _plot_precision(axes: Axes, records: tuple[Record, ...]) -> None:
+def _plot_scores(axes: Axes, records: tuple[Record, ...]) -> None:
     highest = 0.0
-    for name, label, colour in _AP:
+    for name, label, colour in _SCORES:
         epochs, values = series(records, name)
         if values:
             _plot(axes, epochs, [100 * value for value in values], f"{label} {100 * values[-1]:.1f}", colour)
             highest = max(highest, 100 * max(values))
-    _finish(axes, "Validation AP (%)")
+    _finish(axes, "Validation (%)")
     axes.set_ylim(0, min(102.0, 1.15 * highest) or 1.0)
 
 

@@ -33,7 +33,7 @@ _PALETTE: tuple[Colour, ...] = (
     (204, 121, 167),
 )
 _TINTS = ((0, 0.0), (255, 0.5), (0, 0.4))  # grey level mixed in, and how much of it, once the palette is used up
-_DARK: Colour = (20, 22, 26)
+DARK: Colour = (20, 22, 26)
 _LIGHT: Colour = (255, 255, 255)
 
 
@@ -76,7 +76,7 @@ def text_colour(background: Colour) -> Colour:
     """Dark or light, whichever has the higher contrast (WCAG 2.2, relative luminance)."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in background)]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return _DARK if luminance > 0.179 else _LIGHT
+    return DARK if luminance > 0.179 else _LIGHT
 
 
 @functools.cache
@@ -114,11 +114,21 @@ def draw_boxes(
     Returns:
         (3, H', W') uint8, H' and W' in the proportion of H and W.
     """
+    picture, scale = enlarged(image, min_size)
+    paint_marks(picture, make_marks(boxes * scale, labels, class_names, scores), font_size_for(picture))
+    return transforms.pil_to_tensor(picture)
+
+
+def enlarged(image: Tensor, min_size: int) -> tuple[Image.Image, float]:
+    """A picture of (3, H, W) uint8 whose longer side has at least ``min_size`` pixels, and how often larger it is."""
     picture = transforms.to_pil_image(image)
     scale = max(1.0, min_size / max(picture.size))
-    picture = picture.resize(_scaled_size(picture.size, scale), Image.Resampling.BICUBIC)
-    paint_marks(picture, make_marks(boxes * scale, labels, class_names, scores), max(14, round(max(picture.size) / 50)))
-    return transforms.pil_to_tensor(picture)
+    return picture.resize(_scaled_size(picture.size, scale), Image.Resampling.BICUBIC), scale
+
+
+def font_size_for(picture: Image.Image) -> int:
+    """Pixels of letters that can be read when the whole picture is looked at."""
+    return max(14, round(max(picture.size) / 50))
 
 
 def save_picture(path: str | Path, picture: Tensor | Image.Image) -> None:
@@ -164,7 +174,7 @@ def _paint_outline(draw: ImageDraw.ImageDraw, mark: Mark, picture_size: tuple[in
     width, height = picture_size
     x0, x1 = (min(max(round(x), 0), width - 1) for x in (mark.box.x0, mark.box.x1))
     y0, y1 = (min(max(round(y), 0), height - 1) for y in (mark.box.y0, mark.box.y1))
-    draw.rectangle((x0 - 1, y0 - 1, x1 + 1, y1 + 1), outline=_DARK, width=line + 2)
+    draw.rectangle((x0 - 1, y0 - 1, x1 + 1, y1 + 1), outline=DARK, width=line + 2)
     draw.rectangle((x0, y0, x1, y1), outline=mark.colour, width=line)
 
 

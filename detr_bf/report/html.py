@@ -14,7 +14,8 @@ from typing import Any
 
 from detr_bf.config import Config, load_config
 from detr_bf.errors import InputError
-from detr_bf.evaluation.summary import SIZE_NAMES, ClassResult, CocoSummary
+from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
+from detr_bf.evaluation.summary import SIZE_NAMES
 from detr_bf.files import write_text
 from detr_bf.report.curves import draw_curves
 from detr_bf.report.metrics import Metrics, read_metrics
@@ -26,6 +27,7 @@ EVALUATION_FILE = "evaluation.json"
 MACHINE_FILE = "machine.json"
 CURVES_FILE = "pictures/curves.svg"
 SHEET_FILE = "pictures/validation.png"
+PANOPTIC_SHEET_FILE = "pictures/panoptic.png"
 REPORT_FILE = "report.html"
 _MEDIA_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
 _NO_VALUE = "—"
@@ -34,7 +36,7 @@ _NO_VALUE = "—"
 def write_report(run_dir: str | Path, title: str = "") -> Path:
     """Write ``report.html`` into a run folder from what lies there, and return its path.
 
-    Read are ``config.yaml``, ``metrics.jsonl``, ``evaluation.json`` (:meth:`CocoSummary.to_dict`),
+    Read are ``config.yaml``, ``metrics.jsonl``, ``evaluation.json`` (:meth:`Result.to_dict`),
     ``pictures/validation.png`` and ``machine.json`` (:func:`~detr_bf.report.machine.machine_info`). The curves are
     drawn from the metrics to ``pictures/curves.svg``. A section whose file is missing says so in one sentence.
 
@@ -51,15 +53,19 @@ def write_report(run_dir: str | Path, title: str = "") -> Path:
     config_file, machine_file = run_dir / CONFIG_FILE, run_dir / MACHINE_FILE
     config = load_config(config_file) if config_file.is_file() else None
     metrics = read_metrics(run_dir / METRICS_FILE) if (run_dir / METRICS_FILE).is_file() else Metrics()
-    summary = _read_summary(run_dir / EVALUATION_FILE)
+    result = _read_result(run_dir / EVALUATION_FILE)
+    boxes, panoptic = (result.boxes, result.panoptic) if result else (None, None)
     heading = title or run_dir.resolve().name
     body = "\n".join(
         [
             f"<header><h1>{escape(heading)}</h1>{_lead(config, metrics)}</header>",
-            _section("Validation", _headline(summary)),
+            *([_section("Panoptic segmentation", _panoptic_headline(panoptic))] if panoptic else []),
+            _section("Boxes" if panoptic else "Validation", _headline(boxes)),
             _section("Curves", _curves(run_dir, metrics)),
+            *([_section("Panoptic maps", _sheet(run_dir / PANOPTIC_SHEET_FILE))] if panoptic else []),
             _section("Validation images", _sheet(run_dir / SHEET_FILE)),
-            _section("Classes", _class_table(summary)),
+            *([_section("Classes, panoptic", _panoptic_table(panoptic))] if panoptic else []),
+            _section("Classes", _class_table(boxes)),
             _section("Config", _config(_read_text(config_file))),
             _section("Machine", _machine(_read_text(machine_file), machine_file)),
         ]
@@ -123,6 +129,43 @@ def _headline(summary: CocoSummary | None) -> str:
         f'<div class="cards large">{_cards(large)}</div>\n<div class="cards">{_cards(small)}</div>\n'
         f'<p class="faint">COCO box metrics in percent on {summary.num_images:,} images, '
         f"{summary.num_detections:,} detections, computed with {escape(summary.engine)}.</p>"
+    )
+
+
+def _panoptic_headline(summary: PanopticSummary) -> str:
+    large = [
+        ("PQ", summary.PQ, "panoptic quality"),
+        ("SQ", summary.SQ, "overlap of what was found"),
+        ("RQ", summary.RQ, "F1 of what was found"),
+    ]
+    small = [
+        (f"{name} {group}", summary.metrics[f"{name}_{suffix}"], "")
+        for group, suffix in (("things", "th"), ("stuff", "st"))
+        for name in ("PQ", "SQ", "RQ")
+    ]
+    return (
+        f'<div class="cards large">{_cards(large)}</div>\n<div class="cards">{_cards(small)}</div>\n'
+        f'<p class="faint">Panoptic quality in percent on {summary.num_images:,} images.</p>'
+    )
+
+
+def _panoptic_table(summary: PanopticSummary) -> str:
+    ordered = sorted(summary.per_class.items(), key=lambda item: -1.0 if item[1].PQ is None else item[1].PQ)
+    rows = "".join(_panoptic_row(name, result) for name, result in reversed(ordered))
+    titles = "".join(f'<th scope="col">{title}</th>' for title in ("PQ", "SQ", "RQ", "Found", "Wrong", "Missed"))
+    return (
+        f'<div class="scroll"><table>\n<thead><tr><th scope="col">Class</th><th></th>{titles}</tr></thead>\n'
+        f"<tbody>\n{rows}</tbody></table></div>"
+    )
+
+
+def _panoptic_row(name: str, result: PanopticClassResult) -> str:
+    kind = "" if result.is_thing else ' <span class="faint">stuff</span>'
+    values = "".join(f"<td>{_percent(value)}</td>" for value in (result.PQ, result.SQ, result.RQ))
+    counts = "".join(f"<td>{count:,}</td>" for count in (result.tp, result.fp, result.fn))
+    return (
+        f'<tr><th scope="row">{escape(name)}{kind}</th>'
+        f'<td class="bar"><i style="width:{100 * (result.PQ or 0):.1f}%"></i></td>{values}{counts}</tr>\n'
     )
 
 
@@ -200,12 +243,12 @@ def _read_text(path: Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
-def _read_summary(path: Path) -> CocoSummary | None:
+def _read_result(path: Path) -> Result | None:
     text = _read_text(path)
     if text is None:
         return None
     try:
-        return CocoSummary.from_dict(_parse_json(text, path))
+        return Result.from_dict(_parse_json(text, path))
     except (KeyError, TypeError) as error:
         raise InputError(
             f"{path} is not an evaluation summary of this version: {error}. Run --eval-only again"

@@ -17,7 +17,7 @@ from detr_bf.structures import Detections
 _CELL = 420  # pixels, width and largest height of one picture
 _GAP = 10  # between ground truth and predictions
 _MARGIN = 32  # around the sheet and between pairs
-_HEADING, _CAPTION, _LABEL = 21, 17, 18  # font sizes in pixels
+_HEADING, _CAPTION, LABEL_SIZE = 21, 17, 18  # font sizes in pixels
 _PAPER, _INK, _FAINT = (255, 255, 255), (28, 30, 34), (110, 116, 124)
 
 
@@ -40,27 +40,8 @@ def comparison_sheet(
     Raises:
         InputError: there is no image to show.
     """
-    if not rows:
-        raise InputError("a comparison sheet needs at least one image, got none")
-    columns = min(pairs_per_line, len(rows))
-    pairs = [_Pair.paint(row, class_names, threshold) for row in rows]
-    lines = [pairs[start : start + columns] for start in range(0, len(pairs), columns)]
-    heights = [max(pair.truth.height for pair in line) + 2 * _CAPTION + _MARGIN for line in lines]
-    top = _MARGIN + 2 * _HEADING
-    pair_width = 2 * _CELL + _GAP
-    width = columns * (pair_width + _MARGIN) + _MARGIN
-    sheet = Image.new("RGB", (width, top + sum(heights)), _PAPER)
-    draw = ImageDraw.Draw(sheet)
-    lefts = [_MARGIN + column * (pair_width + _MARGIN) for column in range(columns)]
-    for left in lefts:
-        heading = load_font(_HEADING, bold=True)
-        draw.text((left, _MARGIN), "Ground truth", fill=_INK, font=heading)
-        draw.text((left + _CELL + _GAP, _MARGIN), f"Predictions, score ≥ {threshold:g}", fill=_INK, font=heading)
-    for line, height in zip(lines, heights, strict=True):
-        for left, pair in zip(lefts, line, strict=False):
-            pair.place(sheet, left, top)
-        top += height
-    return sheet
+    pairs = [_paint_pair(row, class_names, threshold) for row in rows]
+    return lay_out(pairs, f"Predictions, score ≥ {threshold:g}", pairs_per_line)
 
 
 def save_sheet(path: str | Path, rows: Sequence[SheetRow], class_names: Sequence[str], threshold: float = 0.5) -> None:
@@ -69,22 +50,13 @@ def save_sheet(path: str | Path, rows: Sequence[SheetRow], class_names: Sequence
 
 
 @dataclass(frozen=True)
-class _Pair:
+class Pair:
+    """One image twice, both pictures from :func:`fit` and painted on since."""
+
     truth: Image.Image
     found: Image.Image
-    caption: str
-    counts: str
-
-    @classmethod
-    def paint(cls, row: SheetRow, class_names: Sequence[str], threshold: float) -> _Pair:
-        kept = row.detections.scores >= threshold
-        boxes, scores = row.detections.boxes[kept], row.detections.scores[kept]
-        truth, scale = _fit(row.image)
-        found = truth.copy()
-        paint_marks(truth, make_marks(row.target_boxes * scale, row.target_labels, class_names), _LABEL)
-        paint_marks(found, make_marks(boxes * scale, row.detections.labels[kept], class_names, scores), _LABEL)
-        counts = f"{len(row.target_boxes)} in the ground truth, {len(boxes)} predicted"
-        return cls(truth, found, row.caption, counts)
+    caption: str  # below the ground truth
+    counts: str  # below what was found
 
     def place(self, sheet: Image.Image, left: int, top: int) -> None:
         """Paste both pictures, centred between the sides of their cells, with one line of text below each."""
@@ -97,9 +69,48 @@ class _Pair:
             draw.text((x, below), shorten(text, font, _CELL), fill=_FAINT, font=font)
 
 
-def _fit(image: Tensor) -> tuple[Image.Image, float]:
-    """The image enlarged or reduced to a cell, and by which factor."""
+def lay_out(pairs: Sequence[Pair], found_title: str, pairs_per_line: int = 2) -> Image.Image:
+    """Pairs in lines under the titles "Ground truth" and ``found_title``.
+
+    Raises:
+        InputError: there is no pair.
+    """
+    if not pairs:
+        raise InputError("a comparison sheet needs at least one image, got none")
+    columns = min(pairs_per_line, len(pairs))
+    lines = [pairs[start : start + columns] for start in range(0, len(pairs), columns)]
+    heights = [max(pair.truth.height for pair in line) + 2 * _CAPTION + _MARGIN for line in lines]
+    top = _MARGIN + 2 * _HEADING
+    pair_width = 2 * _CELL + _GAP
+    width = columns * (pair_width + _MARGIN) + _MARGIN
+    sheet = Image.new("RGB", (width, top + sum(heights)), _PAPER)
+    draw = ImageDraw.Draw(sheet)
+    lefts = [_MARGIN + column * (pair_width + _MARGIN) for column in range(columns)]
+    for left in lefts:
+        heading = load_font(_HEADING, bold=True)
+        draw.text((left, _MARGIN), "Ground truth", fill=_INK, font=heading)
+        draw.text((left + _CELL + _GAP, _MARGIN), found_title, fill=_INK, font=heading)
+    for line, height in zip(lines, heights, strict=True):
+        for left, pair in zip(lefts, line, strict=False):
+            pair.place(sheet, left, top)
+        top += height
+    return sheet
+
+
+def fit(image: Tensor) -> tuple[Image.Image, float]:
+    """The image (3, H, W) uint8 enlarged or reduced to a cell, and by which factor."""
     picture = transforms.to_pil_image(image)
     scale = _CELL / max(picture.size)
     size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
     return picture.resize(size, Image.Resampling.LANCZOS), scale
+
+
+def _paint_pair(row: SheetRow, class_names: Sequence[str], threshold: float) -> Pair:
+    kept = row.detections.scores >= threshold
+    boxes, scores = row.detections.boxes[kept], row.detections.scores[kept]
+    truth, scale = fit(row.image)
+    found = truth.copy()
+    paint_marks(truth, make_marks(row.target_boxes * scale, row.target_labels, class_names), LABEL_SIZE)
+    paint_marks(found, make_marks(boxes * scale, row.detections.labels[kept], class_names, scores), LABEL_SIZE)
+    counts = f"{len(row.target_boxes)} in the ground truth, {len(boxes)} predicted"
+    return Pair(truth, found, row.caption, counts)

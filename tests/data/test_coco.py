@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -250,3 +250,118 @@ def test_a_size_that_is_no_number_is_refused(coco_folder: Factory) -> None:
     data.save()
     with pytest.raises(InputError, match="image 1 has height 48 and width 'wide'"):
         dataset(data)
+
+
+def segmented(data: SimpleNamespace) -> SimpleNamespace:
+    """Every box gets the segmentation of its own pixels: polygon and run lengths take turns."""
+    for number, annotation in enumerate(data.content["annotations"]):
+        x, y, w, h = annotation["bbox"]
+        column = [48 * x + y, *([h, 48 - h] * w)]  # of runs, down the columns of 48 pixels
+        runs = {"size": [48, 64], "counts": [*column[:-1], 48 * 64 - sum(column[:-1])]}
+        polygon = [[x, y, x + w, y, x + w, y + h, x, y + h]]
+        annotation["segmentation"] = runs if number % 2 else polygon
+    data.save()
+    return data
+
+
+def filled(*boxes: Sequence[int]) -> torch.Tensor:
+    """(T, 48, 64) masks of boxes x, y, width, height."""
+    masks = torch.zeros(len(boxes), 48, 64, dtype=torch.bool)
+    for mask, (x, y, w, h) in zip(masks, boxes, strict=True):
+        mask[y : y + h, x : x + w] = True
+    return masks
+
+
+def test_segmentations_become_masks_at_the_size_of_the_image(coco_folder: Factory) -> None:
+    data = segmented(coco_folder())
+    for place in range(4):
+        _, target = dataset(data, masks=True)[SampleKey(0, place)]
+        _, plain = dataset(data)[SampleKey(0, place)]
+        annotations = data.content["annotations"][2 * place : 2 * place + 2]
+        assert target.masks.dtype == torch.bool
+        assert torch.equal(target.masks, filled(*(annotation["bbox"] for annotation in annotations)))
+        assert torch.equal(target.boxes, plain.boxes)
+        assert plain.masks is None
+    _, resized = dataset(data, masks=True, transform=eval_transform(short_side=96, max_size=1000))[SampleKey(0, 0)]
+    assert resized.masks.shape == (2, 96, 128)
+
+
+def test_boxes_of_detection_data_are_those_of_the_file_with_masks_too(coco_folder: Factory) -> None:
+    data = segmented(coco_folder())
+    data.content["annotations"][0]["bbox"] = [0, 0, 32, 24]
+    data.save()
+    _, target = dataset(data, masks=True)[SampleKey(0, 0)]
+    torch.testing.assert_close(target.boxes[0], torch.tensor([0.25, 0.25, 0.5, 0.5]))
+
+
+def test_masks_of_crowds_are_left_out(coco_folder: Factory) -> None:
+    data = segmented(coco_folder())
+    data.content["annotations"][0].update(iscrowd=1, segmentation=None)
+    data.save()
+    _, target = dataset(data, masks=True)[SampleKey(0, 0)]
+    assert torch.equal(target.masks, filled(data.content["annotations"][1]["bbox"]))
+    assert target.labels.tolist() == [1]
+
+
+def test_objects_without_a_pixel_or_a_box_are_dropped_in_step(coco_folder: Factory) -> None:
+    data = segmented(coco_folder(num_images=1, objects=4))
+    data.content["annotations"][0]["segmentation"] = [[100, 100, 110, 100, 110, 110]]
+    data.content["annotations"][1]["bbox"] = [5, 5, 0, 9]
+    data.save()
+    _, target = dataset(data, masks=True)[SampleKey(0, 0)]
+    assert torch.equal(target.masks, filled(*(a["bbox"] for a in data.content["annotations"][2:])))
+    assert target.labels.tolist() == [2, 0]
+    assert len(target.boxes) == 2
+
+
+def test_images_without_objects_have_no_masks(coco_folder: Factory) -> None:
+    assert dataset(coco_folder(objects=0), masks=True)[SampleKey(0, 0)][1].masks.shape == (0, 48, 64)
+
+
+def test_masks_follow_the_annotated_size_of_rotated_images(coco_folder: Factory) -> None:
+    data = segmented(coco_folder(num_images=2))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for entry in data.content["images"]:
+        path = data.images / entry["file_name"]
+        Image.open(path).save(path, exif=exif)
+    for annotation in data.content["annotations"][2:]:
+        annotation["segmentation"] = [[1, 40, 20, 40, 20, 60, 1, 60]]
+        annotation["bbox"] = [1, 40, 19, 20]
+    data.content["images"][1].update(width=48, height=64)
+    data.save()
+    upright, rotated = (dataset(data, masks=True)[SampleKey(0, i)][1] for i in range(2))
+    assert torch.equal(upright.masks, filled(*(a["bbox"] for a in data.content["annotations"][:2])))
+    assert rotated.masks.shape == (2, 64, 48)
+    assert rotated.masks[0, 40:60, 1:20].all()
+    assert rotated.masks[0].sum() == 20 * 19
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "message"),
+    [
+        (None, "annotation 4 of image 2: segmentation is none"),
+        ([[1, 2, 3]], r"annotation 4 of image 2: polygon \[1, 2, 3\]"),
+        ({"size": [64, 48], "counts": [64 * 48]}, "annotation 4 of image 2: run lengths are for 48 x 64 pixels"),
+    ],
+)
+def test_objects_without_a_usable_segmentation_are_refused_where_masks_are_wanted(
+    coco_folder: Factory, segmentation: object, message: str
+) -> None:
+    data = segmented(coco_folder())
+    data.content["annotations"][3]["segmentation"] = segmentation
+    data.save()
+    with pytest.raises(InputError, match=f"{message}.*check_data.py"):
+        dataset(data, masks=True)
+    assert dataset(data)[SampleKey(0, 1)][1].boxes.shape == (2, 4)
+
+
+def test_run_lengths_of_another_size_than_the_file_are_named_with_the_image(coco_folder: Factory) -> None:
+    data = segmented(coco_folder())
+    for entry in data.content["images"]:
+        del entry["width"], entry["height"]
+    data.content["annotations"][1]["segmentation"] = {"size": [64, 48], "counts": [64 * 48]}
+    data.save()
+    with pytest.raises(InputError, match=r"image 1, 0001.png has no usable masks: run lengths are for 48 x 64"):
+        dataset(data, masks=True)[SampleKey(0, 0)]
+    assert len(dataset(data, masks=True)[SampleKey(0, 1)][1].masks) == 2

@@ -3,18 +3,26 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torchvision.tv_tensors import BoundingBoxes, Image
+from torchvision.tv_tensors import BoundingBoxes, Image, Mask
 
-from detr_bf.data.transforms import RandomSizeCrop, eval_transform, resized_size, train_transform
+from detr_bf.data.transforms import (
+    RandomSizeCrop,
+    Sample,
+    SampleTransform,
+    eval_transform,
+    resized_size,
+    train_transform,
+)
 
 
-def sample(height: int, width: int, *corners: tuple[int, int, int, int]) -> tuple[Image, BoundingBoxes, Tensor]:
+def sample(height: int, width: int, *corners: tuple[int, int, int, int]) -> Sample:
     """A black image with a solid rectangle of its own brightness for every box (x0, y0, x1, y1); labels 0, 1, ..."""
     image = torch.zeros(3, height, width, dtype=torch.uint8)
     for number, (x0, y0, x1, y1) in enumerate(corners):
         image[number, y0:y1, x0:x1] = 255
     boxes = torch.tensor(corners, dtype=torch.float32).reshape(-1, 4)
-    return Image(image), BoundingBoxes(boxes, format="XYXY", canvas_size=(height, width)), torch.arange(len(corners))
+    boxes = BoundingBoxes(boxes, format="XYXY", canvas_size=(height, width))
+    return Sample(Image(image), boxes, torch.arange(len(corners)))
 
 
 def painted(image: Tensor, channel: int) -> Tensor:
@@ -48,7 +56,9 @@ def test_resized_size(
 
 
 def test_evaluation_resizes_image_and_boxes() -> None:
-    image, boxes, labels = eval_transform(short_side=80, max_size=133)(*sample(48, 64, (8, 6, 40, 36), (50, 2, 60, 20)))
+    image, boxes, labels, masks = eval_transform(short_side=80, max_size=133)(
+        sample(48, 64, (8, 6, 40, 36), (50, 2, 60, 20))
+    )
     assert image.shape == (3, 80, 106)
     assert image.dtype == torch.uint8
     factor = torch.tensor([106 / 64, 80 / 48, 106 / 64, 80 / 48])
@@ -56,9 +66,10 @@ def test_evaluation_resizes_image_and_boxes() -> None:
         boxes.as_subclass(Tensor), torch.tensor([[8, 6, 40, 36], [50, 2, 60, 20]]) * factor, atol=1e-4, rtol=0
     )
     assert labels.tolist() == [0, 1]
+    assert masks is None
 
 
-def training(**changes: float) -> object:
+def training(**changes: float) -> SampleTransform:
     settings = {"horizontal_flip": 0.5, "random_crop": 0.5, "crop_min": 40, "crop_max": 70, "max_size": 160}
     return train_transform(short_sides=[80, 96, 112], crop_short_sides=[60, 90], **{**settings, **changes})
 
@@ -66,7 +77,7 @@ def training(**changes: float) -> object:
 @pytest.mark.parametrize("seed", range(40))
 def test_boxes_stay_on_their_pixels(seed: int) -> None:
     torch.manual_seed(seed)
-    image, boxes, labels = training()(*sample(70, 100, (10, 12, 45, 40), (55, 30, 95, 66)))
+    image, boxes, labels, _ = training()(sample(70, 100, (10, 12, 45, 40), (55, 30, 95, 66)))
     assert min(image.shape[-2:]) in (80, 96, 112) or max(image.shape[-2:]) >= 157
     assert boxes.canvas_size == image.shape[-2:]
     for box, label in zip(boxes.as_subclass(Tensor), labels.tolist(), strict=True):
@@ -79,7 +90,7 @@ def test_both_training_branches_and_the_flip_occur() -> None:
     flipped = cropped = 0
     for seed in range(60):
         torch.manual_seed(seed)
-        image, boxes, _ = training()(*original)
+        image, boxes, _, _ = training()(original)
         scale = min(image.shape[-2:]) / 70
         cropped += len(boxes) == 0 or abs(float(boxes[0, 2] - boxes[0, 0]) - 30 * scale) > 2
         flipped += len(boxes) == 1 and float(boxes[0, 0]) > 0
@@ -91,9 +102,9 @@ def test_probabilities_zero_and_one() -> None:
     original = sample(70, 100, (0, 0, 30, 70))
     for seed in range(10):
         torch.manual_seed(seed)
-        image, boxes, _ = training(horizontal_flip=1.0, random_crop=0.0)(*original)
+        image, boxes, _, _ = training(horizontal_flip=1.0, random_crop=0.0)(original)
         assert float(boxes[0, 2]) == pytest.approx(image.shape[-1])
-        image, boxes, _ = training(horizontal_flip=0.0, random_crop=0.0)(*original)
+        image, boxes, _, _ = training(horizontal_flip=0.0, random_crop=0.0)(original)
         assert float(boxes[0, 0]) == 0.0
 
 
@@ -101,7 +112,7 @@ def test_crop_sides_cover_their_range_inclusively() -> None:
     heights, widths = set(), set()
     for seed in range(120):
         torch.manual_seed(seed)
-        image, _, _ = RandomSizeCrop(5, 8)(*sample(30, 7))
+        image, _, _, _ = RandomSizeCrop(5, 8)(sample(30, 7))
         heights.add(image.shape[-2])
         widths.add(image.shape[-1])
     assert heights == {5, 6, 7, 8}
@@ -109,7 +120,7 @@ def test_crop_sides_cover_their_range_inclusively() -> None:
 
 
 def test_an_image_below_the_smallest_crop_is_kept_whole() -> None:
-    image, boxes, _ = RandomSizeCrop(50, 60)(*sample(20, 30, (1, 2, 9, 8)))
+    image, boxes, _, _ = RandomSizeCrop(50, 60)(sample(20, 30, (1, 2, 9, 8)))
     assert image.shape == (3, 20, 30)
     assert boxes.tolist() == [[1, 2, 9, 8]]
 
@@ -119,7 +130,7 @@ def test_crop_clips_boxes_and_removes_those_outside_with_their_labels() -> None:
     kept = set()
     for seed in range(50):
         torch.manual_seed(seed)
-        image, boxes, labels = RandomSizeCrop(15, 25)(*sample(40, 40, *corners))
+        image, boxes, labels, _ = RandomSizeCrop(15, 25)(sample(40, 40, *corners))
         visible = [channel for channel in range(3) if image[channel].any()]
         assert labels.tolist() == visible
         for box, label in zip(boxes.as_subclass(Tensor), visible, strict=True):
@@ -131,6 +142,78 @@ def test_crop_clips_boxes_and_removes_those_outside_with_their_labels() -> None:
 def test_images_without_objects_pass() -> None:
     for seed in range(10):
         torch.manual_seed(seed)
-        _, boxes, labels = training()(*sample(70, 100))
+        _, boxes, labels, masks = training()(sample(70, 100))
         assert boxes.shape == (0, 4)
         assert labels.shape == (0,)
+        assert masks is None
+
+
+def with_masks(plain: Sample) -> Sample:
+    """The same with the bright pixels of each object's channel as its mask."""
+    masks = (plain.image.as_subclass(Tensor)[: len(plain.labels)] > 127).to(torch.uint8)
+    return plain._replace(masks=Mask(masks))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_masks_stay_on_their_pixels(seed: int) -> None:
+    original = sample(70, 100, (10, 12, 45, 40), (55, 30, 95, 66))
+    torch.manual_seed(seed)
+    plain = training()(original)
+    torch.manual_seed(seed)
+    image, boxes, labels, masks = training()(with_masks(original))
+    assert torch.equal(image, plain.image)
+    assert torch.equal(boxes, plain.boxes)
+    assert torch.equal(labels, plain.labels)
+    assert masks is not None
+    assert masks.dtype == torch.uint8
+    assert masks.shape == (len(labels), *image.shape[-2:])
+    for mask, box in zip(masks, boxes.as_subclass(Tensor), strict=True):
+        assert mask.any()
+        if (box[2:] - box[:2]).min() >= 6:
+            # a pixel for each of two roundings, and the 40 of the smallest crop may have become 112
+            assert (painted(mask[None] * 255, 0) - box).abs().max() <= 1 + 112 / 40
+            assert torch.equal(mask.bool(), torch.outer(mask.any(dim=1), mask.any(dim=0)))  # a rectangle still
+
+
+def test_masks_are_resized_to_the_nearest_pixel() -> None:
+    torch.manual_seed(0)
+    masks = torch.randint(0, 2, (2, 30, 40), dtype=torch.uint8)
+    original = sample(30, 40, (0, 0, 40, 30), (0, 0, 40, 30))._replace(masks=Mask(masks))
+    resized = eval_transform(short_side=47, max_size=100)(original).masks
+    rows, columns = torch.arange(47) * 30 // 47, torch.arange(62) * 40 // 62
+    assert torch.equal(resized.as_subclass(Tensor), masks[:, rows][:, :, columns])
+
+
+def test_masks_are_flipped_with_the_image() -> None:
+    original = with_masks(sample(70, 100, (0, 0, 30, 70)))
+    flipped = training(horizontal_flip=1.0, random_crop=0.0, max_size=1000)(original).masks[0]
+    straight = training(horizontal_flip=0.0, random_crop=0.0, max_size=1000)(original).masks[0]
+    assert not flipped[:, : flipped.shape[1] // 2].any()
+    assert not straight[:, straight.shape[1] // 2 :].any()
+
+
+def test_a_crop_removes_objects_of_which_no_pixel_is_left() -> None:
+    plain = sample(40, 40, (0, 0, 40, 40), (0, 0, 40, 40))
+    masks = torch.zeros(2, 40, 40, dtype=torch.uint8)
+    masks[0, :10, :10] = 1  # the boxes always cross the crop, these pixels do not
+    masks[1, 30:, 30:] = 1
+    seen = set()
+    for seed in range(50):
+        torch.manual_seed(seed)
+        uncut = RandomSizeCrop(15, 25)(plain)
+        torch.manual_seed(seed)
+        image, boxes, labels, cut = RandomSizeCrop(15, 25)(plain._replace(masks=Mask(masks)))
+        assert len(uncut.labels) == 2
+        assert torch.equal(image, uncut.image)
+        assert len(boxes) == len(labels) == len(cut)
+        assert cut.flatten(1).any(dim=1).all()
+        seen.add(tuple(labels.tolist()))
+    assert {(), (0,), (1,)} <= seen
+
+
+def test_images_without_objects_pass_with_masks() -> None:
+    for seed in range(10):
+        torch.manual_seed(seed)
+        image, boxes, _, masks = training()(with_masks(sample(70, 100)))
+        assert boxes.shape == (0, 4)
+        assert masks.shape == (0, *image.shape[-2:])

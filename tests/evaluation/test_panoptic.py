@@ -315,7 +315,7 @@ def test_every_image_once(tmp_path: Path) -> None:
     [
         (
             {"ids": torch.ones(2, 3, dtype=torch.int32)},
-            r"of shape \(2, 3\), its ground truth 000001.png of shape \(2, 4\)",
+            r"of shape \(2, 3\), its ground truth of shape \(2, 4\)",
         ),
         ({"segments": (Segment(1, 0, 4), Segment(2, 4, 4))}, r"labels \[4\], expected class indices from 0 to 3"),
         ({"segments": (Segment(1, 0, 4), Segment(2, -1, 4))}, r"labels \[-1\]"),

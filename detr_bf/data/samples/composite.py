@@ -57,6 +57,7 @@ class Scene:
     image: NDArray[np.uint8]  # (H, W, 3)
     category_ids: tuple[int, ...]  # of layer 0, 1, ..., bottom first
     owner: NDArray[np.int64]  # (H, W) top layer of every pixel, or BACKGROUND
+    stuff: NDArray[np.int64] | None = None  # (H, W) category ids of the background, where it has any
 
     def visible_mask(self, layer: int) -> NDArray[np.bool_]:
         """(H, W) pixels of a layer that no later layer covers."""
@@ -113,12 +114,22 @@ def random_scene(
     object_size: tuple[float, float],
     rng: np.random.Generator,
 ) -> Scene:
-    """One to ``MAX_OBJECTS`` sprites on a crop of one of the areas, (image_size, image_size).
+    """One to ``MAX_OBJECTS`` sprites on a crop of one of the areas, (image_size, image_size); see :func:`populate`."""
+    return populate(random_crop(areas[rng.integers(len(areas))], image_size, rng), draw_sprite, object_size, rng)
+
+
+def populate(
+    background: NDArray[np.uint8],
+    draw_sprite: Callable[[int, np.random.Generator], Sprite],
+    object_size: tuple[float, float],
+    rng: np.random.Generator,
+) -> Scene:
+    """One to ``MAX_OBJECTS`` sprites on a square background (H, H, 3).
 
     ``object_size`` is the range of a sprite's longer side in parts of the image side; ``draw_sprite`` gets that side in
     pixels.
     """
-    background = random_crop(areas[rng.integers(len(areas))], image_size, rng)
+    image_size = len(background)
     sizes = [round(image_size * rng.uniform(*object_size)) for _ in range(rng.integers(1, MAX_OBJECTS + 1))]
     return compose(background, [draw_sprite(size, rng) for size in sizes], rng)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import colorsys
 import importlib.util
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from detr_bf.data.samples.writing import SPLITS, Recipe, already_built, write_da
 from detr_bf.errors import InputError
 
 # Lie inside the scikit-image wheel since 0.24: nothing is downloaded. The textures brick, grass and gravel are left
-# out on purpose, so that they can become stuff regions.
+# out on purpose: they are the stuff of `scenes`.
 PHOTOS = (
     "astronaut.png",
     "camera.png",
@@ -142,13 +143,13 @@ def load_glyphs() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     return pixels.reshape(-1, 28, 28).astype(np.uint8), labels.astype(np.int64)
 
 
-def load_photos() -> list[Image.Image]:
-    """scikit-image's photographs as RGB, read from the installed package's files."""
+def load_photos(names: Sequence[str] = PHOTOS) -> list[Image.Image]:
+    """Photographs that scikit-image carries, as RGB, read from the installed package's files."""
     package = importlib.util.find_spec("skimage")
     if package is None or package.origin is None:
         raise InputError(f"the photographs come from scikit-image, which is not installed: {INSTALL}")
     folder = Path(package.origin).parent / "data"
-    missing = [name for name in PHOTOS if not (folder / name).is_file()]
+    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise InputError(f"{folder} lacks {', '.join(missing)}, which scikit-image's wheels carry: {INSTALL}")
-    return [read_photo(folder / name) for name in PHOTOS]
+    return [read_photo(folder / name) for name in names]

@@ -1,5 +1,6 @@
 """A sample data set on disk: ``OUT/{train,val}/*.jpg``, ``OUT/{train,val}.json`` (COCO) and ``OUT/dataset.json``.
 
+A set with stuff has ``OUT/{train,val}_panoptic/*.png`` and ``OUT/{train,val}_panoptic.json`` (COCO panoptic) too.
 ``dataset.json`` holds the recipe and marks a set as complete. A set is built in a folder beside OUT and moved to OUT
 when it is finished, so an interrupted build is never taken for a complete one.
 """
@@ -14,13 +15,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 from pycocotools import mask as coco_mask
 
-from detr_bf.data.samples.composite import Scene, Split
+from detr_bf.data.samples.composite import BACKGROUND, Scene, Split
 from detr_bf.errors import InputError
 from detr_bf.files import write_json
+from detr_bf.panoptic_png import MAX_ID, encoded_ids
 from detr_bf.progress import progress_bar
 
 MANIFEST = "dataset.json"
@@ -61,8 +64,8 @@ class Recipe:
         return {**asdict(self), "object_size": list(self.object_size)}
 
 
-def already_built(output: Path, recipe: Recipe) -> bool:
-    """Whether ``output`` holds the complete set of this recipe.
+def already_built(output: Path, recipe: Recipe, panoptic: bool = False) -> bool:
+    """Whether ``output`` holds the complete set of this recipe, with its panoptic files if it has them.
 
     Raises ``InputError`` when it holds anything but a sample set of this name, which a build would replace.
     """
@@ -73,16 +76,24 @@ def already_built(output: Path, recipe: Recipe) -> bool:
     manifest = _read_manifest(output)
     if manifest.get("name") != recipe.name and any(output.iterdir()):
         raise InputError(f"{output} holds something else than the {recipe.name} data set; give a new or empty folder")
-    return manifest == recipe.manifest() and all(_split_is_there(output, recipe, split) for split in SPLITS)
+    return manifest == recipe.manifest() and all(_split_is_there(output, recipe, split, panoptic) for split in SPLITS)
 
 
 def write_dataset(
-    output: Path, recipe: Recipe, names: Sequence[str], licence: dict[str, str], draw: Draw, progress: bool = False
+    output: Path,
+    recipe: Recipe,
+    names: Sequence[str],
+    licence: dict[str, str],
+    draw: Draw,
+    progress: bool = False,
+    stuff_names: Sequence[str] = (),
 ) -> Path:
     """Draw and write every image of a recipe, then replace ``output`` by the result.
 
-    ``names`` are the class names; their category ids count from 1. ``draw`` makes one scene; its generator depends on
-    the seed, the split and the image's index only. ``progress`` shows bars with the time left. Returns ``output``.
+    ``names`` are the class names of things; their category ids count from 1. Where there are ``stuff_names``, whose ids
+    follow, panoptic files are written too, and every scene must have ``stuff``. ``draw`` makes one scene; its generator
+    depends on the seed, the split and the image's index only. ``progress`` shows bars with the time left. Returns
+    ``output``.
     """
     partial = output.with_name(f".{output.name}.partial")
     try:
@@ -91,7 +102,7 @@ def write_dataset(
     except OSError as error:
         raise InputError(f"cannot write to {output.parent}: {error}; give another output folder") from error
     for split in SPLITS:
-        _write_split(partial, recipe, names, licence, draw, split, progress)
+        _write_split(partial, recipe, names, licence, draw, split, progress, stuff_names)
     write_json(partial / MANIFEST, recipe.manifest())
     _replace_folder(output, partial)
     return output
@@ -100,14 +111,37 @@ def write_dataset(
 def annotation(mask: NDArray[np.bool_]) -> dict[str, Any]:
     """COCO fields of the visible pixels of one object, (H, W): RLE, tight box x, y, w, h, and area in pixels."""
     rle = coco_mask.encode(np.asfortranarray(mask, dtype=np.uint8))
+    return {"segmentation": {"size": list(mask.shape), "counts": rle["counts"].decode("ascii")}, **extent(mask)}
+
+
+def extent(mask: NDArray[np.bool_]) -> dict[str, Any]:
+    """What COCO's detection and panoptic formats both say of a mask (H, W) that is not empty."""
     rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
     x, y = int(columns[0]), int(rows[0])
     return {
-        "segmentation": {"size": list(mask.shape), "counts": rle["counts"].decode("ascii")},
         "bbox": [x, y, int(columns[-1]) + 1 - x, int(rows[-1]) + 1 - y],
         "area": int(mask.sum()),
         "iscrowd": 0,
     }
+
+
+def panoptic_segments(scene: Scene, rng: np.random.Generator) -> tuple[NDArray[np.int32], list[dict[str, Any]]]:
+    """Segment ids (H, W) of a scene with stuff, and its ``segments_info``: every layer, then what is seen of the stuff.
+
+    The ids are random, so that they fill all three bytes that a PNG has for them.
+    """
+    assert scene.stuff is not None, "a panoptic map needs stuff"
+    ground = scene.owner == BACKGROUND
+    masks = [(category_id, scene.visible_mask(layer)) for layer, category_id in enumerate(scene.category_ids)]
+    masks += [
+        (int(category_id), ground & (scene.stuff == category_id)) for category_id in np.unique(scene.stuff[ground])
+    ]
+    ids = np.zeros(scene.owner.shape, dtype=np.int32)
+    segments = []
+    for segment_id, (category_id, mask) in zip(rng.choice(MAX_ID, len(masks), replace=False) + 1, masks, strict=True):
+        ids[mask] = segment_id
+        segments.append({"id": int(segment_id), "category_id": category_id, **extent(mask)})
+    return ids, segments
 
 
 def _write_split(
@@ -118,13 +152,18 @@ def _write_split(
     draw: Draw,
     split: Split,
     progress: bool,
+    stuff_names: Sequence[str],
 ) -> None:
     (folder / split).mkdir()
+    if stuff_names:
+        _panoptic_folder(folder, split).mkdir()
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
+    panoptic: list[dict[str, Any]] = []
     numbers = range(recipe.num_images(split))
     for index in progress_bar(numbers, desc=f"{recipe.name} {split}", unit="image", disable=not progress):
-        scene = draw(split, np.random.default_rng([recipe.seed, SPLITS.index(split), index]))
+        rng = np.random.default_rng([recipe.seed, SPLITS.index(split), index])
+        scene = draw(split, rng)
         file_name = f"{split}_{index:06d}.jpg"
         Image.fromarray(scene.image).save(folder / split / file_name, quality=JPEG_QUALITY, subsampling=0)
         height, width = scene.owner.shape
@@ -132,19 +171,33 @@ def _write_split(
         for layer, category_id in enumerate(scene.category_ids):
             fields = {"id": len(annotations) + 1, "image_id": index + 1, "category_id": category_id}
             annotations.append(fields | annotation(scene.visible_mask(layer)))
-    write_json(
-        folder / f"{split}.json",
-        {
-            "info": {
-                "description": f"detr_bf {recipe.name}: composites, {split} split",
-                "version": str(recipe.version),
-            },
-            "licenses": [{"id": 1, **licence}],
-            "images": images,
-            "annotations": annotations,
-            "categories": [{"id": number, "name": name} for number, name in enumerate(names, start=1)],
-        },
-    )
+        if stuff_names:
+            png_name = file_name.replace(".jpg", ".png")
+            ids, segments = panoptic_segments(scene, rng)
+            (_panoptic_folder(folder, split) / png_name).write_bytes(encoded_ids(torch.from_numpy(ids)))
+            panoptic.append({"image_id": index + 1, "file_name": png_name, "segments_info": segments})
+    common = {
+        "info": {"description": f"detr_bf {recipe.name}: composites, {split} split", "version": str(recipe.version)},
+        "licenses": [{"id": 1, **licence}],
+        "images": images,
+    }
+    categories = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
+    write_json(folder / f"{split}.json", {**common, "annotations": annotations, "categories": categories})
+    if stuff_names:
+        categories = _panoptic_categories(names, stuff_names)
+        write_json(folder / f"{split}_panoptic.json", {**common, "annotations": panoptic, "categories": categories})
+
+
+def _panoptic_folder(folder: Path, split: Split) -> Path:
+    return folder / f"{split}_panoptic"
+
+
+def _panoptic_categories(names: Sequence[str], stuff_names: Sequence[str]) -> list[dict[str, Any]]:
+    kinds = [(name, "thing") for name in names] + [(name, "stuff") for name in stuff_names]
+    return [
+        {"id": number, "name": name, "isthing": int(kind == "thing"), "supercategory": kind}
+        for number, (name, kind) in enumerate(kinds, start=1)
+    ]
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -155,9 +208,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest if isinstance(manifest, dict) else {}
 
 
-def _split_is_there(folder: Path, recipe: Recipe, split: Split) -> bool:
-    num_images = sum(1 for _ in (folder / split).glob("*.jpg"))
-    return (folder / f"{split}.json").is_file() and num_images == recipe.num_images(split)
+def _split_is_there(folder: Path, recipe: Recipe, split: Split, panoptic: bool) -> bool:
+    folders = [folder / split, _panoptic_folder(folder, split)] if panoptic else [folder / split]
+    return all(
+        place.with_name(f"{place.name}.json").is_file()
+        and sum(1 for _ in place.glob(f"{split}_*")) == recipe.num_images(split)
+        for place in folders
+    )
 
 
 def _replace_folder(target: Path, source: Path) -> None:

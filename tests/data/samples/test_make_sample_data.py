@@ -23,7 +23,15 @@ def test_digits_from_the_command_line(tmp_path: Path) -> None:
     assert len(list((output / "train").iterdir())) == 2
 
 
-@pytest.mark.parametrize("name", ["digits", "stamps"])
+def test_scenes_from_the_command_line(tmp_path: Path) -> None:
+    output = tmp_path / "scenes"
+    done = run("scenes", "--output", str(output), "--num-train", "2", "--num-val", "1", "--image-size", "64")
+    assert done.returncode == 0, done.stderr
+    assert "train.json, train_panoptic.json, val.json, val_panoptic.json and their images" in done.stdout
+    assert len(list((output / "train_panoptic").iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["digits", "scenes", "stamps"])
 def test_bad_values_exit_with_2_and_one_line(tmp_path: Path, name: str) -> None:
     done = run(name, "--output", str(tmp_path / "out"), "--image-size", "8")
     assert done.returncode == 2

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,14 @@ import pytest
 from pycocotools import mask as coco_mask
 
 from detr_bf.data.samples.composite import Scene, Split
-from detr_bf.data.samples.writing import MANIFEST, Recipe, already_built, annotation, write_dataset
+from detr_bf.data.samples.writing import (
+    MANIFEST,
+    Recipe,
+    already_built,
+    annotation,
+    panoptic_segments,
+    write_dataset,
+)
 from detr_bf.errors import InputError
 
 RECIPE = Recipe("toy", 1, num_train=3, num_val=2, image_size=32, seed=0, object_size=(0.2, 0.5))
@@ -21,8 +29,18 @@ def draw(split: Split, rng: np.random.Generator) -> Scene:
     return Scene(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8), (2,), owner)
 
 
+def draw_with_stuff(split: Split, rng: np.random.Generator) -> Scene:
+    stuff = np.full((32, 32), 3, dtype=np.int64)
+    stuff[20:] = 4
+    return replace(draw(split, rng), stuff=stuff)
+
+
 def build(output: Path, recipe: Recipe = RECIPE) -> Path:
     return write_dataset(output, recipe, ("a", "b"), LICENCE, draw)
+
+
+def build_panoptic(output: Path) -> Path:
+    return write_dataset(output, RECIPE, ("a", "b"), LICENCE, draw_with_stuff, stuff_names=("c", "d"))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -54,6 +72,67 @@ def test_layout_and_category_ids(tmp_path: Path) -> None:
     assert coco["categories"] == [{"id": 1, "name": "a"}, {"id": 2, "name": "b"}]
     assert [a["image_id"] for a in coco["annotations"]] == [1, 2]
     assert sorted(tmp_path.joinpath("deep").iterdir()) == [folder]
+
+
+def test_a_set_with_stuff_has_panoptic_files_too(tmp_path: Path) -> None:
+    folder = build_panoptic(tmp_path / "toy")
+    plain = contents(build(tmp_path / "plain"))
+    added = {name: data for name, data in contents(folder).items() if plain.get(name) != data}
+    assert sorted(added) == [
+        "train_panoptic.json",
+        *(f"train_panoptic/train_00000{i}.png" for i in range(3)),
+        "val_panoptic.json",
+        *(f"val_panoptic/val_00000{i}.png" for i in range(2)),
+    ]
+    panoptic = json.loads(added["val_panoptic.json"])
+    assert panoptic["images"] == json.loads(plain["val.json"])["images"]
+    assert panoptic["categories"] == [
+        {"id": 1, "name": "a", "isthing": 1, "supercategory": "thing"},
+        {"id": 2, "name": "b", "isthing": 1, "supercategory": "thing"},
+        {"id": 3, "name": "c", "isthing": 0, "supercategory": "stuff"},
+        {"id": 4, "name": "d", "isthing": 0, "supercategory": "stuff"},
+    ]
+    assert [(a["image_id"], a["file_name"]) for a in panoptic["annotations"]] == [
+        (1, "val_000000.png"),
+        (2, "val_000001.png"),
+    ]
+
+
+def test_segments_are_layers_then_visible_stuff() -> None:
+    stuff = np.full((6, 8), 5, dtype=np.int64)
+    stuff[:, 4:] = 4
+    stuff[0, 0] = 6
+    owner = np.full((6, 8), -1, dtype=np.int64)
+    owner[:3, :3] = 0  # hides all of category 6
+    owner[2:4, 2:5] = 1
+    scene = Scene(np.zeros((6, 8, 3), dtype=np.uint8), (2, 2), owner, stuff)
+    ids, segments = panoptic_segments(scene, np.random.default_rng(0))
+    assert [segment["category_id"] for segment in segments] == [2, 2, 4, 5]
+    assert [segment["area"] for segment in segments] == [8, 6, 22, 12]
+    assert [segment["bbox"] for segment in segments] == [[0, 0, 3, 3], [2, 2, 3, 2], [4, 0, 4, 6], [0, 0, 4, 6]]
+    assert [(ids == segment["id"]).sum() for segment in segments] == [8, 6, 22, 12]
+    assert "segmentation" not in segments[0]
+
+
+def test_segment_ids_use_all_bytes_of_a_png() -> None:
+    scene = draw_with_stuff("train", np.random.default_rng(0))
+    ids = np.array([np.unique(panoptic_segments(scene, np.random.default_rng(i))[0]) for i in range(50)])
+    assert ids.min() > 0
+    assert ids.max() < 256**3
+    for shift in (0, 8, 16):
+        assert len(np.unique(ids >> shift & 255)) > 50
+
+
+@pytest.mark.parametrize("lost", ["train_panoptic/train_000001.png", "val_panoptic.json"])
+def test_a_set_with_lost_panoptic_files_is_not_complete(tmp_path: Path, lost: str) -> None:
+    folder = build_panoptic(tmp_path / "toy")
+    assert already_built(folder, RECIPE, panoptic=True)
+    (folder / lost).unlink()
+    assert not already_built(folder, RECIPE, panoptic=True)
+
+
+def test_a_set_without_panoptic_files_is_not_one_with_them(tmp_path: Path) -> None:
+    assert not already_built(build(tmp_path / "toy"), RECIPE, panoptic=True)
 
 
 def test_a_complete_set_is_recognised_and_another_recipe_is_not(tmp_path: Path) -> None:

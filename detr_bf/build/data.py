@@ -1,0 +1,85 @@
+"""The data of both splits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.utils.data import Sampler
+
+from detr_bf.config import Config
+from detr_bf.config.schema import SplitConfig, TransformConfig
+from detr_bf.data.coco import CocoDetection, SampleKey, Source
+from detr_bf.data.loader import BatchLoader, make_loader
+from detr_bf.data.transforms import SampleTransform, eval_transform, train_transform
+from detr_bf.errors import InputError
+from detr_bf.structures import ClassMap
+
+
+def build_train_data(config: Config) -> CocoDetection:
+    """The training split, whose categories become the classes; with masks where the model has a mask head."""
+    source = data_source(config, "train")
+    return CocoDetection(
+        source.images,
+        source.annotations,
+        _train_transform(config.data.transforms),
+        seed=config.seed,
+        masks=config.model.masks,
+        panoptic=source.panoptic,
+    )
+
+
+def build_val_data(
+    config: Config, class_map: ClassMap, transform: SampleTransform | None = None, masks: bool = False
+) -> CocoDetection:
+    """The validation split with the model's classes; resized for evaluation unless ``transform`` is given."""
+    source = data_source(config, "val")
+    return CocoDetection(
+        source.images,
+        source.annotations,
+        transform or build_eval_transform(config),
+        class_map,
+        masks=masks,
+        panoptic=source.panoptic,
+    )
+
+
+def data_source(config: Config, split: str) -> Source:
+    """Folder, annotation file and, where it is set, panoptic folder of ``train`` or ``val``.
+
+    Raises:
+        InputError: one of the first two is not set.
+    """
+    paths: SplitConfig = getattr(config.data, split)
+    for key in ("images", "annotations"):
+        if not getattr(paths, key):
+            raise InputError(f"data.{split}.{key} is not set: give it in the config or as data.{split}.{key}=PATH")
+    panoptic = Path(paths.panoptic) if paths.panoptic else None
+    return Source(Path(paths.images), Path(paths.annotations), panoptic)
+
+
+def build_eval_transform(config: Config) -> SampleTransform:
+    """Resize only."""
+    transforms = config.data.transforms
+    return eval_transform(short_side=transforms.eval_short_side, max_size=transforms.max_size)
+
+
+def _train_transform(transforms: TransformConfig) -> SampleTransform:
+    return train_transform(
+        short_sides=transforms.short_sides,
+        max_size=transforms.max_size,
+        horizontal_flip=transforms.horizontal_flip,
+        random_crop=transforms.random_crop,
+        crop_short_sides=transforms.crop_short_sides,
+        crop_min=transforms.crop_min,
+        crop_max=transforms.crop_max,
+    )
+
+
+def build_loader(
+    config: Config, device: torch.device
+) -> Callable[[CocoDetection, Sampler[list[SampleKey]]], BatchLoader]:
+    """(data, batches) -> loader, with the workers of the config."""
+    return partial(make_loader, workers=config.data.workers, pin_memory=device.type == "cuda")

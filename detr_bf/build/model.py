@@ -1,0 +1,173 @@
+"""The detector, its losses and what is made of its outputs."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from detr_bf.backbones import build_backbone
+from detr_bf.batchformer import BatchFormerV2
+from detr_bf.config import Config
+from detr_bf.config.schema import ModelConfig
+from detr_bf.detectors import Detector, MaskHead, Options, detector_named, own_settings
+from detr_bf.errors import InputError
+from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
+from detr_bf.losses.classification import Classification
+from detr_bf.postprocess import PanopticPostprocess, Postprocess
+from detr_bf.structures import ClassMap
+
+logger = logging.getLogger(__name__)
+
+FOCAL_PRIOR = 0.01  # score every class starts with (Lin et al. 2017, arXiv 1708.02002, section 4.1)
+
+
+def device_of(config: Config) -> torch.device:
+    """The device asked for; ``auto`` is the GPU when there is one."""
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
+        raise InputError(f"device must be auto, cpu, cuda or cuda:N; got '{config.device}'")
+    device = torch.device(config.device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"device={config.device}, but torch sees {torch.cuda.device_count()} CUDA GPUs: "
+            "use device=cpu, device=auto or a smaller number"
+        )
+    return device
+
+
+def build_model(config: Config, num_classes: int, *, pretrained: bool = True) -> Detector:
+    """The detector; without ``pretrained`` the backbone's weights are left to a checkpoint."""
+    model, backbone = config.model, config.model.backbone
+    detector = detector_named(model.name)
+    classification = build_classification(config)
+    body = build_backbone(
+        backbone.name,
+        weights=backbone.weights if pretrained else "none",
+        strides=backbone.strides,
+        dilation=backbone.dilation,
+        frozen_stages=backbone.frozen_stages,
+        frozen_norm=backbone.frozen_norm,
+        finer=model.masks,
+    )
+    options = Options(
+        num_logits=classification.num_logits(num_classes),
+        hidden_dim=model.hidden_dim,
+        heads=model.heads,
+        encoder_layers=model.encoder_layers,
+        decoder_layers=model.decoder_layers,
+        feedforward_dim=model.feedforward_dim,
+        dropout=model.dropout,
+        pre_norm=model.pre_norm,
+        num_queries=model.num_queries,
+        position_encoding=model.position_encoding,
+        position_temperature=model.position_temperature,
+        input_norm=model.input_norm,
+        aux_loss=model.aux_loss,
+        class_prior=FOCAL_PRIOR if config.loss.classification == "focal" else None,
+        batch_former=build_batch_former(config),
+        mask_head=build_mask_head(config, body.channels),
+    )
+    built = detector(body, body.channels[-len(backbone.strides) :], options, **_own_settings(detector, model))
+    if config.freeze.detector:
+        built.freeze_all_but_masks(keep_dropout=config.freeze.keep_dropout)
+    return built
+
+
+def build_mask_head(config: Config, channels: Sequence[int]) -> MaskHead | None:
+    """The mask head over feature maps of these ``channels``, or None where it is off.
+
+    Raises:
+        InputError: the detector is to be frozen and nothing would be trained.
+    """
+    if not config.model.masks:
+        if config.freeze.detector:
+            raise InputError("freeze.detector=true trains the mask head alone: it needs model.masks=true")
+        return None
+    *finer, _ = channels
+    return MaskHead(config.model.hidden_dim, heads=config.model.heads, finer_channels=finer[::-1])
+
+
+def _own_settings(detector: Callable[..., Detector], model: ModelConfig) -> dict[str, Any]:
+    """The settings a detector takes beside the common ones, by their names in ``model`` and its groups.
+
+    A setting that was changed although this detector does not take it is told.
+    """
+    names = own_settings(detector)
+    found: dict[str, Any] = {"strides": model.backbone.strides, "extra_levels": model.extra_levels}
+    ignored = [] if "extra_levels" in names or not model.extra_levels else ["model.extra_levels"]
+    defaults_of = asdict(ModelConfig())
+    for name, values in asdict(model).items():
+        if isinstance(values, dict) and name != "backbone":
+            defaults = defaults_of[name]
+            ignored += [f"model.{name}.{key}" for key in values if values[key] != defaults[key] and key not in names]
+            found |= values
+    if ignored:
+        logger.warning("model.name=%s does not use %s", model.name, ", ".join(ignored))
+    return {name: found[name] for name in names}
+
+
+def build_batch_former(config: Config) -> BatchFormerV2 | None:
+    """Batch attention, or None where it is off."""
+    settings = config.batch_former
+    if not settings.enabled:
+        return None
+    if settings.gather:
+        raise InputError("batch_former.gather=true needs several processes, which this version does not run yet")
+    return BatchFormerV2(
+        config.model.hidden_dim,
+        layers=settings.layers,
+        num_encoder_layers=config.model.encoder_layers,
+        position=settings.position,
+        shared=settings.shared,
+        mode=settings.mode,
+        num_layers=settings.num_layers,
+        heads=settings.heads,
+        dropout=settings.dropout,
+        mask_padding=settings.mask_padding,
+    )
+
+
+def build_classification(config: Config) -> Classification:
+    """Cross-entropy with no-object, or focal."""
+    loss = config.loss
+    if loss.classification == "focal":
+        return Focal(loss.focal_alpha, loss.focal_gamma)
+    return CrossEntropy(loss.no_object_weight)
+
+
+def build_criterion(config: Config) -> SetCriterion:
+    """Matcher and losses."""
+    classification, loss = build_classification(config), config.loss
+    matcher = HungarianMatcher(classification, loss.matcher.class_cost, loss.matcher.bbox_cost, loss.matcher.giou_cost)
+    return SetCriterion(
+        classification,
+        matcher,
+        class_weight=loss.class_weight,
+        bbox_weight=loss.bbox_weight,
+        giou_weight=loss.giou_weight,
+        mask_weight=loss.mask_weight,
+        dice_weight=loss.dice_weight,
+    )
+
+
+def build_postprocess(config: Config) -> Postprocess:
+    """Outputs to detections."""
+    return Postprocess(build_classification(config), config.eval.max_detections, config.eval.mask_threshold)
+
+
+def build_panoptic_postprocess(config: Config, class_map: ClassMap) -> PanopticPostprocess:
+    """Outputs to panoptic maps."""
+    settings = config.eval.panoptic
+    return PanopticPostprocess(
+        build_classification(config),
+        class_map.is_thing,
+        threshold=settings.threshold,
+        min_area=settings.min_area,
+        merge_stuff=settings.merge_stuff,
+    )

@@ -1,0 +1,120 @@
+"""What an examination is made of: the split, the checks, what they find, and how that names things."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from detr_bf.data.coco import CocoAnnotations, annotated_size
+from detr_bf.data.file_check import ImageRecord, MapRecord
+from detr_bf.data.panoptic import MapFile, SegmentExtent
+from detr_bf.structures import ClassMap
+
+Severity = Literal["error", "warning"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One kind of problem in one split."""
+
+    severity: Severity
+    split: str
+    code: str
+    meaning: str  # what it is, and for a warning what happens to it
+    count: int
+    example: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """One annotation file with what is known about its image files."""
+
+    name: str
+    folder: Path
+    content: CocoAnnotations
+    files: Mapping[str, ImageRecord]
+    num_queries: int
+    masks: bool = False  # whether masks are wanted
+    maps: Mapping[str, MapRecord] = field(default_factory=dict)  # of the PNGs, where those are the masks
+
+    @cached_property
+    def images(self) -> dict[int, Mapping[str, Any]]:
+        return {image["id"]: image for image in self.content.images}
+
+    @cached_property
+    def objects(self) -> list[Mapping[str, Any]]:
+        """Annotations that are not crowds."""
+        return [annotation for annotation in self.content.annotations if not annotation.get("iscrowd")]
+
+    @cached_property
+    def objects_per_image(self) -> Counter[int]:
+        return Counter(annotation["image_id"] for annotation in self.objects)
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """Class names by category id."""
+        class_map = ClassMap.from_categories(self.content.categories)
+        return dict(zip(class_map.category_ids, class_map.names, strict=True))
+
+    def file(self, image: Mapping[str, Any]) -> ImageRecord | None:
+        return self.files.get(image["file_name"])
+
+    def size(self, image: Mapping[str, Any]) -> tuple[int, int] | None:
+        """(height, width) that the boxes refer to, as far as it is known."""
+        record = self.file(image)
+        return annotated_size(image) or (record.sizes.rotated if record and record.sizes else None)
+
+    @property
+    def map_files(self) -> tuple[MapFile, ...]:
+        """The PNGs that masks are wanted from."""
+        return self.content.maps or () if self.masks else ()
+
+    @cached_property
+    def extents(self) -> dict[str, dict[int, SegmentExtent]]:
+        """What the readable PNGs hold, by file name and segment id."""
+        return {
+            name: {segment.id: segment for segment in record.segments}
+            for name, record in self.maps.items()
+            if record.size
+        }
+
+
+@dataclass(frozen=True)
+class Check:
+    """A kind of problem and how to find it: ``find`` gives the description of each case."""
+
+    severity: Severity
+    code: str
+    meaning: str
+    find: Callable[..., Iterator[str]]
+
+    def on(self, name: str, *splits: Split) -> Finding | None:
+        """The finding, if there is one, with the first case as its example."""
+        cases = list(self.find(*splits))
+        if not cases:
+            return None
+        return Finding(self.severity, name, self.code, self.meaning, len(cases), cases[0])
+
+
+def repeated(values: Iterable[Any]) -> Iterator[Any]:
+    """Each value that occurs more than once, as often as it is too many."""
+    return (value for value, count in Counter(values).items() for _ in range(count - 1))
+
+
+def image_text(image: Mapping[str, Any]) -> str:
+    """Its id and its file."""
+    return f"image {image['id']}, {image['file_name']}"
+
+
+def annotation_text(annotation: Mapping[str, Any]) -> str:
+    """Its id and its image's."""
+    return f"annotation {annotation.get('id')} of image {annotation['image_id']}"
+
+
+def box_text(annotation: Mapping[str, Any]) -> str:
+    """The annotation and its box."""
+    return f"{annotation_text(annotation)}: bbox {annotation.get('bbox')}"

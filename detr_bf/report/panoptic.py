@@ -1,0 +1,210 @@
+"""Pictures of panoptic maps: every segment tinted, outlined and named, void as it was.
+
+Shape legend: H x W pixels of the image and its map, h x w pixels of the drawn picture. Segments are numbered from 1 in
+the order of ``PanopticMap.segments``; 0 is no segment.
+"""
+
+from __future__ import annotations
+
+import colorsys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+from scipy import ndimage
+from torch import Tensor
+from torchvision.transforms.v2 import functional as transforms
+
+from detr_bf.errors import InputError
+from detr_bf.report.drawing import (
+    DARK,
+    Colour,
+    class_colour,
+    enlarged,
+    font_size_for,
+    load_font,
+    save_picture,
+    shorten,
+    text_colour,
+)
+from detr_bf.report.sheet import LABEL_SIZE, Pair, fit, lay_out
+from detr_bf.structures import PanopticMap, Segment
+
+_OPACITY = 0.55  # of a segment's colour over the grey image, whose own colours would mix with it
+_SHADES = (0.0, 0.12, -0.12, 0.06, -0.06)  # lightness added for the segments of one class
+
+
+@dataclass(frozen=True)
+class PanopticSheetRow:
+    """One validation image with its ground truth and what the model made of it."""
+
+    image: Tensor  # (3, H, W) uint8
+    truth: PanopticMap
+    found: PanopticMap
+    file_name: str = ""
+
+
+def draw_panoptic(image: Tensor, panoptic: PanopticMap, names: Sequence[str], min_size: int = 640) -> Tensor:
+    """Tint, outline and name the segments on a copy of an image; a segment's own pixels turn grey under its colour.
+
+    The first segment of a class has the class's colour (:func:`~detr_bf.report.drawing.class_colour`), further ones
+    have shades of it: so instances can be told apart, and stuff, with one segment a class, always looks the
+    same. Names stand well inside their segments and never on each other; a segment that has no room for its name has
+    none.
+
+    Args:
+        image: (3, H, W) uint8.
+        panoptic: of that size.
+        names: of the classes, by contiguous index.
+        min_size: pixels; an image whose longer side is shorter is enlarged to it.
+
+    Returns:
+        (3, h, w) uint8, h and w in the proportion of H and W.
+
+    Raises:
+        InputError: image and map have different sizes.
+    """
+    _check_size(image, panoptic)
+    picture, _ = enlarged(image, min_size)
+    return transforms.pil_to_tensor(_paint(picture, panoptic, names, font_size_for(picture)))
+
+
+def panoptic_sheet(rows: Sequence[PanopticSheetRow], names: Sequence[str], pairs_per_line: int = 2) -> Image.Image:
+    """Ground truth at the left, predictions at the right, under titles.
+
+    Raises:
+        InputError: there is no image to show, or one has another size than its maps.
+    """
+    return lay_out([_paint_pair(row, names) for row in rows], "Predictions", pairs_per_line)
+
+
+def save_panoptic_sheet(path: str | Path, rows: Sequence[PanopticSheetRow], names: Sequence[str]) -> None:
+    """Atomically write :func:`panoptic_sheet` as PNG."""
+    save_picture(path, panoptic_sheet(rows, names))
+
+
+def segment_colours(segments: Sequence[Segment]) -> list[Colour]:
+    """One colour a segment: the first of a class has its colour, the next ones lighter and darker shades of it.
+
+    Five of a class differ, then they come round again.
+    """
+    seen: Counter[int] = Counter()
+    colours = []
+    for segment in segments:
+        colours.append(_shade(class_colour(segment.label), seen[segment.label]))
+        seen[segment.label] += 1
+    return colours
+
+
+def interior_points(numbers: NDArray[np.int32], sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int] | None]:
+    """Where names of ``sizes`` (width, height in pixels) are centred on segments of a map (h, w): (x, y), or None.
+
+    Small segments choose first: the pixel farthest from the segment's boundary (of several, the middle one) among those
+    where the name lies inside the picture and hides no other name. None where no such pixel is left, or the segment is
+    smaller than its name.
+    """
+    points: list[tuple[int, int] | None] = [None] * len(sizes)
+    areas = np.bincount(numbers.ravel(), minlength=len(sizes) + 1)[1:]
+    boxes = ndimage.find_objects(numbers, len(sizes))
+    taken: list[tuple[int, int, int, int]] = []  # centre x, y, width, height
+    for index in np.argsort(areas, kind="stable"):
+        width, height = sizes[index]
+        if areas[index] < width * height:
+            continue
+        rows, columns = boxes[index]
+        depth = ndimage.distance_transform_edt(np.pad(numbers[rows, columns] == index + 1, 1))[1:-1, 1:-1]
+        y, x = np.ogrid[rows, columns]
+        inside_x = (x >= width / 2) & (x <= numbers.shape[1] - width / 2)
+        inside_y = (y >= height / 2) & (y <= numbers.shape[0] - height / 2)
+        depth *= inside_x & inside_y
+        for other_x, other_y, other_width, other_height in taken:
+            apart_x = abs(x - other_x) >= (width + other_width) / 2
+            apart_y = abs(y - other_y) >= (height + other_height) / 2
+            depth *= apart_x | apart_y
+        deepest = np.argwhere(depth == depth.max())
+        row, column = deepest[np.argmin(np.square(deepest - deepest.mean(axis=0)).sum(axis=1))]
+        if depth[row, column] > 0:
+            point = int(column) + columns.start, int(row) + rows.start
+            points[index] = point
+            taken.append((*point, width, height))
+    return points
+
+
+def _paint_pair(row: PanopticSheetRow, names: Sequence[str]) -> Pair:
+    for panoptic in (row.truth, row.found):
+        _check_size(row.image, panoptic)
+    picture, _ = fit(row.image)
+    truth, found = (_paint(picture, panoptic, names, LABEL_SIZE) for panoptic in (row.truth, row.found))
+    counts = f"{len(row.truth.segments)} segments in the ground truth, {len(row.found.segments)} predicted"
+    return Pair(truth, found, row.file_name, counts)
+
+
+def _check_size(image: Tensor, panoptic: PanopticMap) -> None:
+    if image.shape[1:] != panoptic.ids.shape:
+        given, expected = (" x ".join(map(str, shape)) for shape in (panoptic.ids.shape, image.shape[1:]))
+        raise InputError(
+            f"the panoptic map of image {panoptic.image_id} has {given} pixels (height x width), its image {expected}; "
+            "both must have the size of the file"
+        )
+
+
+def _paint(picture: Image.Image, panoptic: PanopticMap, names: Sequence[str], font_size: int) -> Image.Image:
+    """A copy of ``picture``, which may be larger or smaller than the map, with the segments drawn on it."""
+    numbers = _numbered(panoptic, picture.size)
+    colours = segment_colours(panoptic.segments)
+    pixels = np.asarray(picture).copy()
+    inside = numbers > 0
+    table = np.array([(0, 0, 0), *colours])
+    grey = np.asarray(picture.convert("L"))[inside, None]
+    pixels[inside] = np.rint(grey * (1 - _OPACITY) + table[numbers[inside]] * _OPACITY)
+    pixels[inside & _near_boundary(numbers, max(1, font_size // 12))] = DARK
+    painted = Image.fromarray(pixels)
+    texts = [names[segment.label] + (" (crowd)" if segment.is_crowd else "") for segment in panoptic.segments]
+    _paint_names(painted, numbers, texts, colours, font_size)
+    return painted
+
+
+def _paint_names(
+    picture: Image.Image, numbers: NDArray[np.int32], texts: Sequence[str], colours: Sequence[Colour], font_size: int
+) -> None:
+    """Names on patches of their segments' colours."""
+    font = load_font(font_size)
+    padding = max(2, font_size // 5)
+    texts = [shorten(text, font, picture.width - 2 * padding) for text in texts]
+    height = sum(font.getmetrics()) + padding
+    sizes = [(round(font.getlength(text)) + 2 * padding, height) for text in texts]
+    draw = ImageDraw.Draw(picture)
+    points = interior_points(numbers, sizes)
+    for text, (width, _), colour, point in zip(texts, sizes, colours, points, strict=True):
+        if point is None:
+            continue
+        x, y = point[0] - width // 2, point[1] - height // 2
+        draw.rectangle((x, y, x + width - 1, y + height - 1), fill=colour)
+        draw.text((x + padding, y + padding / 2), text, fill=text_colour(colour), font=font)
+
+
+def _numbered(panoptic: PanopticMap, size: tuple[int, int]) -> NDArray[np.int32]:
+    """The map (h, w) at a picture's size (width, height), segments numbered from 1."""
+    ids = panoptic.ids.cpu().numpy()
+    numbers = np.zeros(ids.shape, dtype=np.int32)
+    for number, segment in enumerate(panoptic.segments, start=1):
+        numbers[ids == segment.id] = number
+    return np.asarray(Image.fromarray(numbers).resize(size, Image.Resampling.NEAREST))
+
+
+def _near_boundary(numbers: NDArray[np.int32], width: int) -> NDArray[np.bool_]:
+    """(h, w) pixels at most ``width`` away from a pixel of another segment or void; the picture's edge is none."""
+    window = 2 * width + 1
+    near: NDArray[np.bool_] = ndimage.maximum_filter(numbers, window) != ndimage.minimum_filter(numbers, window)
+    return near
+
+
+def _shade(colour: Colour, number: int) -> Colour:
+    hue, lightness, saturation = colorsys.rgb_to_hls(*(value / 255 for value in colour))
+    lightness = min(max(lightness + _SHADES[number % len(_SHADES)], 0.1), 0.9)
+    shade = colorsys.hls_to_rgb(hue, lightness, saturation)
+    return tuple(round(value * 255) for value in shade)  # type: ignore[return-value]

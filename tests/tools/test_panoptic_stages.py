@@ -1,0 +1,169 @@
+"""Boxes over things and stuff, then masks: both stages through the command line, and what can go wrong between them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import detr_bf
+from detr_bf.engine import load_checkpoint
+from detr_bf.errors import InputError
+from detr_bf.evaluation import PanopticFile
+from detr_bf.panoptic_png import read_ids
+from tests.tools.conftest import TINY
+from tests.tools.test_train_net import predict, records, train_net
+
+MASKS = ["model.masks=true", "eval.panoptic.threshold=0", "train.epochs=2"]
+FROZEN = [*MASKS, "freeze.detector=true"]
+
+
+@pytest.fixture
+def stuff(
+    tmp_path: Path, panoptic_folder: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> SimpleNamespace:
+    """The tiny detector on tiny panoptic data: six images to train on, four to validate."""
+    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    train, val = panoptic_folder(6, name="train"), panoptic_folder(4, name="val", first_image_id=101)
+    splits = {
+        name: f"{{images: {x.images}, annotations: {x.annotations}, panoptic: {x.panoptic}}}"
+        for name, x in (("train", train), ("val", val))
+    }
+    config = tmp_path / "panoptic.yaml"
+    config.write_text(
+        TINY.replace("data:\n", f"data:\n  train: {splits['train']}\n  val: {splits['val']}\n") + "seed: 3\n"
+    )
+    return SimpleNamespace(config=["--config", str(config)], train=train, val=val, folder=tmp_path)
+
+
+def run(stuff: SimpleNamespace, name: str, *settings: str) -> int:
+    return train_net([*stuff.config, f"output_dir={stuff.folder / name}", *settings])
+
+
+def evaluation(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+@pytest.mark.parametrize("batch_former", ["true", "false"])
+def test_both_stages(stuff: SimpleNamespace, batch_former: str, capsys: pytest.CaptureFixture[str]) -> None:
+    boxes, masks = stuff.folder / "boxes", stuff.folder / "masks"
+    assert run(stuff, "boxes", "train.epochs=1") == 0
+    assert evaluation(boxes)["panoptic"] is None, "no masks, no maps"
+    former = f"batch_former.enabled={batch_former}"
+    assert run(stuff, "masks", *FROZEN, former, f"init_from={boxes}") == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("PQ 0.")
+    before, after = load_checkpoint(boxes / "best.pt").weights, load_checkpoint(masks / "last.pt").model
+    for name, tensor in after.items():
+        assert name.startswith("mask_head.") or torch.equal(tensor, before[name]), f"{name} was frozen"
+    assert evaluation(masks)["AP"] == evaluation(boxes)["AP"], "the boxes are the same"
+    check_panoptic_results(stuff, masks)
+    steps = records(masks / "metrics.jsonl", "train")
+    assert {"loss_mask", "loss_dice"} <= steps[0].keys()
+    assert ("stream/batchformer/loss_mask" in steps[0]) == (batch_former == "true")
+    assert len([record for record in records(masks / "metrics.jsonl", "val") if record["PQ"] is not None]) == 2
+
+
+def check_panoptic_results(stuff: SimpleNamespace, folder: Path) -> None:
+    written = json.loads((folder / "panoptic.json").read_text())
+    sizes = {image["id"]: (image["height"], image["width"]) for image in stuff.val.content["images"]}
+    assert {entry["image_id"] for entry in written["annotations"]} == sizes.keys()
+    for entry in written["annotations"]:
+        ids = read_ids(folder / "panoptic" / entry["file_name"])
+        assert tuple(ids.shape) == sizes[entry["image_id"]]
+        listed = {segment["id"]: segment["area"] for segment in entry["segments_info"]}
+        assert listed == {int(i): int((ids == i).sum()) for i in ids.unique() if i}
+        assert {segment["category_id"] for segment in entry["segments_info"]} <= {3, 7, 100, 120}
+    results = json.loads((folder / "results.json").read_text())
+    assert all(set(result["segmentation"]) == {"size", "counts"} for result in results)
+    page = (folder / "report.html").read_text()
+    assert "Panoptic segmentation" in page
+    assert page.count("<img") == 3, "curves, boxes, panoptic maps"
+    assert (folder / "pictures" / "panoptic.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_evaluation_alone_gives_the_same_numbers(stuff: SimpleNamespace) -> None:
+    assert run(stuff, "joint", *MASKS) == 0
+    joint = stuff.folder / "joint"
+    trained = evaluation(joint)
+    checkpoint = load_checkpoint(joint / "last.pt")
+    moved = [name for name, x in checkpoint.model.items() if not torch.equal(x, checkpoint.ema[name])]
+    assert any(name.startswith("encoder.") for name in moved), "trained jointly"
+    assert any(name.startswith("mask_head.") for name in moved)
+    again = [f"init_from={joint / 'last.pt'}", "--eval-only"]
+    assert run(stuff, "again", *MASKS, *again) == 0
+    assert evaluation(stuff.folder / "again") == trained
+    assert trained["panoptic"]["num_images"] == 4
+
+
+def test_the_mask_stage_resumes_to_the_same_bits(stuff: SimpleNamespace) -> None:
+    assert run(stuff, "boxes", "train.epochs=1") == 0
+    stage = [*FROZEN, f"init_from={stuff.folder / 'boxes'}"]
+    assert run(stuff, "whole", *stage) == 0
+    assert run(stuff, "parts", *stage, "train.max_steps=3") == 0
+    assert run(stuff, "parts", *stage, "--resume") == 0
+    whole, parts = (load_checkpoint(stuff.folder / name / "last.pt").model for name in ("whole", "parts"))
+    assert [name for name in whole if not torch.equal(whole[name], parts[name])] == []
+    assert evaluation(stuff.folder / "parts") == evaluation(stuff.folder / "whole")
+
+
+def test_predictions(stuff: SimpleNamespace) -> None:
+    assert run(stuff, "joint", *MASKS) == 0
+    output, image = stuff.folder / "found", stuff.val.images / "0101.png"
+    common = ["--checkpoint", str(stuff.folder / "joint"), "--output", str(output)]
+    assert predict([*common, "--panoptic", str(stuff.val.images)]) == 0
+    assert (output / "0000_0101.png").read_bytes().startswith(b"\x89PNG")
+    predictor = detr_bf.load(stuff.folder / "joint")
+    written = PanopticFile(output / "panoptic.json", output / "panoptic", predictor.class_map)
+    found = predictor.panoptic(image)
+    assert len(written) == 4
+    assert torch.equal(written[0].ids, found.ids)
+    assert [(s.id, s.label, s.area) for s in written[0].segments] == [(s.id, s.label, s.area) for s in found.segments]
+    assert predict([*common, "--threshold", "0", str(image)]) == 0
+    (entry,) = json.loads((output / "predictions.json").read_text())
+    detections = predictor(image)
+    assert [thing["segmentation"] for thing in entry["objects"]] == list(detections.masks)
+
+
+def test_boxes_have_no_panoptic_maps(stuff: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(stuff, "boxes", "train.max_steps=1") == 0
+    boxes = stuff.folder / "boxes"
+    with pytest.raises(InputError, match="no mask head"):
+        detr_bf.load(boxes).panoptic(stuff.val.images / "0101.png")
+    command = ["--checkpoint", str(boxes), "--output", str(stuff.folder / "found"), "--panoptic"]
+    assert predict([*command, str(stuff.val.images)]) == 2
+    assert "no mask head" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["freeze.detector=true"], "it needs model.masks=true"),
+        (FROZEN, "needs init_from=RUN_OR_FILE"),
+        ([*FROZEN, "init_from=BOXES", "model.hidden_dim=48"], "does not hold all that stays frozen"),
+        ([*MASKS, "data.train.panoptic=''"], "set data.train.panoptic"),
+        ([*MASKS, "data.train.panoptic=/nowhere"], "panoptic folder /nowhere does not exist"),
+    ],
+)
+def test_what_cannot_work_is_said_first(
+    settings: list[str], message: str, stuff: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(stuff, "boxes", "train.max_steps=1") == 0
+    given = [value.replace("BOXES", str(stuff.folder / "boxes")) for value in settings]
+    assert run(stuff, "masks", *given) == 2
+    assert message in capsys.readouterr().err
+    assert not (stuff.folder / "masks").exists()
+
+
+def test_a_map_that_is_missing_is_found_before_training(
+    stuff: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(stuff.val.panoptic)
+    stuff.val.panoptic.mkdir()
+    assert run(stuff, "joint", *MASKS) == 2
+    assert "0101_segments.png" in capsys.readouterr().err
