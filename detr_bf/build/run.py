@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from detr_bf import interop
-from detr_bf.build.data import build_loader, build_train_data, build_val_data
+from detr_bf.build.data import build_loader, build_train_data, build_val_data, data_source
 from detr_bf.build.model import (
     build_criterion,
     build_model,
@@ -110,12 +110,18 @@ def build_evaluation(config: Config, class_map: ClassMap, device: torch.device, 
     return Evaluation(
         make_batches=lambda: loader(data, SameSizeBatches(sizes, config.eval.batch_size)),
         make_evaluator=lambda: CocoEvaluator(
-            config.data.val.annotations, class_map, config.eval.engine, config.eval.max_detections
+            config.data.val.annotations,
+            class_map,
+            config.eval.engine,
+            config.eval.max_detections,
+            masks=config.model.masks,
+            panoptic=data_source(config, "val").panoptic,
         ),
         postprocess=build_postprocess(config),
         class_map=class_map,
         device=device,
         precision=PRECISIONS[config.train.precision],
+        masks=config.model.masks,
         panoptic=_panoptic_evaluation(config, data, folder),
     )
 

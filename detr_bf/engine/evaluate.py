@@ -36,6 +36,7 @@ class Evaluation:
     Args:
         make_batches: the batches of the split, every image once.
         make_evaluator: an empty evaluator.
+        masks: measure the masks of the detections too.
         panoptic: for models with a mask head and data with panoptic annotations.
         detections: what the last call found, by image.
     """
@@ -46,6 +47,7 @@ class Evaluation:
     class_map: ClassMap
     device: torch.device
     precision: torch.dtype = torch.float32
+    masks: bool = False
     panoptic: PanopticEvaluation | None = None
     detections: list[Detections] = field(default_factory=list)
 
@@ -65,7 +67,11 @@ class Evaluation:
         finally:
             model.train(was_training)
         self.detections = boxes.detections
-        return Result(boxes.summarize(), panoptic.summarize() if panoptic else None)
+        return Result(
+            boxes.summarize(),
+            boxes.summarize_masks() if self.masks else None,
+            panoptic.summarize() if panoptic else None,
+        )
 
     def _run(
         self,

@@ -1,4 +1,4 @@
-"""COCO box average precision: one thin adapter over pycocotools and hotcoco.
+"""COCO average precision of boxes and masks: one thin adapter over pycocotools and hotcoco.
 
 The engines match and accumulate; the twelve numbers are read here, once, from the precision and recall arrays, so that
 they mean the same whichever engine ran. Definitions: https://cocodataset.org/#detection-eval; ``pycocotools.cocoeval``.
@@ -9,25 +9,22 @@ M detection limits.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from detr_bf.data.coco import CocoAnnotations, is_box, read_annotations
+from detr_bf.data.coco import CocoAnnotations, annotated_size, is_box, read_annotations
 from detr_bf.errors import InputError
+from detr_bf.evaluation.engines import Curves, match_and_accumulate, resolve_engine
+from detr_bf.evaluation.run_lengths import with_run_lengths
 from detr_bf.evaluation.summary import METRIC_NAMES, SIZE_NAMES, ClassResult, CocoSummary
 from detr_bf.files import write_json
 from detr_bf.structures import ClassMap, Detections
 
-ENGINES = ("auto", "pycocotools", "hotcoco")
 _IOU_50, _IOU_75 = 0, 5  # positions in the engines' thresholds 0.50, 0.55, ..., 0.95
 _SIZE_BOUNDS = {"small": (0, 32**2), "medium": (32**2, 96**2), "large": (96**2, 1e10)}  # pixels, both ends included
 
@@ -43,6 +40,8 @@ class CocoEvaluator:
         class_map: the model's classes; ``Detections.labels`` index into it.
         engine: ``auto`` takes hotcoco when it is installed, else pycocotools; their results are bit-identical.
         max_detections: counted per class and image, best scores first, as COCO does.
+        masks: read the masks of the ground truth too, for :meth:`summarize_masks`.
+        panoptic: folder of the PNG files of a panoptic JSON.
 
     Raises:
         InputError: the file is missing or is not COCO, its categories contradict ``class_map``, the engine is unknown
@@ -50,14 +49,21 @@ class CocoEvaluator:
     """
 
     def __init__(
-        self, annotations: str | Path, class_map: ClassMap, engine: str = "auto", max_detections: int = 100
+        self,
+        annotations: str | Path,
+        class_map: ClassMap,
+        engine: str = "auto",
+        max_detections: int = 100,
+        *,
+        masks: bool = False,
+        panoptic: Path | None = None,
     ) -> None:
         if max_detections < 1:
             raise InputError(f"max_detections must be at least 1, got {max_detections}")
         self.engine = resolve_engine(engine)
         self.class_map = class_map
         self.max_detections = max_detections
-        self._ground_truth = load_ground_truth(Path(annotations), class_map)
+        self._ground_truth = load_ground_truth(Path(annotations), class_map, masks=masks, panoptic=panoptic)
         self._image_ids = [image["id"] for image in self._ground_truth["images"]]
         self._known_ids = frozenset(self._image_ids)
         self._detections: dict[int, Detections] = {}
@@ -88,11 +94,24 @@ class CocoEvaluator:
         return list(self._detections.values())
 
     def summarize(self, partial: bool = False) -> CocoSummary:
-        """The numbers for all images of the file; with ``partial``, for those seen so far only.
+        """The numbers of the boxes for all images of the file; with ``partial``, for those seen so far only.
 
         Raises:
             InputError: images are missing and ``partial`` is False.
         """
+        return self._summary("bbox", self.class_map, partial)
+
+    def summarize_masks(self, partial: bool = False) -> CocoSummary:
+        """The same numbers by the IoU of masks, of the classes that are things.
+
+        The evaluator must have been made with ``masks`` and have been given detections with masks.
+        """
+        classes = zip(self.class_map.category_ids, self.class_map.names, self.class_map.is_thing, strict=True)
+        things = [(category_id, name) for category_id, name, is_thing in classes if is_thing]
+        return self._summary("segm", ClassMap(tuple(i for i, _ in things), tuple(name for _, name in things)), partial)
+
+    def _summary(self, kind: str, classes: ClassMap, partial: bool) -> CocoSummary:
+        """By the IoU of ``kind``, of these ``classes``."""
         missing = [image_id for image_id in self._image_ids if image_id not in self._detections]
         if missing and not partial:
             raise InputError(
@@ -100,28 +119,20 @@ class CocoEvaluator:
                 f"{', '.join(map(str, missing[:5]))}{', ...' if len(missing) > 5 else ''}): "
                 "run them all, or ask for summarize(partial=True)"
             )
-        ground_truth = _restrict(self._ground_truth, self._detections.keys())
-        results = to_coco_results((replace(image, masks=None) for image in self.detections), self.class_map)
+        ground_truth = _restrict(self._ground_truth, self._detections.keys(), classes)
+        results = _of_kind(kind, to_coco_results(self.detections, self.class_map), classes)
         limits = (1, min(10, self.max_detections), self.max_detections)
-        run = _run_hotcoco if self.engine == "hotcoco" else _run_pycocotools
-        curves = run(ground_truth, results, limits)
+        curves = match_and_accumulate(self.engine, ground_truth, results, limits, kind)
         objects = [annotation for annotation in ground_truth["annotations"] if not annotation["iscrowd"]]
         return CocoSummary(
             **_twelve_numbers(curves),
-            per_class=_per_class(curves, objects, self.class_map),
+            per_class=_per_class(curves, objects, classes),
             num_objects_by_size=_count_sizes(objects),
             num_images=len(self._detections),
             num_detections=len(results),
             max_detections=self.max_detections,
             engine=self.engine,
         )
-
-
-class Curves(NamedTuple):
-    """What an engine accumulates; -1 where a class or size has no ground truth. K runs by ascending category id."""
-
-    precision: np.ndarray  # (T, R, K, A, M) float64
-    recall: np.ndarray  # (T, K, A, M) float64
 
 
 def merge_shards(shards: Iterable[Sequence[Detections]]) -> list[Detections]:
@@ -156,38 +167,34 @@ def write_results(path: str | Path, detections: Iterable[Detections], class_map:
     write_json(path, to_coco_results(detections, class_map))
 
 
-def resolve_engine(engine: str) -> str:
-    """``pycocotools`` or ``hotcoco``; InputError when the engine is unknown or not installed."""
-    if engine not in ENGINES:
-        raise InputError(f"evaluation engine must be one of {', '.join(ENGINES)}; got '{engine}'")
-    has_hotcoco = importlib.util.find_spec("hotcoco") is not None
-    if engine == "hotcoco" and not has_hotcoco:
-        raise InputError(
-            "evaluation engine 'hotcoco' is not installed: run pip install 'detr_bf[fast-eval]', "
-            "or choose engine 'pycocotools'"
-        )
-    if engine == "auto":
-        return "hotcoco" if has_hotcoco else "pycocotools"
-    return engine
-
-
-def load_ground_truth(path: Path, class_map: ClassMap) -> dict[str, Any]:
+def load_ground_truth(
+    path: Path, class_map: ClassMap, *, masks: bool = False, panoptic: Path | None = None
+) -> dict[str, Any]:
     """Read a COCO file into a fresh, complete and minimal data set (see :class:`CocoEvaluator`).
 
     Raises:
-        InputError: the file is missing, is not COCO, or contradicts ``class_map``.
+        InputError: the file is missing, is not COCO, or contradicts ``class_map``; a mask cannot be read.
     """
     content = read_annotations(path)
-    image_ids = {image["id"] for image in content.images}
+    if masks:
+        content = with_run_lengths(content, panoptic)
+    sizes = {image["id"]: annotated_size(image) for image in content.images}
+    image_ids = sizes.keys()
     listed = [annotation for annotation in content.annotations if annotation["image_id"] in image_ids]
     _check_categories(content, class_map)
     _check_objects(path, listed, class_map)
     names = dict(zip(class_map.category_ids, class_map.names, strict=True))
     return {
-        "images": [{"id": image_id} for image_id in sorted(image_ids)],
+        "images": [{"id": image_id, **_sides(sizes[image_id])} for image_id in sorted(image_ids)],
         "annotations": [_complete(annotation, number) for number, annotation in enumerate(listed, start=1)],
         "categories": [{"id": category_id, "name": names[category_id]} for category_id in sorted(names)],
     }
+
+
+def _sides(size: tuple[int, int] | None) -> dict[str, int]:
+    """What pycocotools wants to find of an image with masks; run lengths know their size themselves."""
+    height, width = size or (0, 0)
+    return {"height": height, "width": width}
 
 
 def _complete(annotation: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -200,6 +207,7 @@ def _complete(annotation: Mapping[str, Any], number: int) -> dict[str, Any]:
         "bbox": list(annotation["bbox"]),
         "area": width * height if area is None else area,
         "iscrowd": int(annotation.get("iscrowd") or 0),
+        **({"segmentation": annotation["segmentation"]} if isinstance(annotation.get("segmentation"), dict) else {}),
     }
 
 
@@ -239,45 +247,28 @@ def _check_detections(image: Detections, num_classes: int) -> None:
     assert not len(labels) or 0 <= int(labels.min()) <= int(labels.max()) < num_classes, "labels outside the class map"
 
 
-def _restrict(ground_truth: Mapping[str, Any], image_ids: Iterable[int]) -> dict[str, Any]:
-    """The same data set with these images only, all dictionaries fresh: the engines write into them."""
+def _restrict(ground_truth: Mapping[str, Any], image_ids: Iterable[int], classes: ClassMap) -> dict[str, Any]:
+    """The same data set with these images and classes only, all dictionaries fresh: the engines write into them."""
     kept = set(image_ids)
     return {
         "images": [dict(image) for image in ground_truth["images"] if image["id"] in kept],
-        "annotations": [dict(item) for item in ground_truth["annotations"] if item["image_id"] in kept],
-        "categories": [dict(category) for category in ground_truth["categories"]],
+        "annotations": [
+            dict(item)
+            for item in ground_truth["annotations"]
+            if item["image_id"] in kept and item["category_id"] in classes.index
+        ],
+        "categories": [dict(category) for category in ground_truth["categories"] if category["id"] in classes.index],
     }
 
 
-def _run_pycocotools(ground_truth: dict[str, Any], results: list[dict[str, Any]], limits: Sequence[int]) -> Curves:
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        truth, found = COCO(), COCO()
-        truth.dataset = ground_truth
-        truth.createIndex()
-        if results:
-            found = truth.loadRes(results)
-        else:  # loadRes fails on an empty list
-            found.dataset = {**ground_truth, "annotations": []}
-            found.createIndex()
-        return _accumulate(COCOeval(truth, found, "bbox"), limits)
-
-
-def _run_hotcoco(ground_truth: dict[str, Any], results: list[dict[str, Any]], limits: Sequence[int]) -> Curves:
-    import hotcoco
-
-    truth = hotcoco.COCO(ground_truth)
-    return _accumulate(hotcoco.COCOeval(truth, truth.load_res(results), "bbox"), limits)
-
-
-def _accumulate(evaluation: Any, limits: Sequence[int]) -> Curves:
-    """Run either engine's ``COCOeval``: both answer to the same names."""
-    evaluation.params.maxDets = list(limits)
-    evaluation.evaluate()
-    evaluation.accumulate()
-    return Curves(evaluation.eval["precision"], evaluation.eval["recall"])
+def _of_kind(kind: str, results: Iterable[dict[str, Any]], classes: ClassMap) -> list[dict[str, Any]]:
+    """What an engine reads of the results of these classes: boxes, or masks."""
+    unread = {"bbox": "segmentation", "segm": "bbox"}[kind]
+    return [
+        {key: value for key, value in result.items() if key != unread}
+        for result in results
+        if result["category_id"] in classes.index
+    ]
 
 
 def _mean_valid(values: np.ndarray) -> float | None:

@@ -29,6 +29,7 @@ _TERMS: tuple[_Line, ...] = (
 )
 _SCORES: tuple[_Line, ...] = (
     ("PQ", "PQ", "#d55e00"),
+    ("mask/AP", "mask AP", "#009e73"),
     ("AP50", "AP50", "#56b4e9"),
     ("AP", "AP", "#1c1e22"),
     ("AP75", "AP75", "#cc79a7"),

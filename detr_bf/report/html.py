@@ -54,13 +54,14 @@ def write_report(run_dir: str | Path, title: str = "") -> Path:
     config = load_config(config_file) if config_file.is_file() else None
     metrics = read_metrics(run_dir / METRICS_FILE) if (run_dir / METRICS_FILE).is_file() else Metrics()
     result = _read_result(run_dir / EVALUATION_FILE)
-    boxes, panoptic = (result.boxes, result.panoptic) if result else (None, None)
+    boxes, masks, panoptic = (result.boxes, result.masks, result.panoptic) if result else (None, None, None)
     heading = title or run_dir.resolve().name
     body = "\n".join(
         [
             f"<header><h1>{escape(heading)}</h1>{_lead(config, metrics)}</header>",
             *([_section("Panoptic segmentation", _panoptic_headline(panoptic))] if panoptic else []),
-            _section("Boxes" if panoptic else "Validation", _headline(boxes)),
+            *([_section("Masks", _headline(masks, "mask"))] if masks else []),
+            _section("Boxes" if masks else "Validation", _headline(boxes, "box")),
             _section("Curves", _curves(run_dir, metrics)),
             *([_section("Panoptic maps", _sheet(run_dir / PANOPTIC_SHEET_FILE))] if panoptic else []),
             _section("Validation images", _sheet(run_dir / SHEET_FILE)),
@@ -114,7 +115,7 @@ def _lead(config: Config | None, metrics: Metrics) -> str:
     return f'<p class="lead">{escape(" ".join(sentences))}</p>'
 
 
-def _headline(summary: CocoSummary | None) -> str:
+def _headline(summary: CocoSummary | None, kind: str) -> str:
     if summary is None:
         return _missing(EVALUATION_FILE, "evaluation")
     sizes = zip(SIZE_NAMES, (summary.APs, summary.APm, summary.APl), strict=True)
@@ -127,7 +128,7 @@ def _headline(summary: CocoSummary | None) -> str:
     ]
     return (
         f'<div class="cards large">{_cards(large)}</div>\n<div class="cards">{_cards(small)}</div>\n'
-        f'<p class="faint">COCO box metrics in percent on {summary.num_images:,} images, '
+        f'<p class="faint">COCO {kind} metrics in percent on {summary.num_images:,} images, '
         f"{summary.num_detections:,} detections, computed with {escape(summary.engine)}.</p>"
     )
 

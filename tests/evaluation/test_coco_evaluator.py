@@ -18,8 +18,10 @@ import pytest
 import torch
 
 from detr_bf.errors import InputError
-from detr_bf.evaluation import CocoEvaluator, CocoSummary, merge_shards, to_coco_results, write_results
+from detr_bf.evaluation import CocoEvaluator, CocoSummary, engines, merge_shards, to_coco_results, write_results
 from detr_bf.evaluation import coco as coco_module
+from detr_bf.panoptic_png import read_ids
+from detr_bf.postprocess import encoded
 from detr_bf.structures import ClassMap, Detections
 
 CocoFolder = Callable[..., SimpleNamespace]
@@ -233,11 +235,11 @@ def test_bad_annotation_files_and_options(coco_folder: CocoFolder, tmp_path: Pat
 
 
 def test_auto_takes_hotcoco_only_when_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert coco_module.resolve_engine("auto") == "hotcoco"
-    monkeypatch.setattr(coco_module.importlib.util, "find_spec", lambda name: None)
-    assert coco_module.resolve_engine("auto") == "pycocotools"
+    assert engines.resolve_engine("auto") == "hotcoco"
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
+    assert engines.resolve_engine("auto") == "pycocotools"
     with pytest.raises(InputError, match=r"pip install 'detr_bf\[fast-eval\]'"):
-        coco_module.resolve_engine("hotcoco")
+        engines.resolve_engine("hotcoco")
 
 
 def test_the_engines_print_nothing(coco_folder: CocoFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,16 +286,39 @@ def _result(image_id: int, category_id: int, box: np.ndarray, rng: np.random.Gen
     return {"image_id": image_id, "category_id": category_id, "bbox": bbox, "score": round(float(rng.random()), 1)}
 
 
+def ellipse(box: Sequence[float]) -> dict[str, Any]:
+    """The mask that fills a box x, y, width, height, as run lengths of an image of 400 x 400 pixels."""
+    x, y, width, height = box
+    rows, columns = np.mgrid[:400, :400] + 0.5
+    inside = ((columns - x - width / 2) / (width / 2)) ** 2 + ((rows - y - height / 2) / (height / 2)) ** 2 <= 1
+    return encoded(torch.from_numpy(inside)[None])[0]
+
+
+def with_masks(content: dict[str, Any], results: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Ellipses instead of boxes."""
+    images = [{**image, "height": 400, "width": 400} for image in content["images"]]
+    annotations = [{**a, "segmentation": ellipse(a["bbox"])} for a in content["annotations"]]
+    masks = [{**{k: v for k, v in r.items() if k != "bbox"}, "segmentation": ellipse(r["bbox"])} for r in results]
+    return {**content, "images": images, "annotations": annotations}, masks
+
+
+@pytest.mark.parametrize("kind", ["bbox", "segm"])
 @pytest.mark.parametrize("seed", range(8))
-def test_engines_agree_bit_for_bit_with_each_other_and_with_pycocotools_own_summary(seed: int, tmp_path: Path) -> None:
+def test_engines_agree_bit_for_bit_with_each_other_and_with_pycocotools_own_summary(
+    kind: str, seed: int, tmp_path: Path
+) -> None:
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
     content, results = random_data_set(seed)
+    if kind == "segm":
+        content, results = with_masks(content, results)
     limits = (1, 10, 100)
     runs = [
-        run(json.loads(json.dumps(content)), json.loads(json.dumps(results)), limits)
-        for run in (coco_module._run_pycocotools, coco_module._run_hotcoco)
+        engines.match_and_accumulate(
+            engine, json.loads(json.dumps(content)), json.loads(json.dumps(results)), limits, kind
+        )
+        for engine in ENGINES
     ]
     assert runs[0].precision.tobytes() == runs[1].precision.tobytes()
     assert runs[0].recall.tobytes() == runs[1].recall.tobytes()
@@ -304,9 +329,64 @@ def test_engines_agree_bit_for_bit_with_each_other_and_with_pycocotools_own_summ
         path = tmp_path / "annotations.json"
         path.write_text(json.dumps(content))
         truth = COCO(str(path))
-        reference = COCOeval(truth, truth.loadRes(results), "bbox")
+        reference = COCOeval(truth, truth.loadRes(results), kind)
         reference.evaluate()
         reference.accumulate()
         reference.summarize()
     assert numbers[0] == [None if value == -1 else value for value in reference.stats.tolist()]
     assert 0 < numbers[0][0] < 1
+
+
+def masked(image_id: int, masks: torch.Tensor, labels: Sequence[int]) -> Detections:
+    """Certain detections with these masks (N, H, W); their boxes are elsewhere."""
+    count = len(masks)
+    return Detections(image_id, torch.zeros(count, 4), torch.ones(count), torch.tensor(labels), encoded(masks))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_masks_of_things_of_a_panoptic_file(panoptic_folder: CocoFolder, engine: str) -> None:
+    """Exact masks give 1 although the boxes are wrong; stuff does not count, a missing stuff segment neither."""
+    folder = panoptic_folder(4)
+    class_map = ClassMap.from_categories(folder.content["categories"])
+    evaluator = CocoEvaluator(folder.annotations, class_map, engine, masks=True, panoptic=folder.panoptic)
+    for entry in folder.content["annotations"]:
+        ids = read_ids(folder.panoptic / entry["file_name"])
+        segments = [s for s in entry["segments_info"] if not s["iscrowd"] and s["category_id"] != 100]
+        masks = torch.stack([ids == segment["id"] for segment in segments])
+        labels = [class_map.index[segment["category_id"]] for segment in segments]
+        evaluator.update([masked(entry["image_id"], masks, labels)])
+    summary = evaluator.summarize_masks()
+    assert pytest.approx(1.0) == summary.AP
+    assert list(summary.per_class) == ["thing3", "thing7"]
+    assert evaluator.summarize().AP < 0.1, "of the boxes"
+
+
+def test_polygons_and_run_lengths_of_a_detection_file(coco_folder: CocoFolder) -> None:
+    folder = coco_folder(num_images=4, objects=2)
+    for annotation in folder.content["annotations"]:
+        x, y, w, h = annotation["bbox"]
+        polygon = [[x, y, x + w, y, x + w, y + h, x, y + h]]
+        pixels = torch.zeros(1, 48, 64)
+        pixels[0, y : y + h, x : x + w] = 1
+        annotation["segmentation"] = polygon if annotation["id"] % 2 else encoded(pixels)[0]
+    folder.save()
+    detections, class_map = perfect(folder)
+    evaluator = CocoEvaluator(folder.annotations, class_map, masks=True)
+    for found in detections:
+        masks = torch.zeros(len(found.boxes), 48, 64)
+        for mask, (x0, y0, x1, y1) in zip(masks, found.boxes.int().tolist(), strict=True):
+            mask[y0:y1, x0:x1] = 1
+        evaluator.update([replace(found, masks=encoded(masks))])
+    assert evaluator.summarize_masks().AP == evaluator.summarize().AP == pytest.approx(1.0)
+
+
+def test_ground_truth_without_masks_is_refused(coco_folder: CocoFolder) -> None:
+    folder = coco_folder()
+    class_map = ClassMap.from_categories(folder.content["categories"])
+    with pytest.raises(InputError, match="annotation 1 of image 1 has no usable mask: segmentation is none"):
+        CocoEvaluator(folder.annotations, class_map, masks=True)
+    for image in folder.content["images"]:
+        del image["height"]
+    folder.save()
+    with pytest.raises(InputError, match="give its height and width"):
+        CocoEvaluator(folder.annotations, class_map, masks=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from detr_bf.config import Config, config_to_yaml
 from detr_bf.errors import InputError
-from detr_bf.evaluation import ClassResult, CocoSummary
+from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
 from detr_bf.files import write_json, write_text
 from detr_bf.report import save_picture, write_report
 from detr_bf.report.html import batch_former_line
@@ -154,3 +155,26 @@ def test_batch_former_line() -> None:
     assert "batches of 2" in line
     for off in (replace(on, enabled=False), replace(on, layers=[])):
         assert batch_former_line(replace(config, batch_former=off)) == "BatchFormerV2 is off."
+
+
+def test_masks_and_panoptic_quality(run_dir: Path) -> None:
+    numbers = dict.fromkeys(("PQ", "SQ", "RQ", "PQ_th", "SQ_th", "RQ_th", "PQ_st", "SQ_st", "RQ_st"), 0.125)
+    per_class = {
+        "<thing>": PanopticClassResult(0.4, 0.8, 0.5, 3, 2, 4, True),
+        "sky": PanopticClassResult(0.6, 0.9, 2 / 3, 5, 1, 4, False),
+        "absent": PanopticClassResult(None, None, None, 0, 0, 0, False),
+    }
+    panoptic = PanopticSummary(**{**numbers, "PQ": 0.5, "RQ_st": None}, per_class=per_class, num_images=17)
+    result = Result(SUMMARY, replace(SUMMARY, AP=0.2222), panoptic)
+    write_json(run_dir / "evaluation.json", result.to_dict())
+    shutil.copy(run_dir / "pictures" / "validation.png", run_dir / "pictures" / "panoptic.png")
+    page = Page(write_report(run_dir).read_text())
+    assert page.tags.count("img") == 3
+    headings = [text for text in page.texts if text in ("Panoptic segmentation", "Masks", "Boxes", "Panoptic maps")]
+    assert headings == ["Panoptic segmentation", "Masks", "Boxes", "Panoptic maps"]
+    for text in ("50.0", "12.5", "22.2", "27.5", "PQ things", "RQ stuff", "—"):
+        assert text in page.texts, text
+    start = page.texts.index("Missed") + 1
+    assert page.texts[start : start + 9] == ["sky", "stuff", "60.0", "90.0", "66.7", "5", "1", "4", "<thing>"]
+    assert Result.from_dict(json.loads((run_dir / "evaluation.json").read_text())) == result
+    assert str(result) == "PQ 0.500  SQ 0.125  RQ 0.125  AP 0.275  mask AP 0.222"

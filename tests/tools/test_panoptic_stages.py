@@ -65,6 +65,7 @@ def test_both_stages(stuff: SimpleNamespace, batch_former: str, capsys: pytest.C
     check_panoptic_results(stuff, masks)
     steps = records(masks / "metrics.jsonl", "train")
     assert {"loss_mask", "loss_dice"} <= steps[0].keys()
+    assert evaluation(masks)["masks"]["num_detections"] > 0
     assert ("stream/batchformer/loss_mask" in steps[0]) == (batch_former == "true")
     assert len([record for record in records(masks / "metrics.jsonl", "val") if record["PQ"] is not None]) == 2
 
