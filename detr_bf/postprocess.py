@@ -50,7 +50,7 @@ class Postprocess:
         scale = boxes.new_tensor([width, height, width, height])
         masks = None
         if outputs.masks is not None:
-            logits = unpadded_masks(outputs.masks[image, query].float(), target, targets)
+            logits = unpadded_masks(outputs.masks.of(torch.full_like(query, image), query).float(), target, targets)
             inside = (logits.sigmoid() > self.mask_threshold).byte()
             masks = encoded(F.interpolate(inside[:, None], target.original_size)[:, 0])
         return Detections(target.image_id, (boxes[query] * scale).cpu(), best.cpu(), label.cpu(), masks)
@@ -83,10 +83,12 @@ class PanopticPostprocess:
         logits = outputs.logits[-1].float()
         labels = self.classification.scores(logits).argmax(-1)
         taking_part = self.classification.is_object(logits, self.threshold)
-        return [
-            self._map(unpadded_masks(masks[keep].float(), target, targets), label[keep], target)
-            for masks, keep, label, target in zip(outputs.masks, taking_part, labels, targets, strict=True)
-        ]
+        maps = []
+        for image, target in enumerate(targets):
+            query = taking_part[image].nonzero()[:, 0]
+            masks = outputs.masks.of(torch.full_like(query, image), query)
+            maps.append(self._map(unpadded_masks(masks.float(), target, targets), labels[image, query], target))
+        return maps
 
     def _map(self, masks: Tensor, labels: Tensor, target: Target) -> PanopticMap:
         """Masks (Q, H, W) of one image and their classes (Q,)."""

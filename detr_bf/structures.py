@@ -6,7 +6,7 @@ S tokens, C channels, H x W pixels of the padded batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -169,6 +169,29 @@ class Queries:
 
 
 @dataclass(frozen=True)
+class Masks:
+    """Mask logits over the padded image, worked out for those pairs of row and query that are asked for.
+
+    They are the most costly thing a detector makes, and losses and postprocessing look at few of them: the pairs that
+    were matched, the queries that claim an object. No mask depends on which others are asked for.
+    """
+
+    of: Callable[[Tensor, Tensor], Tensor]  # rows (M,) and queries (M,), int64 -> logits (M, h, w)
+    rows: int
+    queries: int
+
+    @classmethod
+    def known(cls, logits: Tensor) -> Masks:
+        """All of them (R, Q, h, w)."""
+        return cls(lambda row, query: logits[row, query], *logits.shape[:2])
+
+    def all(self) -> Tensor:
+        """(R, Q, h, w)."""
+        pairs = torch.cartesian_prod(torch.arange(self.rows), torch.arange(self.queries))
+        return self.of(pairs[:, 0], pairs[:, 1]).unflatten(0, (self.rows, self.queries))
+
+
+@dataclass(frozen=True)
 class Outputs:
     """What a detector predicts, all decoder layers stacked, the last layer last.
 
@@ -180,7 +203,7 @@ class Outputs:
     num_streams: int = 1
     proposals: Outputs | None = None  # of a two-stage detector: one layer, a query for every token, any object class 0
     states: Tensor | None = None  # (R, Q, C), what the last layer's heads read
-    masks: Tensor | None = None  # (R, Q, h, w) logits of the last layer, over the padded image; None without mask head
+    masks: Masks | None = None  # of the last layer; None without mask head
 
 
 @dataclass(frozen=True)

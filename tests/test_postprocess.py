@@ -12,7 +12,7 @@ from pycocotools import mask as coco_mask
 
 from detr_bf.losses import CrossEntropy, Focal
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
-from detr_bf.structures import Outputs, PanopticMap, Target
+from detr_bf.structures import Masks, Outputs, PanopticMap, Target
 from tests.references.examples import random_outputs, random_targets
 
 LAYERS, QUERIES, CLASSES = 2, 6, 4
@@ -104,7 +104,7 @@ def with_masks(logits: torch.Tensor, targets: list[Target], classification: Cros
         claims[..., query, query % CLASSES] = 20.0
     if isinstance(classification, CrossEntropy):
         claims[..., -1, -1] = 20.0
-    return Outputs(claims, torch.full((1, images, queries, 4), 0.5), masks=logits)
+    return Outputs(claims, torch.full((1, images, queries, 4), 0.5), masks=Masks.known(logits))
 
 
 def masked_example(
@@ -126,7 +126,7 @@ def test_detections_have_masks_of_the_original_image() -> None:
     assert outputs.masks is not None
     for image, (found, target) in enumerate(zip(Postprocess(CrossEntropy())(outputs, targets), targets, strict=True)):
         assert found.masks is not None
-        enlarged = F.interpolate(outputs.masks[image, None], size=(32, 40), mode="bilinear")[0]
+        enlarged = F.interpolate(outputs.masks.all()[image, None], size=(32, 40), mode="bilinear")[0]
         height, width = target.size
         inside = (enlarged[:, :height, :width] > 0)[:, None].byte()
         expected = F.interpolate(inside, target.original_size)[:, 0]
@@ -150,7 +150,7 @@ def test_every_pixel_belongs_to_the_strongest_mask(classification: CrossEntropy 
     assert outputs.masks is not None
     maps = panoptic(classification, min_area=0)(outputs, targets)
     for image, (found, target) in enumerate(zip(maps, targets, strict=True)):
-        enlarged = F.interpolate(outputs.masks[image, None, :-1], size=(32, 40), mode="bilinear")[0]
+        enlarged = F.interpolate(outputs.masks.all()[image, None, :-1], size=(32, 40), mode="bilinear")[0]
         height, width = target.size
         strongest = enlarged[:, :height, :width].argmax(0)
         rows = ((torch.arange(target.original_size[0]) + 0.5) * height / target.original_size[0]).long()

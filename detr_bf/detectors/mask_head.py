@@ -3,7 +3,8 @@
 Attention of the queries to the memory at the deepest feature map gives coarse maps; convolutions refine them with the
 finer maps of the backbone, one after another.
 
-Shape legend: B images, R rows (streams x images), Q queries, C channels, H heads, h x w cells of a feature map.
+Shape legend: B images, R rows (streams x images), Q queries of a row, M queries of any rows, C channels, H heads,
+h x w cells of a feature map.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from detr_bf.structures import FeatureMap, TokenBatch
+from detr_bf.structures import FeatureMap, Masks, TokenBatch
 
 NORM_GROUPS = 8
 
@@ -38,13 +39,13 @@ class MaskHead(nn.Module):
         self.attention = AttentionMaps(dim, heads)
         self.convolutions = MaskConvolutions(dim + heads, dim, finer_channels)
 
-    def forward(self, states: Tensor, tokens: TokenBatch, memory: TokenBatch, features: Sequence[FeatureMap]) -> Tensor:
-        """Mask logits (R, Q, h, w) at the finest of the maps.
+    def forward(self, states: Tensor, tokens: TokenBatch, memory: TokenBatch, features: Sequence[FeatureMap]) -> Masks:
+        """The masks of all queries, none of them worked out yet.
 
         Args:
             states: (R, Q, C), the queries as the last decoder layer leaves them.
             tokens: what entered the encoder, B rows.
-            memory: what left it, R rows; its streams say how often all that has B rows is repeated.
+            memory: what left it, R rows; its streams say which rows belong to one image.
             features: the backbone's maps, from fine to coarse.
         """
         *finer, deepest = (feature.tensor for feature in features)
@@ -52,10 +53,15 @@ class MaskHead(nn.Module):
         keys, seen = level_of(memory, size), level_of(memory, size, "padding_mask")
         maps = self.attention(states, keys, seen).unflatten(-1, size)
         projected = level_of(tokens, size).transpose(1, 2).unflatten(2, size)
-        streams = memory.num_streams
-        return self.convolutions(
-            projected.repeat(streams, 1, 1, 1), maps, [x.repeat(streams, 1, 1, 1) for x in reversed(finer)]
-        )
+        images = len(states) // memory.num_streams
+        kind = states.device.type
+        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
+        def of(row: Tensor, query: Tensor) -> Tensor:
+            with torch.autocast(kind, dtype, enabled=enabled):  # as the detector ran
+                return self.convolutions(projected, maps[row, query], finer[::-1], row.to(projected.device) % images)
+
+        return Masks(of, *states.shape[:2])
 
 
 class AttentionMaps(nn.Module):
@@ -80,7 +86,7 @@ class AttentionMaps(nn.Module):
 
 
 class MaskConvolutions(nn.Module):
-    """Two convolutions at the coarsest size, then one after each finer map is added, every query by itself."""
+    """Two convolutions at the coarsest size, then one after each finer map is added; every query by itself."""
 
     def __init__(self, in_channels: int, dim: int, finer_channels: Sequence[int]) -> None:
         super().__init__()
@@ -97,18 +103,23 @@ class MaskConvolutions(nn.Module):
             nn.init.kaiming_uniform_(weight, a=1)
             nn.init.zeros_(bias)
 
-    def forward(self, projected: Tensor, maps: Tensor, finer: Sequence[Tensor]) -> Tensor:
-        """Projected features (R, C, h, w), maps (R, Q, H, h, w), finer features (R, ., ., .) -> (R, Q, h', w')."""
-        queries = maps.shape[1]
-        x = torch.cat([projected.repeat_interleave(queries, 0), maps.flatten(0, 1)], dim=1)
+    def forward(self, projected: Tensor, maps: Tensor, finer: Sequence[Tensor], image: Tensor) -> Tensor:
+        """Masks (M, h', w') of M queries.
+
+        Args:
+            projected: (B, C, h, w).
+            maps: (M, H, h, w).
+            finer: (B, ., ., .) each, from coarse to fine.
+            image: (M,), whose query each is.
+        """
+        x = torch.cat([projected[image], maps], dim=1)
         plain = len(self.layers) - len(self.adapters)
         for index, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
             if index >= plain:
                 feature = self.adapters[index - plain](finer[index - plain])
-                x = F.interpolate(x, size=feature.shape[-2:])
-                x = (x.unflatten(0, (-1, queries)) + feature[:, None]).flatten(0, 1)
+                x = F.interpolate(x, size=feature.shape[-2:]) + feature[image]
             x = norm(layer(x)).relu()
-        return self.out(x).squeeze(1).unflatten(0, (-1, queries))
+        return self.out(x)[:, 0]
 
 
 def level_of(batch: TokenBatch, size: tuple[int, int], companion: str | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from detr_bf.boxes import generalized_iou
 from detr_bf.losses.classification import Classification
 from detr_bf.losses.masks import mask_losses, padded_masks
 from detr_bf.losses.matcher import HungarianMatcher, Matches, PaddedTargets
-from detr_bf.structures import Outputs, Target
+from detr_bf.structures import Masks, Outputs, Target
 
 STREAM_NAMES = ("clean", "batchformer")
 
@@ -137,15 +137,15 @@ def _per_stream(outputs: Outputs, targets: PaddedTargets, by_row: Tensor) -> Ten
     return by_row.unflatten(1, (outputs.num_streams, -1)).sum(2) / _num_boxes(outputs, targets)
 
 
-def _mask_losses(outputs: Outputs, masks: Tensor, targets: Sequence[Target], matches: Matches) -> dict[str, Tensor]:
-    """Losses of the last layer's pairs with ``masks`` (R, Q, h, w), summed by row: (1, R) by name."""
+def _mask_losses(outputs: Outputs, masks: Masks, targets: Sequence[Target], matches: Matches) -> dict[str, Tensor]:
+    """Losses of the last layer's pairs, summed by row: (1, R) by name."""
     last = matches.layer == len(outputs.logits) - 1
     row, query, place = matches.row[last], matches.query[last], matches.target[last]
     known = [target.masks for target in targets if target.masks is not None]
     assert len(known) == len(targets), "a detector with a mask head is trained on masks"
     wanted = padded_masks(known, row % len(targets), place)
-    empty = masks.new_zeros(len(masks), dtype=torch.float)
-    focal, dice = mask_losses(masks[row, query].float(), wanted)
+    empty = torch.zeros(masks.rows, device=row.device)
+    focal, dice = mask_losses(masks.of(row, query).float(), wanted)
     return {
         "loss_mask": empty.index_put((row,), focal, accumulate=True)[None],
         "loss_dice": empty.index_put((row,), dice, accumulate=True)[None],

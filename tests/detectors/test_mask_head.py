@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.detectors import Detector, MaskHead
-from detr_bf.detectors.mask_head import AttentionMaps, MaskConvolutions
+from detr_bf.detectors.mask_head import AttentionMaps
 from detr_bf.structures import FeatureMap, Outputs
 from tests.detectors.tiny import CHANNELS, DETECTORS, DIM, IMAGES, LAYERS, QUERIES, Averages, images, model
 
@@ -51,27 +51,33 @@ def test_attention_is_shared_among_all_heads_and_places() -> None:
     assert not found[..., padding[0]].any()
 
 
-def test_every_query_has_its_own_mask() -> None:
-    """Another query's maps change nothing, so that masks may be computed for some queries only."""
-    torch.manual_seed(0)
-    convolutions = MaskConvolutions(DIM + HEADS, DIM, [CHANNELS] * 2)
-    projected, maps = torch.randn(2, DIM, 3, 4), torch.rand(2, QUERIES, HEADS, 3, 4)
-    finer = [torch.randn(2, CHANNELS, 5, 8), torch.randn(2, CHANNELS, 11, 15)]
-    found = convolutions(projected, maps, finer)
-    assert found.shape == (2, QUERIES, 11, 15)
-    for query in range(QUERIES):
-        alone = convolutions(projected, maps[:, query, None], finer)
-        torch.testing.assert_close(alone[:, 0], found[:, query])
+@pytest.mark.parametrize("name", DETECTORS)
+def test_a_mask_does_not_depend_on_which_others_are_asked_for(name: str) -> None:
+    """Value and gradients: the losses work out those of matched queries only."""
+    detector = with_masks(name, batch_former=batch_former(dropout=0.0), dropout=0.0).train()
+    row, query = torch.tensor([3, 0, 3]), torch.tensor([1, 4, 0])
+    gradients = []
+    for choose in (lambda masks: masks.all()[row, query], lambda masks: masks.of(row, query)):
+        masks = choose(detector(images()).masks)
+        detector.zero_grad()
+        masks.square().sum().backward()
+        gradients.append([masks, *(p.grad.clone() for p in detector.parameters() if p.grad is not None)])
+    torch.testing.assert_close(*gradients)
+
+
+def test_no_mask_at_all() -> None:
+    nothing = torch.empty(0, dtype=torch.int64)
+    masks = with_masks()(images()).masks
+    assert masks.of(nothing, nothing).shape == (0, 8, 12)
 
 
 @pytest.mark.parametrize("name", DETECTORS)
 def test_every_detector_has_a_mask_for_every_query(name: str) -> None:
     detector = with_masks(name).train()
     batch = images()
-    outputs = detector(batch)
-    assert outputs.masks is not None
-    assert outputs.masks.shape == (IMAGES, QUERIES, *(side // 4 for side in batch.images.shape[-2:]))
-    outputs.masks.sum().backward()
+    masks = detector(batch).masks.all()
+    assert masks.shape == (IMAGES, QUERIES, *(side // 4 for side in batch.images.shape[-2:]))
+    masks.sum().backward()
     assert all(parameter.grad.any() for parameter in detector.mask_head.parameters() if parameter.dim() > 1)
     assert any(parameter.grad is not None for parameter in detector.encoder.parameters()), "trained jointly"
 
@@ -83,13 +89,13 @@ def test_masks_of_two_streams(name: str) -> None:
     batch = images()
     both, clean = detector.train()(batch), detector.eval()(batch)
     assert (both.num_streams, clean.num_streams) == (2, 1)
-    first, second = both.masks.chunk(2)
-    torch.testing.assert_close(first, clean.masks)
-    assert not torch.allclose(second, clean.masks)
+    first, second = both.masks.all().chunk(2)
+    torch.testing.assert_close(first, clean.masks.all())
+    assert not torch.allclose(second, clean.masks.all())
     for module in detector.modules():
         if isinstance(module, BatchFormerV2):
             module.mode = "duplicate"
-    first, second = detector.train()(batch).masks.chunk(2)
+    first, second = detector.train()(batch).masks.all().chunk(2)
     torch.testing.assert_close(first, second)
 
 
@@ -102,7 +108,7 @@ def train_a_little(detector: Detector) -> None:
     optimizer = torch.optim.AdamW([p for p in detector.parameters() if p.requires_grad], lr=0.1, weight_decay=0.1)
     for _ in range(2):
         outputs = detector.train()(images())
-        (outputs.masks.square().mean() + 0 * outputs.logits.mean()).backward()
+        (outputs.masks.all().square().mean() + 0 * outputs.logits.mean()).backward()
         optimizer.step()
 
 
@@ -142,14 +148,14 @@ def test_the_frozen_detector_has_no_dropout_and_two_streams(name: str) -> None:
     assert outputs.num_streams == 2
     for found, wanted in zip(clean_stream(outputs), clean_stream(expected), strict=True):
         torch.testing.assert_close(found, wanted)
-    assert torch.equal(detector(images()).masks, outputs.masks), "batch attention drops nothing either"
+    assert torch.equal(detector(images()).masks.all(), outputs.masks.all()), "batch attention drops nothing either"
     assert detector.eval()(images()).num_streams == 1
 
 
 def clean_stream(outputs: Outputs) -> tuple[Tensor, Tensor, Tensor]:
     assert outputs.masks is not None
     parts = replace(outputs, num_streams=1)
-    return parts.logits[:, :IMAGES], parts.boxes[:, :IMAGES], outputs.masks[:IMAGES]
+    return parts.logits[:, :IMAGES], parts.boxes[:, :IMAGES], outputs.masks.all()[:IMAGES]
 
 
 def test_dropout_and_statistics_can_be_kept_as_the_authors_have_them() -> None:

@@ -23,7 +23,7 @@ from detr_bf.detectors import (
     smca_multi_scale,
 )
 from detr_bf.interop import from_foreign
-from detr_bf.structures import FeatureMap, Outputs, Target
+from detr_bf.structures import FeatureMap, Masks, Outputs, Target
 from detr_bf.transformer import resized_mask
 
 
@@ -167,7 +167,8 @@ def recorded(case: Case, prefix: str) -> Outputs:
     proposals = None
     if "enc_outputs.pred_logits" in tensors:
         proposals = Outputs(tensors["enc_outputs.pred_logits"][None], tensors["enc_outputs.pred_boxes"][None])
-    return Outputs(logits, boxes, proposals=proposals, masks=tensors.get("pred_masks"))
+    masks = Masks.known(tensors["pred_masks"]) if "pred_masks" in tensors else None
+    return Outputs(logits, boxes, proposals=proposals, masks=masks)
 
 
 def targets_of(case: Case, prefix: str) -> list[Target]:
@@ -190,7 +191,7 @@ def assert_outputs(outputs: Outputs, expected: Outputs) -> None:
     assert_close(outputs.boxes, expected.boxes)
     assert (outputs.masks is None) == (expected.masks is None)
     if outputs.masks is not None and expected.masks is not None:
-        assert_close(outputs.masks, expected.masks)
+        assert_close(outputs.masks.all(), expected.masks.all())
     assert (outputs.proposals is None) == (expected.proposals is None)
     if outputs.proposals is not None and expected.proposals is not None:
         assert_outputs(outputs.proposals, expected.proposals)

@@ -37,19 +37,23 @@ def faulty_class_loss(case: Case) -> bool:
 def test_losses_matchings_and_gradients(criterion_case: Case) -> None:
     for sub in criterion_case.manifest["sub_cases"]:
         outputs = recorded(criterion_case, f"{sub}.in.outputs.")
-        for leaf in leaves(outputs):
+        given = leaves(criterion_case, f"{sub}.in.outputs.", outputs)
+        for leaf in given:
             leaf.requires_grad_()
         report = assert_losses(criterion_case, sub, outputs)
         assert_close(report.total, criterion_case.tensors[f"{sub}.out.weighted_total"])
         report.total.backward()
-        expected = leaves(recorded(criterion_case, f"{sub}.out.grad."))
-        for leaf, gradient in zip(leaves(outputs), expected, strict=True):
+        gradients = f"{sub}.out.grad."
+        expected = leaves(criterion_case, gradients, recorded(criterion_case, gradients))
+        for leaf, gradient in zip(given, expected, strict=True):
             assert_close(leaf.grad, gradient)
 
 
-def leaves(outputs: Outputs) -> list[torch.Tensor]:
-    own = [outputs.logits, outputs.boxes, *([] if outputs.masks is None else [outputs.masks])]
-    return own if outputs.proposals is None else own + leaves(outputs.proposals)
+def leaves(case: Case, prefix: str, outputs: Outputs) -> list[torch.Tensor]:
+    """The tensors that ``outputs`` are made of."""
+    masks = case.tensors.get(f"{prefix}pred_masks")
+    own = [outputs.logits, outputs.boxes, *([] if masks is None else [masks])]
+    return own if outputs.proposals is None else own + leaves(case, f"{prefix}enc_outputs.", outputs.proposals)
 
 
 def test_training_step(step_case: Case) -> None:

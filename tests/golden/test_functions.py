@@ -18,14 +18,15 @@ from detr_bf.layers.deformable_attention import initial_offsets
 from detr_bf.losses import CrossEntropy, Focal
 from detr_bf.ops import ms_deform_attn
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
-from detr_bf.structures import Outputs, Target, TokenBatch
+from detr_bf.structures import Masks, Outputs, Target, TokenBatch
 from detr_bf.transformer import unpadded
 from tests.golden.cases import Case, assert_close, family
 
 
 def outputs_of(case: Case, sub: str) -> Outputs:
     given = case.below(f"{sub}.in.")
-    return Outputs(given["pred_logits"][None], given["pred_boxes"][None], masks=given.get("pred_masks"))
+    masks = Masks.known(given["pred_masks"]) if "pred_masks" in given else None
+    return Outputs(given["pred_logits"][None], given["pred_boxes"][None], masks=masks)
 
 
 def sized(sizes: Tensor, original_sizes: Tensor) -> list[Target]:
@@ -72,7 +73,7 @@ def test_panoptic(panoptic_case: Case) -> None:
     for place, expected in panoptic_case.manifest["segments_info"].items():
         sub, image = place.split(".")
         given = {name: x[int(image), None] for name, x in panoptic_case.below(f"{sub}.in.").items()}
-        outputs = Outputs(given["pred_logits"][None], given["pred_boxes"][None], masks=given["pred_masks"])
+        outputs = Outputs(given["pred_logits"][None], given["pred_boxes"][None], masks=Masks.known(given["pred_masks"]))
         (found,) = to_map(outputs, sized(given["processed_sizes"], given["target_sizes"]))
         assert torch.equal(found.ids, panoptic_case.tensors[f"{place.replace('.', '.out.')}.ids"] + bool(expected))
         assert [(segment.id, segment.label, segment.area) for segment in found.segments] == [

@@ -91,7 +91,7 @@ def probe(outputs: Outputs) -> Tensor:
         *auxiliary, named[kind] = stacked
         named |= {f"aux_outputs.{layer}.{kind}": x for layer, x in enumerate(auxiliary)}
     if outputs.masks is not None:
-        named["pred_masks"] = outputs.masks
+        named["pred_masks"] = outputs.masks.all()
     if outputs.proposals is not None:
         named["enc_outputs.pred_logits"] = outputs.proposals.logits[0]
         named["enc_outputs.pred_boxes"] = outputs.proposals.boxes[0]

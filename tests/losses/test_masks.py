@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from detr_bf.losses import CrossEntropy, HungarianMatcher, PaddedTargets, SetCriterion
 from detr_bf.losses.masks import mask_losses, padded_masks
-from detr_bf.structures import Outputs, Target
+from detr_bf.structures import Masks, Outputs, Target
 from tests.references.examples import random_outputs, random_targets
 
 QUERIES, CLASSES = 5, 4
@@ -58,7 +58,8 @@ def test_masks_are_padded_to_the_largest_of_the_batch() -> None:
         assert padded.sum() == mask.sum()
 
 
-def example(counts: tuple[int, ...], streams: int = 1, layers: int = 2) -> tuple[Outputs, list[Target]]:
+def example(counts: tuple[int, ...], streams: int = 1, layers: int = 2) -> tuple[Outputs, list[Target], torch.Tensor]:
+    """Outputs with masks, targets, and the mask logits (R, Q, h, w)."""
     outputs = random_outputs(layers, len(counts), QUERIES, logits=CLASSES + 1, streams=streams)
     generator = torch.Generator().manual_seed(3)
     masks = torch.randn(streams * len(counts), QUERIES, 5, 6, generator=generator).requires_grad_()
@@ -66,7 +67,7 @@ def example(counts: tuple[int, ...], streams: int = 1, layers: int = 2) -> tuple
         replace(target, size=size, masks=torch.rand(len(target.labels), *size, generator=generator) < 0.4)
         for target, size in zip(random_targets(counts, classes=CLASSES), SIZES, strict=False)
     ]
-    return replace(outputs, masks=masks), targets
+    return replace(outputs, masks=Masks.known(masks)), targets, masks
 
 
 def criterion(**weights: float) -> SetCriterion:
@@ -76,8 +77,7 @@ def criterion(**weights: float) -> SetCriterion:
 @pytest.mark.parametrize("counts", [(2, 3, 1), (0, 4), (7, 2), (0, 0)])
 @pytest.mark.parametrize("streams", [1, 2])
 def test_the_criterion_takes_the_pairs_of_the_last_layer(counts: tuple[int, ...], streams: int) -> None:
-    outputs, targets = example(counts, streams)
-    assert outputs.masks is not None
+    outputs, targets, masks = example(counts, streams)
     report = criterion()(outputs, targets)
     padded_size = [max(target.size[side] for target in targets) for side in (0, 1)]
     sums = torch.zeros(2)
@@ -89,14 +89,14 @@ def test_the_criterion_takes_the_pairs_of_the_last_layer(counts: tuple[int, ...]
             wanted = torch.zeros(padded_size, dtype=torch.bool)
             height, width = targets[image].size
             wanted[:height, :width] = targets[image].masks[place]
-            both = mask_losses(outputs.masks[rows][image, query, None], wanted[None])
+            both = mask_losses(masks[rows][image, query, None], wanted[None])
             sums += torch.tensor([loss.item() for loss in both]) / streams
     expected = sums / max(sum(counts), 1)
     found = torch.stack([report.losses["loss_mask"], report.losses["loss_dice"]])
     torch.testing.assert_close(found.detach(), expected)
     found.sum().backward()
-    assert outputs.masks.grad is not None
-    assert bool(outputs.masks.grad.any()) == any(counts)
+    assert masks.grad is not None
+    assert bool(masks.grad.any()) == any(counts)
 
 
 def match_one_by_one(outputs: Outputs, targets: list[Target]) -> list[tuple[int, int, int]]:
@@ -109,7 +109,7 @@ def match_one_by_one(outputs: Outputs, targets: list[Target]) -> list[tuple[int,
 
 
 def test_mask_losses_have_weights_and_one_layer() -> None:
-    outputs, targets = example((2, 3))
+    outputs, targets, _ = example((2, 3))
     report = criterion(mask_weight=3.0, dice_weight=0.5)(outputs, targets)
     masks = {name: weight for name, weight in report.weights.items() if "mask" in name or "dice" in name}
     assert masks == {"loss_mask": 3.0, "loss_dice": 0.5}
@@ -120,7 +120,7 @@ def test_mask_losses_have_weights_and_one_layer() -> None:
 
 
 def test_each_stream_is_logged() -> None:
-    outputs, targets = example((2, 3), streams=2)
+    outputs, targets, _ = example((2, 3), streams=2)
     logged = criterion()(outputs, targets).logged
     halves = [logged[f"stream/{stream}/loss_dice"] for stream in ("clean", "batchformer")]
     assert halves[0] != halves[1]
