@@ -90,7 +90,8 @@ def build_mask_head(config: Config, channels: Sequence[int]) -> MaskHead | None:
             raise InputError("freeze.detector=true trains the mask head alone: it needs model.masks=true")
         return None
     *finer, _ = channels
-    return MaskHead(config.model.hidden_dim, heads=config.model.heads, finer_channels=finer[::-1])
+    model = config.model
+    return MaskHead(model.hidden_dim, heads=model.heads, finer_channels=finer[::-1], see_boxes=model.name != "detr")
 
 
 def _own_settings(detector: Callable[..., Detector], model: ModelConfig) -> dict[str, Any]:

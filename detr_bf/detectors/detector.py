@@ -58,7 +58,7 @@ class Detector(nn.Module):
         if self.mask_head is None:
             return outputs
         assert outputs.states is not None, "a decoder gives its states"
-        return replace(outputs, masks=self.mask_head(outputs.states, tokens, memory, features))
+        return replace(outputs, masks=self.mask_head(outputs.states, outputs.boxes[-1], tokens, memory, features))
 
     def freeze_all_but_masks(self, *, keep_dropout: bool = False) -> None:
         """Train the mask head alone from here on; the rest keeps every parameter and buffer.

@@ -16,8 +16,10 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.ops import box_convert
 
 from detr_bf.structures import FeatureMap, Masks, TokenBatch
+from detr_bf.transformer import unpadded
 
 NORM_GROUPS = 8
 
@@ -32,18 +34,29 @@ class MaskHead(nn.Module):
         dim: channels C of queries and memory.
         heads: maps of attention a query has.
         finer_channels: of the backbone's maps finer than the deepest, from coarse to fine.
+        see_boxes: show the convolutions beside the attention which cells the query's box covers. Not in DETR, whose
+            queries know where they look; those of its successors carry their place beside their content.
     """
 
-    def __init__(self, dim: int, *, heads: int, finer_channels: Sequence[int]) -> None:
+    def __init__(self, dim: int, *, heads: int, finer_channels: Sequence[int], see_boxes: bool = False) -> None:
         super().__init__()
         self.attention = AttentionMaps(dim, heads)
-        self.convolutions = MaskConvolutions(dim + heads, dim, finer_channels)
+        self.convolutions = MaskConvolutions(dim + heads + see_boxes, dim, finer_channels)
+        self.see_boxes = see_boxes
 
-    def forward(self, states: Tensor, tokens: TokenBatch, memory: TokenBatch, features: Sequence[FeatureMap]) -> Masks:
+    def forward(
+        self,
+        states: Tensor,
+        boxes: Tensor,
+        tokens: TokenBatch,
+        memory: TokenBatch,
+        features: Sequence[FeatureMap],
+    ) -> Masks:
         """The masks of all queries, none of them worked out yet.
 
         Args:
             states: (R, Q, C), the queries as the last decoder layer leaves them.
+            boxes: (R, Q, 4) that it predicts; they get no gradient from here.
             tokens: what entered the encoder, B rows.
             memory: what left it, R rows; its streams say which rows belong to one image.
             features: the backbone's maps, from fine to coarse.
@@ -52,6 +65,9 @@ class MaskHead(nn.Module):
         size = (deepest.shape[-2], deepest.shape[-1])
         keys, seen = level_of(memory, size), level_of(memory, size, "padding_mask")
         maps = self.attention(states, keys, seen).unflatten(-1, size)
+        if self.see_boxes:
+            covered = box_coverage(boxes.detach(), seen.unflatten(1, size))
+            maps = torch.cat([maps, covered.unsqueeze(2).to(maps.dtype)], dim=2)
         projected = level_of(tokens, size).transpose(1, 2).unflatten(2, size)
         images = len(states) // memory.num_streams
         kind = states.device.type
@@ -108,7 +124,7 @@ class MaskConvolutions(nn.Module):
 
         Args:
             projected: (B, C, h, w).
-            maps: (M, H, h, w).
+            maps: (M, H or H + 1, h, w).
             finer: (B, ., ., .) each, from coarse to fine.
             image: (M,), whose query each is.
         """
@@ -120,6 +136,23 @@ class MaskConvolutions(nn.Module):
                 x = F.interpolate(x, size=feature.shape[-2:]) + feature[image]
             x = norm(layer(x)).relu()
         return self.out(x)[:, 0]
+
+
+def box_coverage(boxes: Tensor, padding_mask: Tensor) -> Tensor:
+    """The share of each cell that a box covers: (R, Q, h, w), float32.
+
+    Args:
+        boxes: (R, Q, 4), centre x, centre y, width, height in fractions of the unpadded image.
+        padding_mask: (R, h, w), True = padding.
+    """
+    corners = box_convert(boxes.float(), "cxcywh", "xyxy") * unpadded(padding_mask).repeat(1, 2)[:, None]
+    shares = []
+    for axis, length in enumerate(reversed(padding_mask.shape[1:])):
+        cell = torch.arange(length, device=boxes.device)
+        low, high = corners[..., axis, None], corners[..., axis + 2, None]
+        shares.append((torch.minimum(cell + 1, high) - torch.maximum(cell, low)).clamp(min=0))
+    across, down = shares
+    return down[..., :, None] * across[..., None, :]
 
 
 def level_of(batch: TokenBatch, size: tuple[int, int], companion: str | None = None) -> Tensor:

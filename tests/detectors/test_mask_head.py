@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.detectors import Detector, MaskHead
-from detr_bf.detectors.mask_head import AttentionMaps
+from detr_bf.detectors.mask_head import AttentionMaps, box_coverage
 from detr_bf.structures import FeatureMap, Outputs
 from tests.detectors.tiny import CHANNELS, DETECTORS, DIM, IMAGES, LAYERS, QUERIES, Averages, images, model
 
@@ -25,7 +25,7 @@ def batch_former(**settings: object) -> BatchFormerV2:
 def with_masks(name: str = "detr", **changes: object) -> Detector:
     """The detector with two finer maps for its mask head than it makes tokens of."""
     finer = DETECTORS[name][0] + 1
-    head = MaskHead(DIM, heads=HEADS, finer_channels=[CHANNELS] * finer)
+    head = MaskHead(DIM, heads=HEADS, finer_channels=[CHANNELS] * finer, see_boxes=name != "detr")
     detector = model(name, mask_head=head, **changes)
     detector.backbone = Averages(finer + 1)
     return detector
@@ -62,7 +62,19 @@ def test_a_mask_does_not_depend_on_which_others_are_asked_for(name: str) -> None
         detector.zero_grad()
         masks.square().sum().backward()
         gradients.append([masks, *(p.grad.clone() for p in detector.parameters() if p.grad is not None)])
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
+def test_cells_that_a_box_covers() -> None:
+    """In the unpadded part: the second image fills half of the map in both directions."""
+    padding = torch.zeros(2, 4, 6, dtype=torch.bool)
+    padding[1, 2:] = padding[1, :, 3:] = True
+    boxes = torch.tensor([[0.5, 0.5, 0.5, 0.5]]).expand(2, 1, 4)  # from a quarter to three quarters
+    found = box_coverage(boxes, padding)
+    down, across = torch.tensor([0.0, 1, 1, 0]), torch.tensor([0, 0.5, 1, 1, 0.5, 0])
+    torch.testing.assert_close(found[0, 0], down[:, None] * across)
+    down, across = torch.tensor([0.5, 0.5, 0, 0]), torch.tensor([0.25, 1, 0.25, 0, 0, 0])
+    torch.testing.assert_close(found[1, 0], down[:, None] * across)
 
 
 def test_no_mask_at_all() -> None:
