@@ -124,9 +124,10 @@ def _weights_and_classes(config: Config, source: Path) -> tuple[dict[str, Tensor
             f"{source} holds {count} classes and does not say which; the annotations have {listed.num_classes}, with "
             f"ids up to {max(listed.category_ids)}: evaluate a run folder or its checkpoint, which knows its classes"
         )
-    known = dict(zip(listed.category_ids, listed.names, strict=True))
     logger.warning("%s does not say its classes: its %d are taken to be category ids from 0", source, count)
-    return weights, ClassMap(tuple(range(count)), tuple(known.get(number, f"id {number}") for number in range(count)))
+    known = dict(zip(listed.category_ids, zip(listed.names, listed.is_thing, strict=True), strict=True))
+    names, is_thing = zip(*(known.get(number, (f"id {number}", True)) for number in range(count)), strict=True)
+    return weights, ClassMap(tuple(range(count)), names, is_thing)
 
 
 def _without_batch_former(config: Config, weights: dict[str, Tensor]) -> tuple[Config, dict[str, Tensor]]:

@@ -113,6 +113,24 @@ def test_the_mask_stage_resumes_to_the_same_bits(stuff: SimpleNamespace) -> None
     assert evaluation(stuff.folder / "parts") == evaluation(stuff.folder / "whole")
 
 
+def test_weights_whose_classes_are_category_ids(stuff: SimpleNamespace) -> None:
+    """As in the authors' panoptic files: the annotations say which of them are stuff."""
+    assert run(stuff, "joint", *MASKS, "train.ema.enabled=false") == 0
+    joint = stuff.folder / "joint"
+    weights, ids = load_checkpoint(joint / "last.pt").model, [3, 7, 100, 120]
+    head = "decoder.heads.classes.0"
+    wide = {"weight": torch.zeros(122, 32), "bias": torch.full((122,), -30.0)}
+    for kind, tensor in wide.items():
+        tensor[[*ids, 121]] = weights[f"{head}.{kind}"]
+        weights[f"{head}.{kind}"] = tensor
+    torch.save(weights, stuff.folder / "theirs.pth")
+    settings = [*MASKS, f"init_from={stuff.folder / 'theirs.pth'}", "--eval-only"]
+    assert run(stuff, "theirs", *settings) == 0
+    trained, theirs = evaluation(joint)["panoptic"], evaluation(stuff.folder / "theirs")["panoptic"]
+    assert {name: theirs[name] for name in ("PQ_th", "PQ_st")} == {name: trained[name] for name in ("PQ_th", "PQ_st")}
+    assert theirs["per_class"]["stuff100"] == trained["per_class"]["stuff100"]
+
+
 def test_predictions(stuff: SimpleNamespace) -> None:
     assert run(stuff, "joint", *MASKS) == 0
     output, image = stuff.folder / "found", stuff.val.images / "0101.png"
