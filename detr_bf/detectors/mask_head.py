@@ -128,12 +128,13 @@ class MaskConvolutions(nn.Module):
             finer: (B, ., ., .) each, from coarse to fine.
             image: (M,), whose query each is.
         """
-        x = torch.cat([projected[image], maps], dim=1)
+        # index_select, because the gradient of indexing adds in the order in which threads come
+        x = torch.cat([projected.index_select(0, image), maps], dim=1)
         plain = len(self.layers) - len(self.adapters)
         for index, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
             if index >= plain:
                 feature = self.adapters[index - plain](finer[index - plain])
-                x = F.interpolate(x, size=feature.shape[-2:]) + feature[image]
+                x = F.interpolate(x, size=feature.shape[-2:]) + feature.index_select(0, image)
             x = norm(layer(x)).relu()
         return self.out(x)[:, 0]
 
