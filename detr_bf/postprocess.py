@@ -50,9 +50,11 @@ class Postprocess:
         scale = boxes.new_tensor([width, height, width, height])
         masks = None
         if outputs.masks is not None:
-            logits = unpadded_masks(outputs.masks.of(torch.full_like(query, image), query).float(), target, targets)
-            inside = (logits.sigmoid() > self.mask_threshold).byte()
-            masks = encoded(F.interpolate(inside[:, None], target.original_size)[:, 0])
+            distinct, place = query.unique(return_inverse=True)  # a query may stand for several classes
+            logits = outputs.masks.of(torch.full_like(distinct, image), distinct).float()
+            inside = (unpadded_masks(logits, target, targets).sigmoid() > self.mask_threshold).byte()
+            coded = encoded(F.interpolate(inside[:, None], target.original_size)[:, 0])
+            masks = tuple(coded[index] for index in place.tolist())
         return Detections(target.image_id, (boxes[query] * scale).cpu(), best.cpu(), label.cpu(), masks)
 
 
