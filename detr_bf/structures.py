@@ -6,6 +6,7 @@ S tokens, C channels, H x W pixels of the padded batch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -54,6 +55,13 @@ class ClassMap:
     @property
     def num_classes(self) -> int:
         return len(self.category_ids)
+
+    @property
+    def distinct_names(self) -> tuple[str, ...]:
+        """The names; one that several categories share is followed by its id."""
+        count = Counter(self.names)
+        pairs = zip(self.names, self.category_ids, strict=True)
+        return tuple(name if count[name] == 1 else f"{name} ({category_id})" for name, category_id in pairs)
 
     @cached_property
     def index(self) -> dict[int, int]:

@@ -293,12 +293,10 @@ def _per_class(curves: Curves, objects: Iterable[Mapping[str, Any]], class_map: 
     """In the order of the class map; a name that several categories share is followed by its id."""
     columns = {category_id: column for column, category_id in enumerate(sorted(class_map.category_ids))}
     objects_of = Counter(annotation["category_id"] for annotation in objects)
-    name_count = Counter(class_map.names)
     per_class = {}
-    for category_id, name in zip(class_map.category_ids, class_map.names, strict=True):
+    for category_id, name in zip(class_map.category_ids, class_map.distinct_names, strict=True):
         precision = curves.precision[:, :, columns[category_id], 0, 2]  # (T, R)
-        label = name if name_count[name] == 1 else f"{name} ({category_id})"
-        per_class[label] = ClassResult(_mean_valid(precision), _mean_valid(precision[_IOU_50]), objects_of[category_id])
+        per_class[name] = ClassResult(_mean_valid(precision), _mean_valid(precision[_IOU_50]), objects_of[category_id])
     return per_class
 
 

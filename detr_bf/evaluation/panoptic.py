@@ -203,12 +203,10 @@ def _per_class(counts: Sequence[_Counts], class_map: ClassMap) -> dict[str, Pano
             ious[label].append(iou)
     fp = Counter(label for image in counts for label in image.false_positives)
     fn = Counter(label for image in counts for label in image.false_negatives)
-    name_count = Counter(class_map.names)
-    per_class = {}
-    for index, name in enumerate(class_map.names):
-        key = name if name_count[name] == 1 else f"{name} ({class_map.category_ids[index]})"
-        per_class[key] = _class_result(ious[index], fp[index], fn[index], class_map.is_thing[index])
-    return per_class
+    return {
+        name: _class_result(ious[index], fp[index], fn[index], class_map.is_thing[index])
+        for index, name in enumerate(class_map.distinct_names)
+    }
 
 
 def _class_result(ious: Sequence[float], fp: int, fn: int, is_thing: bool) -> PanopticClassResult:

