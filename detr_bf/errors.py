@@ -1,7 +1,13 @@
 """The exceptions the command lines turn into exit codes."""
 
 
-class InputError(ValueError):
+class Told(BaseException):
+    """Its message is meant for the user; ``by_all`` says that every process of a group raises it."""
+
+    by_all = False
+
+
+class InputError(Told, ValueError):
     """Bad input: the message says what was given, what was expected and what to do.
 
     The command lines print the message without a traceback and exit with code 2. Everything else that is raised is a
@@ -9,11 +15,11 @@ class InputError(ValueError):
     """
 
 
-class TrainingError(RuntimeError):
+class TrainingError(Told, RuntimeError):
     """Training cannot go on; the message says where it stopped and why. The command lines exit with code 1."""
 
 
-class Interrupted(BaseException):
+class Interrupted(Told):
     """SIGINT or SIGTERM was received and everything is saved. The command lines exit with 128 + the signal's number."""
 
     def __init__(self, signal_number: int, message: str) -> None:

@@ -15,29 +15,36 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "detr_bf"
 OUTSIDE = {"tools", "tests", "benchmarks"}  # they use the package, never the other way round
 
-GROUND = {"errors", "structures", "files", "boxes", "panoptic_png", "progress"}
+GROUND = {"errors", "distributed", "structures", "files", "boxes", "panoptic_png", "progress"}
 MODEL = {"ops", "batchformer", "layers", "backbones", "transformer", "detectors"}
 WORK = {"losses", "data", "postprocess", "evaluation", "report"}
 
 # From the bottom to the top. Configs become objects in `build` alone; nothing below it knows foreign checkpoints.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "distributed": {"errors"},
     "structures": {"errors"},
     "files": {"errors"},
     "boxes": {"errors"},
     "panoptic_png": {"errors", "files"},
-    "progress": set(),
-    "cli": {"errors"},
+    "progress": {"distributed"},
+    "cli": {"errors", "distributed"},
     "config": {"errors"},  # and no torch
     "ops": set(),  # outside the folder of the package, torch only
-    "batchformer": {"errors", "structures", "ops"},
+    "batchformer": {"errors", "distributed", "structures", "ops"},
     "layers": {"errors", "ops"},
     "backbones": {"errors", "structures", "files"},
     "transformer": {"errors", "structures", "boxes", "batchformer", "layers"},
     "detectors": {"errors", "structures", "boxes", "batchformer", "layers", "backbones", "transformer"},
-    "losses": {"errors", "structures", "boxes"},
+    "losses": {"errors", "distributed", "structures", "boxes"},
     "data": GROUND,
-    "postprocess": {"errors", "structures", "boxes", "losses"},  # how scores are read follows the classification loss
+    "postprocess": {
+        "errors",
+        "distributed",
+        "structures",
+        "boxes",
+        "losses",
+    },  # how scores are read follows the classification loss
     "evaluation": GROUND | {"data", "postprocess"},
     "report": GROUND | {"config", "data", "postprocess", "evaluation"},  # it describes the config of a finished run
     "engine": GROUND | MODEL | WORK,

@@ -179,8 +179,8 @@ def _train_settings(config: Config) -> TrainSettings:
         precision=PRECISIONS[train.precision],
         clip_norm=config.optimizer.clip_norm,
         log_every=train.log_every,
-        checkpoint_every=train.checkpoint_every,
-        keep_every=train.keep_every,
+        checkpoint_every=config.checkpoint.every_steps,
+        keep_every=config.checkpoint.keep_every,
         eval_every=train.eval_every,
         ema_decay=train.ema.decay if train.ema.enabled else None,
     )

@@ -22,6 +22,9 @@ from detr_bf.config.schema import Config
 from detr_bf.errors import InputError
 
 
+_RENAMED = {"train.checkpoint_every": "checkpoint.every_steps", "train.keep_every": "checkpoint.keep_every"}
+
+
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """The defaults, then ``path`` and the files it inherits from, then the overrides, checked and typed.
 
@@ -37,8 +40,13 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 
 def config_from_dict(tree: dict[str, Any]) -> Config:
-    """Inverse of :func:`config_to_dict`; the settings of an older version may be unknown, which is an InputError."""
-    return _finish(_merge(OmegaConf.structured(Config), OmegaConf.create(tree), "the saved config"), "the saved config")
+    """Inverse of :func:`config_to_dict`; reads older names, and settings it does not know are an InputError."""
+    saved = OmegaConf.create(tree)
+    for old, new in _RENAMED.items():
+        group, _, name = old.rpartition(".")
+        if name in OmegaConf.select(saved, group, default={}):
+            OmegaConf.update(saved, new, saved[group].pop(name), force_add=True)
+    return _finish(_merge(OmegaConf.structured(Config), saved, "the saved config"), "the saved config")
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
@@ -126,6 +134,8 @@ def _check_groups(merged: DictConfig, tree: DictConfig, source: str, prefix: str
 
 
 def _unknown_key(key: str, source: str) -> str:
+    if key in _RENAMED:
+        return f"{source}: '{key}' is now called '{_RENAMED[key]}'"
     keys = list(known_keys())
     leaf = key.rpartition(".")[2]
     near = [known for known in keys if known.rpartition(".")[2] == leaf]
@@ -193,7 +203,9 @@ _POSITIVE = (
     "train.batch_size",
     "train.accumulate",
     "train.log_every",
-    "train.checkpoint_every",
+    "train.timeout_minutes",
+    "checkpoint.every_steps",
+    "checkpoint.every_minutes",
     "train.eval_every",
     "eval.batch_size",
     "eval.max_detections",
@@ -201,6 +213,7 @@ _POSITIVE = (
     "data.transforms.eval_short_side",
     "data.transforms.crop_min",
     "data.transforms.crop_max",
+    "data.aspect_buckets",
 )
 _NOT_NEGATIVE = (
     "model.encoder_layers",
@@ -214,7 +227,8 @@ _NOT_NEGATIVE = (
     "optimizer.clip_norm",
     "batch_former.lr_factor",
     "batch_former.weight_decay",
-    "train.keep_every",
+    "train.max_skipped",
+    "checkpoint.keep_every",
     "eval.pictures",
     "data.workers",
     "loss.no_object_weight",
@@ -223,6 +237,7 @@ _SIZES = ("data.transforms.short_sides", "data.transforms.crop_short_sides", "mo
 _FRACTIONS = (
     "model.dropout",
     "batch_former.dropout",
+    "data.max_unreadable",
     "data.transforms.horizontal_flip",
     "data.transforms.random_crop",
     "train.ema.decay",

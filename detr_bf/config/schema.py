@@ -77,7 +77,7 @@ class BatchFormerConfig:
     heads: int = 4
     dropout: float = 0.5
     mask_padding: bool = False  # leave padded positions of other images out of the attention
-    gather: bool = False  # attend over the images of all processes
+    gather: bool = False  # attend over the images of all processes; evaluation never does
     lr_factor: float = 1.0  # times optimizer.lr
     weight_decay: float | None = None  # null: optimizer.weight_decay
 
@@ -131,6 +131,8 @@ class DataConfig:
     transforms: TransformConfig = field(default_factory=TransformConfig)
     workers: int = 2  # loader processes; 0 loads in the training process
     check: bool = True  # examine the data before the first step
+    aspect_buckets: int = 1  # groups of similar width / height that batches are drawn from, for less padding; 1: none
+    max_unreadable: float = 0.01  # share of an epoch's images that others may replace when they cannot be read
 
 
 @dataclass
@@ -164,15 +166,27 @@ class FreezeConfig:
 class TrainConfig:
     epochs: int = 300
     max_steps: int | None = None  # stop earlier than `epochs`, in optimiser steps
-    batch_size: int = 2
-    accumulate: int = 1  # batches per optimiser step
+    batch_size: int = 2  # images of a process
+    accumulate: int = 1  # batches of a process per optimiser step
     precision: str = choice("float32", "bf16", "fp16")
+    compile: bool = False  # torch.compile of the backbone and of every encoder and decoder layer
+    channels_last: bool = False  # memory format of the backbone
+    recompute_encoder: bool = False  # activation checkpointing of the encoder layers: less memory, more time
+    max_skipped: int = 0  # steps whose loss or gradient is not finite that are left out before training stops
+    timeout_minutes: float = 30.0  # that a process waits for the others
     log_every: int = 20  # steps
-    checkpoint_every: int = 1000  # steps; the end of an epoch always saves
-    keep_every: int = 0  # epochs; 0 keeps only last and best
     eval_every: int = 1  # epochs
     tensorboard: bool = False
     ema: EmaConfig = field(default_factory=EmaConfig)
+
+
+@dataclass
+class CheckpointConfig:
+    """The end of an epoch always saves."""
+
+    every_steps: int = 1000
+    every_minutes: float | None = 30.0  # null: whatever the clock says
+    keep_every: int = 0  # epochs; 0 keeps only last, previous and best
 
 
 @dataclass
@@ -208,4 +222,5 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

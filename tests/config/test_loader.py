@@ -133,3 +133,13 @@ def test_missing_file_and_circles(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text("base: a.yaml\n")
     with pytest.raises(InputError, match="circle"):
         load_config(tmp_path / "a.yaml")
+
+
+def test_settings_of_older_checkpoints_are_read_by_their_new_names() -> None:
+    saved = config_to_dict(Config())
+    del saved["checkpoint"]
+    saved["train"] |= {"checkpoint_every": 7, "keep_every": 2}
+    config = config_from_dict(saved)
+    assert (config.checkpoint.every_steps, config.checkpoint.keep_every) == (7, 2)
+    with pytest.raises(InputError, match=r"'train.checkpoint_every' is now called 'checkpoint.every_steps'"):
+        load_config(None, ["train.checkpoint_every=3"])

@@ -104,7 +104,7 @@ def test_a_checkpoint_from_before_panoptic_quality_resumes(tiny: Path, tmp_path:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_killed_run_resumes_to_the_same_bits(tiny: Path, tmp_path: Path, workers: int) -> None:
-    common = ["--config", str(tiny), f"data.workers={workers}", "train.checkpoint_every=2"]
+    common = ["--config", str(tiny), f"data.workers={workers}", "checkpoint.every_steps=2"]
     assert train_net([*common, f"output_dir={tmp_path / 'whole'}"]) == 0
     killed = [*common, f"output_dir={tmp_path / 'killed'}"]
     metrics = tmp_path / "killed" / "metrics.jsonl"
@@ -146,7 +146,7 @@ def test_an_interrupted_run_saves_and_says_how_to_go_on(
     """The signal goes to the whole process group, as a terminal, ``timeout`` and schedulers send it."""
     metrics = tmp_path / "run" / "metrics.jsonl"
     command = [sys.executable, str(TOOLS / "train_net.py"), "--config", str(tiny), "train.epochs=500"]
-    command += ["train.checkpoint_every=100000", f"data.workers={workers}"]
+    command += ["checkpoint.every_steps=100000", f"data.workers={workers}"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     _wait_for(lambda: metrics.exists() and len(records(metrics, "train")) >= 2, process)
     os.killpg(process.pid, number)

@@ -1,0 +1,150 @@
+"""Several processes that train together: which one this is, and what they tell each other.
+
+torchrun starts them and describes the group in the environment. Without it there is one process, and everything here is
+trivial. What is called by one process must be called by all, in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from detr_bf.errors import InputError, Told, TrainingError
+
+T = TypeVar("T")
+E = TypeVar("E", bound=Told)
+
+
+def launched() -> bool:
+    """Whether a launcher started several processes."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def local_rank() -> int:
+    """The number of this process on its machine, from 0."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def restarts() -> int:
+    """How often the launcher has started the group anew after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many processes there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Whether this is process 0, the one that writes files and speaks."""
+    return rank() == 0
+
+
+@contextmanager
+def joined(device: torch.device, timeout_minutes: float) -> Iterator[None]:
+    """Within the block the processes of the launcher form a group: gloo on CPUs, NCCL between GPUs as well.
+
+    Who waits longer than the timeout for the others fails. An exception that the others do not share leaves the group
+    as it is, since they may never come to close it.
+    """
+    if not launched():
+        yield
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Told) and error.by_all:
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def total(values: Tensor) -> Tensor:
+    """The sum over the processes, without gradient; of one process the tensor itself."""
+    if world_size() == 1:
+        return values.detach()
+    summed = values.detach().clone()
+    dist.all_reduce(summed)
+    return summed
+
+
+def mean(values: Tensor) -> Tensor:
+    """The mean over the processes, without gradient."""
+    return total(values) / world_size()
+
+
+def gathered(value: T) -> list[T] | None:
+    """What each process gives, in their order, on the main one; None on the others."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] | None = [None] * world_size() if is_main() else None
+    dist.gather_object(value, values)
+    return values
+
+
+def known_to_all(value: T) -> list[T]:
+    """What each process gives, in their order, on all."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_main(function: Callable[[], T]) -> T:
+    """Run it on the main process; all get its result, or raise its :class:`InputError` or :class:`TrainingError`."""
+    if world_size() == 1:
+        return function()
+    outcome: list[Any] = [None, None]
+    if is_main():
+        try:
+            outcome = [function(), None]
+        except (InputError, TrainingError) as error:
+            outcome = [None, (type(error), str(error))]
+    dist.broadcast_object_list(outcome)
+    result, fault = outcome
+    if fault is not None:
+        kind, message = fault
+        raise shared(kind(message))
+    return result
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """An :class:`InputError` of any process within the block ends it on all; no messages are exchanged within."""
+    message = None
+    try:
+        yield
+    except InputError as error:
+        if world_size() == 1:
+            raise
+        message = str(error)
+    faults = [fault for fault in dict.fromkeys(known_to_all(message)) if fault is not None]
+    if faults:
+        raise shared(InputError("\n".join(faults)))
+
+
+def shared(error: E) -> E:
+    """``error`` as one that all processes raise, so that the main one alone tells it."""
+    error.by_all = True
+    return error
+
+
+def same(value: Any) -> bool:
+    """Whether all processes give the same value."""
+    return len({pickle.dumps(one) for one in known_to_all(value)}) == 1
