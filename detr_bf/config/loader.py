@@ -21,7 +21,6 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from detr_bf.config.schema import Config
 from detr_bf.errors import InputError
 
-
 _RENAMED = {"train.checkpoint_every": "checkpoint.every_steps", "train.keep_every": "checkpoint.keep_every"}
 
 
