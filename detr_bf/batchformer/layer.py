@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from detr_bf.batchformer.gather import Exchange
 from detr_bf.ops import batch_attention_packed, relu_dropout, residual_dropout
 
 
@@ -21,18 +22,26 @@ class BatchEncoderLayer(nn.TransformerEncoderLayer):
     def __init__(self, dim: int, heads: int, *, feedforward_dim: int, dropout: float) -> None:
         super().__init__(dim, heads, dim_feedforward=feedforward_dim, dropout=dropout)
 
-    def forward(self, tokens: Tensor, ignored: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """Mix (B, S, C) over B; ``ignored`` (B, S) bool, True = nobody attends to it."""
-        attended = self._attend(tokens, ignored)
+    def forward(  # type: ignore[override]
+        self, tokens: Tensor, ignored: Tensor | None = None, exchange: Exchange | None = None
+    ) -> Tensor:
+        """Mix (B, S, C) over B, with ``exchange`` over the A images of all processes.
+
+        ``ignored`` (B, S) bool, with ``exchange`` (A, P): True = nobody attends to it.
+        """
+        attended = self._attend(tokens, ignored, exchange)
         tokens = self.norm1(residual_dropout(tokens, attended, self._now(self.dropout1.p)))
         hidden = relu_dropout(self.linear1(tokens), self._now(self.dropout.p))
         return self.norm2(residual_dropout(tokens, self.linear2(hidden), self._now(self.dropout2.p)))
 
-    def _attend(self, tokens: Tensor, ignored: Tensor | None) -> Tensor:
+    def _attend(self, tokens: Tensor, ignored: Tensor | None, exchange: Exchange | None) -> Tensor:
         attention = self.self_attn
         packed = F.linear(tokens, attention.in_proj_weight, attention.in_proj_bias)
         packed = packed.unflatten(-1, (3, attention.num_heads, attention.head_dim))
-        return attention.out_proj(batch_attention_packed(packed, ignored, self._now(attention.dropout)).flatten(2))
+        packed = packed if exchange is None else exchange.spread(packed)
+        attended = batch_attention_packed(packed, ignored, self._now(attention.dropout))
+        attended = attended if exchange is None else exchange.collect(attended)
+        return attention.out_proj(attended.flatten(2))
 
     def _now(self, dropout_p: float) -> float:
         return dropout_p if self.training else 0.0

@@ -13,6 +13,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from detr_bf import distributed
+from detr_bf.batchformer.gather import Exchange
 from detr_bf.batchformer.layer import BatchEncoderLayer
 from detr_bf.errors import InputError
 from detr_bf.structures import TokenBatch
@@ -41,15 +43,16 @@ class BatchFormerLayer(nn.Module):
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)  # as every matrix of DETR's transformer
 
-    def forward(self, tokens: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Mix (B, S, C) over B.
+    def forward(self, tokens: Tensor, padding_mask: Tensor | None = None, exchange: Exchange | None = None) -> Tensor:
+        """Mix (B, S, C) over B, with ``exchange`` over the images of all processes.
 
         ``padding_mask`` (B, S), True = padding: padded entries are not attended to and pass through unchanged. An image
         alone at its position attends to itself.
         """
         mixed = tokens
+        ignored = padding_mask if exchange is None else exchange.ignored(padding_mask, tokens.device)
         for layer in self.layers:
-            mixed = layer(mixed, padding_mask)
+            mixed = layer(mixed, ignored, exchange)
         return mixed if padding_mask is None else torch.where(padding_mask[..., None], tokens, mixed)
 
 
@@ -70,6 +73,8 @@ class BatchFormerV2(nn.Module):
             ``two_stream`` and replaces the tokens by the batch-attended ones in evaluation.
         num_layers, heads, dropout: of each :class:`BatchFormerLayer`.
         mask_padding: leave padded positions out; the released code lets them take part.
+        gather: in training, attend over the images of all processes (:mod:`detr_bf.batchformer.gather`); the released
+            code sees those of one process.
 
     Raises:
         InputError: no layers, layers that repeat, do not ascend or do not exist, an unknown mode or position.
@@ -88,6 +93,7 @@ class BatchFormerV2(nn.Module):
         heads: int = 4,
         dropout: float = 0.5,
         mask_padding: bool = False,
+        gather: bool = False,
     ) -> None:
         super().__init__()
         _check_places(layers, num_encoder_layers)
@@ -97,6 +103,7 @@ class BatchFormerV2(nn.Module):
         self.position = position
         self.mode = mode
         self.mask_padding = mask_padding
+        self.gather = gather
         self.shared = shared
         names = [] if mode == "duplicate" else ["shared"] if shared else list(map(str, layers))
         self.mixers = nn.ModuleDict(
@@ -108,13 +115,14 @@ class BatchFormerV2(nn.Module):
         """What enters encoder layer ``layer`` (``position`` before) or leaves it (after)."""
         if position != self.position or layer not in self.insertions or not self._active():
             return batch
-        self._announce(len(batch.tokens) // batch.num_streams)
+        exchange = self._exchange(batch)
+        self._announce(sum(exchange.images) if exchange else len(batch.tokens) // batch.num_streams)
         if self._replaces():
-            return batch.with_tokens(self._mix(batch.tokens, batch, layer))
+            return batch.with_tokens(self._mix(batch.tokens, batch, layer, exchange))
         if batch.num_streams == 1:
-            return batch.fork(self._mix(batch.tokens, batch, layer))
+            return batch.fork(self._mix(batch.tokens, batch, layer, exchange))
         clean, second = batch.tokens.chunk(2)
-        return batch.with_tokens(torch.cat([clean, self._mix(second, batch, layer)]))
+        return batch.with_tokens(torch.cat([clean, self._mix(second, batch, layer, exchange)]))
 
     def _active(self) -> bool:
         return self.training or self.mode == "mini_batch_inference"
@@ -122,11 +130,19 @@ class BatchFormerV2(nn.Module):
     def _replaces(self) -> bool:
         return self.mode == "single_stream" or not self.training
 
-    def _mix(self, tokens: Tensor, batch: TokenBatch, layer: int) -> Tensor:
+    def _exchange(self, batch: TokenBatch) -> Exchange | None:
+        """With whom images are shared, or None."""
+        if not (self.gather and self.training and distributed.world_size() > 1) or self.mode == "duplicate":
+            return None
+        whole_image = ((1, batch.tokens.shape[1]),)
+        shapes = batch.static.get("spatial_shapes", whole_image)
+        return Exchange.agree(len(batch.tokens) // batch.num_streams, shapes)
+
+    def _mix(self, tokens: Tensor, batch: TokenBatch, layer: int, exchange: Exchange | None) -> Tensor:
         if self.mode == "duplicate":
             return tokens
         padding_mask = batch.per_sample["padding_mask"][: len(tokens)] if self.mask_padding else None
-        return self.mixers["shared" if self.shared else str(layer)](tokens, padding_mask)
+        return self.mixers["shared" if self.shared else str(layer)](tokens, padding_mask, exchange)
 
     def _announce(self, sequence: int) -> None:
         """Say once what is done, and warn once when the sequence is too short to do much."""
@@ -134,13 +150,14 @@ class BatchFormerV2(nn.Module):
             return
         self._announced = True
         logger.info(
-            "BatchFormerV2 is on: %s encoder layer%s %s (counted from 0), mode %s, %s, sequence length B = %d",
+            "BatchFormerV2 is on: %s encoder layer%s %s (counted from 0), mode %s, %s, sequence length B = %d%s",
             self.position,
             "" if len(self.insertions) == 1 else "s",
             ", ".join(map(str, self.insertions)),
             self.mode,
             "shared" if self.shared else "not shared",
             sequence,
+            f" over {distributed.world_size()} processes" if self.gather else "",
         )
         if sequence == 1:
             logger.warning(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -22,7 +23,10 @@ class Classification(Protocol):
         ...
 
     def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor) -> Tensor:
-        """logits (L, N, Q, K), classes (L, N, Q) with -1 for no object -> (L,), over all N rows."""
+        """logits (L, N, Q, K), classes (L, N, Q) with -1 for no object -> (L,), over all N rows.
+
+        Whatever it divides by is the mean over all processes, as ``num_boxes`` is.
+        """
         ...
 
     def scores(self, logits: Tensor) -> Tensor:
@@ -42,3 +46,8 @@ def gather_labels(values: Tensor, labels: Tensor) -> Tensor:
     """values (..., R, Q, K) at labels (R, T) -> (..., R, Q, T)."""
     index = labels[:, None, :].expand(*values.shape[:-1], -1)
     return values.gather(-1, index)
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """Half precision as float32, because losses are sums; float64 stays."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))

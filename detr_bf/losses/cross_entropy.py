@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from detr_bf import distributed
 from detr_bf.losses.classification import gather_labels
 
 
@@ -28,7 +29,7 @@ class CrossEntropy:
         target = torch.where(classes < 0, no_object, classes)
         weight = torch.where(classes < 0, self.no_object_weight, 1.0).to(logits.dtype)
         entropy = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none").view_as(target)
-        return (entropy * weight).sum((1, 2)) / weight.sum((1, 2))
+        return (entropy * weight).sum((1, 2)) / distributed.mean(weight.sum((1, 2)))
 
     def scores(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1)[..., :-1]

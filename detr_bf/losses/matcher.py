@@ -15,7 +15,7 @@ from torch import Tensor
 from torchvision.ops import box_convert
 
 from detr_bf.boxes import generalized_iou
-from detr_bf.losses.classification import Classification
+from detr_bf.losses.classification import Classification, at_least_float32
 from detr_bf.structures import Outputs, Target
 
 STACK_LIMIT = 350_000  # elements of one layer's cost above which stacking all layers is slower than looping
@@ -83,8 +83,8 @@ class HungarianMatcher:
         return torch.stack([self.cost(outputs.logits[i], outputs.boxes[i], targets) for i in range(layers)])
 
     def cost(self, logits: Tensor, boxes: Tensor, targets: PaddedTargets) -> Tensor:
-        """logits (..., R, Q, K), boxes (..., R, Q, 4) -> (..., R, Q, T) float32; no meaning where T is padding."""
-        logits, boxes = logits.float(), boxes.float()
+        """logits (..., R, Q, K), boxes (..., R, Q, 4) -> (..., R, Q, T); no meaning where T is padding."""
+        logits, boxes = at_least_float32(logits), at_least_float32(boxes)
         distance = (boxes[..., :, None, :] - targets.boxes[:, None]).abs().sum(-1)
         overlap = generalized_iou(_corners(boxes)[..., :, None, :], _corners(targets.boxes)[:, None])
         classes = self.classification.match_cost(logits, targets.labels)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torchvision.ops import box_convert
 
+from detr_bf import distributed
 from detr_bf.boxes import generalized_iou
-from detr_bf.losses.classification import Classification
+from detr_bf.losses.classification import Classification, at_least_float32
 from detr_bf.losses.masks import mask_losses, padded_masks
 from detr_bf.losses.matcher import HungarianMatcher, Matches, PaddedTargets
 from detr_bf.structures import Masks, Outputs, Target
@@ -43,7 +44,8 @@ class SetCriterion:
     """The loss of DETR (Carion et al. 2020, arXiv 2005.12872, section 3.1), the mean over the streams.
 
     Matching is independent for every stream; with two streams the result is the mean of their losses
-    (BatchFormerV2, arXiv 2204.01254, section 3.3).
+    (BatchFormerV2, arXiv 2204.01254, section 3.3). Of several processes, the mean of their losses is the loss of all
+    their images in one: what a loss is divided by counts the objects of all.
     """
 
     classification: Classification
@@ -57,13 +59,14 @@ class SetCriterion:
     def __call__(self, outputs: Outputs, targets: Sequence[Target]) -> LossReport:
         """Outputs for the R = num_streams x B rows of B targets; proposals, where there are any, count any object."""
         padded = PaddedTargets.of(targets, outputs.num_streams)
-        matches, streams = self._stream_losses(outputs, padded)
+        num_boxes = _num_boxes(outputs, padded)
+        matches, streams = self._stream_losses(outputs, padded, num_boxes)
         if outputs.masks is not None:
             by_row = _mask_losses(outputs, outputs.masks, targets, matches)
-            streams |= {name: _per_stream(outputs, padded, loss) for name, loss in by_row.items()}
+            streams |= {name: _per_stream(outputs, loss) / num_boxes for name, loss in by_row.items()}
         losses = _by_layer(streams)
         if outputs.proposals is not None:
-            _, proposed = self._stream_losses(outputs.proposals, padded.of_one_class())
+            _, proposed = self._stream_losses(outputs.proposals, padded.of_one_class(), num_boxes)
             losses |= {f"{name}_enc": per_stream.mean() for name, per_stream in proposed.items()}
         kinds = {
             "loss_ce": self.class_weight,
@@ -76,14 +79,15 @@ class SetCriterion:
         logged = _stream_log(streams, kinds) if outputs.num_streams > 1 else {}
         return LossReport(losses, weights, logged | self._quality(outputs, padded, matches))
 
-    def _stream_losses(self, outputs: Outputs, targets: PaddedTargets) -> tuple[Matches, dict[str, Tensor]]:
+    def _stream_losses(
+        self, outputs: Outputs, targets: PaddedTargets, num_boxes: Tensor
+    ) -> tuple[Matches, dict[str, Tensor]]:
         """The matches, and the losses by name, each (L, streams)."""
         num_streams = outputs.num_streams
         matches = self.matcher(outputs, targets)
         classes = _target_classes(outputs, targets, matches)
-        num_boxes = _num_boxes(outputs, targets)
         per_stream = [
-            self.classification.loss(logits.float(), stream_classes, num_boxes)
+            self.classification.loss(at_least_float32(logits), stream_classes, num_boxes)
             for logits, stream_classes in zip(
                 outputs.logits.chunk(num_streams, 1), classes.chunk(num_streams, 1), strict=True
             )
@@ -91,8 +95,8 @@ class SetCriterion:
         distance, disparity = _box_losses(outputs, targets, matches)
         return matches, {
             "loss_ce": torch.stack(per_stream, 1),
-            "loss_bbox": _per_stream(outputs, targets, distance),
-            "loss_giou": _per_stream(outputs, targets, disparity),
+            "loss_bbox": _per_stream(outputs, distance) / num_boxes,
+            "loss_giou": _per_stream(outputs, disparity) / num_boxes,
         }
 
     @torch.no_grad()
@@ -118,7 +122,7 @@ def _target_classes(outputs: Outputs, targets: PaddedTargets, matches: Matches) 
 
 def _box_losses(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> tuple[Tensor, Tensor]:
     """L1 and 1 - GIoU of the matched pairs, summed by layer and row: twice (L, R)."""
-    predicted = outputs.boxes[matches.layer, matches.row, matches.query].float()
+    predicted = at_least_float32(outputs.boxes[matches.layer, matches.row, matches.query])
     wanted = targets.boxes[matches.row, matches.target]
     distance = (predicted - wanted).abs().sum(-1)
     overlap = generalized_iou(box_convert(predicted, "cxcywh", "xyxy"), box_convert(wanted, "cxcywh", "xyxy"))
@@ -128,13 +132,14 @@ def _box_losses(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> t
 
 
 def _num_boxes(outputs: Outputs, targets: PaddedTargets) -> Tensor:
-    """The objects of one stream, at least 1: what sums over pairs are divided by."""
-    return torch.tensor(max(sum(targets.counts) / outputs.num_streams, 1.0), device=outputs.logits.device)
+    """The objects of one stream, at least 1 among all processes, on average over these: what sums are divided by."""
+    here = torch.tensor(sum(targets.counts) / outputs.num_streams, dtype=torch.float64, device=outputs.logits.device)
+    return distributed.total(here).clamp(min=1) / distributed.world_size()
 
 
-def _per_stream(outputs: Outputs, targets: PaddedTargets, by_row: Tensor) -> Tensor:
-    """Losses summed by layer and row (L, R) -> those of an object, by layer and stream (L, streams)."""
-    return by_row.unflatten(1, (outputs.num_streams, -1)).sum(2) / _num_boxes(outputs, targets)
+def _per_stream(outputs: Outputs, by_row: Tensor) -> Tensor:
+    """Losses summed by layer and row (L, R) -> by layer and stream (L, streams)."""
+    return by_row.unflatten(1, (outputs.num_streams, -1)).sum(2)
 
 
 def _mask_losses(outputs: Outputs, masks: Masks, targets: Sequence[Target], matches: Matches) -> dict[str, Tensor]:
@@ -145,7 +150,7 @@ def _mask_losses(outputs: Outputs, masks: Masks, targets: Sequence[Target], matc
     assert len(known) == len(targets), "a detector with a mask head is trained on masks"
     wanted = padded_masks(known, row % len(targets), place)
     empty = torch.zeros(masks.rows, device=row.device)
-    focal, dice = mask_losses(masks.of(row, query).float(), wanted)
+    focal, dice = mask_losses(at_least_float32(masks.of(row, query)), wanted)
     return {
         "loss_mask": empty.index_put((row,), focal, accumulate=True)[None],
         "loss_dice": empty.index_put((row,), dice, accumulate=True)[None],

@@ -1,0 +1,153 @@
+"""Batch attention over the images of all processes.
+
+Attention couples the images that share a position, and nothing else. So processes trade positions: each receives a part
+of the positions of all images, attends there as one process would, and sends the results back. Sent and kept are as
+much as the process's own images hold, however many processes there are; gathering all keys and values everywhere would
+multiply both with their number.
+
+Shape legend: B images of this process, A of all, S tokens of an image here, G positions of the grid that all processes
+share, P of them worked on here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from detr_bf import distributed
+
+Shapes = tuple[tuple[int, int], ...]  # height and width of each level
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Who has how many images of which size, and therefore what is sent where.
+
+    The grids of the processes are aligned level by level at their upper left corner; beyond its own grid a process has
+    nothing, and nobody attends to it there.
+    """
+
+    images: tuple[int, ...]  # B of each process
+    shapes: tuple[Shapes, ...]  # of each process
+    rank: int
+
+    @classmethod
+    def agree(cls, images: int, shapes: Shapes) -> Exchange:
+        """All processes say what they have."""
+        said = torch.tensor([images, *(side for shape in shapes for side in shape)])
+        heard = [torch.empty_like(said) for _ in range(distributed.world_size())]
+        dist.all_gather(heard, said, group=_group(dist.group.WORLD))
+        numbers = [tensor.tolist() for tensor in heard]
+        return cls(
+            tuple(count for count, *_ in numbers),
+            tuple(tuple(zip(sides[::2], sides[1::2], strict=True)) for _, *sides in numbers),
+            distributed.rank(),
+        )
+
+    @property
+    def common(self) -> Shapes:
+        """The largest height and width of each level."""
+        return tuple((max(h for h, _ in level), max(w for _, w in level)) for level in zip(*self.shapes, strict=True))
+
+    @property
+    def parts(self) -> list[int]:
+        """How many positions each process works on: P of each, G together."""
+        whole, rest = divmod(_cells(self.common), len(self.images))
+        return [whole + (rank < rest) for rank in range(len(self.images))]
+
+    def spread(self, tokens: Tensor, fill: float = 0) -> Tensor:
+        """(B, S, ...) -> (A, P, ...): the positions worked on here, of all images; ``fill`` where a grid has none."""
+        pieces = _enlarged(tokens, self.shapes[self.rank], self.common, fill).split(self.parts, dim=1)
+        sent = torch.cat([piece.flatten() for piece in pieces])
+        cell = math.prod(tokens.shape[2:])
+        here = self.parts[self.rank] * cell
+        received = _trade(sent, [piece.numel() for piece in pieces], [images * here for images in self.images])
+        return received.view(sum(self.images), self.parts[self.rank], *tokens.shape[2:])
+
+    def collect(self, tokens: Tensor) -> Tensor:
+        """(A, P, ...) -> (B, S, ...): the inverse of :meth:`spread`."""
+        cell, images = math.prod(tokens.shape[2:]), self.images[self.rank]
+        sizes = [images * positions * cell for positions in self.parts]
+        sent = [images_there * tokens.shape[1] * cell for images_there in self.images]
+        pieces = _trade(tokens.flatten(), sent, sizes).split(sizes)
+        grids = [piece.view(images, -1, *tokens.shape[2:]) for piece in pieces]
+        return _cut(torch.cat(grids, dim=1), self.shapes[self.rank], self.common)
+
+    def ignored(self, padding_mask: Tensor | None, device: torch.device) -> Tensor | None:
+        """(A, P) bool, True where nobody attends: beyond a process's grid, and at ``padding_mask`` (B, S)."""
+        if padding_mask is not None:
+            return self.spread(padding_mask.to(torch.uint8), fill=1).bool()
+        if len(set(self.shapes)) == 1:
+            return None
+        start = sum(self.parts[: self.rank])
+        rows = [
+            _enlarged(torch.zeros(1, _cells(shapes), dtype=torch.uint8, device=device), shapes, self.common, 1)
+            .narrow(1, start, self.parts[self.rank])
+            .expand(images, -1)
+            for images, shapes in zip(self.images, self.shapes, strict=True)
+        ]
+        return torch.cat(rows).bool()
+
+
+def _cells(shapes: Shapes) -> int:
+    return sum(height * width for height, width in shapes)
+
+
+def _levels(tokens: Tensor, shapes: Shapes) -> list[Tensor]:
+    """(B, S, ...) -> (B, h, w, ...) for each level."""
+    parts = tokens.split([height * width for height, width in shapes], dim=1)
+    return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _enlarged(tokens: Tensor, shapes: Shapes, common: Shapes, fill: float) -> Tensor:
+    """(B, S, ...) -> (B, G, ...), ``fill`` to the right and at the bottom of each level."""
+    if shapes == common:
+        return tokens
+    grids = []
+    for grid, (height, width) in zip(_levels(tokens, shapes), common, strict=True):
+        missing = (0, width - grid.shape[2], 0, height - grid.shape[1])
+        grids.append(F.pad(grid, (0, 0) * (grid.dim() - 3) + missing, value=fill).flatten(1, 2))
+    return torch.cat(grids, dim=1)
+
+
+def _cut(tokens: Tensor, shapes: Shapes, common: Shapes) -> Tensor:
+    """(B, G, ...) -> (B, S, ...): the inverse of :func:`_enlarged`."""
+    if shapes == common:
+        return tokens
+    pairs = zip(_levels(tokens, common), shapes, strict=True)
+    return torch.cat([grid[:, :height, :width].flatten(1, 2) for grid, (height, width) in pairs], dim=1)
+
+
+@functools.cache
+def _group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of its own: during a backward pass the gradients of the parameters travel at the same time."""
+    return dist.new_group()
+
+
+def _trade(sent: Tensor, sizes: list[int], received: list[int]) -> Tensor:
+    """Send the pieces of a vector, of ``sizes``, to the processes in turn, and put together what comes from them."""
+    result: Tensor = _Trade.apply(sent, sizes, received)
+    return result
+
+
+class _Trade(torch.autograd.Function):
+    """The gradient of what was sent comes back the same way, summed by nobody: every number has one owner."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, sizes: list[int], received: list[int]) -> Tensor:
+        ctx.sizes = sizes, received
+        result = sent.new_empty(sum(received))
+        dist.all_to_all_single(result, sent.contiguous(), received, sizes, group=_group(dist.group.WORLD))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        sizes, received = ctx.sizes
+        return _trade(gradient, received, sizes), None, None
