@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from detr_bf import distributed
-from detr_bf.errors import InputError, Interrupted, Told, TrainingError
+from detr_bf.errors import InputError, Interrupted, TrainingError
 
 
 def run_tool(function: Callable[[], int]) -> int:
@@ -14,18 +14,18 @@ def run_tool(function: Callable[[], int]) -> int:
     try:
         return function()
     except InputError as error:
-        return _report(error, f"error: {error}", 2)
+        return _report(f"error: {error}", 2)
     except TrainingError as error:
-        return _report(error, f"training stopped: {error}", 1)
+        return _report(f"training stopped: {error}", 1)
     except Interrupted as error:
-        return _report(error, str(error), 128 + error.signal_number)
+        return _report(str(error), 128 + error.signal_number)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
 
 
-def _report(error: Told, message: str, code: int) -> int:
-    """What all processes raise is printed by the first one of each machine."""
-    if not error.by_all or distributed.local_rank() == 0:
+def _report(message: str, code: int) -> int:
+    """What all processes of a group raise, before they meet or together, is printed by the first of each machine."""
+    if distributed.local_rank() == 0 or distributed.in_group():
         print(message, file=sys.stderr)
     return code

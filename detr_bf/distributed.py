@@ -7,7 +7,6 @@ trivial. What is called by one process must be called by all, in the same order.
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,6 +20,8 @@ from detr_bf.errors import InputError, Told, TrainingError
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Told)
+
+_side_group: Any = None
 
 
 def launched() -> bool:
@@ -36,6 +37,11 @@ def local_rank() -> int:
 def restarts() -> int:
     """How often the launcher has started the group anew after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def in_group() -> bool:
+    """Whether this process is in a group now; one that fails alone stays in it."""
+    return dist.is_initialized()
 
 
 def rank() -> int:
@@ -64,7 +70,10 @@ def joined(device: torch.device, timeout_minutes: float) -> Iterator[None]:
         yield
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    timeout = timedelta(minutes=timeout_minutes)
+    dist.init_process_group(backend, timeout=timeout)
+    global _side_group
+    _side_group = dist.new_group(timeout=timeout)
     try:
         yield
     except BaseException as error:
@@ -72,6 +81,14 @@ def joined(device: torch.device, timeout_minutes: float) -> Iterator[None]:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def side_group() -> Any:
+    """A second channel between the same processes, for messages within the model.
+
+    During a backward pass the gradients of the parameters travel on the first at the same time.
+    """
+    return _side_group
 
 
 def total(values: Tensor) -> Tensor:
@@ -143,8 +160,3 @@ def shared(error: E) -> E:
     """``error`` as one that all processes raise, so that the main one alone tells it."""
     error.by_all = True
     return error
-
-
-def same(value: Any) -> bool:
-    """Whether all processes give the same value."""
-    return len({pickle.dumps(one) for one in known_to_all(value)}) == 1

@@ -7,8 +7,9 @@ import json
 import os
 import pickle
 import tempfile
+import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from detr_bf.errors import InputError
 
 
 @contextmanager
-def atomic_write(path: str | Path) -> Iterator[Path]:
+def atomic_write(path: str | Path, previous: Path | None = None) -> Iterator[Path]:
     """Give a temporary path beside ``path``; on success it is flushed to disk and moved over ``path``.
 
-    When the body raises, ``path`` is left as it was and the temporary file is removed.
+    What stood there before becomes ``previous`` if that is given: at every moment one of the two is whole. When the
+    body raises, ``path`` is left as it was and the temporary file is removed.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,9 +38,28 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
         temporary.chmod(0o644)
+        if previous is not None and path.exists():
+            path.replace(previous)
         temporary.replace(path)
+        _flush_names(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _flush_names(folder: Path) -> None:
+    """Make a renaming outlive a loss of power, on systems where folders can be opened."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the temporary files that killed processes have left in a folder that nobody writes to now."""
+    for path in folder.glob(".*.*.*"):
+        path.unlink(missing_ok=True)
 
 
 def cache_folder(name: str) -> Path:
@@ -80,6 +101,23 @@ def read_torch(path: str | Path) -> Any:
     except Exception as error:  # the unpickler meets garbage with almost any of them
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(f"{path} is truncated or damaged ({reason}): use another copy of it") from error
+
+
+def check_sums(path: Path) -> None:
+    """Compare every part of a file of ``torch.save`` with the checksum it was written with.
+
+    Raises:
+        InputError: the file is missing, cut off, or a bit of it has changed.
+    """
+    if not path.is_file():
+        raise InputError(f"file not found: {path}")
+    try:
+        with zipfile.ZipFile(path) as parts:
+            damaged = parts.testzip()
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise InputError(f"{path} is truncated or damaged ({error}): use another copy of it") from error
+    if damaged is not None:
+        raise InputError(f"{path} is damaged: the checksum of its part {damaged} is wrong; use another copy of it")
 
 
 def read_safetensors(path: str | Path) -> dict[str, Tensor]:

@@ -1,4 +1,7 @@
-"""Progress bars with the time left: live on a terminal, in a log file one refresh every half minute."""
+"""Progress bars with the time left: live on a terminal, in a log file one refresh every half minute.
+
+Of several processes the main one shows them.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from detr_bf import distributed
+
 SECONDS_IN_A_LOG = 30.0
 
 
 def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> tqdm:
     """A tqdm bar over ``items``, on standard error; ``options`` are tqdm's own, such as ``total`` and ``unit``."""
     pace = {} if sys.stderr.isatty() else {"mininterval": SECONDS_IN_A_LOG, "maxinterval": SECONDS_IN_A_LOG}
-    return tqdm(items, dynamic_ncols=True, **pace, **options)
+    return tqdm(items, **{"dynamic_ncols": True, "disable": not distributed.is_main(), **pace, **options})

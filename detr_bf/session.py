@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import box_convert
 
+from detr_bf import distributed
 from detr_bf.build import (
     build_classification,
     build_evaluation,
@@ -31,7 +33,7 @@ from detr_bf.engine import Checkpoint, Evaluation, RunFolder, checkpoint_of, is_
 from detr_bf.engine.logs import setup_logging
 from detr_bf.errors import InputError
 from detr_bf.evaluation import PanopticFile, Result, write_results
-from detr_bf.files import write_json, write_text
+from detr_bf.files import remove_unfinished, write_json, write_text
 from detr_bf.report import PanopticSheetRow, SheetRow, machine_info, save_panoptic_sheet, save_sheet, write_report
 from detr_bf.structures import ClassMap, Target
 
@@ -51,52 +53,98 @@ class Outcome:
         return f"{self.result}  report {self.report}"
 
 
-def train(config: Config, *, resume: bool = False) -> Outcome:
+def train(config: Config, *, resume: bool = False, resume_if_possible: bool = False) -> Outcome | None:
     """Check the data, train, evaluate, report.
+
+    Called by every process of a group; all but the first get None.
+
+    Args:
+        resume: go on from the checkpoint in the folder.
+        resume_if_possible: the same if there is one. A group that its launcher starts anew does so in any case.
 
     Raises:
         InputError: before the first step, for anything the user can mend.
         TrainingError, Interrupted: see :meth:`detr_bf.engine.Trainer.train`.
     """
     folder = RunFolder(Path(config.output_dir))
-    if resume:
-        folder.check_resumable()
-    else:
-        folder.check_unused()
-    checkpoint = load_checkpoint(folder.last) if resume else None
-    with folder.left_as_it_was_on_bad_input():
-        setup_logging(folder.log)
-        detector_named(config.model.name)  # before all images are read
-        check_data(config)
-        if checkpoint is not None:
-            _tell_changes(config, checkpoint)
-        trainer = build_trainer(config, folder, checkpoint)
-    _describe(folder, config)
-    try:
-        result = trainer.train()
-    finally:
-        trainer.metrics.close()
-    return _report(folder, config, result, trainer.evaluate)
+    with distributed.joined(device_of(config), config.train.timeout_minutes), _prepared(folder) as start:
+        checkpoint = distributed.on_main(
+            lambda: _checked(config, folder, resume, resume_if_possible or distributed.restarts() > 0)
+        )
+        with distributed.failing_together():
+            trainer = build_trainer(config, folder, checkpoint)
+        distributed.on_main(lambda: _describe(folder, config))
+        start()
+        try:
+            result = trainer.train()
+        finally:
+            if trainer.metrics is not None:
+                trainer.metrics.close()
+        return _report(folder, config, result, trainer.evaluate)
 
 
-def evaluate_only(config: Config, source: Path) -> Outcome:
+def evaluate_only(config: Config, source: Path) -> Outcome | None:
     """Evaluate ``source``, a checkpoint of ours or foreign weights, with the model and validation data of ``config``.
+
+    Called by every process of a group; all but the first get None.
 
     Raises:
         InputError: as :func:`load_strict` when the weights are another model's.
     """
     folder = RunFolder(Path(config.output_dir))
-    with folder.left_as_it_was_on_bad_input():
-        setup_logging(folder.log)
-        weights, classes = _weights_and_classes(config, source)
-        device = device_of(config)
-        plain, weights = _without_batch_former(config, weights)
-        model = build_model(plain, classes.num_classes, pretrained=False)
-        load_strict(model, weights, str(source))
-        evaluation = build_evaluation(config, classes, device, folder)
-    if not folder.last.exists():  # the folder of a training run keeps that run's config
-        _describe(folder, config)
-    return _report(folder, config, evaluation(model.to(device)), evaluation)
+    device = device_of(config)
+    with distributed.joined(device, config.train.timeout_minutes), _prepared(folder) as start:
+        with distributed.failing_together():
+            weights, classes = _weights_and_classes(config, source)
+            plain, weights = _without_batch_former(config, weights)
+            model = build_model(plain, classes.num_classes, pretrained=False)
+            load_strict(model, weights, str(source))
+            evaluation = build_evaluation(config, classes, device, folder)
+        if not folder.last.exists():  # the folder of a training run keeps that run's config
+            distributed.on_main(lambda: _describe(folder, config))
+        start()
+        return _report(folder, config, evaluation(model.to(device)), evaluation)
+
+
+@contextmanager
+def _prepared(folder: RunFolder) -> Iterator[Callable[[], None]]:
+    """Log into the folder; what was written there is taken back if an InputError comes before the function is called.
+
+    Only the main process touches the folder.
+    """
+    with ExitStack() as preparation:
+        distributed.on_main(lambda: preparation.enter_context(folder.left_as_it_was_on_bad_input()))
+        setup_logging(folder.log if distributed.is_main() else None)
+        yield preparation.close
+
+
+def _checked(config: Config, folder: RunFolder, resume: bool, resume_if_possible: bool) -> Checkpoint | None:
+    """Everything that can be known before the model is built, and the checkpoint to go on from."""
+    if resume:
+        folder.check_resumable()
+    elif not resume_if_possible:
+        folder.check_unused()
+    checkpoint = _newest_checkpoint(folder) if folder.holds_a_run() else None
+    detector_named(config.model.name)  # before all images are read
+    check_data(config)
+    remove_unfinished(folder.path)
+    if checkpoint is not None:
+        _tell_changes(config, checkpoint)
+    return checkpoint
+
+
+def _newest_checkpoint(folder: RunFolder) -> Checkpoint:
+    """The last one, or where that is damaged or missing the one before it."""
+    try:
+        return load_checkpoint(folder.last)
+    except InputError as error:
+        if not folder.previous.exists():
+            raise
+        checkpoint = load_checkpoint(folder.previous)
+        if folder.last.exists():
+            folder.last.replace(folder.damaged)
+        logger.error("%s\nTraining goes on from %s instead, which is older.", error, folder.previous)
+        return checkpoint
 
 
 def _weights_and_classes(config: Config, source: Path) -> tuple[dict[str, Tensor], ClassMap]:
@@ -195,8 +243,10 @@ def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
     return flat
 
 
-def _report(folder: RunFolder, config: Config, result: Result, evaluation: Evaluation) -> Outcome:
-    """Results, pictures and the page that shows them."""
+def _report(folder: RunFolder, config: Config, result: Result, evaluation: Evaluation) -> Outcome | None:
+    """Results, pictures and the page that shows them, by the main process."""
+    if not distributed.is_main():
+        return None
     write_json(folder.evaluation, result.to_dict())
     write_results(folder.results, evaluation.detections, evaluation.class_map)
     if config.eval.pictures:

@@ -80,6 +80,7 @@ class Target:
     original_size: tuple[int, int]  # height, width in pixels of the file (EXIF rotation applied)
     file_name: str = ""
     masks: Tensor | None = None  # (T, h, w) bool at `size`, where the data is asked for masks
+    replaced: str = ""  # why the image asked for could not be read, if this one stands in for it
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Target:
         return replace(
@@ -100,6 +101,11 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.images)
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """Why images could not be read for which others stand in, one message for each."""
+        return tuple(target.replaced for target in self.targets if target.replaced)
 
     @classmethod
     def collate(cls, samples: Sequence[tuple[Tensor, Target]]) -> Batch:

@@ -51,7 +51,9 @@ ALLOWED: dict[str, set[str]] = {
     "interop": {"errors", "structures", "files"},
     "build": GROUND | MODEL | WORK | {"config", "engine", "interop"},
     "conversion": {"errors", "structures", "config", "detectors", "engine", "interop", "build"},
+    "replay": {"errors", "config", "engine", "build"},
     "session": GROUND | MODEL | WORK | {"config", "engine", "interop", "build"},
+    "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "build"},
     "models": GROUND | MODEL | WORK | {"config", "engine", "interop", "build"},
     "predictor": GROUND | MODEL | WORK | {"config", "engine", "interop", "build"},
     "__init__": {"models", "predictor"},  # the short names of the public interface

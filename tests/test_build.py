@@ -104,7 +104,6 @@ def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("batch_former.gather=true", "several processes"),
         ("model.heads=5", "model.heads=5 must divide"),
         ("model.name=detrr", "must be one of conditional_detr, deformable_detr, detr, smca.*; got 'detrr'"),
         ("model.name=parts", "got 'parts'"),

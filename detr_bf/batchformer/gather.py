@@ -11,7 +11,6 @@ share, P of them worked on here.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +42,7 @@ class Exchange:
         """All processes say what they have."""
         said = torch.tensor([images, *(side for shape in shapes for side in shape)])
         heard = [torch.empty_like(said) for _ in range(distributed.world_size())]
-        dist.all_gather(heard, said, group=_group(dist.group.WORLD))
+        dist.all_gather(heard, said, group=distributed.side_group())
         numbers = [tensor.tolist() for tensor in heard]
         return cls(
             tuple(count for count, *_ in numbers),
@@ -125,12 +124,6 @@ def _cut(tokens: Tensor, shapes: Shapes, common: Shapes) -> Tensor:
     return torch.cat([grid[:, :height, :width].flatten(1, 2) for grid, (height, width) in pairs], dim=1)
 
 
-@functools.cache
-def _group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of its own: during a backward pass the gradients of the parameters travel at the same time."""
-    return dist.new_group()
-
-
 def _trade(sent: Tensor, sizes: list[int], received: list[int]) -> Tensor:
     """Send the pieces of a vector, of ``sizes``, to the processes in turn, and put together what comes from them."""
     result: Tensor = _Trade.apply(sent, sizes, received)
@@ -144,7 +137,7 @@ class _Trade(torch.autograd.Function):
     def forward(ctx: Any, sent: Tensor, sizes: list[int], received: list[int]) -> Tensor:
         ctx.sizes = sizes, received
         result = sent.new_empty(sum(received))
-        dist.all_to_all_single(result, sent.contiguous(), received, sizes, group=_group(dist.group.WORLD))
+        dist.all_to_all_single(result, sent.contiguous(), received, sizes, group=distributed.side_group())
         return result
 
     @staticmethod

@@ -28,6 +28,7 @@ def build_train_data(config: Config) -> CocoDetection:
         seed=config.seed,
         masks=config.model.masks,
         panoptic=source.panoptic,
+        replace_unreadable=config.data.max_unreadable > 0,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from detr_bf import distributed
 from detr_bf.backbones import build_backbone
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.config import Config
@@ -27,9 +28,10 @@ FOCAL_PRIOR = 0.01  # score every class starts with (Lin et al. 2017, arXiv 1708
 
 
 def device_of(config: Config) -> torch.device:
-    """The device asked for; ``auto`` is the GPU when there is one."""
+    """The device asked for; ``auto`` is the GPU when there is one. Of several processes each takes its own GPU."""
     if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        return _own_gpu() if kind == "cuda" and distributed.launched() else torch.device(kind)
     if not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
         raise InputError(f"device must be auto, cpu, cuda or cuda:N; got '{config.device}'")
     device = torch.device(config.device)
@@ -38,7 +40,23 @@ def device_of(config: Config) -> torch.device:
             f"device={config.device}, but torch sees {torch.cuda.device_count()} CUDA GPUs: "
             "use device=cpu, device=auto or a smaller number"
         )
+    if device.type == "cuda" and distributed.launched():
+        if device.index is not None:
+            raise InputError(f"device={config.device} names one GPU for several processes: use device=cuda or auto")
+        return _own_gpu()
     return device
+
+
+def _own_gpu() -> torch.device:
+    """The GPU of this machine's process of that number."""
+    number = distributed.local_rank()
+    if number >= torch.cuda.device_count():
+        raise InputError(
+            f"the launcher started {number + 1} processes or more on a machine with {torch.cuda.device_count()} CUDA "
+            "GPUs: lower --nproc-per-node, or use device=cpu"
+        )
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 def build_model(config: Config, num_classes: int, *, pretrained: bool = True) -> Detector:
@@ -72,6 +90,7 @@ def build_model(config: Config, num_classes: int, *, pretrained: bool = True) ->
         class_prior=FOCAL_PRIOR if config.loss.classification == "focal" else None,
         batch_former=build_batch_former(config),
         mask_head=build_mask_head(config, body.channels),
+        recompute_encoder=config.train.recompute_encoder,
     )
     built = detector(body, body.channels[-len(backbone.strides) :], options, **_own_settings(detector, model))
     if config.freeze.detector:
@@ -118,8 +137,6 @@ def build_batch_former(config: Config) -> BatchFormerV2 | None:
     settings = config.batch_former
     if not settings.enabled:
         return None
-    if settings.gather:
-        raise InputError("batch_former.gather=true needs several processes, which this version does not run yet")
     return BatchFormerV2(
         config.model.hidden_dim,
         layers=settings.layers,
@@ -131,6 +148,7 @@ def build_batch_former(config: Config) -> BatchFormerV2 | None:
         heads=settings.heads,
         dropout=settings.dropout,
         mask_padding=settings.mask_padding,
+        gather=settings.gather,
     )
 
 

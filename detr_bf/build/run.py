@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from detr_bf import interop
+from detr_bf import distributed, interop
+from detr_bf.build.acceleration import accelerate
 from detr_bf.build.data import build_loader, build_train_data, build_val_data, data_source
 from detr_bf.build.model import (
     build_criterion,
@@ -20,8 +21,8 @@ from detr_bf.build.model import (
     device_of,
 )
 from detr_bf.config import Config, config_to_dict
-from detr_bf.data.coco import CocoDetection
-from detr_bf.data.loader import EpochBatches, SameSizeBatches
+from detr_bf.data.batches import EpochBatches, SameSizeBatches, aspect_buckets
+from detr_bf.data.coco import CocoDetection, mixed_seed
 from detr_bf.detectors import Detector
 from detr_bf.engine import (
     Checkpoint,
@@ -38,7 +39,7 @@ from detr_bf.engine import (
     parameter_groups,
 )
 from detr_bf.errors import InputError
-from detr_bf.evaluation import CocoEvaluator, PanopticEvaluator, write_panoptic
+from detr_bf.evaluation import CocoEvaluator, PanopticEvaluator, encode, write_encoded
 from detr_bf.structures import ClassMap
 
 logger = logging.getLogger(__name__)
@@ -48,15 +49,26 @@ PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 
 def build_trainer(config: Config, folder: RunFolder, resume_from: Checkpoint | None = None) -> Trainer:
     """Everything a training run needs, from where ``resume_from`` stands if given."""
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.seed)  # the same weights in all processes
     device = device_of(config)
     data = build_train_data(config)
     _check_same_classes(data.class_map, resume_from, folder)
     model = build_model(config, data.class_map.num_classes, pretrained=resume_from is None and not config.init_from)
     if resume_from is None:
         _initialise(model, config)
+    accelerate(model, config)
     model.to(device)
-    epoch_batches = partial(EpochBatches, len(data), config.train.batch_size, seed=config.seed)
+    if distributed.world_size() > 1:
+        torch.manual_seed(mixed_seed(config.seed, distributed.rank()))  # dropout differs
+    epoch_batches = partial(
+        EpochBatches,
+        len(data),
+        config.train.batch_size,
+        seed=config.seed,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+        buckets=aspect_buckets(data.sizes, config.data.aspect_buckets),
+    )
     batches_per_epoch = len(epoch_batches(epoch=0))
     loader = build_loader(config, device)
     return Trainer(
@@ -67,9 +79,9 @@ def build_trainer(config: Config, folder: RunFolder, resume_from: Checkpoint | N
         make_batches=lambda epoch, start: iter(loader(data, epoch_batches(epoch=epoch, start_batch=start))),
         batches_per_epoch=batches_per_epoch,
         evaluate=build_evaluation(config, data.class_map, device, folder),
-        settings=_train_settings(config),
+        settings=_train_settings(config, len(data)),
         folder=folder,
-        metrics=_metrics_log(config, folder, resume_from),
+        metrics=_metrics_log(config, folder, resume_from) if distributed.is_main() else None,
         class_map=data.class_map,
         config=config_to_dict(config),
         device=device,
@@ -107,8 +119,9 @@ def build_evaluation(config: Config, class_map: ClassMap, device: torch.device, 
     loader = build_loader(config, device)
     # where the images of a batch see each other, the batch must not depend on their sizes
     sizes = [(0, 0)] * len(data) if config.batch_former.mode == "mini_batch_inference" else data.sizes
+    batches = SameSizeBatches(sizes, config.eval.batch_size, distributed.rank(), distributed.world_size())
     return Evaluation(
-        make_batches=lambda: loader(data, SameSizeBatches(sizes, config.eval.batch_size)),
+        make_batches=lambda: loader(data, batches),
         make_evaluator=lambda: CocoEvaluator(
             config.data.val.annotations,
             class_map,
@@ -135,13 +148,10 @@ def _panoptic_evaluation(config: Config, data: CocoDetection, folder: RunFolder)
         make_evaluator=partial(
             PanopticEvaluator, config.data.val.annotations, config.data.val.panoptic, data.class_map
         ),
-        write=partial(
-            write_panoptic,
-            folder.panoptic_results,
-            folder.panoptic,
-            class_map=data.class_map,
-            file_names=dict(zip(data.image_ids, data.file_names, strict=True)),
+        encode=partial(
+            encode, class_map=data.class_map, file_names=dict(zip(data.image_ids, data.file_names, strict=True))
         ),
+        write=partial(write_encoded, folder.panoptic_results, folder.panoptic, class_map=data.class_map),
     )
 
 
@@ -170,7 +180,7 @@ def _learning_rate(config: Config, batches_per_epoch: int) -> LearningRate:
     )
 
 
-def _train_settings(config: Config) -> TrainSettings:
+def _train_settings(config: Config, num_images: int) -> TrainSettings:
     train = config.train
     return TrainSettings(
         epochs=train.epochs,
@@ -180,9 +190,14 @@ def _train_settings(config: Config) -> TrainSettings:
         clip_norm=config.optimizer.clip_norm,
         log_every=train.log_every,
         checkpoint_every=config.checkpoint.every_steps,
+        checkpoint_minutes=config.checkpoint.every_minutes,
         keep_every=config.checkpoint.keep_every,
         eval_every=train.eval_every,
         ema_decay=train.ema.decay if train.ema.enabled else None,
+        seed=config.seed,
+        max_skipped=train.max_skipped,
+        max_replaced=config.data.max_unreadable * num_images,
+        unused_parameters=not config.model.aux_loss,
     )
 
 

@@ -27,6 +27,7 @@ from detr_bf.structures import ClassMap, Target
 _PARTS = ("images", "annotations", "categories")
 _REQUIRED = {"images": ("id", "file_name"), "annotations": ("image_id", "category_id"), "categories": ("id",)}
 _REQUIRED_PANOPTIC = {**_REQUIRED, "annotations": ("image_id", "file_name", "segments_info")}
+_ATTEMPTS = 20  # images tried for one sample
 _KINDS = {"file_name": (str, "a string"), "segments_info": (list, "a list")}  # of values; the rest are whole numbers
 
 
@@ -149,7 +150,9 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
     extents are the boxes then; of a detection file its polygons and run lengths. Objects without a pixel are dropped.
 
     Augmentation is a function of (seed, epoch, index) alone, whichever process loads the sample, and leaves torch's
-    generators as they were.
+    generators as they were. With ``replace_unreadable`` a random image, a function of the same, stands in for one whose
+    image or mask file cannot be read; it is augmented as that one would have been, so that it does not come twice alike
+    in an epoch.
 
     Raises :class:`InputError` for anything wrong with the files that would spoil training; the doctor lists it all.
     """
@@ -163,6 +166,7 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         seed: int = 0,
         masks: bool = False,
         panoptic: Path | None = None,
+        replace_unreadable: bool = False,
     ) -> None:
         check_folder(images)
         content = read_annotations(annotations)
@@ -171,6 +175,7 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         self.transform = transform
         self.class_map = class_map if class_map is not None else content.class_map
         self.seed = seed
+        self.replace_unreadable = replace_unreadable
         self.image_ids = [int(image["id"]) for image in content.images]
         self.file_names = [image["file_name"] for image in content.images]
         self.sizes = [annotated_size(image) for image in content.images]
@@ -187,14 +192,11 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         return len(self.image_ids)
 
     def __getitem__(self, key: SampleKey) -> tuple[Tensor, Target]:
-        epoch, index = key
-        pixels = read_image(self.folder / self.file_names[index], self.sizes[index])
-        original_size = (pixels.shape[-2], pixels.shape[-1])
-        boxes, labels, masks = self._objects(index, original_size)
+        index, sample, replaced = self._read_some(key)
         with torch.random.fork_rng(devices=[]):
             # not torch.manual_seed, which would seed the generators of every accelerator too
-            torch.default_generator.manual_seed(mixed_seed(self.seed, epoch, index))
-            image, boxes, labels, masks = self.transform(Sample(Image(pixels), boxes, labels, masks))
+            torch.default_generator.manual_seed(mixed_seed(self.seed, *key))
+            image, boxes, labels, masks = self.transform(sample)
         height, width = image.shape[-2:]
         fractions = box_convert(boxes.as_subclass(Tensor), "xyxy", "cxcywh") / torch.tensor([width, height] * 2)
         target = Target(
@@ -202,11 +204,29 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
             boxes=fractions,
             labels=labels,
             size=(height, width),
-            original_size=original_size,
+            original_size=(sample.image.shape[-2], sample.image.shape[-1]),
             file_name=self.file_names[index],
             masks=None if masks is None else masks.as_subclass(Tensor).bool(),
+            replaced=replaced,
         )
         return image.as_subclass(Tensor), target
+
+    def _read_some(self, key: SampleKey) -> tuple[int, Sample, str]:
+        """The image asked for, or one that stands in for it: its index, itself, and why the first was not readable."""
+        index, fault = key.place, ""
+        for attempt in range(1, _ATTEMPTS):
+            try:
+                return index, self._read(index), fault
+            except InputError as error:
+                if not self.replace_unreadable:
+                    raise
+                fault = fault or str(error)
+            index = mixed_seed(self.seed, *key, attempt) % len(self)
+        return index, self._read(index), fault
+
+    def _read(self, index: int) -> Sample:
+        pixels = read_image(self.folder / self.file_names[index], self.sizes[index])
+        return Sample(Image(pixels), *self._objects(index, (pixels.shape[-2], pixels.shape[-1])))
 
     def _objects(self, index: int, size: tuple[int, int]) -> tuple[BoundingBoxes, Tensor, Mask | None]:
         """Boxes (T, 4) in pixels, clipped to ``size`` (height, width), labels (T,) and masks (T, height, width)."""

@@ -1,89 +1,65 @@
-"""Batches in an order that can be taken up again at any batch."""
+"""Batches from loader processes, some of which may die."""
 
 from __future__ import annotations
 
+import logging
 import signal
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from types import FrameType
 
 import torch
 from torch.utils.data import DataLoader, Sampler
+from torch.utils.data._utils import signal_handling
 
-from detr_bf.data.coco import CocoDetection, SampleKey, mixed_seed
-from detr_bf.errors import InputError
+from detr_bf.data.batches import EpochBatches as EpochBatches  # until build/run.py and test_panoptic.py follow
+from detr_bf.data.batches import SameSizeBatches as SameSizeBatches
+from detr_bf.data.coco import CocoDetection, SampleKey
+from detr_bf.errors import InputError, TrainingError
 from detr_bf.structures import Batch
 
+logger = logging.getLogger(__name__)
+
 GRACE_SECONDS = 30  # that a worker lives on after SIGTERM
+MAX_DEATHS = 3  # of workers without a batch in between
+_DYING_SECONDS = 1.0  # from the first sign of a death, a closed connection, to the end of the process
 
 
-class EpochBatches(Sampler[list[SampleKey]]):
-    """Training batches of one epoch from ``start_batch`` on; their order is a function of (seed, epoch) alone.
-
-    An incomplete last batch is left out, unless it is the only one.
-    """
-
-    def __init__(self, num_samples: int, batch_size: int, *, seed: int, epoch: int, start_batch: int = 0) -> None:
-        _check_batch_size(batch_size)
-        self.num_samples = num_samples
-        self.batch_size = batch_size
-        self.seed = seed
-        self.epoch = epoch
-        self.start_batch = start_batch
-        self.num_batches = num_samples // batch_size or 1
-
-    def __len__(self) -> int:
-        """Batches still to come."""
-        return max(0, self.num_batches - self.start_batch)
-
-    def __iter__(self) -> Iterator[list[SampleKey]]:
-        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
-        order = torch.randperm(self.num_samples, generator=generator).tolist()
-        for batch in range(self.start_batch, self.num_batches):
-            chosen = order[batch * self.batch_size : (batch + 1) * self.batch_size]
-            yield [SampleKey(self.epoch, index) for index in chosen]
-
-
-class SameSizeBatches(Sampler[list[SampleKey]]):
-    """Evaluation batches: every image once, and only images of one size together, so that nothing is padded.
-
-    ``sizes`` are (height, width) or None where it is not known; such an image comes alone.
-    """
-
-    def __init__(self, sizes: Sequence[tuple[int, int] | None], batch_size: int) -> None:
-        _check_batch_size(batch_size)
-        groups: dict[object, list[SampleKey]] = defaultdict(list)
-        for place, size in enumerate(sizes):
-            groups[size or place].append(SampleKey(0, place))
-        self.batches = [
-            group[start : start + batch_size] for group in groups.values() for start in range(0, len(group), batch_size)
-        ]
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[list[SampleKey]]:
-        return iter(self.batches)
-
-
-def _check_batch_size(batch_size: int) -> None:
-    if batch_size < 1:
-        raise InputError(f"the batch size must be at least 1, got {batch_size}")
+class WorkerDiedError(RuntimeError):
+    """A loader process ended while it still had batches to load; the message says how."""
 
 
 class BatchLoader(DataLoader[Batch]):
-    """A DataLoader whose workers' :class:`InputError` arrives with its own message instead of a traceback's text."""
+    """A DataLoader that tells apart what goes wrong, each with its own message instead of a traceback's text.
+
+    While a batch is waited for, and only then, it raises the :class:`InputError` of a worker, and :class:`WorkerDiedError`
+    for a worker that was killed. When it raises, its workers have ended.
+    """
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        _keep_deaths_from_surfacing_anywhere()
         batches = super().__iter__()
-        message = None
+        workers: Sequence[BaseProcess] = batches._workers if self.num_workers else ()  # type: ignore[attr-defined]
+        fault: Exception | None = None
         try:
-            yield from batches
+            for _ in range(len(self)):
+                with _deaths_raised(workers):
+                    batch = next(batches)
+                yield batch
         except InputError as error:
-            message = original_message(str(error))
+            fault = InputError(original_message(str(error)))
+        except Exception:
+            message = _death(workers, _DYING_SECONDS)
+            if not message:
+                raise
+            fault = WorkerDiedError(message)
         finally:
             del batches  # closes the workers, now
-        if message is not None:  # raised here, for an error with a context would keep them alive
-            raise InputError(message)
+        if fault is not None:  # raised here, for an error with a context would keep them alive
+            raise fault
 
 
 def make_loader(
@@ -103,6 +79,99 @@ def make_loader(
         worker_init_fn=_leave_signals_to_the_parent,
         generator=torch.Generator(),
     )
+
+
+def steady(make: Callable[[int], Iterator[Batch]], start: int) -> Iterator[Batch]:
+    """The batches of ``make(start)``, in spite of workers that die.
+
+    Args:
+        make: number of a batch -> the batches from there on, always the same ones.
+
+    Raises:
+        TrainingError: workers died ``MAX_DEATHS`` times without a batch in between.
+    """
+    due, deaths = start, 0
+    while True:
+        try:
+            for batch in make(due):
+                due, deaths = due + 1, 0
+                yield batch
+            return
+        except WorkerDiedError as death:
+            message = str(death)
+        deaths += 1
+        if deaths == MAX_DEATHS:
+            raise TrainingError(
+                f"loader processes died {deaths} times without a batch in between, last: {message}; give the job more "
+                "memory or a larger /dev/shm, or set data.workers to fewer, 0 to load in the training process"
+            )
+        logger.error(
+            "%s: out of memory, or of shared memory (/dev/shm)? The workers are started anew; fewer of them "
+            "(data.workers) need less",
+            message,
+        )
+
+
+def _keep_deaths_from_surfacing_anywhere() -> None:
+    """Install, and take back at once, the handler of SIGCHLD that DataLoader installs once in a process.
+
+    It would raise a worker's death wherever the main thread is then, be it in the middle of an optimiser step.
+    """
+    if _is_main_thread():
+        usual = signal.getsignal(signal.SIGCHLD)
+        signal_handling._set_SIGCHLD_handler()
+        signal.signal(signal.SIGCHLD, usual)
+
+
+@contextmanager
+def _deaths_raised(workers: Sequence[BaseProcess]) -> Iterator[None]:
+    """Within the block the death of one of ``workers``, also an earlier one, raises :class:`WorkerDiedError`.
+
+    At once, for a worker that dies in the middle of a message leaves its reader waiting for ever. Outside the main
+    thread, to which signals go, DataLoader finds most deaths itself within seconds.
+    """
+    if not _is_main_thread():
+        yield
+        return
+    usual = signal.getsignal(signal.SIGCHLD)
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        message = _death(workers)
+        if message:
+            signal.signal(signal.SIGCHLD, usual)
+            raise WorkerDiedError(message)
+        if callable(usual):
+            usual(number, frame)
+
+    signal.signal(signal.SIGCHLD, tell)
+    try:
+        message = _death(workers)
+        if message:
+            raise WorkerDiedError(message)
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, usual)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _death(workers: Sequence[BaseProcess], seconds: float = 0) -> str:
+    """How one of them ended, if any has or does within ``seconds``; else nothing."""
+    ended = wait([worker.sentinel for worker in workers], seconds) if workers else ()
+    for worker in workers:
+        if worker.sentinel in ended:
+            worker.join(_DYING_SECONDS)
+            return f"loader process {worker.pid} {_how(worker.exitcode)}"
+    return ""
+
+
+def _how(exit_code: int | None) -> str:
+    """How a process ended."""
+    if exit_code is not None and exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"
 
 
 def original_message(text: str) -> str:

@@ -70,7 +70,7 @@ def deformable_detr(
     return Detector(
         backbone,
         tokens=_tokens(channels, levels, options),
-        encoder=Encoder(encoder, norm=norms[0], batch_former=options.batch_former),
+        encoder=Encoder(encoder, norm=norms[0], **options.encoder),
         decoder=Decoder(
             decoder,
             queries=_proposal_queries(options) if two_stage else _learned_queries(options),

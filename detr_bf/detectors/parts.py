@@ -28,6 +28,7 @@ class Options:
     ``num_logits`` is K, with cross-entropy the classes and, last, no-object. ``class_prior`` is the score every class
     starts with, for sigmoid scores. ``position_temperature`` of the sine encoding: lower tells neighbouring cells apart
     better. ``input_norm``: group norm after the input projections, for features that are not of unit size.
+    ``recompute_encoder``: its layers need less memory and more time in training.
     """
 
     num_logits: int
@@ -46,6 +47,12 @@ class Options:
     class_prior: float | None = None
     batch_former: BatchFormerV2 | None = None
     mask_head: MaskHead | None = None
+    recompute_encoder: bool = False
+
+    @property
+    def encoder(self) -> dict[str, Any]:
+        """What the encoder is told beside its layers and their norm."""
+        return {"batch_former": self.batch_former, "recompute": self.recompute_encoder}
 
     @property
     def layer(self) -> dict[str, Any]:
@@ -77,7 +84,7 @@ def single_level_detector(backbone: nn.Module, channels: Sequence[int], options:
     tokens = FeatureTokens([projection(channels[0], options, norm=options.input_norm)], position(options))
     layers = [EncoderLayer(TokenAttention(**options.attention), **options.layer) for _ in range(options.encoder_layers)]
     norm = nn.LayerNorm(options.hidden_dim) if options.pre_norm else None
-    encoder = Encoder(layers, norm=norm, batch_former=options.batch_former)
+    encoder = Encoder(layers, norm=norm, **options.encoder)
     return Detector(backbone, tokens=tokens, encoder=encoder, decoder=decoder, mask_head=options.mask_head)
 
 

@@ -65,9 +65,7 @@ def _tokens(channels: Sequence[int], options: Options) -> CoarserMap:
 def _encoder(options: Options) -> ReducedEncoder:
     dim = options.hidden_dim
     layers = [ExchangeLayer(dim, options.feedforward_dim, options.dropout) for _ in range(options.encoder_layers)]
-    return ReducedEncoder(
-        Encoder(layers, batch_former=options.batch_former), nn.Conv2d(dim, dim, 3, stride=2, padding=1)
-    )
+    return ReducedEncoder(Encoder(layers, **options.encoder), nn.Conv2d(dim, dim, 3, stride=2, padding=1))
 
 
 class CoarserMap(nn.Module):

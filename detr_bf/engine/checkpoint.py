@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from detr_bf import distributed
 from detr_bf.errors import InputError
-from detr_bf.files import atomic_write, read_torch
+from detr_bf.files import atomic_write, check_sums, read_torch
 from detr_bf.structures import ClassMap
 
 FORMAT = 1
@@ -38,9 +39,9 @@ class Checkpoint:
         """The weights to evaluate with."""
         return self.ema if self.ema is not None else self.model
 
-    def save(self, path: Path) -> None:
-        """Write atomically: a crash leaves the previous file whole."""
-        with atomic_write(path) as temporary:
+    def save(self, path: Path, previous: Path | None = None) -> None:
+        """Write atomically: a crash leaves the file that was there whole, and success makes it ``previous``."""
+        with atomic_write(path, previous) as temporary:
             torch.save({name: getattr(self, name) for name in self.__dataclass_fields__}, temporary)
 
 
@@ -48,8 +49,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """A checkpoint of ours.
 
     Raises:
-        InputError: as :func:`detr_bf.files.read_torch`, or the file is of another program or version.
+        InputError: as :func:`detr_bf.files.read_torch`, or the file is damaged, of another program or version.
     """
+    check_sums(path)
     content = read_torch(path)
     expected = set(Checkpoint.__dataclass_fields__)
     if not isinstance(content, dict) or set(content) != expected or content["format"] != FORMAT:
@@ -130,24 +132,46 @@ def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str],
 
 
 def training_state(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, progress: Any) -> dict[str, Any]:
-    """Everything beside the weights that decides how training goes on.
+    """Everything beside the weights that decides how training goes on; all processes call it together.
 
-    The learning rate and the order of the data follow from the step in ``progress``.
+    The learning rate and the order of the data follow from the step in ``progress``. ``rng`` holds the generators of
+    each process.
     """
     return {
         "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(),
         "progress": asdict(progress),
-        "rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "rng": distributed.gathered(rng_state()),
     }
 
 
-def restore_rng(state: Mapping[str, Any]) -> None:
-    """Set torch's generators to the saved state; those of GPUs only where the number of GPUs is the same."""
-    torch.set_rng_state(state["rng"])
-    if state["cuda_rng"] and len(state["cuda_rng"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda_rng"])
+def rng_state() -> dict[str, Any]:
+    """The states of torch's generators in this process."""
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Inverse of :func:`rng_state`; the state of a GPU where there is one."""
+    torch.set_rng_state(state["cpu"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def restore_rng(states: Any, seed: int) -> bool:
+    """Set the generators of this process to those of its number among ``states``.
+
+    Where there are fewer or more processes than saved states, it starts anew from ``seed``: False then.
+    """
+    if isinstance(states, Tensor):  # an earlier checkpoint, of one process
+        states = [{"cpu": states, "cuda": None}]
+    if len(states) != distributed.world_size():
+        torch.manual_seed(seed)
+        return False
+    set_rng_state(states[distributed.rank()])
+    return True
 
 
 def _listed(names: Sequence[str]) -> str:

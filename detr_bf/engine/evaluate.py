@@ -9,10 +9,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from detr_bf.evaluation import CocoEvaluator, PanopticEvaluator, Result
+from detr_bf import distributed
+from detr_bf.evaluation import CocoEvaluator, EncodedMap, PanopticEvaluator, Result, merge_shards
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.progress import progress_bar
 from detr_bf.structures import Batch, ClassMap, Detections, PanopticMap
+
+
+class EvaluationStopped(BaseException):
+    """Some process was asked to stop; all of them raise it."""
 
 
 @dataclass(frozen=True)
@@ -21,24 +26,26 @@ class PanopticEvaluation:
 
     Args:
         make_evaluator: an empty evaluator.
+        encode: a map as it is sent and written.
         write: takes the maps of all images, one by one as they are made.
     """
 
     postprocess: PanopticPostprocess
     make_evaluator: Callable[[], PanopticEvaluator]
-    write: Callable[[Iterable[PanopticMap]], None]
+    encode: Callable[[PanopticMap], EncodedMap]
+    write: Callable[[Iterable[EncodedMap]], None]
 
 
 @dataclass
 class Evaluation:
-    """Measures a model on one split, as often as it is called.
+    """Measures a model on one split, as often as it is called; several processes share the images.
 
     Args:
-        make_batches: the batches of the split, every image once.
+        make_batches: the batches of the split that this process takes; every image is taken once.
         make_evaluator: an empty evaluator.
         masks: measure the masks of the detections too.
         panoptic: for models with a mask head and data with panoptic annotations.
-        detections: what the last call found, by image.
+        detections: what the last call found, ordered by image id; on the main process only.
     """
 
     make_batches: Callable[[], Iterable[Batch]]
@@ -52,21 +59,39 @@ class Evaluation:
     detections: list[Detections] = field(default_factory=list)
 
     @torch.no_grad()
-    def __call__(self, model: nn.Module, after_batch: Callable[[], None] = lambda: None) -> Result:
-        """Run the model in evaluation mode over all batches; ``after_batch`` may raise to stop."""
+    def __call__(self, model: nn.Module, should_stop: Callable[[], bool] = lambda: False) -> Result:
+        """Run the model in evaluation mode over all batches; all processes get the result.
+
+        Raises:
+            EvaluationStopped: ``should_stop`` said so after a batch.
+        """
         boxes = self.make_evaluator()
         panoptic = self.panoptic.make_evaluator() if self.panoptic else None
         was_training = model.training
         model.eval()
         try:
-            maps = self._run(model, boxes, panoptic, after_batch)
-            if self.panoptic:
+            maps = self._maps_of_all(self._run(model, boxes, panoptic, should_stop))
+            if self.panoptic and distributed.is_main():
                 self.panoptic.write(maps)
             else:
-                deque(maps, maxlen=0)  # there are none, but the loop runs
+                deque(maps, maxlen=0)  # there are none to write, but the loop runs
         finally:
             model.train(was_training)
-        self.detections = boxes.detections
+        others = distributed.gathered((boxes.detections, panoptic))
+        return distributed.on_main(lambda: self._summary(boxes, panoptic, others or []))
+
+    def _summary(
+        self,
+        boxes: CocoEvaluator,
+        panoptic: PanopticEvaluator | None,
+        shards: list[tuple[list[Detections], PanopticEvaluator | None]],
+    ) -> Result:
+        """What this process, the first, and the others have seen, measured as one."""
+        for detections, their_panoptic in shards[1:]:
+            boxes.update(detections)
+            if panoptic and their_panoptic:
+                panoptic.merge(their_panoptic)
+        self.detections = merge_shards(detections for detections, _ in shards)
         return Result(
             boxes.summarize(),
             boxes.summarize_masks() if self.masks else None,
@@ -78,9 +103,10 @@ class Evaluation:
         model: nn.Module,
         boxes: CocoEvaluator,
         panoptic: PanopticEvaluator | None,
-        after_batch: Callable[[], None],
-    ) -> Iterator[PanopticMap]:
+        should_stop: Callable[[], bool],
+    ) -> Iterator[EncodedMap]:
         """Every batch through the model and into the evaluators; the panoptic maps, if any are made."""
+        stop = False
         for batch in progress_bar(self.make_batches(), desc="evaluating", unit="batch", leave=False):
             moved = batch.to(self.device, non_blocking=True)
             with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
@@ -89,5 +115,19 @@ class Evaluation:
             if self.panoptic and panoptic:
                 maps = self.panoptic.postprocess(outputs, moved.targets)
                 panoptic.update(maps)
+                yield from map(self.panoptic.encode, maps)
+            if stop := should_stop():
+                break
+        if any(distributed.known_to_all(stop)):
+            raise EvaluationStopped
+
+    @staticmethod
+    def _maps_of_all(own: Iterator[EncodedMap]) -> Iterator[EncodedMap]:
+        """On the main process its own maps as they come, then those of the others; on the others nothing."""
+        if distributed.is_main():
+            yield from own
+            nothing: list[EncodedMap] = []
+            for maps in (distributed.gathered(nothing) or [])[1:]:
                 yield from maps
-            after_batch()
+        else:
+            distributed.gathered(list(own))

@@ -1,4 +1,4 @@
-"""Log lines: to the screen without tearing the progress bar, and to ``log.txt``."""
+"""Log lines: to the screen without tearing the progress bar, and to ``log.txt``; of other processes errors alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 from tqdm import tqdm
+
+from detr_bf import distributed
 
 
 class _Screen(logging.Handler):
@@ -17,12 +19,12 @@ class _Screen(logging.Handler):
 def setup_logging(log_file: Path | None = None) -> None:
     """Send the package's log to the screen and, when given, append it to ``log_file``."""
     logger = logging.getLogger("detr_bf")
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.INFO if distributed.is_main() else logging.ERROR)
     logger.propagate = False
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
-    _add(logger, _Screen(), "%(message)s")
+    _add(logger, _Screen(), "%(message)s" if distributed.is_main() else f"process {distributed.rank()}: %(message)s")
     if log_file is not None:
         _add(logger, logging.FileHandler(log_file, encoding="utf-8"), "%(asctime)s %(levelname)s %(message)s")
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from detr_bf.errors import InputError
+import torch
+from torch import Tensor
+
+from detr_bf import distributed
+from detr_bf.errors import InputError, TrainingError
 from detr_bf.files import write_text
 
 
@@ -30,19 +37,59 @@ class MetricsLog:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Append one record."""
+        """Append one record.
+
+        Raises:
+            TrainingError: it cannot be written, the disk being full for instance.
+        """
         finite = {name: None if _not_finite(value) else value for name, value in values.items()}
-        self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise TrainingError(
+                f"{self._file.name} cannot be written ({error.strerror or error}): make room, then go on with the same "
+                "command and --resume"
+            ) from error
         if self._writer is not None:
             for name, value in values.items():
                 if isinstance(value, (int, float)):
                     self._writer.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # what could not be written cannot be flushed either
+            self._file.close()
         if self._writer is not None:
             self._writer.close()
+
+
+class Means:
+    """Scalars of some steps, collected where they are and averaged over steps and processes when they are taken."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[Tensor]] = defaultdict(list)
+        self._since = time.perf_counter()
+
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
+    def add(self, **values: Tensor) -> None:
+        """Add the numbers of a batch or step."""
+        for name, value in values.items():
+            self._values[name].append(value.detach())
+
+    def take(self, per_step: str) -> dict[str, float]:
+        """The means by name, with ``step_seconds``: ``per_step`` names what is added once a step. All start anew.
+
+        All processes call it together, having added the same names.
+        """
+        now = time.perf_counter()
+        own = torch.stack([torch.stack(values).double().mean() for values in self._values.values()])
+        means = dict(zip(self._values, distributed.mean(own).tolist(), strict=True))
+        means["step_seconds"] = (now - self._since) / max(1, len(self._values.get(per_step, ())))
+        self._values.clear()
+        self._since = now
+        return means
 
 
 def _not_finite(value: Any) -> bool:

@@ -41,6 +41,19 @@ class RunFolder:
     def best(self) -> Path:
         return self.path / "best.pt"
 
+    @property
+    def previous(self) -> Path:
+        """What was in ``last`` before: used where that is damaged."""
+        return self.path / "previous.pt"
+
+    @property
+    def damaged(self) -> Path:
+        """Where a ``last`` that cannot be read is put."""
+        return self.path / "last.damaged.pt"
+
+    def capture(self, step: int, process: int) -> Path:
+        return self.path / "captures" / f"step_{step:07d}_process_{process}.pt"
+
     def epoch(self, number: int) -> Path:
         return self.path / f"epoch_{number:04d}.pt"
 
@@ -105,9 +118,13 @@ class RunFolder:
                     folder.rmdir()
             raise
 
+    def holds_a_run(self) -> bool:
+        """Whether there is a checkpoint to go on from; killed between two renamings a run leaves ``previous`` alone."""
+        return self.last.exists() or self.previous.exists()
+
     def check_unused(self) -> None:
         """Refuse a folder that holds another run's checkpoint."""
-        if self.last.exists():
+        if self.holds_a_run():
             raise InputError(
                 f"output_dir {self.path} already holds a run: go on with --resume, "
                 "or choose another with output_dir=DIR"
@@ -115,7 +132,7 @@ class RunFolder:
 
     def check_resumable(self) -> None:
         """Refuse to resume where there is nothing."""
-        if not self.last.exists():
+        if not self.holds_a_run():
             raise InputError(f"nothing to resume: {self.last} does not exist. Start the run without --resume")
 
 

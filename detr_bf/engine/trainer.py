@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -13,16 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
-from detr_bf.engine.checkpoint import Checkpoint, load_strict, restore_rng, training_state
-from detr_bf.engine.evaluate import Evaluation
+from detr_bf import distributed
+from detr_bf.data.coco import mixed_seed
+from detr_bf.data.loader import steady
+from detr_bf.engine.capture import capture_step, told_together
+from detr_bf.engine.checkpoint import Checkpoint, load_strict, restore_rng, rng_state, training_state
+from detr_bf.engine.evaluate import Evaluation, EvaluationStopped
 from detr_bf.engine.interrupt import InterruptWatch
-from detr_bf.engine.metrics import MetricsLog
+from detr_bf.engine.metrics import Means, MetricsLog
 from detr_bf.engine.optimizer import LearningRate, load_optimizer
 from detr_bf.engine.run_folder import RunFolder
+from detr_bf.engine.step import Agreement, TrainingStep, agree, gradients_exchanged, in_parallel
 from detr_bf.errors import Interrupted, TrainingError
 from detr_bf.evaluation import Result
 from detr_bf.losses import LossReport, SetCriterion
@@ -31,6 +35,8 @@ from detr_bf.structures import Batch, ClassMap
 
 logger = logging.getLogger(__name__)
 
+CAPTURES = 3  # files of steps left out that a run keeps at most: each holds all weights
+
 
 @dataclass(frozen=True)
 class TrainSettings:
@@ -38,14 +44,19 @@ class TrainSettings:
 
     epochs: int
     max_steps: int | None = None  # optimiser steps
-    accumulate: int = 1  # batches per optimiser step
+    accumulate: int = 1  # batches of a process per optimiser step
     precision: torch.dtype = torch.float32
     clip_norm: float = 0.1  # 0 does not clip
     log_every: int = 20  # steps
     checkpoint_every: int = 1000  # steps
+    checkpoint_minutes: float | None = None
     keep_every: int = 0  # epochs
     eval_every: int = 1  # epochs
     ema_decay: float | None = None
+    seed: int = 0  # of generators whose saved state cannot be used
+    max_skipped: int = 0  # steps whose loss or gradient is not finite that may be left out
+    max_replaced: float = 0.0  # images of an epoch that others may replace because they cannot be read
+    unused_parameters: bool = False  # some get no gradient in a step
 
 
 @dataclass
@@ -55,15 +66,19 @@ class Progress:
     step: int = 0  # optimiser steps done
     evaluated_step: int = 0  # the step of the last evaluation
     best_score: float = -1.0  # PQ where it is measured, else AP
+    skipped: int = 0  # steps left out
+    replaced: int = 0  # images of this epoch that could not be read
 
 
 @dataclass
 class Trainer:
-    """Trains a detector and keeps its run folder.
+    """Trains a detector and keeps its run folder; of several processes each has one, and the first writes the files.
 
     Args:
-        make_batches: (epoch, first batch) -> the batches of that epoch from there on, always in the same order.
-        batches_per_epoch: how many an epoch has.
+        make_batches: (epoch, first batch) -> the batches of that epoch from there on that this process takes, always in
+            the same order.
+        batches_per_epoch: how many an epoch has for each process.
+        metrics: None in all processes but the first.
     """
 
     model: nn.Module
@@ -75,7 +90,7 @@ class Trainer:
     evaluate: Evaluation
     settings: TrainSettings
     folder: RunFolder
-    metrics: MetricsLog
+    metrics: MetricsLog | None
     class_map: ClassMap
     config: dict[str, Any]
     device: torch.device
@@ -86,10 +101,12 @@ class Trainer:
     def __post_init__(self) -> None:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.settings.precision == torch.float16)
         self.ema = _averaged(self.model, self.settings.ema_decay)
+        self._step_of_a_batch = TrainingStep(self.model, self.criterion, self.device, self.settings.precision)
+        self._parallel: nn.Module = self._step_of_a_batch
         self._watch = InterruptWatch()
         self._saved: Progress | None = None
-        self._window: dict[str, list[Tensor]] = defaultdict(list)
-        self._window_start = time.perf_counter()
+        self._saved_at = time.monotonic()
+        self._means = Means()
         if self.resume_from is not None:
             self._restore(self.resume_from)
 
@@ -110,10 +127,12 @@ class Trainer:
         """Train from where the progress stands to the end, and return the last evaluation.
 
         Raises:
-            TrainingError: the loss is not finite.
+            TrainingError: the loss or the gradient is not finite, images cannot be read, or files cannot be written,
+                beyond what the settings allow.
             Interrupted: SIGINT or SIGTERM was received; everything is saved.
         """
         self.model.train()
+        self._parallel = in_parallel(self._step_of_a_batch, unused_parameters=self.settings.unused_parameters)
         with self._watch, self._bar() as bar:
             if self.progress.step == 0:
                 self.save()  # so that a run killed from here on can be resumed
@@ -122,11 +141,12 @@ class Trainer:
                 if self.progress.step >= self.total_steps:
                     break
                 for batches in self._rest_of_epoch():
-                    bar.set_postfix_str(f"loss {self._step(batches):.3f}", refresh=False)
+                    agreed = self._step(batches)
+                    bar.set_postfix_str(f"loss {agreed.loss / distributed.world_size():.3f}", refresh=False)
                     bar.update()
-                    self._after_step()
+                    self._after_step(agreed)
                 self.save()
-            return self.result or self.evaluate(self.evaluation_model, self._stop_if_asked)
+            return self.result or self._evaluated()
 
     @property
     def evaluation_model(self) -> nn.Module:
@@ -136,22 +156,34 @@ class Trainer:
     def save(self, *others: Path) -> None:
         """Write ``others`` and then ``last.pt`` with the same content, unless it holds this progress already.
 
-        ``last.pt`` comes last, so that a run killed in between repeats what led to the others.
+        ``last.pt`` comes last, so that a run killed in between repeats what led to the others. All processes call it.
         """
         self._log_window()
         if self._saved == self.progress and not others:
             return
+        training = training_state(self.optimizer, self.scaler, self.progress)
+        distributed.on_main(lambda: self._write(training, others))
         self._saved = replace(self.progress)
+        self._saved_at = time.monotonic()
+
+    def _write(self, training: dict[str, Any], others: Sequence[Path]) -> None:
+        averaged = 0 if self.ema is None else int(self.ema.n_averaged)
         checkpoint = Checkpoint(
             model=self.model.state_dict(),
             class_map=self.class_map.to_dict(),
             config=self.config,
             ema=None if self.ema is None else self.ema.module.state_dict(),
-            training=training_state(self.optimizer, self.scaler, self.progress)
-            | {"averaged": 0 if self.ema is None else int(self.ema.n_averaged)},
+            training=training | {"averaged": averaged},
         )
-        for path in (*others, self.folder.last):
-            checkpoint.save(path)
+        try:
+            for path in others:
+                checkpoint.save(path)
+            checkpoint.save(self.folder.last, previous=self.folder.previous)
+        except (OSError, RuntimeError) as error:  # torch's writer raises the latter
+            raise TrainingError(
+                f"the checkpoint of step {self.progress.step} cannot be written to {self.folder.path} ({error}). The "
+                f"last one that was is whole: make room, then go on with the same command and --resume"
+            ) from error
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.training
@@ -165,67 +197,111 @@ class Trainer:
             self.scaler.load_state_dict(state["scaler"])
         older = {"best_ap": "best_score"}  # names in earlier checkpoints
         self.progress = Progress(**{older.get(name, name): value for name, value in state["progress"].items()})
-        restore_rng(state)
         logger.info("resumed at step %d of %d", self.progress.step, self.total_steps)
+        seed = mixed_seed(self.settings.seed, self.progress.step, distributed.rank())
+        if not restore_rng(state["rng"], seed):
+            logger.warning(
+                "the checkpoint is of another number of processes: their random numbers, and with another total batch "
+                "the place in the epoch, are not those of an undisturbed run"
+            )
 
     def _rest_of_epoch(self) -> Iterator[list[Batch]]:
         """The remaining batches of the current epoch, as many together as make one optimiser step."""
         epoch, steps_done = divmod(self.progress.step, self.steps_per_epoch)
         steps = min(self.steps_per_epoch - steps_done, self.total_steps - self.progress.step)
-        batches = self.make_batches(epoch, steps_done * self.settings.accumulate)
+        if steps_done == 0:
+            self.progress.replaced = 0
+        batches = steady(lambda start: self.make_batches(epoch, start), steps_done * self.settings.accumulate)
         for _ in range(steps):
             yield list(islice(batches, self.settings.accumulate))
 
-    def _step(self, batches: Sequence[Batch]) -> float:
-        """One optimiser step over the mean loss of ``batches``; returns that loss."""
-        total = 0.0
+    def _step(self, batches: Sequence[Batch]) -> Agreement:
+        """One optimiser step over the mean loss of ``batches``, unless that or its gradient is not finite."""
+        rng = rng_state()
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * self.learning_rate(self.progress.step)
-        for batch in batches:
-            report = self._forward(batch.to(self.device, non_blocking=True))
-            self.scaler.scale(report.total / len(batches)).backward()
-            total += self._check_finite(report, batch) / len(batches)
+        for number, batch in enumerate(batches, start=1):
+            with gradients_exchanged(self._parallel, number == len(batches)):
+                report = self._parallel(batch)
+                agreed = self._agree(report, batch)
+                if agreed.not_finite:
+                    self._leave_out(batches[:number], rng, with_backward=False)
+                    return agreed
+                self.scaler.scale(report.total / len(batches)).backward()
+            self._means.add(loss=report.total, **report.losses, **report.logged)
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm or math.inf)
+        if not (self.scaler.is_enabled() or norm.isfinite()):  # with a scaler infinite gradients are its business
+            self._leave_out(batches, rng, with_backward=True)
+            return agreed
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         if self.ema is not None:
             self.ema.update_parameters(self.model)
-        self._window["grad_norm"].append(norm)
+        self._means.add(grad_norm=norm)
         self.progress.step += 1
-        return total
+        return agreed
 
-    def _forward(self, batch: Batch) -> LossReport:
-        precision = self.settings.precision
-        with torch.autocast(self.device.type, precision, enabled=precision != torch.float32):
-            outputs = self.model(batch)
-        report = self.criterion(outputs, batch.targets)
-        for name, value in {"loss": report.total, **report.losses, **report.logged}.items():
-            self._window[name].append(value.detach())
-        return report
-
-    def _check_finite(self, report: LossReport, batch: Batch) -> float:
-        total = report.total.item()
-        if math.isfinite(total):
-            return total
-        files = ", ".join(target.file_name for target in batch.targets)
-        losses = ", ".join(f"{name} {value.item():.6g}" for name, value in report.losses.items())
-        raise TrainingError(
-            f"the loss is {total} at step {self.progress.step + 1} (epoch {math.floor(self.epochs_done) + 1}).\n"
-            f"  images: {files}\n  losses: {losses}\n"
-            f"The last saved state is in {self.folder.last}. Try a lower optimizer.lr, optimizer.clip_norm=0.1, "
-            "train.precision=float32, or look at these images with tools/check_data.py."
+    def _agree(self, report: LossReport, batch: Batch) -> Agreement:
+        """Learn how the others fare, and count the images that could not be read."""
+        for message in batch.replaced:
+            logger.error("another image takes the place of one that cannot be read: %s", message)
+        minutes = (time.monotonic() - self._saved_at) / 60
+        agreed = agree(
+            report.total,
+            stop=self._asked_to_stop(),
+            save=distributed.is_main() and minutes >= (self.settings.checkpoint_minutes or math.inf),
+            replaced=len(batch.replaced),
         )
+        self.progress.replaced += int(agreed.replaced)
+        if self.progress.replaced > self.settings.max_replaced:
+            raise distributed.shared(
+                TrainingError(
+                    f"{self.progress.replaced} images of this epoch cannot be read, data.max_unreadable allows "
+                    f"{self.settings.max_replaced:g}: look at the messages above and at the disk. The last saved state "
+                    f"is in {self.folder.last}; go on with --resume"
+                )
+            )
+        return agreed
 
-    def _after_step(self) -> None:
+    def _leave_out(self, batches: Sequence[Batch], rng: dict[str, Any], *, with_backward: bool) -> None:
+        """Capture the step and count it as done without learning from it, or stop when that happens too often."""
+        step = self.progress.step + 1
+        self.optimizer.zero_grad(set_to_none=True)
+        message = told_together(
+            capture_step(
+                self._step_of_a_batch,
+                batches,
+                rng,
+                number=step,
+                class_map=self.class_map,
+                config=self.config,
+                precision=self.settings.precision,
+                scale=float(self.scaler.get_scale()),
+                with_backward=with_backward,
+            ),
+            self.folder.capture(step, distributed.rank()) if self.progress.skipped < CAPTURES else None,
+        )
+        self.progress.step += 1
+        self.progress.skipped += 1
+        if self.progress.skipped > self.settings.max_skipped:
+            raise distributed.shared(
+                TrainingError(
+                    f"{message}\nThe last saved state is in {self.folder.last}. Try a lower optimizer.lr, "
+                    "optimizer.clip_norm=0.1, train.precision=float32, look at these images with tools/check_data.py, "
+                    "or leave such steps out with train.max_skipped=N."
+                )
+            )
+        logger.warning("%s\nThe step is left out, %d of %d.", message, self.progress.skipped, self.settings.max_skipped)
+
+    def _after_step(self, agreed: Agreement) -> None:
         if self.progress.step % self.settings.log_every == 0:
             self._log_window()
-        stop = self._watch.signal_number is not None
-        if stop or self.progress.step % self.settings.checkpoint_every == 0:
+        if agreed.stop or agreed.save or self.progress.step % self.settings.checkpoint_every == 0:
             self.save()
-        if stop:
-            self._stop_if_asked()
+        if agreed.stop:
+            self._stop()
 
     def _evaluate_if_due(self) -> None:
         """Evaluate at the end of an epoch that asks for it and at the very end, and save what came of it."""
@@ -242,40 +318,52 @@ class Trainer:
 
     def _evaluate(self, epoch: int) -> bool:
         """Evaluate and log; whether the score is the best so far."""
-        self.result = self.evaluate(self.evaluation_model, self._stop_if_asked)
-        self.metrics.write("val", self.progress.step, {"epoch": epoch, **self.result.metrics})
+        self.result = self._evaluated()
+        self._record("val", {"epoch": epoch, **self.result.metrics})
         logger.info("epoch %d, step %d: %s", epoch, self.progress.step, self.result)
         improved = self.result.score > self.progress.best_score
         self.progress.best_score = max(self.result.score, self.progress.best_score)
         self.progress.evaluated_step = self.progress.step
         return improved
 
-    def _stop_if_asked(self) -> None:
+    def _evaluated(self) -> Result:
+        try:
+            return self.evaluate(self.evaluation_model, self._asked_to_stop)
+        except EvaluationStopped:
+            self._stop()
+            raise
+
+    def _asked_to_stop(self) -> bool:
+        return self._watch.signal_number is not None
+
+    def _stop(self) -> None:
         """Called where ``last.pt`` holds all that was done."""
-        if self._watch.signal_number is not None:
-            raise Interrupted(
-                self._watch.signal_number,
+        numbers = distributed.known_to_all(self._watch.signal_number)
+        raise distributed.shared(
+            Interrupted(
+                next(number for number in numbers if number is not None),
                 f"stopped at step {self.progress.step}; everything is saved in {self.folder.last}. "
                 "Go on with the same command and --resume.",
             )
+        )
 
     def _log_window(self) -> None:
-        """Write the means since the last record."""
-        seconds = time.perf_counter() - self._window_start
-        self._window_start = time.perf_counter()
-        if not self._window:
+        """Write the means since the last record, over all processes."""
+        if not self._means:
             return
-        means = {name: torch.stack(values).float().mean().item() for name, values in self._window.items()}
-        steps = len(self._window["grad_norm"])
         record = {
             "epoch": self.epochs_done,
             **{f"lr/{group['name']}": group["lr"] for group in self.optimizer.param_groups},
             "lr": self.optimizer.param_groups[0]["lr"],
-            "step_seconds": seconds / max(steps, 1),
-            **means,
+            **({"skipped_steps": self.progress.skipped} if self.progress.skipped else {}),
+            **({"replaced_images": self.progress.replaced} if self.progress.replaced else {}),
+            **self._means.take(per_step="grad_norm"),
         }
-        self.metrics.write("train", self.progress.step, record)
-        self._window.clear()
+        self._record("train", record)
+
+    def _record(self, kind: str, values: dict[str, Any]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(kind, self.progress.step, values)
 
     def _bar(self) -> tqdm:
         return progress_bar(total=self.total_steps, initial=self.progress.step, desc="training", unit="step")

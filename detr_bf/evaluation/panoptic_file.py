@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from detr_bf.errors import InputError
-from detr_bf.files import write_json
-from detr_bf.panoptic_png import MAX_ID, read_ids, write_ids
+from detr_bf.files import atomic_write, write_json
+from detr_bf.panoptic_png import MAX_ID, encoded_ids, read_ids
 from detr_bf.structures import ClassMap, PanopticMap, Segment
 
 
@@ -77,22 +77,43 @@ def write_panoptic(
         InputError: an image has no name, one that leads out of ``folder``, or that of another image; the ids and
             segments of a map disagree; a label is outside the class map.
     """
+    write_encoded(json_path, folder, (encode(found, class_map, file_names) for found in maps), class_map)
+
+
+class EncodedMap(NamedTuple):
+    """A map as it stands in the files."""
+
+    annotation: dict[str, Any]  # its entry in the JSON
+    png: bytes
+
+
+def encode(found: PanopticMap, class_map: ClassMap, file_names: Mapping[int, str]) -> EncodedMap:
+    """The map in COCO's format; arguments and errors as of :func:`write_panoptic`."""
+    name = _png_name(found.image_id, file_names)
+    areas = areas_of(found, class_map.num_classes)
+    segments = [_segment_info(found.ids.cpu().numpy(), s, areas[s.id], class_map) for s in found.segments]
+    annotation = {"image_id": found.image_id, "file_name": name, "segments_info": segments}
+    return EncodedMap(annotation, encoded_ids(found.ids))
+
+
+def write_encoded(json_path: str | Path, folder: str | Path, maps: Iterable[EncodedMap], class_map: ClassMap) -> None:
+    """Write maps as :func:`write_panoptic` does; the JSON lists them by image id."""
     annotations = []
     written: dict[str, int] = {}
-    for found in maps:
-        name = _png_name(found.image_id, file_names)
+    for annotation, png in maps:
+        name, image_id = annotation["file_name"], annotation["image_id"]
         if name in written:
             raise InputError(
-                f"image ids {written[name]} and {found.image_id} would both be written to {name}: "
+                f"image ids {written[name]} and {image_id} would both be written to {name}: "
                 "give every image once, with a name of its own"
             )
-        written[name] = found.image_id
-        areas = areas_of(found, class_map.num_classes)
-        write_ids(Path(folder) / name, found.ids)
-        segments = [_segment_info(found.ids.cpu().numpy(), s, areas[s.id], class_map) for s in found.segments]
-        annotations.append({"image_id": found.image_id, "file_name": name, "segments_info": segments})
+        written[name] = image_id
+        with atomic_write(Path(folder) / name) as temporary:
+            temporary.write_bytes(png)
+        annotations.append(annotation)
     classes = zip(class_map.category_ids, class_map.names, class_map.is_thing, strict=True)
     categories = [{"id": i, "name": name, "isthing": int(is_thing)} for i, name, is_thing in classes]
+    annotations.sort(key=lambda annotation: annotation["image_id"])
     write_json(json_path, {"annotations": annotations, "categories": categories})
 
 

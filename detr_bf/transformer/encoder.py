@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.layers import FeedForward
@@ -16,22 +18,45 @@ from detr_bf.transformer.residual import Residual
 
 
 class Encoder(nn.Module):
-    """Encoder layers in turn, batch attention before or after the chosen ones, a last norm for pre-norm layers."""
+    """Encoder layers in turn, batch attention before or after the chosen ones, a last norm for pre-norm layers.
+
+    Args:
+        layers: tokens -> (R, S, C).
+        norm: of the last layer's tokens.
+        batch_former: batch attention, or None.
+        recompute: keep of a layer only what enters it, and work out the rest again in the backward pass, with the same
+            random numbers. Batch attention is not worked out twice: its processes may exchange tokens.
+    """
 
     def __init__(
-        self, layers: Sequence[nn.Module], *, norm: nn.Module | None = None, batch_former: BatchFormerV2 | None = None
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        norm: nn.Module | None = None,
+        batch_former: BatchFormerV2 | None = None,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.norm = norm or nn.Identity()
         self.batch_former = batch_former
+        self.recompute = recompute
 
     def forward(self, batch: TokenBatch) -> TokenBatch:
         for index, layer in enumerate(self.layers):
             batch = self._batch_attention(batch, index, "before")
-            batch = batch.with_tokens(layer(batch))
+            batch = batch.with_tokens(self._run(layer, batch))
             batch = self._batch_attention(batch, index, "after")
         return batch.with_tokens(self.norm(batch.tokens))
+
+    def _run(self, layer: nn.Module, batch: TokenBatch) -> Tensor:
+        def run(tokens: Tensor) -> Tensor:  # its argument tells the device whose random numbers are to be repeated
+            return layer(batch.with_tokens(tokens))
+
+        if not self.recompute or not torch.is_grad_enabled():
+            return run(batch.tokens)
+        result: Tensor = checkpoint(run, batch.tokens, use_reentrant=False)
+        return result
 
     def _batch_attention(self, batch: TokenBatch, layer: int, position: str) -> TokenBatch:
         return batch if self.batch_former is None else self.batch_former(batch, layer=layer, position=position)

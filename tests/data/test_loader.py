@@ -1,17 +1,23 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from detr_bf.data.batches import EpochBatches, SameSizeBatches
 from detr_bf.data.coco import CocoDetection, SampleKey
-from detr_bf.data.loader import EpochBatches, SameSizeBatches, make_loader
+from detr_bf.data.loader import MAX_DEATHS, WorkerDiedError, make_loader, steady
 from detr_bf.data.transforms import train_transform
-from detr_bf.errors import InputError
+from detr_bf.errors import InputError, TrainingError
 from detr_bf.structures import Batch, Target
 
 Factory = Callable[..., SimpleNamespace]
@@ -24,53 +30,6 @@ TRAINING = train_transform(
     crop_min=20,
     crop_max=40,
 )
-
-
-def batches(num_samples: int, batch_size: int, **changes: object) -> list[list[SampleKey]]:
-    settings = {"seed": 0, "epoch": 3, **changes}
-    return list(EpochBatches(num_samples, batch_size, **settings))
-
-
-def places(chosen: list[list[SampleKey]]) -> list[int]:
-    return [key.place for batch in chosen for key in batch]
-
-
-def test_an_epoch_is_a_seeded_permutation() -> None:
-    order = places(batches(50, 5))
-    assert sorted(order) == list(range(50))
-    assert order == places(batches(50, 5))
-    assert order != places(batches(50, 5, epoch=4))
-    assert order != places(batches(50, 5, seed=1))
-    assert {key.epoch for batch in batches(50, 5) for key in batch} == {3}
-
-
-@pytest.mark.parametrize("start", [0, 1, 7, 12, 13])
-def test_an_epoch_resumes_at_any_batch(start: int) -> None:
-    assert batches(50, 4, start_batch=start) == batches(50, 4)[start:]
-    assert len(EpochBatches(50, 4, seed=0, epoch=3, start_batch=start)) == max(0, 12 - start)
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "batch_size", "sizes"), [(10, 4, [4, 4]), (3, 4, [3]), (8, 4, [4, 4]), (1, 1, [1])]
-)
-def test_incomplete_batches(num_samples: int, batch_size: int, sizes: list[int]) -> None:
-    assert [len(batch) for batch in batches(num_samples, batch_size)] == sizes
-
-
-def test_evaluation_puts_images_of_one_size_together_and_each_comes_once() -> None:
-    sizes = [(4, 6), (6, 4), (4, 6), None, (4, 6), None, (6, 4), (4, 6)]
-    chosen = [[key.place for key in batch] for batch in SameSizeBatches(sizes, 2)]
-    assert chosen == [[0, 2], [4, 7], [1, 6], [3], [5]]
-    assert [[key.place for key in batch] for batch in SameSizeBatches(sizes, 1)] == [
-        [i] for i in (0, 2, 4, 7, 1, 6, 3, 5)
-    ]
-
-
-def test_an_empty_batch_size_is_refused() -> None:
-    with pytest.raises(InputError, match="at least 1, got 0"):
-        batches(3, 0)
-    with pytest.raises(InputError, match="at least 1, got 0"):
-        SameSizeBatches([], 0)
 
 
 def load(data: SimpleNamespace, batch_size: int = 2, workers: int = 0, epoch: int = 1, start: int = 0) -> list[Batch]:
@@ -144,3 +103,268 @@ def test_workers_outlive_ctrl_c(coco_folder: Factory) -> None:
     dataset = Interrupting(data.images, data.annotations, TRAINING)
     loader = make_loader(dataset, SameSizeBatches(dataset.sizes, 1), workers=1)
     assert len(list(loader)) == 2
+
+
+def replacing(data: SimpleNamespace, **changes: object) -> CocoDetection:
+    return CocoDetection(data.images, data.annotations, TRAINING, seed=5, replace_unreadable=True, **changes)
+
+
+def load_all(dataset: CocoDetection, workers: int = 0, epoch: int = 1) -> list[Batch]:
+    chosen = EpochBatches(len(dataset), 2, seed=5, epoch=epoch)
+    return list(make_loader(dataset, chosen, workers=workers))
+
+
+def test_another_image_stands_in_for_one_that_cannot_be_read(coco_folder: Factory) -> None:
+    data = coco_folder(num_images=8)
+    whole = load_all(replacing(data))
+    assert [batch.replaced for batch in whole] == [()] * 4
+    assert_same(
+        whole,
+        load(data),
+    )
+    broken = data.images / "0003.png"
+    broken.write_bytes(b"broken")
+    mended = load_all(replacing(data))
+    for before, after in zip(whole, mended, strict=True):
+        for target, other in zip(before.targets, after.targets, strict=True):
+            if target.image_id == 3:
+                assert other.image_id != 3
+                assert other.file_name == f"{other.image_id:04d}.png"
+                assert other.replaced.startswith(f"image file {broken} cannot be used")
+            else:
+                assert (other.image_id, other.replaced) == (target.image_id, "")
+                assert torch.equal(other.boxes, target.boxes)
+    [message] = [message for batch in mended for message in batch.to("cpu").replaced]
+    assert str(broken) in message
+
+
+def test_who_stands_in_depends_on_seed_epoch_and_place_alone(coco_folder: Factory) -> None:
+    data = coco_folder(num_images=8)
+    for image_id in (2, 3, 5, 8):
+        (data.images / f"{image_id:04d}.png").unlink()
+    alone = load_all(replacing(data))
+    assert sum(len(batch.replaced) for batch in alone) == 4
+    assert_same(load_all(replacing(data), workers=2), alone)
+    samples = replacing(data)
+    stand_ins = [samples[SampleKey(epoch, 1)][1].image_id for epoch in range(30)]
+    assert set(stand_ins) == {1, 4, 6, 7}
+
+
+def test_a_stand_in_is_augmented_as_the_image_asked_for(coco_folder: Factory) -> None:
+    """Asked for itself in the same epoch, it looks otherwise."""
+    data = coco_folder(num_images=2)
+    sizes = [[replacing(data)[SampleKey(epoch, place)][1].size for place in range(2)] for epoch in range(10)]
+    (data.images / "0001.png").unlink()
+    samples = replacing(data)
+    for epoch, (asked_for, _) in enumerate(sizes):
+        _, target = samples[SampleKey(epoch, 0)]
+        assert target.image_id == 2
+        assert target.size == asked_for
+    assert sum(first != second for first, second in sizes) > 3
+
+
+def test_unreadable_masks_are_replaced_too(panoptic_folder: Factory) -> None:
+    data = panoptic_folder(num_images=3)
+    samples = replacing(data, masks=True, panoptic=data.panoptic)
+    (data.panoptic / "0001_segments.png").write_bytes(b"broken")
+    _, target = samples[SampleKey(0, 0)]
+    assert target.image_id in (2, 3)
+    assert "image 1, 0001.png has no usable masks" in target.replaced
+    with pytest.raises(InputError, match="has no usable masks"):
+        CocoDetection(data.images, data.annotations, TRAINING, masks=True, panoptic=data.panoptic)[SampleKey(0, 0)]
+
+
+def test_only_reading_is_tried_with_another_image(coco_folder: Factory) -> None:
+    def transform(sample: object) -> None:
+        raise InputError("a fault of the transform")
+
+    samples = replacing(coco_folder())
+    samples.transform = transform
+    with pytest.raises(InputError, match="a fault of the transform"):
+        samples[SampleKey(0, 0)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_without_readable_images_is_no_data_set(coco_folder: Factory, workers: int) -> None:
+    data = coco_folder(num_images=2)
+    for file in data.images.iterdir():
+        file.unlink()
+    with pytest.raises(InputError, match=r"image file .*000[12].png does not exist"):
+        load_all(replacing(data), workers)
+
+
+def kill_a_worker() -> None:
+    """The first one; returns when it is dead."""
+    worker = multiprocessing.active_children()[0]
+    os.kill(worker.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+
+
+def maker(dataset: CocoDetection, starts: list[int], workers: int = 2) -> Callable[[int], Iterator[Batch]]:
+    """What ``steady`` calls; ``starts`` collects with what."""
+
+    def make(start: int) -> Iterator[Batch]:
+        assert not multiprocessing.active_children(), "the workers of the last iterator have ended"
+        starts.append(start)
+        chosen = EpochBatches(len(dataset), 2, seed=5, epoch=1, start_batch=start)
+        return iter(make_loader(dataset, chosen, workers=workers))
+
+    return make
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_killed_worker_changes_no_batch(coco_folder: Factory, victim: int, caplog: pytest.LogCaptureFixture) -> None:
+    data = coco_folder(num_images=12)
+    dataset = CocoDetection(data.images, data.annotations, TRAINING, seed=5)
+    starts: list[int] = []
+    found = []
+    for batch in steady(maker(dataset, starts), 1):
+        found.append(batch)
+        if len(found) == victim + 1 and len(starts) == 1:
+            kill_a_worker()
+            sum(range(1_000_000))  # time in which a signal's handler would be called
+    assert_same(found, load(data)[1:])
+    assert starts == [1, victim + 2]
+    assert "was killed by SIGKILL: out of memory" in caplog.text
+    assert "data.workers" in caplog.text
+
+
+class Deadly(CocoDetection):
+    """Loading one image kills the worker, the first ``lives`` times; ``grave`` counts."""
+
+    grave: Path
+    lives = 1
+    place = 4
+
+    def __getitem__(self, key: SampleKey) -> tuple[torch.Tensor, Target]:
+        deaths = len(list(self.grave.iterdir()))
+        if key.place == self.place and deaths < self.lives:
+            (self.grave / str(deaths)).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(key)
+
+
+def deadly(data: SimpleNamespace, tmp_path: Path, lives: int) -> Deadly:
+    dataset = Deadly(data.images, data.annotations, TRAINING, seed=5)
+    dataset.grave, dataset.lives = tmp_path / "grave", lives
+    dataset.grave.mkdir()
+    return dataset
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_worker_that_dies_while_its_batch_is_waited_for(coco_folder: Factory, tmp_path: Path, workers: int) -> None:
+    data = coco_folder(num_images=12)
+    starts: list[int] = []
+    began = time.monotonic()
+    found = list(steady(maker(deadly(data, tmp_path, MAX_DEATHS - 1), starts, workers), 0))
+    assert time.monotonic() - began < 4, "DataLoader itself looks every five seconds"
+    assert_same(found, load(data))
+    assert len(starts) == MAX_DEATHS
+
+
+def test_workers_that_keep_dying_end_the_training(coco_folder: Factory, tmp_path: Path) -> None:
+    dataset = deadly(coco_folder(num_images=12), tmp_path, 1000)
+    starts: list[int] = []
+    with pytest.raises(TrainingError, match=rf"died {MAX_DEATHS} times .* was killed by SIGKILL; .*data.workers"):
+        list(steady(maker(dataset, starts), 0))
+    assert len(starts) == MAX_DEATHS
+    assert not multiprocessing.active_children()
+
+
+def test_deaths_with_batches_in_between_do_not_add_up(coco_folder: Factory) -> None:
+    data = coco_folder(num_images=12)
+    dataset = CocoDetection(data.images, data.annotations, TRAINING, seed=5)
+    starts: list[int] = []
+    found = []
+    for batch in steady(maker(dataset, starts), 0):
+        found.append(batch)
+        if len(found) < 6:
+            kill_a_worker()
+    assert_same(found, load(data))
+    assert starts == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_worker_that_dies_after_the_last_batch_is_no_loss(coco_folder: Factory) -> None:
+    data = coco_folder(num_images=4)
+    dataset = CocoDetection(data.images, data.annotations, TRAINING, seed=5)
+    batches = iter(make_loader(dataset, EpochBatches(4, 2, seed=5, epoch=1), workers=1))
+    found = [next(batches), next(batches)]
+    kill_a_worker()
+    assert next(batches, None) is None
+    assert_same(found, load(data))
+
+
+class Wordy(CocoDetection):
+    """Samples whose messages do not fit into the pipe at once."""
+
+    def __getitem__(self, key: SampleKey) -> tuple[torch.Tensor, Target]:
+        image, target = super().__getitem__(key)
+        return image, replace(target, file_name="x" * 1_000_000)
+
+
+def test_a_worker_killed_in_the_middle_of_a_message(coco_folder: Factory) -> None:
+    """Its reader would wait for the rest for ever."""
+    data = coco_folder(num_images=12)
+    dataset = Wordy(data.images, data.annotations, TRAINING, seed=5)
+    starts: list[int] = []
+    batches = steady(maker(dataset, starts), 0)
+    found = [next(batches)]
+    time.sleep(1)  # until both write
+    while multiprocessing.active_children():
+        kill_a_worker()
+    assert_same([*found, *batches], load(data))
+    assert starts == [0, 1]
+
+
+def test_a_death_is_found_outside_the_main_thread_too(coco_folder: Factory, tmp_path: Path) -> None:
+    data = coco_folder(num_images=12)
+    dataset, found = deadly(data, tmp_path, 1), []
+    starts: list[int] = []
+    thread = threading.Thread(target=lambda: found.extend(steady(maker(dataset, starts), 0)))
+    thread.start()
+    thread.join(60)
+    assert_same(found, load(data))
+    assert len(starts) == 2
+
+
+def test_a_death_is_told_to_whoever_wants_no_second_try(coco_folder: Factory, tmp_path: Path) -> None:
+    dataset = deadly(coco_folder(num_images=12), tmp_path, 1)
+    with pytest.raises(WorkerDiedError, match=r"loader process \d+ was killed by SIGKILL"):
+        load_all(dataset, workers=2)
+    assert not multiprocessing.active_children()
+
+
+class Leaving(CocoDetection):
+    """Its worker ends by itself."""
+
+    def __getitem__(self, key: SampleKey) -> tuple[torch.Tensor, Target]:
+        os._exit(7)
+
+
+def test_the_exit_code_of_a_death_is_told(coco_folder: Factory) -> None:
+    data = coco_folder()
+    with pytest.raises(WorkerDiedError, match="ended with exit code 7"):
+        load_all(Leaving(data.images, data.annotations, TRAINING), workers=1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_other_faults_are_not_tried_again(coco_folder: Factory, workers: int) -> None:
+    data = coco_folder(num_images=12)
+    dataset = CocoDetection(data.images, data.annotations, TRAINING, seed=5)
+    dataset.file_names.pop()
+    starts: list[int] = []
+    with pytest.raises(IndexError):
+        list(steady(maker(dataset, starts, workers), 0))
+    assert starts == [0]
+
+
+def test_the_handler_of_sigchld_stays_who_it_was(coco_folder: Factory, tmp_path: Path) -> None:
+    calls = []
+    before = signal.signal(signal.SIGCHLD, mine := lambda number, frame: calls.append(number))
+    try:
+        data = coco_folder(num_images=12)
+        list(steady(maker(deadly(data, tmp_path, 1), []), 0))
+        assert signal.getsignal(signal.SIGCHLD) is mine
+        assert calls
+    finally:
+        signal.signal(signal.SIGCHLD, before)

@@ -295,10 +295,10 @@ def test_resuming_another_model_is_refused(
 def test_a_kill_between_two_files_of_a_save_loses_neither(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed_at_best(self: Checkpoint, path: Path) -> None:
+    def killed_at_best(self: Checkpoint, path: Path, previous: Path | None = None) -> None:
         if path.name == "best.pt":
             raise KeyboardInterrupt
-        save(self, path)
+        save(self, path, previous)
 
     save = Checkpoint.save
     monkeypatch.setattr(Checkpoint, "save", killed_at_best)

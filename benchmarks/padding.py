@@ -1,0 +1,171 @@
+"""How much of the training batches is padding, without and with groups of similar width / height (data.aspect_buckets).
+
+python benchmarks/padding.py --annotations captions_val2017.json --output benchmarks/results/padding.json
+
+DETR's training transforms run on images without pixels. By default the sizes are those of the 5,000 images of COCO
+val2017 that the last command left in the results; any COCO JSON whose images have width and height will do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image
+from tqdm import tqdm
+
+from command import circumstances
+from detr_bf.cli import run_tool
+from detr_bf.config import load_config
+from detr_bf.data.batches import EpochBatches, aspect_buckets
+from detr_bf.data.coco import annotated_size, mixed_seed
+from detr_bf.data.transforms import Sample, SampleTransform, train_transform
+from detr_bf.errors import InputError
+from detr_bf.files import write_json
+from timing import Spread
+
+RECORD = Path(__file__).parent / "results" / "padding.json"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a data set's images."""
+
+    source: str
+    images: list[tuple[int, int]]  # (height, width) in pixels, ascending
+
+    @classmethod
+    def read(cls, path: Path) -> Sizes:
+        """From a COCO JSON, or from what this benchmark wrote.
+
+        Raises:
+            InputError: it is neither, or not all images have a size.
+        """
+        try:
+            content = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise InputError(f"--annotations {path} cannot be read ({error}); expected a COCO JSON") from error
+        content = content if isinstance(content, dict) else {}
+        if "sizes" in content:
+            counts = content["sizes"]
+            return cls(content["source"], [(height, width) for height, width, images in counts for _ in range(images)])
+        sizes = [annotated_size(image) for image in content.get("images", ())]
+        known = sorted(size for size in sizes if size is not None)
+        if len(known) < len(sizes) or len(known) < 2:
+            raise InputError(
+                f"--annotations {path} names {len(sizes)} images, {len(known)} of them with width and height; "
+                "expected a COCO JSON of two images or more, all with both"
+            )
+        return cls(path.name, known)
+
+    def counts(self) -> list[tuple[int, int, int]]:
+        """(height, width, number of images)."""
+        return [(*size, count) for size, count in Counter(self.images).items()]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    batch_size: int
+    buckets: int
+    mean: float  # share of the batches' pixels that is padding
+    spread: Spread  # over the epochs
+    pixels: float  # of all batches, padding included, by those without buckets
+
+    def __str__(self) -> str:
+        low, high = self.spread.low, self.spread.high
+        cells = f"{self.mean:.1%} | {low:.1%} to {high:.1%} | {self.pixels:.3f}"
+        return f"| {self.batch_size} | {self.buckets} | {cells} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--annotations", type=Path, default=RECORD, metavar="FILE", help="default COCO val2017's sizes")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=(2, 4, 8, 16), metavar="B")
+    parser.add_argument("--buckets", type=int, nargs="+", default=(1, 2, 4, 8), metavar="N")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="default %(default)s")
+    parser.add_argument("--epochs", type=int, default=4, metavar="N", help="of each seed, default %(default)s")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write all numbers here, as JSON")
+    options = parser.parse_args(arguments)
+    return run_tool(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Simulate, print and write."""
+    if min(options.seeds, options.epochs) < 1 or options.seeds * options.epochs < 2:
+        raise InputError(
+            f"--seeds and --epochs must be 1 or more and their product 2 or more, for a spread; "
+            f"got {options.seeds} and {options.epochs}"
+        )
+    sizes = Sizes.read(options.annotations)
+    epochs = list(simulated_epochs(sizes, options.seeds, options.epochs))
+    print("| batch size | buckets | padding | 10th to 90th | pixels / without buckets |\n|---|---|---|---|---|")
+    rows = []
+    for batch_size in options.batch_sizes:
+        without = shares(sizes, epochs, batch_size, 1)
+        for buckets in options.buckets:
+            found = shares(sizes, epochs, batch_size, buckets)
+            pixels = statistics.fmean((1 - one) / (1 - other) for one, other in zip(without, found, strict=True))
+            rows.append(Row(batch_size, buckets, statistics.fmean(found), Spread.of(found), pixels))
+            print(rows[-1], flush=True)
+    if options.output is not None:
+        told = {**circumstances(options), "annotations": str(options.annotations), "source": sizes.source}
+        write_json(options.output, {**told, "rows": [asdict(row) for row in rows], "sizes": sizes.counts()})
+    return 0
+
+
+@dataclass(frozen=True)
+class SimulatedEpoch:
+    """What the transforms made of the images in one epoch."""
+
+    seed: int
+    epoch: int
+    sizes: np.ndarray  # (images, 2) height, width in pixels
+
+
+def simulated_epochs(sizes: Sizes, seeds: int, epochs: int) -> Iterator[SimulatedEpoch]:
+    """Every image through the training transforms, with DETR's settings."""
+    settings = asdict(load_config(None, []).data.transforms)
+    del settings["eval_short_side"]
+    transform = train_transform(**settings)
+    for number in range(seeds * epochs):
+        seed, epoch = divmod(number, epochs)
+        torch.manual_seed(mixed_seed(seed, epoch))
+        progress = tqdm(sizes.images, desc=f"seed {seed}, epoch {epoch}", unit="image", disable=None, leave=False)
+        yield SimulatedEpoch(seed, epoch, np.array([transformed(size, transform) for size in progress]))
+
+
+def transformed(size: tuple[int, int], transform: SampleTransform) -> tuple[int, int]:
+    """(height, width) that an image of ``size`` has after the transform."""
+    image = Image(torch.empty(3, *size, dtype=torch.uint8, device="meta"))
+    boxes = BoundingBoxes(torch.zeros(0, 4), format=BoundingBoxFormat.XYXY, canvas_size=size)
+    height, width = transform(Sample(image, boxes, torch.zeros(0, dtype=torch.int64))).image.shape[-2:]
+    return height, width
+
+
+def shares(sizes: Sizes, epochs: Sequence[SimulatedEpoch], batch_size: int, buckets: int) -> list[float]:
+    """The share of padding in each epoch, all of its batches taken together."""
+    groups = aspect_buckets(sizes.images, buckets)
+    found = []
+    for one in epochs:
+        content = total = 0
+        for batch in EpochBatches(len(sizes.images), batch_size, seed=one.seed, epoch=one.epoch, buckets=groups):
+            images = one.sizes[[key.place for key in batch]]
+            content += int(images.prod(axis=1).sum())
+            total += len(images) * int(images.max(axis=0).prod())
+        found.append(1 - content / total)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""A step that went wrong, in a file from which it can be run again elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from detr_bf import distributed
+from detr_bf.engine.fault import Fault, find_fault
+from detr_bf.engine.step import TrainingStep
+from detr_bf.errors import InputError
+from detr_bf.files import atomic_write, check_sums, read_torch
+from detr_bf.structures import Batch, ClassMap, Target
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A step of one process with all that is needed to run its forward and backward passes again."""
+
+    model: dict[str, Tensor]
+    class_map: dict[str, Any]  # ClassMap.to_dict
+    config: dict[str, Any]
+    batches: tuple[Batch, ...]
+    rng: dict[str, Any]  # checkpoint.rng_state, from before the first forward pass
+    step: int  # from 1
+    precision: torch.dtype
+    scale: float  # of the loss
+    fault: dict[str, Any]
+    process: int
+    processes: int
+    threads: int
+    device: str  # its type
+    torch_version: str
+    format: int = FORMAT
+
+    @property
+    def classes(self) -> ClassMap:
+        return ClassMap.from_dict(self.class_map)
+
+    def save(self, path: Path) -> None:
+        """Write atomically."""
+        content = {field.name: getattr(self, field.name) for field in fields(self)}
+        with atomic_write(path) as temporary:
+            torch.save(content | {"batches": [asdict(batch) for batch in self.batches]}, temporary)
+
+
+def load_capture(path: Path) -> Capture:
+    """A capture of ours.
+
+    Raises:
+        InputError: as :func:`detr_bf.files.read_torch`, or the file is something else.
+    """
+    check_sums(path)
+    content = read_torch(path)
+    expected = {field.name for field in fields(Capture)}
+    if not isinstance(content, dict) or set(content) != expected or content["format"] != FORMAT:
+        raise InputError(
+            f"{path} is not a captured step of detr_bf, format {FORMAT}: give a file that a training run wrote when "
+            "its loss or gradient was not finite"
+        )
+    return Capture(**content | {"batches": tuple(map(_batch, content["batches"]))})
+
+
+def _batch(content: Mapping[str, Any]) -> Batch:
+    return Batch(**{**content, "targets": tuple(Target(**target) for target in content["targets"])})
+
+
+def capture_step(
+    step: TrainingStep,
+    batches: Sequence[Batch],
+    rng: dict[str, Any],
+    *,
+    number: int,
+    class_map: ClassMap,
+    config: dict[str, Any],
+    precision: torch.dtype,
+    scale: float = 1.0,
+    with_backward: bool = True,
+) -> Capture:
+    """Find the fault of a step and keep the step; all processes call it together.
+
+    ``number`` is the step's, from 1. The others are as for :func:`find_fault`. The weights are copied as they are now.
+    """
+    fault = find_fault(step, batches, rng, scale=scale, with_backward=with_backward)
+    return Capture(
+        model={name: value.detach().to("cpu", copy=True) for name, value in step.model.state_dict().items()},
+        class_map=class_map.to_dict(),
+        config=config,
+        batches=tuple(batch.to("cpu") for batch in batches),
+        rng=rng,
+        step=number,
+        precision=precision,
+        scale=scale,
+        fault=asdict(fault),
+        process=distributed.rank(),
+        processes=distributed.world_size(),
+        threads=torch.get_num_threads(),
+        device=step.device.type,
+        torch_version=str(torch.__version__),
+    )
+
+
+def told_together(capture: Capture, path: Path | None) -> str:
+    """Save the captures of the processes concerned; all call it and get the text about them.
+
+    Args:
+        path: where this process saves its own; None saves nothing.
+    """
+    fault = Fault.from_dict(capture.fault)
+    text = ""
+    if fault.found:
+        files = ", ".join(target.file_name for batch in capture.batches for target in batch.targets)
+        lines = [f"process {capture.process}, images {files}", *str(fault).splitlines()]
+        if path is not None:
+            capture.save(path)
+            lines.append(f"captured in {path}; run it again with tools/replay_capture.py")
+        text = "\n  ".join(lines)
+    told = [text for text in distributed.known_to_all(text) if text]
+    where = "\n".join(told) or "run again, everything is finite: the fault depends on the order of sums, or on memory"
+    return f"the loss or the gradient of step {capture.step} is not finite\n{where}"

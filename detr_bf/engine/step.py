@@ -1,0 +1,80 @@
+"""What the processes of a group compute in parallel, and what they agree on with every batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from detr_bf import distributed
+from detr_bf.losses import LossReport, SetCriterion
+from detr_bf.structures import Batch
+
+
+class TrainingStep(nn.Module):
+    """A batch through the detector, under autocast, and its losses, outside of it.
+
+    One module, because DistributedDataParallel must see every use of a parameter, and the mask head is used by the
+    losses.
+    """
+
+    def __init__(self, model: nn.Module, criterion: SetCriterion, device: torch.device, precision: torch.dtype) -> None:
+        super().__init__()
+        self.model = model
+        self.criterion = criterion
+        self.device = device
+        self.precision = precision
+
+    def forward(self, batch: Batch) -> LossReport:
+        """``batch`` comes from any device."""
+        moved = batch.to(self.device, non_blocking=True)
+        with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
+            outputs = self.model(moved)
+        return self.criterion(outputs, moved.targets)
+
+
+def in_parallel(step: TrainingStep, *, unused_parameters: bool = False) -> nn.Module:
+    """The step whose gradients become the mean over all processes; of one process the step itself.
+
+    Args:
+        unused_parameters: some get no gradient in a step, which costs a search through the graph.
+    """
+    if distributed.world_size() == 1:
+        return step
+    # gradients of 1 x 1 convolutions have strides of their own, of which torch warns at every start
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+    return DistributedDataParallel(step, gradient_as_bucket_view=True, find_unused_parameters=unused_parameters)
+
+
+@contextmanager
+def gradients_exchanged(step: nn.Module, exchanged: bool) -> Iterator[None]:
+    """Forward and backward passes within the block add to the gradients; they are exchanged only if it says so."""
+    if exchanged or not isinstance(step, DistributedDataParallel):
+        yield
+        return
+    with step.no_sync():
+        yield
+
+
+class Agreement(NamedTuple):
+    """What all processes know after a batch; each is a sum over them."""
+
+    loss: float  # of the finite ones
+    not_finite: float  # processes whose loss is not
+    stop: float  # processes that were asked to
+    save: float  # whether the main process wants a checkpoint
+    replaced: float  # images that could not be read
+
+
+def agree(loss: Tensor, *, stop: bool, save: bool, replaced: int) -> Agreement:
+    """Exchange what must be decided together, so that nobody waits for one that went another way."""
+    value = loss.detach().double()
+    finite = value.isfinite()
+    said = torch.tensor([stop, save, replaced], dtype=torch.float64, device=loss.device)
+    both = torch.stack([torch.where(finite, value, 0.0), (~finite).double()])
+    return Agreement(*distributed.total(torch.cat([both, said])).tolist())

@@ -1,0 +1,229 @@
+"""The plan in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from detr_bf.config import Config
+from detr_bf.planning.machine import (
+    ASPECT,
+    GB,
+    PUBLISHED_BATCH,
+    PUBLISHED_DAYS,
+    PUBLISHED_EPOCHS,
+    PUBLISHED_GPUS,
+    Machine,
+    largest_size,
+    published_seconds_per_step,
+    published_share,
+    usual_size,
+)
+from detr_bf.planning.plan import ALLOWANCE, CONTEXT, Help, Plan, Rates, Sequence, Time
+from detr_bf.planning.pretence import kernels_assumed
+from detr_bf.planning.trace import OBJECTS
+
+CLOSE = 0.9  # of a GPU's memory, from which a plan is called tight
+
+
+def describe(plan: Plan, config: Config, machine: Machine) -> str:
+    """All numbers, what they advise, and what they rest on."""
+    train = config.train
+    batches = "1 batch" if train.accumulate == 1 else f"{train.accumulate} batches"
+    together = f"{train.batch_size} images each, {batches} a step"
+    return "\n".join(
+        [
+            f"{machine.gpus} x {machine.gpu.title}, {_gb(machine.bytes)} each; {together}, {train.precision}",
+            *_memory(plan),
+            *_time(plan, machine),
+            *_sequence(plan, config),
+            *_rates(plan.rates, plan, config),
+            *_traffic(plan),
+            "",
+            f"Checkpoints: {_gb(plan.disk.file)} a file, {_gb(plan.disk.total)} for the run's {plan.disk.files} files",
+            "",
+            "What this rests on:",
+            *(f"  - {line}" for line in assumptions(plan, config, machine)),
+        ]
+    )
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    memory = plan.memory
+    yield ""
+    yield f"Memory of a GPU: {_gb(memory.total)}"
+    for name, size in (
+        ("weights", memory.weights),
+        ("gradients", memory.gradients),
+        ("moments of AdamW", memory.moments),
+        ("averaged weights (train.ema)", memory.averaged),
+        ("activations and losses", memory.activations),
+        ("exchange of batch_former.gather, for a moment", memory.exchange),
+        ("allowance", memory.allowance),
+    ):
+        if size:
+            yield f"  {_gb(size):>9}  {name}"
+    if not plan.fits:
+        yield f"  does not fit: needs {_gb(memory.total)} of {_gb(plan.available)}"
+        yield from _helps(plan)
+    elif memory.total > CLOSE * plan.available:
+        yield f"  fits, barely: {_gb(memory.total)} of {_gb(plan.available)}"
+    else:
+        yield f"  fits: {_gb(memory.total)} of {_gb(plan.available)}"
+    if plan.fits and plan.mixed > plan.available:
+        yield (
+            f"  but a batch of lying and upright images is padded to a square: up to {_gb(plan.mixed)}, which does not "
+            "fit. data.aspect_buckets=2 or more keeps them apart"
+        )
+
+
+def _helps(plan: Plan) -> Iterator[str]:
+    if not plan.helps:
+        yield "  nothing in train helps: use smaller images (data.transforms) or a smaller model"
+        return
+    yield "  what helps, one after the other:"
+    for step in plan.helps:
+        verdict = "fits" if step.fits else "does not fit"
+        yield f"    {step.settings}: {_gb(step.needed)}, {verdict}{_shortened(step, plan)}"
+    if not plan.helps[-1].fits:
+        yield "    beyond that: smaller images (data.transforms) or a smaller model"
+
+
+def _shortened(step: Help, plan: Plan) -> str:
+    """What a smaller batch does to batch attention."""
+    if step.sequence is None or step.sequence == plan.sequence:
+        return ""
+    now, before = step.sequence, plan.sequence
+    assert before is not None, "the changes do not switch batch attention on"
+    return f"; batch attention then spans {now.used} images instead of {before.used}, accumulated batches apart"
+
+
+def _time(plan: Plan, machine: Machine) -> Iterator[str]:
+    schedule, time = plan.schedule, plan.time
+    rate = time.flops_per_step / time.seconds_per_step / 1e12
+    yield ""
+    yield (
+        f"Steps: {schedule.images_per_step} images each, {schedule.steps_per_epoch} an epoch of {machine.images} "
+        f"images, {schedule.steps} in {schedule.epochs:.4g} epochs"
+    )
+    yield f"Time: {time.seconds_per_step:.3f} s a step ({time.source}), {_duration(time.days)} for the run, " + (
+        f"without evaluation; {time.flops_per_step / 1e12:.1f} TFLOP a step and GPU, {rate:.1f} TFLOP/s"
+    )
+
+
+def _sequence(plan: Plan, config: Config) -> Iterator[str]:
+    yield ""
+    if plan.sequence is None:
+        off = "is off" if not config.batch_former.enabled else "mixes nothing with mode duplicate"
+        yield f"Batch attention {off}"
+        return
+    yield f"Batch attention spans {_spans(plan.sequence)}; accumulation does not lengthen it"
+    if plan.sequence.used < 2:
+        yield "  one image sees itself alone: use a larger train.batch_size, or batch_former.gather=true on more GPUs"
+
+
+def _spans(sequence: Sequence) -> str:
+    on, off = f"with batch_former.gather {sequence.gathered}", f"without {sequence.alone}"
+    return f"{sequence.used} images ({on}, {off})"
+
+
+def _rates(rates: Rates | None, plan: Plan, config: Config) -> Iterator[str]:
+    yield ""
+    optimizer = config.optimizer
+    if rates is None:
+        yield "Learning rate: no published batch is known to compare with; give --published-batch"
+        return
+    images = plan.schedule.images_per_step
+    head = f"Learning rate: published for {rates.published_batch} images a step ({rates.source}), here {images}"
+    if rates.factor == 1:
+        yield f"{head}: leave optimizer.lr={optimizer.lr:g}"
+        return
+    yield f"{head}, x {rates.factor:.4g}"
+    yield (
+        f"  linear rule: optimizer.lr={rates.lr:.4g} optimizer.backbone_lr={rates.backbone_lr:.4g} instead of "
+        f"{optimizer.lr:g} and {optimizer.backbone_lr:g}; nothing is changed unless you say so"
+    )
+    if rates.factor > 1:
+        yield "  raise it over the first steps, optimizer.warmup_steps=1000 for instance"
+
+
+def _traffic(plan: Plan) -> Iterator[str]:
+    traffic = plan.traffic
+    if traffic.gradients:
+        yield ""
+        yield f"Each GPU sends {_gb(traffic.gradients)} of gradients a step"
+    if traffic.exchange:
+        yield (
+            f"  and {_gb(traffic.exchange)} for batch_former.gather at the largest images; it keeps nothing more for "
+            f"the backward pass, and {_gb(plan.memory.exchange)} for a moment"
+        )
+
+
+def assumptions(plan: Plan, config: Config, machine: Machine) -> Iterator[str]:
+    """Each with its numbers and where they come from."""
+    height, width = largest_size(config.data.transforms)
+    yield "GB are 2**30 bytes, as on the box of a GPU"
+    yield (
+        f"memory: the training forward pass of {config.train.batch_size} images of {height} x {width}, the largest of "
+        f"data.transforms, with {machine.classes(config)} classes (--classes), operator by operator without content; "
+        "weights and moments are float32, gradients lie in DDP's buckets and are not held twice"
+    )
+    yield (
+        f"allowance: {_gb(CONTEXT)} for CUDA and its libraries and {ALLOWANCE:.0%} of the rest for workspaces, NCCL, "
+        "gradients of activations and fragmentation: rules of thumb"
+    )
+    yield (
+        "scaled dot product attention never holds its weights (a fused kernel); our operators are "
+        + (
+            "the compiled ones"
+            if kernels_assumed("cuda")
+            else "plain PyTorch, since the compiled ones are not built here"
+        )
+        + "; train.compile may need less"
+    )
+    if config.model.masks:
+        half = config.train.precision != "float32" and not torch.cuda.is_available()
+        yield f"masks: {OBJECTS} objects an image (COCO: 7.3)" + (", worked out in float32" if half else "")
+    yield from _assumptions_of_time(plan.time, config, machine)
+    yield (
+        "steps: an incomplete last batch is left out; learning rates: the linear rule, made for SGD (Goyal et al. "
+        "2017, arXiv 1706.02677) and no more than a start for AdamW"
+    )
+    averaged = ", their average" if config.train.ema.enabled else ""
+    yield f"checkpoints: last, previous and best, each with weights{averaged} and both moments"
+
+
+def _assumptions_of_time(time: Time, config: Config, machine: Machine) -> Iterator[str]:
+    height, width = usual_size(config.data.transforms)
+    yield (
+        f"work: images of {height} x {width}, the mean short side and {ASPECT:.2f} : 1, without crops and padding; a "
+        "backward pass costs two forward ones; frozen backbone stages are not taken off"
+    )
+    if time.source != "estimated":
+        return
+    gpu = machine.gpu
+    yield (
+        f"{gpu.title}, data sheet: {gpu.float32:g} TFLOP/s in float32, {gpu.tf32:g} for its convolutions, {gpu.half:g} "
+        f"in half precision, {gpu.bandwidth:g} GB/s; every operator takes the longer of arithmetic and memory traffic"
+    )
+    yield (
+        f"of that, {published_share():.0%} is reached, as DETR's published training did on V100s: {PUBLISHED_EPOCHS} "
+        f"epochs in {PUBLISHED_DAYS} days on {PUBLISHED_GPUS} with {PUBLISHED_BATCH} images each (arXiv 2005.12872), "
+        f"{published_seconds_per_step():.3f} s a step. Waiting for data, for other GPUs, and evaluation come on top; "
+        "expect no better than a factor of 2, and measure: --seconds-per-step"
+    )
+
+
+def _gb(size: float) -> str:
+    return f"{size / GB:.1f} GB" if size >= 0.1 * GB else f"{size / GB:.2g} GB"
+
+
+def _duration(days: float) -> str:
+    return (
+        f"{days:.1f} days"
+        if days >= 1
+        else f"{24 * days:.1f} hours"
+        if days >= 1 / 24
+        else f"{1440 * days:.1f} minutes"
+    )

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+
+from detr_bf.data.batches import EpochBatches, SameSizeBatches, aspect_buckets
+from detr_bf.data.coco import SampleKey, mixed_seed
+from detr_bf.errors import InputError
+
+
+def batches(num_samples: int, batch_size: int, **changes: object) -> list[list[SampleKey]]:
+    settings = {"seed": 0, "epoch": 3, **changes}
+    return list(EpochBatches(num_samples, batch_size, **settings))
+
+
+def places(chosen: list[list[SampleKey]]) -> list[int]:
+    return [key.place for batch in chosen for key in batch]
+
+
+def together(num_samples: int, batch_size: int, world_size: int, **changes: object) -> list[list[SampleKey]]:
+    """What all processes see, batch by batch."""
+    shares = [batches(num_samples, batch_size, rank=r, world_size=world_size, **changes) for r in range(world_size)]
+    return [list(chain(*batch)) for batch in zip(*shares, strict=True)]
+
+
+def test_an_epoch_is_a_seeded_permutation() -> None:
+    order = places(batches(50, 5))
+    assert sorted(order) == list(range(50))
+    assert order == places(batches(50, 5))
+    assert order != places(batches(50, 5, epoch=4))
+    assert order != places(batches(50, 5, seed=1))
+    assert {key.epoch for batch in batches(50, 5) for key in batch} == {3}
+
+
+def test_one_process_sees_the_permutation_as_it_is() -> None:
+    """So that a run of an earlier version can be resumed."""
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(mixed_seed(0, 3))).tolist()
+    assert places(batches(50, 4)) == order[:48]
+
+
+BUCKETS = [place * 7 % 3 for place in range(50)]
+
+
+@pytest.mark.parametrize("buckets", [None, BUCKETS])
+@pytest.mark.parametrize("start", [0, 1, 7, 12, 13])
+def test_an_epoch_resumes_at_any_batch(start: int, buckets: list[int] | None) -> None:
+    assert batches(50, 4, start_batch=start, buckets=buckets) == batches(50, 4, buckets=buckets)[start:]
+    rest = EpochBatches(50, 4, seed=0, epoch=3, start_batch=start, buckets=buckets)
+    assert len(rest) == len(list(rest)) == max(0, 12 - start)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "batch_size", "sizes"), [(10, 4, [4, 4]), (3, 4, [3]), (8, 4, [4, 4]), (1, 1, [1])]
+)
+def test_incomplete_batches(num_samples: int, batch_size: int, sizes: list[int]) -> None:
+    assert [len(batch) for batch in batches(num_samples, batch_size)] == sizes
+
+
+@pytest.mark.parametrize("buckets", [None, BUCKETS])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_processes_see_together_what_one_sees_with_as_many_images(world_size: int, buckets: list[int] | None) -> None:
+    alone = batches(50, 4 * world_size, buckets=buckets)
+    assert together(50, 4, world_size, buckets=buckets) == alone
+    assert together(50, 4, world_size, buckets=buckets, start_batch=2) == alone[2:]
+    for rank in range(world_size):
+        mine = batches(50, 4, rank=rank, world_size=world_size, buckets=buckets)
+        assert mine == [batch[4 * rank : 4 * rank + 4] for batch in alone]
+
+
+@pytest.mark.parametrize(("num_samples", "shares"), [(7, [3, 2, 2]), (11, [4, 4, 3]), (3, [1, 1, 1]), (12, [4, 4, 4])])
+def test_a_single_incomplete_batch_is_dealt_out_evenly(num_samples: int, shares: list[int]) -> None:
+    dealt = [batches(num_samples, 4, rank=rank, world_size=3) for rank in range(3)]
+    assert [[len(batch) for batch in process] for process in dealt] == [[share] for share in shares]
+    assert [places(process) for process in dealt] == [
+        part.tolist() for part in np.array_split(places(batches(num_samples, 12)), 3)
+    ]
+
+
+def test_fewer_images_than_processes_are_refused() -> None:
+    with pytest.raises(InputError, match="2 training images cannot be shared by 3 processes"):
+        batches(2, 1, rank=0, world_size=3)
+
+
+def groups_of(chosen: list[list[SampleKey]], buckets: Sequence[int]) -> list[set[int]]:
+    return [{buckets[key.place] for key in batch} for batch in chosen]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 7, 60])
+def test_buckets_change_neither_the_number_of_batches_nor_that_an_image_comes_once(batch_size: int) -> None:
+    chosen = batches(50, batch_size, buckets=BUCKETS)
+    assert [len(batch) for batch in chosen] == [len(batch) for batch in batches(50, batch_size)]
+    assert max(Counter(places(chosen)).values()) == 1
+
+
+def test_batches_are_of_one_bucket_but_for_what_is_left_over() -> None:
+    """17, 17 and 16 images: four batches of four each, and none of the two images left over makes a batch."""
+    assert Counter(BUCKETS) == {0: 17, 1: 17, 2: 16}
+    assert all(len(group) == 1 for group in groups_of(batches(50, 4, buckets=BUCKETS), BUCKETS))
+    mixed = [group for group in groups_of(batches(50, 5, buckets=BUCKETS), BUCKETS) if len(group) > 1]
+    assert mixed == [{0, 1, 2}]  # 2 + 2 + 1 images
+
+
+def test_neighbouring_buckets_share_what_is_left_over() -> None:
+    buckets = [0, 0, 1, 1, 2, 2, 3, 3]
+    chosen = groups_of(batches(8, 4, buckets=buckets), buckets)
+    assert sorted(chosen, key=min) == [{0, 1}, {2, 3}]
+
+
+def test_chance_decides_which_images_are_left_out() -> None:
+    buckets = [0] * 3 + [1] * 3
+    seen = [places(batches(6, 4, epoch=epoch, buckets=buckets)) for epoch in range(100)]
+    missing = Counter(chain(*(set(range(6)).difference(four) for four in seen)))
+    assert set(missing) == set(range(6)), "each image in some epoch"
+    assert min(missing.values()) > 15, "33 times on average"
+
+
+def test_the_order_of_bucketed_batches_is_random() -> None:
+    buckets = [0] * 40 + [1] * 40
+    order = [min(group) for group in groups_of(batches(80, 4, buckets=buckets), buckets)]
+    assert sorted(order) == [0] * 10 + [1] * 10
+    changes = sum(one != other for one, other in zip(order, order[1:], strict=False))
+    assert 4 <= changes <= 16, "9.5 on average, with a deviation of 2.2"
+    assert order != [min(group) for group in groups_of(batches(80, 4, buckets=buckets, epoch=4), buckets)]
+    mixed_last = [len(group) for group in groups_of(batches(50, 5, buckets=BUCKETS), BUCKETS)].index(3)
+    assert mixed_last != 9, "what is left over does not come last by rule"
+
+
+def test_evaluation_puts_images_of_one_size_together_and_each_comes_once() -> None:
+    sizes = [(4, 6), (6, 4), (4, 6), None, (4, 6), None, (6, 4), (4, 6)]
+    chosen = [[key.place for key in batch] for batch in SameSizeBatches(sizes, 2)]
+    assert chosen == [[0, 2], [4, 7], [1, 6], [3], [5]]
+    assert [[key.place for key in batch] for batch in SameSizeBatches(sizes, 1)] == [
+        [i] for i in (0, 2, 4, 7, 1, 6, 3, 5)
+    ]
+    shares = [[[key.place for key in batch] for batch in SameSizeBatches(sizes, 2, rank, 2)] for rank in range(2)]
+    assert shares == [[[0, 2], [1, 6], [5]], [[4, 7], [3]]]
+
+
+def test_evaluation_resumes_at_any_batch_of_a_process() -> None:
+    sizes = [(4, place // 3) for place in range(20)]
+    whole = SameSizeBatches(sizes, 2, 1, 3)
+    rest = SameSizeBatches(sizes, 2, 1, 3, start_batch=2)
+    assert list(rest) == list(whole)[2:]
+    assert len(rest) == len(whole) - 2 > 0
+
+
+def test_more_processes_than_evaluation_batches() -> None:
+    assert [len(SameSizeBatches([(4, 6)] * 3, 2, rank, 4)) for rank in range(4)] == [1, 1, 0, 0]
+
+
+def test_an_empty_batch_size_is_refused() -> None:
+    with pytest.raises(InputError, match="at least 1, got 0"):
+        batches(3, 0)
+    with pytest.raises(InputError, match="at least 1, got 0"):
+        SameSizeBatches([], 0)
+
+
+def test_buckets_are_quantiles_of_width_by_height() -> None:
+    widths = np.random.default_rng(0).permutation(np.arange(100, 200))
+    buckets = aspect_buckets([(100, int(width)) for width in widths], 4)
+    assert buckets == [(int(width) - 100) // 25 for width in widths]
+
+
+def test_images_of_one_ratio_share_a_bucket_and_the_scale_does_not_matter() -> None:
+    sizes = [(480, 640)] * 6 + [(960, 1280)] * 3 + [(640, 480)] * 4 + [(1, 9), (500, 500)]
+    assert aspect_buckets(sizes, 3) == [1] * 9 + [0] * 4 + [2, 0]
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_wider_images_are_in_later_buckets(count: int) -> None:
+    random = np.random.default_rng(count)
+    sizes = [(int(height), int(width)) for height, width in random.integers(1, 12, (200, 2))]
+    buckets = aspect_buckets(sizes, count)
+    assert set(buckets) <= set(range(count))
+    assert max(Counter(buckets).values()) < 2 * 200 / count
+    of_ratio = sorted({(width / height, bucket) for (height, width), bucket in zip(sizes, buckets, strict=True)})
+    assert [bucket for _, bucket in of_ratio] == sorted(bucket for _, bucket in of_ratio)
+    assert len({ratio for ratio, _ in of_ratio}) == len(of_ratio), "one bucket for each ratio"
+
+
+def test_one_bucket_is_no_grouping_and_needs_no_sizes() -> None:
+    assert aspect_buckets([None, (4, 6)], 1) is None
+
+
+@pytest.mark.parametrize("unknown", [None, (0, 6), (4, 0)])
+def test_buckets_need_all_sizes(unknown: tuple[int, int] | None) -> None:
+    with pytest.raises(InputError, match=r"lack it for 2 of 3: add width and height .* or set data.aspect_buckets=1"):
+        aspect_buckets([unknown, (4, 6), unknown], 4)
+
+
+def test_no_bucket_is_refused() -> None:
+    with pytest.raises(InputError, match="data.aspect_buckets must be 1 or more, got 0"):
+        aspect_buckets([(4, 6)], 0)

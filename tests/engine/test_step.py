@@ -1,0 +1,156 @@
+"""Two processes with b images each learn what one with all images learns, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from detr_bf import distributed
+from detr_bf.detectors import MaskHead
+from detr_bf.engine.step import TrainingStep, agree, gradients_exchanged, in_parallel
+from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
+from detr_bf.structures import Batch, Target
+from tests.detectors import tiny
+from tests.processes import run_together
+
+NAMES = ["detr", "deformable_detr_refine", "deformable_detr_two_stage"]
+SIZES = (2, 1)  # images of each process
+
+
+def step(name: str, masks: bool = False, batch_former: bool = False) -> TrainingStep:
+    classification = CrossEntropy() if name == "detr" else Focal()
+    changes: dict[str, Any] = {"batch_former": tiny.batch_former(gather=True, dropout=0.0)} if batch_former else {}
+    if masks:
+        changes["mask_head"] = MaskHead(tiny.DIM, heads=2, finer_channels=[])
+    model = tiny.shaken(tiny.model(name, dropout=0.0, **changes), std=0.1).double().train()
+    criterion = SetCriterion(classification, HungarianMatcher(classification))
+    return TrainingStep(model, criterion, torch.device("cpu"), torch.float32)
+
+
+def batch(start: int, stop: int, objects: tuple[int, ...] = (3, 0, 1)) -> Batch:
+    """Images ``start`` to ``stop`` of three of 32 x 48 pixels with masks."""
+    generator = torch.Generator().manual_seed(3)
+    pixels = torch.randint(256, (3, tiny.CHANNELS, 32, 48), generator=generator, dtype=torch.uint8)
+    targets = []
+    for number, count in enumerate(objects):
+        boxes = 0.3 + 0.3 * torch.rand(count, 4, generator=generator, dtype=torch.float64)
+        labels = torch.randint(tiny.LOGITS - 1, (count,), generator=generator)
+        masks = torch.rand(count, 32, 48, generator=generator) < 0.5
+        targets.append(Target(number, boxes, labels, (32, 48), (32, 48), masks=masks))
+    padding = torch.zeros(3, 32, 48, dtype=torch.bool)
+    return Batch(pixels[start:stop], padding[start:stop], tuple(targets[start:stop]))
+
+
+def gradients(module: torch.nn.Module, parts: list[Batch]) -> dict[str, Tensor]:
+    torch.set_default_dtype(torch.float64)
+    total = 0.0
+    for number, part in enumerate(parts, start=1):
+        with gradients_exchanged(module, number == len(parts)):
+            loss = module(part).total / len(parts)
+            loss.backward()
+            total += loss.item()
+    found = {name.removeprefix("module."): p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return {**found, "loss": torch.tensor(total)}
+
+
+def of_this_process(options: dict[str, Any], objects: tuple[int, ...], unused: bool = False) -> dict[str, Tensor]:
+    start = sum(SIZES[: distributed.rank()])
+    parallel = in_parallel(step(**options), unused_parameters=unused)
+    return gradients(parallel, [batch(start, start + SIZES[distributed.rank()], objects)])
+
+
+def assert_equal(parts: list[dict[str, Tensor]], whole: dict[str, Tensor]) -> None:
+    for name, expected in whole.items():
+        if name == "loss":
+            assert sum(part["loss"] for part in parts) / len(parts) == pytest.approx(expected.item(), abs=1e-9)
+            continue
+        for part in parts:
+            assert torch.equal(part[name], parts[0][name]), "all processes have the same gradient"
+        torch.testing.assert_close(parts[0][name], expected, rtol=0, atol=1e-9)
+
+
+@pytest.fixture(autouse=True)
+def _default_dtype() -> Any:
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("objects", [(3, 0, 1), (0, 0, 0), (0, 0, 1)])
+def test_gradients_are_those_of_all_images_in_one_process(name: str, objects: tuple[int, ...]) -> None:
+    """Also where a process has no object: the divisors count those of all."""
+    options = {"name": name}
+    assert_equal(run_together(2, of_this_process, options, objects), gradients(step(**options), [batch(0, 3, objects)]))
+
+
+@pytest.mark.parametrize("options", [{"masks": True}, {"batch_former": True}])
+def test_so_are_those_of_masks_and_of_gathered_batch_attention(options: dict[str, Any]) -> None:
+    options = {"name": "detr", **options}
+    whole = gradients(step(**options), [batch(0, 3)])
+    assert any("mask_head" in name or "batch_former" in name for name in whole)
+    assert_equal(run_together(2, of_this_process, options, (3, 0, 1)), whole)
+
+
+def without_auxiliary_losses() -> dict[str, Tensor]:
+    model = tiny.shaken(tiny.model("deformable_detr_refine", dropout=0.0, aux_loss=False)).double().train()
+    criterion = SetCriterion(Focal(), HungarianMatcher(Focal()))
+    whole = TrainingStep(model, criterion, torch.device("cpu"), torch.float32)
+    parallel = in_parallel(whole, unused_parameters=True)
+    for _ in range(2):  # a parameter without gradient would stop the second
+        found = gradients(parallel, [batch(0, 3)])
+    return found
+
+
+def test_parameters_without_a_gradient_are_allowed_when_told() -> None:
+    alone = without_auxiliary_losses()
+    for part in run_together(2, without_auxiliary_losses):
+        torch.testing.assert_close(part["loss"], alone["loss"])
+
+
+def accumulated() -> tuple[dict[str, Tensor], int]:
+    parallel = in_parallel(step("detr"))
+    exchanges = 0
+
+    def count(state, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations and takes no strings
+        nonlocal exchanges
+        exchanges += bucket.is_last()
+        torch.distributed.all_reduce(bucket.buffer())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer() / distributed.world_size())
+        return future
+
+    parallel.register_comm_hook(None, count)
+    rank = distributed.rank()
+    return gradients(parallel, [batch(rank, rank + 1), batch(rank + 1, rank + 2)]), exchanges
+
+
+def test_accumulation_exchanges_gradients_once() -> None:
+    answers = run_together(2, accumulated)
+    assert [exchanges for _, exchanges in answers] == [1, 1]
+    whole = gradients(step("detr"), [batch(0, 2), batch(1, 3)])
+    for found, _ in answers:
+        for name, value in whole.items():
+            if name != "loss":
+                torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9)
+
+
+def agreed() -> tuple[float, ...]:
+    rank = distributed.rank()
+    return tuple(agree(torch.tensor([2.0, float("nan")][rank]), stop=rank == 1, save=rank == 0, replaced=2 * rank))
+
+
+def test_all_learn_what_one_knows() -> None:
+    assert run_together(2, agreed) == [(2.0, 1.0, 1.0, 1.0, 2.0)] * 2
+
+
+@pytest.mark.parametrize("name", tiny.DETECTORS)
+@pytest.mark.parametrize("objects", [(3, 0, 1), (0, 0, 0)])
+def test_every_parameter_gets_a_gradient_in_every_step(name: str, objects: tuple[int, ...]) -> None:
+    """DistributedDataParallel waits for each of them."""
+    torch.set_default_dtype(torch.float64)
+    whole = step(name, batch_former=True)
+    whole(batch(0, 3, objects)).total.backward()
+    assert [n for n, p in whole.named_parameters() if p.grad is None] == []

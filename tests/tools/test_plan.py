@@ -1,0 +1,83 @@
+"""tools/plan.py: prints the plan, writes its numbers, refuses what cannot be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tools.test_train_net import tool
+
+ROOT = Path(__file__).parents[2]
+plan = tool("plan").main
+
+
+def test_prints_every_part_of_the_plan(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config", str(tiny), "--gpus", "4", "--gpu-memory", "80", "--gpu", "a100", "--images", "120"]
+    assert plan([*arguments, "batch_former.gather=true"]) == 0
+    printed = capsys.readouterr().out
+    for part in (
+        "4 x NVIDIA A100 80GB, 80.0 GB each; 3 images each, 1 batch a step, float32",
+        "Memory of a GPU: ",
+        "averaged weights (train.ema)",
+        "Steps: 12 images each, 10 an epoch of 120 images, 30 in 3 epochs",
+        "s a step (estimated)",
+        "Batch attention spans 12 images (with batch_former.gather 12, without 3); accumulation does not lengthen it",
+        "Learning rate: published for 3 images a step (the config file, without overrides), here 12, x 4",
+        "of gradients a step",
+        "for batch_former.gather at the largest images",
+        "Checkpoints: ",
+        "What this rests on:",
+    ):
+        assert part in printed
+
+
+def test_writes_its_numbers(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    arguments = ["--config", str(tiny), "--gpus", "2", "--gpu-memory", "0.01", "--seconds-per-step", "2"]
+    assert plan([*arguments, "--json", str(file)]) == 0
+    numbers = json.loads(file.read_text())
+    assert numbers["fits"] is False
+    memory = numbers["memory"]
+    assert memory["total"] == pytest.approx(sum(value for name, value in memory.items() if name != "total"))
+    assert numbers["available"] == pytest.approx(0.01 * 2**30)
+    assert numbers["helps"][0]["needed"] < memory["total"]
+    assert numbers["time"]["seconds_per_step"] == 2
+    assert numbers["disk"]["total"] == numbers["disk"]["files"] * numbers["disk"]["file"]
+    assert numbers["sequence"] == {"alone": 3, "gathered": 6, "used": 3}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "0"], "--gpus must be greater than 0 and finite, got 0"),
+        (["--gpus", "-1"], "--gpus must be greater than 0 and finite, got -1"),
+        (["--gpus", "1", "--gpu-memory", "0"], "--gpu-memory must be greater than 0 and finite, got 0.0"),
+        (["--gpu", "abacus"], "--gpu abacus is not known; known are h200"),
+        (["train.batchsize=3"], "unknown key 'train.batchsize'"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(
+    arguments: list[str], message: str, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(["--config", str(tiny), *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ")
+    assert message in printed.err
+    assert printed.out == ""
+
+
+def test_without_a_config_the_defaults_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(["--gpus", "8", "train.batch_size=1", "--published-batch", "16"]) == 0
+    assert "published for 16 images a step (--published-batch), here 8, x 0.5" in capsys.readouterr().out
+
+
+def test_runs_by_itself_and_says_nothing_else(tiny: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "tools/plan.py", "--config", str(tiny)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("1 x NVIDIA H100 80GB")
+    assert done.stderr == ""
