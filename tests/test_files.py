@@ -13,7 +13,16 @@ import torch
 from safetensors.torch import save_file
 
 from detr_bf.errors import InputError
-from detr_bf.files import atomic_write, cache_folder, read_safetensors, read_torch, write_json, write_text
+from detr_bf.files import (
+    atomic_write,
+    cache_folder,
+    check_sums,
+    read_safetensors,
+    read_torch,
+    remove_unfinished,
+    write_json,
+    write_text,
+)
 
 
 def test_content_appears_under_its_name_when_it_is_whole(tmp_path: Path) -> None:
@@ -42,6 +51,73 @@ def test_failure_leaves_the_old_content_and_nothing_else(tmp_path: Path, error: 
         _write_half(path, error)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_was_there_becomes_the_previous_one(tmp_path: Path) -> None:
+    path, previous = tmp_path / "last.pt", tmp_path / "previous.pt"
+    for content in ("first", "second", "third"):
+        with atomic_write(path, previous) as temporary:
+            temporary.write_text(content)
+    assert (path.read_text(), previous.read_text()) == ("third", "second")
+    with pytest.raises(RuntimeError), atomic_write(path, previous):
+        raise RuntimeError
+    assert (path.read_text(), previous.read_text()) == ("third", "second")
+
+
+def test_what_killed_processes_have_left_is_removed(tmp_path: Path) -> None:
+    kept = [tmp_path / name for name in ("last.pt", "log.txt", ".hidden")]
+    for path in [*kept, tmp_path / ".last.ab12_x9z.pt", tmp_path / ".metrics.q.jsonl"]:
+        path.write_text("x")
+    remove_unfinished(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
+
+
+def saved(path: Path) -> bytes:
+    torch.save({"a": torch.arange(1000.0), "b": {"c": torch.ones(3, 5)}, "step": 3}, path)
+    return path.read_bytes()
+
+
+def test_check_sums_of_a_whole_file_agree(tmp_path: Path) -> None:
+    saved(tmp_path / "a.pt")
+    check_sums(tmp_path / "a.pt")
+
+
+def test_every_changed_bit_of_a_tensor_is_found(tmp_path: Path) -> None:
+    """torch.load itself does not look."""
+    path = tmp_path / "a.pt"
+    whole = saved(path)
+    start = whole.index(torch.arange(1000.0).numpy().tobytes())
+    for place in range(start, start + 4000, 97):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(InputError, match=r"a\.pt is (truncated or )?damaged"):
+            check_sums(path)
+
+
+def test_a_changed_bit_anywhere_is_found_or_does_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    whole = saved(path)
+    found = 0
+    for place in range(0, len(whole), 11):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        try:
+            check_sums(path)
+            content = read_torch(path)
+        except InputError:
+            found += 1
+            continue
+        assert torch.equal(content["a"], torch.arange(1000.0))
+        assert torch.equal(content["b"]["c"], torch.ones(3, 5))
+        assert content["step"] == 3
+    assert found > len(range(0, len(whole), 11)) / 2
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.99])
+def test_a_file_that_was_cut_is_found(tmp_path: Path, share: float) -> None:
+    path = tmp_path / "a.pt"
+    whole = saved(path)
+    path.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(InputError, match="truncated or damaged"):
+        check_sums(path)
 
 
 def test_file_can_be_read_by_others(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from detr_bf.build import build_classification, build_model
 from detr_bf.config import Config, load_config
 from detr_bf.engine import build_optimizer
 from detr_bf.errors import InputError
-from detr_bf.planning import GPUS, Gpu, Machine, Plan, Trace, describe, gpu_named, make_plan, trace
+from detr_bf.planning import GPUS, Gpu, Machine, Plan, describe, gpu_named, make_plan, read_measured, trace
 from detr_bf.planning.machine import largest_size, published_seconds_per_step, published_share, usual_size
 from detr_bf.planning.plan import disk_of, memory_of, schedule_of, trace_of
 from detr_bf.planning.pretence import without_numbers
@@ -68,6 +69,10 @@ def plan_of(config: Config, *, recipe: Config | None = None, **known: object) ->
     return make_plan(config, Machine(**{"gpus": 1, "num_classes": CLASSES, **known}), recipe)
 
 
+def blank(count: int) -> Batch:
+    return Batch(torch.zeros(count, 3, *SIZE, dtype=torch.uint8), torch.zeros(count, *SIZE, dtype=torch.bool))
+
+
 def kept_by_a_real_run(config: Config) -> int:
     """Bytes alive after a forward pass with numbers: what autograd saved, and what the criterion is given and makes."""
     torch.manual_seed(0)
@@ -81,8 +86,7 @@ def kept_by_a_real_run(config: Config) -> int:
             seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return tensor
 
-    count = config.train.batch_size
-    batch = Batch(torch.zeros(count, 3, *SIZE, dtype=torch.uint8), torch.zeros(count, *SIZE, dtype=torch.bool))
+    batch = blank(config.train.batch_size)
     half = config.train.precision == "bf16"
     classification = build_classification(config)
     with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
@@ -117,42 +121,30 @@ def test_in_half_precision_it_is_nearly_so(name: str) -> None:
 
 @pytest.mark.parametrize("name", DETECTORS)
 def test_recomputation_keeps_what_checkpointed_layers_keep(name: str) -> None:
-    """Against torch.utils.checkpoint, which the model itself uses."""
-    config = tiny(*DETECTORS[name], "train.recompute_encoder=true")
+    """Against torch.utils.checkpoint, which the model itself uses; losses are the same either way."""
+    plain, again = (tiny(*DETECTORS[name], f"train.recompute_encoder={wish}") for wish in ("false", "true"))
+    found, whole = (trace(config, CLASSES, SIZE, device="cpu") for config in (again, plain))
+    assert whole.kept - found.kept == kept_without_losses(plain) - kept_without_losses(again)
+    assert found.recomputed == max(whole.layers) > 0
+    assert found.kept + found.recomputed < whole.kept
+
+
+def kept_without_losses(config: Config) -> int:
+    """The model's own forward pass, nothing about it pretended but the numbers."""
     with without_numbers("cpu"):
         model = build_model(config, CLASSES, pretrained=False).train()
         with Recorder(model) as recorder:
-            count = config.train.batch_size
-            batch = Batch(torch.zeros(count, 3, *SIZE, dtype=torch.uint8), torch.zeros(count, *SIZE, dtype=torch.bool))
-            outputs = model(batch)
+            outputs = model(blank(config.train.batch_size))
             kept = recorder.live
             del outputs
-    found = trace(config, CLASSES, SIZE, device="cpu")
-    plain = trace(tiny(*DETECTORS[name]), CLASSES, SIZE, device="cpu")
-    losses = plain.kept - _kept_without_losses(tiny(*DETECTORS[name]))
-    assert found.kept == kept + losses
-    assert found.recomputed == max(plain.layers) > 0
-    assert found.needed < plain.needed
-
-
-def _kept_without_losses(config: Config) -> int:
-    with without_numbers("cpu"):
-        model = build_model(config, CLASSES, pretrained=False).train()
-        with Recorder(model) as recorder:
-            count = config.train.batch_size
-            batch = Batch(torch.zeros(count, 3, *SIZE, dtype=torch.uint8), torch.zeros(count, *SIZE, dtype=torch.bool))
-            outputs = model(batch)
-            kept = recorder.live
-            del outputs, batch
     return kept
 
 
 def test_flops_of_matrices_and_convolutions_are_torchs() -> None:
     config = tiny("batch_former.enabled=false")
     model = build_model(config, CLASSES, pretrained=False).train()
-    batch = Batch(torch.zeros(3, 3, *SIZE, dtype=torch.uint8), torch.zeros(3, *SIZE, dtype=torch.bool))
     with FlopCounterMode(display=False) as counter:
-        model(batch)
+        model(blank(3))
     found = trace(config, CLASSES, SIZE, device="cpu")
     assert sum(item.flops for item in found.work) == counter.get_total_flops()
     assert found.flops == 3 * counter.get_total_flops()
@@ -182,7 +174,7 @@ def test_on_a_gpu_attention_weights_are_never_held() -> None:
 
 
 def test_recomputed_layers_run_once_more() -> None:
-    plain, again = (sum_of_layers(tiny(f"train.recompute_encoder={wish}")) for wish in ("false", "true"))
+    plain, again = (trace(tiny(f"train.recompute_encoder={wish}"), CLASSES, SIZE) for wish in ("false", "true"))
     assert {item.times for item in plain.work} == {3}
     assert {item.times for item in again.work} == {3, 4}
     assert [item.flops for item in again.work] == [item.flops for item in plain.work]
@@ -191,10 +183,6 @@ def test_recomputed_layers_run_once_more() -> None:
     linear = 4 * 32 * 32 + 2 * 32 * 64
     attention = 2 * tokens * 32
     assert repeated == 3 * rows * tokens * 2 * (linear + attention)
-
-
-def sum_of_layers(config: Config) -> Trace:
-    return trace(config, CLASSES, SIZE)
 
 
 def test_a_frozen_detector_has_no_backward_pass() -> None:
@@ -276,7 +264,7 @@ def test_batch_attention_spans_a_process_or_all_of_them() -> None:
 
 
 def test_traffic_by_hand() -> None:
-    """Three of four parts of query, key and value leave, three of four parts of the result come back, all of it twice."""
+    """Three of four parts of query, key and value leave and of the result come back; gradients go both ways again."""
     config = tiny(GATHER, "train.accumulate=2")
     plan = plan_of(config, gpus=4)
     assert plan.traffic.gradients == 2 * 3 / 4 * plan.memory.gradients
@@ -370,6 +358,32 @@ def test_a_measured_step_and_a_measured_rate_replace_the_estimate() -> None:
     assert with_both.seconds_per_step == 0.5
 
 
+def test_a_benchmarks_record_gives_the_time_of_its_own_precision_and_batch(tmp_path: Path) -> None:
+    """Of 96 x 128 pixels where twice as many were measured, over two batches."""
+    file = tmp_path / "step.json"
+    step = {"median": 0.25, "low": 0.2, "high": 0.3}
+    rows = [
+        {"precision": "float32", "batch_size": 3, "step": step},
+        {"precision": "bf16", "batch_size": 3, "step": {**step, "median": 0.125}},
+        {"precision": "float32", "batch_size": 64, "step": None},
+    ]
+    record = {"recipe": "detr/detr_r50", "height": 192, "width": 128, "rows": rows}
+    file.write_text(json.dumps(record))
+    full = read_measured(file, tiny("train.accumulate=2", "data.transforms.short_sides=[96]"))
+    assert full.seconds == pytest.approx(0.25 * 2 / 2)
+    assert "detr/detr_r50 192 x 128" in full.source
+    assert read_measured(file, tiny("train.precision=bf16")).seconds == pytest.approx(0.125 / 2)
+    for size in (4, 64):  # not measured, out of memory
+        with pytest.raises(InputError, match=rf"no step of .*=float32 .*={size}; it has float32 3, bf16 3"):
+            read_measured(file, tiny(f"train.batch_size={size}"))
+    with pytest.raises(InputError, match="file not found"):
+        read_measured(tmp_path / "none.json", tiny())
+    for content in ("no json", "[]", '{"rows": [{"precision": "bf16"}]}', "{}"):
+        file.write_text(content)
+        with pytest.raises(InputError, match=r"is not what benchmarks/step\.py"):
+            read_measured(file, tiny())
+
+
 def test_half_precision_is_faster_where_there_are_tensor_cores() -> None:
     full, half = (plan_of(tiny(f"train.precision={name}"), gpu=GPUS["a100"]) for name in ("float32", "bf16"))
     assert half.time.flops_per_step == full.time.flops_per_step
@@ -379,26 +393,29 @@ def test_half_precision_is_faster_where_there_are_tensor_cores() -> None:
 
 def test_what_does_not_fit_says_so_and_what_would_help() -> None:
     """Every proposal is planned anew, stands on those before, needs less, and the last one fits."""
-    settings = ("model.encoder_layers=6", "model.feedforward_dim=2048", "train.batch_size=16")
-    config = tiny(*DETECTORS["deformable_detr"], *settings)
-    needed = plan_of(config).memory.total
-    alone = plan_of(tiny(*DETECTORS["deformable_detr"], *settings, "train.batch_size=1")).memory.total
+    settings = (*DETECTORS["deformable_detr"], "model.feedforward_dim=2048", "train.batch_size=4")
+    config = tiny(*settings)
+    needed, alone = (need(*settings), need(*settings, "train.batch_size=1"))
     machine = Machine(gpus=1, num_classes=CLASSES, memory=(alone + 0.05 * (needed - alone)) / 2**30)
     plan = make_plan(config, machine)
     assert not plan.fits
-    assert [step.fits for step in plan.helps] == [False] * (len(plan.helps) - 1) + [True]
+    assert [(step.settings, step.fits) for step in plan.helps] == [
+        ("train.precision=bf16", False),
+        ("train.precision=bf16 train.recompute_encoder=true", False),
+        ("train.precision=bf16 train.recompute_encoder=true train.batch_size=2 train.accumulate=2", True),
+    ]
     needs = [needed, *(step.needed for step in plan.helps)]
     assert needs == sorted(set(needs), reverse=True)
-    assert plan.helps[0].settings == "train.precision=bf16"
-    assert plan.helps[1].settings == "train.precision=bf16 train.recompute_encoder=true"
-    assert "train.batch_size=8 train.accumulate=2" in plan.helps[2].settings
-    for step in plan.helps:
-        again = plan_of(tiny(*DETECTORS["deformable_detr"], *settings, *step.settings.split()))
-        assert again.memory.total == step.needed
-        assert again.schedule.images_per_step == plan.schedule.images_per_step
+    assert [need(*settings, *step.settings.split()) for step in plan.helps] == needs[1:]
     text = describe(plan, config, machine)
     assert f"does not fit: needs {needed / 2**30:.1f} GB of {machine.memory:.1f} GB" in text
-    assert "batch attention then spans 8 images instead of 16" in text
+    assert "batch attention then spans 2 images instead of 4" in text
+
+
+def need(*settings: str) -> float:
+    """Bytes of a GPU."""
+    config, machine = tiny(*settings), Machine(gpus=1, num_classes=CLASSES)
+    return memory_of(config, machine, trace_of(config, machine)).total
 
 
 def test_nothing_is_proposed_where_it_fits() -> None:

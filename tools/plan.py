@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from detr_bf.cli import run_tool
 from detr_bf.config import load_config
 from detr_bf.files import write_json
-from detr_bf.planning import COCO_IMAGES, GPUS, Machine, describe, gpu_named, make_plan
+from detr_bf.planning import COCO_IMAGES, GPUS, Machine, describe, gpu_named, make_plan, read_measured
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,8 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--published-batch", type=int, metavar="N", help="that the learning rate is for; default the file's"
     )
-    parser.add_argument("--seconds-per-step", type=float, metavar="X", help="measured, instead of an estimate")
-    parser.add_argument("--tflops", type=float, metavar="X", help="that a GPU sustains, instead of an estimate")
+    time = parser.add_mutually_exclusive_group()
+    time.add_argument("--seconds-per-step", type=float, metavar="X", help="measured, instead of an estimate")
+    time.add_argument("--measured", type=Path, metavar="FILE", help="what benchmarks/step.py wrote, instead of that")
+    time.add_argument("--tflops", type=float, metavar="X", help="that a GPU sustains, instead of an estimate")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here, in bytes and seconds")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.precision=bf16")
     options = parser.parse_intermixed_args(arguments)
@@ -49,6 +52,9 @@ def run(options: argparse.Namespace) -> int:
         seconds_per_step=options.seconds_per_step,
         tflops=options.tflops,
     )
+    if options.measured is not None:
+        measured = read_measured(options.measured, config)
+        machine = replace(machine, seconds_per_step=measured.seconds, seconds_source=measured.source)
     plan = make_plan(config, machine, load_config(options.config) if options.config else None)
     print(describe(plan, config, machine))
     if options.json is not None:

@@ -43,23 +43,21 @@ class BatchLoader(DataLoader[Batch]):
         _keep_deaths_from_surfacing_anywhere()
         batches = super().__iter__()
         workers: Sequence[BaseProcess] = batches._workers if self.num_workers else ()  # type: ignore[attr-defined]
-        fault: Exception | None = None
         try:
             for _ in range(len(self)):
                 with _deaths_raised(workers):
                     batch = next(batches)
                 yield batch
         except InputError as error:
-            fault = InputError(original_message(str(error)))
+            raise InputError(original_message(str(error))) from None
         except Exception:
             message = _death(workers, _DYING_SECONDS)
-            if not message:
-                raise
-            fault = WorkerDiedError(message)
+            if message:
+                raise WorkerDiedError(message) from None
+            raise
         finally:
-            del batches  # closes the workers, now
-        if fault is not None:  # raised here, for an error with a context would keep them alive
-            raise fault
+            if workers:
+                batches._shutdown_workers()  # type: ignore[attr-defined]
 
 
 def make_loader(

@@ -38,6 +38,7 @@ class Machine:
     num_classes: int | None = None  # None: COCO's
     published_batch: int | None = None  # images of an optimiser step that the learning rate belongs to
     seconds_per_step: float | None = None  # measured
+    seconds_source: str = "--seconds-per-step"
     tflops: float | None = None  # sustained in training
 
     def __post_init__(self) -> None:

@@ -195,7 +195,7 @@ def time_of(config: Config, machine: Machine, schedule: Schedule) -> Time:
     usual = trace(config, machine.classes(config), size, processes=machine.gpus)
     flops = usual.flops * config.train.accumulate
     if machine.seconds_per_step is not None:
-        seconds, source = machine.seconds_per_step, "--seconds-per-step"
+        seconds, source = machine.seconds_per_step, machine.seconds_source
     elif machine.tflops is not None:
         seconds, source = flops / (machine.tflops * 1e12), "--tflops"
     else:

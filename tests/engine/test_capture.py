@@ -161,7 +161,7 @@ def test_damage_is_found_wherever_it_is(tmp_path: Path) -> None:
     weight = step().model.encoder.layers[0].feed_forward.expand.weight.detach().numpy().tobytes()
     place = whole.index(weight)
     path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-    with pytest.raises(InputError, match=r"a\.pt is damaged: the checksum"):
+    with pytest.raises(InputError, match=r"a\.pt is damaged"):
         load_capture(path)
 
 
@@ -174,7 +174,8 @@ def test_a_step_that_is_finite_again_is_not_saved(tmp_path: Path) -> None:
 
 def told(folder: Path) -> str:
     """Only process 1 has a broken head."""
-    of = step() if distributed.rank() == 1 else step_of(tiny.model())
+    of = step_of(tiny.model())
+    of.model.decoder.heads.classes[0].bias.data[0] = (0.0, math.inf)[distributed.rank()]
     return told_together(capture(of, batches()), folder / f"{distributed.rank()}.pt")
 
 

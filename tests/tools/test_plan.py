@@ -70,6 +70,20 @@ def test_bad_input_is_told_in_one_line(
     assert printed.out == ""
 
 
+def test_a_measured_record_replaces_the_estimate(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Made by the benchmark itself."""
+    record = tmp_path / "step.json"
+    command = [sys.executable, "benchmarks/step.py", "--device", "cpu", "--recipe", "small", "--rounds", "2"]
+    command += ["--batch-sizes", "3", "--height", "64", "--width", "64", "--output", str(record)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert plan(["--config", str(tiny), "--measured", str(record)]) == 0
+    median = json.loads(record.read_text())["rows"][0]["step"]["median"]
+    seconds = median * 36 * 48 / 64**2  # short sides 32 and 40, 4 : 3
+    assert f"{seconds:.3f} s a step (measured: small 64 x 64 in {record}" in capsys.readouterr().out
+
+
 def test_without_a_config_the_defaults_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(["--gpus", "8", "train.batch_size=1", "--published-batch", "16"]) == 0
     assert "published for 16 images a step (--published-batch), here 8, x 0.5" in capsys.readouterr().out

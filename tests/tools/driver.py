@@ -1,0 +1,257 @@
+"""tools/train_net.py in a process that meets a fault at an exact moment; a program, alone or under torchrun.
+
+python driver.py FAULT MARKER ARGUMENTS...
+
+FAULT is a name of ``FAULTS`` and what it takes, separated by colons. What must happen once only happens if the file
+MARKER is not there, and leaves it.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from detr_bf import distributed
+from detr_bf.detectors import Detector
+from detr_bf.engine.step import TrainingStep
+from detr_bf.evaluation import CocoEvaluator
+
+TRAIN_NET = Path(__file__).parents[2] / "tools" / "train_net.py"
+YEAR = 365 * 86400.0
+
+
+def main(fault: str, marker: str, *arguments: str) -> None:
+    name, *parameters = fault.split(":")
+    FAULTS[name](Path(marker), *parameters)
+    sys.argv = [str(TRAIN_NET), *arguments]
+    runpy.run_path(str(TRAIN_NET), run_name="__main__")
+
+
+def kill(marker: Path, moment: str, who: str, count: str) -> None:
+    """SIGKILL for process ``who``, or ``all``, when it comes to ``moment`` for the ``count``-th time."""
+
+    def strike() -> None:
+        if who in ("all", str(distributed.rank())) and once(marker):
+            for process in siblings() if who == "all" else ():
+                os.kill(process, signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    MOMENTS[moment](at(int(count), strike))
+
+
+def before_a_step(strike: Callable[[], None]) -> None:
+    before(TrainingStep, "forward", strike)
+
+
+def in_a_backward_pass(strike: Callable[[], None]) -> None:
+    """When half of the gradients are there."""
+    forward = TrainingStep.forward
+
+    def hooked(self: TrainingStep, *arguments: Any) -> Any:
+        parameter = next(self.model.encoder.parameters())
+        hook = parameter.register_hook(lambda gradient: (strike(), hook.remove())[1])
+        return forward(self, *arguments)
+
+    TrainingStep.forward = hooked  # type: ignore[method-assign]
+
+
+def in_an_evaluation(strike: Callable[[], None]) -> None:
+    """After its first batch, if ``strike`` counts to 1."""
+    after(CocoEvaluator, "update", strike)
+
+
+def while_writing(strike: Callable[[], None]) -> None:
+    """With half of ``last.pt`` in its temporary file."""
+    save = torch.save
+
+    def half(content: object, target: Path) -> None:
+        whole = io.BytesIO()
+        save(content, whole)
+        if target.name.startswith(".last."):
+            target.write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
+            strike()
+        target.write_bytes(whole.getvalue())
+
+    torch.save = half
+
+
+def between_two_renamings(strike: Callable[[], None]) -> None:
+    """``last.pt`` has become ``previous.pt``, and nothing has taken its place."""
+    rename = Path.replace
+
+    def struck(self: Path, target: Path) -> Path:
+        if target.name == "last.pt":
+            strike()
+        return rename(self, target)
+
+    Path.replace = struck  # type: ignore[method-assign,assignment]
+
+
+def not_finite(marker: Path, what: str, image_id: str) -> None:
+    """The loss, or only its gradient, is not finite whenever the image is in the batch."""
+    forward = Detector.forward
+
+    def spoilt(self: Detector, batch: Any) -> Any:
+        outputs = forward(self, batch)
+        if int(image_id) not in [target.image_id for target in batch.targets]:
+            return outputs
+        nothing = outputs.logits * 0
+        return replace(outputs, logits=outputs.logits + (nothing.sqrt() if what == "gradient" else nothing / 0))
+
+    Detector.forward = spoilt  # type: ignore[method-assign]
+
+
+def unlearnt(marker: Path, step: str) -> None:
+    """The optimiser and the averaging of weights leave a step out."""
+    from torch.optim.swa_utils import AveragedModel
+
+    for kind, name in ((torch.optim.AdamW, "step"), (AveragedModel, "update_parameters")):
+        setattr(kind, name, _without(getattr(kind, name), int(step)))
+
+
+def _without(method: Callable[..., Any], number: int) -> Callable[..., Any]:
+    calls = 0
+
+    @functools.wraps(method)
+    def counting(self: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return None if calls == number else method(self, *arguments, **options)
+
+    return counting
+
+
+def broken_image(marker: Path, count: str, file: str) -> None:
+    """An image file loses its second half before a step."""
+
+    def truncate() -> None:
+        if once(marker):
+            content = Path(file).read_bytes()
+            Path(file).write_bytes(content[: len(content) // 2])
+
+    before(TrainingStep, "forward", at(int(count), truncate))
+
+
+def dead_worker(marker: Path, count: str) -> None:
+    """A loader process is killed while a step is computed."""
+
+    def strike() -> None:
+        if once(marker):
+            os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
+
+    before(TrainingStep, "forward", at(int(count), strike))
+
+
+def wild_clock(marker: Path) -> None:
+    """The time of day is a year too late and a year too early in turn."""
+    right = time.time
+    sign = 1.0
+
+    def wrong() -> float:
+        nonlocal sign
+        sign = -sign
+        return right() + sign * YEAR
+
+    time.time = wrong
+
+
+def small_files(marker: Path, count: str, limit: str) -> None:
+    """From a step on no file can become larger than so many bytes, as if the disk were full."""
+    import resource
+
+    def strike() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), resource.RLIM_INFINITY))
+
+    before(TrainingStep, "forward", at(int(count), strike))
+
+
+FAULTS: dict[str, Callable[..., None]] = {
+    "kill": kill,
+    "not_finite": not_finite,
+    "unlearnt": unlearnt,
+    "broken_image": broken_image,
+    "dead_worker": dead_worker,
+    "wild_clock": wild_clock,
+    "small_files": small_files,
+}
+MOMENTS: dict[str, Callable[[Callable[[], None]], None]] = {
+    "step": before_a_step,
+    "backward": in_a_backward_pass,
+    "evaluation": in_an_evaluation,
+    "writing": while_writing,
+    "renaming": between_two_renamings,
+}
+
+
+def once(marker: Path) -> bool:
+    """Whether this is the first process that asks."""
+    try:
+        marker.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def at(count: int, strike: Callable[[], None]) -> Callable[[], None]:
+    """Strikes when it is called for the ``count``-th time."""
+    calls = 0
+
+    def counting() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == count:
+            strike()
+
+    return counting
+
+
+def before(kind: type, name: str, strike: Callable[[], None]) -> None:
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    def struck(*arguments: Any, **options: Any) -> Any:
+        strike()
+        return method(*arguments, **options)
+
+    setattr(kind, name, struck)
+
+
+def after(kind: type, name: str, strike: Callable[[], None]) -> None:
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    def struck(*arguments: Any, **options: Any) -> Any:
+        result = method(*arguments, **options)
+        strike()
+        return result
+
+    setattr(kind, name, struck)
+
+
+def siblings() -> Iterator[int]:
+    """The other processes that torchrun has started with this one."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (process / "cmdline").read_bytes()
+        except (OSError, ValueError):
+            continue  # it has ended
+        if parent == os.getppid() and int(process.name) != os.getpid() and Path(__file__).name.encode() in command:
+            yield int(process.name)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,124 @@
+"""Runs of tools/train_net.py as real processes, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from detr_bf.engine import load_checkpoint
+from tests.tools.test_train_net import TOOLS, records
+
+DRIVER = Path(__file__).parent / "driver.py"
+SECONDS = 240  # after which a run counts as hanging
+_undisturbed: dict[tuple[int, tuple[str, ...]], dict[str, Any]] = {}
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    said: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """How training is started; ``processes`` of 1 stand for themselves, without torchrun."""
+
+    config: Path
+    folder: Path
+    settings: tuple[str, ...] = ()
+    processes: int = 2
+    restarts: int = 0
+    fault: str = ""  # as driver.py takes it
+    before: tuple[str, ...] = ()  # a command that runs the others
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable]
+        if self.processes > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.processes}"]
+            command += [f"--max-restarts={self.restarts}"]
+        command += [str(DRIVER), self.fault, str(self.marker)] if self.fault else [str(TOOLS / "train_net.py")]
+        command += ["--config", str(self.config), f"output_dir={self.folder}", *self.settings, *arguments]
+        return subprocess.Popen(
+            [*self.before, *command],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *arguments: str) -> Ended:
+        return ended(self.start(*arguments))
+
+    def again(self, *arguments: str) -> Ended:
+        """Without the fault."""
+        return replace(self, fault="").run(*arguments)
+
+    @property
+    def marker(self) -> Path:
+        """The file that says that the fault has struck."""
+        return self.folder.with_name(f"{self.folder.name}.struck")
+
+
+def ended(process: subprocess.Popen[str], seconds: float = SECONDS) -> Ended:
+    """Wait for it; one that hangs is killed with all that it started, and fails the test."""
+    try:
+        out, said = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        for each in [*descendants(process.pid), process.pid]:
+            os.kill(each, signal.SIGKILL)
+        out, said = process.communicate()
+        raise AssertionError(f"no end after {seconds} s; it said\n{out}\n{said}") from None
+    return Ended(process.returncode, out, said)
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """The processes that a process has started, and those that they have."""
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, thread.read_text().split()):
+            yield from descendants(child)
+            yield child
+
+
+def process_of_rank(agent: int, rank: int) -> int | None:
+    """The process that a torchrun has started as that one, if it has by now."""
+    for child in descendants(agent):
+        if f"RANK={rank}" in Path(f"/proc/{child}/environ").read_text().split("\0"):
+            return child
+    return None
+
+
+def left_by(folder: Path) -> dict[str, Any]:
+    """All that must not depend on what happens to a run on its way."""
+    last, best = load_checkpoint(folder / "last.pt"), load_checkpoint(folder / "best.pt")
+    parts = {name: getattr(last, name) for name in ("model", "ema", "training", "class_map")}
+    texts = {name: (folder / name).read_text() for name in ("results.json", "evaluation.json")}
+    untimed = {
+        kind: [
+            {name: value for name, value in record.items() if name != "step_seconds"}
+            for record in records(folder / "metrics.jsonl", kind)
+        ]
+        for kind in ("train", "val")
+    }
+    return {**parts, "best": best.model, **texts, **untimed}
+
+
+def undisturbed(config: Path, *settings: str, processes: int = 2) -> dict[str, Any]:
+    """What a run leaves to which nothing happens; of each kind one is made in a session, for all tests have the same data."""
+    key = (processes, settings)
+    if key not in _undisturbed:
+        job = Job(config, config.parent / "undisturbed", settings, processes)
+        assert job.run().code == 0
+        _undisturbed[key] = left_by(job.folder)
+    return _undisturbed[key]
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """Temporary files."""
+    return sorted(folder.rglob(".*"))
