@@ -63,9 +63,11 @@ def is_main() -> bool:
 def joined(device: torch.device, timeout_minutes: float) -> Iterator[None]:
     """Within the block the processes of the launcher form a group: gloo on CPUs, NCCL between GPUs as well.
 
-    Who waits longer than the timeout for the others fails. An exception that the others do not share leaves the group
-    as it is, since they may never come to close it.
+    ``device`` becomes the current one. Who waits longer than the timeout for the others fails. An exception that the
+    others do not share leaves the group as it is, since they may never come to close it.
     """
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
     if not launched():
         yield
         return

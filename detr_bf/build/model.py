@@ -55,7 +55,6 @@ def _own_gpu() -> torch.device:
             f"the launcher started {number + 1} processes or more on a machine with {torch.cuda.device_count()} CUDA "
             "GPUs: lower --nproc-per-node, or use device=cpu"
         )
-    torch.cuda.set_device(number)
     return torch.device("cuda", number)
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
@@ -217,7 +218,7 @@ class Trainer:
 
     def _step(self, batches: Sequence[Batch]) -> Agreement:
         """One optimiser step over the mean loss of ``batches``, unless that or its gradient is not finite."""
-        rng = rng_state()
+        rng, statistics = rng_state(), self._statistics()
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * self.learning_rate(self.progress.step)
         for number, batch in enumerate(batches, start=1):
@@ -225,14 +226,14 @@ class Trainer:
                 report = self._parallel(batch)
                 agreed = self._agree(report, batch)
                 if agreed.not_finite:
-                    self._leave_out(batches[:number], rng, with_backward=False)
+                    self._leave_out(batches[:number], rng, statistics, with_backward=False)
                     return agreed
                 self.scaler.scale(report.total / len(batches)).backward()
             self._means.add(loss=report.total, **report.losses, **report.logged)
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm or math.inf)
         if not (self.scaler.is_enabled() or norm.isfinite()):  # with a scaler infinite gradients are its business
-            self._leave_out(batches, rng, with_backward=True)
+            self._leave_out(batches, rng, statistics, with_backward=True)
             return agreed
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -265,9 +266,24 @@ class Trainer:
             )
         return agreed
 
-    def _leave_out(self, batches: Sequence[Batch], rng: dict[str, Any], *, with_backward: bool) -> None:
+    def _statistics(self) -> list[tuple[Tensor, Tensor]]:
+        """The buffers of norms that learn from every batch, with copies, where a step may be left out."""
+        norms = [module for module in self.model.modules() if isinstance(module, _BatchNorm)]
+        buffers = [buffer for norm in norms if norm.training for buffer in norm.buffers()]
+        return [(buffer, buffer.clone()) for buffer in buffers] if self.settings.max_skipped else []
+
+    def _leave_out(
+        self,
+        batches: Sequence[Batch],
+        rng: dict[str, Any],
+        statistics: Sequence[tuple[Tensor, Tensor]],
+        *,
+        with_backward: bool,
+    ) -> None:
         """Capture the step and count it as done without learning from it, or stop when that happens too often."""
         step = self.progress.step + 1
+        for buffer, before in statistics:
+            buffer.copy_(before)
         self.optimizer.zero_grad(set_to_none=True)
         message = told_together(
             capture_step(

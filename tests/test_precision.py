@@ -1,0 +1,99 @@
+"""Half precision: a detector under autocast, its losses outside, as the trainer has it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from detr_bf.build import build_groups, build_model
+from detr_bf.config import load_config
+from detr_bf.detectors import Detector, MaskHead
+from detr_bf.engine import build_optimizer
+from detr_bf.losses import CrossEntropy, HungarianMatcher, LossReport, SetCriterion
+from detr_bf.structures import Target
+from tests.detectors.tiny import CHANNELS, DETECTORS, DIM, LOGITS, Averages, batch_former, images, model
+
+CRITERION = SetCriterion(CrossEntropy(), HungarianMatcher(CrossEntropy()))
+SCALE = 8.0  # of the loss, against underflow in float16
+
+every_detector = pytest.mark.parametrize("name", DETECTORS)
+both_halves = pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+
+
+def detector(name: str, *, masks: bool) -> Detector:
+    """Without dropout but in batch attention, and away from where it starts: there queries are alike, and a rounding
+    decides which is matched."""
+    settings: dict[str, object] = {"dropout": 0.0, "batch_former": batch_former(dropout=0.5)}
+    finer = DETECTORS[name][0] + 1
+    if masks:
+        settings["mask_head"] = MaskHead(DIM, heads=2, finer_channels=[CHANNELS] * finer, see_boxes=name != "detr")
+    module = model(name, **settings)
+    if masks:
+        module.backbone = Averages(finer + 1)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return module.train()
+
+
+def targets() -> list[Target]:
+    generator = torch.Generator().manual_seed(4)
+    made = []
+    for number, (count, size) in enumerate(((3, (32, 48)), (2, (16, 24)))):
+        centre, extent = (torch.rand(count, 2, generator=generator) for _ in range(2))
+        boxes = torch.cat([0.3 + 0.4 * centre, 0.1 + 0.3 * extent], dim=1)
+        labels = torch.randint(LOGITS - 1, (count,), generator=generator)
+        masks = torch.rand(count, *size, generator=generator) > 0.5
+        made.append(Target(number, boxes, labels, size, size, masks=masks))
+    return made
+
+
+def trained(module: nn.Module, precision: torch.dtype) -> tuple[LossReport, Tensor]:
+    """The losses, and all gradients one after another."""
+    torch.manual_seed(7)
+    module.zero_grad()
+    with torch.autocast("cpu", precision, enabled=precision != torch.float32):
+        outputs = module(images())
+    report = CRITERION(outputs, targets())
+    (SCALE * report.total).backward()
+    gradients = [parameter.grad for parameter in module.parameters()]
+    assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in gradients)
+    return report, torch.cat([gradient.flatten() for gradient in gradients if gradient is not None]) / SCALE
+
+
+@every_detector
+@both_halves
+@pytest.mark.parametrize("masks", [False, True])
+def test_losses_are_float32_and_gradients_nearly_those_of_float32(
+    name: str, precision: torch.dtype, masks: bool
+) -> None:
+    module = detector(name, masks=masks)
+    (exact, expected), (report, gradient) = trained(module, torch.float32), trained(module, precision)
+    assert ("loss_mask" in report.losses) == masks
+    for key, value in report.losses.items():
+        assert value.dtype == torch.float32, key
+        assert value.isfinite(), key
+    assert report.total.item() == pytest.approx(exact.total.item(), rel=0.01)
+    assert gradient.isfinite().all()
+    assert torch.cosine_similarity(gradient, expected, dim=0) > 0.99
+    assert gradient.norm() == pytest.approx(expected.norm(), rel=0.05)
+    assert not torch.equal(gradient, expected), "autocast was on"
+
+
+@both_halves
+def test_batch_attention_runs_in_half_precision(precision: torch.dtype) -> None:
+    module = detector("detr", masks=False)
+    seen = []
+    mixer = module.encoder.batch_former.mixers["shared"].layers[0]
+    mixer.self_attn.out_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    trained(module, precision)
+    assert seen == [precision]
+
+
+def test_the_optimiser_is_fused_on_a_cpu() -> None:
+    config = load_config(None, ["model.backbone.weights=none", "model.encoder_layers=1", "model.decoder_layers=1"])
+    optimizer = build_optimizer(build_groups(config, build_model(config, num_classes=3)))
+    assert len(optimizer.param_groups) == 3
+    assert all(group["fused"] for group in optimizer.param_groups)
