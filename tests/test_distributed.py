@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from detr_bf import distributed
 from detr_bf.errors import InputError, TrainingError
@@ -90,3 +93,21 @@ def failing(ranks: tuple[int, ...]) -> str:
 )
 def test_bad_input_of_one_process_ends_all(ranks: tuple[int, ...], message: str) -> None:
     assert run_together(2, failing, ranks) == [message] * 2
+
+
+def test_a_new_start_agrees_on_a_name_in_spite_of_what_the_dead_left_in_the_store() -> None:
+    """As torchrun restarts a group: one store for all starts, in which the first left questions and addresses."""
+    store, timeout = dist.HashStore(), timedelta(seconds=20)
+    with ThreadPoolExecutor(3) as pool:
+        names = []
+        for _ in range(3):
+            store.set("question/2", "asked by one that died before the answer")
+            starts = [pool.submit(distributed.name_of_this_start, store, n, 3, timeout) for n in (0, 2, 1)]
+            names.append({start.result() for start in starts})
+    assert [len(agreed) for agreed in names] == [1, 1, 1]
+    assert len(set.union(*names)) == 3
+
+
+def test_processes_that_do_not_come_are_named() -> None:
+    with pytest.raises(TrainingError, match=r"processes \[1, 2\] have not come within 0:00:00.1"):
+        distributed.name_of_this_start(dist.HashStore(), 0, 3, timedelta(seconds=0.1))

@@ -26,6 +26,8 @@ def detector(name: str, *, masks: bool) -> Detector:
     decides which is matched."""
     settings: dict[str, object] = {"dropout": 0.0, "batch_former": batch_former(dropout=0.5)}
     finer = DETECTORS[name][0] + 1
+    if name.endswith("two_stage"):
+        settings["num_queries"] = 9 if masks else 126  # every token, so that no rounding decides which are taken
     if masks:
         settings["mask_head"] = MaskHead(DIM, heads=2, finer_channels=[CHANNELS] * finer, see_boxes=name != "detr")
     module = model(name, **settings)
@@ -78,7 +80,7 @@ def test_losses_are_float32_and_gradients_nearly_those_of_float32(
     assert report.total.item() == pytest.approx(exact.total.item(), rel=0.01)
     assert gradient.isfinite().all()
     assert torch.cosine_similarity(gradient, expected, dim=0) > 0.99
-    assert gradient.norm() == pytest.approx(expected.norm(), rel=0.05)
+    assert gradient.norm().item() == pytest.approx(expected.norm().item(), rel=0.05)
     assert not torch.equal(gradient, expected), "autocast was on"
 
 

@@ -119,9 +119,12 @@ def build_evaluation(config: Config, class_map: ClassMap, device: torch.device, 
     loader = build_loader(config, device)
     # where the images of a batch see each other, the batch must not depend on their sizes
     sizes = [(0, 0)] * len(data) if config.batch_former.mode == "mini_batch_inference" else data.sizes
-    batches = SameSizeBatches(sizes, config.eval.batch_size, distributed.rank(), distributed.world_size())
+    batches = partial(
+        SameSizeBatches, sizes, config.eval.batch_size, rank=distributed.rank(), world_size=distributed.world_size()
+    )
     return Evaluation(
-        make_batches=lambda: loader(data, batches),
+        make_batches=lambda start: iter(loader(data, batches(start_batch=start))),
+        num_batches=len(batches()),
         make_evaluator=lambda: CocoEvaluator(
             config.data.val.annotations,
             class_map,

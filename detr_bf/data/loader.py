@@ -15,8 +15,6 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data._utils import signal_handling
 
-from detr_bf.data.batches import EpochBatches as EpochBatches  # until build/run.py and test_panoptic.py follow
-from detr_bf.data.batches import SameSizeBatches as SameSizeBatches
 from detr_bf.data.coco import CocoDetection, SampleKey
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.structures import Batch
@@ -35,8 +33,8 @@ class WorkerDiedError(RuntimeError):
 class BatchLoader(DataLoader[Batch]):
     """A DataLoader that tells apart what goes wrong, each with its own message instead of a traceback's text.
 
-    While a batch is waited for, and only then, it raises the :class:`InputError` of a worker, and :class:`WorkerDiedError`
-    for a worker that was killed. When it raises, its workers have ended.
+    While a batch is waited for, and only then, it raises the :class:`InputError` of a worker, and
+    :class:`WorkerDiedError` for one that was killed. When it raises, its workers have ended.
     """
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
@@ -168,7 +166,7 @@ def _death(workers: Sequence[BaseProcess], seconds: float = 0) -> str:
 def _how(exit_code: int | None) -> str:
     """How a process ended."""
     if exit_code is not None and exit_code < 0:
-        return f"was killed by {signal.Signals(-exit_code).name}"
+        return f"was killed by signal {-exit_code} ({signal.strsignal(-exit_code)})"
     return f"ended with exit code {exit_code}"
 
 

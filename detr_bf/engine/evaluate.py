@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from detr_bf import distributed
+from detr_bf.data.loader import steady
 from detr_bf.evaluation import CocoEvaluator, EncodedMap, PanopticEvaluator, Result, merge_shards
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.progress import progress_bar
@@ -41,14 +42,16 @@ class Evaluation:
     """Measures a model on one split, as often as it is called; several processes share the images.
 
     Args:
-        make_batches: the batches of the split that this process takes; every image is taken once.
+        make_batches: first batch -> those of the split from there on that this process takes, ``num_batches`` in all;
+            some process takes every image, once.
         make_evaluator: an empty evaluator.
         masks: measure the masks of the detections too.
         panoptic: for models with a mask head and data with panoptic annotations.
         detections: what the last call found, ordered by image id; on the main process only.
     """
 
-    make_batches: Callable[[], Iterable[Batch]]
+    make_batches: Callable[[int], Iterator[Batch]]
+    num_batches: int
     make_evaluator: Callable[[], CocoEvaluator]
     postprocess: Postprocess
     class_map: ClassMap
@@ -107,7 +110,8 @@ class Evaluation:
     ) -> Iterator[EncodedMap]:
         """Every batch through the model and into the evaluators; the panoptic maps, if any are made."""
         stop = False
-        for batch in progress_bar(self.make_batches(), desc="evaluating", unit="batch", leave=False):
+        batches = steady(self.make_batches, 0)
+        for batch in progress_bar(batches, total=self.num_batches, desc="evaluating", unit="batch", leave=False):
             moved = batch.to(self.device, non_blocking=True)
             with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
                 outputs = model(moved)

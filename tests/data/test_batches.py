@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -123,7 +123,7 @@ def test_the_order_of_bucketed_batches_is_random() -> None:
     buckets = [0] * 40 + [1] * 40
     order = [min(group) for group in groups_of(batches(80, 4, buckets=buckets), buckets)]
     assert sorted(order) == [0] * 10 + [1] * 10
-    changes = sum(one != other for one, other in zip(order, order[1:], strict=False))
+    changes = sum(one != other for one, other in pairwise(order))
     assert 4 <= changes <= 16, "9.5 on average, with a deviation of 2.2"
     assert order != [min(group) for group in groups_of(batches(80, 4, buckets=buckets, epoch=4), buckets)]
     mixed_last = [len(group) for group in groups_of(batches(50, 5, buckets=BUCKETS), BUCKETS)].index(3)
@@ -194,5 +194,5 @@ def test_buckets_need_all_sizes(unknown: tuple[int, int] | None) -> None:
 
 
 def test_no_bucket_is_refused() -> None:
-    with pytest.raises(InputError, match="data.aspect_buckets must be 1 or more, got 0"):
+    with pytest.raises(InputError, match=r"data\.aspect_buckets must be 1 or more, got 0"):
         aspect_buckets([(4, 6)], 0)

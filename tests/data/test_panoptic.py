@@ -14,8 +14,9 @@ from torchvision.ops import box_convert
 
 from detr_bf.build import build_train_data, build_val_data, data_source
 from detr_bf.config import load_config
+from detr_bf.data.batches import EpochBatches
 from detr_bf.data.coco import CocoDetection, SampleKey, read_annotations
-from detr_bf.data.loader import EpochBatches, make_loader
+from detr_bf.data.loader import make_loader
 from detr_bf.data.panoptic import SegmentExtent, segment_extents
 from detr_bf.data.transforms import eval_transform, train_transform
 from detr_bf.errors import InputError

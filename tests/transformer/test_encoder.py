@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from detr_bf.batchformer import BatchFormerV2
+from detr_bf.ops import relu_dropout, residual_dropout
 from detr_bf.structures import TokenBatch
 from detr_bf.transformer import Encoder, EncoderLayer, TokenAttention
 from tests.references.attention import packed_attention
@@ -92,3 +94,61 @@ def test_padded_tokens_do_not_influence_others() -> None:
     before, after = encoder(batch).tokens, encoder(batch.with_tokens(edited)).tokens
     assert torch.equal(before[~mask], after[~mask])
     assert not torch.equal(before[mask], after[mask])
+
+
+class Dropping(nn.Module):
+    """A layer on our own operators, which draw seeds from torch's generator, and on torch's dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM).double()
+        self.calls = 0
+
+    def forward(self, batch: TokenBatch) -> Tensor:
+        self.calls += 1
+        hidden = F.dropout(relu_dropout(self.linear(batch.tokens), 0.3), 0.3)
+        return residual_dropout(batch.tokens, hidden, 0.3) * batch.per_sample["position"]
+
+
+@pytest.mark.usefixtures("backend")
+def test_recomputed_layers_draw_the_same_random_numbers() -> None:
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        encoder = Encoder([Dropping(), Dropping()], recompute=recompute).train()
+        batch = example()
+        batch = batch.with_tokens(batch.tokens.requires_grad_())
+        out = encoder(batch).tokens
+        out.square().sum().backward()
+        assert [module.calls for module in encoder.layers] == [1 + recompute] * 2
+        found.append([out, batch.tokens.grad, torch.rand(2), *(p.grad for p in encoder.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_recomputation_keeps_only_what_enters_the_layers() -> None:
+    kept = {}
+    for recompute in (False, True):
+        encoder, batch = Encoder([layer(), layer(), layer()], recompute=recompute).train(), example()
+        batch = batch.with_tokens(batch.tokens.requires_grad_())
+        known = {parameter.data_ptr() for parameter in encoder.parameters()}
+        kept[recompute] = []
+
+        def pack(tensor: Tensor, seen: list[tuple[int, ...]] = kept[recompute], known: set[int] = known) -> Tensor:
+            if tensor.numel() and tensor.data_ptr() not in known:
+                seen.append(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            encoder(batch)
+    assert kept[True] == [(ROWS, TOKENS, DIM)] * 3
+    assert len(kept[False]) > 20
+
+
+def test_batch_attention_is_not_computed_twice() -> None:
+    former = BatchFormerV2(DIM, layers=[0, 1], num_encoder_layers=2, heads=2, dropout=0.0).double()
+    calls = []
+    former.mixers["shared"].register_forward_hook(lambda *_: calls.append(None))
+    encoder = Encoder([Dropping(), Dropping()], batch_former=former, recompute=True).train()
+    encoder(example()).tokens.sum().backward()
+    assert len(calls) == 2
+    assert [module.calls for module in encoder.layers] == [2, 2]
