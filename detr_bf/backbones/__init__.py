@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Sequence
 
 from timm.layers.norm_act import freeze_batch_norm_2d
+from torch import Tensor, nn
+from torchvision.ops import FrozenBatchNorm2d
 
 from detr_bf.backbones import efficientnet_lite0
 from detr_bf.backbones.backbone import Backbone, Network, freeze_stages
@@ -48,8 +50,16 @@ def build_backbone(
     network = _build_network(name, weights=weights, strides=strides, dilation=dilation, finer=finer)
     if frozen_norm:
         freeze_batch_norm_2d(network.body)
+        for module in network.body.modules():
+            if isinstance(module, FrozenBatchNorm2d):
+                module.register_forward_hook(_in_precision_of_input)
     freeze_stages(network, frozen_stages)
     return Backbone(network)
+
+
+def _in_precision_of_input(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """torchvision's frozen norm makes float32 of half precision, which doubles what is kept for the backward pass."""
+    return output.to(arguments[0].dtype)
 
 
 def _build_network(name: str, *, weights: str, strides: Sequence[int], dilation: bool, finer: bool) -> Network:

@@ -108,7 +108,7 @@ def _time(plan: Plan, machine: Machine) -> Iterator[str]:
         f"images, {schedule.steps} in {schedule.epochs:.4g} epochs"
     )
     yield f"Time: {time.seconds_per_step:.3f} s a step ({time.source}), {_duration(time.days)} for the run, " + (
-        f"without evaluation; {time.flops_per_step / 1e12:.1f} TFLOP a step and GPU, {rate:.1f} TFLOP/s"
+        f"without evaluation; {time.flops_per_step / 1e12:.3g} TFLOP a step and GPU, {rate:.3g} TFLOP/s"
     )
 
 

@@ -153,3 +153,30 @@ def test_user_mistakes(name: str, changes: dict, words: list[str]) -> None:
     with pytest.raises(InputError) as error:
         build(name, **changes)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def kept_bytes(backbone: Backbone, precision: torch.dtype) -> int:
+    """Of the distinct feature maps that a backward pass of the backbone needs."""
+    images, mask = padded_batch()
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 4 and len(tensor) == len(images) and tensor.is_floating_point():
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with (
+        torch.autocast("cpu", precision, enabled=precision != torch.float32),
+        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+    ):
+        maps = backbone(images, mask)
+    maps[0].tensor.sum().backward()
+    return sum(kept.values())
+
+
+def test_half_precision_stays_half_through_frozen_norms() -> None:
+    backbone = build("resnet50", frozen_norm=True)
+    images, mask = padded_batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert backbone(images, mask)[0].tensor.dtype == torch.bfloat16
+    assert kept_bytes(backbone, torch.bfloat16) < 0.7 * kept_bytes(backbone, torch.float32)
