@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What of the operators needs a GPU: correctness, then compute-sanitizer, then times. The tables come last.
+# What needs a GPU: correctness of the operators, then compute-sanitizer, then times. The tables come last.
 #
 #     benchmarks/gpu.sh [FOLDER]      results go to FOLDER (runs/gpu); PYTHON chooses the interpreter
 set -euo pipefail
@@ -20,3 +20,11 @@ for dtype in float32 bfloat16; do
     "$python" benchmarks/batch_attention.py --device cuda --dtype "$dtype" --rounds 50 --output "$out/batch_attention_$dtype.json"
 done
 "$python" benchmarks/kernels.py --device cuda --rounds 24 --output "$out/kernels.json"
+for recipe in detr/detr_r50_bfv2 deformable_detr/deformable_detr_r50_bfv2; do
+    name=${recipe##*/}
+    "$python" benchmarks/step.py --device cuda --recipe "$recipe" --batch-sizes 2 4 8 16 --precisions float32 bf16 fp16 \
+        --output "$out/step_$name.json"
+    "$python" benchmarks/step.py --device cuda --recipe "$recipe" --batch-sizes 2 8 --precisions float32 bf16 \
+        --compare train.compile=true train.channels_last=true train.recompute_encoder=true \
+        train.compile=true,train.channels_last=true --output "$out/compare_$name.json"
+done

@@ -18,19 +18,32 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from attempts import KINDS, Attempt, Launch, Phase, Standing, fingerprint, make_data, phase_of_a_kill, standing
+from attempts import (
+    ALONE,
+    EPOCHS,
+    EVERY_ONE,
+    LAUNCHER,
+    ONE,
+    STEPS,
+    Attempt,
+    Launch,
+    Standing,
+    fingerprints,
+    phase_of_a_kill,
+)
 from command import circumstances
 from detr_bf.cli import run_tool
 from detr_bf.errors import InputError
 from detr_bf.files import write_json
 
-EVERY = 2  # steps between checkpoints
+EARLY = 0.25  # of the kills may strike while a run is starting, the others come later
+LEAST = 0.6  # of a run's time is taken to be left at least: so some starts reach the end
 LIMIT = 300  # seconds until an attempt counts as hanging
 
 
@@ -44,7 +57,8 @@ class Counts:
     restarted: int = 0  # of these, by torchrun itself
     finished: Counter[str] = field(default_factory=Counter)  # runs, by the number of processes
     longest_resume: float = 0.0  # seconds from the start of an attempt until it had its checkpoint
-    faults: list[str] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)  # by kind
+    details: list[str] = field(default_factory=list)  # of the faults
 
     def __str__(self) -> str:
         lines = [
@@ -53,9 +67,14 @@ class Counts:
             f"resumed {self.resumed} times, of which {self.restarted} by torchrun, the slowest after "
             f"{self.longest_resume:.1f} s",
             f"finished with the same bits: {_listed(self.finished)}",
-            f"faults: {len(self.faults)}",
+            f"faults: {_listed(self.faults)}",
         ]
-        return "\n".join([*lines, *(f"  {fault}" for fault in self.faults)])
+        return "\n".join([*lines, *self.details])
+
+    def fault(self, kind: str, detail: str) -> None:
+        """Note one."""
+        self.faults[kind] += 1
+        self.details.append(f"{kind}: {detail}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=200, metavar="N", help="default %(default)s")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="under torchrun, default %(default)s")
     parser.add_argument(
-        "--alone", type=float, default=0.7, metavar="SHARE", help="of the runs by one process; default %(default)s"
+        "--alone",
+        type=float,
+        default=0.7,
+        metavar="SHARE",
+        help="of the kills, for runs of one process; default %(default)s",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the choices, default %(default)s")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the counts here, as JSON")
@@ -85,8 +108,17 @@ def run(options: argparse.Namespace) -> int:
     seconds = time.monotonic() - start
     print(f"{counts}\n{seconds:.0f} s, {seconds / sum(counts.kills.values()):.1f} s a kill")
     if options.output is not None:
-        write_json(options.output, {**circumstances(options), "seconds": seconds, **asdict(counts)})
+        write_json(options.output, {**circumstances(options), "seconds": seconds, **vars(counts)})
     return 1 if counts.faults else 0
+
+
+class Undisturbed(NamedTuple):
+    """A run to which nothing happens."""
+
+    launch: Launch
+    prints: dict[str, str]  # of what it leaves
+    starting: float  # seconds until the first step is done
+    seconds: float  # until it ends
 
 
 class Soak:
@@ -99,81 +131,88 @@ class Soak:
         self.alone: float = options.alone
         self.random = random.Random(options.seed)
         self.counts = Counts()
-        self.launches = {count: Launch(make_data(work, count, EVERY), count) for count in (1, self.group)}
-        self.undisturbed: dict[int, tuple[str, float]] = {}  # fingerprint and seconds, by the number of processes
+        self.undisturbed: dict[int, Undisturbed] = {}  # by the number of processes
 
     def run(self) -> Counts:
+        """Everything."""
         with tqdm(total=self.kills, unit="kill", disable=None) as bar:
             number = 0
-            while bar.n < self.kills and not self.counts.faults:
-                count = 1 if self.random.random() < self.alone else self.group
-                if count not in self.undisturbed:
-                    self.undisturbed[count] = self._undisturbed(count)
-                self._one_run(self.work / f"run{number}", count, bar)
+            while self.counts.kills.total() < self.kills:
+                processes = 1 if self.counts.kills[ALONE] <= self.alone * self.counts.kills.total() else self.group
+                if processes not in self.undisturbed:
+                    self.undisturbed[processes] = self._undisturbed(processes)
+                self._one_run(self.work / f"run{number}", processes, bar)
                 number += 1
         return self.counts
 
-    def _undisturbed(self, count: int) -> tuple[str, float]:
-        folder = self.work / f"undisturbed{count}"
-        start = time.monotonic()
-        attempt = Attempt(self.launches[count], folder)
-        if attempt.wait(LIMIT) != 0:
-            raise InputError(f"training does not work even undisturbed: {attempt.said()}")
-        return fingerprint(folder), time.monotonic() - start
+    def _undisturbed(self, processes: int) -> Undisturbed:
+        """Made twice: the first warms all up, and both must end with the same bits."""
+        launch, found = Launch.prepared(self.work, processes), []
+        for number in range(2):
+            folder, start = self.work / f"undisturbed{processes}_{number}", time.monotonic()
+            with Attempt(launch, folder) as attempt:
+                if attempt.wait(LIMIT) != 0:
+                    raise InputError(f"even an undisturbed run does not end well; it said\n{attempt.said()}")
+            seconds = time.monotonic() - start
+            found.append(Undisturbed(launch, fingerprints(folder), attempt.trained_after or 0, seconds))
+        if found[0].prints != found[1].prints:
+            raise InputError("two undisturbed runs end with different bits: nothing can be compared with them")
+        return found[1]
 
-    def _one_run(self, folder: Path, count: int, bar: tqdm) -> None:
-        """From an empty folder until it is finished, killed as often as chance has it."""
-        expected, span = self.undisturbed[count]
-        before = standing(folder)
-        while not self.counts.faults:
-            restarts = self.random.randrange(2) if count > 1 else 0
-            attempt = Attempt(self.launches[count], folder, restarts)
-            killed = ""
-            if bar.n < self.kills:
-                killed = self._kill(attempt, folder, before, self.random.uniform(0, span))
-                bar.update(bool(killed))
-            code = attempt.wait(LIMIT)
-            self._learn(attempt, folder, before)
-            after = standing(folder)
-            self.counts.faults += [f"{folder.name}: {fault}" for fault in after.faults(before, EVERY)]
-            if code is None:
-                self._fault(folder, attempt, f"no end within {LIMIT} s")
-            elif code == 0:
-                self._finished(folder, count, expected)
-                return
-            elif not killed:
-                self._fault(folder, attempt, f"ended with exit code {code} though nobody had killed it")
-            before = after
+    def _one_run(self, folder: Path, processes: int, bar: tqdm) -> None:
+        """From an empty folder until it is finished or at fault, killed as often as chance has it."""
+        known = self.undisturbed[processes]
+        before, code, faults, story = Standing(), None, self.counts.faults.total(), list[str]()
+        while code != 0 and self.counts.faults.total() == faults:
+            moment, killed = self._moment(known, before), False
+            with Attempt(known.launch, folder, self.random.randrange(2) if processes > 1 else 0) as attempt:
+                if self.counts.kills.total() < self.kills and attempt.wait(moment) is None:
+                    killed = True
+                    story.append(f"{self._kill(attempt, before)} at {moment:.1f} s, restarts {attempt.restarts}")
+                    bar.update()
+                code = attempt.wait(LIMIT)
+                before = self._judged(attempt, before, code, killed)
+        if code == 0:
+            found = fingerprints(folder)
+            different = [name for name, value in known.prints.items() if found[name] != value]
+            self.counts.finished[f"of {processes}"] += not different
+            if different:
+                self.counts.fault("other bits", f"{folder.name}, after {'; '.join(story)}: {', '.join(different)}")
+        shutil.rmtree(folder)
 
-    def _kill(self, attempt: Attempt, folder: Path, before: Standing, seconds: float) -> str:
-        """Let it run for so long, and kill something; what that was, nothing if it had ended by then."""
-        if attempt.wait(seconds) is not None:
-            return ""
-        kind = self.random.choice(KINDS) if attempt.launch.processes > 1 else "process"
+    def _moment(self, known: Undisturbed, before: Standing) -> float:
+        """Seconds from a start to a kill, uniform; some runs are done by then."""
+        left = max(1 - (before.step or 0) / (STEPS * EPOCHS), LEAST)
+        earliest = 0.0 if self.random.random() < EARLY else known.starting
+        return self.random.uniform(earliest, known.starting + left * (known.seconds - known.starting))
+
+    def _kill(self, attempt: Attempt, before: Standing) -> str:
+        """Kill something and note what, and in which phase of the run; both are returned."""
+        kind = ALONE if attempt.launch.processes == 1 else self.random.choice((ONE, EVERY_ONE, LAUNCHER))
         kind = attempt.kill(kind, self.random)
-        if attempt.restarts == 0 or kind == "launcher and all":
-            attempt.wait(LIMIT)  # what is left of it must end by itself
-            self.counts.phases[phase_of_a_kill(folder, before)] += 1
+        if attempt.restarts and kind != LAUNCHER:
+            phase = "not known"  # torchrun starts the group anew, which changes the files
         else:
-            self.counts.phases[Phase.UNKNOWN] += 1  # the next start has changed the files by now
+            attempt.wait(LIMIT)
+            phase = phase_of_a_kill(attempt.folder, before)
         self.counts.kills[kind] += 1
-        return kind
+        self.counts.phases[phase] += 1
+        return f"{kind} killed while {phase}"
 
-    def _learn(self, attempt: Attempt, folder: Path, before: Standing) -> None:
-        resumptions = standing(folder).resumptions - before.resumptions
-        self.counts.resumed += resumptions
-        self.counts.restarted += max(0, resumptions - (before.step is not None))
+    def _judged(self, attempt: Attempt, before: Standing, code: int | None, killed: bool) -> Standing:
+        """Where the run stands now; what is wrong with that is noted."""
+        if code is None:
+            self.counts.fault("hang", f"no end within {LIMIT} s; it said\n{attempt.said()}")
+        elif code != 0 and not killed:
+            self.counts.fault("failure", f"exit code {code} though nobody had killed it; it said\n{attempt.said()}")
+        after = Standing.of(attempt.folder)
+        for kind, detail in after.faults(before):
+            self.counts.fault(kind, f"{attempt.folder.name}: {detail}")
+        resumed = after.resumptions - before.resumptions
+        self.counts.resumed += resumed
+        self.counts.restarted += max(0, resumed - 1) if before.step is not None else resumed
         self.counts.longest_resume = max(self.counts.longest_resume, attempt.resumed_after or 0.0)
-
-    def _finished(self, folder: Path, count: int, expected: str) -> None:
-        if fingerprint(folder) == expected:
-            self.counts.finished[f"of {count}"] += 1
-            shutil.rmtree(folder)
-        else:
-            self.counts.faults.append(f"{folder.name}: finished with other bits than an undisturbed run")
-
-    def _fault(self, folder: Path, attempt: Attempt, what: str) -> None:
-        self.counts.faults.append(f"{folder.name}: {what}; it said\n{attempt.said()}")
+        return after
 
 
 def _listed(counter: Counter[Any]) -> str:

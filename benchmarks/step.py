@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 PARTS = ("backbone", "tokens", "encoder", "BatchFormer", "decoder", "matching", "loss", "optimizer")
 GIB = 2**30
 PLAIN = "plain"
+OUT_OF_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,12 @@ class Comparison:
     settings: str
     precision: str
     batch_size: int
-    time: Spread  # of a step, by the plain step's in the same round
-    kept: float  # for the backward pass, by what the plain step keeps
+    time: Spread | None = None  # of a step, by the plain step's in the same round; None: out of memory
+    kept: float = 0.0  # for the backward pass, by what the plain step keeps
 
     def __str__(self) -> str:
-        return f"| {self.settings} | {self.precision} | {self.batch_size} | {cells(self.time)} {self.kept:.2f} |"
+        start = f"| {self.settings} | {self.precision} | {self.batch_size} |"
+        return f"{start} out of memory | | |" if self.time is None else f"{start} {cells(self.time)} {self.kept:.2f} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,12 +112,25 @@ def run(options: argparse.Namespace) -> int:
     rows = []
     for precision, batch_size in product(options.precisions, options.batch_sizes):
         setting = make_setting(options, batch_size)
-        for row in compare(options.compare, precision, setting) if options.compare else [measure(precision, setting)]:
+        for row in measured_rows(options.compare, precision, setting):
             print(row, flush=True)
             rows.append(asdict(row))
         if options.output is not None:
             write_json(options.output, {**circumstances(options), "rows": rows})
     return 0
+
+
+def measured_rows(
+    variants: Sequence[str] | None, precision: str, setting: Setting
+) -> Sequence[Row] | Sequence[Comparison]:
+    """Those of one precision and batch size; one that says so where memory does not suffice."""
+    if variants:
+        return within_memory(lambda: compare(variants, precision, setting), setting.device) or [
+            Comparison("all", precision, setting.preset.batch_size)
+        ]
+    return within_memory(lambda: [measure(precision, setting)], setting.device) or [
+        Row(precision, setting.preset.batch_size)
+    ]
 
 
 def make_setting(options: argparse.Namespace, batch_size: int) -> Setting:
@@ -132,22 +149,20 @@ def make_setting(options: argparse.Namespace, batch_size: int) -> Setting:
     return Setting(preset, device_of(config), options.rounds)
 
 
-def measure(precision: str, setting: Setting) -> Row:
-    """One row; where memory does not suffice, it says so and the rest goes on."""
-    batch_size = setting.preset.batch_size
+def within_memory(measured: Callable[[], list[R]], device: torch.device) -> list[R] | None:
+    """What ``measured`` gives, or None where memory does not suffice."""
+    release(device)
     try:
-        return _measure(precision, setting)
-    except torch.OutOfMemoryError:
-        pass  # the frames that hold the tensors are gone with the exception
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # what a CPU says
+        return measured()
+    except RuntimeError as error:  # of which OutOfMemoryError is one
+        if not isinstance(error, torch.OutOfMemoryError) and not any(sign in str(error) for sign in OUT_OF_MEMORY):
             raise
-    release(setting.device)
-    return Row(precision, batch_size)
+    release(device)  # here, where the exception and with it the frames that hold the tensors are gone
+    return None
 
 
-def _measure(precision: str, setting: Setting) -> Row:
-    release(setting.device)
+def measure(precision: str, setting: Setting) -> Row:
+    """One row."""
     step = Step(setting, precision)
     parts: list[dict[str, float]] = []
     seconds = setting.time({"step": lambda: parts.append(step())}, f"{precision}, B = {setting.preset.batch_size}")
@@ -165,7 +180,7 @@ def _measure(precision: str, setting: Setting) -> Row:
     )
 
 
-def compare(variants: Sequence[str], precision: str, setting: Setting) -> Iterator[Comparison]:
+def compare(variants: Sequence[str], precision: str, setting: Setting) -> list[Comparison]:
     """Each of the variants against the plain settings, all in turn in one process, with the same weights."""
     preset = setting.preset
     added = {PLAIN: (), **{variant: tuple(variant.split(",")) for variant in variants}}
@@ -175,9 +190,8 @@ def compare(variants: Sequence[str], precision: str, setting: Setting) -> Iterat
     }
     seconds = setting.time(steps, f"{precision}, B = {preset.batch_size}")
     kept = {name: step.kept() for name, step in steps.items()}
-    for name in variants:
-        ratio = Spread.of(paired_ratios(seconds, name, PLAIN))
-        yield Comparison(name, precision, preset.batch_size, ratio, kept[name] / kept[PLAIN])
+    ratios = {name: Spread.of(paired_ratios(seconds, name, PLAIN)) for name in variants}
+    return [Comparison(name, precision, preset.batch_size, ratios[name], kept[name] / kept[PLAIN]) for name in variants]
 
 
 def release(device: torch.device) -> None:

@@ -7,7 +7,9 @@ trivial. What is called by one process must be called by all, in the same order.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,6 +17,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from detr_bf.errors import InputError, Told, TrainingError
 
@@ -73,7 +77,9 @@ def joined(device: torch.device, timeout_minutes: float) -> Iterator[None]:
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
-    dist.init_process_group(backend, timeout=timeout)
+    store, number, count = next(rendezvous("env://", timeout=timeout))
+    store = PrefixStore(name_of_this_start(store, number, count, timeout), store)
+    dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timeout)
     global _side_group
     _side_group = dist.new_group(timeout=timeout)
     try:
@@ -93,6 +99,34 @@ def side_group() -> Any:
     return _side_group
 
 
+def name_of_this_start(store: Store, number: int, count: int, timeout: timedelta) -> str:
+    """A name that the ``count`` processes that call this now agree on, and none that died before them knows.
+
+    torchrun keeps one store over all starts of a group, and the addresses of dead processes stand in it: whoever reads
+    those fails or waits for ever. So every process asks under a name that nobody had before it, and process 0 answers
+    all questions it finds, old ones too, until all others have shown that they know its own name.
+
+    Raises:
+        TrainingError: the others have not come within ``timeout``.
+    """
+    own = uuid.uuid4().hex
+    if number > 0:
+        store.set(f"question/{number}", own)
+        name: str = store.get(f"answer/{own}").decode()
+        store.set(f"{name}/{number}", "here")
+        return name
+    missing, end = list(range(1, count)), time.monotonic() + timeout.total_seconds()
+    while missing:
+        for other in missing:
+            if store.check([f"question/{other}"]):
+                store.set(f"answer/{store.get(f'question/{other}').decode()}", own)
+        missing = [other for other in missing if not store.check([f"{own}/{other}"])]
+        if time.monotonic() > end:
+            raise TrainingError(f"processes {missing} have not come within {timeout}: look at what they said")
+        time.sleep(0.02)
+    return own
+
+
 def total(values: Tensor) -> Tensor:
     """The sum over the processes, without gradient; of one process the tensor itself."""
     if world_size() == 1:
@@ -105,6 +139,13 @@ def total(values: Tensor) -> Tensor:
 def mean(values: Tensor) -> Tensor:
     """The mean over the processes, without gradient."""
     return total(values) / world_size()
+
+
+def take_from_main(tensors: Iterable[Tensor]) -> None:
+    """Overwrite each with that of the main process."""
+    if world_size() > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor, 0)
 
 
 def gathered(value: T) -> list[T] | None:

@@ -1,4 +1,4 @@
-"""What changes the speed of a detector, and of its numbers the rounding alone."""
+"""What changes the speed of a detector, and nothing it computes but for rounding and the random numbers of dropout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def accelerate(model: Detector, config: Config) -> None:
 
     Names, values and shapes of parameters stay, so that checkpoints do not know of it. Compilation is of the backbone
     and of each encoder and decoder layer, at the first call, for images of any size; batch attention and mask head stay
-    as they are. A copy of the model is not compiled.
+    as they are, and a copy of the model is not compiled. Compiled layers draw other random numbers for dropout than
+    plain ones, from the same generator.
 
     Raises:
         InputError: what ``torch.compile`` needs on the device is missing.

@@ -82,6 +82,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], sour
         ) from error
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
+    for parameter, moments in optimizer.state.items():  # the fused step takes for granted that layouts agree
+        for name, moment in moments.items():
+            if moment.shape == parameter.shape:
+                moments[name] = torch.empty_like(parameter).copy_(moment)
 
 
 @dataclass(frozen=True)

@@ -343,8 +343,10 @@ class Trainer:
         return improved
 
     def _evaluated(self) -> Result:
+        model = self.evaluation_model
+        distributed.take_from_main(model.buffers())  # norms have seen other images here
         try:
-            return self.evaluate(self.evaluation_model, self._asked_to_stop)
+            return self.evaluate(model, self._asked_to_stop)
         except EvaluationStopped:
             self._stop()
             raise

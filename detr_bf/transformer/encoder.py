@@ -25,7 +25,7 @@ class Encoder(nn.Module):
         norm: of the last layer's tokens.
         batch_former: batch attention, or None.
         recompute: keep of a layer only what enters it, and work out the rest again in the backward pass, with the same
-            random numbers. Batch attention is not worked out twice: its processes may exchange tokens.
+            random numbers. Batch attention is not worked out again: its processes may exchange tokens for it.
     """
 
     def __init__(

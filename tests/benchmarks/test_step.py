@@ -114,6 +114,8 @@ def test_out_of_memory_is_a_row(
     shown = capsys.readouterr().out.splitlines()
     assert shown[2].startswith("| float32 | 3 | out of memory |")
     assert shown[2].count("|") == shown[3].count("|")
+    assert step.main([*TINY, *SIZE, "--batch-sizes", "3", "--compare", "seed=1"]) == 0
+    assert capsys.readouterr().out.splitlines()[2] == "| all | float32 | 3 | out of memory | | |"
 
 
 def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +124,7 @@ def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(step.Step, "__call__", call)
     with pytest.raises(RuntimeError, match="shapes differ"):
-        step.main([*SIZE, "--batch-sizes", "2", *TINY])
+        step.main([*TINY, *SIZE, "--batch-sizes", "2"])
 
 
 def test_settings_are_compared_with_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.detectors import Options, deformable_detr, detr
 from detr_bf.engine import LearningRate, build_optimizer, parameter_groups
+from detr_bf.engine.optimizer import load_optimizer
 
 
 def network() -> nn.Module:
@@ -104,3 +105,31 @@ def test_points_have_their_own_rate() -> None:
     assert points == {id(p) for module in expected for p in module.parameters()}
     grouped = [id(p) for group in groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters())
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_moments_take_the_layout_of_their_parameter(before: bool) -> None:
+    """A run may be resumed with another train.channels_last."""
+
+    def convolution(channels_last: bool) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+    def steps(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            module(images).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    images = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    weights = []
+    for after in (before, not before):
+        first, second = convolution(before), convolution(after)
+        groups = [parameter_groups(module, lr=0.1, backbone_lr=0.1, weight_decay=0.0) for module in (first, second)]
+        optimizer, resumed = map(build_optimizer, groups)
+        steps(first, optimizer)
+        second.load_state_dict(first.state_dict())
+        load_optimizer(resumed, optimizer.state_dict(), "last.pt")
+        steps(second, resumed)
+        weights.append(second.weight.detach().clone())
+    torch.testing.assert_close(weights[1], weights[0])

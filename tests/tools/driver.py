@@ -12,6 +12,7 @@ import functools
 import io
 import multiprocessing
 import os
+import resource
 import runpy
 import signal
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 from detr_bf import distributed
 from detr_bf.detectors import Detector
@@ -76,13 +78,13 @@ def while_writing(strike: Callable[[], None]) -> None:
     """With half of ``last.pt`` in its temporary file."""
     save = torch.save
 
-    def half(content: object, target: Path) -> None:
-        whole = io.BytesIO()
-        save(content, whole)
-        if target.name.startswith(".last."):
+    def half(content: object, target: Any, **options: Any) -> None:
+        if isinstance(target, Path) and target.name.startswith(".last."):
+            whole = io.BytesIO()
+            save(content, whole)
             target.write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
             strike()
-        target.write_bytes(whole.getvalue())
+        save(content, target, **options)
 
     torch.save = half
 
@@ -114,23 +116,20 @@ def not_finite(marker: Path, what: str, image_id: str) -> None:
 
 
 def unlearnt(marker: Path, step: str) -> None:
-    """The optimiser and the averaging of weights leave a step out."""
-    from torch.optim.swa_utils import AveragedModel
+    """Of a step nothing remains but the random numbers it took."""
+    buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    for kind, name in ((torch.optim.AdamW, "step"), (AveragedModel, "update_parameters")):
-        setattr(kind, name, _without(getattr(kind, name), int(step)))
+    def remembering(forward: Callable[..., Any], step: TrainingStep, *arguments: Any) -> Any:
+        buffers.extend((buffer, buffer.clone()) for buffer in step.model.buffers())
+        return forward(step, *arguments)
 
+    def restoring(learn: Callable[..., Any], *arguments: Any) -> None:
+        for buffer, before_it in buffers:
+            buffer.copy_(before_it)
 
-def _without(method: Callable[..., Any], number: int) -> Callable[..., Any]:
-    calls = 0
-
-    @functools.wraps(method)
-    def counting(self: Any, *arguments: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return None if calls == number else method(self, *arguments, **options)
-
-    return counting
+    replaced(TrainingStep, "forward", int(step), remembering)
+    replaced(torch.optim.AdamW, "step", int(step), restoring)
+    replaced(AveragedModel, "update_parameters", int(step), lambda method, *arguments: None)
 
 
 def broken_image(marker: Path, count: str, file: str) -> None:
@@ -154,6 +153,12 @@ def dead_worker(marker: Path, count: str) -> None:
     before(TrainingStep, "forward", at(int(count), strike))
 
 
+def late(marker: Path, who: str, seconds: str) -> None:
+    """A process takes its time to start."""
+    if os.environ.get("RANK") == who:
+        time.sleep(float(seconds))
+
+
 def wild_clock(marker: Path) -> None:
     """The time of day is a year too late and a year too early in turn."""
     right = time.time
@@ -167,13 +172,11 @@ def wild_clock(marker: Path) -> None:
     time.time = wrong
 
 
-def small_files(marker: Path, count: str, limit: str) -> None:
-    """From a step on no file can become larger than so many bytes, as if the disk were full."""
-    import resource
+def small_files(marker: Path, count: str, file: str, more: str) -> None:
+    """From a step on no file can become larger than this one is then and some bytes more, as if the disk were full."""
 
     def strike() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (Path(file).stat().st_size + int(more), resource.RLIM_INFINITY))
 
     before(TrainingStep, "forward", at(int(count), strike))
 
@@ -184,6 +187,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     "unlearnt": unlearnt,
     "broken_image": broken_image,
     "dead_worker": dead_worker,
+    "late": late,
     "wild_clock": wild_clock,
     "small_files": small_files,
 }
@@ -225,6 +229,19 @@ def before(kind: type, name: str, strike: Callable[[], None]) -> None:
     def struck(*arguments: Any, **options: Any) -> Any:
         strike()
         return method(*arguments, **options)
+
+    setattr(kind, name, struck)
+
+
+def replaced(kind: type, name: str, number: int, instead: Callable[..., Any]) -> None:
+    """Call ``instead`` with the method and its arguments, when its ``number``-th call comes."""
+    method, calls = getattr(kind, name), 0
+
+    @functools.wraps(method)
+    def struck(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return instead(method, *arguments, **options) if calls == number else method(*arguments, **options)
 
     setattr(kind, name, struck)
 

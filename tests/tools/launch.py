@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from detr_bf.engine import load_checkpoint
-from tests.tools.test_train_net import TOOLS, records
+from tests.tools.test_train_net import TOOLS, assert_same, records
+from tests.tools.test_train_net import _wait_for as wait_for
 
 DRIVER = Path(__file__).parent / "driver.py"
 SECONDS = 240  # after which a run counts as hanging
-_undisturbed: dict[tuple[int, tuple[str, ...]], dict[str, Any]] = {}
+SETTINGS = {1: ("train.batch_size=5",), 2: ("train.batch_size=2",)}  # by processes: three steps an epoch, nine in all
+_undisturbed: dict[int, dict[str, Any]] = {}
 
 
 class Ended(NamedTuple):
@@ -80,18 +82,32 @@ def ended(process: subprocess.Popen[str], seconds: float = SECONDS) -> Ended:
 
 def descendants(pid: int) -> Iterator[int]:
     """The processes that a process has started, and those that they have."""
-    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, thread.read_text().split()):
-            yield from descendants(child)
-            yield child
+    for child in children(pid):
+        yield from descendants(child)
+        yield child
 
 
-def process_of_rank(agent: int, rank: int) -> int | None:
-    """The process that a torchrun has started as that one, if it has by now."""
-    for child in descendants(agent):
-        if f"RANK={rank}" in Path(f"/proc/{child}/environ").read_text().split("\0"):
-            return child
-    return None
+def children(pid: int) -> list[int]:
+    """None of one that has ended."""
+    try:
+        lists = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/children")]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [int(child) for text in lists for child in text.split()]
+
+
+def process_of_rank(agent: int, rank: int) -> int:
+    """The process that a torchrun has started as that one."""
+    [found] = [
+        child for child in children(agent) if f"RANK={rank}" in Path(f"/proc/{child}/environ").read_text().split("\0")
+    ]
+    return found
+
+
+def wait_for_steps(process: subprocess.Popen[str], folder: Path, count: int) -> None:
+    """Until a run that has just been started has done so many."""
+    metrics = folder / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and len(records(metrics, "train")) >= count, process)
 
 
 def left_by(folder: Path) -> dict[str, Any]:
@@ -109,16 +125,22 @@ def left_by(folder: Path) -> dict[str, Any]:
     return {**parts, "best": best.model, **texts, **untimed}
 
 
-def undisturbed(config: Path, *settings: str, processes: int = 2) -> dict[str, Any]:
-    """What a run leaves to which nothing happens; of each kind one is made in a session, for all tests have the same data."""
-    key = (processes, settings)
-    if key not in _undisturbed:
-        job = Job(config, config.parent / "undisturbed", settings, processes)
-        assert job.run().code == 0
-        _undisturbed[key] = left_by(job.folder)
-    return _undisturbed[key]
+def undisturbed(config: Path, processes: int = 2) -> dict[str, Any]:
+    """What a run of ``SETTINGS`` leaves to which nothing happens; made once, for all tests have the same data."""
+    if processes not in _undisturbed:
+        job = Job(config, config.parent / "undisturbed", SETTINGS[processes], processes)
+        run = job.run()
+        assert run.code == 0, run.said
+        _undisturbed[processes] = left_by(job.folder)
+    return _undisturbed[processes]
+
+
+def check_same(job: Job) -> None:
+    """Nothing happened to it, as far as one can see from what it left."""
+    assert_same(left_by(job.folder), undisturbed(job.config, job.processes))
+    assert unfinished(job.folder) == []
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """Temporary files."""
+    """The temporary files in a folder."""
     return sorted(folder.rglob(".*"))
