@@ -37,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "transformer": {"errors", "structures", "boxes", "batchformer", "layers"},
     "detectors": {"errors", "structures", "boxes", "batchformer", "layers", "backbones", "transformer"},
     "losses": {"errors", "distributed", "structures", "boxes"},
+    "vit": {"errors", "distributed", "structures", "ops", "batchformer", "layers", "transformer", "losses"},
     "data": GROUND,
     "postprocess": {
         "errors",

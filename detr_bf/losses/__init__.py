@@ -1,8 +1,18 @@
 """Matching and the set criterion."""
 
+from detr_bf.losses.balanced_softmax import BalancedSoftmax
 from detr_bf.losses.cross_entropy import CrossEntropy
 from detr_bf.losses.focal import Focal
 from detr_bf.losses.matcher import HungarianMatcher, Matches, PaddedTargets
 from detr_bf.losses.set_criterion import LossReport, SetCriterion
 
-__all__ = ["CrossEntropy", "Focal", "HungarianMatcher", "LossReport", "Matches", "PaddedTargets", "SetCriterion"]
+__all__ = [
+    "BalancedSoftmax",
+    "CrossEntropy",
+    "Focal",
+    "HungarianMatcher",
+    "LossReport",
+    "Matches",
+    "PaddedTargets",
+    "SetCriterion",
+]

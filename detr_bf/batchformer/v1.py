@@ -1,0 +1,124 @@
+"""BatchFormer: attention over the pooled features of a batch (Hou et al. 2022, CVPR, arXiv 2203.01522).
+
+Shape legend: B images, R rows (streams x images, clean stream first), C channels, K classes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from detr_bf.batchformer.v2 import SHORT_SEQUENCE, BatchFormerLayer
+from detr_bf.errors import InputError
+
+logger = logging.getLogger(__name__)
+
+
+class BatchFormer(nn.Module):
+    """Batch attention between pooling and classifier, for training; the identity in evaluation.
+
+    Args:
+        dim: channels C.
+        heads, dropout, num_layers: of the :class:`BatchFormerLayer`; the defaults are the published ones, and the
+            feed-forward width is C.
+        shared_classifier: what follows reads both streams, the features as they are and the batch-attended ones. False
+            replaces the features in training instead, as the authors do with the experts of RIDE.
+    """
+
+    def __init__(
+        self, dim: int, *, heads: int = 4, dropout: float = 0.5, num_layers: int = 1, shared_classifier: bool = True
+    ) -> None:
+        super().__init__()
+        self.mixer = BatchFormerLayer(dim, heads=heads, dropout=dropout, num_layers=num_layers)
+        self.shared_classifier = shared_classifier
+        self._announced = False
+
+    @property
+    def num_streams(self) -> int:
+        """How many streams leave it now."""
+        return 2 if self.training and self.shared_classifier else 1
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(B, C) -> (2B, C) in training with a shared classifier, else (B, C).
+
+        Raises:
+            InputError: features that are not pooled.
+        """
+        if not self.training:
+            return features
+        if features.dim() != 2:
+            raise InputError(
+                f"BatchFormer got features of shape {tuple(features.shape)}, expected (images, channels): "
+                "put it behind the pooling, or use BatchFormerV2 for features with places"
+            )
+        self._announce(len(features))
+        mixed = self.mixer(features[:, None])[:, 0]
+        return torch.cat([features, mixed]) if self.shared_classifier else mixed
+
+    def _announce(self, images: int) -> None:
+        """Warn once when the batch is too small to do much."""
+        if self._announced:
+            return
+        self._announced = True
+        if images == 1:
+            logger.warning(
+                "BatchFormer has no effect across images: the batch holds one image, use batch size 2 or more"
+            )
+        elif images < SHORT_SEQUENCE:
+            logger.warning("BatchFormer sees only %d images at a time; %d or more are better", images, SHORT_SEQUENCE)
+
+
+def repeat_targets(targets: Tensor, num_streams: int) -> Tensor:
+    """(B, ...) -> (R, ...), the same for each stream: labels, soft targets, masks. Call it after mixup and CutMix."""
+    return targets if num_streams == 1 else torch.cat([targets] * num_streams)
+
+
+class StreamLoss(nn.Module):
+    """A loss on all streams, whose targets are given once.
+
+    Args:
+        criterion: (logits (R, K), targets (R, ...)) -> mean over the rows, so the mean of the streams' losses.
+    """
+
+    def __init__(self, criterion: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.criterion = criterion
+
+    def forward(self, logits: Tensor, targets: Tensor, num_streams: int = 1) -> Tensor:
+        """Logits (R, K) and targets (B, ...) after mixup and CutMix -> ().
+
+        Raises:
+            InputError: R is not B times ``num_streams``.
+        """
+        self._check(logits, targets, num_streams)
+        return self.criterion(logits, repeat_targets(targets, num_streams))
+
+    def of_each_stream(self, logits: Tensor, targets: Tensor, num_streams: int) -> list[Tensor]:
+        """The losses apart, clean stream first, for the log."""
+        self._check(logits, targets, num_streams)
+        return [self.criterion(stream, targets) for stream in logits.chunk(num_streams)]
+
+    def _check(self, logits: Tensor, targets: Tensor, num_streams: int) -> None:
+        if len(logits) != len(targets) * num_streams:
+            raise InputError(
+                f"got {len(logits)} rows of logits for {len(targets)} targets and num_streams={num_streams}: give "
+                "targets of every image once, and the number of streams that the model holds now"
+            )
+
+
+def contrast_streams(
+    contrast: Callable[[Tensor, Tensor], Tensor], queries: Tensor, keys: Tensor, *, loss_scale: float = 1.0
+) -> Tensor:
+    """MoCo-v3 with two streams before both projectors, one direction: every stream's queries with every stream's keys.
+
+    Args:
+        contrast: (queries (B, C), keys (B, C)) -> loss, such as InfoNCE.
+        queries: (2B, C), of the predictor, one view.
+        keys: (2B, C), of the momentum encoder, the other view.
+        loss_scale: times the mean of the four pairs; 4 is the sum, as in the authors' code.
+    """
+    pairs = [contrast(query, key) for query in queries.chunk(2) for key in keys.chunk(2)]
+    return loss_scale * torch.stack(pairs).mean()

@@ -1,0 +1,24 @@
+"""Ideas for classifiers and vision transformers, as plug-ins of unmodified timm models."""
+
+from detr_bf.vit.batch_former import add_batchformer, add_batchformer_v2, num_streams
+from detr_bf.vit.context_broadcasting import ContextBroadcasting, add_context_broadcasting
+from detr_bf.vit.diverse_patch import DiversePatchLoss, PatchMix, add_diverse_patch, patch_cutmix
+from detr_bf.vit.plugin import Plugin, without_plugins
+from detr_bf.vit.relative_localization import RelativeLocalizationLoss, add_relative_localization, ramped
+
+__all__ = [
+    "ContextBroadcasting",
+    "DiversePatchLoss",
+    "PatchMix",
+    "Plugin",
+    "RelativeLocalizationLoss",
+    "add_batchformer",
+    "add_batchformer_v2",
+    "add_context_broadcasting",
+    "add_diverse_patch",
+    "add_relative_localization",
+    "num_streams",
+    "patch_cutmix",
+    "ramped",
+    "without_plugins",
+]
