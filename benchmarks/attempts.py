@@ -108,6 +108,7 @@ class Attempt:
         return self._log.read_text(errors="replace")[-SAID:]
 
     def _alone(self, arguments: list[str]) -> Any:
+        os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # what killed processes leave, it removes
         process = _FORK.Process(target=_train, args=(arguments, self._log))
         process.start()
         return process

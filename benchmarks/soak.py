@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=float,
         default=0.7,
         metavar="SHARE",
-        help="of the kills, for runs of one process; default %(default)s",
+        help="of the kills: of runs of one process; default %(default)s",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the choices, default %(default)s")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the counts here, as JSON")

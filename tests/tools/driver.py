@@ -62,8 +62,11 @@ def in_a_backward_pass(strike: Callable[[], None]) -> None:
     forward = TrainingStep.forward
 
     def hooked(self: TrainingStep, *arguments: Any) -> Any:
-        parameter = next(self.model.encoder.parameters())
-        hook = parameter.register_hook(lambda gradient: (strike(), hook.remove())[1])
+        def halfway(gradient: torch.Tensor) -> None:
+            hook.remove()
+            strike()
+
+        hook = next(self.model.encoder.parameters()).register_hook(halfway)
         return forward(self, *arguments)
 
     TrainingStep.forward = hooked  # type: ignore[method-assign]
@@ -153,12 +156,6 @@ def dead_worker(marker: Path, count: str) -> None:
     before(TrainingStep, "forward", at(int(count), strike))
 
 
-def late(marker: Path, who: str, seconds: str) -> None:
-    """A process takes its time to start."""
-    if os.environ.get("RANK") == who:
-        time.sleep(float(seconds))
-
-
 def wild_clock(marker: Path) -> None:
     """The time of day is a year too late and a year too early in turn."""
     right = time.time
@@ -187,7 +184,6 @@ FAULTS: dict[str, Callable[..., None]] = {
     "unlearnt": unlearnt,
     "broken_image": broken_image,
     "dead_worker": dead_worker,
-    "late": late,
     "wild_clock": wild_clock,
     "small_files": small_files,
 }
