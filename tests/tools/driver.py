@@ -156,6 +156,12 @@ def dead_worker(marker: Path, count: str) -> None:
     before(TrainingStep, "forward", at(int(count), strike))
 
 
+def late(marker: Path, who: str, seconds: str) -> None:
+    """A process takes its time to start."""
+    if os.environ.get("RANK") == who:
+        time.sleep(float(seconds))
+
+
 def wild_clock(marker: Path) -> None:
     """The time of day is a year too late and a year too early in turn."""
     right = time.time
@@ -184,6 +190,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     "unlearnt": unlearnt,
     "broken_image": broken_image,
     "dead_worker": dead_worker,
+    "late": late,
     "wild_clock": wild_clock,
     "small_files": small_files,
 }

@@ -384,3 +384,11 @@ def test_bad_input_is_told_once_by_two_processes(
     assert message in run.said
     assert run.said.count("Traceback") == 1, "torchrun's own"
     assert not job.folder.exists()
+
+
+def test_bad_input_is_told_though_the_first_process_starts_last(tiny: Path, tmp_path: Path) -> None:
+    """torchrun ends all processes as soon as one has ended."""
+    job = Job(tmp_path / "nowhere.yaml", tmp_path / "run", fault="late:0:2")
+    run = job.run()
+    assert run.code != 0
+    assert len(re.findall("^error: config file not found", run.said, re.MULTILINE)) == 1, run.said
