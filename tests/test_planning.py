@@ -395,8 +395,9 @@ def test_what_does_not_fit_says_so_and_what_would_help() -> None:
     """Every proposal is planned anew, stands on those before, needs less, and the last one fits."""
     settings = (*DETECTORS["deformable_detr"], "model.feedforward_dim=2048", "train.batch_size=4")
     config = tiny(*settings)
-    needed, alone = (need(*settings), need(*settings, "train.batch_size=1"))
-    machine = Machine(gpus=1, num_classes=CLASSES, memory=(alone + 0.05 * (needed - alone)) / 2**30)
+    needed, sparing = need(*settings), (*settings, "train.precision=bf16", "train.recompute_encoder=true")
+    larger, smaller = need(*sparing), need(*sparing, "train.batch_size=2", "train.accumulate=2")
+    machine = Machine(gpus=1, num_classes=CLASSES, memory=(smaller + larger) / 2 / 2**30)
     plan = make_plan(config, machine)
     assert not plan.fits
     assert [(step.settings, step.fits) for step in plan.helps] == [
