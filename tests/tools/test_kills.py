@@ -25,7 +25,7 @@ from tests.tools.launch import (
 from tests.tools.test_train_net import records
 
 COUNTS = {"step": 5, "backward": 5, "evaluation": 1, "writing": 4, "renaming": 4}
-FAST = {("step", "1"), ("evaluation", "0"), ("writing", "all")}
+FAST = {("step", "1"), ("writing", "all")}
 KILLS = [
     pytest.param(moment, who, marks=() if (moment, who) in FAST else pytest.mark.slow)
     for moment, one in (("step", "1"), ("backward", "0"), ("evaluation", "0"), ("writing", "0"), ("renaming", "0"))
@@ -46,7 +46,7 @@ def test_a_killed_group_is_started_anew_and_ends_with_the_same_bits(
 
 @pytest.mark.parametrize(
     ("processes", "moment"),
-    [(1, "backward"), *(pytest.param(2, moment, marks=pytest.mark.slow) for moment in COUNTS)],
+    [pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "backward"), *((2, moment) for moment in COUNTS))],
 )
 def test_the_same_command_goes_on_with_resume(tiny: Path, tmp_path: Path, processes: int, moment: str) -> None:
     job = Job(tiny, tmp_path / "run", SETTINGS[processes], processes, fault=f"kill:{moment}:all:{COUNTS[moment]}")
@@ -121,6 +121,7 @@ def test_a_process_that_does_not_come_back_ends_the_group(tiny: Path, tmp_path: 
     check_same(job)
 
 
+@pytest.mark.slow
 def test_loader_processes_that_die_leave_no_trace(tiny: Path, tmp_path: Path) -> None:
     """One of one process, in the middle of an epoch."""
     job = Job(tiny, tmp_path / "run", (*SETTINGS[2], "data.workers=2"), fault="dead_worker:4")
