@@ -36,7 +36,7 @@ DETECTORS = {
 
 
 @pytest.mark.parametrize("name", DETECTORS)
-@pytest.mark.parametrize("with_batch_former", [True, False])
+@pytest.mark.parametrize("with_batch_former", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_trains_evaluates_predicts_resumes(name: str, with_batch_former: bool, tiny: Path, tmp_path: Path) -> None:
     settings = [*DETECTORS[name], f"batch_former.enabled={str(with_batch_former).lower()}", "eval.pictures=0"]
     command = ["--config", str(tiny), *settings]
