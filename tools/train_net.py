@@ -1,7 +1,7 @@
 """Train a detector, or evaluate one with --eval-only.
 
 python tools/train_net.py --config configs/demo.yaml train.epochs=12 output_dir=runs/mine
-torchrun --nproc-per-node=8 tools/train_net.py --config configs/detr/detr_r50_bfv2.yaml output_dir=runs/eight
+torchrun --nproc-per-node=8 tools/train_net.py --config configs/detr/detr_r50_bfv2.yaml train.batch_size=2
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ def build_trainer(config: Config, folder: RunFolder, resume_from: Checkpoint | N
     model.to(device)
     if distributed.world_size() > 1:
         torch.manual_seed(mixed_seed(config.seed, distributed.rank()))  # dropout differs
+        _tell_total_batch(config)
     epoch_batches = partial(
         EpochBatches,
         len(data),
@@ -87,6 +88,11 @@ def build_trainer(config: Config, folder: RunFolder, resume_from: Checkpoint | N
         device=device,
         resume_from=resume_from,
     )
+
+
+def _tell_total_batch(config: Config) -> None:
+    factors = distributed.world_size(), config.train.batch_size, config.train.accumulate
+    logger.info("%d processes x %d images x %d batches = %d images a step", *factors, math.prod(factors))
 
 
 def _initialise(model: Detector, config: Config) -> None:
