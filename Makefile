@@ -22,13 +22,13 @@ help: ## show this list
 demo: $(STAMP)-demo ## build the digits data, train a detector with batch attention, evaluate, write a report
 	@$(MAKE) --no-print-directory kernels
 	$(RUN) tools/make_sample_data.py digits --output .cache/digits
-	$(RUN) tools/train_net.py --config configs/demo.yaml $(or $(ARGS),$(if $(wildcard runs/demo/last.pt),--resume))
+	$(RUN) tools/train_net.py --config configs/demo.yaml $(or $(ARGS),--auto-resume)
 
 demo-panoptic: $(STAMP)-demo ## build the scenes data, train boxes of things and stuff, then masks, evaluate, write a report
 	@$(MAKE) --no-print-directory kernels
 	$(RUN) tools/make_sample_data.py scenes --output .cache/scenes
-	$(RUN) tools/train_net.py --config configs/demo_panoptic.yaml $(if $(wildcard runs/demo_panoptic/boxes/last.pt),--resume)
-	$(RUN) tools/train_net.py --config configs/demo_panoptic_masks.yaml $(if $(wildcard runs/demo_panoptic/masks/last.pt),--resume)
+	$(RUN) tools/train_net.py --config configs/demo_panoptic.yaml --auto-resume
+	$(RUN) tools/train_net.py --config configs/demo_panoptic_masks.yaml --auto-resume
 
 test: $(STAMP)-dev ## run the tests (ARGS="-m slow" for the long ones)
 	@$(MAKE) --no-print-directory kernels

@@ -7,6 +7,7 @@ trivial. What is called by one process must be called by all, in the same order.
 from __future__ import annotations
 
 import os
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -41,6 +42,11 @@ def local_rank() -> int:
 def restarts() -> int:
     """How often the launcher has started the group anew after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def launch() -> str:
+    """What all starts of this process by one launcher have in common, and those by another have not."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}"
 
 
 def in_group() -> bool:

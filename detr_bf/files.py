@@ -103,6 +103,12 @@ def read_torch(path: str | Path) -> Any:
         raise InputError(f"{path} is truncated or damaged ({reason}): use another copy of it") from error
 
 
+def read_whole(path: Path) -> Any:
+    """As :func:`read_torch`, after :func:`check_sums`: for files of ours, which always have them."""
+    check_sums(path)
+    return read_torch(path)
+
+
 def check_sums(path: Path) -> None:
     """Compare every part of a file of ``torch.save`` with the checksum it was written with.
 

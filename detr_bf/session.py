@@ -60,7 +60,8 @@ def train(config: Config, *, resume: bool = False, resume_if_possible: bool = Fa
 
     Args:
         resume: go on from the checkpoint in the folder.
-        resume_if_possible: the same if there is one. A group that its launcher starts anew does so in any case.
+        resume_if_possible: the same if there is one. What its launcher starts anew goes on in any case, with the run
+            that it was at and no other.
 
     Raises:
         InputError: before the first step, for anything the user can mend.
@@ -69,11 +70,11 @@ def train(config: Config, *, resume: bool = False, resume_if_possible: bool = Fa
     folder = RunFolder(Path(config.output_dir))
     with distributed.joined(device_of(config), config.train.timeout_minutes), _prepared(folder) as start:
         checkpoint = distributed.on_main(
-            lambda: _checked(config, folder, resume, resume_if_possible or distributed.restarts() > 0)
+            lambda: _checked(config, folder, resume, resume_if_possible or _is_started_anew(folder))
         )
         with distributed.failing_together():
             trainer = build_trainer(config, folder, checkpoint)
-        distributed.on_main(lambda: _describe(folder, config))
+        distributed.on_main(lambda: _describe_training(folder, config))
         start()
         try:
             result = trainer.train()
@@ -100,8 +101,8 @@ def evaluate_only(config: Config, source: Path) -> Outcome | None:
             model = build_model(plain, classes.num_classes, pretrained=False)
             load_strict(model, weights, str(source))
             evaluation = build_evaluation(config, classes, device, folder)
-        if not folder.last.exists():  # the folder of a training run keeps that run's config
-            distributed.on_main(lambda: _describe(folder, config))
+        # the folder of a training run keeps that run's config
+        distributed.on_main(lambda: None if folder.holds_a_run() else _describe(folder, config))
         start()
         return _report(folder, config, evaluation(model.to(device)), evaluation)
 
@@ -116,6 +117,11 @@ def _prepared(folder: RunFolder) -> Iterator[Callable[[], None]]:
         distributed.on_main(lambda: preparation.enter_context(folder.left_as_it_was_on_bad_input()))
         setup_logging(folder.log if distributed.is_main() else None)
         yield preparation.close
+
+
+def _is_started_anew(folder: RunFolder) -> bool:
+    """Whether the launcher has started this process before, and for the run in the folder."""
+    return distributed.restarts() > 0 and folder.is_of(distributed.launch())
 
 
 def _checked(config: Config, folder: RunFolder, resume: bool, resume_if_possible: bool) -> Checkpoint | None:
@@ -217,6 +223,11 @@ def examine_data(config: Config) -> Report:
         masks=config.model.masks,
         workers=max(1, config.data.workers),
     )
+
+
+def _describe_training(folder: RunFolder, config: Config) -> None:
+    _describe(folder, config)
+    write_text(folder.launch, distributed.launch())
 
 
 def _describe(folder: RunFolder, config: Config) -> None:

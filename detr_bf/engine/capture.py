@@ -14,7 +14,7 @@ from detr_bf import distributed
 from detr_bf.engine.fault import Fault, find_fault
 from detr_bf.engine.step import TrainingStep
 from detr_bf.errors import InputError
-from detr_bf.files import atomic_write, check_sums, read_torch
+from detr_bf.files import atomic_write, read_whole
 from detr_bf.structures import Batch, ClassMap, Target
 
 FORMAT = 1
@@ -55,10 +55,9 @@ def load_capture(path: Path) -> Capture:
     """A capture of ours.
 
     Raises:
-        InputError: as :func:`detr_bf.files.read_torch`, or the file is something else.
+        InputError: as :func:`detr_bf.files.read_whole`, or the file is something else.
     """
-    check_sums(path)
-    content = read_torch(path)
+    content = read_whole(path)
     expected = {field.name for field in fields(Capture)}
     if not isinstance(content, dict) or set(content) != expected or content["format"] != FORMAT:
         raise InputError(
@@ -80,7 +79,6 @@ def capture_step(
     number: int,
     class_map: ClassMap,
     config: dict[str, Any],
-    precision: torch.dtype,
     scale: float = 1.0,
     with_backward: bool = True,
 ) -> Capture:
@@ -96,7 +94,7 @@ def capture_step(
         batches=tuple(batch.to("cpu") for batch in batches),
         rng=rng,
         step=number,
-        precision=precision,
+        precision=step.precision,
         scale=scale,
         fault=asdict(fault),
         process=distributed.rank(),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from detr_bf import distributed
 from detr_bf.errors import InputError
-from detr_bf.files import atomic_write, check_sums, read_torch
+from detr_bf.files import atomic_write, read_torch, read_whole
 from detr_bf.structures import ClassMap
 
 FORMAT = 1
@@ -49,10 +49,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """A checkpoint of ours.
 
     Raises:
-        InputError: as :func:`detr_bf.files.read_torch`, or the file is damaged, of another program or version.
+        InputError: as :func:`detr_bf.files.read_whole`, or the file is of another program or version.
     """
-    check_sums(path)
-    content = read_torch(path)
+    content = read_whole(path)
     expected = set(Checkpoint.__dataclass_fields__)
     if not isinstance(content, dict) or set(content) != expected or content["format"] != FORMAT:
         found = _listed(sorted(map(str, content))) if isinstance(content, dict) else f"a {type(content).__name__}"

@@ -51,6 +51,11 @@ class RunFolder:
         """Where a ``last`` that cannot be read is put."""
         return self.path / "last.damaged.pt"
 
+    @property
+    def launch(self) -> Path:
+        """By whose start the run stands where it does."""
+        return self.path / "launch.txt"
+
     def capture(self, step: int, process: int) -> Path:
         return self.path / "captures" / f"step_{step:07d}_process_{process}.pt"
 
@@ -121,6 +126,10 @@ class RunFolder:
     def holds_a_run(self) -> bool:
         """Whether there is a checkpoint to go on from; killed between two renamings a run leaves ``previous`` alone."""
         return self.last.exists() or self.previous.exists()
+
+    def is_of(self, launch: str) -> bool:
+        """Whether that launch has started the run or gone on with it."""
+        return self.launch.exists() and self.launch.read_text(encoding="utf-8") == launch
 
     def check_unused(self) -> None:
         """Refuse a folder that holds another run's checkpoint."""

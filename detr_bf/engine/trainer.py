@@ -268,9 +268,10 @@ class Trainer:
 
     def _statistics(self) -> list[tuple[Tensor, Tensor]]:
         """The buffers of norms that learn from every batch, with copies, where a step may be left out."""
-        norms = [module for module in self.model.modules() if isinstance(module, _BatchNorm)]
-        buffers = [buffer for norm in norms if norm.training for buffer in norm.buffers()]
-        return [(buffer, buffer.clone()) for buffer in buffers] if self.settings.max_skipped else []
+        if not self.settings.max_skipped:
+            return []
+        norms = (module for module in self.model.modules() if isinstance(module, _BatchNorm) and module.training)
+        return [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
 
     def _leave_out(
         self,
@@ -293,7 +294,6 @@ class Trainer:
                 number=step,
                 class_map=self.class_map,
                 config=self.config,
-                precision=self.settings.precision,
                 scale=float(self.scaler.get_scale()),
                 with_backward=with_backward,
             ),

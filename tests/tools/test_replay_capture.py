@@ -50,7 +50,7 @@ def captured(
     model = build_model(config, CLASSES.num_classes)
     spoil(model)
     step = step_of(model.train(), precision, build_criterion(config))
-    given = {"number": 17, "class_map": CLASSES, "config": config_to_dict(config), "precision": precision}
+    given = {"number": 17, "class_map": CLASSES, "config": config_to_dict(config)}
     return capture_step(step, batches(2, masks=config.model.masks), rng_state(), **(given | settings))
 
 

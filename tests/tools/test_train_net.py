@@ -431,3 +431,19 @@ def test_evaluation_does_not_depend_on_the_batch_size(
         assert one["image_id"] == other["image_id"]
         assert one["score"] == pytest.approx(other["score"], abs=1e-5)
         assert one["bbox"] == pytest.approx(other["bbox"], abs=1e-3)
+
+
+def test_what_its_launcher_starts_anew_goes_on_with_its_own_run_alone(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun starts anew whatever ends badly, also what was refused because the folder holds another run."""
+    command = ["--config", str(tiny)]
+    assert train_net([*command, "train.max_steps=2"]) == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train_net([*command, "train.max_steps=3"]) == 0, "as the launcher of that run"
+    assert load_checkpoint(tmp_path / "run" / "last.pt").training["progress"]["step"] == 3
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    capsys.readouterr()
+    assert train_net([*command, "train.max_steps=4"]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert load_checkpoint(tmp_path / "run" / "last.pt").training["progress"]["step"] == 3
