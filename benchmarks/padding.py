@@ -26,7 +26,8 @@ from command import circumstances
 from detr_bf.cli import run_tool
 from detr_bf.config import load_config
 from detr_bf.data.batches import EpochBatches, aspect_buckets
-from detr_bf.data.coco import annotated_size, mixed_seed
+from detr_bf.data.coco import annotated_size
+from detr_bf.data.sample_key import mixed_seed
 from detr_bf.data.transforms import Sample, SampleTransform, train_transform
 from detr_bf.errors import InputError
 from detr_bf.files import write_json

@@ -47,6 +47,6 @@ def create_model(
 
 
 def _recipes() -> dict[str, Path]:
-    """Name -> file, of every folder but that of the bases."""
+    """Name -> file, of every folder but that of the bases; those of other tasks than detection lie deeper."""
     folder = Path(str(resources.files("detr_bf.configs")))
     return {path.stem: path for path in folder.glob("*/*.yaml") if path.parent.name != NOT_MODELS}

@@ -9,7 +9,7 @@ import torch
 
 from detr_bf.build import build_criterion, build_model, device_of
 from detr_bf.build.acceleration import accelerate
-from detr_bf.build.run import PRECISIONS
+from detr_bf.build.training import PRECISIONS
 from detr_bf.config import Config, config_from_dict
 from detr_bf.engine import load_strict
 from detr_bf.engine.capture import Capture, load_capture
@@ -42,7 +42,7 @@ class Replay:
             f"{_name(capture.precision)}, torch {capture.torch_version}"
         ]
         for number, batch in enumerate(capture.batches, start=1):
-            lines.append(f"batch {number} holds {', '.join(target.file_name for target in batch.targets)}")
+            lines.append(f"batch {number} holds {', '.join(batch.names)}")
         lines += str(self.fault).splitlines()
         if self.anomaly is not None:
             lines.append(f"anomaly detection: {self.anomaly}")

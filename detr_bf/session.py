@@ -1,59 +1,45 @@
-"""What the command lines do, as functions: train a run or evaluate a checkpoint, and leave all of it in a folder."""
+"""What the training commands do, as functions: train or evaluate, and leave all of it in a folder."""
 
 from __future__ import annotations
 
-import copy
+import argparse
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
-from torchvision.ops import box_convert
+from torch import nn
 
 from detr_bf import distributed
-from detr_bf.build import (
-    build_classification,
-    build_evaluation,
-    build_model,
-    build_trainer,
-    build_val_data,
-    data_source,
-    device_of,
-    read_initial_weights,
-)
-from detr_bf.config import Config, config_from_dict, config_to_dict, config_to_yaml
-from detr_bf.config.schema import SplitConfig
-from detr_bf.data.coco import SampleKey, read_annotations
-from detr_bf.data.doctor import Report, examine
-from detr_bf.detectors import detector_named
-from detr_bf.engine import Checkpoint, Evaluation, RunFolder, checkpoint_of, is_checkpoint, load_checkpoint, load_strict
+from detr_bf.build import device_of
+from detr_bf.cli import run_tool
+from detr_bf.config import RunConfig, config_from_dict, config_to_dict, config_to_yaml, load_config
+from detr_bf.engine import Checkpoint, Measured, RunFolder, checkpoint_of, load_checkpoint
 from detr_bf.engine.logs import setup_logging
 from detr_bf.errors import InputError
-from detr_bf.evaluation import PanopticFile, Result, write_results
 from detr_bf.files import remove_unfinished, write_json, write_text
-from detr_bf.report import PanopticSheetRow, SheetRow, machine_info, save_panoptic_sheet, save_sheet, write_report
-from detr_bf.structures import ClassMap, Target
+from detr_bf.report import machine_info, write_report
+from detr_bf.tasks import Task
 
 logger = logging.getLogger(__name__)
 
-CLASS_BIAS = "decoder.heads.classes.0.bias"
+C = TypeVar("C", bound=RunConfig)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The numbers of a run and where they are shown."""
 
-    result: Result
+    result: Measured
     report: Path
 
     def __str__(self) -> str:
         return f"{self.result}  report {self.report}"
 
 
-def train(config: Config, *, resume: bool = False, resume_if_possible: bool = False) -> Outcome | None:
+def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = False) -> Outcome | None:
     """Check the data, train, evaluate, report.
 
     Called by every process of a group; all but the first get None.
@@ -67,13 +53,13 @@ def train(config: Config, *, resume: bool = False, resume_if_possible: bool = Fa
         InputError: before the first step, for anything the user can mend.
         TrainingError, Interrupted: see :meth:`detr_bf.engine.Trainer.train`.
     """
-    folder = RunFolder(Path(config.output_dir))
+    config, folder = task.config, RunFolder(Path(task.config.output_dir))
     with distributed.joined(device_of(config), config.train.timeout_minutes), _prepared(folder) as start:
         checkpoint = distributed.on_main(
-            lambda: _checked(config, folder, resume, resume_if_possible or _is_started_anew(folder))
+            lambda: _checked(task, folder, resume, resume_if_possible or _is_started_anew(folder))
         )
         with distributed.failing_together():
-            trainer = build_trainer(config, folder, checkpoint)
+            trainer = task.build_trainer(folder, checkpoint)
         distributed.on_main(lambda: _describe_training(folder, config))
         start()
         try:
@@ -81,30 +67,25 @@ def train(config: Config, *, resume: bool = False, resume_if_possible: bool = Fa
         finally:
             if trainer.metrics is not None:
                 trainer.metrics.close()
-        return _report(folder, config, result, trainer.evaluate)
+        return _report(task, folder, result, trainer.evaluate, trainer.evaluation_model)
 
 
-def evaluate_only(config: Config, source: Path) -> Outcome | None:
-    """Evaluate ``source``, a checkpoint of ours or foreign weights, with the model and validation data of ``config``.
+def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
+    """Evaluate ``source``, a checkpoint of ours or foreign weights, with the model and validation data of the task.
 
     Called by every process of a group; all but the first get None.
 
     Raises:
-        InputError: as :func:`load_strict` when the weights are another model's.
+        InputError: the weights are another model's.
     """
-    folder = RunFolder(Path(config.output_dir))
-    device = device_of(config)
-    with distributed.joined(device, config.train.timeout_minutes), _prepared(folder) as start:
+    config, folder = task.config, RunFolder(Path(task.config.output_dir))
+    with distributed.joined(device_of(config), config.train.timeout_minutes), _prepared(folder) as start:
         with distributed.failing_together():
-            weights, classes = _weights_and_classes(config, source)
-            plain, weights = _without_batch_former(config, weights)
-            model = build_model(plain, classes.num_classes, pretrained=False)
-            load_strict(model, weights, str(source))
-            evaluation = build_evaluation(config, classes, device, folder)
+            model, evaluate = task.build_evaluation(source, folder)
         # the folder of a training run keeps that run's config
         distributed.on_main(lambda: None if folder.holds_a_run() else _describe(folder, config))
         start()
-        return _report(folder, config, evaluation(model.to(device)), evaluation)
+        return _report(task, folder, evaluate(model), evaluate, model)
 
 
 @contextmanager
@@ -124,18 +105,19 @@ def _is_started_anew(folder: RunFolder) -> bool:
     return distributed.restarts() > 0 and folder.is_of(distributed.launch())
 
 
-def _checked(config: Config, folder: RunFolder, resume: bool, resume_if_possible: bool) -> Checkpoint | None:
+def _checked(task: Task[Any], folder: RunFolder, resume: bool, resume_if_possible: bool) -> Checkpoint | None:
     """Everything that can be known before the model is built, and the checkpoint to go on from."""
     if resume:
         folder.check_resumable()
     elif not resume_if_possible:
         folder.check_unused()
     checkpoint = _newest_checkpoint(folder) if folder.holds_a_run() else None
-    detector_named(config.model.name)  # before all images are read
-    check_data(config)
+    if checkpoint is not None:
+        _check_same_task(task.config, checkpoint, folder)
+    task.check()
     remove_unfinished(folder.path)
     if checkpoint is not None:
-        _tell_changes(config, checkpoint)
+        _tell_changes(task.config, checkpoint)
     return checkpoint
 
 
@@ -153,47 +135,7 @@ def _newest_checkpoint(folder: RunFolder) -> Checkpoint:
         return checkpoint
 
 
-def _weights_and_classes(config: Config, source: Path) -> tuple[dict[str, Tensor], ClassMap]:
-    """A checkpoint of ours says its classes.
-
-    Bare weights do not: as many classes as the annotations have are taken to be those, in the order of their ids; more
-    are taken to be numbered by category id, as in the authors' files.
-
-    Raises:
-        InputError: neither can be.
-    """
-    if is_checkpoint(source):
-        checkpoint = load_checkpoint(source)
-        return checkpoint.weights, checkpoint.classes
-    weights = read_initial_weights(source)
-    if CLASS_BIAS not in weights:
-        raise InputError(f"{source} holds no class head: these are not the weights of a whole detector")
-    listed = read_annotations(data_source(config, "val").annotations).class_map
-    count = len(weights[CLASS_BIAS]) - build_classification(config).num_logits(0)
-    if count == listed.num_classes:
-        logger.warning("%s does not say its classes: taken to be the %d of the annotations, by id", source, count)
-        return weights, listed
-    if count <= max(listed.category_ids):
-        raise InputError(
-            f"{source} holds {count} classes and does not say which; the annotations have {listed.num_classes}, with "
-            f"ids up to {max(listed.category_ids)}: evaluate a run folder or its checkpoint, which knows its classes"
-        )
-    logger.warning("%s does not say its classes: its %d are taken to be category ids from 0", source, count)
-    known = dict(zip(listed.category_ids, zip(listed.names, listed.is_thing, strict=True), strict=True))
-    names, is_thing = zip(*(known.get(number, (f"id {number}", True)) for number in range(count)), strict=True)
-    return weights, ClassMap(tuple(range(count)), names, is_thing)
-
-
-def _without_batch_former(config: Config, weights: dict[str, Tensor]) -> tuple[Config, dict[str, Tensor]]:
-    """The model and the weights that evaluation reads: only mini-batch inference uses batch attention."""
-    if config.batch_former.enabled and config.batch_former.mode == "mini_batch_inference":
-        return config, weights
-    plain = copy.deepcopy(config)
-    plain.batch_former.enabled = False
-    return plain, {name: value for name, value in weights.items() if "batch_former" not in name.split(".")}
-
-
-def evaluation_source(config: Config) -> Path:
+def evaluation_source(config: RunConfig) -> Path:
     """The checkpoint ``--eval-only`` means: ``init_from``, else the best or last of the run folder."""
     source = checkpoint_of(config.init_from or config.output_dir)
     if not source.is_file():
@@ -204,38 +146,17 @@ def evaluation_source(config: Config) -> Path:
     return source
 
 
-def check_data(config: Config) -> None:
-    """Examine both splits unless ``data.check`` is off; errors stop the run."""
-    if not config.data.check:
-        return
-    report = examine_data(config)
-    if report.errors:
-        raise InputError(f"the data cannot be trained on\n{report}")
-    logger.info("%s", report)
-
-
-def examine_data(config: Config) -> Report:
-    """What the doctor finds in the data of a config."""
-    return examine(
-        data_source(config, "train"),
-        None if config.data.val == SplitConfig() else data_source(config, "val"),
-        num_queries=config.model.num_queries,
-        masks=config.model.masks,
-        workers=max(1, config.data.workers),
-    )
-
-
-def _describe_training(folder: RunFolder, config: Config) -> None:
+def _describe_training(folder: RunFolder, config: RunConfig) -> None:
     _describe(folder, config)
     write_text(folder.launch, distributed.launch())
 
 
-def _describe(folder: RunFolder, config: Config) -> None:
+def _describe(folder: RunFolder, config: RunConfig) -> None:
     write_text(folder.config, config_to_yaml(config))
     write_json(folder.machine, machine_info())
 
 
-def _tell_changes(config: Config, checkpoint: Checkpoint) -> None:
+def _tell_changes(config: RunConfig, checkpoint: Checkpoint) -> None:
     """Log which settings differ from those the run was started with."""
     before = _flat(config_to_dict(config_from_dict(checkpoint.config)))
     changed = [
@@ -254,41 +175,46 @@ def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
     return flat
 
 
-def _report(folder: RunFolder, config: Config, result: Result, evaluation: Evaluation) -> Outcome | None:
+def _check_same_task(config: RunConfig, checkpoint: Checkpoint, folder: RunFolder) -> None:
+    before = config_from_dict(checkpoint.config)
+    if type(before) is not type(config):
+        raise InputError(
+            f"{folder.last} is of a {type(before).__name__}, not of a {type(config).__name__}: resume with the command "
+            "that began it, or choose another folder with output_dir=DIR"
+        )
+
+
+def _report(task: Task[Any], folder: RunFolder, result: Measured, evaluate: Any, model: nn.Module) -> Outcome | None:
     """Results, pictures and the page that shows them, by the main process."""
     if not distributed.is_main():
         return None
     write_json(folder.evaluation, result.to_dict())
-    write_results(folder.results, evaluation.detections, evaluation.class_map)
-    if config.eval.pictures:
-        rows = list(_sheet_rows(config, evaluation))
-        save_sheet(folder.sheet, rows, evaluation.class_map.names, config.eval.picture_threshold)
-        if evaluation.panoptic:
-            panoptic_rows = list(_panoptic_rows(folder, config, evaluation))
-            save_panoptic_sheet(folder.panoptic_sheet, panoptic_rows, evaluation.class_map.names)
+    task.leave(folder, evaluate, model)
     return Outcome(result, write_report(folder.path))
 
 
-def _sheet_rows(config: Config, evaluation: Evaluation) -> Iterator[SheetRow]:
-    """Images spread evenly over the validation split, with what they hold and what was found."""
-    found = {detections.image_id: detections for detections in evaluation.detections}
-    for image, target in _shown_images(config, evaluation.class_map):
-        height, width = target.size
-        boxes = box_convert(target.boxes, "cxcywh", "xyxy") * torch.tensor([width, height, width, height])
-        yield SheetRow(image, boxes, target.labels, found[target.image_id], target.file_name)
+def training_command(
+    make_task: Callable[[C], Task[C]], schema: type[C], description: str | None, arguments: Sequence[str] | None
+) -> int:
+    """The command line of one task: train, resume or evaluate; returns the exit code."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file, configs/demo.yaml for instance")
+    parser.add_argument("--resume", action="store_true", help="go on from output_dir/last.pt")
+    parser.add_argument("--auto-resume", action="store_true", help="the same if it is there, else start")
+    parser.add_argument("--eval-only", action="store_true", help="evaluate init_from, or the run in output_dir")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
+    options = parser.parse_intermixed_args(arguments)
 
+    def run() -> int:
+        task = make_task(load_config(options.config, options.overrides, schema=schema))
+        if options.eval_only + options.resume + options.auto_resume > 1:
+            raise InputError("--eval-only, --resume and --auto-resume exclude each other")
+        if options.eval_only:
+            outcome = evaluate_only(task, evaluation_source(task.config))
+        else:
+            outcome = train(task, resume=options.resume, resume_if_possible=options.auto_resume)
+        if outcome is not None:  # the first process has it
+            print(outcome)
+        return 0
 
-def _panoptic_rows(folder: RunFolder, config: Config, evaluation: Evaluation) -> Iterator[PanopticSheetRow]:
-    """The same images with both panoptic maps."""
-    class_map, val = evaluation.class_map, config.data.val
-    truth = PanopticFile(val.annotations, val.panoptic, class_map)
-    found = PanopticFile(folder.panoptic_results, folder.panoptic, class_map)
-    for image, target in _shown_images(config, class_map):
-        yield PanopticSheetRow(image, truth[target.image_id], found[target.image_id], target.file_name)
-
-
-def _shown_images(config: Config, class_map: ClassMap) -> Iterator[tuple[Tensor, Target]]:
-    """Images spread evenly over the validation split, as they are in their files."""
-    data = build_val_data(config, class_map, transform=lambda sample: sample)
-    for place in torch.linspace(0, len(data) - 1, min(config.eval.pictures, len(data))).tolist():
-        yield data[SampleKey(0, round(place))]
+    return run_tool(run)

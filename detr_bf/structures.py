@@ -107,6 +107,20 @@ class Batch:
         """Why images could not be read for which others stand in, one message for each."""
         return tuple(target.replaced for target in self.targets if target.replaced)
 
+    @property
+    def inputs(self) -> Batch:
+        """What the model is called with."""
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a message calls the images."""
+        return tuple(target.file_name for target in self.targets)
+
+    def not_finite(self) -> list[str]:
+        """The names of the images whose boxes hold infinity or NaN."""
+        return [target.file_name for target in self.targets if not target.boxes.isfinite().all()]
+
     @classmethod
     def collate(cls, samples: Sequence[tuple[Tensor, Target]]) -> Batch:
         """Pad ``(3, h, w)`` uint8 images to the largest height and width among them."""

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "detr_bf"
 OUTSIDE = {"tools", "tests", "benchmarks"}  # they use the package, never the other way round
 
-GROUND = {"errors", "distributed", "structures", "files", "boxes", "panoptic_png", "progress"}
+GROUND = {"errors", "distributed", "structures", "files", "boxes", "panoptic_png", "progress", "labelled"}
 MODEL = {"ops", "batchformer", "layers", "backbones", "transformer", "detectors"}
 WORK = {"losses", "data", "postprocess", "evaluation", "report"}
 
@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "distributed": {"errors"},
     "structures": {"errors"},
+    "labelled": {"errors"},
     "files": {"errors"},
     "boxes": {"errors"},
     "panoptic_png": {"errors", "files"},
@@ -36,8 +37,8 @@ ALLOWED: dict[str, set[str]] = {
     "backbones": {"errors", "structures", "files"},
     "transformer": {"errors", "structures", "boxes", "batchformer", "layers"},
     "detectors": {"errors", "structures", "boxes", "batchformer", "layers", "backbones", "transformer"},
-    "losses": {"errors", "distributed", "structures", "boxes"},
-    "vit": {"errors", "distributed", "structures", "ops", "batchformer", "layers", "transformer", "losses"},
+    "losses": {"errors", "distributed", "structures", "labelled", "boxes"},
+    "vit": {"errors", "distributed", "structures", "labelled", "ops", "batchformer", "layers", "transformer", "losses"},
     "data": GROUND,
     "postprocess": {
         "errors",
@@ -49,11 +50,13 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": GROUND | {"data", "postprocess"},
     "report": GROUND | {"config", "data", "postprocess", "evaluation"},  # it describes the config of a finished run
     "engine": GROUND | MODEL | WORK,
+    "analysis": GROUND | MODEL | WORK | {"vit"},
     "interop": {"errors", "structures", "files"},
-    "build": GROUND | MODEL | WORK | {"config", "engine", "interop"},
+    "build": GROUND | MODEL | WORK | {"vit", "config", "engine", "interop"},
     "conversion": {"errors", "structures", "config", "detectors", "engine", "interop", "build"},
     "replay": {"errors", "config", "engine", "build"},
-    "session": GROUND | MODEL | WORK | {"config", "engine", "interop", "build"},
+    "tasks": GROUND | MODEL | WORK | {"vit", "config", "engine", "interop", "build"},
+    "session": {"errors", "distributed", "files", "cli", "config", "engine", "report", "build", "tasks"},
     "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "build"},
     "models": GROUND | MODEL | WORK | {"config", "engine", "interop", "build"},
     "predictor": GROUND | MODEL | WORK | {"config", "engine", "interop", "build"},

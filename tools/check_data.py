@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from detr_bf.cli import run_tool
 from detr_bf.config import load_config
-from detr_bf.session import examine_data
+from detr_bf.tasks.detection import examine_data
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

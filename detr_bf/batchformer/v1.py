@@ -5,16 +5,17 @@ Shape legend: B images, R rows (streams x images, clean stream first), C channel
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from detr_bf.batchformer.v2 import SHORT_SEQUENCE, BatchFormerLayer
+from detr_bf import distributed
+from detr_bf.batchformer.gather import Exchange
+from detr_bf.batchformer.v2 import BatchFormerLayer, warn_of_short
 from detr_bf.errors import InputError
 
-logger = logging.getLogger(__name__)
+ONE_POSITION = ((1, 1),)  # pooled features are a grid of one cell
 
 
 class BatchFormer(nn.Module):
@@ -26,14 +27,23 @@ class BatchFormer(nn.Module):
             feed-forward width is C.
         shared_classifier: what follows reads both streams, the features as they are and the batch-attended ones. False
             replaces the features in training instead, as the authors do with the experts of RIDE.
+        gather: attend over the images of all processes (:mod:`detr_bf.batchformer.gather`).
     """
 
     def __init__(
-        self, dim: int, *, heads: int = 4, dropout: float = 0.5, num_layers: int = 1, shared_classifier: bool = True
+        self,
+        dim: int,
+        *,
+        heads: int = 4,
+        dropout: float = 0.5,
+        num_layers: int = 1,
+        shared_classifier: bool = True,
+        gather: bool = False,
     ) -> None:
         super().__init__()
         self.mixer = BatchFormerLayer(dim, heads=heads, dropout=dropout, num_layers=num_layers)
         self.shared_classifier = shared_classifier
+        self.gather = gather
         self._announced = False
 
     @property
@@ -54,21 +64,22 @@ class BatchFormer(nn.Module):
                 f"BatchFormer got features of shape {tuple(features.shape)}, expected (images, channels): "
                 "put it behind the pooling, or use BatchFormerV2 for features with places"
             )
-        self._announce(len(features))
-        mixed = self.mixer(features[:, None])[:, 0]
+        exchange = self._exchange(len(features))
+        self._announce(sum(exchange.images) if exchange else len(features))
+        mixed = self.mixer(features[:, None], exchange=exchange)[:, 0]
         return torch.cat([features, mixed]) if self.shared_classifier else mixed
+
+    def _exchange(self, images: int) -> Exchange | None:
+        """With whom images are shared, or None."""
+        if not self.gather or distributed.world_size() == 1:
+            return None
+        return Exchange.agree(images, ONE_POSITION)
 
     def _announce(self, images: int) -> None:
         """Warn once when the batch is too small to do much."""
-        if self._announced:
-            return
-        self._announced = True
-        if images == 1:
-            logger.warning(
-                "BatchFormer has no effect across images: the batch holds one image, use batch size 2 or more"
-            )
-        elif images < SHORT_SEQUENCE:
-            logger.warning("BatchFormer sees only %d images at a time; %d or more are better", images, SHORT_SEQUENCE)
+        if not self._announced:
+            self._announced = True
+            warn_of_short("BatchFormer", images)
 
 
 def repeat_targets(targets: Tensor, num_streams: int) -> Tensor:

@@ -111,6 +111,11 @@ class BatchFormerV2(nn.Module):
         )
         self._announced = False
 
+    @property
+    def num_streams(self) -> int:
+        """How many streams leave the last insertion now."""
+        return 2 if self.training and self.mode != "single_stream" else 1
+
     def forward(self, batch: TokenBatch, *, layer: int, position: str) -> TokenBatch:
         """What enters encoder layer ``layer`` (``position`` before) or leaves it (after)."""
         if position != self.position or layer not in self.insertions or not self._active():
@@ -159,17 +164,18 @@ class BatchFormerV2(nn.Module):
             sequence,
             f" over {distributed.world_size()} processes" if self.gather else "",
         )
-        if sequence == 1:
-            logger.warning(
-                "BatchFormerV2 has no effect across images: the batch holds one image, use batch size 2 or more"
-            )
-        elif sequence < SHORT_SEQUENCE:
-            logger.warning(
-                "BatchFormerV2 sees only %d images at a time; %d or more are better", sequence, SHORT_SEQUENCE
-            )
+        warn_of_short("BatchFormerV2", sequence)
 
     def extra_repr(self) -> str:
         return f"{self.position} layers {list(self.insertions)}, mode={self.mode}, mask_padding={self.mask_padding}"
+
+
+def warn_of_short(name: str, sequence: int) -> None:
+    """Say that there are too few images to attend to."""
+    if sequence == 1:
+        logger.warning("%s has no effect across images: the batch holds one image, use batch size 2 or more", name)
+    elif sequence < SHORT_SEQUENCE:
+        logger.warning("%s sees only %d images at a time; %d or more are better", name, sequence, SHORT_SEQUENCE)
 
 
 def _check_places(layers: Sequence[int], num_encoder_layers: int) -> None:

@@ -11,11 +11,12 @@ from torch.utils.data import Sampler
 
 from detr_bf.config import Config
 from detr_bf.config.schema import SplitConfig, TransformConfig
-from detr_bf.data.coco import CocoDetection, SampleKey, Source
+from detr_bf.data.coco import CocoDetection, Source
 from detr_bf.data.loader import BatchLoader, make_loader
+from detr_bf.data.sample_key import SampleKey
 from detr_bf.data.transforms import SampleTransform, eval_transform, train_transform
 from detr_bf.errors import InputError
-from detr_bf.structures import ClassMap
+from detr_bf.structures import Batch, ClassMap
 
 
 def build_train_data(config: Config) -> CocoDetection:
@@ -81,6 +82,6 @@ def _train_transform(transforms: TransformConfig) -> SampleTransform:
 
 def build_loader(
     config: Config, device: torch.device
-) -> Callable[[CocoDetection, Sampler[list[SampleKey]]], BatchLoader]:
+) -> Callable[[CocoDetection, Sampler[list[SampleKey]]], BatchLoader[Batch]]:
     """(data, batches) -> loader, with the workers of the config."""
-    return partial(make_loader, workers=config.data.workers, pin_memory=device.type == "cuda")
+    return partial(make_loader, collate=Batch.collate, workers=config.data.workers, pin_memory=device.type == "cuda")

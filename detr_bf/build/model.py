@@ -13,7 +13,7 @@ import torch
 from detr_bf import distributed
 from detr_bf.backbones import build_backbone
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.config import Config
+from detr_bf.config import Config, RunConfig
 from detr_bf.config.schema import ModelConfig
 from detr_bf.detectors import Detector, MaskHead, Options, detector_named, own_settings
 from detr_bf.errors import InputError
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 FOCAL_PRIOR = 0.01  # score every class starts with (Lin et al. 2017, arXiv 1708.02002, section 4.1)
 
 
-def device_of(config: Config) -> torch.device:
+def device_of(config: RunConfig) -> torch.device:
     """The device asked for; ``auto`` is the GPU when there is one. Of several processes each takes its own GPU."""
     if config.device == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,27 @@ from detr_bf.build.model import (
     build_postprocess,
     device_of,
 )
+from detr_bf.build.training import (
+    PRECISIONS,
+    check_same_classes,
+    differ_in_random_numbers,
+    epoch_batches,
+    learning_rate,
+    metrics_log,
+    train_settings,
+)
 from detr_bf.config import Config, config_to_dict
-from detr_bf.data.batches import EpochBatches, SameSizeBatches, aspect_buckets
-from detr_bf.data.coco import CocoDetection, mixed_seed
+from detr_bf.data.batches import SameSizeBatches, aspect_buckets
+from detr_bf.data.coco import CocoDetection
 from detr_bf.detectors import Detector
 from detr_bf.engine import (
     Checkpoint,
     Evaluation,
-    LearningRate,
-    MetricsLog,
+    EvaluationLoop,
     PanopticEvaluation,
     RunFolder,
     Trainer,
-    TrainSettings,
+    TrainingStep,
     build_optimizer,
     checkpoint_of,
     load_fitting,
@@ -44,55 +51,40 @@ from detr_bf.structures import ClassMap
 
 logger = logging.getLogger(__name__)
 
-PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def build_trainer(config: Config, folder: RunFolder, resume_from: Checkpoint | None = None) -> Trainer:
     """Everything a training run needs, from where ``resume_from`` stands if given."""
     torch.manual_seed(config.seed)  # the same weights in all processes
     device = device_of(config)
     data = build_train_data(config)
-    _check_same_classes(data.class_map, resume_from, folder)
+    check_same_classes(data.class_map, resume_from, folder)
     model = build_model(config, data.class_map.num_classes, pretrained=resume_from is None and not config.init_from)
     if resume_from is None:
         _initialise(model, config)
     accelerate(model, config)
     model.to(device)
-    if distributed.world_size() > 1:
-        torch.manual_seed(mixed_seed(config.seed, distributed.rank()))  # dropout differs
-        _tell_total_batch(config)
-    epoch_batches = partial(
-        EpochBatches,
-        len(data),
-        config.train.batch_size,
-        seed=config.seed,
-        rank=distributed.rank(),
-        world_size=distributed.world_size(),
-        buckets=aspect_buckets(data.sizes, config.data.aspect_buckets),
-    )
-    batches_per_epoch = len(epoch_batches(epoch=0))
+    differ_in_random_numbers(config)
+    batches = epoch_batches(config, len(data), buckets=aspect_buckets(data.sizes, config.data.aspect_buckets))
+    batches_per_epoch = len(batches(epoch=0))
     loader = build_loader(config, device)
     return Trainer(
-        model=model,
-        criterion=build_criterion(config),
+        step=TrainingStep(model, build_criterion(config), device, PRECISIONS[config.train.precision]),
         optimizer=build_optimizer(build_groups(config, model)),
-        learning_rate=_learning_rate(config, batches_per_epoch),
-        make_batches=lambda epoch, start: iter(loader(data, epoch_batches(epoch=epoch, start_batch=start))),
+        learning_rate=learning_rate(config, batches_per_epoch),
+        make_batches=lambda epoch, start: iter(loader(data, batches(epoch=epoch, start_batch=start))),
         batches_per_epoch=batches_per_epoch,
         evaluate=build_evaluation(config, data.class_map, device, folder),
-        settings=_train_settings(config, len(data)),
+        settings=train_settings(
+            config,
+            max_replaced=config.data.max_unreadable * len(data),
+            unused_parameters=not config.model.aux_loss,
+        ),
         folder=folder,
-        metrics=_metrics_log(config, folder, resume_from) if distributed.is_main() else None,
+        metrics=metrics_log(config, folder, resume_from),
         class_map=data.class_map,
         config=config_to_dict(config),
-        device=device,
         resume_from=resume_from,
     )
-
-
-def _tell_total_batch(config: Config) -> None:
-    factors = distributed.world_size(), config.train.batch_size, config.train.accumulate
-    logger.info("%d processes x %d images x %d batches = %d images a step", *factors, math.prod(factors))
 
 
 def _initialise(model: Detector, config: Config) -> None:
@@ -111,14 +103,6 @@ def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
     return interop.read_weights(checkpoint_of(path))
 
 
-def _check_same_classes(class_map: ClassMap, resume_from: Checkpoint | None, folder: RunFolder) -> None:
-    if resume_from is not None and resume_from.classes != class_map:
-        raise InputError(
-            f"{folder.last} was trained with categories {resume_from.classes.to_dict()}, the annotations now have "
-            f"{class_map.to_dict()}: resume with the same data, or start anew with init_from={folder.last}"
-        )
-
-
 def build_evaluation(config: Config, class_map: ClassMap, device: torch.device, folder: RunFolder) -> Evaluation:
     """Evaluation on the validation split; panoptic maps are left in ``folder``."""
     data = build_val_data(config, class_map)
@@ -129,8 +113,12 @@ def build_evaluation(config: Config, class_map: ClassMap, device: torch.device, 
         SameSizeBatches, sizes, config.eval.batch_size, rank=distributed.rank(), world_size=distributed.world_size()
     )
     return Evaluation(
-        make_batches=lambda start: iter(loader(data, batches(start_batch=start))),
-        num_batches=len(batches()),
+        loop=EvaluationLoop(
+            make_batches=lambda start: iter(loader(data, batches(start_batch=start))),
+            num_batches=len(batches()),
+            device=device,
+            precision=PRECISIONS[config.train.precision],
+        ),
         make_evaluator=lambda: CocoEvaluator(
             config.data.val.annotations,
             class_map,
@@ -141,8 +129,6 @@ def build_evaluation(config: Config, class_map: ClassMap, device: torch.device, 
         ),
         postprocess=build_postprocess(config),
         class_map=class_map,
-        device=device,
-        precision=PRECISIONS[config.train.precision],
         masks=config.model.masks,
         panoptic=_panoptic_evaluation(config, data, folder),
     )
@@ -174,46 +160,4 @@ def build_groups(config: Config, model: Detector) -> list[dict[str, Any]]:
         point_lr_factor=config.optimizer.point_lr_factor,
         batch_former_lr_factor=config.batch_former.lr_factor,
         batch_former_weight_decay=config.batch_former.weight_decay,
-    )
-
-
-def _learning_rate(config: Config, batches_per_epoch: int) -> LearningRate:
-    steps_per_epoch = math.ceil(batches_per_epoch / config.train.accumulate)
-    total = config.train.epochs * steps_per_epoch
-    return LearningRate(
-        schedule=config.optimizer.schedule,
-        total_steps=min(total, config.train.max_steps or total),
-        warmup_steps=config.optimizer.warmup_steps,
-        drop_steps=tuple(epoch * steps_per_epoch for epoch in config.optimizer.drop_epochs),
-        drop_factor=config.optimizer.drop_factor,
-    )
-
-
-def _train_settings(config: Config, num_images: int) -> TrainSettings:
-    train = config.train
-    return TrainSettings(
-        epochs=train.epochs,
-        max_steps=train.max_steps,
-        accumulate=train.accumulate,
-        precision=PRECISIONS[train.precision],
-        clip_norm=config.optimizer.clip_norm,
-        log_every=train.log_every,
-        checkpoint_every=config.checkpoint.every_steps,
-        checkpoint_minutes=config.checkpoint.every_minutes,
-        keep_every=config.checkpoint.keep_every,
-        eval_every=train.eval_every,
-        ema_decay=train.ema.decay if train.ema.enabled else None,
-        seed=config.seed,
-        max_skipped=train.max_skipped,
-        max_replaced=config.data.max_unreadable * num_images,
-        unused_parameters=not config.model.aux_loss,
-    )
-
-
-def _metrics_log(config: Config, folder: RunFolder, resume_from: Checkpoint | None) -> MetricsLog:
-    progress = resume_from.training["progress"] if resume_from is not None and resume_from.training else None
-    return MetricsLog(
-        folder.metrics,
-        resume_from={"train": progress["step"], "val": progress["evaluated_step"]} if progress else None,
-        tensorboard=folder.tensorboard if config.train.tensorboard else None,
     )

@@ -1,6 +1,26 @@
 """Settings: typed dataclasses, YAML files that inherit, ``key=value`` overrides."""
 
-from detr_bf.config.loader import config_from_dict, config_to_dict, config_to_yaml, known_keys, load_config
+from detr_bf.config.classifier import ClassifierConfig, MaskedConfig
+from detr_bf.config.loader import (
+    config_from_dict,
+    config_to_dict,
+    config_to_yaml,
+    known_keys,
+    load_config,
+    saved_config,
+)
+from detr_bf.config.run import RunConfig
 from detr_bf.config.schema import Config
 
-__all__ = ["Config", "config_from_dict", "config_to_dict", "config_to_yaml", "known_keys", "load_config"]
+__all__ = [
+    "ClassifierConfig",
+    "Config",
+    "MaskedConfig",
+    "RunConfig",
+    "config_from_dict",
+    "config_to_dict",
+    "config_to_yaml",
+    "known_keys",
+    "load_config",
+    "saved_config",
+]

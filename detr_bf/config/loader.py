@@ -8,57 +8,105 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from detr_bf.config.classifier import ClassifierConfig, MaskedConfig
+from detr_bf.config.run import RunConfig
 from detr_bf.config.schema import Config
 from detr_bf.errors import InputError
 
 _RENAMED = {"train.checkpoint_every": "checkpoint.every_steps", "train.keep_every": "checkpoint.keep_every"}
+_TOOLS = {  # by the task of a config: its schema, and the command that trains it
+    "detection": (Config, "tools/train_net.py"),
+    "classification": (ClassifierConfig, "tools/train_classifier.py"),
+    "masked_autoencoding": (MaskedConfig, "tools/pretrain_mae.py"),
+}
+
+C = TypeVar("C", bound=RunConfig)
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+@overload
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config: ...
+@overload
+def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, schema: type[C]) -> C: ...
+def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, schema: type[Any] = Config) -> Any:
     """The defaults, then ``path`` and the files it inherits from, then the overrides, checked and typed.
 
     Raises:
-        InputError: a file is missing or is not YAML, a key is unknown, a value has the wrong type or is out of range.
+        InputError: a file is missing or is not YAML, a key is unknown, a value has the wrong type or is out of range,
+            or the file is of another task than the ``schema``.
     """
-    merged = OmegaConf.structured(Config)
+    merged = OmegaConf.structured(schema)
     sources = list(_inherited(Path(path), ())) if path is not None else []
     sources += [(f"override '{override}'", _parse_override(override)) for override in overrides]
     for source, tree in sources:
-        merged = _merge(merged, tree, source)
+        _check_task(tree, schema, source)
+        merged = _merge(merged, tree, source, schema)
     return _finish(merged, str(path))
 
 
-def config_from_dict(tree: dict[str, Any]) -> Config:
-    """Inverse of :func:`config_to_dict`; reads older names, and settings it does not know are an InputError."""
-    saved = OmegaConf.create(tree)
+def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Any:
+    """Inverse of :func:`config_to_dict`, of the task's type; reads older names.
+
+    Raises:
+        InputError: settings it does not know, or as :func:`load_config` for the overrides.
+    """
+    return _from_tree(OmegaConf.create(tree), "the saved config", overrides)
+
+
+def _from_tree(saved: DictConfig, source: str, overrides: Sequence[str]) -> Any:
+    schema = _schema_of(saved, source)
     for old, new in _RENAMED.items():
         group, _, name = old.rpartition(".")
         if name in OmegaConf.select(saved, group, default={}):
             OmegaConf.update(saved, new, saved[group].pop(name), force_add=True)
-    return _finish(_merge(OmegaConf.structured(Config), saved, "the saved config"), "the saved config")
+    merged = _merge(OmegaConf.structured(schema), saved, source, schema)
+    for override in overrides:
+        merged = _merge(merged, _parse_override(override), f"override '{override}'", schema)
+    return _finish(merged, source)
 
 
-def config_to_dict(config: Config) -> dict[str, Any]:
+def saved_config(path: Path) -> Any:
+    """The ``config.yaml`` of a run, or another file with the task in it, of its task's type; reads older names.
+
+    Raises:
+        InputError: as :func:`load_config`.
+    """
+    tree = OmegaConf.merge(*(tree for _, tree in _inherited(path, ())))
+    return _from_tree(typing.cast(DictConfig, tree), f"file {path}", ())
+
+
+def _schema_of(tree: DictConfig, source: str) -> type[Any]:
+    task = tree.get("task", "detection")  # earlier versions knew no other
+    if task not in _TOOLS:
+        raise InputError(f"{source}: task must be one of {', '.join(_TOOLS)}; got '{task}'")
+    return _TOOLS[task][0]
+
+
+def _check_task(tree: DictConfig, schema: type[Any], source: str) -> None:
+    """A config of another task has other settings: say so before they are found unknown."""
+    if "task" in tree and _schema_of(tree, source) is not schema:
+        raise InputError(f"{source} is of the task {tree.task}: use {_TOOLS[tree.task][1]}")
+
+
+def config_to_dict(config: RunConfig) -> dict[str, Any]:
     """Plain dictionaries, lists and scalars, for checkpoints."""
     return dataclasses.asdict(config)
 
 
-def config_to_yaml(config: Config) -> str:
+def config_to_yaml(config: RunConfig) -> str:
     """The resolved config as YAML that :func:`load_config` reads back to the same values."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def known_keys(schema: type = Config, prefix: str = "") -> Iterator[str]:
+def known_keys(schema: type[Any] = Config, prefix: str = "") -> Iterator[str]:
     """Every full key of the schema, ``train.epochs`` for instance."""
     hints = typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
@@ -104,18 +152,18 @@ def _parse_override(override: str) -> DictConfig:
         raise InputError(f"override '{override}' cannot be read: {error}") from error
 
 
-def _merge(merged: DictConfig, tree: DictConfig, source: str) -> DictConfig:
+def _merge(merged: DictConfig, tree: DictConfig, source: str, schema: type[Any]) -> DictConfig:
     _check_groups(merged, tree, source)
     try:
         return typing.cast(DictConfig, OmegaConf.merge(merged, tree))
     except ConfigKeyError as error:
-        raise InputError(_unknown_key(str(error.full_key), source)) from error
+        raise InputError(_unknown_key(str(error.full_key), source, schema)) from error
     except OmegaConfBaseException as error:
         key = str(error.full_key or "")
         value = OmegaConf.select(tree, key)
         value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
         raise InputError(
-            f"{source}: {key} must be {_expected_type(key)}, got {value!r} of type {type(value).__name__}"
+            f"{source}: {key} must be {_expected_type(key, schema)}, got {value!r} of type {type(value).__name__}"
         ) from error
 
 
@@ -132,10 +180,10 @@ def _check_groups(merged: DictConfig, tree: DictConfig, source: str, prefix: str
         _check_groups(known, given, source, f"{prefix}{key}.")
 
 
-def _unknown_key(key: str, source: str) -> str:
+def _unknown_key(key: str, source: str, schema: type[Any]) -> str:
     if key in _RENAMED:
         return f"{source}: '{key}' is now called '{_RENAMED[key]}'"
-    keys = list(known_keys())
+    keys = list(known_keys(schema))
     leaf = key.rpartition(".")[2]
     near = [known for known in keys if known.rpartition(".")[2] == leaf]
     groups = dict.fromkeys(known.rpartition(".")[0] for known in keys if "." in known)
@@ -148,9 +196,9 @@ def _unknown_key(key: str, source: str) -> str:
     return message + f" Known in {prefix.rstrip('.') or 'the config'}: {', '.join(siblings)}."
 
 
-def _expected_type(key: str) -> str:
+def _expected_type(key: str, schema: type[Any]) -> str:
     """The schema's type of a full key, in words."""
-    hint: Any = Config
+    hint: Any = schema
     for part in key.split("."):
         name, _, index = part.partition("[")
         hint = typing.get_type_hints(hint)[name]
@@ -161,118 +209,25 @@ def _expected_type(key: str) -> str:
     )
 
 
-def _finish(merged: DictConfig, source: str) -> Config:
+def _finish(merged: DictConfig, source: str) -> Any:
     try:
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise InputError(f"config {source}: {error}") from error
-    assert isinstance(config, Config)
-    _check_choices(config)
-    _check_ranges(config)
-    _check_lists(config)
+    _check_values(config)
     return config
 
 
-def _check_choices(group: Any, prefix: str = "") -> None:
+def _check_values(group: Any, prefix: str = "") -> None:
+    """Compare every value with what its field allows, and let groups of settings check what belongs together."""
     for field in dataclasses.fields(group):
-        value = getattr(group, field.name)
+        value, key = getattr(group, field.name), prefix + field.name
+        choices, rule = field.metadata.get("choices"), field.metadata.get("rule")
         if dataclasses.is_dataclass(value):
-            _check_choices(value, f"{prefix}{field.name}.")
-        choices = field.metadata.get("choices")
+            _check_values(value, f"{key}.")
         if choices and value not in choices:
-            raise InputError(f"{prefix}{field.name} must be one of {', '.join(choices)}; got '{value}'")
-
-
-_POSITIVE = (
-    "optimizer.drop_factor",
-    "model.hidden_dim",
-    "model.heads",
-    "model.decoder_layers",
-    "model.feedforward_dim",
-    "model.num_queries",
-    "model.position_temperature",
-    "model.deformable.encoder_points",
-    "model.deformable.decoder_points",
-    "model.smca.smooth",
-    "model.smca.stride",
-    "batch_former.num_layers",
-    "batch_former.heads",
-    "train.epochs",
-    "train.max_steps",
-    "train.batch_size",
-    "train.accumulate",
-    "train.log_every",
-    "train.timeout_minutes",
-    "checkpoint.every_steps",
-    "checkpoint.every_minutes",
-    "train.eval_every",
-    "eval.batch_size",
-    "eval.max_detections",
-    "data.transforms.max_size",
-    "data.transforms.eval_short_side",
-    "data.transforms.crop_min",
-    "data.transforms.crop_max",
-    "data.aspect_buckets",
-)
-_NOT_NEGATIVE = (
-    "model.encoder_layers",
-    "model.extra_levels",
-    "model.backbone.frozen_stages",
-    "optimizer.lr",
-    "optimizer.backbone_lr",
-    "optimizer.point_lr_factor",
-    "optimizer.weight_decay",
-    "optimizer.warmup_steps",
-    "optimizer.clip_norm",
-    "batch_former.lr_factor",
-    "batch_former.weight_decay",
-    "train.max_skipped",
-    "checkpoint.keep_every",
-    "eval.pictures",
-    "data.workers",
-    "loss.no_object_weight",
-)
-_SIZES = ("data.transforms.short_sides", "data.transforms.crop_short_sides", "model.backbone.strides")
-_FRACTIONS = (
-    "model.dropout",
-    "batch_former.dropout",
-    "data.max_unreadable",
-    "data.transforms.horizontal_flip",
-    "data.transforms.random_crop",
-    "train.ema.decay",
-    "eval.picture_threshold",
-)
-
-
-def _check_ranges(config: Config) -> None:
-    for keys, holds, wanted in (
-        (_POSITIVE, lambda value: 0 < value < math.inf, "greater than 0 and finite"),
-        (_NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "0 or more and finite"),
-        (("seed",), lambda value: 0 <= value < 2**63, "at least 0 and less than 2**63"),
-        (_FRACTIONS, lambda value: 0 <= value <= 1, "between 0 and 1"),
-    ):
-        for key in keys:
-            value = _get(config, key)
-            if value is not None and not holds(value):
-                raise InputError(f"{key} must be {wanted}, got {value}")
-
-
-def _check_lists(config: Config) -> None:
-    """Lists of sizes hold something, all of it positive."""
-    for key in _SIZES:
-        sizes = _get(config, key)
-        if not sizes or min(sizes) < 1:
-            raise InputError(f"{key} must list one or more sizes greater than 0, got {list(sizes)}")
-    transforms = config.data.transforms
-    if transforms.crop_min > transforms.crop_max:
-        raise InputError(
-            f"data.transforms.crop_min={transforms.crop_min} must not exceed "
-            f"data.transforms.crop_max={transforms.crop_max}"
-        )
-
-
-def _get(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
+            raise InputError(f"{key} must be one of {', '.join(choices)}; got '{value}'")
+        if rule and value is not None and not rule.holds(value):
+            raise InputError(f"{key} must be {rule.wanted}, got {value}")
+    if hasattr(group, "check_values"):
+        group.check_values(prefix)

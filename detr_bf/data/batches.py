@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from detr_bf.data.coco import SampleKey, mixed_seed
+from detr_bf.data.sample_key import SampleKey, mixed_seed
 from detr_bf.errors import InputError
 
 
@@ -25,6 +26,10 @@ class EpochBatches(Sampler[list[SampleKey]]):
     Args:
         buckets: a number for each sample; images of a batch then have the same one, except in the few batches of what
             is left over. The order of the batches is random.
+        repeats: copies of an image in a global batch, each with a key of its own (repeated augmentation, Hoffer et al.
+            2020, arXiv 1901.09335). An epoch has as many batches as without, and so a share of the images only. First
+            come all first copies, then all second ones, so that the processes mostly see different images. Where the
+            size of the global batch is not a multiple, the last copies of some images are left out.
 
     Raises:
         InputError: a batch size below 1, or fewer images than processes.
@@ -41,8 +46,11 @@ class EpochBatches(Sampler[list[SampleKey]]):
         rank: int = 0,
         world_size: int = 1,
         buckets: Sequence[int] | None = None,
+        repeats: int = 1,
     ) -> None:
         assert 0 <= rank < world_size
+        assert repeats >= 1
+        assert repeats == 1 or buckets is None
         assert buckets is None or len(buckets) == num_samples
         _check_batch_size(batch_size)
         if num_samples < world_size:
@@ -58,6 +66,7 @@ class EpochBatches(Sampler[list[SampleKey]]):
         self.rank = rank
         self.world_size = world_size
         self.buckets = buckets
+        self.repeats = repeats
         self.num_batches = num_samples // self.global_size or 1
 
     def __len__(self) -> int:
@@ -66,15 +75,18 @@ class EpochBatches(Sampler[list[SampleKey]]):
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         for places in self._global_batches()[self.start_batch :]:
-            mine = torch.tensor_split(places, self.world_size)[self.rank]
-            yield [SampleKey(self.epoch, place) for place in mine.tolist()]
+            size = min(self.global_size, self.num_samples)
+            keys = [SampleKey(self.epoch, place, copy) for copy in range(self.repeats) for place in places.tolist()]
+            mine = torch.tensor_split(torch.arange(min(size, len(keys))), self.world_size)[self.rank]
+            yield [keys[number] for number in mine.tolist()]
 
     def _global_batches(self) -> list[Tensor]:
-        """All batches of the epoch, places of images."""
+        """All batches of the epoch, places of images without their copies."""
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
         order = torch.randperm(self.num_samples, generator=generator)
         if self.buckets is None:
-            return list(order.split(self.global_size)[: self.num_batches])
+            different = math.ceil(min(self.global_size, self.num_samples) / self.repeats)
+            return list(order.split(different)[: self.num_batches])
         batches = self._bucketed(order.tolist(), self.buckets)
         return [batches[number] for number in torch.randperm(self.num_batches, generator=generator).tolist()]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -19,6 +18,7 @@ from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image, Mask
 from detr_bf.data.images import read_image
 from detr_bf.data.masks import Segmentations, parts_of
 from detr_bf.data.panoptic import MapFile, SegmentMasks, flat_annotations
+from detr_bf.data.sample_key import SampleKey, read_or_replace
 from detr_bf.data.transforms import Sample, SampleTransform, has_area, has_pixels
 from detr_bf.errors import InputError
 from detr_bf.panoptic_png import MAX_ID
@@ -27,7 +27,6 @@ from detr_bf.structures import ClassMap, Target
 _PARTS = ("images", "annotations", "categories")
 _REQUIRED = {"images": ("id", "file_name"), "annotations": ("image_id", "category_id"), "categories": ("id",)}
 _REQUIRED_PANOPTIC = {**_REQUIRED, "annotations": ("image_id", "file_name", "segments_info")}
-_ATTEMPTS = 20  # images tried for one sample
 _KINDS = {"file_name": (str, "a string"), "segments_info": (list, "a list")}  # of values; the rest are whole numbers
 
 
@@ -55,13 +54,6 @@ class Source(NamedTuple):
     images: Path  # folder
     annotations: Path  # COCO JSON, detection or panoptic
     panoptic: Path | None = None  # folder of the PNGs of a panoptic file; boxes do not need it
-
-
-class SampleKey(NamedTuple):
-    """What a batch sampler asks the dataset for; the epoch is part of it because the augmentation depends on it."""
-
-    epoch: int
-    place: int  # in the dataset, from 0
 
 
 def read_annotations(path: Path) -> CocoAnnotations:
@@ -121,11 +113,6 @@ def is_box(bbox: object) -> bool:
         and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in bbox)
         and all(math.isfinite(value) for value in bbox)
     )
-
-
-def mixed_seed(*parts: int) -> int:
-    """A 64-bit seed from several whole numbers, unrelated for neighbouring ones."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 class _MaskSource(Protocol):
@@ -192,10 +179,12 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         return len(self.image_ids)
 
     def __getitem__(self, key: SampleKey) -> tuple[Tensor, Target]:
-        index, sample, replaced = self._read_some(key)
+        index, sample, replaced = read_or_replace(
+            self._read, key, len(self), seed=self.seed, replace=self.replace_unreadable
+        )
         with torch.random.fork_rng(devices=[]):
             # not torch.manual_seed, which would seed the generators of every accelerator too
-            torch.default_generator.manual_seed(mixed_seed(self.seed, *key))
+            torch.default_generator.manual_seed(key.mixed_with(self.seed))
             image, boxes, labels, masks = self.transform(sample)
         height, width = image.shape[-2:]
         fractions = box_convert(boxes.as_subclass(Tensor), "xyxy", "cxcywh") / torch.tensor([width, height] * 2)
@@ -210,19 +199,6 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
             replaced=replaced,
         )
         return image.as_subclass(Tensor), target
-
-    def _read_some(self, key: SampleKey) -> tuple[int, Sample, str]:
-        """The image asked for, or one that stands in for it: its index, itself, and why the first was not readable."""
-        index, fault = key.place, ""
-        for attempt in range(1, _ATTEMPTS):
-            try:
-                return index, self._read(index), fault
-            except InputError as error:
-                if not self.replace_unreadable:
-                    raise
-                fault = fault or str(error)
-            index = mixed_seed(self.seed, *key, attempt) % len(self)
-        return index, self._read(index), fault
 
     def _read(self, index: int) -> Sample:
         pixels = read_image(self.folder / self.file_names[index], self.sizes[index])

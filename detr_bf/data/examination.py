@@ -85,14 +85,14 @@ class Split:
 
 @dataclass(frozen=True)
 class Check:
-    """A kind of problem and how to find it: ``find`` gives the description of each case."""
+    """A kind of problem and how to find it: ``find`` gives the description of each case in a split, or in both."""
 
     severity: Severity
     code: str
     meaning: str
     find: Callable[..., Iterator[str]]
 
-    def on(self, name: str, *splits: Split) -> Finding | None:
+    def on(self, name: str, *splits: Any) -> Finding | None:
         """The finding, if there is one, with the first case as its example."""
         cases = list(self.find(*splits))
         if not cases:

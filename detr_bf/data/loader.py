@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
+from typing import TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data._utils import signal_handling
 
-from detr_bf.data.coco import CocoDetection, SampleKey
+from detr_bf.data.sample_key import SampleKey
 from detr_bf.errors import InputError, TrainingError
-from detr_bf.structures import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -25,19 +25,22 @@ GRACE_SECONDS = 30  # that a worker lives on after SIGTERM
 MAX_DEATHS = 3  # of workers without a batch in between
 _DYING_SECONDS = 1.0  # from the first sign of a death, a closed connection, to the end of the process
 
+SampleT = TypeVar("SampleT")
+BatchT = TypeVar("BatchT")
+
 
 class WorkerDiedError(RuntimeError):
     """A loader process ended while it still had batches to load; the message says how."""
 
 
-class BatchLoader(DataLoader[Batch]):
+class BatchLoader(DataLoader[BatchT]):
     """A DataLoader that tells apart what goes wrong, each with its own message instead of a traceback's text.
 
     While a batch is waited for, and only then, it raises the :class:`InputError` of a worker, and
     :class:`WorkerDiedError` for one that was killed. When it raises, its workers have ended.
     """
 
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[BatchT]:  # type: ignore[override]
         _keep_deaths_from_surfacing_anywhere()
         batches = super().__iter__()
         workers: Sequence[BaseProcess] = batches._workers if self.num_workers else ()  # type: ignore[attr-defined]
@@ -59,25 +62,30 @@ class BatchLoader(DataLoader[Batch]):
 
 
 def make_loader(
-    dataset: CocoDetection, batches: Sampler[list[SampleKey]], *, workers: int, pin_memory: bool = False
-) -> BatchLoader:
-    """The ``batches`` of a data set, loaded by ``workers`` processes.
+    dataset: Dataset[SampleT],
+    batches: Sampler[list[SampleKey]],
+    *,
+    collate: Callable[[list[SampleT]], BatchT],
+    workers: int,
+    pin_memory: bool = False,
+) -> BatchLoader[BatchT]:
+    """The ``batches`` of a data set, loaded by ``workers`` processes; ``collate`` makes one of its samples.
 
     Iterating does not touch torch's global generator, so that a resumed run continues with the random numbers of the
     run that was stopped.
     """
     return BatchLoader(
-        dataset,  # type: ignore[arg-type]
+        dataset,  # type: ignore[arg-type]  # the stubs know no collate that changes the type
         batch_sampler=batches,
         num_workers=workers,
-        collate_fn=Batch.collate,
+        collate_fn=collate,
         pin_memory=pin_memory,
         worker_init_fn=_leave_signals_to_the_parent,
         generator=torch.Generator(),
     )
 
 
-def steady(make: Callable[[int], Iterator[Batch]], start: int) -> Iterator[Batch]:
+def steady(make: Callable[[int], Iterator[BatchT]], start: int) -> Iterator[BatchT]:
     """The batches of ``make(start)``, in spite of workers that die.
 
     Args:

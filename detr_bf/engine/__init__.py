@@ -1,23 +1,30 @@
 """The training loop and what it needs; nothing in here reads a config."""
 
 from detr_bf.engine.checkpoint import Checkpoint, is_checkpoint, load_checkpoint, load_fitting, load_strict
-from detr_bf.engine.evaluate import Evaluation, PanopticEvaluation
+from detr_bf.engine.detection import Evaluation, PanopticEvaluation
+from detr_bf.engine.evaluate import EvaluationLoop, Measured, Measurement
 from detr_bf.engine.metrics import MetricsLog
-from detr_bf.engine.optimizer import LearningRate, build_optimizer, parameter_groups
+from detr_bf.engine.optimizer import LearningRate, build_optimizer, image_parameter_groups, parameter_groups
 from detr_bf.engine.run_folder import RunFolder, checkpoint_of
+from detr_bf.engine.step import TrainingStep
 from detr_bf.engine.trainer import Trainer, TrainSettings
 
 __all__ = [
     "Checkpoint",
     "Evaluation",
+    "EvaluationLoop",
     "LearningRate",
+    "Measured",
+    "Measurement",
     "MetricsLog",
     "PanopticEvaluation",
     "RunFolder",
     "TrainSettings",
     "Trainer",
+    "TrainingStep",
     "build_optimizer",
     "checkpoint_of",
+    "image_parameter_groups",
     "is_checkpoint",
     "load_checkpoint",
     "load_fitting",

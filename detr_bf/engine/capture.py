@@ -12,9 +12,10 @@ from torch import Tensor
 
 from detr_bf import distributed
 from detr_bf.engine.fault import Fault, find_fault
-from detr_bf.engine.step import TrainingStep
+from detr_bf.engine.step import TrainingBatch, TrainingStep
 from detr_bf.errors import InputError
 from detr_bf.files import atomic_write, read_whole
+from detr_bf.labelled import ClassTargets, LabelledImages
 from detr_bf.structures import Batch, ClassMap, Target
 
 FORMAT = 1
@@ -27,7 +28,7 @@ class Capture:
     model: dict[str, Tensor]
     class_map: dict[str, Any]  # ClassMap.to_dict
     config: dict[str, Any]
-    batches: tuple[Batch, ...]
+    batches: tuple[TrainingBatch, ...]
     rng: dict[str, Any]  # checkpoint.rng_state, from before the first forward pass
     step: int  # from 1
     precision: torch.dtype
@@ -48,7 +49,7 @@ class Capture:
         """Write atomically."""
         content = {field.name: getattr(self, field.name) for field in fields(self)}
         with atomic_write(path) as temporary:
-            torch.save(content | {"batches": [asdict(batch) for batch in self.batches]}, temporary)
+            torch.save(content | {"batches": [_written(batch) for batch in self.batches]}, temporary)
 
 
 def load_capture(path: Path) -> Capture:
@@ -64,16 +65,24 @@ def load_capture(path: Path) -> Capture:
             f"{path} is not a captured step of detr_bf, format {FORMAT}: give a file that a training run wrote when "
             "its loss or gradient was not finite"
         )
-    return Capture(**content | {"batches": tuple(map(_batch, content["batches"]))})
+    return Capture(**content | {"batches": tuple(map(_read, content["batches"]))})
 
 
-def _batch(content: Mapping[str, Any]) -> Batch:
-    return Batch(**{**content, "targets": tuple(Target(**target) for target in content["targets"])})
+def _written(batch: Any) -> dict[str, Any]:
+    return {"kind": type(batch).__name__, **asdict(batch)}
+
+
+def _read(content: Mapping[str, Any]) -> TrainingBatch:
+    """Inverse of :func:`_written`; earlier versions knew the batches of detectors alone."""
+    values = {name: value for name, value in content.items() if name != "kind"}
+    if content.get("kind", Batch.__name__) == LabelledImages.__name__:
+        return LabelledImages(**{**values, "targets": ClassTargets(**values["targets"])})
+    return Batch(**{**values, "targets": tuple(Target(**target) for target in values["targets"])})
 
 
 def capture_step(
     step: TrainingStep,
-    batches: Sequence[Batch],
+    batches: Sequence[TrainingBatch],
     rng: dict[str, Any],
     *,
     number: int,
@@ -114,8 +123,8 @@ def told_together(capture: Capture, path: Path | None) -> str:
     fault = Fault.from_dict(capture.fault)
     text = ""
     if fault.found:
-        files = ", ".join(target.file_name for batch in capture.batches for target in batch.targets)
-        lines = [f"process {capture.process}, images {files}", *str(fault).splitlines()]
+        names = ", ".join(name for batch in capture.batches for name in batch.names)
+        lines = [f"process {capture.process}, images {names}", *str(fault).splitlines()]
         if path is not None:
             capture.save(path)
             lines.append(f"captured in {path}; run it again with tools/replay_capture.py")

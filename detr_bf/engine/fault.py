@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.engine.checkpoint import rng_state, set_rng_state
-from detr_bf.engine.step import TrainingStep
+from detr_bf.engine.step import TrainingBatch, TrainingStep
 from detr_bf.losses import LossReport
-from detr_bf.structures import Batch
 
 SHOWN = 5  # names told before "..."
 
@@ -25,7 +24,7 @@ SHOWN = 5  # names told before "..."
 class BadModule:
     """A module whose output is not finite."""
 
-    name: str  # in the detector; empty for the detector itself
+    name: str  # in the model; empty for the model itself
     kind: str  # its class
     batch: int  # from 1
     call: int  # from 1; modules that layers share are called several times in a batch
@@ -33,7 +32,7 @@ class BadModule:
     state: list[str]  # its parameters and buffers that are not finite
 
     def __str__(self) -> str:
-        name = self.name or "the detector itself"
+        name = self.name or "the model itself"
         inputs = "its inputs are finite" if self.clean_inputs else "its inputs are not finite either"
         state = f"; not finite in it: {_some(self.state)}" if self.state else ""
         return f"{name} ({self.kind}), batch {self.batch}, call {self.call}: {inputs}{state}"
@@ -44,7 +43,7 @@ class Fault:
     """What is not finite in a step, as this process sees it."""
 
     losses: list[dict[str, float]]  # of each batch; ``total`` is what is trained on, the others are not weighted
-    targets: list[str]  # the files whose boxes are not finite
+    targets: list[str]  # the images whose data are not finite
     module: BadModule | None  # the first in order of execution
     parameters: list[str]  # not finite, and buffers likewise
     gradients: list[str] | None = None  # the parameters whose gradient is not finite; None: no backward pass was run
@@ -70,7 +69,7 @@ class Fault:
             terms = ", ".join(f"{name} {value:.6g}" for name, value in losses.items() if name != "total")
             lines.append(f"batch {number}: loss {losses['total']:.6g} ({terms})")
         if self.targets:
-            lines.append(f"boxes that are not finite in {_some(self.targets)}")
+            lines.append(f"data that are not finite in {_some(self.targets)}")
         if self.parameters:
             lines.append(f"parameters that are not finite: {_some(self.parameters)}")
         lines.append(f"first module whose output is not finite: {self.module or 'none'}")
@@ -91,7 +90,7 @@ class Fault:
 
 def find_fault(
     step: TrainingStep,
-    batches: Sequence[Batch],
+    batches: Sequence[TrainingBatch],
     rng: Mapping[str, Any],
     *,
     scale: float = 1.0,
@@ -128,7 +127,7 @@ def find_fault(
     norm = nn.utils.get_total_norm(by_name.values()).item() / scale
     return Fault(
         losses=losses,
-        targets=[target.file_name for batch in batches for target in batch.targets if not all_finite(target)],
+        targets=[name for batch in batches for name in batch.not_finite()],
         module=watch.module,
         parameters=_bad_state(model),
         gradients=[name for name, value in by_name.items() if not all_finite(value)] if with_backward else None,
@@ -162,7 +161,7 @@ def all_finite(value: Any) -> bool:
 
 
 class _Watch:
-    """Sees what enters and leaves the modules of a detector, and the gradients that come back."""
+    """Sees what enters and leaves the modules of a model, and the gradients that come back."""
 
     def __init__(self, model: nn.Module) -> None:
         self.module: BadModule | None = None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from detr_bf.batchformer import BatchFormerV2
+from detr_bf.batchformer import BatchFormer, BatchFormerV2
 from detr_bf.errors import InputError
 
 
@@ -38,11 +38,7 @@ def parameter_groups(
         "points": {"lr": lr * point_lr_factor, "weight_decay": weight_decay},
     }
     places = _special_parameters(model)
-    members: dict[str, list[nn.Parameter]] = {name: [] for name in groups}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            members[places.get(id(parameter), "transformer")].append(parameter)
-    return [{"name": name, "params": members[name], **groups[name]} for name in groups if members[name]]
+    return _filled(groups, model, lambda name, parameter: places.get(id(parameter), "transformer"))
 
 
 def _special_parameters(model: nn.Module) -> dict[int, str]:
@@ -51,7 +47,7 @@ def _special_parameters(model: nn.Module) -> dict[int, str]:
     for name, module in model.named_modules():
         if name == "backbone":
             group = "backbone"
-        elif isinstance(module, BatchFormerV2):
+        elif isinstance(module, BatchFormer | BatchFormerV2):
             group = "batch_former"
         elif isinstance(module, nn.Linear) and re.search(r"\.sampling_offsets$|\bqueries\.reference\b", name):
             group = "points"
@@ -61,17 +57,92 @@ def _special_parameters(model: nn.Module) -> dict[int, str]:
     return places
 
 
-def build_optimizer(groups: Sequence[dict[str, Any]]) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101), fused. ``base_lr`` of a group: before the schedule."""
-    return torch.optim.AdamW([{**group, "base_lr": group["lr"]} for group in groups], fused=True)
+def image_parameter_groups(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    decay_vectors: bool = False,
+    batch_former_lr_factor: float = 1.0,
+    batch_former_weight_decay: float | None = None,
+) -> list[dict[str, Any]]:
+    """Up to four groups of a classifier's or masked autoencoder's trainable parameters, for plug-ins and all.
+
+    They are ``network`` and ``batch_former``, and of each ``..._no_decay``: vectors (biases, norms, scales) and what
+    the model's ``no_weight_decay()`` names, such as timm's position embeddings and class tokens. ``decay_vectors``
+    decays those as well. ``batch_former_weight_decay`` None means ``weight_decay``.
+    """
+    bf_lr = lr * batch_former_lr_factor
+    bf_decay = weight_decay if batch_former_weight_decay is None else batch_former_weight_decay
+    groups: dict[str, dict[str, Any]] = {
+        "network": {"lr": lr, "weight_decay": weight_decay},
+        "network_no_decay": {"lr": lr, "weight_decay": 0.0},
+        "batch_former": {"lr": bf_lr, "weight_decay": bf_decay},
+        "batch_former_no_decay": {"lr": bf_lr, "weight_decay": 0.0},
+    }
+    attention = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, BatchFormer | BatchFormerV2)
+        for parameter in module.parameters()
+    }
+    spared: Collection[str] = getattr(model, "no_weight_decay", tuple)()
+
+    def place(name: str, parameter: nn.Parameter) -> str:
+        group = "batch_former" if id(parameter) in attention else "network"
+        decays = decay_vectors or (parameter.ndim > 1 and name not in spared)
+        return group if decays else f"{group}_no_decay"
+
+    return _filled(groups, model, place)
+
+
+def _filled(
+    groups: Mapping[str, dict[str, Any]], model: nn.Module, place: Callable[[str, nn.Parameter], str]
+) -> list[dict[str, Any]]:
+    """The trainable parameters in the groups that ``place`` names, without empty ones."""
+    members: dict[str, list[nn.Parameter]] = {name: [] for name in groups}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            members[place(name, parameter)].append(parameter)
+    return [{"name": name, "params": members[name], **groups[name]} for name in groups if members[name]]
+
+
+def build_optimizer(
+    groups: Sequence[dict[str, Any]],
+    name: str = "adamw",
+    *,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    betas: Sequence[float] = (0.9, 0.999),
+) -> torch.optim.Optimizer:
+    """``adamw`` (Loshchilov & Hutter 2019, arXiv 1711.05101) or ``sgd``, fused. ``base_lr``: before the schedule.
+
+    Raises:
+        InputError: an unknown name, or Nesterov's momentum of 0.
+    """
+    based = [{**group, "base_lr": group["lr"]} for group in groups]
+    if name == "adamw":
+        return torch.optim.AdamW(based, betas=(betas[0], betas[1]), fused=True)
+    if name != "sgd":
+        raise InputError(f"optimizer.name must be adamw or sgd; got '{name}'")
+    if nesterov and momentum == 0:
+        raise InputError("optimizer.nesterov=true needs optimizer.momentum greater than 0, such as 0.9")
+    return torch.optim.SGD(based, momentum=momentum, nesterov=nesterov, fused=True)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], source: str) -> None:
     """Take over the moments of ``state``; learning rates and weight decay stay those of ``optimizer``.
 
     Raises:
-        InputError: the state belongs to other parameters.
+        InputError: the state belongs to other parameters, or to another kind of optimizer.
     """
+    adamw, was_adamw = ("betas" in groups[0] for groups in (optimizer.param_groups, state["param_groups"]))
+    if adamw != was_adamw:
+        old, new = ("adamw" if kind else "sgd" for kind in (was_adamw, adamw))
+        raise InputError(
+            f"{source} was trained with {old} and optimizer.name is {new}: resume with optimizer.name={old}, or start "
+            "anew with init_from"
+        )
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(state)
@@ -84,7 +155,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], sour
         group.update(own)
     for parameter, moments in optimizer.state.items():  # the fused step takes for granted that layouts agree
         for name, moment in moments.items():
-            if moment.shape == parameter.shape:
+            if isinstance(moment, torch.Tensor) and moment.shape == parameter.shape:
                 moments[name] = torch.empty_like(parameter).copy_(moment)
 
 
@@ -92,8 +163,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], sour
 class LearningRate:
     """The factor every group's learning rate is multiplied with at an optimiser step counted from 0.
 
-    ``step``: times ``drop_factor`` at each of ``drop_steps``. ``cosine``: half a cosine down to 0 at ``total_steps``.
-    Both rise linearly over ``warmup_steps``.
+    ``step``: times ``drop_factor`` at each of ``drop_steps``. ``cosine``: half a cosine down to ``min_factor`` at
+    ``total_steps``. Both rise linearly over ``warmup_steps``.
     """
 
     schedule: str
@@ -101,10 +172,12 @@ class LearningRate:
     warmup_steps: int = 0
     drop_steps: tuple[int, ...] = ()
     drop_factor: float = 0.1
+    min_factor: float = 0.0
 
     def __call__(self, step: int) -> float:
         warmup = min(1.0, (step + 1) / (self.warmup_steps + 1))
         if self.schedule == "step":
             return float(warmup * self.drop_factor ** sum(step >= drop for drop in self.drop_steps))
         progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
-        return warmup * 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+        fall = 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+        return warmup * (self.min_factor + (1 - self.min_factor) * fall)

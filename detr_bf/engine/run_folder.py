@@ -88,6 +88,11 @@ class RunFolder:
         return self.path / "pictures" / "panoptic.png"
 
     @property
+    def predictions(self) -> Path:
+        """Of a classifier: a line for every validation image."""
+        return self.path / "predictions.csv"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 

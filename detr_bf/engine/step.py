@@ -3,38 +3,71 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from detr_bf import distributed
-from detr_bf.losses import LossReport, SetCriterion
-from detr_bf.structures import Batch
+from detr_bf.losses import LossReport
+
+B = TypeVar("B")
+
+
+class TrainingBatch(Protocol):
+    """What the engine needs to know of a batch."""
+
+    @property
+    def inputs(self) -> Any:
+        """What the model is called with."""
+
+    @property
+    def targets(self) -> Any:
+        """What the criterion compares the outputs with."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a message calls the images."""
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """Why images could not be read for which others stand in, one message for each."""
+
+    def not_finite(self) -> list[str]:
+        """The names of the images whose data hold infinity or NaN."""
+
+    def to(self: B, device: torch.device | str, non_blocking: bool = False) -> B:
+        """The same on another device."""
+
+
+Criterion = Callable[[Any, Any], LossReport]  # (what the model returns, the targets of the batch)
 
 
 class TrainingStep(nn.Module):
-    """A batch through the detector, under autocast, and its losses, outside of it.
+    """A batch through the model, under autocast, and its losses, outside of it.
 
     One module, because DistributedDataParallel must see every use of a parameter, and the mask head is used by the
     losses.
+
+    Args:
+        criterion: if it is a module, what it learns is in the model as well.
     """
 
-    def __init__(self, model: nn.Module, criterion: SetCriterion, device: torch.device, precision: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, criterion: Criterion, device: torch.device, precision: torch.dtype) -> None:
         super().__init__()
         self.model = model
         self.criterion = criterion
         self.device = device
         self.precision = precision
 
-    def forward(self, batch: Batch) -> LossReport:
+    def forward(self, batch: TrainingBatch) -> LossReport:
         """``batch`` comes from any device."""
         moved = batch.to(self.device, non_blocking=True)
         with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
-            outputs = self.model(moved)
+            outputs = self.model(moved.inputs)
         return self.criterion(outputs, moved.targets)
 
 

@@ -18,21 +18,20 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 from detr_bf import distributed
-from detr_bf.data.coco import mixed_seed
 from detr_bf.data.loader import steady
+from detr_bf.data.sample_key import mixed_seed
 from detr_bf.engine.capture import capture_step, told_together
 from detr_bf.engine.checkpoint import Checkpoint, load_strict, restore_rng, rng_state, training_state
-from detr_bf.engine.evaluate import Evaluation, EvaluationStopped
+from detr_bf.engine.evaluate import EvaluationStopped, Measured
 from detr_bf.engine.interrupt import InterruptWatch
 from detr_bf.engine.metrics import Means, MetricsLog
 from detr_bf.engine.optimizer import LearningRate, load_optimizer
 from detr_bf.engine.run_folder import RunFolder
-from detr_bf.engine.step import Agreement, TrainingStep, agree, gradients_exchanged, in_parallel
+from detr_bf.engine.step import Agreement, TrainingBatch, TrainingStep, agree, gradients_exchanged, in_parallel
 from detr_bf.errors import Interrupted, TrainingError
-from detr_bf.evaluation import Result
-from detr_bf.losses import LossReport, SetCriterion
+from detr_bf.losses import LossReport
 from detr_bf.progress import progress_bar
-from detr_bf.structures import Batch, ClassMap
+from detr_bf.structures import ClassMap
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,6 @@ class TrainSettings:
     epochs: int
     max_steps: int | None = None  # optimiser steps
     accumulate: int = 1  # batches of a process per optimiser step
-    precision: torch.dtype = torch.float32
     clip_norm: float = 0.1  # 0 does not clip
     log_every: int = 20  # steps
     checkpoint_every: int = 1000  # steps
@@ -66,44 +64,44 @@ class Progress:
 
     step: int = 0  # optimiser steps done
     evaluated_step: int = 0  # the step of the last evaluation
-    best_score: float = -1.0  # PQ where it is measured, else AP
+    best_score: float = -math.inf
     skipped: int = 0  # steps left out
     replaced: int = 0  # images of this epoch that could not be read
 
 
 @dataclass
 class Trainer:
-    """Trains a detector and keeps its run folder; of several processes each has one, and the first writes the files.
+    """Trains a model and keeps its run folder; of several processes each has one, and the first writes the files.
 
     Args:
+        step: the model, its criterion, device and precision.
         make_batches: (epoch, first batch) -> the batches of that epoch from there on that this process takes, always in
             the same order.
         batches_per_epoch: how many an epoch has for each process.
+        evaluate: (model, whether this process was asked to stop) -> what it measured.
         metrics: None in all processes but the first.
     """
 
-    model: nn.Module
-    criterion: SetCriterion
+    step: TrainingStep
     optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
-    make_batches: Callable[[int, int], Iterator[Batch]]
+    make_batches: Callable[[int, int], Iterator[TrainingBatch]]
     batches_per_epoch: int
-    evaluate: Evaluation
+    evaluate: Callable[[nn.Module, Callable[[], bool]], Measured]
     settings: TrainSettings
     folder: RunFolder
     metrics: MetricsLog | None
     class_map: ClassMap
     config: dict[str, Any]
-    device: torch.device
     resume_from: Checkpoint | None = None
-    result: Result | None = field(default=None, init=False)
+    result: Measured | None = field(default=None, init=False)
     progress: Progress = field(default_factory=Progress, init=False)
 
     def __post_init__(self) -> None:
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.settings.precision == torch.float16)
+        self.model = self.step.model
+        self.scaler = torch.amp.GradScaler(self.step.device.type, enabled=self.step.precision == torch.float16)
         self.ema = _averaged(self.model, self.settings.ema_decay)
-        self._step_of_a_batch = TrainingStep(self.model, self.criterion, self.device, self.settings.precision)
-        self._parallel: nn.Module = self._step_of_a_batch
+        self._parallel: nn.Module = self.step
         self._watch = InterruptWatch()
         self._saved: Progress | None = None
         self._saved_at = time.monotonic()
@@ -124,7 +122,7 @@ class Trainer:
     def epochs_done(self) -> float:
         return self.progress.step / self.steps_per_epoch
 
-    def train(self) -> Result:
+    def train(self) -> Measured:
         """Train from where the progress stands to the end, and return the last evaluation.
 
         Raises:
@@ -133,7 +131,7 @@ class Trainer:
             Interrupted: SIGINT or SIGTERM was received; everything is saved.
         """
         self.model.train()
-        self._parallel = in_parallel(self._step_of_a_batch, unused_parameters=self.settings.unused_parameters)
+        self._parallel = in_parallel(self.step, unused_parameters=self.settings.unused_parameters)
         with self._watch, self._bar() as bar:
             if self.progress.step == 0:
                 self.save()  # so that a run killed from here on can be resumed
@@ -206,7 +204,7 @@ class Trainer:
                 "the place in the epoch, are not those of an undisturbed run"
             )
 
-    def _rest_of_epoch(self) -> Iterator[list[Batch]]:
+    def _rest_of_epoch(self) -> Iterator[list[TrainingBatch]]:
         """The remaining batches of the current epoch, as many together as make one optimiser step."""
         epoch, steps_done = divmod(self.progress.step, self.steps_per_epoch)
         steps = min(self.steps_per_epoch - steps_done, self.total_steps - self.progress.step)
@@ -216,7 +214,7 @@ class Trainer:
         for _ in range(steps):
             yield list(islice(batches, self.settings.accumulate))
 
-    def _step(self, batches: Sequence[Batch]) -> Agreement:
+    def _step(self, batches: Sequence[TrainingBatch]) -> Agreement:
         """One optimiser step over the mean loss of ``batches``, unless that or its gradient is not finite."""
         rng, statistics = rng_state(), self._statistics()
         for group in self.optimizer.param_groups:
@@ -244,7 +242,7 @@ class Trainer:
         self.progress.step += 1
         return agreed
 
-    def _agree(self, report: LossReport, batch: Batch) -> Agreement:
+    def _agree(self, report: LossReport, batch: TrainingBatch) -> Agreement:
         """Learn how the others fare, and count the images that could not be read."""
         for message in batch.replaced:
             logger.error("another image takes the place of one that cannot be read: %s", message)
@@ -275,7 +273,7 @@ class Trainer:
 
     def _leave_out(
         self,
-        batches: Sequence[Batch],
+        batches: Sequence[TrainingBatch],
         rng: dict[str, Any],
         statistics: Sequence[tuple[Tensor, Tensor]],
         *,
@@ -288,7 +286,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         message = told_together(
             capture_step(
-                self._step_of_a_batch,
+                self.step,
                 batches,
                 rng,
                 number=step,
@@ -342,7 +340,7 @@ class Trainer:
         self.progress.evaluated_step = self.progress.step
         return improved
 
-    def _evaluated(self) -> Result:
+    def _evaluated(self) -> Measured:
         model = self.evaluation_model
         distributed.take_from_main(model.buffers())  # norms have seen other images here
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +27,9 @@ class Result:
 
     @property
     def score(self) -> float:
-        """What the best checkpoint is chosen by: PQ where it is measured, else AP; -1 without ground truth."""
+        """What the best checkpoint is chosen by: PQ where it is measured, else AP; without ground truth the lowest."""
         score = self.panoptic.PQ if self.panoptic else self.boxes.AP
-        return -1.0 if score is None else score
+        return -math.inf if score is None else score
 
     def __str__(self) -> str:
         names = [*(("PQ", "SQ", "RQ") if self.panoptic else ()), "AP", *(("mask/AP",) if self.masks else ("AP50",))]

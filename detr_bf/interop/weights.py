@@ -24,11 +24,20 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         InputError: the file is missing, damaged, holds no weights, or weights of an unknown format.
     """
-    content = read_safetensors(path) if path.suffix == ".safetensors" else read_torch(path)
-    state = without_wrapper(_state_in(content, path))
+    state = read_state(path)
     if format_of(state) is None and is_ours(state):
         return state
     return from_foreign(state, str(path))
+
+
+def read_state(path: Path) -> dict[str, Tensor]:
+    """Weights under the names they have in the file; averaged ones first.
+
+    Raises:
+        InputError: the file is missing, damaged or holds no weights.
+    """
+    content = read_safetensors(path) if path.suffix == ".safetensors" else read_torch(path)
+    return without_wrapper(_state_in(content, path))
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor], format_name: str | None = None) -> None:

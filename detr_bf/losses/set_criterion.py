@@ -6,8 +6,7 @@ Shape legend: L decoder layers, R rows (streams x images), Q queries, K logits, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,25 +17,8 @@ from detr_bf.boxes import generalized_iou
 from detr_bf.losses.classification import Classification, at_least_float32
 from detr_bf.losses.masks import mask_losses, padded_masks
 from detr_bf.losses.matcher import HungarianMatcher, Matches, PaddedTargets
+from detr_bf.losses.report import STREAM_NAMES, LossReport
 from detr_bf.structures import Masks, Outputs, Target
-
-STREAM_NAMES = ("clean", "batchformer")
-
-
-@dataclass(frozen=True)
-class LossReport:
-    """What a step is trained on, and what is only looked at."""
-
-    losses: dict[str, Tensor]  # scalars, not weighted; auxiliary layers end in _0, _1, ..., proposals in _enc
-    weights: dict[str, float]
-    logged: dict[str, Tensor] = field(default_factory=dict)  # scalars without gradient, never summed
-
-    def weighted(self) -> dict[str, Tensor]:
-        return {name: self.weights[name] * loss for name, loss in self.losses.items()}
-
-    @cached_property
-    def total(self) -> Tensor:
-        return torch.stack(list(self.weighted().values())).sum()
 
 
 @dataclass(frozen=True)

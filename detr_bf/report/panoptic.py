@@ -31,7 +31,7 @@ from detr_bf.report.drawing import (
     shorten,
     text_colour,
 )
-from detr_bf.report.sheet import LABEL_SIZE, Pair, fit, lay_out
+from detr_bf.report.sheet import GROUND_TRUTH, LABEL_SIZE, Strip, fit, lay_out
 from detr_bf.structures import PanopticMap, Segment
 
 _OPACITY = 0.55  # of a segment's colour over the grey image, whose own colours would mix with it
@@ -79,7 +79,7 @@ def panoptic_sheet(rows: Sequence[PanopticSheetRow], names: Sequence[str], pairs
     Raises:
         InputError: there is no image to show, or one has another size than its maps.
     """
-    return lay_out([_paint_pair(row, names) for row in rows], "Predictions", pairs_per_line)
+    return lay_out([_paint_pair(row, names) for row in rows], (GROUND_TRUTH, "Predictions"), pairs_per_line)
 
 
 def save_panoptic_sheet(path: str | Path, rows: Sequence[PanopticSheetRow], names: Sequence[str]) -> None:
@@ -134,13 +134,13 @@ def interior_points(numbers: NDArray[np.int32], sizes: Sequence[tuple[int, int]]
     return points
 
 
-def _paint_pair(row: PanopticSheetRow, names: Sequence[str]) -> Pair:
+def _paint_pair(row: PanopticSheetRow, names: Sequence[str]) -> Strip:
     for panoptic in (row.truth, row.found):
         _check_size(row.image, panoptic)
     picture, _ = fit(row.image)
     truth, found = (_paint(picture, panoptic, names, LABEL_SIZE) for panoptic in (row.truth, row.found))
     counts = f"{len(row.truth.segments)} segments in the ground truth, {len(row.found.segments)} predicted"
-    return Pair(truth, found, row.file_name, counts)
+    return Strip((truth, found), (row.file_name, counts))
 
 
 def _check_size(image: Tensor, panoptic: PanopticMap) -> None:

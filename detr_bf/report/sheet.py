@@ -14,11 +14,12 @@ from detr_bf.errors import InputError
 from detr_bf.report.drawing import load_font, make_marks, paint_marks, save_picture, shorten
 from detr_bf.structures import Detections
 
-_CELL = 420  # pixels, width and largest height of one picture
-_GAP = 10  # between ground truth and predictions
-_MARGIN = 32  # around the sheet and between pairs
-_HEADING, _CAPTION, LABEL_SIZE = 21, 17, 18  # font sizes in pixels
-_PAPER, _INK, _FAINT = (255, 255, 255), (28, 30, 34), (110, 116, 124)
+CELL = 420  # pixels, width and largest height of one picture
+_GAP = 10  # between the pictures of one image
+MARGIN = 32  # around the sheet and between images
+HEADING, _CAPTION, LABEL_SIZE = 21, 17, 18  # font sizes in pixels
+PAPER, INK, FAINT = (255, 255, 255), (28, 30, 34), (110, 116, 124)
+GROUND_TRUTH = "Ground truth"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def comparison_sheet(
         InputError: there is no image to show.
     """
     pairs = [_paint_pair(row, class_names, threshold) for row in rows]
-    return lay_out(pairs, f"Predictions, score ≥ {threshold:g}", pairs_per_line)
+    return lay_out(pairs, (GROUND_TRUTH, f"Predictions, score ≥ {threshold:g}"), pairs_per_line)
 
 
 def save_sheet(path: str | Path, rows: Sequence[SheetRow], class_names: Sequence[str], threshold: float = 0.5) -> None:
@@ -50,62 +51,65 @@ def save_sheet(path: str | Path, rows: Sequence[SheetRow], class_names: Sequence
 
 
 @dataclass(frozen=True)
-class Pair:
-    """One image twice, both pictures from :func:`fit` and painted on since."""
+class Strip:
+    """One image in several states, side by side; the pictures come from :func:`fit` and may be painted on since."""
 
-    truth: Image.Image
-    found: Image.Image
-    caption: str  # below the ground truth
-    counts: str  # below what was found
+    pictures: tuple[Image.Image, ...]
+    captions: tuple[str, ...]  # a line of text below each; "": none
 
-    def place(self, sheet: Image.Image, left: int, top: int) -> None:
-        """Paste both pictures, centred between the sides of their cells, with one line of text below each."""
+    @property
+    def height(self) -> int:
+        """In pixels, with the captions, if there are any."""
+        return max(picture.height for picture in self.pictures) + (2 * _CAPTION if any(self.captions) else 0)
+
+    def place(self, sheet: Image.Image, left: int, top: int, cell: int) -> None:
+        """Paste the pictures, each centred between the sides of its cell, with their captions."""
         font = load_font(_CAPTION)
         draw = ImageDraw.Draw(sheet)
-        cells = ((left, self.truth, self.caption), (left + _CELL + _GAP, self.found, self.counts))
-        for x, picture, text in cells:
-            sheet.paste(picture, (x + (_CELL - picture.width) // 2, top))
+        for number, (picture, text) in enumerate(zip(self.pictures, self.captions, strict=True)):
+            x = left + number * (cell + _GAP)
+            sheet.paste(picture, (x + (cell - picture.width) // 2, top))
             below = top + picture.height + _CAPTION // 2
-            draw.text((x, below), shorten(text, font, _CELL), fill=_FAINT, font=font)
+            draw.text((x, below), shorten(text, font, cell), fill=FAINT, font=font)
 
 
-def lay_out(pairs: Sequence[Pair], found_title: str, pairs_per_line: int = 2) -> Image.Image:
-    """Pairs in lines under the titles "Ground truth" and ``found_title``.
+def lay_out(strips: Sequence[Strip], titles: Sequence[str], strips_per_line: int = 2, cell: int = CELL) -> Image.Image:
+    """Strips in lines, with the ``titles`` of their pictures above the first.
 
     Raises:
-        InputError: there is no pair.
+        InputError: there is no strip.
     """
-    if not pairs:
-        raise InputError("a comparison sheet needs at least one image, got none")
-    columns = min(pairs_per_line, len(pairs))
-    lines = [pairs[start : start + columns] for start in range(0, len(pairs), columns)]
-    heights = [max(pair.truth.height for pair in line) + 2 * _CAPTION + _MARGIN for line in lines]
-    top = _MARGIN + 2 * _HEADING
-    pair_width = 2 * _CELL + _GAP
-    width = columns * (pair_width + _MARGIN) + _MARGIN
-    sheet = Image.new("RGB", (width, top + sum(heights)), _PAPER)
+    if not strips:
+        raise InputError("a sheet needs at least one image, got none")
+    columns = min(strips_per_line, len(strips))
+    lines = [strips[start : start + columns] for start in range(0, len(strips), columns)]
+    heights = [max(strip.height for strip in line) + MARGIN for line in lines]
+    top = MARGIN + 2 * HEADING
+    strip_width = len(titles) * (cell + _GAP) - _GAP
+    width = columns * (strip_width + MARGIN) + MARGIN
+    sheet = Image.new("RGB", (width, top + sum(heights)), PAPER)
     draw = ImageDraw.Draw(sheet)
-    lefts = [_MARGIN + column * (pair_width + _MARGIN) for column in range(columns)]
+    lefts = [MARGIN + column * (strip_width + MARGIN) for column in range(columns)]
+    heading = load_font(HEADING, bold=True)
     for left in lefts:
-        heading = load_font(_HEADING, bold=True)
-        draw.text((left, _MARGIN), "Ground truth", fill=_INK, font=heading)
-        draw.text((left + _CELL + _GAP, _MARGIN), found_title, fill=_INK, font=heading)
+        for number, text in enumerate(titles):
+            draw.text((left + number * (cell + _GAP), MARGIN), text, fill=INK, font=heading)
     for line, height in zip(lines, heights, strict=True):
-        for left, pair in zip(lefts, line, strict=False):
-            pair.place(sheet, left, top)
+        for left, strip in zip(lefts, line, strict=False):
+            strip.place(sheet, left, top, cell)
         top += height
     return sheet
 
 
-def fit(image: Tensor) -> tuple[Image.Image, float]:
-    """The image (3, H, W) uint8 enlarged or reduced to a cell, and by which factor."""
+def fit(image: Tensor, cell: int = CELL) -> tuple[Image.Image, float]:
+    """The image (3, H, W) uint8 enlarged or reduced to a cell of so many pixels, and by which factor."""
     picture = transforms.to_pil_image(image)
-    scale = _CELL / max(picture.size)
+    scale = cell / max(picture.size)
     size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
     return picture.resize(size, Image.Resampling.LANCZOS), scale
 
 
-def _paint_pair(row: SheetRow, class_names: Sequence[str], threshold: float) -> Pair:
+def _paint_pair(row: SheetRow, class_names: Sequence[str], threshold: float) -> Strip:
     kept = row.detections.scores >= threshold
     boxes, scores = row.detections.boxes[kept], row.detections.scores[kept]
     truth, scale = fit(row.image)
@@ -113,4 +117,4 @@ def _paint_pair(row: SheetRow, class_names: Sequence[str], threshold: float) -> 
     paint_marks(truth, make_marks(row.target_boxes * scale, row.target_labels, class_names), LABEL_SIZE)
     paint_marks(found, make_marks(boxes * scale, row.detections.labels[kept], class_names, scores), LABEL_SIZE)
     counts = f"{len(row.target_boxes)} in the ground truth, {len(boxes)} predicted"
-    return Pair(truth, found, row.caption, counts)
+    return Strip((truth, found), (row.caption, counts))

@@ -5,9 +5,9 @@ Shape legend: B images, R rows (streams x images, clean stream first), S tokens 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -20,40 +20,69 @@ from detr_bf.vit.plugin import PREFIX, Plugin, chosen, require_vit
 IMAGENET_LAYER = 7  # the eighth; the paper saw early ones diverge
 
 
-class BatchFormerV2Plugin(Plugin):
-    """BatchFormerV2 before or after chosen blocks; ``batch_former`` is the module."""
+T = TypeVar("T", BatchFormer, BatchFormerV2)
 
-    name = "batchformer_v2"
 
-    def __init__(self, batch_former: BatchFormerV2) -> None:
+class BatchAttention(Plugin, Generic[T]):
+    """What both kinds have; ``batch_former`` is the module. A model has one of them."""
+
+    def __init__(self, batch_former: T) -> None:
         super().__init__()
-        self.batch_former = batch_former
+        self.batch_former: T = batch_former
 
     @property
     def num_streams(self) -> int:
         """How many streams leave the model now."""
-        forks = self.batch_former.training and self.batch_former.mode != "single_stream"
-        return 2 if forks else 1
+        return self.batch_former.num_streams
+
+    def join(self, host: nn.Module, hooks: Iterable[RemovableHandle]) -> None:
+        """As every plug-in, but beside no other batch attention, which would double the batch once more."""
+        for other in getattr(host, PREFIX, {}).values():
+            if isinstance(other, BatchAttention) and other.name != self.name:
+                raise InputError(
+                    f"the model has {other.name} already, and both would fork the batch: call its remove() first"
+                )
+        super().join(host, hooks)
+
+
+class BatchFormerV2Plugin(BatchAttention[BatchFormerV2]):
+    """BatchFormerV2 before or after chosen blocks."""
+
+    name = "batchformer_v2"
 
     def attach(self, model: nn.Module) -> None:
         """Hang on the chosen blocks."""
         vit = require_vit(model)
-        _check_alone(vit, BatchFormerPlugin.name)
         self.join(vit, self._hooks(vit))
 
     def _hooks(self, vit: Any) -> Iterator[RemovableHandle]:
         for layer in self.batch_former.insertions:
             if self.batch_former.position == "before":
-                yield vit.blocks[layer].register_forward_pre_hook(partial(self._before, layer))
+                yield vit.blocks[layer].register_forward_pre_hook(partial(self._before, layer), with_kwargs=True)
             else:
-                yield vit.blocks[layer].register_forward_hook(partial(self._after, layer))
+                yield vit.blocks[layer].register_forward_hook(partial(self._after, layer), with_kwargs=True)
 
-    def _before(self, layer: int, block: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def _before(
+        self, layer: int, block: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
+        self._check_mask(*args[1:], **kwargs)
         mixed = self._mix(layer, args[0])
-        return None if mixed is args[0] else (mixed, *args[1:])
+        return None if mixed is args[0] else ((mixed, *args[1:]), kwargs)
 
-    def _after(self, layer: int, block: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def _after(
+        self, layer: int, block: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor:
+        self._check_mask(*args[1:], **kwargs)
         return self._mix(layer, output)
+
+    def _check_mask(self, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> None:
+        """The mask of a block, which all later ones get as it is: only one that all images share fits two streams."""
+        if self.num_streams > 1 and attn_mask is not None and attn_mask.dim() > 2 and len(attn_mask) > 1:
+            raise InputError(
+                f"BatchFormerV2 doubles the batch between blocks, and attn_mask of shape {tuple(attn_mask.shape)} has "
+                "rows of its own for each image: give one that all images share, of shape (tokens, tokens) or "
+                "(1, 1, tokens, tokens)"
+            )
 
     def _mix(self, layer: int, tokens: Tensor) -> Tensor:
         """The first insertion forks, so that all later ones find what it made."""
@@ -77,7 +106,7 @@ def add_batchformer_v2(
     """BatchFormerV2 in a timm ViT or DeiT, class token included; evaluation is untouched.
 
     In training the model returns logits (2B, K), clean stream first: see :func:`num_streams` and
-    :class:`detr_bf.batchformer.StreamLoss`.
+    :class:`detr_bf.batchformer.StreamLoss`. An ``attn_mask`` given to the model must then be the same for all images.
 
     Args:
         model: the bare model.
@@ -108,23 +137,13 @@ def add_batchformer_v2(
     return plugin
 
 
-class BatchFormerPlugin(Plugin):
+class BatchFormerPlugin(BatchAttention[BatchFormer]):
     """One BatchFormer before one or several modules that read pooled features."""
 
     name = "batchformer"
 
-    def __init__(self, batch_former: BatchFormer) -> None:
-        super().__init__()
-        self.batch_former = batch_former
-
-    @property
-    def num_streams(self) -> int:
-        """How many streams leave the model now."""
-        return self.batch_former.num_streams
-
     def attach(self, model: nn.Module, readers: Sequence[nn.Module]) -> None:
         """Hang on the ``readers`` within ``model``."""
-        _check_alone(model, BatchFormerV2Plugin.name)
         self.join(model, (reader.register_forward_pre_hook(self._before) for reader in readers))
 
     def _before(self, reader: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -140,6 +159,7 @@ def add_batchformer(
     dropout: float = 0.5,
     num_layers: int = 1,
     shared_classifier: bool = True,
+    gather: bool = False,
 ) -> BatchFormerPlugin:
     """BatchFormer before the classifier of a timm or torchvision model; evaluation is untouched.
 
@@ -153,7 +173,7 @@ def add_batchformer(
     Args:
         before: names of the modules in ``model`` that read the features; None means its classifiers.
         dim: channels of the features; None means what these modules' first linear layer reads.
-        heads, dropout, num_layers, shared_classifier: see :class:`BatchFormer`.
+        heads, dropout, num_layers, shared_classifier, gather: see :class:`BatchFormer`.
 
     Raises:
         InputError: no such modules, features of several widths, auxiliary classifiers, or it has batch attention.
@@ -162,7 +182,14 @@ def add_batchformer(
     if dim is None:
         dim = _common_width(readers)
     plugin = BatchFormerPlugin(
-        BatchFormer(dim, heads=heads, dropout=dropout, num_layers=num_layers, shared_classifier=shared_classifier)
+        BatchFormer(
+            dim,
+            heads=heads,
+            dropout=dropout,
+            num_layers=num_layers,
+            shared_classifier=shared_classifier,
+            gather=gather,
+        )
     )
     plugin.attach(model, readers)
     return plugin
@@ -170,7 +197,7 @@ def add_batchformer(
 
 def num_streams(model: nn.Module) -> int:
     """How many streams ``model`` returns now, clean stream first; it may be wrapped or compiled."""
-    plugins = (module for module in model.modules() if isinstance(module, BatchFormerV2Plugin | BatchFormerPlugin))
+    plugins = (module for module in model.modules() if isinstance(module, BatchAttention))
     return next((plugin.num_streams for plugin in plugins), 1)
 
 
@@ -212,9 +239,3 @@ def _common_width(readers: Sequence[nn.Module]) -> int:
             "BatchFormer serves one width: give dim, or other modules"
         )
     return widths.pop()
-
-
-def _check_alone(model: nn.Module, other: str) -> None:
-    """Two kinds of batch attention would double the batch twice."""
-    if other in getattr(model, PREFIX, ()):
-        raise InputError(f"the model has {other} already, and both would fork the batch: call its remove() first")

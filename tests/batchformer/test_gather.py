@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from detr_bf import distributed
-from detr_bf.batchformer import BatchFormerLayer, BatchFormerV2
+from detr_bf.batchformer import BatchFormer, BatchFormerLayer, BatchFormerV2
 from detr_bf.structures import TokenBatch
 from tests.processes import run_together
 
@@ -58,14 +58,43 @@ def share(sizes: tuple[int, ...], changes: dict[str, object]) -> dict[str, Any]:
 @pytest.mark.parametrize("changes", [{}, {"mask_padding": True}, {"mode": "single_stream", "shared": False}])
 def test_several_processes_equal_one_with_all_images(count: int, changes: dict[str, object]) -> None:
     sizes = PER_PROCESS[count]
-    whole = run(images(sum(sizes)), **changes)
-    parts = run_together(count, share, sizes, changes)
+    check_equal(run_together(count, share, sizes, changes), run(images(sum(sizes)), **changes))
+
+
+def check_equal(parts: list[dict[str, Any]], whole: dict[str, Any]) -> None:
+    """Outputs of each stream, gradients of the inputs, and the sum of the parameters' gradients."""
     for stream, expected in enumerate(whole["out"]):
         torch.testing.assert_close(torch.cat([part["out"][stream] for part in parts]), expected, **CLOSE)
     torch.testing.assert_close(torch.cat([part["input"] for part in parts]), whole["input"], **CLOSE)
     for name, expected in whole["parameters"].items():
         summed = sum(part["parameters"][name] for part in parts)
         torch.testing.assert_close(summed, expected, **CLOSE)
+
+
+def run_pooled(features: Tensor, shared_classifier: bool) -> dict[str, Any]:
+    """As :func:`run`, of BatchFormer on pooled features."""
+    torch.manual_seed(0)
+    settings = {"dropout": 0.0, "num_layers": 2, "gather": True}
+    bf = BatchFormer(DIM, **settings, shared_classifier=shared_classifier).double().train()
+    features.requires_grad_()
+    out = bf(features)
+    (out.sin() * torch.arange(1, DIM + 1)).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in bf.named_parameters()}
+    return {"out": out.detach().chunk(bf.num_streams), "input": features.grad, "parameters": gradients}
+
+
+def share_pooled(sizes: tuple[int, ...], shared_classifier: bool) -> dict[str, Any]:
+    start = sum(sizes[: distributed.rank()])
+    here = images(sum(sizes)).tokens[start : start + sizes[distributed.rank()], 0]
+    return run_pooled(here.clone(), shared_classifier)
+
+
+@pytest.mark.parametrize("count", PER_PROCESS)
+@pytest.mark.parametrize("shared_classifier", [True, False])
+def test_pooled_features_of_several_processes_equal_those_of_one(count: int, shared_classifier: bool) -> None:
+    sizes = PER_PROCESS[count]
+    whole = run_pooled(images(sum(sizes)).tokens[:, 0].clone(), shared_classifier)
+    check_equal(run_together(count, share_pooled, sizes, shared_classifier), whole)
 
 
 OTHER_SHAPES = (((4, 5), (2, 3)), ((3, 7), (1, 4)))  # of two processes

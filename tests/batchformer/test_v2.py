@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from detr_bf.batchformer import BatchFormerLayer, BatchFormerV2
+from detr_bf.batchformer.v2 import MODES
 from detr_bf.errors import InputError
 from detr_bf.structures import TokenBatch
 from detr_bf.transformer import Encoder, EncoderLayer, TokenAttention
@@ -116,6 +117,14 @@ def test_any_number_of_insertions_keeps_two_streams(layers: list[int]) -> None:
     assert len(out.tokens) == 2 * IMAGES
     assert all(len(value) == 2 * IMAGES for value in out.per_sample.values())
     torch.testing.assert_close(out.per_sample["position"][:IMAGES], out.per_sample["position"][IMAGES:])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_number_of_streams_is_what_leaves(mode: str) -> None:
+    network, batch = encoder(layers=[0, 2], mode=mode), batch_of(tokens())
+    for training in (True, False):
+        out = network.train(training)(batch)
+        assert network.batch_former.num_streams == out.num_streams == len(out.tokens) // IMAGES
 
 
 def test_later_insertions_leave_the_clean_stream_alone() -> None:

@@ -7,17 +7,6 @@ import pytest
 from detr_bf.config import Config, config_from_dict, config_to_dict, config_to_yaml, known_keys, load_config
 from detr_bf.errors import InputError
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_every_file_in_configs_loads(path: Path) -> None:
-    assert isinstance(load_config(path), Config)
-
-
-def test_there_are_configs() -> None:
-    assert CONFIGS
-
 
 def test_names_other_work_relies_on() -> None:
     batch_former = [
@@ -82,8 +71,8 @@ def test_round_trips(tmp_path: Path) -> None:
         ("optimizer.lr=inf", ["optimizer.lr must be 0 or more and finite"]),
         ("optimizer.drop_factor=nan", ["optimizer.drop_factor must be greater than 0 and finite"]),
         ("seed=99999999999999999999999", ["seed must be"]),
-        ("data.transforms.short_sides=[]", ["data.transforms.short_sides must list"]),
-        ("data.transforms.crop_short_sides=[0]", ["data.transforms.crop_short_sides must list"]),
+        ("data.transforms.short_sides=[]", ["data.transforms.short_sides must be one or more sizes"]),
+        ("data.transforms.crop_short_sides=[0]", ["data.transforms.crop_short_sides must be one or more sizes"]),
         ("data.transforms.crop_min=900", ["crop_min=900 must not exceed", "crop_max=600"]),
         ("train.epochs", ["key=value"]),
         ("train.epochs=0", ["train.epochs must be greater than 0"]),

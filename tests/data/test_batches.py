@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from detr_bf.data.batches import EpochBatches, SameSizeBatches, aspect_buckets
-from detr_bf.data.coco import SampleKey, mixed_seed
+from detr_bf.data.sample_key import SampleKey, mixed_seed
 from detr_bf.errors import InputError
 
 
@@ -41,6 +41,41 @@ def test_one_process_sees_the_permutation_as_it_is() -> None:
     """So that a run of an earlier version can be resumed."""
     order = torch.randperm(50, generator=torch.Generator().manual_seed(mixed_seed(0, 3))).tolist()
     assert places(batches(50, 4)) == order[:48]
+
+
+def test_repeated_augmentation_shows_fewer_images_several_times_each() -> None:
+    chosen = batches(50, 6, repeats=3)
+    assert len(chosen) == len(batches(50, 6)) == 8, "an epoch is as long as without"
+    for batch in chosen:
+        assert Counter(key.place for key in batch) == dict.fromkeys({key.place for key in batch}, 3)
+        assert [key.copy for key in batch] == [0, 0, 1, 1, 2, 2]
+    assert len(set(places(chosen))) == 16, "no image in two batches"
+    assert places(chosen)[:2] == places(batches(50, 6))[:2], "of the same permutation"
+    assert batches(50, 6, repeats=3, start_batch=5) == chosen[5:]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_processes_share_the_copies(world_size: int) -> None:
+    alone = batches(50, 4 * world_size, repeats=3)
+    assert together(50, 4, world_size, repeats=3) == alone
+    for rank in range(world_size):
+        mine = batches(50, 4, rank=rank, world_size=world_size, repeats=world_size)
+        assert all(len({key.place for key in batch}) == 4 for batch in mine), "all different where copies = processes"
+
+
+@pytest.mark.parametrize(("num_samples", "size"), [(50, 4), (3, 3), (1, 1)])
+def test_copies_fill_a_batch_that_is_no_multiple(num_samples: int, size: int) -> None:
+    for batch in batches(num_samples, 4, repeats=3):
+        assert len(batch) == size
+        assert len(set(batch)) == size, "keys differ"
+        assert max(Counter(key.place for key in batch).values()) <= 3
+
+
+def test_random_numbers_of_a_single_copy_are_those_of_earlier_versions() -> None:
+    assert SampleKey(3, 7).mixed_with(5) == mixed_seed(5, 3, 7)
+    assert SampleKey(3, 7).mixed_with(5, 2) == mixed_seed(5, 3, 7, 2)
+    seeds = [SampleKey(3, 7, copy).mixed_with(5, attempt) for copy in range(3) for attempt in range(3)]
+    assert len(set(seeds)) == 9
 
 
 BUCKETS = [place * 7 % 3 for place in range(50)]

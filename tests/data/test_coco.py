@@ -9,7 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from detr_bf.data.coco import CocoDetection, SampleKey, mixed_seed, read_annotations
+from detr_bf.data.coco import CocoDetection, read_annotations
+from detr_bf.data.sample_key import SampleKey, mixed_seed
 from detr_bf.data.transforms import eval_transform, train_transform
 from detr_bf.errors import InputError
 from detr_bf.structures import ClassMap

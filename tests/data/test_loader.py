@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from detr_bf.data.batches import EpochBatches, SameSizeBatches
-from detr_bf.data.coco import CocoDetection, SampleKey
+from detr_bf.data.coco import CocoDetection
 from detr_bf.data.loader import MAX_DEATHS, WorkerDiedError, make_loader, steady
+from detr_bf.data.sample_key import SampleKey
 from detr_bf.data.transforms import train_transform
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.structures import Batch, Target
@@ -35,7 +36,7 @@ TRAINING = train_transform(
 def load(data: SimpleNamespace, batch_size: int = 2, workers: int = 0, epoch: int = 1, start: int = 0) -> list[Batch]:
     dataset = CocoDetection(data.images, data.annotations, TRAINING, seed=5)
     chosen = EpochBatches(len(dataset), batch_size, seed=5, epoch=epoch, start_batch=start)
-    return list(make_loader(dataset, chosen, workers=workers))
+    return list(make_loader(dataset, chosen, collate=Batch.collate, workers=workers))
 
 
 def assert_same(first: list[Batch], second: list[Batch]) -> None:
@@ -101,7 +102,7 @@ class Interrupting(CocoDetection):
 def test_workers_outlive_ctrl_c(coco_folder: Factory) -> None:
     data = coco_folder(num_images=2)
     dataset = Interrupting(data.images, data.annotations, TRAINING)
-    loader = make_loader(dataset, SameSizeBatches(dataset.sizes, 1), workers=1)
+    loader = make_loader(dataset, SameSizeBatches(dataset.sizes, 1), collate=Batch.collate, workers=1)
     assert len(list(loader)) == 2
 
 
@@ -111,7 +112,7 @@ def replacing(data: SimpleNamespace, **changes: object) -> CocoDetection:
 
 def load_all(dataset: CocoDetection, workers: int = 0, epoch: int = 1) -> list[Batch]:
     chosen = EpochBatches(len(dataset), 2, seed=5, epoch=epoch)
-    return list(make_loader(dataset, chosen, workers=workers))
+    return list(make_loader(dataset, chosen, collate=Batch.collate, workers=workers))
 
 
 def test_another_image_stands_in_for_one_that_cannot_be_read(coco_folder: Factory) -> None:
@@ -207,7 +208,7 @@ def maker(dataset: CocoDetection, starts: list[int], workers: int = 2) -> Callab
         assert not multiprocessing.active_children(), "the workers of the last iterator have ended"
         starts.append(start)
         chosen = EpochBatches(len(dataset), 2, seed=5, epoch=1, start_batch=start)
-        return iter(make_loader(dataset, chosen, workers=workers))
+        return iter(make_loader(dataset, chosen, collate=Batch.collate, workers=workers))
 
     return make
 
@@ -287,7 +288,7 @@ def test_deaths_with_batches_in_between_do_not_add_up(coco_folder: Factory) -> N
 def test_a_worker_that_dies_after_the_last_batch_is_no_loss(coco_folder: Factory) -> None:
     data = coco_folder(num_images=4)
     dataset = CocoDetection(data.images, data.annotations, TRAINING, seed=5)
-    batches = iter(make_loader(dataset, EpochBatches(4, 2, seed=5, epoch=1), workers=1))
+    batches = iter(make_loader(dataset, EpochBatches(4, 2, seed=5, epoch=1), collate=Batch.collate, workers=1))
     found = [next(batches), next(batches)]
     kill_a_worker()
     assert next(batches, None) is None

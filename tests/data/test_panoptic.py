@@ -15,13 +15,14 @@ from torchvision.ops import box_convert
 from detr_bf.build import build_train_data, build_val_data, data_source
 from detr_bf.config import load_config
 from detr_bf.data.batches import EpochBatches
-from detr_bf.data.coco import CocoDetection, SampleKey, read_annotations
+from detr_bf.data.coco import CocoDetection, read_annotations
 from detr_bf.data.loader import make_loader
 from detr_bf.data.panoptic import SegmentExtent, segment_extents
+from detr_bf.data.sample_key import SampleKey
 from detr_bf.data.transforms import eval_transform, train_transform
 from detr_bf.errors import InputError
 from detr_bf.panoptic_png import read_ids, write_ids
-from detr_bf.structures import ClassMap, Target
+from detr_bf.structures import Batch, ClassMap, Target
 
 Factory = Callable[..., SimpleNamespace]
 PLAIN = eval_transform(short_side=48, max_size=1000)  # keeps the fixture's 64 x 48 as they are
@@ -232,7 +233,7 @@ def test_images_and_boxes_are_augmented_alike_with_and_without_masks(panoptic_fo
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_bring_the_same_masks(panoptic_folder: Factory, workers: int) -> None:
     samples = dataset(panoptic_folder(), transform=TRAINING, seed=5)
-    batches = list(make_loader(samples, EpochBatches(4, 2, seed=5, epoch=1), workers=workers))
+    batches = list(make_loader(samples, EpochBatches(4, 2, seed=5, epoch=1), collate=Batch.collate, workers=workers))
     keys = [key for batch in EpochBatches(4, 2, seed=5, epoch=1) for key in batch]
     targets = [found for batch in batches for found in batch.targets]
     for key, found in zip(keys, targets, strict=True):

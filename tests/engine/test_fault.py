@@ -179,7 +179,7 @@ def test_a_broken_target_is_named_and_so_are_its_losses() -> None:
     assert all_finite(torch.tensor(list(fault.losses[0].values())))
     bad = {name for name, value in fault.losses[1].items() if not torch.tensor(value).isfinite()}
     assert bad == {"total", "loss_bbox", "loss_giou", "loss_bbox_0", "loss_giou_0"}
-    assert "boxes that are not finite in 11.png" in str(fault)
+    assert "data that are not finite in 11.png" in str(fault)
 
 
 def with_masks() -> TrainingStep:

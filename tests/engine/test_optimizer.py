@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from detr_bf.batchformer import BatchFormerV2
+from detr_bf.batchformer import BatchFormer, BatchFormerV2
 from detr_bf.detectors import Options, deformable_detr, detr
 from detr_bf.engine import LearningRate, build_optimizer, parameter_groups
-from detr_bf.engine.optimizer import load_optimizer
+from detr_bf.engine.optimizer import image_parameter_groups, load_optimizer
+from detr_bf.errors import InputError
+from detr_bf.vit import add_batchformer, add_batchformer_v2, add_context_broadcasting, add_diverse_patch
+from tests.vit import tiny
 
 
 def network() -> nn.Module:
@@ -49,6 +54,78 @@ def test_batch_former_has_its_own_rate_and_decay() -> None:
     }
 
 
+def test_batch_former_of_pooled_features_is_in_the_same_group() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), BatchFormer(8), nn.Linear(8, 2))
+    groups = {
+        group["name"]: group["params"]
+        for group in parameter_groups(model, lr=1.0, backbone_lr=0.1, weight_decay=0.01, batch_former_lr_factor=0.1)
+    }
+    assert {name: len(params) for name, params in groups.items()} == {"transformer": 4, "batch_former": 12}
+    assert {id(p) for p in groups["batch_former"]} == {id(p) for p in model[1].parameters()}
+
+
+def by_group(model: nn.Module, **changes: Any) -> dict[str, set[str]]:
+    """Names of the parameters in each group, every one of which is there once."""
+    settings = {"lr": 1.0, "weight_decay": 0.05} | changes
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = {
+        group["name"]: [names[id(p)] for p in group["params"]] for group in image_parameter_groups(model, **settings)
+    }
+    together = [name for members in groups.values() for name in members]
+    assert sorted(together) == sorted(name for name, p in model.named_parameters() if p.requires_grad)
+    return {name: set(members) for name, members in groups.items()}
+
+
+def classifier(add: Callable[..., Any] = add_batchformer) -> nn.Module:
+    """With plug-ins, and one frozen parameter."""
+    model = tiny.vit()
+    add(model, **({"layers": [1]} if add is add_batchformer_v2 else {}))
+    add_context_broadcasting(model, "all", scaled=True)
+    add_diverse_patch(model, tiny.CLASSES)
+    model.patch_embed.proj.weight.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("add", [add_batchformer, add_batchformer_v2])
+def test_images_matrices_decay_and_vectors_positions_and_tokens_do_not(add: Callable[..., Any]) -> None:
+    model = classifier(add)
+    groups = by_group(model)
+    assert set(groups) == {"network", "network_no_decay", "batch_former", "batch_former_no_decay"}
+    shapes = {name: parameter.ndim for name, parameter in model.named_parameters()}
+    for name in groups["network"] | groups["batch_former"]:
+        assert shapes[name] == 2, name
+        assert name.endswith("weight"), name
+    assert {name for name in groups["network_no_decay"] if shapes[name] > 1} == {"pos_embed", "cls_token"}
+    assert "plugins.context_broadcasting.scales.0" in groups["network_no_decay"]
+    assert "plugins.diverse_patch.patch_head.weight" in groups["network"]
+    batch_attention = {name for name in shapes if name.startswith("plugins.batchformer")}
+    assert groups["batch_former"] | groups["batch_former_no_decay"] == batch_attention
+
+
+def test_images_batch_attention_has_its_own_rate_and_decay_on_matrices() -> None:
+    groups = image_parameter_groups(
+        classifier(), lr=1.0, weight_decay=0.05, batch_former_lr_factor=0.1, batch_former_weight_decay=0.5
+    )
+    assert {group["name"]: (group["lr"], group["weight_decay"]) for group in groups} == {
+        "network": (1.0, 0.05),
+        "network_no_decay": (1.0, 0.0),
+        "batch_former": (0.1, 0.5),
+        "batch_former_no_decay": (0.1, 0.0),
+    }
+    default = image_parameter_groups(classifier(), lr=1.0, weight_decay=0.05)
+    assert {group["weight_decay"] for group in default if group["name"] == "batch_former"} == {0.05}
+
+
+def test_images_vectors_decay_where_they_are_told_to() -> None:
+    assert set(by_group(classifier(), decay_vectors=True)) == {"network", "batch_former"}
+    assert set(by_group(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))) == {"network", "network_no_decay"}
+
+
+def test_images_tables_that_timm_spares_are_spared() -> None:
+    spared = {name for name in by_group(tiny.swin())["network_no_decay"] if "relative_position" in name}
+    assert len(spared) == 4, "one a block"
+
+
 def test_weight_decay_of_batch_former_defaults_to_the_others() -> None:
     groups = parameter_groups(network(), lr=1.0, backbone_lr=0.1, weight_decay=0.01)
     assert {group["weight_decay"] for group in groups} == {0.01}
@@ -72,6 +149,15 @@ def test_optimizer_moves_each_group_by_its_rate() -> None:
 def test_step_schedule() -> None:
     rate = LearningRate("step", total_steps=30, drop_steps=(10, 20), drop_factor=0.1)
     assert [rate(step) for step in (0, 9, 10, 19, 20, 29)] == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
+
+
+def test_cosine_ends_at_the_least_factor() -> None:
+    rate = LearningRate("cosine", total_steps=100, warmup_steps=3, min_factor=0.2)
+    free = LearningRate("cosine", total_steps=100, warmup_steps=3)
+    assert rate(3) == pytest.approx(1)
+    assert rate(100) == rate(200) == pytest.approx(0.2)
+    assert rate(40) == pytest.approx(0.2 + 0.8 * free(40))
+    assert rate(0) == pytest.approx(0.25)
 
 
 def test_cosine_schedule() -> None:
@@ -107,8 +193,43 @@ def test_points_have_their_own_rate() -> None:
     assert sorted(grouped) == sorted(id(p) for p in model.parameters())
 
 
+def test_gradient_descent_as_a_loop() -> None:
+    parameter = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+    groups = [{"params": [parameter], "lr": 0.1, "weight_decay": 0.01}]
+    optimizer = build_optimizer(groups, "sgd", momentum=0.8, nesterov=True)
+    value, velocity = parameter.detach().clone(), torch.zeros(2, dtype=torch.float64)
+    for step in range(3):
+        parameter.grad = torch.tensor([0.3, -0.1], dtype=torch.float64) * (step + 1)
+        gradient = parameter.grad + 0.01 * value
+        velocity = gradient if step == 0 else 0.8 * velocity + gradient
+        value = value - 0.1 * (gradient + 0.8 * velocity)
+        optimizer.step()
+    torch.testing.assert_close(parameter.detach(), value)
+    assert optimizer.param_groups[0]["base_lr"] == 0.1
+
+
+def test_settings_reach_the_optimizer() -> None:
+    groups = [{"params": [nn.Parameter(torch.zeros(2))], "lr": 0.1}]
+    assert build_optimizer(groups, betas=[0.8, 0.95]).param_groups[0]["betas"] == (0.8, 0.95)
+    assert build_optimizer(groups).param_groups[0]["betas"] == (0.9, 0.999)
+    assert build_optimizer(groups, "sgd", momentum=0.0).param_groups[0]["momentum"] == 0
+    with pytest.raises(InputError, match="adamw or sgd; got 'lamb'"):
+        build_optimizer(groups, "lamb")
+    with pytest.raises(InputError, match="momentum greater than 0"):
+        build_optimizer(groups, "sgd", momentum=0.0, nesterov=True)
+
+
+@pytest.mark.parametrize(("old", "new"), [("adamw", "sgd"), ("sgd", "adamw")])
+def test_another_kind_of_optimizer_is_not_resumed(old: str, new: str) -> None:
+    groups = [{"params": [nn.Parameter(torch.zeros(2))], "lr": 0.1}]
+    state = build_optimizer(groups, old).state_dict()
+    with pytest.raises(InputError, match=rf"last.pt was trained with {old} and optimizer.name is {new}"):
+        load_optimizer(build_optimizer(groups, new), state, "last.pt")
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("before", [False, True])
-def test_moments_take_the_layout_of_their_parameter(before: bool) -> None:
+def test_moments_take_the_layout_of_their_parameter(before: bool, name: str) -> None:
     """A run may be resumed with another train.channels_last."""
 
     def convolution(channels_last: bool) -> nn.Module:
@@ -126,10 +247,11 @@ def test_moments_take_the_layout_of_their_parameter(before: bool) -> None:
     for after in (before, not before):
         first, second = convolution(before), convolution(after)
         groups = [parameter_groups(module, lr=0.1, backbone_lr=0.1, weight_decay=0.0) for module in (first, second)]
-        optimizer, resumed = map(build_optimizer, groups)
+        optimizer, resumed = (build_optimizer(parameters, name) for parameters in groups)
         steps(first, optimizer)
         second.load_state_dict(first.state_dict())
         load_optimizer(resumed, optimizer.state_dict(), "last.pt")
+        assert resumed.state[second.weight].keys() == optimizer.state[first.weight].keys()
         steps(second, resumed)
         weights.append(second.weight.detach().clone())
     torch.testing.assert_close(weights[1], weights[0])

@@ -65,7 +65,7 @@ def test_running_mean() -> None:
 def test_the_curves_hold_the_logged_values(tmp_path: Path) -> None:
     streams = {"stream/clean": 1.0, "stream/batchformer": 2.0, "loss_bbox": 0.5, "loss_giou": 0.6}
     path = write(tmp_path / "m.jsonl", train(1, 4.0, **streams), train(2, 3.0, **streams), val(10, 0.1), val(20, 0.25))
-    total, terms, precision = curves._figure(read_metrics(path)).axes
+    total, terms, precision = curves._figure(read_metrics(path), curves.DETECTION_CURVES).axes
     assert {line.get_label(): list(line.get_ydata()) for line in total.lines} == {
         "total": [4.0, 3.0],
         "clean stream": [1.0, 1.0],
@@ -77,6 +77,36 @@ def test_the_curves_hold_the_logged_values(tmp_path: Path) -> None:
         "AP 25.0": [10.0, 25.0],
     }
     assert precision.get_xlim()[1] >= 2.0
+
+
+def labels(path: Path, plan: curves.CurvePlan) -> list[tuple[str, list[str]]]:
+    """Title of every panel, and what its legend says."""
+    panels = curves._figure(read_metrics(path), plan).axes
+    return [(axes.get_title(loc="left"), [str(line.get_label()) for line in axes.lines]) for axes in panels]
+
+
+def test_a_classifier_has_the_terms_it_logged_its_groups_and_the_validation_loss(tmp_path: Path) -> None:
+    scores = {"top1": 0.5, "top5": 0.9, "many": 0.75, "medium": None, "few": 0.25, "loss": 1.5}
+    validation = {"kind": "val", "step": 10, "epoch": 1, **scores}
+    path = write(tmp_path / "m.jsonl", train(1, loss_diverse_patch=0.1), validation)
+    assert labels(path, curves.CLASSIFICATION_CURVES) == [
+        ("Loss", ["total", "validation"]),
+        ("Terms", ["ce", "diverse patch"]),
+        ("Validation (%)", ["many-shot 75.0", "few-shot 25.0", "top-5 90.0", "top-1 50.0"]),
+    ]
+
+
+def test_a_single_term_and_a_single_group_are_not_drawn(tmp_path: Path) -> None:
+    validation = {"kind": "val", "step": 10, "epoch": 1, "top1": 0.5, "top5": None, "many": 0.5}
+    path = write(tmp_path / "m.jsonl", train(1), validation)
+    assert labels(path, curves.CLASSIFICATION_CURVES) == [("Loss", ["total"]), ("Validation (%)", ["top-1 50.0"])]
+
+
+def test_a_masked_autoencoder_has_losses_alone(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.jsonl", train(1), {"kind": "val", "step": 10, "epoch": 1, "loss": 0.75})
+    assert labels(path, curves.RECONSTRUCTION_CURVES) == [("Loss", ["total", "validation"])]
+    draw_curves(path, tmp_path / "curves.svg", curves.RECONSTRUCTION_CURVES)
+    assert "<svg" in (tmp_path / "curves.svg").read_text()
 
 
 @pytest.mark.parametrize("records", [[train(1)], [val(10, 0.0)], [val(10, None)], [train(i) for i in range(60)]])

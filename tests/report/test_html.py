@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,8 @@ from detr_bf.errors import InputError
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
 from detr_bf.files import write_json, write_text
 from detr_bf.report import save_picture, write_report
-from detr_bf.report.html import batch_former_line
+from detr_bf.report.detection import batch_former_line
+from tests.report.page import Page
 
 SUMMARY = CocoSummary(
     AP=0.2754,
@@ -42,33 +42,6 @@ SUMMARY = CocoSummary(
     max_detections=100,
     engine="pycocotools",
 )
-VOID = {"meta", "img", "br", "link", "input", "hr"}
-
-
-class Page(HTMLParser):
-    """Text, tags and addresses of a page; fails on tags that are not closed in order."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.addresses: list[str] = []
-        self.texts: list[str] = []
-        self.feed(html)
-        assert not self.open, f"not closed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] != "style" and data.strip():
-            self.texts.append(data.strip())
 
 
 @pytest.fixture

@@ -69,6 +69,31 @@ def test_gradients_cross_images_in_the_second_stream_only(stream: int) -> None:
         assert images.grad[1:].flatten(1).any(1).all()
 
 
+PER_IMAGE = torch.zeros(tiny.IMAGES, 1, 17, 17, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("position", ["before", "after"])
+def test_attention_masks_that_images_share_reach_both_streams(position: str) -> None:
+    mask = torch.randn(17, 17, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    model = with_v2([1], position=position)
+    shared = model(tiny.images(), attn_mask=mask)
+    assert not torch.allclose(shared, model(tiny.images()))
+    torch.testing.assert_close(model(tiny.images(), attn_mask=mask[None, None]), shared)
+    plain = tiny.vit()(tiny.images(), attn_mask=mask)
+    torch.testing.assert_close(shared[: tiny.IMAGES], plain)
+    assert not torch.allclose(shared[tiny.IMAGES :], plain)
+
+
+@pytest.mark.parametrize("position", ["before", "after"])
+def test_attention_masks_of_each_image_are_refused_where_the_batch_is_doubled(position: str) -> None:
+    model = with_v2([1], position=position)
+    with pytest.raises(InputError, match=r"attn_mask of shape \(3, 1, 17, 17\) has rows of its own"):
+        model(tiny.images(), attn_mask=PER_IMAGE)
+    torch.testing.assert_close(model.eval()(tiny.images(), attn_mask=PER_IMAGE), tiny.vit()(tiny.images()))
+    single = with_v2([1], position=position, mode="single_stream")
+    torch.testing.assert_close(single(tiny.images(), attn_mask=PER_IMAGE), single(tiny.images()))
+
+
 def test_class_token_is_mixed_too() -> None:
     """Behind the last block nothing else can carry an image's features to the others."""
     images = tiny.images().requires_grad_()

@@ -264,9 +264,15 @@ def test_processes_take_the_mean_of_their_gradients(name: str) -> None:
     assert any((first[key] != second[key]).any() for key in first), "they saw other images"
 
 
-def with_gathering(whole: bool, checkpointing: bool) -> dict[str, Tensor]:
+GATHERING: dict[str, Callable[[nn.Module], Any]] = {
+    "batchformer_v2": lambda model: add_batchformer_v2(model, [1, 3], dropout=0.0, gather=True),
+    "batchformer": lambda model: add_batchformer(model, dropout=0.0, gather=True),
+}
+
+
+def with_gathering(name: str, whole: bool, checkpointing: bool) -> dict[str, Tensor]:
     model = tiny.vit()
-    add_batchformer_v2(model, [1, 3], dropout=0.0, gather=True)
+    GATHERING[name](model)
     model.train().set_grad_checkpointing(checkpointing)
     images, classes = tiny.images(4), torch.tensor([0, 3, 4, 1])
     if whole:
@@ -275,10 +281,11 @@ def with_gathering(whole: bool, checkpointing: bool) -> dict[str, Tensor]:
     return gradients(DistributedDataParallel(Step(model)), images[rank::2], classes[rank::2])
 
 
+@pytest.mark.parametrize("name", GATHERING)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gathering_processes_are_as_one_with_all_images(checkpointing: bool) -> None:
-    expected = with_gathering(True, checkpointing)
-    for part in run_together(2, with_gathering, False, checkpointing):
+def test_gathering_processes_are_as_one_with_all_images(name: str, checkpointing: bool) -> None:
+    expected = with_gathering(name, True, checkpointing)
+    for part in run_together(2, with_gathering, name, False, checkpointing):
         for key, value in part.items():
             torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-11)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -43,14 +44,27 @@ def predictor(variant: str, **changes: Any) -> PairPredictor:
     return PairPredictor(DIM, variant=variant, **settings).double()
 
 
+def every_pair() -> Iterator[tuple[int, int]]:
+    """Each image and each of its pairs, for the slow loops."""
+    return itertools.product(range(ROWS), range(PAIRS))
+
+
+def every_class(logits: Sequence[Tensor], offset: Tensor) -> Iterator[tuple[list[float], int]]:
+    """Axis by axis and pair by pair: the probabilities of all offsets, and the place of the right one."""
+    for axis, side in enumerate(GRID):
+        for row, pair in every_pair():
+            exponentials = [math.exp(value) for value in logits[axis][row, pair].tolist()]
+            probabilities = [value / sum(exponentials) for value in exponentials]
+            yield probabilities, int(offset[row, pair, axis]) + side - 1
+
+
 def test_pairs_are_the_features_at_row_and_column() -> None:
     tokens, places = example()
     features = tokens.transpose(1, 2).unflatten(2, GRID)
     pairs = tokens_at(tokens, places, GRID[1])
-    for row in range(ROWS):
-        for pair in range(PAIRS):
-            (r1, c1), (r2, c2) = places[row, pair].tolist()
-            assert torch.equal(pairs[row, pair], torch.cat([features[row, :, r1, c1], features[row, :, r2, c2]]))
+    for row, pair in every_pair():
+        (r1, c1), (r2, c2) = places[row, pair].tolist()
+        assert torch.equal(pairs[row, pair], torch.cat([features[row, :, r1, c1], features[row, :, r2, c2]]))
 
 
 def test_places_are_uniform_over_each_image_and_each_axis() -> None:
@@ -80,16 +94,15 @@ def test_distances_as_a_loop_over_pairs(variant: str, normalize: bool) -> None:
     torch.randn(ROWS, GRID[0] * GRID[1], DIM, dtype=torch.float64)
     loss = network(tokens, GRID)
     values = []
-    for row in range(ROWS):
-        for (r1, c1), (r2, c2) in places[row].tolist():
-            pair = torch.cat([tokens[row, r1 * GRID[1] + c1], tokens[row, r2 * GRID[1] + c2]])
-            hidden = pair
-            for layer in network.mlp.layers[:-1]:
-                hidden = F.linear(hidden, layer.weight, layer.bias).clamp(min=0)
-            out = F.linear(hidden, network.mlp.layers[-1].weight, network.mlp.layers[-1].bias)
-            target = [(r1 - r2) / (GRID[0] if normalize else 1), (c1 - c2) / (GRID[1] if normalize else 1)]
-            target = [abs(t) for t in target] if variant == "abs" else target
-            values += [abs(float(o.detach()) - t) for o, t in zip(out, target, strict=True)]
+    for row, pair in every_pair():
+        (r1, c1), (r2, c2) = places[row, pair].tolist()
+        hidden = torch.cat([tokens[row, r1 * GRID[1] + c1], tokens[row, r2 * GRID[1] + c2]])
+        for layer in network.mlp.layers[:-1]:
+            hidden = F.linear(hidden, layer.weight, layer.bias).clamp(min=0)
+        out = F.linear(hidden, network.mlp.layers[-1].weight, network.mlp.layers[-1].bias)
+        target = [(r1 - r2) / (GRID[0] if normalize else 1), (c1 - c2) / (GRID[1] if normalize else 1)]
+        target = [abs(t) for t in target] if variant == "abs" else target
+        values += [abs(float(o.detach()) - t) for o, t in zip(out, target, strict=True)]
     assert loss.item() == pytest.approx(sum(values) / len(values), rel=1e-12)
 
 
@@ -123,15 +136,8 @@ def classes() -> tuple[tuple[Tensor, Tensor], Tensor]:
 
 def test_classes_as_a_loop_over_pairs() -> None:
     logits, offset = classes()
-    expected = 0.0
-    for axis, side in enumerate(GRID):
-        values = []
-        for row in range(ROWS):
-            for pair in range(PAIRS):
-                probability = logits[axis][row, pair].exp() / logits[axis][row, pair].exp().sum()
-                values.append(-math.log(float(probability[int(offset[row, pair, axis]) + side - 1])))
-        expected += sum(values) / len(values)
-    assert entropy_loss(logits, offset).item() == pytest.approx(expected, rel=1e-12)
+    values = [-math.log(probability[right]) for probability, right in every_class(logits, offset)]
+    assert entropy_loss(logits, offset).item() == pytest.approx(sum(values) / (ROWS * PAIRS), rel=1e-12)
 
 
 def test_uniform_classes_cost_the_logarithm_of_their_number() -> None:
@@ -149,18 +155,12 @@ def test_variance_of_uniform_classes(side: int) -> None:
 
 def test_regression_as_a_loop_over_pairs() -> None:
     logits, offset = classes()
-    expected = 0.0
-    for axis, side in enumerate(GRID):
-        values = []
-        for row in range(ROWS):
-            for pair in range(PAIRS):
-                probability = (logits[axis][row, pair].exp() / logits[axis][row, pair].exp().sum()).tolist()
-                mean = sum(p * (c - side + 1) for c, p in enumerate(probability))
-                variance = sum(p * (c - side + 1 - mean) ** 2 for c, p in enumerate(probability)) + 1e-8
-                error = (int(offset[row, pair, axis]) - mean) ** 2
-                values.append(error / variance + 0.001 * math.log(math.sqrt(variance)))
-        expected += sum(values) / len(values)
-    assert regression_loss(logits, offset).item() == pytest.approx(expected, rel=1e-10)
+    values = []
+    for probability, right in every_class(logits, offset):
+        mean = sum(p * index for index, p in enumerate(probability))
+        variance = sum(p * (index - mean) ** 2 for index, p in enumerate(probability)) + 1e-8
+        values.append((right - mean) ** 2 / variance + 0.001 * math.log(math.sqrt(variance)))
+    assert regression_loss(logits, offset).item() == pytest.approx(sum(values) / (ROWS * PAIRS), rel=1e-10)
 
 
 @pytest.mark.parametrize("variant", ["abs", "signed", "ce", "reg"])

@@ -19,9 +19,9 @@ DIM, DEPTH, HEADS, CLASSES, IMAGES = 16, 4, 2, 5, 3
 
 def vit(name: str = "vit_tiny_patch16_224", **changes: Any) -> VisionTransformer:
     """16 patches, 4 x 4, and the class token."""
-    settings = {"embed_dim": DIM, "depth": DEPTH, "num_heads": HEADS, "img_size": 32, "patch_size": 8} | changes
+    settings = {"embed_dim": DIM, "depth": DEPTH, "num_heads": HEADS, "img_size": 32, "patch_size": 8}
     torch.manual_seed(0)
-    return _with_large_weights(timm.create_model(name, num_classes=CLASSES, **settings))
+    return _with_large_weights(timm.create_model(name, **{"num_classes": CLASSES} | settings | changes))
 
 
 def deit() -> VisionTransformer:

@@ -1,0 +1,86 @@
+"""The small residual networks for images of 32 x 32 pixels (He et al. 2016, CVPR, arXiv 1512.03385, section 4.2).
+
+Shape legend: B images, C channels, H x W pixels, K classes.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from detr_bf.errors import InputError
+
+
+class BasicBlock(nn.Module):
+    """Two convolutions and a shortcut without parameters (option A): every ``stride``-th pixel, new channels 0."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = _convolution(channels_in, channels, stride)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = _convolution(channels, channels)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.stride = stride
+        self.new_channels = channels - channels_in
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C_in, H, W) -> (B, C, H / stride, W / stride), rounded up."""
+        residual = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        before, after = self.new_channels // 2, (self.new_channels + 1) // 2
+        shortcut = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, before, after))
+        return F.relu(shortcut + residual)
+
+
+class CifarResNet(nn.Module):
+    """Three stages of ``blocks`` blocks with 1, 2 and 4 times ``width`` channels, at full, half and quarter size."""
+
+    def __init__(self, blocks: int, num_classes: int, *, width: int = 16) -> None:
+        super().__init__()
+        self.conv1 = _convolution(3, width)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.layer1 = _stage(blocks, width, width, stride=1)
+        self.layer2 = _stage(blocks, width, 2 * width, stride=2)
+        self.layer3 = _stage(blocks, 2 * width, 4 * width, stride=2)
+        self.fc = nn.Linear(4 * width, num_classes)
+
+    def get_classifier(self) -> nn.Linear:
+        """As of timm's models."""
+        return self.fc
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) -> logits (B, K)."""
+        x = F.relu(self.bn1(self.conv1(images)))
+        x = self.layer3(self.layer2(self.layer1(x)))
+        logits: Tensor = self.fc(x.mean((2, 3)))
+        return logits
+
+
+def cifar_resnet(depth: int, num_classes: int, width: int = 16) -> CifarResNet:
+    """ResNet-20, 32, 44, 56, ... of section 4.2.
+
+    Args:
+        depth: layers with weights, 6n + 2.
+        num_classes: K.
+        width: channels of the first stage.
+
+    Raises:
+        InputError: another depth, or no classes or channels.
+    """
+    blocks, rest = divmod(depth - 2, 6)
+    if rest or blocks < 1:
+        raise InputError(f"a CIFAR ResNet has 6n + 2 layers, 20, 32, 44 or 56 in the paper; got depth={depth}")
+    if num_classes < 1 or width < 1:
+        raise InputError(f"num_classes={num_classes} and width={width} must be 1 or more")
+    return CifarResNet(blocks, num_classes, width=width)
+
+
+def _stage(blocks: int, channels_in: int, channels: int, stride: int) -> nn.Sequential:
+    return nn.Sequential(
+        BasicBlock(channels_in, channels, stride), *(BasicBlock(channels, channels) for _ in range(blocks - 1))
+    )
+
+
+def _convolution(channels_in: int, channels: int, stride: int = 1) -> nn.Conv2d:
+    convolution = nn.Conv2d(channels_in, channels, 3, stride=stride, padding=1, bias=False)
+    nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
+    return convolution

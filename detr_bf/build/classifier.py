@@ -1,0 +1,193 @@
+"""A classifier with its plug-ins, its losses, its training and its evaluation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from detr_bf.build.model import device_of
+from detr_bf.build.network import build_network
+from detr_bf.config import ClassifierConfig, config_from_dict
+from detr_bf.engine import (
+    checkpoint_of,
+    load_checkpoint,
+    load_strict,
+)
+from detr_bf.errors import InputError
+from detr_bf.losses import BalancedSoftmax
+from detr_bf.structures import ClassMap
+from detr_bf.vit import (
+    ClassifierCriterion,
+    add_batchformer,
+    add_batchformer_v2,
+    add_context_broadcasting,
+    add_diverse_patch,
+    add_relative_localization,
+    cross_entropy,
+    ramped,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def build_classifier(config: ClassifierConfig, num_classes: int, *, pretrained: bool = True) -> nn.Module:
+    """The network with its plug-ins; without ``pretrained`` timm's weights are left to a checkpoint.
+
+    Raises:
+        InputError: timm has no such model, it does not take the options, or a plug-in does not fit it.
+    """
+    model = config.model
+    network = build_network(
+        model.name,
+        num_classes=num_classes,
+        image_size=config.data.transforms.size,
+        pretrained=pretrained and model.pretrained,
+        dropout=model.dropout,
+        drop_path=model.drop_path,
+        options=model.options,
+    )
+    if config.model.linear_probe:
+        make_linear_probe(network, num_classes)
+    add_plugins(network, config, num_classes)
+    return network
+
+
+def make_linear_probe(network: nn.Module, num_classes: int) -> None:
+    """Freeze a timm network in evaluation mode, but for its new head: batch norm without parameters, then linear.
+
+    As in MAE (He et al. 2022, arXiv 2111.06377, appendix A.1).
+
+    Raises:
+        InputError: the network has no head of that name.
+    """
+    head: Any = getattr(network, "head", None)
+    if not isinstance(head, nn.Linear):
+        raise InputError(
+            "model.linear_probe=true needs a network whose classifier is a linear layer called head: a ViT"
+        )
+    network.requires_grad_(False)
+    linear = nn.Linear(head.in_features, num_classes)
+    nn.init.trunc_normal_(linear.weight, std=0.01)
+    nn.init.zeros_(linear.bias)
+    network.head = nn.Sequential(nn.BatchNorm1d(head.in_features, affine=False, eps=1e-6), linear)
+    network.register_forward_pre_hook(_keep_trunk_in_evaluation)
+
+
+def _keep_trunk_in_evaluation(network: nn.Module, args: Any) -> None:
+    for name, child in network.named_children():
+        if name != "head":
+            child.eval()
+
+
+def add_plugins(network: nn.Module, config: ClassifierConfig, num_classes: int) -> None:
+    """Attach what is enabled.
+
+    Raises:
+        InputError: one does not fit the network.
+    """
+    plugins = config.plugins
+    if plugins.context_broadcasting.enabled:
+        settings = plugins.context_broadcasting
+        add_context_broadcasting(network, _layers(settings.layers), scaled=settings.scaled)
+    if plugins.batchformer_v2.enabled:
+        v2 = plugins.batchformer_v2
+        add_batchformer_v2(
+            network,
+            _layers(v2.layers),
+            position=v2.position,
+            shared=v2.shared,
+            mode=v2.mode,
+            num_layers=v2.num_layers,
+            heads=v2.heads,
+            dropout=v2.dropout,
+            gather=v2.gather,
+        )
+    if plugins.batchformer.enabled:
+        v1 = plugins.batchformer
+        add_batchformer(
+            network,
+            heads=v1.heads,
+            dropout=v1.dropout,
+            num_layers=v1.num_layers,
+            shared_classifier=v1.shared_classifier,
+            gather=v1.gather,
+        )
+    if plugins.diverse_patch.enabled:
+        diverse = plugins.diverse_patch
+        add_diverse_patch(
+            network, num_classes, cosine=diverse.cosine, contrastive=diverse.contrastive, mixing=diverse.mixing
+        )
+    if plugins.relative_localization.enabled:
+        local = plugins.relative_localization
+        add_relative_localization(
+            network, local.variant, weight=local.weight, pairs=local.num_pairs, normalize=local.normalize
+        )
+
+
+def _layers(value: Any) -> Sequence[int] | str:
+    """A setting that is a word or a list of numbers."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(type(item) is int for item in value):
+        return value
+    raise InputError(f"layers must be a word such as all, or a list of block numbers from 0; got {value!r}")
+
+
+def build_classifier_criterion(
+    config: ClassifierConfig, network: nn.Module, class_counts: Sequence[int]
+) -> ClassifierCriterion:
+    """Cross-entropy or Balanced Softmax, and the losses of the plug-ins."""
+    loss: Callable[[Tensor, Tensor], Tensor]
+    if config.loss.name == "balanced_softmax":
+        loss = BalancedSoftmax(class_counts, loss_scale=config.loss.loss_scale)
+    else:
+        loss = cross_entropy(config.loss.label_smoothing)
+    return ClassifierCriterion(network, loss, _localization_weight(config, network))
+
+
+def _localization_weight(config: ClassifierConfig, network: nn.Module) -> Callable[[int], float] | None:
+    settings = config.plugins.relative_localization
+    if not (settings.enabled and settings.ramp_epochs):
+        return None
+    if settings.ramp_epochs >= config.train.epochs:
+        raise InputError(
+            f"plugins.relative_localization.ramp_epochs={settings.ramp_epochs} must be less than "
+            f"train.epochs={config.train.epochs}: the weight falls after it"
+        )
+    weight = cast("Any", network).plugins["relative_localization"].weight
+    return lambda epoch: ramped(weight, epoch, config.train.epochs, settings.ramp_epochs)
+
+
+@dataclass(frozen=True)
+class LoadedClassifier:
+    """A trained classifier in evaluation mode."""
+
+    model: nn.Module
+    config: ClassifierConfig
+    class_map: ClassMap
+
+
+def load_classifier(
+    source: Path, overrides: Sequence[str] = (), device: torch.device | None = None
+) -> LoadedClassifier:
+    """The classifier of a run folder or checkpoint of ours, with its plug-ins.
+
+    Args:
+        overrides: settings to change, such as ``data.root=DIR``.
+
+    Raises:
+        InputError: it is no checkpoint of a classifier.
+    """
+    checkpoint = load_checkpoint(checkpoint_of(source))
+    config = config_from_dict(checkpoint.config, overrides)
+    if not isinstance(config, ClassifierConfig):
+        raise InputError(f"{source} is a run of the task {config.task}, expected a classifier's")
+    model = build_classifier(config, checkpoint.classes.num_classes, pretrained=False)
+    load_strict(model, checkpoint.weights, str(source))
+    return LoadedClassifier(model.to(device or device_of(config)).eval(), config, checkpoint.classes)

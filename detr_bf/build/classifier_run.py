@@ -1,0 +1,76 @@
+"""The training and the evaluation of a classifier."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from detr_bf.build.acceleration import accelerate
+from detr_bf.build.classifier import build_classifier, build_classifier_criterion
+from detr_bf.build.classifier_data import ImageSplits, build_image_splits, train_batches, val_loop
+from detr_bf.build.image_training import image_learning_rate, image_optimizer
+from detr_bf.build.model import device_of
+from detr_bf.build.network import read_network_weights
+from detr_bf.build.training import (
+    PRECISIONS,
+    check_same_classes,
+    differ_in_random_numbers,
+    metrics_log,
+    train_settings,
+)
+from detr_bf.config import ClassifierConfig, config_to_dict
+from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, TrainingStep, load_fitting
+from detr_bf.evaluation import ClassificationEvaluator
+
+logger = logging.getLogger(__name__)
+
+
+def build_classifier_trainer(
+    config: ClassifierConfig, folder: RunFolder, resume_from: Checkpoint | None = None
+) -> Trainer:
+    """Everything a training run needs, from where ``resume_from`` stands if given."""
+    torch.manual_seed(config.seed)  # the same weights in all processes
+    device, splits = device_of(config), build_image_splits(config)
+    check_same_classes(splits.class_map, resume_from, folder)
+    network = build_classifier(
+        config, splits.class_map.num_classes, pretrained=resume_from is None and not config.init_from
+    )
+    if resume_from is None and config.init_from:
+        logger.info(load_fitting(network, read_network_weights(Path(config.init_from)), config.init_from))
+    accelerate(network, config)
+    network.to(device)
+    criterion = build_classifier_criterion(config, network, splits.class_counts).to(device)
+    differ_in_random_numbers(config)
+    v2 = config.plugins.batchformer_v2
+    make_batches, batches_per_epoch = train_batches(config, splits, device)
+    return Trainer(
+        step=TrainingStep(network, criterion, device, PRECISIONS[config.train.precision]),
+        optimizer=image_optimizer(config, network, v2 if v2.enabled else config.plugins.batchformer),
+        learning_rate=image_learning_rate(config, batches_per_epoch),
+        make_batches=make_batches,
+        batches_per_epoch=batches_per_epoch,
+        evaluate=build_classifier_evaluation(config, splits, device),
+        settings=train_settings(
+            config, max_replaced=config.data.max_unreadable * len(splits.train), unused_parameters=False
+        ),
+        folder=folder,
+        metrics=metrics_log(config, folder, resume_from),
+        class_map=splits.class_map,
+        config=config_to_dict(config),
+        resume_from=resume_from,
+    )
+
+
+def build_classifier_evaluation(
+    config: ClassifierConfig, splits: ImageSplits, device: torch.device
+) -> Measurement[ClassificationEvaluator]:
+    """Evaluation on the validation split."""
+    return Measurement(
+        val_loop(config, splits, device),
+        partial(
+            ClassificationEvaluator, splits.class_map, splits.class_counts, many=config.eval.many, few=config.eval.few
+        ),
+    )

@@ -1,0 +1,48 @@
+"""What the training of classifiers and of masked autoencoders has in common."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from detr_bf.build.training import learning_rate
+from detr_bf.config import ClassifierConfig, MaskedConfig
+from detr_bf.engine import LearningRate, build_optimizer, image_parameter_groups
+
+
+class BatchFormerSettings(Protocol):
+    """How batch attention learns."""
+
+    lr_factor: float
+    weight_decay: float | None
+
+
+def image_learning_rate(config: ClassifierConfig | MaskedConfig, batches_per_epoch: int) -> LearningRate:
+    """The schedule of image models: warm-up in epochs, and an end above 0."""
+    optimizer = config.optimizer
+    return learning_rate(
+        config,
+        batches_per_epoch,
+        warmup_epochs=optimizer.warmup_epochs,
+        min_factor=min(1.0, optimizer.min_lr / optimizer.lr) if optimizer.lr else 0.0,
+    )
+
+
+def image_optimizer(
+    config: ClassifierConfig | MaskedConfig, network: nn.Module, batch_former: BatchFormerSettings
+) -> torch.optim.Optimizer:
+    """Of image models; batch attention has its own learning rate and weight decay."""
+    optimizer = config.optimizer
+    groups = image_parameter_groups(
+        network,
+        lr=optimizer.lr,
+        weight_decay=optimizer.weight_decay,
+        decay_vectors=optimizer.decay_vectors,
+        batch_former_lr_factor=batch_former.lr_factor,
+        batch_former_weight_decay=batch_former.weight_decay,
+    )
+    return build_optimizer(
+        groups, optimizer.name, momentum=optimizer.momentum, nesterov=optimizer.nesterov, betas=tuple(optimizer.betas)
+    )

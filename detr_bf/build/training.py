@@ -1,0 +1,102 @@
+"""What every training run is made of, whatever it trains."""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import partial
+from typing import Any
+
+import torch
+
+from detr_bf import distributed
+from detr_bf.config import RunConfig
+from detr_bf.data.batches import EpochBatches
+from detr_bf.data.sample_key import mixed_seed
+from detr_bf.engine import Checkpoint, LearningRate, MetricsLog, RunFolder, TrainSettings
+from detr_bf.errors import InputError
+from detr_bf.structures import ClassMap
+
+logger = logging.getLogger(__name__)
+
+PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check_same_classes(class_map: ClassMap, resume_from: Checkpoint | None, folder: RunFolder) -> None:
+    """Refuse to go on with a checkpoint of other classes than the data have."""
+    if resume_from is not None and resume_from.classes != class_map:
+        raise InputError(
+            f"{folder.last} was trained with categories {resume_from.classes.to_dict()}, the annotations now have "
+            f"{class_map.to_dict()}: resume with the same data, or start anew with init_from={folder.last}"
+        )
+
+
+def differ_in_random_numbers(config: RunConfig) -> None:
+    """Called where all processes have made the same weights: from here on their dropout differs."""
+    if distributed.world_size() == 1:
+        return
+    torch.manual_seed(mixed_seed(config.seed, distributed.rank()))
+    factors = distributed.world_size(), config.train.batch_size, config.train.accumulate
+    logger.info("%d processes x %d images x %d batches = %d images a step", *factors, math.prod(factors))
+
+
+def epoch_batches(config: RunConfig, num_samples: int, **settings: Any) -> partial[EpochBatches]:
+    """(epoch, start_batch) -> the training batches of this process."""
+    return partial(
+        EpochBatches,
+        num_samples,
+        config.train.batch_size,
+        seed=config.seed,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+        **settings,
+    )
+
+
+def learning_rate(
+    config: RunConfig, batches_per_epoch: int, *, warmup_epochs: float = 0.0, **settings: Any
+) -> LearningRate:
+    """The schedule over the steps of the run; ``warmup_epochs`` come on top of its warm-up steps."""
+    optimizer, steps_per_epoch = config.optimizer, math.ceil(batches_per_epoch / config.train.accumulate)
+    total = config.train.epochs * steps_per_epoch
+    return LearningRate(
+        schedule=optimizer.schedule,
+        total_steps=min(total, config.train.max_steps or total),
+        warmup_steps=optimizer.warmup_steps + round(warmup_epochs * steps_per_epoch),
+        drop_steps=tuple(epoch * steps_per_epoch for epoch in optimizer.drop_epochs),
+        drop_factor=optimizer.drop_factor,
+        **settings,
+    )
+
+
+def train_settings(config: RunConfig, *, max_replaced: float, unused_parameters: bool) -> TrainSettings:
+    """What the trainer is told of the config."""
+    train = config.train
+    return TrainSettings(
+        epochs=train.epochs,
+        max_steps=train.max_steps,
+        accumulate=train.accumulate,
+        clip_norm=config.optimizer.clip_norm,
+        log_every=train.log_every,
+        checkpoint_every=config.checkpoint.every_steps,
+        checkpoint_minutes=config.checkpoint.every_minutes,
+        keep_every=config.checkpoint.keep_every,
+        eval_every=train.eval_every,
+        ema_decay=train.ema.decay if train.ema.enabled else None,
+        seed=config.seed,
+        max_skipped=train.max_skipped,
+        max_replaced=max_replaced,
+        unused_parameters=unused_parameters,
+    )
+
+
+def metrics_log(config: RunConfig, folder: RunFolder, resume_from: Checkpoint | None) -> MetricsLog | None:
+    """Of the first process; None in all others."""
+    if not distributed.is_main():
+        return None
+    progress = resume_from.training["progress"] if resume_from is not None and resume_from.training else None
+    return MetricsLog(
+        folder.metrics,
+        resume_from={"train": progress["step"], "val": progress["evaluated_step"]} if progress else None,
+        tensorboard=folder.tensorboard if config.train.tensorboard else None,
+    )

@@ -1,0 +1,240 @@
+"""Every setting of a classifier's run and of masked pre-training, typed, with its default. No torch in here.
+
+Defaults are DeiT's published ImageNet recipe (Touvron et al. 2021, arXiv 2012.12877, table 9), except for the batch
+size, and those of the plug-ins' papers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from detr_bf.config.fields import choice, fraction, not_negative, positive
+from detr_bf.config.run import OptimizerConfig, RunConfig
+from detr_bf.errors import InputError
+
+
+@dataclass
+class ClassifierModelConfig:
+    name: str = "deit_small_patch16_224"  # any model of timm, or cifar_resnet20|32|44|56 (He et al. 2016, section 4.2)
+    pretrained: bool = False  # timm's weights, from the network or its cache
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of timm.create_model: img_size, depth, ...
+    dropout: float = fraction(0.0)
+    drop_path: float = fraction(0.1)
+    linear_probe: bool = False  # batch norm and a linear layer on a frozen network: nothing else learns
+
+
+@dataclass
+class StreamPluginConfig:
+    """What both kinds of batch attention have."""
+
+    enabled: bool = False
+    num_layers: int = positive(1)  # layers stacked at one insertion
+    dropout: float = fraction(0.5)
+    gather: bool = False  # attend over the images of all processes
+
+
+@dataclass
+class BatchFormerV2PluginConfig(StreamPluginConfig):
+    layers: Any = field(default_factory=lambda: [7])  # blocks from 0 in a list, or `all`
+    position: str = choice("before", "after")
+    shared: bool = True
+    mode: str = choice("two_stream", "single_stream", "duplicate")
+    heads: int | None = positive(None)  # null: as many as the model has
+    lr_factor: float = not_negative(1.0)
+    weight_decay: float | None = not_negative(None)  # null: that of the optimizer
+
+
+@dataclass
+class BatchFormerPluginConfig(StreamPluginConfig):
+    heads: int = positive(4)
+    shared_classifier: bool = True
+    lr_factor: float = not_negative(0.1)
+    weight_decay: float | None = not_negative(None)
+
+
+@dataclass
+class ContextBroadcastingConfig:
+    enabled: bool = False
+    layers: Any = "upper"  # upper, all, or blocks from 0 in a list
+    scaled: bool = False  # learned scales of the mean (CB_S)
+
+
+@dataclass
+class DiversePatchConfig:
+    enabled: bool = False
+    cosine: float = not_negative(1.0)
+    contrastive: float = not_negative(1.0)
+    mixing: float = not_negative(1.0)  # mixes patches of two images in place of mixup and CutMix; 0: those go on
+
+
+@dataclass
+class RelativeLocalizationConfig:
+    enabled: bool = False
+    weight: float | None = not_negative(None)  # null: the published 0.01 of a ViT, 0.5 of Swin
+    variant: str = choice("abs", "signed", "ce", "reg", "all")
+    num_pairs: int = positive(64)  # of an image
+    normalize: bool = True  # false: distances in cells, as the authors' code
+    ramp_epochs: int = not_negative(0)  # 20 in the authors' code: the weight rises, then falls linearly
+
+
+@dataclass
+class PluginsConfig:
+    batchformer_v2: BatchFormerV2PluginConfig = field(default_factory=BatchFormerV2PluginConfig)
+    batchformer: BatchFormerPluginConfig = field(default_factory=BatchFormerPluginConfig)
+    context_broadcasting: ContextBroadcastingConfig = field(default_factory=ContextBroadcastingConfig)
+    diverse_patch: DiversePatchConfig = field(default_factory=DiversePatchConfig)
+    relative_localization: RelativeLocalizationConfig = field(default_factory=RelativeLocalizationConfig)
+
+
+@dataclass
+class ClassifierLossConfig:
+    name: str = choice("cross_entropy", "balanced_softmax")
+    label_smoothing: float = fraction(0.1)  # cross_entropy
+    loss_scale: float = positive(1.0)  # balanced_softmax; 3 as BatchFormer's authors sum their streams
+
+
+@dataclass
+class LongTailConfig:
+    """A training split thinned out: n of a class fall by one ratio from class to class (Cui et al. 2019)."""
+
+    imbalance: float = positive(1.0)  # images of the first class / images of the last; 1 leaves all
+    order: list[int] = field(default_factory=list)  # classes from the most to the fewest images; empty: as they are
+
+
+@dataclass
+class ImageTransformConfig:
+    """Sizes in pixels. Augmentation is timm's."""
+
+    size: int = positive(224)
+    crop: str = choice("resized", "padded", "none")  # random area and ratio; shifted by up to `padding`; resize alone
+    area: list[float] = field(default_factory=lambda: [0.08, 1.0])  # crop: resized
+    padding: int = not_negative(4)  # crop: padded
+    horizontal_flip: float = fraction(0.5)
+    color_jitter: float = not_negative(0.3)  # only without auto_augment
+    auto_augment: str = "rand-m9-mstd0.5-inc1"  # timm's name of a policy; empty: none
+    erase: float = fraction(0.25)  # probability of random erasing
+    interpolation: str = choice("bicubic", "bilinear")
+    eval_crop: float = fraction(0.875)  # share of the resized image that evaluation looks at
+    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
+    std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
+
+    def check_values(self, prefix: str) -> None:
+        if len(self.area) != 2 or not 0 < self.area[0] <= self.area[1] <= 1:
+            raise InputError(f"{prefix}area must be two shares of an image, 0 < least <= most <= 1, got {self.area}")
+        if not len(self.mean) == len(self.std) == 3 or min(self.std) <= 0:
+            raise InputError(
+                f"{prefix}mean and std must be three numbers each, for red, green and blue, std greater than 0; got "
+                f"{self.mean} and {self.std}"
+            )
+
+
+@dataclass
+class MixConfig:
+    mixup: float = not_negative(0.8)  # alpha; 0: off
+    cutmix: float = not_negative(1.0)  # alpha; 0: off
+    probability: float = fraction(1.0)  # of mixing a batch at all
+    switch: float = fraction(0.5)  # of CutMix where both are on
+
+
+@dataclass
+class ImageDataConfig:
+    name: str = choice(
+        "image_folder", "list", "cifar10", "cifar100", "fashion_mnist", "garment_pairs", "digits", "mnist"
+    )
+    root: str = ""  # folder of the images; of downloaded data sets the cache, DETR_BF_DATA or .cache if empty
+    train: str = "train"  # image_folder: the folder within root; list: a file of `path label` lines
+    val: str = "val"
+    per_class: int | None = positive(None)  # training images kept of each class
+    long_tail: LongTailConfig = field(default_factory=LongTailConfig)
+    transforms: ImageTransformConfig = field(default_factory=ImageTransformConfig)
+    mix: MixConfig = field(default_factory=MixConfig)
+    repeats: int = positive(1)  # copies of an image in a batch, each augmented anew; 3 in DeiT
+    workers: int = not_negative(2)  # loader processes; 0 loads in the training process
+    check: bool = True  # look into every file of the data before the first step
+    max_unreadable: float = fraction(0.01)  # share of an epoch's images that others may replace
+
+
+@dataclass
+class ImageOptimizerConfig(OptimizerConfig):
+    name: str = choice("adamw", "sgd")
+    lr: float = not_negative(5e-4)  # DeiT: 5e-4 x total batch / 512
+    weight_decay: float = not_negative(0.05)  # of matrices; vectors (biases, norms, scales) and tokens have none
+    decay_vectors: bool = False  # vectors, too: the recipes of residual networks
+    schedule: str = choice("cosine", "step")
+    momentum: float = fraction(0.9)  # sgd
+    nesterov: bool = False  # sgd
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # adamw
+    warmup_epochs: float = not_negative(5.0)
+    min_lr: float = not_negative(1e-5)  # where the cosine ends
+    clip_norm: float = not_negative(0.0)
+
+    def check_values(self, prefix: str) -> None:
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"{prefix}betas must be two numbers from 0 to less than 1, got {self.betas}")
+        if self.warmup_epochs and self.warmup_steps:
+            raise InputError(f"{prefix}warmup_epochs and {prefix}warmup_steps exclude each other: set one to 0")
+
+
+@dataclass
+class ClassifierEvalConfig:
+    batch_size: int = positive(128)
+    many: int = not_negative(100)  # a class of more training images is one of `many`
+    few: int = not_negative(20)  # a class of fewer is one of `few`, and between them `medium`
+    pictures: int = not_negative(24)  # images on the validation sheet
+
+    def check_values(self, prefix: str) -> None:
+        if self.few > self.many:
+            raise InputError(f"{prefix}few={self.few} must not exceed {prefix}many={self.many}")
+
+
+@dataclass
+class ClassifierConfig(RunConfig):
+    task: str = choice("classification")
+    model: ClassifierModelConfig = field(default_factory=ClassifierModelConfig)
+    plugins: PluginsConfig = field(default_factory=PluginsConfig)
+    loss: ClassifierLossConfig = field(default_factory=ClassifierLossConfig)
+    data: ImageDataConfig = field(default_factory=ImageDataConfig)
+    optimizer: ImageOptimizerConfig = field(default_factory=ImageOptimizerConfig)
+    eval: ClassifierEvalConfig = field(default_factory=ClassifierEvalConfig)
+
+
+@dataclass
+class MaskedModelConfig:
+    """A masked autoencoder (He et al. 2022, arXiv 2111.06377)."""
+
+    name: str = "vit_base_patch16_224"  # timm's VisionTransformer that is pre-trained
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of timm.create_model
+    decoder_dim: int = positive(512)
+    decoder_depth: int = positive(8)
+    decoder_heads: int = positive(16)
+    mask_ratio: float = fraction(0.75)
+    normalize_pixels: bool = True  # targets with mean 0 and variance 1 in every patch
+
+
+@dataclass
+class MaskedBatchFormerConfig(StreamPluginConfig):
+    """BatchFormerV2 in the decoder."""
+
+    layers: Any = "all"  # decoder blocks from 0 in a list, or `all`
+    position: str = choice("before", "after")
+    shared: bool = True
+    heads: int | None = positive(None)  # null: decoder_heads
+    lr_factor: float = not_negative(1.0)
+    weight_decay: float | None = not_negative(None)
+
+
+@dataclass
+class MaskedEvalConfig:
+    batch_size: int = positive(128)
+    pictures: int = not_negative(8)
+
+
+@dataclass
+class MaskedConfig(RunConfig):
+    task: str = choice("masked_autoencoding")
+    model: MaskedModelConfig = field(default_factory=MaskedModelConfig)
+    batch_former: MaskedBatchFormerConfig = field(default_factory=MaskedBatchFormerConfig)
+    data: ImageDataConfig = field(default_factory=ImageDataConfig)
+    optimizer: ImageOptimizerConfig = field(default_factory=ImageOptimizerConfig)
+    eval: MaskedEvalConfig = field(default_factory=MaskedEvalConfig)

@@ -1,0 +1,61 @@
+"""Settings that every run has, whatever is trained: how long, how exact, how often. No torch in here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from detr_bf.config.fields import choice, fraction, not_negative, positive, seed
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = not_negative(1e-4)
+    weight_decay: float = not_negative(1e-4)
+    schedule: str = choice("step", "cosine")
+    drop_epochs: list[int] = field(default_factory=lambda: [200])  # schedule: step
+    drop_factor: float = positive(0.1)
+    warmup_steps: int = not_negative(0)
+    clip_norm: float = not_negative(0.1)  # largest gradient norm; 0 does not clip
+
+
+@dataclass
+class EmaConfig:
+    enabled: bool = False
+    decay: float = fraction(0.9997)
+
+
+@dataclass
+class TrainConfig:
+    epochs: int = positive(300)
+    max_steps: int | None = positive(None)  # stop earlier than `epochs`, in optimiser steps
+    batch_size: int = positive(2)  # images of a process
+    accumulate: int = positive(1)  # batches of a process per optimiser step
+    precision: str = choice("float32", "bf16", "fp16")
+    compile: bool = False  # torch.compile: of a detector, the backbone and every encoder and decoder layer
+    channels_last: bool = False  # memory format of convolutions
+    max_skipped: int = not_negative(0)  # steps whose loss or gradient is not finite, left out before training stops
+    timeout_minutes: float = positive(30.0)  # that a process waits for the others
+    log_every: int = positive(20)  # steps
+    eval_every: int = positive(1)  # epochs
+    tensorboard: bool = False
+    ema: EmaConfig = field(default_factory=EmaConfig)
+
+
+@dataclass
+class CheckpointConfig:
+    """The end of an epoch always saves."""
+
+    every_steps: int = positive(1000)
+    every_minutes: float | None = positive(30.0)  # null: whatever the clock says
+    keep_every: int = not_negative(0)  # epochs; 0 keeps only last, previous and best
+
+
+@dataclass
+class RunConfig:
+    output_dir: str = "runs/default"
+    init_from: str | None = None  # checkpoint whose weights are loaded where they fit
+    seed: int = seed(42)
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -1,0 +1,101 @@
+"""Examine labelled images before the first training step: everything that is wrong, at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from detr_bf.data.doctor import Report
+from detr_bf.data.examination import Check, repeated
+from detr_bf.data.file_check import ImageRecord, check_files
+from detr_bf.data.sources.splits import FileImages, LabelledSplit, LabelledSplits
+from detr_bf.files import cache_folder
+from detr_bf.structures import ClassMap
+
+
+@dataclass(frozen=True)
+class ExaminedSplit:
+    """A split with what is known about its files; images in memory have none."""
+
+    split: LabelledSplit
+    class_map: ClassMap
+    folder: Path = Path()
+    names: tuple[str, ...] = ()
+    files: Mapping[str, ImageRecord] = field(default_factory=dict)
+
+
+def examine_images(splits: LabelledSplits, *, cache_dir: Path | None = None, workers: int = 1) -> Report:
+    """Run every check on both splits.
+
+    ``workers`` threads read the image files that the cache in ``cache_dir`` does not know.
+    """
+    cache_dir = cache_dir or cache_folder("doctor")
+    train, val = (_examined(split, splits.class_map, cache_dir, workers) for split in (splits.train, splits.val))
+    findings = [check.on(name, part) for name, part in (("train", train), ("val", val)) for check in CHECKS]
+    findings += [check.on("train", train) for check in TRAIN_CHECKS]
+    findings += [check.on("val", val) for check in VAL_CHECKS]
+    findings += [check.on("train, val", train, val) for check in PAIR_CHECKS]
+    found = sorted((finding for finding in findings if finding), key=lambda finding: finding.severity)
+    return Report((_summary("train", train), _summary("val", val)), tuple(found))
+
+
+def _examined(split: LabelledSplit, class_map: ClassMap, cache_dir: Path, workers: int) -> ExaminedSplit:
+    images = split.images
+    if not isinstance(images, FileImages):
+        return ExaminedSplit(split, class_map)
+    files = check_files(ImageRecord, images.folder, images.names, cache_dir, workers)
+    return ExaminedSplit(split, class_map, images.folder, tuple(images.names), files)
+
+
+def _summary(name: str, part: ExaminedSplit) -> str:
+    return f"{name}: {len(part.split)} images, {part.class_map.num_classes} classes ({part.split.origin})"
+
+
+def _missing_files(part: ExaminedSplit) -> Iterator[str]:
+    return (str(part.folder / name) for name in part.names if name not in part.files)
+
+
+def _unreadable_files(part: ExaminedSplit) -> Iterator[str]:
+    for name in dict.fromkeys(part.names):
+        record = part.files.get(name)
+        if record and record.problem:
+            yield f"{part.folder / name}: {record.problem}"
+
+
+def _repeated_files(part: ExaminedSplit) -> Iterator[str]:
+    return (str(part.folder / name) for name in repeated(part.names))
+
+
+def _labels_outside(part: ExaminedSplit) -> Iterator[str]:
+    labels, classes = part.split.labels, part.class_map.num_classes
+    for place in ((labels < 0) | (labels >= classes)).nonzero().flatten().tolist():
+        image = part.names[place] if part.names else f"image {place}"
+        yield f"{image}: label {int(labels[place])}, {classes} classes"
+
+
+def _classes_without_images(part: ExaminedSplit) -> Iterator[str]:
+    labels, classes = part.split.labels, part.class_map.num_classes
+    inside = labels[(labels >= 0) & (labels < classes)]
+    for label in (torch.bincount(inside, minlength=classes) == 0).nonzero().flatten().tolist():
+        yield f"{label} ({part.class_map.names[label]})"
+
+
+def _shared_images(train: ExaminedSplit, val: ExaminedSplit) -> Iterator[str]:
+    by_content = {record.sha256: name for name, record in train.files.items() if record.sha256}
+    for name, record in val.files.items():
+        if record.sha256 in by_content:
+            yield f"{val.folder / name} is {train.folder / by_content[record.sha256]}"
+
+
+CHECKS = (
+    Check("error", "file-missing", "the image file does not exist", _missing_files),
+    Check("error", "file-unreadable", "the image cannot be decoded", _unreadable_files),
+    Check("warning", "file-repeated", "the file is listed again: it counts again", _repeated_files),
+    Check("error", "label-outside", "the label is none of the training data's classes", _labels_outside),
+)
+TRAIN_CHECKS = (Check("error", "class-without-images", "nothing to learn the class from", _classes_without_images),)
+VAL_CHECKS = (Check("warning", "class-without-images", "the class is not measured", _classes_without_images),)
+PAIR_CHECKS = (Check("warning", "train-val-overlap", "the same image in both: accuracy is too good", _shared_images),)

@@ -1,0 +1,112 @@
+"""Images in files: a folder for each class, or lists of files with their labels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+
+from detr_bf.data.sources.splits import FileImages, LabelledSplit, LabelledSplits, class_map_of
+from detr_bf.errors import InputError
+
+_LINE = re.compile(r"(?P<path>.*\S)[\s,]+(?P<label>\d+)")
+_NAMED = 10  # classes that a message names
+
+
+def image_folder(root: str, train: str = "train", val: str = "val") -> LabelledSplits:
+    """``root/train/CLASS/...`` and ``root/val/CLASS/...``; the classes are the sorted names of train's folders.
+
+    A class's images may lie in folders of their own below it; only files with an image's extension count.
+
+    Raises:
+        InputError: a folder is missing, has no classes or no images, or val's classes are not those of train.
+    """
+    folders = [Path(root) / name for name in (train, val)]
+    names, others = _class_names(folders[0]), _class_names(folders[1])
+    if names != others:
+        raise InputError(
+            f"the classes of {folders[1]} must be those of {folders[0]}, but {_listed(set(others) - set(names))} "
+            f"stand in the first alone and {_listed(set(names) - set(others))} in the second: make both the same, "
+            "with empty folders where there are no validation images"
+        )
+    return LabelledSplits(_folder_split(folders[0], names), _folder_split(folders[1], names), class_map_of(names))
+
+
+def _class_names(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        raise InputError(
+            f"there is no folder {folder}: data.name=image_folder needs data.root/data.train/CLASS/ and "
+            "data.root/data.val/CLASS/ with the images"
+        )
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not names:
+        raise InputError(f"{folder} has no folders in it: expected one for each class, with its images")
+    return names
+
+
+def _listed(names: set[str]) -> str:
+    few = sorted(names)[:_NAMED]
+    return (", ".join(few) + (f" and {len(names) - len(few)} more" if len(names) > len(few) else "")) or "none"
+
+
+def _folder_split(folder: Path, classes: Sequence[str]) -> LabelledSplit:
+    index = {name: number for number, name in enumerate(classes)}
+    files = make_dataset(str(folder), index, extensions=IMG_EXTENSIONS, allow_empty=True)
+    if not files:
+        raise InputError(f"{folder} has no images in its folders; known extensions are {', '.join(IMG_EXTENSIONS)}")
+    names = [Path(path).relative_to(folder).as_posix() for path, _ in files]
+    return LabelledSplit(FileImages(folder, names), torch.tensor([label for _, label in files]), str(folder))
+
+
+def image_list(root: str, train: str, val: str) -> LabelledSplits:
+    """Files of ``relative/path label`` lines, as ImageNet-LT, Places-LT and iNaturalist 2018 publish them.
+
+    Paths are relative to ``root``; the lists themselves are looked for in ``root``, then where they are. There are as
+    many classes as the largest training label + 1, and their names are the labels.
+
+    Raises:
+        InputError: a list or the folder is missing, a line is not of that form, or the training labels have gaps.
+    """
+    folder = Path(root)
+    if not folder.is_dir():
+        raise InputError(f"image folder {folder} does not exist or is not a folder: data.root must hold the images")
+    split = _list_split(folder, train)
+    counts = torch.bincount(split.labels)
+    missing = (counts == 0).nonzero().flatten().tolist()
+    if missing:
+        raise InputError(
+            f"{split.origin}: labels must be 0 to {len(counts) - 1} without gaps, but no line has "
+            f"{_listed({str(label) for label in missing})}: number the classes anew, in both lists"
+        )
+    names = [str(label) for label in range(len(counts))]
+    return LabelledSplits(split, _list_split(folder, val), class_map_of(names))
+
+
+def _list_split(folder: Path, name: str) -> LabelledSplit:
+    path = next((path for path in (folder / name, Path(name)) if path.is_file()), None)
+    if path is None:
+        raise InputError(f"there is no list {folder / name} and no {name}: expected a file of `path label` lines")
+    names, labels = _parsed(path)
+    return LabelledSplit(FileImages(folder, names), labels, str(path))
+
+
+def _parsed(path: Path) -> tuple[list[str], Tensor]:
+    names, labels = [], []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not a text in UTF-8 ({error}): expected `path label` lines") from None
+    for number, line in enumerate(lines, 1):
+        match = _LINE.fullmatch(line.strip())
+        if match:
+            names.append(match["path"])
+            labels.append(int(match["label"]))
+        elif line.strip():
+            raise InputError(f"{path}, line {number}: expected a path and a label from 0 on, got {line.strip()!r}")
+    if not names:
+        raise InputError(f"{path} lists no images: expected `path label` lines")
+    return names, torch.tensor(labels)

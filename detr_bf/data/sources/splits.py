@@ -1,0 +1,121 @@
+"""What a source gives: images that are read one by one, their labels, the classes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from detr_bf.data.images import read_image
+from detr_bf.errors import InputError
+from detr_bf.structures import ClassMap
+
+
+class Images(Protocol):
+    """Images by their places from 0 on."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, place: int) -> Tensor:
+        """(C, h, w) uint8 with C = 1 or 3 channels; :class:`InputError` where it cannot be read."""
+
+    def subset(self, places: Tensor) -> Images:
+        """Those at ``places`` (n,) int64, in that order."""
+
+
+@dataclass(frozen=True)
+class ArrayImages:
+    """Images in memory."""
+
+    pixels: Tensor  # (N, C, h, w) uint8, C = 1 or 3
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def read(self, place: int) -> Tensor:
+        return self.pixels[place]
+
+    def subset(self, places: Tensor) -> ArrayImages:
+        return ArrayImages(self.pixels[places])
+
+
+@dataclass(frozen=True)
+class FileImages:
+    """Image files of a folder."""
+
+    folder: Path
+    names: Sequence[str]  # paths within the folder
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def read(self, place: int) -> Tensor:
+        return read_image(self.folder / self.names[place])
+
+    def subset(self, places: Tensor) -> FileImages:
+        return FileImages(self.folder, [self.names[place] for place in places.tolist()])
+
+
+@dataclass(frozen=True)
+class LabelledSplit:
+    """Images and the class of each."""
+
+    images: Images
+    labels: Tensor  # (N,) int64
+    origin: str  # where they come from, for messages
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def subset(self, places: Tensor) -> LabelledSplit:
+        """Those at ``places`` (n,) int64, in that order."""
+        return LabelledSplit(self.images.subset(places), self.labels[places], self.origin)
+
+
+@dataclass(frozen=True)
+class LabelledSplits:
+    """Training and validation data of the same classes."""
+
+    train: LabelledSplit
+    val: LabelledSplit
+    class_map: ClassMap
+
+
+def class_map_of(names: Sequence[str]) -> ClassMap:
+    """The classes of these names, in this order."""
+    return ClassMap(tuple(range(len(names))), tuple(names))
+
+
+def array_split(pixels: Tensor, labels: Tensor, origin: str) -> LabelledSplit:
+    """Images (N, C, h, w) or grey ones (N, h, w), uint8, and their labels (N,)."""
+    return LabelledSplit(ArrayImages(pixels if pixels.ndim == 4 else pixels[:, None]), labels.long(), origin)
+
+
+def data_folder(root: str) -> Path:
+    """The folder of fetched data sets: ``root`` if it is set, else $DETR_BF_DATA, else ``.cache``."""
+    return Path(root or os.environ.get("DETR_BF_DATA") or ".cache").expanduser()
+
+
+@contextmanager
+def fetching(folder: Path) -> Iterator[None]:
+    """Within the block no other process of this machine fetches data into ``folder``, which is made.
+
+    Raises:
+        InputError: the folder cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".fetching").open("w")
+    except OSError as error:
+        raise InputError(
+            f"cannot write to the data folder {folder}: {error}; set data.root or DETR_BF_DATA to another"
+        ) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,131 @@
+"""What ``report.html`` says of a detector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from detr_bf.config import Config
+from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
+from detr_bf.evaluation.summary import SIZE_NAMES
+from detr_bf.report.curves import DETECTION_CURVES
+from detr_bf.report.elements import (
+    EVALUATION_FILE,
+    SHEET_FILE,
+    count,
+    headline,
+    missing,
+    percent,
+    row,
+    section,
+    sheet,
+    table,
+)
+from detr_bf.report.task_page import TaskPage
+
+PANOPTIC_SHEET_FILE = "pictures/panoptic.png"
+_SIDE_BY_SIDE = "Validation images with ground truth and predictions side by side"
+
+
+def _sentences(config: Config) -> list[str]:
+    """What was trained."""
+    return [f"{config.model.name.upper()} with {config.model.backbone.name}.", batch_former_line(config)]
+
+
+def batch_former_line(config: Config) -> str:
+    """One sentence: whether batch attention was on, where, and in which mode."""
+    settings = config.batch_former
+    if not settings.enabled or not settings.layers:
+        return "BatchFormerV2 is off."
+    layers = ", ".join(map(str, settings.layers))
+    place = f"{settings.position} encoder {'layer' if len(settings.layers) == 1 else 'layers'} {layers}"
+    weights = " with shared weights" if settings.shared and len(settings.layers) > 1 else ""
+    return (
+        f"BatchFormerV2 {place}{weights}, mode {settings.mode.replace('_', ' ')}, {settings.heads} heads, "
+        f"dropout {settings.dropout:g}, batches of {config.train.batch_size}."
+    )
+
+
+def _results(result: Result | None) -> Iterator[str]:
+    """Sections with the numbers of the last evaluation."""
+    if result and result.panoptic:
+        yield section("Panoptic segmentation", _panoptic_headline(result.panoptic))
+    if result and result.masks:
+        yield section("Masks", _headline(result.masks, "mask"))
+    yield section(
+        "Boxes" if result and result.masks else "Validation", _headline(result.boxes if result else None, "box")
+    )
+
+
+def _details(run_dir: Path, result: Result | None) -> Iterator[str]:
+    """Sections with pictures and classes."""
+    panoptic = result and result.panoptic
+    if panoptic:
+        yield section("Panoptic maps", sheet(run_dir / PANOPTIC_SHEET_FILE, _SIDE_BY_SIDE))
+    yield section("Validation images", sheet(run_dir / SHEET_FILE, _SIDE_BY_SIDE))
+    if panoptic:
+        yield section("Classes, panoptic", _panoptic_table(panoptic))
+    yield section("Classes", _class_table(result.boxes) if result else missing(EVALUATION_FILE, "evaluation"))
+
+
+def _headline(summary: CocoSummary | None, kind: str) -> str:
+    if summary is None:
+        return missing(EVALUATION_FILE, "evaluation")
+    sizes = zip(SIZE_NAMES, (summary.APs, summary.APm, summary.APl), strict=True)
+    small = [(f"AP {name}", percent(ap), count(summary.num_objects_by_size[name], "object")) for name, ap in sizes]
+    small.append((f"AR, {summary.max_detections} detections", percent(summary.AR100), "recall"))
+    large = [
+        ("AP", percent(summary.AP), "IoU 0.50 to 0.95"),
+        ("AP50", percent(summary.AP50), "IoU 0.50"),
+        ("AP75", percent(summary.AP75), "IoU 0.75"),
+    ]
+    note = (
+        f"COCO {kind} metrics in percent on {summary.num_images:,} images, "
+        f"{summary.num_detections:,} detections, computed with {summary.engine}."
+    )
+    return headline(large, small, note)
+
+
+def _panoptic_headline(summary: PanopticSummary) -> str:
+    large = [
+        ("PQ", percent(summary.PQ), "panoptic quality"),
+        ("SQ", percent(summary.SQ), "overlap of what was found"),
+        ("RQ", percent(summary.RQ), "F1 of what was found"),
+    ]
+    small = [
+        (f"{name} {group}", percent(summary.metrics[f"{name}_{suffix}"]), "")
+        for group, suffix in (("things", "th"), ("stuff", "st"))
+        for name in ("PQ", "SQ", "RQ")
+    ]
+    return headline(large, small, f"Panoptic quality in percent on {summary.num_images:,} images.")
+
+
+def _panoptic_table(summary: PanopticSummary) -> str:
+    ordered = sorted(summary.per_class.items(), key=lambda item: -1.0 if item[1].PQ is None else item[1].PQ)
+    titles = ("Class", "PQ", "SQ", "RQ", "Found", "Wrong", "Missed")
+    return table(titles, (_panoptic_row(name, result) for name, result in reversed(ordered)))
+
+
+def _panoptic_row(name: str, result: PanopticClassResult) -> str:
+    values = [percent(value) for value in (result.PQ, result.SQ, result.RQ)]
+    counts = [f"{number:,}" for number in (result.tp, result.fp, result.fn)]
+    return row(name, result.PQ, values + counts, "" if result.is_thing else "stuff")
+
+
+def _class_table(summary: CocoSummary) -> str:
+    ordered = sorted(summary.per_class.items(), key=lambda item: -1.0 if item[1].AP is None else item[1].AP)
+    return table(("Class", "AP", "AP50", "Objects"), (_class_row(name, result) for name, result in reversed(ordered)))
+
+
+def _class_row(name: str, result: ClassResult) -> str:
+    return row(name, result.AP, (percent(result.AP), percent(result.AP50), f"{result.num_objects:,}"))
+
+
+PAGE = TaskPage(
+    curves=DETECTION_CURVES,
+    curves_description="Training loss, its terms, and validation AP over epochs",
+    read_result=Result.from_dict,
+    sentences=_sentences,
+    results=_results,
+    details=_details,
+)

@@ -1,0 +1,47 @@
+"""How every matplotlib figure looks and is written: white paper, few lines, colours told apart by everyone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from detr_bf.errors import InputError
+from detr_bf.files import atomic_write
+
+INK, FAINT = "#3a3f46", "#d9dce1"
+# Okabe and Ito, "Color Universal Design" (2008)
+BLACK, BLUE, ORANGE, GREEN, PINK = "#1c1e22", "#0072b2", "#e69f00", "#009e73", "#cc79a7"
+SKY, VERMILION = "#56b4e9", "#d55e00"
+_SUFFIXES = (".svg", ".png", ".pdf")
+
+
+def check_suffix(output: str | Path, what: str) -> None:
+    """Whether ``output`` ends as a figure must; ``what`` begins the message.
+
+    Raises:
+        InputError: it does not.
+    """
+    if Path(output).suffix not in _SUFFIXES:
+        raise InputError(f"{what} written as .svg, .png or .pdf; got '{output}'")
+
+
+def save_figure(output: str | Path, figure: Figure, dpi: int = 150) -> None:
+    """Atomically write a figure in the format that the suffix, checked before, says."""
+    with atomic_write(output) as temporary:
+        figure.savefig(temporary, format=Path(output).suffix[1:], dpi=dpi)
+
+
+def title(axes: Axes, text: str) -> None:
+    """Bold, above the left end."""
+    axes.set_title(text, loc="left", fontsize=11, fontweight="bold", color=INK)
+
+
+def clear_lines(axes: Axes, sides: tuple[str, ...] = ("bottom",)) -> None:
+    """Leave of the frame the ``sides``, faint, and no tick marks."""
+    axes.tick_params(colors=INK, length=0)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in sides)
+        spine.set_color(FAINT)

@@ -1,0 +1,150 @@
+"""Detectors: what is done before, with and after their training."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torchvision.ops import box_convert
+
+from detr_bf.build import (
+    build_classification,
+    build_evaluation,
+    build_model,
+    build_trainer,
+    build_val_data,
+    data_source,
+    device_of,
+    read_initial_weights,
+)
+from detr_bf.config import Config
+from detr_bf.config.schema import SplitConfig
+from detr_bf.data.coco import read_annotations
+from detr_bf.data.doctor import Report, examine
+from detr_bf.data.sample_key import SampleKey
+from detr_bf.detectors import detector_named
+from detr_bf.engine import Checkpoint, Evaluation, RunFolder, Trainer, is_checkpoint, load_checkpoint, load_strict
+from detr_bf.errors import InputError
+from detr_bf.evaluation import PanopticFile, write_results
+from detr_bf.report import PanopticSheetRow, SheetRow, save_panoptic_sheet, save_sheet
+from detr_bf.structures import ClassMap, Target
+from detr_bf.tasks.task import Evaluate, Task, require_sound
+
+logger = logging.getLogger(__name__)
+
+CLASS_BIAS = "decoder.heads.classes.0.bias"
+
+
+class DetectionTask(Task[Config]):
+    """Train a detector, or its mask head, on COCO files."""
+
+    def check(self) -> None:
+        detector_named(self.config.model.name)  # before all images are read
+        check_data(self.config)
+
+    def build_trainer(self, folder: RunFolder, resume_from: Checkpoint | None) -> Trainer:
+        return build_trainer(self.config, folder, resume_from)
+
+    def build_evaluation(self, source: Path, folder: RunFolder) -> tuple[nn.Module, Evaluate]:
+        device = device_of(self.config)
+        weights, classes = _weights_and_classes(self.config, source)
+        plain, weights = _without_batch_former(self.config, weights)
+        model = build_model(plain, classes.num_classes, pretrained=False)
+        load_strict(model, weights, str(source))
+        return model.to(device), build_evaluation(self.config, classes, device, folder)
+
+    def leave(self, folder: RunFolder, evaluate: Evaluation, model: nn.Module) -> None:
+        write_results(folder.results, evaluate.detections, evaluate.class_map)
+        if not self.config.eval.pictures:
+            return
+        rows = list(_sheet_rows(self.config, evaluate))
+        save_sheet(folder.sheet, rows, evaluate.class_map.names, self.config.eval.picture_threshold)
+        if evaluate.panoptic:
+            panoptic_rows = list(_panoptic_rows(folder, self.config, evaluate))
+            save_panoptic_sheet(folder.panoptic_sheet, panoptic_rows, evaluate.class_map.names)
+
+
+def _weights_and_classes(config: Config, source: Path) -> tuple[dict[str, Tensor], ClassMap]:
+    """A checkpoint of ours says its classes.
+
+    Bare weights do not: as many classes as the annotations have are taken to be those, in the order of their ids; more
+    are taken to be numbered by category id, as in the authors' files.
+
+    Raises:
+        InputError: neither can be.
+    """
+    if is_checkpoint(source):
+        checkpoint = load_checkpoint(source)
+        return checkpoint.weights, checkpoint.classes
+    weights = read_initial_weights(source)
+    if CLASS_BIAS not in weights:
+        raise InputError(f"{source} holds no class head: these are not the weights of a whole detector")
+    listed = read_annotations(data_source(config, "val").annotations).class_map
+    count = len(weights[CLASS_BIAS]) - build_classification(config).num_logits(0)
+    if count == listed.num_classes:
+        logger.warning("%s does not say its classes: taken to be the %d of the annotations, by id", source, count)
+        return weights, listed
+    if count <= max(listed.category_ids):
+        raise InputError(
+            f"{source} holds {count} classes and does not say which; the annotations have {listed.num_classes}, with "
+            f"ids up to {max(listed.category_ids)}: evaluate a run folder or its checkpoint, which knows its classes"
+        )
+    logger.warning("%s does not say its classes: its %d are taken to be category ids from 0", source, count)
+    known = dict(zip(listed.category_ids, zip(listed.names, listed.is_thing, strict=True), strict=True))
+    names, is_thing = zip(*(known.get(number, (f"id {number}", True)) for number in range(count)), strict=True)
+    return weights, ClassMap(tuple(range(count)), names, is_thing)
+
+
+def _without_batch_former(config: Config, weights: dict[str, Tensor]) -> tuple[Config, dict[str, Tensor]]:
+    """The model and the weights that evaluation reads: only mini-batch inference uses batch attention."""
+    if config.batch_former.enabled and config.batch_former.mode == "mini_batch_inference":
+        return config, weights
+    plain = copy.deepcopy(config)
+    plain.batch_former.enabled = False
+    return plain, {name: value for name, value in weights.items() if "batch_former" not in name.split(".")}
+
+
+def check_data(config: Config) -> None:
+    """Examine both splits unless ``data.check`` is off; errors stop the run."""
+    if config.data.check:
+        require_sound(examine_data(config))
+
+
+def examine_data(config: Config) -> Report:
+    """What the doctor finds in the data of a config."""
+    return examine(
+        data_source(config, "train"),
+        None if config.data.val == SplitConfig() else data_source(config, "val"),
+        num_queries=config.model.num_queries,
+        masks=config.model.masks,
+        workers=max(1, config.data.workers),
+    )
+
+
+def _sheet_rows(config: Config, evaluation: Evaluation) -> Iterator[SheetRow]:
+    """Images spread evenly over the validation split, with what they hold and what was found."""
+    found = {detections.image_id: detections for detections in evaluation.detections}
+    for image, target in _shown_images(config, evaluation.class_map):
+        height, width = target.size
+        boxes = box_convert(target.boxes, "cxcywh", "xyxy") * torch.tensor([width, height, width, height])
+        yield SheetRow(image, boxes, target.labels, found[target.image_id], target.file_name)
+
+
+def _panoptic_rows(folder: RunFolder, config: Config, evaluation: Evaluation) -> Iterator[PanopticSheetRow]:
+    """The same images with both panoptic maps."""
+    class_map, val = evaluation.class_map, config.data.val
+    truth = PanopticFile(val.annotations, val.panoptic, class_map)
+    found = PanopticFile(folder.panoptic_results, folder.panoptic, class_map)
+    for image, target in _shown_images(config, class_map):
+        yield PanopticSheetRow(image, truth[target.image_id], found[target.image_id], target.file_name)
+
+
+def _shown_images(config: Config, class_map: ClassMap) -> Iterator[tuple[Tensor, Target]]:
+    """Images spread evenly over the validation split, as they are in their files."""
+    data = build_val_data(config, class_map, transform=lambda sample: sample)
+    for place in torch.linspace(0, len(data) - 1, min(config.eval.pictures, len(data))).tolist():
+        yield data[SampleKey(0, round(place))]

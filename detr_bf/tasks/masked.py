@@ -1,0 +1,55 @@
+"""Masked autoencoders: what is done before, with and after their training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from detr_bf import interop
+from detr_bf.build import (
+    build_image_splits,
+    build_masked_autoencoder,
+    build_masked_evaluation,
+    build_masked_trainer,
+    check_image_data,
+    device_of,
+)
+from detr_bf.config import MaskedConfig
+from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, load_strict
+from detr_bf.evaluation import ReconstructionEvaluator
+from detr_bf.report import save_reconstructions
+from detr_bf.tasks.pictures import pixels, shown
+from detr_bf.tasks.task import Evaluate, Task, require_sound
+
+
+class MaskedTask(Task[MaskedConfig]):
+    """Pre-train a vision transformer as a masked autoencoder."""
+
+    def check(self) -> None:
+        if self.config.data.check:
+            require_sound(check_image_data(self.config))
+
+    def build_trainer(self, folder: RunFolder, resume_from: Checkpoint | None) -> Trainer:
+        return build_masked_trainer(self.config, folder, resume_from)
+
+    def build_evaluation(self, source: Path, folder: RunFolder) -> tuple[nn.Module, Evaluate]:
+        device, splits = device_of(self.config), build_image_splits(self.config)
+        model = build_masked_autoencoder(self.config)
+        load_strict(model, interop.read_state(source), str(source))
+        return model.to(device), build_masked_evaluation(self.config, splits, device)
+
+    @torch.no_grad()
+    def leave(self, folder: RunFolder, evaluate: Measurement[ReconstructionEvaluator], model: nn.Module) -> None:
+        count = self.config.eval.pictures
+        if not count:
+            return
+        val, transforms = build_image_splits(self.config).val, self.config.data.transforms
+        places = torch.linspace(0, len(val) - 1, min(count, len(val))).round().long().tolist()
+        device = next(model.parameters()).device
+        images = torch.stack([pixels(val, place) for place in places]).to(device)
+        autoencoder = cast("Any", model.eval())
+        seen, guessed = autoencoder.pictures(images, autoencoder(images))
+        save_reconstructions(folder.sheet, *(shown(batch, transforms) for batch in (images, seen, guessed)))

@@ -1,0 +1,67 @@
+"""What a kind of training is: all that one session does differently from another."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+from detr_bf.config import RunConfig
+from detr_bf.data.doctor import Report
+from detr_bf.engine import Checkpoint, Measured, RunFolder, Trainer
+from detr_bf.errors import InputError
+
+logger = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=RunConfig)
+Evaluate = Callable[..., Measured]  # (model) -> what it measured
+
+
+class Task(ABC, Generic[C]):
+    """One run's task.
+
+    Args:
+        config: all settings.
+    """
+
+    def __init__(self, config: C) -> None:
+        self.config = config
+
+    @abstractmethod
+    def check(self) -> None:
+        """What can be known of bad input before anything is built; by the main process alone.
+
+        Raises:
+            InputError: it found something.
+        """
+
+    @abstractmethod
+    def build_trainer(self, folder: RunFolder, resume_from: Checkpoint | None) -> Trainer:
+        """Everything that training needs."""
+
+    @abstractmethod
+    def build_evaluation(self, source: Path, folder: RunFolder) -> tuple[nn.Module, Evaluate]:
+        """The model of ``source``, a checkpoint of ours or weights, on the device, and what measures it.
+
+        Raises:
+            InputError: the weights are another model's.
+        """
+
+    @abstractmethod
+    def leave(self, folder: RunFolder, evaluate: Any, model: nn.Module) -> None:
+        """Write what the last evaluation found in ``model``, beside its numbers, and pictures; by the main process."""
+
+
+def require_sound(report: Report) -> None:
+    """Log what the doctor says of the data.
+
+    Raises:
+        InputError: it found errors.
+    """
+    if report.errors:
+        raise InputError(f"the data cannot be trained on\n{report}")
+    logger.info("%s", report)

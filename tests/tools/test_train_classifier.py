@@ -1,0 +1,220 @@
+"""Classifiers and masked autoencoders through their command lines, on scikit-learn's digits."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from detr_bf.config import ClassifierConfig, load_config
+from detr_bf.engine import load_checkpoint
+from detr_bf.vit import without_plugins
+from tests.tools.test_train_net import assert_same
+from tools.pretrain_mae import main as pretrain_mae
+from tools.train_classifier import main as train_classifier
+from tools.train_net import main as train_net
+
+TRANSFORMS = "{size: 16, crop: padded, padding: 1, auto_augment: '', color_jitter: 0.0, erase: 0.0, eval_crop: 1.0}"
+VIT = "name: vit_tiny_patch16_224\n  options: {patch_size: 4, embed_dim: 24, depth: 2, num_heads: 2}"
+CNN = "name: cifar_resnet8\n  options: {width: 4}\n  drop_path: 0.0"
+MIXER = "name: gmixer_12_224"
+TINY = f"""
+model:
+  {VIT}
+data:
+  name: digits
+  per_class: 12
+  transforms: {TRANSFORMS}
+  workers: 0
+optimizer: {{lr: 0.001, warmup_epochs: 0, schedule: step}}
+train: {{epochs: 2, batch_size: 30, log_every: 1, ema: {{enabled: true, decay: 0.9}}}}
+checkpoint: {{every_steps: 1}}
+eval: {{batch_size: 100, pictures: 4}}
+"""
+PLAIN = "data.mix.probability=0"
+BALANCED = ("loss.name=balanced_softmax", "data.long_tail.imbalance=10", PLAIN)
+VARIANTS = {
+    "plain": (),
+    "batchformer_v2": ("plugins.batchformer_v2.enabled=true", "plugins.batchformer_v2.layers=all"),
+    "batchformer": ("plugins.batchformer.enabled=true", *BALANCED),
+    "context_broadcasting": (
+        "plugins.context_broadcasting.enabled=true",
+        "plugins.context_broadcasting.layers=all",
+        "plugins.context_broadcasting.scaled=true",
+    ),
+    "diverse_patch": ("plugins.diverse_patch.enabled=true",),
+    "relative_localization": (
+        "plugins.relative_localization.enabled=true",
+        "plugins.relative_localization.ramp_epochs=1",
+        PLAIN,
+    ),
+    "cnn": ("optimizer.name=sgd",),
+    "augmented": ("data.transforms.auto_augment=rand-m9-mstd0.5-inc1", "data.transforms.erase=0.5", "data.repeats=3"),
+}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A config of a tiny ViT, four steps an epoch."""
+    (tmp_path / "tiny.yaml").write_text(f"task: classification\noutput_dir: {tmp_path / 'run'}\n{TINY}")
+    return tmp_path / "tiny.yaml"
+
+
+@pytest.fixture
+def masked(tmp_path: Path) -> Path:
+    """A config of a tiny masked autoencoder."""
+    decoder = "  decoder_dim: 16\n  decoder_depth: 2\n  decoder_heads: 2\n"
+    text = TINY.replace("  name: vit", f"{decoder}  name: vit").replace("pictures: 4", "pictures: 3")
+    (tmp_path / "masked.yaml").write_text(f"task: masked_autoencoding\noutput_dir: {tmp_path / 'mae'}\n{text}")
+    return tmp_path / "masked.yaml"
+
+
+def evaluation(folder: Path) -> dict[str, object]:
+    content: dict[str, object] = json.loads((folder / "evaluation.json").read_text())
+    return content
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_it_trains_resumes_to_the_same_bits_and_evaluates(name: str, tiny: Path, tmp_path: Path) -> None:
+    if name == "cnn":
+        tiny.write_text(tiny.read_text().replace(VIT, CNN))
+    command = ["--config", str(tiny), *VARIANTS[name]]
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert train_classifier([*command, f"output_dir={whole}", "train.max_steps=6"]) == 0
+    assert train_classifier([*command, f"output_dir={parted}", "train.max_steps=3"]) == 0
+    assert train_classifier([*command, f"output_dir={parted}", "train.max_steps=6", "--resume"]) == 0
+    straight, resumed = load_checkpoint(whole / "last.pt"), load_checkpoint(parted / "last.pt")
+    assert_same(resumed.model, straight.model)
+    assert_same(resumed.weights, straight.weights)
+    trained = evaluation(whole)
+    assert train_classifier([*command, f"output_dir={whole}", f"init_from={whole / 'last.pt'}", "--eval-only"]) == 0
+    assert evaluation(whole) == trained
+
+
+def test_the_state_of_a_trained_vit_is_one_of_timm_but_for_the_plugins(tiny: Path, tmp_path: Path) -> None:
+    assert train_classifier(["--config", str(tiny), *VARIANTS["batchformer_v2"], "train.max_steps=2"]) == 0
+    weights = load_checkpoint(tmp_path / "run" / "last.pt").weights
+    assert any(name.startswith("plugins.") for name in weights)
+    config = load_config(tiny, schema=ClassifierConfig)
+    model = timm.create_model(config.model.name, num_classes=10, img_size=16, **config.model.options)
+    model.load_state_dict(without_plugins(weights))
+
+
+def test_what_a_run_leaves(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_classifier(["--config", str(tiny), *VARIANTS["batchformer"], "train.max_steps=4"]) == 0
+    run = tmp_path / "run"
+    result = evaluation(run)
+    assert f"top-1 {result['top1']:.3f}" in capsys.readouterr().out
+    with (run / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    right = sum(row["class"] == row["predicted"] for row in rows)
+    assert len(rows) == result["num_images"]
+    assert right / len(rows) == pytest.approx(result["top1"])
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    train = next(record for record in records if record["kind"] == "train")
+    assert {"stream/clean", "stream/batchformer", "loss_ce", "accuracy", "lr/batch_former"} <= set(train)
+    assert train["lr/batch_former"] == pytest.approx(0.1 * train["lr"])
+    counts = [value["train_images"] for value in result["per_class"].values()]  # type: ignore[attr-defined]
+    assert (counts[0], counts[-1]) == (12, 1)
+    assert counts == sorted(counts, reverse=True)
+    page = (run / "report.html").read_text()
+    assert "BatchFormer" in page
+    assert (run / "pictures" / "validation.png").stat().st_size > 1000
+
+
+def test_it_learns_the_digits(tiny: Path, tmp_path: Path) -> None:
+    tiny.write_text(tiny.read_text().replace(VIT, CNN))
+    settings = ["data.per_class=null", PLAIN, "train.epochs=6", "train.ema.enabled=false", "optimizer.lr=0.01"]
+    settings += ["data.transforms.horizontal_flip=0", "loss.label_smoothing=0", "eval.pictures=0"]
+    assert train_classifier(["--config", str(tiny), *settings]) == 0
+    assert evaluation(tmp_path / "run")["top1"] > 0.7  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("with_batch_former", [False, True])
+def test_masked_pre_training_then_a_linear_probe(
+    with_batch_former: bool, tiny: Path, masked: Path, tmp_path: Path
+) -> None:
+    command = ["--config", str(masked), f"batch_former.enabled={str(with_batch_former).lower()}"]
+    assert pretrain_mae([*command, "train.max_steps=3"]) == 0
+    assert pretrain_mae([*command, "train.max_steps=6", "--resume"]) == 0
+    straight = tmp_path / "straight"
+    assert pretrain_mae([*command, "train.max_steps=6", f"output_dir={straight}"]) == 0
+    assert_same(load_checkpoint(tmp_path / "mae" / "last.pt").model, load_checkpoint(straight / "last.pt").model)
+    assert evaluation(straight) == evaluation(tmp_path / "mae")
+    assert pretrain_mae([*command, "--eval-only", f"output_dir={tmp_path / 'again'}", f"init_from={straight}"]) == 0
+    assert (tmp_path / "mae" / "pictures" / "validation.png").stat().st_size > 1000
+    probe = ["--config", str(tiny), "model.linear_probe=true", "model.drop_path=0", f"init_from={straight}"]
+    assert train_classifier([*probe, "train.max_steps=4"]) == 0
+    encoder = load_checkpoint(straight / "last.pt").weights
+    probed = load_checkpoint(tmp_path / "run" / "last.pt").model
+    frozen = [name for name in probed if not name.startswith("head.")]
+    assert frozen
+    for name in frozen:
+        assert torch.equal(probed[name], encoder[f"encoder.{name}"]), name
+
+
+def refusals() -> Iterator[tuple[list[str], str]]:
+    yield ["model.name=no_such_model"], "timm .* has no such model"
+    yield ["model.options={depth: 2, wings: 4}"], "does not take"
+    yield ["model.name=cifar_resnetx"], "give a depth"
+    yield ["plugins.batchformer_v2.enabled=true", "plugins.batchformer_v2.layers=[2]"], "has 2 blocks"
+    yield ["plugins.batchformer_v2.enabled=true", "plugins.batchformer_v2.layers=[a]"], "list of block numbers"
+    yield [*VARIANTS["batchformer_v2"], "plugins.batchformer.enabled=true"], "has batchformer_v2 already"
+    yield ["data.long_tail.imbalance=0.5"], "imbalance"
+    yield ["data.long_tail.order=[1,2]"], "order"
+    yield ["optimizer.betas=[0.9]"], "optimizer.betas must be two numbers"
+    yield ["optimizer.warmup_epochs=1", "optimizer.warmup_steps=5"], "exclude each other"
+    yield ["data.transforms.area=[0.5,0.1]"], "data.transforms.area must be two shares"
+    yield ["data.name=image_folder"], "data.root"
+    yield ["plugins.relative_localization.enabled=true", "plugins.relative_localization.ramp_epochs=2"], "must be less"
+    yield ["eval.few=200"], "eval.few=200 must not exceed eval.many=100"
+    yield ["train.batch_size=0"], "train.batch_size must be greater than 0"
+
+
+@pytest.mark.parametrize(("settings", "message"), list(refusals()))
+def test_bad_input_is_told_before_the_first_step(
+    settings: list[str], message: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_classifier(["--config", str(tiny), *settings]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) < 12, said
+    assert re.search(message, said), said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("network", "setting", "message"),
+    [
+        (CNN, "plugins.diverse_patch.enabled=true", "VisionTransformer"),
+        (CNN, "plugins.context_broadcasting.enabled=true", "VisionTransformer"),
+        (CNN, "model.linear_probe=true", "linear layer called head"),
+        (MIXER, "plugins.batchformer_v2.enabled=true", "VisionTransformer"),
+        (MIXER, "plugins.relative_localization.enabled=true", "SwinTransformer"),
+    ],
+)
+def test_a_network_that_does_not_fit_is_refused(
+    network: str, setting: str, message: str, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.write_text(tiny.read_text().replace(VIT, network))
+    assert train_classifier(["--config", str(tiny), setting]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_config_of_another_task_names_its_command(
+    tiny: Path, masked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command, config, right in (
+        (train_net, tiny, "tools/train_classifier.py"),
+        (train_classifier, masked, "tools/pretrain_mae.py"),
+    ):
+        assert command(["--config", str(config)]) == 2
+        assert f"use {right}" in capsys.readouterr().err
+    assert train_classifier(["--config", str(tiny), "train.max_steps=1"]) == 0
+    assert pretrain_mae(["--config", str(masked), f"output_dir={tmp_path / 'run'}", "--resume"]) == 2
+    assert "is of a ClassifierConfig, not of a MaskedConfig" in capsys.readouterr().err
