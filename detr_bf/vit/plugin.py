@@ -59,8 +59,13 @@ class Plugin(nn.Module):
         """Become a part of ``host``, on its device and in its dtype and mode; ``hooks`` are registered by iterating.
 
         Raises:
-            InputError: the model has one already.
+            InputError: the model has one already, or calls all its children one after another.
         """
+        if isinstance(host, nn.Sequential):
+            raise InputError(
+                f"a plug-in becomes a child of the model, and a {type(host).__name__} would call it like a layer: put "
+                "the layers into a module with a forward of its own"
+            )
         plugins = getattr(host, PREFIX, None) or Plugins()
         assert isinstance(plugins, Plugins), f"the model uses the name {PREFIX} itself"
         if self.name in plugins:

@@ -362,3 +362,10 @@ def test_layers_in_words_and_numbers(layers: Any, depth: int, expected: tuple[in
 def test_layers_that_do_not_exist_are_refused(layers: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         chosen(layers, 4)
+
+
+def test_a_chain_of_layers_cannot_have_plugins() -> None:
+    chain = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, tiny.CLASSES))
+    with pytest.raises(InputError, match="would call it like a layer"):
+        add_batchformer(chain, before=["1"])
+    assert chain(tiny.images().float()).shape == (tiny.IMAGES, tiny.CLASSES)

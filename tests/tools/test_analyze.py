@@ -1,0 +1,127 @@
+"""tools/analyze.py: tables and pictures of real runs on scikit-learn's digits, and every way to get it wrong."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from detr_bf.analysis import ANALYSES
+from tools.analyze import main as analyze
+from tools.analyze import named
+from tools.train_classifier import main as train_classifier
+
+TINY = """
+model: {name: vit_tiny_patch16_224, options: {patch_size: 4, embed_dim: 24, depth: 2, num_heads: 2}}
+data:
+  name: digits
+  per_class: 6
+  transforms: {size: 16, crop: none, auto_augment: '', color_jitter: 0.0, erase: 0.0, eval_crop: 1.0}
+  mix: {probability: 0.0}
+  workers: 0
+optimizer: {warmup_epochs: 0}
+train: {epochs: 1, batch_size: 30}
+eval: {batch_size: 100, pictures: 2}
+"""
+V2 = ("plugins.batchformer_v2.enabled=true", "plugins.batchformer_v2.layers=[1]", "loss.name=balanced_softmax")
+SCALED = (
+    "plugins.context_broadcasting.enabled=true",
+    "plugins.context_broadcasting.layers=all",
+    "plugins.context_broadcasting.scaled=true",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run ``batches``, with BatchFormerV2, and the run ``scales``, with scaled broadcasting."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "tiny.yaml").write_text(TINY)
+    for name, settings in {"batches": V2, "scales": SCALED}.items():
+        arguments = ["--config", str(folder / "tiny.yaml"), *settings, f"output_dir={folder / name}"]
+        assert train_classifier(arguments) == 0
+    return folder
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("name", ANALYSES)
+def test_every_analysis_writes_a_table_and_a_picture_of_its_runs(runs: Path, tmp_path: Path, name: str) -> None:
+    given = {"scale-ratios": ["scales"], "gradient-influence": ["batches"], "feature-maps": ["batches"]}
+    names = given.get(name, ["batches", "scales"])
+    sources = [argument for run in names for argument in ("--run", str(runs / run))]
+    assert analyze([name, *sources, "--output", str(tmp_path), "--images", "25", "--batch-size", "10"]) == 0
+    rows = table(tmp_path / f"{name}.csv")
+    assert list(dict.fromkeys(row["run"] for row in rows)) == names
+    with Image.open(tmp_path / f"{name}.png") as picture:
+        assert picture.format == "PNG"
+        assert picture.width > 400
+
+
+def test_the_table_of_fgsm_begins_with_the_accuracy_that_the_run_has(runs: Path, tmp_path: Path) -> None:
+    arguments = ["fgsm", "--run", str(runs / "batches"), "--output", str(tmp_path), "--images", "5000"]
+    assert analyze([*arguments, "--epsilons", "0,3", "--format", "svg"]) == 0
+    first, last = table(tmp_path / "fgsm.csv")
+    with (runs / "batches" / "predictions.csv").open() as file:
+        right = [row["class"] == row["predicted"] for row in csv.DictReader(file)]
+    assert float(first["accuracy"]) == pytest.approx(sum(right) / len(right), abs=2 / len(right))
+    assert int(first["images"]) == len(right)
+    assert (float(first["epsilon"]), float(last["epsilon"])) == (0.0, 3 / 255)
+    assert "<svg" in (tmp_path / "fgsm.svg").read_text()
+
+
+def test_gradient_influence_uses_the_classes_and_the_loss_of_the_run(runs: Path, tmp_path: Path) -> None:
+    command = ["gradient-influence", "--run", str(runs / "batches"), "--images", "20", "--batch-size", "10"]
+    for folder, settings in {"own": [], "other": ["loss.name=cross_entropy", "loss.label_smoothing=0.9"]}.items():
+        assert analyze([*command, "--output", str(tmp_path / folder), *settings]) == 0
+    own, other = (table(tmp_path / folder / "gradient-influence.csv") for folder in ("own", "other"))
+    assert {row["training_images"] for row in own} == {"6"}
+    assert all(float(row["clean"]) == 0 < float(row["batchformer"]) for row in own)
+    assert [row["label"] for row in own] == [row["label"] for row in other]
+    assert [row["batchformer"] for row in own] != [row["batchformer"] for row in other]
+
+
+def test_the_same_images_are_chosen_every_time(runs: Path, tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        arguments = ["grad-cam", "--run", str(runs / "scales"), "--output", str(tmp_path / folder), "--images", "5"]
+        assert analyze(arguments) == 0
+    one, two = ((tmp_path / folder / "grad-cam.csv").read_text() for folder in ("one", "two"))
+    assert one == two
+    assert len(one.splitlines()) == 6
+
+
+def test_runs_are_named_by_folder_and_files_by_folder_and_name(runs: Path, tmp_path: Path) -> None:
+    assert list(named([runs / "scales", runs / "batches" / "last.pt"])) == ["scales", "batches/last"]
+    alike = [runs / "scales", tmp_path / "scales"]
+    assert list(named(alike)) == [str(path) for path in alike]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["scale-ratios", "--run", "batches"], "no learned scales"),
+        (["feature-maps", "--run", "scales"], "no batch attention"),
+        (["grad-cam", "--run", "scales", "--run", "scales"], "the same is given twice"),
+        (["fgsm", "--run", "scales", "--epsilons", "one"], "--epsilons must be numbers"),
+        (["fgsm", "--run", "scales", "--images", "0"], "--batch-size and --images must be 1 or more"),
+        (["fgsm", "--run", "scales", "--format", "bmp"], "written as .svg, .png or .pdf"),
+        (["occlusion", "--run", "scales", "--patch", "3"], "do not fill images of 16 x 16"),
+        (["fgsm", "--run", "nowhere"], "nowhere"),
+        (["fgsm", "--run", "scales", "data.name=fashion"], "data.name must be one of"),
+        (["fgsm", "--run", "scales", "--device", "tpu"], "device must be auto, cpu, cuda or cuda:N"),
+    ],
+)
+def test_bad_input_ends_with_code_2_and_writes_nothing(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    given = [
+        str(runs / value) if before == "--run" else value
+        for before, value in zip(["", *arguments], arguments, strict=False)
+    ]
+    assert analyze([*given, "--output", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
