@@ -14,7 +14,7 @@ too_old = sys.version_info < (3, 10) and "Python 3.10 or newer is needed, $(1) i
 check_version = @$(1) -c 'import sys; sys.exit($(too_old))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-panoptic test lint bench kernels clean other-checkout
+.PHONY: help demo demo-panoptic experiments test lint bench kernels clean other-checkout
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.* ## \(.*\)/  make \1\t\2/p' Makefile
@@ -29,6 +29,11 @@ demo-panoptic: $(STAMP)-demo ## build the scenes data, train boxes of things and
 	$(RUN) tools/make_sample_data.py scenes --output .cache/scenes
 	$(RUN) tools/train_net.py --config configs/demo_panoptic.yaml --auto-resume
 	$(RUN) tools/train_net.py --config configs/demo_panoptic_masks.yaml --auto-resume
+
+experiments: $(STAMP)-demo ## a long tail and small ViTs on Fashion-MNIST, five seeds each: do the ideas help? (an hour)
+	@$(MAKE) --no-print-directory kernels
+	$(RUN) benchmarks/experiments.py long_tail --jobs 2 $(ARGS)
+	$(RUN) benchmarks/experiments.py small_data --jobs 2 $(ARGS)
 
 test: $(STAMP)-dev ## run the tests (ARGS="-m slow" for the long ones)
 	@$(MAKE) --no-print-directory kernels
