@@ -70,11 +70,21 @@ def run(options: argparse.Namespace) -> int:
 
 
 def named(sources: Sequence[Path]) -> dict[str, Path]:
-    """The runs by name: that of the folder, or of a file and its folder; where two are alike, the whole path."""
+    """The runs by name: that of the folder, or of a file and its folder; where two are alike, as paths differ."""
     if len({source.resolve() for source in sources}) < len(sources):
         raise InputError(f"--run: the same is given twice in {', '.join(map(str, sources))}")
     names = [f"{source.parent.name}/{source.stem}" if source.is_file() else source.resolve().name for source in sources]
-    return dict(zip(names if len(set(names)) == len(names) else map(str, sources), sources, strict=True))
+    return dict(zip(names if len(set(names)) == len(names) else differences(sources), sources, strict=True))
+
+
+def differences(sources: Sequence[Path]) -> list[str]:
+    """What is left of each path without the parts at the beginning and at the end that all have in common."""
+    parts = [list(source.resolve().parts) for source in sources]
+    for end in (0, -1):
+        while all(len(path) > 1 for path in parts) and len({path[end] for path in parts}) == 1:
+            for path in parts:
+                path.pop(end)
+    return ["/".join(path) for path in parts]
 
 
 def make_subject(source: Path, analysis: Analysis, options: argparse.Namespace) -> Subject:

@@ -96,8 +96,9 @@ def test_the_same_images_are_chosen_every_time(runs: Path, tmp_path: Path) -> No
 
 def test_runs_are_named_by_folder_and_files_by_folder_and_name(runs: Path, tmp_path: Path) -> None:
     assert list(named([runs / "scales", runs / "batches" / "last.pt"])) == ["scales", "batches/last"]
-    alike = [runs / "scales", tmp_path / "scales"]
-    assert list(named(alike)) == [str(path) for path in alike]
+    alike = [tmp_path / "plain" / "seed_0", tmp_path / "scaled" / "seed_0"]
+    assert list(named(alike)) == ["plain", "scaled"], "the parts of their paths that they do not share"
+    assert list(named([tmp_path / "a" / "b" / "a", tmp_path / "b" / "a"])) == ["a/b/a", "b/a"]
 
 
 @pytest.mark.parametrize(
