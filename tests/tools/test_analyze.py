@@ -98,7 +98,7 @@ def test_runs_are_named_by_folder_and_files_by_folder_and_name(runs: Path, tmp_p
     assert list(named([runs / "scales", runs / "batches" / "last.pt"])) == ["scales", "batches/last"]
     alike = [tmp_path / "plain" / "seed_0", tmp_path / "scaled" / "seed_0"]
     assert list(named(alike)) == ["plain", "scaled"], "the parts of their paths that they do not share"
-    assert list(named([tmp_path / "a" / "b" / "a", tmp_path / "b" / "a"])) == ["a/b/a", "b/a"]
+    assert list(named([tmp_path / "a" / "b" / "a", tmp_path / "b" / "a"])) == ["a/b", "b"]
 
 
 @pytest.mark.parametrize(
