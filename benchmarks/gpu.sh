@@ -20,6 +20,7 @@ for dtype in float32 bfloat16; do
     "$python" benchmarks/batch_attention.py --device cuda --dtype "$dtype" --rounds 50 --output "$out/batch_attention_$dtype.json"
 done
 "$python" benchmarks/kernels.py --device cuda --rounds 24 --output "$out/kernels.json"
+"$python" benchmarks/plugins.py --device cuda --rounds 50 --output "$out/plugins.json" train.precision=bf16
 for recipe in detr/detr_r50_bfv2 deformable_detr/deformable_detr_r50_bfv2; do
     name=${recipe##*/}
     "$python" benchmarks/step.py --device cuda --recipe "$recipe" --batch-sizes 2 4 8 16 --precisions float32 bf16 fp16 \

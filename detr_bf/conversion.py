@@ -1,38 +1,49 @@
-"""Checkpoints turned into others: other names, or no batch attention."""
+"""Checkpoints turned into others: other names, no batch attention, or what of a run is deployed."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from detr_bf import interop
-from detr_bf.build import build_model
-from detr_bf.config import Config, config_from_dict, config_to_dict
+from detr_bf.build import build_classifier, build_masked_autoencoder, build_model
+from detr_bf.build.network import ENCODER
+from detr_bf.config import ClassifierConfig, Config, MaskedConfig, config_from_dict, config_to_dict
+from detr_bf.config.classifier import PluginsConfig
 from detr_bf.detectors import Detector
-from detr_bf.engine import Checkpoint, checkpoint_of, load_checkpoint, load_strict
+from detr_bf.engine import Checkpoint, checkpoint_of, is_checkpoint, load_checkpoint, load_strict
 from detr_bf.errors import InputError
 from detr_bf.structures import Batch
+from detr_bf.vit import without_plugins
 
 BATCH_FORMER = "batch_former"
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin")
 SIDE = 256  # pixels of the random images, at least
+_OPTIONS = {  # by the task of a checkpoint: what it is of, and what writes it without what only training needs
+    "detection": ("a detector", "--strip-batchformer"),
+    "classification": ("a classifier", "--strip-plugins"),
+    "masked_autoencoding": ("a masked autoencoder", "--encoder"),
+}
 
 
 def convert(source: Path, target: Path, format_name: str | None = None) -> str:
     """Write the weights of ``source`` under our names or a foreign format's, and say what was done.
 
     Raises:
-        InputError: see :func:`detr_bf.interop.read_weights` and :func:`detr_bf.interop.write_weights`.
+        InputError: it is a checkpoint of another task, or see :func:`detr_bf.interop.read_weights` and
+            :func:`detr_bf.interop.write_weights`.
     """
     source = checkpoint_of(source)
     _check_target(source, target)
+    if is_checkpoint(source):
+        _read(source, "detection")
     weights = interop.read_weights(source)
     with _writing(target):
         interop.write_weights(target, weights, format_name)
@@ -53,7 +64,7 @@ def strip_batch_former(source: Path, target: Path) -> str:
         raise InputError(
             f"{target}: a checkpoint holds more than tensors, so its name must end in {', '.join(CHECKPOINT_SUFFIXES)}"
         )
-    checkpoint = load_checkpoint(source)
+    checkpoint = _read(source, "detection")
     config = config_from_dict(checkpoint.config)
     _check_strippable(config, source)
     stripped = stripped_checkpoint(checkpoint, config)
@@ -62,6 +73,53 @@ def strip_batch_former(source: Path, target: Path) -> str:
         stripped.save(target)
     removed = len(checkpoint.weights) - len(stripped.weights)
     return f"{removed} tensors of batch attention left out, evaluation is the same to the bit: {target}"
+
+
+def strip_plugins(source: Path, target: Path) -> str:
+    """Write the weights of a classifier's run for the network alone, under its own names, and say what was done.
+
+    The averaged weights are taken where there are some.
+
+    Raises:
+        InputError: ``source`` is no checkpoint of a classifier, or evaluation uses more than the network has.
+    """
+    source = checkpoint_of(source)
+    _check_target(source, target)
+    checkpoint = _read(source, "classification")
+    config = config_from_dict(checkpoint.config)
+    _check_plugins_strippable(config, source)
+    num_classes, kept = checkpoint.classes.num_classes, without_plugins(checkpoint.weights)
+    whole, plain = (build_classifier(each, num_classes, pretrained=False) for each in (config, _plain(config)))
+    load_strict(whole, checkpoint.weights, str(source))
+    load_strict(plain, kept, str(source))
+    _check_same_outputs(whole, plain, config, f"{source}: evaluation changes without plug-ins, so nothing was written")
+    _write_for_network(target, kept)
+    removed = len(checkpoint.weights) - len(kept)
+    return (
+        f"{removed} tensors of plug-ins left out, evaluation is the same to the bit; the other {len(kept)} load into "
+        f"the plain {config.model.name} of {num_classes} classes: {target}"
+    )
+
+
+def write_encoder(source: Path, target: Path) -> str:
+    """Write the encoder of a masked autoencoder's run for timm's network, under its own names, and say what was done.
+
+    The averaged weights are taken where there are some.
+
+    Raises:
+        InputError: ``source`` is no checkpoint of a masked autoencoder.
+    """
+    source = checkpoint_of(source)
+    _check_target(source, target)
+    checkpoint = _read(source, "masked_autoencoding")
+    config = config_from_dict(checkpoint.config)
+    whole, plain = build_masked_autoencoder(config), build_masked_autoencoder(config).encoder
+    load_strict(whole, checkpoint.weights, str(source))
+    kept = {name.removeprefix(ENCODER): x for name, x in checkpoint.weights.items() if name.startswith(ENCODER)}
+    load_strict(plain, kept, str(source))
+    _check_same_outputs(whole.encoder, plain, config, f"{source}: the encoder gives something else by itself")
+    _write_for_network(target, kept)
+    return f"{len(kept)} tensors of the encoder load into the plain {config.model.name} without classes: {target}"
 
 
 def stripped_checkpoint(checkpoint: Checkpoint, config: Config) -> Checkpoint:
@@ -97,6 +155,55 @@ def _writing(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"{target} cannot be written ({error.strerror or error}): name another file") from error
+
+
+def _read(source: Path, task: str) -> Checkpoint:
+    """A checkpoint of ours.
+
+    Raises:
+        InputError: it is none, or of another task, whose option the message names.
+    """
+    checkpoint = load_checkpoint(source)
+    found = checkpoint.config.get("task", "detection")  # earlier versions knew no other
+    if found in _OPTIONS and found != task:
+        kind, option = _OPTIONS[found]
+        raise InputError(f"{source} is a checkpoint of {kind}, expected one of {_OPTIONS[task][0]}: use {option}")
+    return checkpoint
+
+
+def _write_for_network(target: Path, weights: Mapping[str, Tensor]) -> None:
+    with _writing(target):
+        interop.write_weights(target, weights)
+
+
+def _check_plugins_strippable(config: ClassifierConfig, source: Path) -> None:
+    if config.plugins.context_broadcasting.enabled:
+        raise InputError(
+            f"{source} was trained with plugins.context_broadcasting, which is a part of the network in evaluation, "
+            "too: without it the outputs would be others. Deploy the run itself (detr_bf.load_classifier), or put it "
+            "into timm's network with detr_bf.vit.add_context_broadcasting"
+        )
+    if config.model.linear_probe:
+        raise InputError(
+            f"{source} was trained with model.linear_probe=true: its head has a batch norm, for which the plain "
+            "network has no place. Deploy the run itself (detr_bf.load_classifier)"
+        )
+
+
+def _plain(config: ClassifierConfig) -> ClassifierConfig:
+    """Without plug-ins."""
+    return replace(config, plugins=PluginsConfig())
+
+
+@torch.inference_mode()
+def _check_same_outputs(
+    whole: nn.Module, plain: nn.Module, config: ClassifierConfig | MaskedConfig, message: str
+) -> None:
+    """Both give the same bits for two random images."""
+    side = config.data.transforms.size
+    images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    if not torch.equal(whole.eval()(images), plain.eval()(images)):
+        raise InputError(message)
 
 
 def _check_strippable(config: Config, source: Path) -> None:

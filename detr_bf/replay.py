@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 
-from detr_bf.build import build_criterion, build_model, device_of
-from detr_bf.build.acceleration import accelerate
+from detr_bf.build import device_of
 from detr_bf.build.training import PRECISIONS
-from detr_bf.config import Config, config_from_dict
-from detr_bf.engine import load_strict
+from detr_bf.config import RunConfig, config_from_dict, known_keys
 from detr_bf.engine.capture import Capture, load_capture
 from detr_bf.engine.fault import Fault, find_fault
 from detr_bf.engine.step import TrainingStep
 from detr_bf.errors import InputError
+from detr_bf.tasks import task_of
 
 ANOMALY = "returned nan values"  # in the message of torch's anomaly detection
 
@@ -71,27 +72,21 @@ def replay(source: Path, *, device: str = "auto", precision: str | None = None, 
             warning.
 
     Raises:
-        InputError: the file is missing, damaged or no capture, or it does not fit this version; no such device.
+        InputError: the file is missing, damaged or no capture, or it does not fit this version; no such device; the
+            training split that Balanced Softmax counts is not at hand.
     """
     capture = load_capture(source)
     config = config_from_dict(capture.config)
     config.device = device
     place, dtype = device_of(config), capture.precision if precision is None else _precision(precision)
     differences = _differences(capture, config, place, dtype)
-    config.batch_former.gather = config.train.compile = False
+    config.train.compile = False
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    step = _step(capture, config, place, dtype, str(source))
+    step = task_of(config).build_step(capture.model, capture.classes.num_classes, place, dtype, str(source))
     fault = find_fault(step, capture.batches, capture.rng, scale=capture.scale)
     said = _anomaly(step, capture) if anomaly else None
     return Replay(source, capture, fault, differences, said)
-
-
-def _step(capture: Capture, config: Config, device: torch.device, precision: torch.dtype, source: str) -> TrainingStep:
-    model = build_model(config, capture.classes.num_classes, pretrained=False)
-    load_strict(model, capture.model, source)
-    accelerate(model, config)
-    return TrainingStep(model.to(device).train(), build_criterion(config), device, precision)
 
 
 def _anomaly(step: TrainingStep, capture: Capture) -> str:
@@ -115,7 +110,7 @@ def _name(precision: torch.dtype) -> str:
     return next(name for name, dtype in PRECISIONS.items() if dtype == precision)
 
 
-def _differences(capture: Capture, config: Config, device: torch.device, precision: torch.dtype) -> list[str]:
+def _differences(capture: Capture, config: RunConfig, device: torch.device, precision: torch.dtype) -> list[str]:
     """What is not as it was in the run, a sentence each."""
     found = []
     if device.type != capture.device:
@@ -130,6 +125,16 @@ def _differences(capture: Capture, config: Config, device: torch.device, precisi
         found.append("it was compiled, and is not now: other kernels, other numbers for dropout")
     if capture.processes > 1:
         found.append(f"it had {capture.processes} processes: the objects and gradients of the others are missing here")
-    if capture.processes > 1 and config.batch_former.gather:
-        found.append("batch_former.gather=true let images attend to those of other processes, which are missing here")
+        found += [
+            f"{key}=true let images attend to those of other processes, which are missing here"
+            for key in _gathering(config)
+        ]
     return found
+
+
+def _gathering(config: RunConfig) -> Iterator[str]:
+    """The settings with which batch attention spans all processes."""
+    for key in known_keys(type(config)):
+        group, _, name = key.rpartition(".")
+        if name == "gather" and attrgetter(key)(config) and attrgetter(f"{group}.enabled")(config):
+            yield key

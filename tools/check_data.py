@@ -1,14 +1,16 @@
-"""Examine the data sets of a config and print what is wrong with them; exit code 2 if there are errors."""
+"""Examine the data sets of a config of any task and print what is wrong with them; exit code 2 if there are errors."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from detr_bf.cli import run_tool
-from detr_bf.config import load_config
-from detr_bf.tasks.detection import examine_data
+from detr_bf.config import load_config, saved_config
+from detr_bf.tasks import task_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,11 +21,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
 
     def run() -> int:
-        report = examine_data(load_config(options.config, options.overrides))
+        report = task_of(config_of_any_task(options.config, options.overrides)).examine()
         print(report)
         return 2 if report.errors else 0
 
     return run_tool(run)
+
+
+def config_of_any_task(path: str | None, overrides: Sequence[str]) -> Any:
+    """The task is the file's; without a file detection."""
+    if path is None:
+        return load_config(None, overrides)
+    return load_config(path, overrides, schema=type(saved_config(Path(path))))
 
 
 if __name__ == "__main__":

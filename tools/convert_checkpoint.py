@@ -1,8 +1,10 @@
-"""Read a checkpoint of any known implementation and write it under our names or under another's.
+"""Read a checkpoint of any known implementation and write it under our names, another's or timm's.
 
 python tools/convert_checkpoint.py detr-r50-e632da11.pth detr_r50.pth                # then init_from=detr_r50.pth
 python tools/convert_checkpoint.py runs/mine plain.pt --strip-batchformer            # the same detector without it
 python tools/convert_checkpoint.py plain.pt model.safetensors --to hf_deformable_detr   # for transformers
+python tools/convert_checkpoint.py runs/classifier vit.safetensors --strip-plugins      # for timm
+python tools/convert_checkpoint.py runs/mae encoder.safetensors --encoder               # for timm, without classes
 
 OUT ends in .pth, .pt, .bin or .safetensors. Foreign names are written where their own code looks for them: under
 'model' for the authors' repositories, by themselves for Hugging Face and in .safetensors files.
@@ -17,7 +19,7 @@ from pathlib import Path
 
 from detr_bf import interop
 from detr_bf.cli import run_tool
-from detr_bf.conversion import convert, strip_batch_former
+from detr_bf.conversion import convert, strip_batch_former, strip_plugins, write_encoder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,11 +34,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="write a checkpoint of ours without batch attention, after proving that evaluation stays the same",
     )
+    action.add_argument(
+        "--strip-plugins",
+        action="store_true",
+        help="write a classifier's weights for the network alone, after proving that evaluation stays the same",
+    )
+    action.add_argument("--encoder", action="store_true", help="write the encoder of a masked autoencoder")
     options = parser.parse_args(arguments)
 
     def run() -> int:
         if options.strip_batchformer:
             print(strip_batch_former(options.source, options.target))
+        elif options.strip_plugins:
+            print(strip_plugins(options.source, options.target))
+        elif options.encoder:
+            print(write_encoder(options.source, options.target))
         else:
             print(convert(options.source, options.target, options.to))
         return 0

@@ -1,6 +1,8 @@
-"""Detect objects in images: draws them and writes JSON. With --panoptic: panoptic maps.
+"""Detect objects in images, or classify them: draws what is found and writes JSON. With --panoptic: panoptic maps.
 
 python tools/predict.py --checkpoint runs/demo --output predictions photo.jpg folder/
+
+A classifier's run gives the five most probable classes of each image: printed, as JSON and on one sheet.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from torch import Tensor
 
 import detr_bf
 from detr_bf.cli import run_tool
@@ -21,9 +24,15 @@ from detr_bf.engine import RunFolder
 from detr_bf.errors import InputError
 from detr_bf.evaluation import write_panoptic
 from detr_bf.files import write_json
+from detr_bf.predictor import load_predictor
 from detr_bf.progress import progress_bar
 from detr_bf.report import draw_boxes, draw_panoptic, save_picture
+from detr_bf.report.prediction_sheet import ProbableClasses, save_prediction_sheet
 from detr_bf.structures import ClassMap, Detections, PanopticMap
+
+DETECTION_THRESHOLD = 0.5
+MOST_CLASSES = 5  # of an image
+MOST_ON_SHEET = 60  # images
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,32 +40,75 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", metavar="RUN_OR_FILE", required=True, help="run folder or checkpoint file")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="for pictures and predictions.json")
-    parser.add_argument("--threshold", type=float, default=0.5, help="least score that is kept (default 0.5)")
+    parser.add_argument(
+        "--threshold", type=float, help=f"least score that is kept (default {DETECTION_THRESHOLD}; of classes 0)"
+    )
     parser.add_argument("--panoptic", action="store_true", help="panoptic maps instead of boxes (needs a mask head)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("inputs", nargs="+", metavar="IMAGE_OR_FOLDER", type=Path)
     options = parser.parse_args(arguments)
+    return run_tool(lambda: run(options))
 
-    def run() -> int:
-        RunFolder(options.output).create()
-        predictor = detr_bf.load(options.checkpoint, options.device)
-        files = list(image_files(options.inputs, options.output))
+
+def run(options: argparse.Namespace) -> int:
+    """Predict, write, print."""
+    RunFolder(options.output).create()
+    predictor = load_predictor(options.checkpoint, options.device)
+    files = list(image_files(options.inputs, options.output))
+    if isinstance(predictor, detr_bf.ClassifierPredictor):
         if options.panoptic:
-            write_panoptic_maps(options.output, predictor, files)
-            print(f"panoptic maps of {len(files)} images: {options.output}")
-            return 0
-        entries = []
-        for number, file in enumerate(progress_bar(files, desc="predicting", unit="image")):
-            image = read_image(file)
-            found = above(predictor(image), options.threshold)
-            picture = draw_boxes(image, found.boxes, found.labels, predictor.class_map.names, found.scores)
-            save_picture(options.output / f"{number:04d}_{file.stem}.png", picture)
-            entries.append(as_json(file, found, predictor.class_map))
-        write_json(options.output / "predictions.json", entries)
-        print(f"{sum(len(entry['objects']) for entry in entries)} objects in {len(files)} images: {options.output}")
-        return 0
+            raise InputError(f"{options.checkpoint} is of a classifier, and --panoptic needs a detector with masks")
+        write_classes(options.output, predictor, files, options.threshold or 0.0)
+    elif options.panoptic:
+        write_panoptic_maps(options.output, predictor, files)
+        print(f"panoptic maps of {len(files)} images: {options.output}")
+    else:
+        threshold = DETECTION_THRESHOLD if options.threshold is None else options.threshold
+        write_objects(options.output, predictor, files, threshold)
+    return 0
 
-    return run_tool(run)
+
+def write_objects(output: Path, predictor: detr_bf.Predictor, files: Sequence[Path], threshold: float) -> None:
+    """A picture of each image, and ``predictions.json``."""
+    entries = []
+    for number, file in enumerate(progress_bar(files, desc="predicting", unit="image")):
+        image = read_image(file)
+        found = above(predictor(image), threshold)
+        picture = draw_boxes(image, found.boxes, found.labels, predictor.class_map.names, found.scores)
+        save_picture(output / f"{number:04d}_{file.stem}.png", picture)
+        entries.append(as_json(file, found, predictor.class_map))
+    write_json(output / "predictions.json", entries)
+    print(f"{sum(len(entry['objects']) for entry in entries)} objects in {len(files)} images: {output}")
+
+
+def write_classes(
+    output: Path, predictor: detr_bf.ClassifierPredictor, files: Sequence[Path], threshold: float
+) -> None:
+    """The most probable classes of each image: a line, an entry of ``predictions.json``, a place on ``sheet.png``."""
+    entries: list[dict[str, Any]] = []
+    shown: list[ProbableClasses] = []
+    for file in progress_bar(files, desc="predicting", unit="image"):
+        image = read_image(file)
+        found = most_probable(predictor(image), predictor.class_map, threshold)
+        entries.append({"file": str(file), "classes": found})
+        if len(shown) < MOST_ON_SHEET:
+            names, scores = tuple(each["name"] for each in found), tuple(each["score"] for each in found)
+            shown.append(ProbableClasses(image, names, scores, file.name))
+    write_json(output / "predictions.json", entries)
+    save_prediction_sheet(output / "sheet.png", shown)
+    for entry in entries:
+        print(f"{entry['file']}: " + ", ".join(f"{each['name']} {each['score']:.1%}" for each in entry["classes"]))
+    print(f"classes of {len(files)} images, {len(shown)} of them on the sheet: {output}")
+
+
+def most_probable(probabilities: Tensor, class_map: ClassMap, threshold: float) -> list[dict[str, Any]]:
+    """Of (K,): category id, name and probability of the first few that reach the threshold, best first."""
+    scores, labels = (values.tolist() for values in probabilities.topk(min(MOST_CLASSES, len(probabilities))))
+    return [
+        {"category_id": class_map.category_ids[label], "name": class_map.names[label], "score": score}
+        for score, label in zip(scores, labels, strict=True)
+        if score >= threshold
+    ]
 
 
 def write_panoptic_maps(output: Path, predictor: detr_bf.Predictor, files: Sequence[Path]) -> None:

@@ -1,6 +1,13 @@
 """The only place where a config becomes objects."""
 
-from detr_bf.build.classifier import LoadedClassifier, build_classifier, build_classifier_criterion, load_classifier
+from detr_bf.build.classifier import (
+    LoadedClassifier,
+    as_evaluated,
+    build_classifier,
+    build_classifier_criterion,
+    evaluated_weights,
+    load_classifier,
+)
 from detr_bf.build.classifier_data import ImageSplits, build_image_splits, check_image_data
 from detr_bf.build.classifier_run import build_classifier_evaluation, build_classifier_trainer
 from detr_bf.build.data import build_eval_transform, build_train_data, build_val_data, data_source
@@ -8,6 +15,7 @@ from detr_bf.build.masked import build_masked_autoencoder, build_masked_evaluati
 from detr_bf.build.model import (
     build_classification,
     build_criterion,
+    build_detector_criterion,
     build_model,
     build_panoptic_postprocess,
     build_postprocess,
@@ -19,12 +27,14 @@ from detr_bf.build.run import build_evaluation, build_groups, build_trainer, rea
 __all__ = [
     "ImageSplits",
     "LoadedClassifier",
+    "as_evaluated",
     "build_classification",
     "build_classifier",
     "build_classifier_criterion",
     "build_classifier_evaluation",
     "build_classifier_trainer",
     "build_criterion",
+    "build_detector_criterion",
     "build_eval_transform",
     "build_evaluation",
     "build_groups",
@@ -42,6 +52,7 @@ __all__ = [
     "check_image_data",
     "data_source",
     "device_of",
+    "evaluated_weights",
     "load_classifier",
     "read_initial_weights",
     "read_network_weights",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from detr_bf.build.model import device_of
 from detr_bf.build.network import build_network
+from detr_bf.build.plugins import add_context, add_localization, layers_of
 from detr_bf.config import ClassifierConfig, config_from_dict
 from detr_bf.engine import (
     checkpoint_of,
@@ -26,14 +28,16 @@ from detr_bf.vit import (
     ClassifierCriterion,
     add_batchformer,
     add_batchformer_v2,
-    add_context_broadcasting,
     add_diverse_patch,
-    add_relative_localization,
     cross_entropy,
     ramped,
 )
+from detr_bf.vit.plugin import PREFIX
 
 logger = logging.getLogger(__name__)
+
+# plug-ins that evaluation does not read
+TRAINING_ONLY = ("batchformer_v2", "batchformer", "diverse_patch", "relative_localization")
 
 
 def build_classifier(config: ClassifierConfig, num_classes: int, *, pretrained: bool = True) -> nn.Module:
@@ -53,9 +57,19 @@ def build_classifier(config: ClassifierConfig, num_classes: int, *, pretrained: 
         options=model.options,
     )
     if config.model.linear_probe:
+        _check_probe(config)
         make_linear_probe(network, num_classes)
     add_plugins(network, config, num_classes)
     return network
+
+
+def _check_probe(config: ClassifierConfig) -> None:
+    enabled = [name for name in TRAINING_ONLY if getattr(config.plugins, name).enabled]
+    if enabled:
+        raise InputError(
+            f"model.linear_probe=true trains the classifier alone, on a network in evaluation mode: "
+            f"plugins.{enabled[0]} has nothing to do there, set plugins.{enabled[0]}.enabled=false"
+        )
 
 
 def make_linear_probe(network: nn.Module, num_classes: int) -> None:
@@ -92,14 +106,12 @@ def add_plugins(network: nn.Module, config: ClassifierConfig, num_classes: int) 
         InputError: one does not fit the network.
     """
     plugins = config.plugins
-    if plugins.context_broadcasting.enabled:
-        settings = plugins.context_broadcasting
-        add_context_broadcasting(network, _layers(settings.layers), scaled=settings.scaled)
+    add_context(network, plugins.context_broadcasting)
     if plugins.batchformer_v2.enabled:
         v2 = plugins.batchformer_v2
         add_batchformer_v2(
             network,
-            _layers(v2.layers),
+            layers_of(v2.layers),
             position=v2.position,
             shared=v2.shared,
             mode=v2.mode,
@@ -123,20 +135,7 @@ def add_plugins(network: nn.Module, config: ClassifierConfig, num_classes: int) 
         add_diverse_patch(
             network, num_classes, cosine=diverse.cosine, contrastive=diverse.contrastive, mixing=diverse.mixing
         )
-    if plugins.relative_localization.enabled:
-        local = plugins.relative_localization
-        add_relative_localization(
-            network, local.variant, weight=local.weight, pairs=local.num_pairs, normalize=local.normalize
-        )
-
-
-def _layers(value: Any) -> Sequence[int] | str:
-    """A setting that is a word or a list of numbers."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(type(item) is int for item in value):
-        return value
-    raise InputError(f"layers must be a word such as all, or a list of block numbers from 0; got {value!r}")
+    add_localization(network, plugins.relative_localization)
 
 
 def build_classifier_criterion(
@@ -162,6 +161,20 @@ def _localization_weight(config: ClassifierConfig, network: nn.Module) -> Callab
         )
     weight = cast("Any", network).plugins["relative_localization"].weight
     return lambda epoch: ramped(weight, epoch, config.train.epochs, settings.ramp_epochs)
+
+
+def as_evaluated(config: ClassifierConfig) -> ClassifierConfig:
+    """The same without the plug-ins that evaluation does not read."""
+    plain = copy.deepcopy(config)
+    for name in TRAINING_ONLY:
+        getattr(plain.plugins, name).enabled = False
+    return plain
+
+
+def evaluated_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a network of :func:`as_evaluated` has of the weights of any."""
+    prefixes = tuple(f"{PREFIX}.{name}." for name in TRAINING_ONLY)
+    return {name: value for name, value in weights.items() if not name.startswith(prefixes)}
 
 
 @dataclass(frozen=True)

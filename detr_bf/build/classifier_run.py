@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from detr_bf.build.acceleration import accelerate
 from detr_bf.build.classifier import build_classifier, build_classifier_criterion
@@ -23,6 +24,7 @@ from detr_bf.build.training import (
 )
 from detr_bf.config import ClassifierConfig, config_to_dict
 from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, TrainingStep, load_fitting
+from detr_bf.errors import InputError
 from detr_bf.evaluation import ClassificationEvaluator
 
 logger = logging.getLogger(__name__)
@@ -38,8 +40,8 @@ def build_classifier_trainer(
     network = build_classifier(
         config, splits.class_map.num_classes, pretrained=resume_from is None and not config.init_from
     )
-    if resume_from is None and config.init_from:
-        logger.info(load_fitting(network, read_network_weights(Path(config.init_from)), config.init_from))
+    if resume_from is None:
+        _initialise(network, config)
     accelerate(network, config)
     network.to(device)
     criterion = build_classifier_criterion(config, network, splits.class_counts).to(device)
@@ -62,6 +64,17 @@ def build_classifier_trainer(
         config=config_to_dict(config),
         resume_from=resume_from,
     )
+
+
+def _initialise(network: nn.Module, config: ClassifierConfig) -> None:
+    """Load ``init_from``; of a linear probe all but the classifier."""
+    if config.init_from:
+        weights = read_network_weights(Path(config.init_from))
+        logger.info(load_fitting(network, weights, config.init_from, "head" if config.model.linear_probe else None))
+    elif config.model.linear_probe and not config.model.pretrained:
+        raise InputError(
+            "model.linear_probe=true needs a trained network: give init_from=RUN_OR_FILE, or model.pretrained=true"
+        )
 
 
 def build_classifier_evaluation(

@@ -9,18 +9,22 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import nn
 
 from detr_bf import distributed
 from detr_bf.backbones import build_backbone
 from detr_bf.batchformer import BatchFormerV2
+from detr_bf.build.plugins import add_encoder_plugins, encoder_of
 from detr_bf.config import Config, RunConfig
 from detr_bf.config.schema import ModelConfig
 from detr_bf.detectors import Detector, MaskHead, Options, detector_named, own_settings
+from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
 from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
 from detr_bf.losses.classification import Classification
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.structures import ClassMap
+from detr_bf.vit import PluginCriterion
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +96,7 @@ def build_model(config: Config, num_classes: int, *, pretrained: bool = True) ->
         recompute_encoder=config.train.recompute_encoder,
     )
     built = detector(body, body.channels[-len(backbone.strides) :], options, **_own_settings(detector, model))
+    add_encoder_plugins(built, config.plugins)
     if config.freeze.detector:
         built.freeze_all_but_masks(keep_dropout=config.freeze.keep_dropout)
     return built
@@ -160,7 +165,7 @@ def build_classification(config: Config) -> Classification:
 
 
 def build_criterion(config: Config) -> SetCriterion:
-    """Matcher and losses."""
+    """Matcher and losses of the outputs."""
     classification, loss = build_classification(config), config.loss
     matcher = HungarianMatcher(classification, loss.matcher.class_cost, loss.matcher.bbox_cost, loss.matcher.giou_cost)
     return SetCriterion(
@@ -172,6 +177,14 @@ def build_criterion(config: Config) -> SetCriterion:
         mask_weight=loss.mask_weight,
         dice_weight=loss.dice_weight,
     )
+
+
+def build_detector_criterion(config: Config, detector: nn.Module) -> Criterion:
+    """The set criterion, and what the plug-ins of the detector's encoder add to it."""
+    criterion = build_criterion(config)
+    if not config.plugins.relative_localization.enabled:
+        return criterion
+    return PluginCriterion(criterion, encoder_of(detector))
 
 
 def build_postprocess(config: Config) -> Postprocess:

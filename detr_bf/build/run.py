@@ -13,7 +13,7 @@ from detr_bf import distributed, interop
 from detr_bf.build.acceleration import accelerate
 from detr_bf.build.data import build_loader, build_train_data, build_val_data, data_source
 from detr_bf.build.model import (
-    build_criterion,
+    build_detector_criterion,
     build_model,
     build_panoptic_postprocess,
     build_postprocess,
@@ -68,7 +68,7 @@ def build_trainer(config: Config, folder: RunFolder, resume_from: Checkpoint | N
     batches_per_epoch = len(batches(epoch=0))
     loader = build_loader(config, device)
     return Trainer(
-        step=TrainingStep(model, build_criterion(config), device, PRECISIONS[config.train.precision]),
+        step=TrainingStep(model, build_detector_criterion(config, model), device, PRECISIONS[config.train.precision]),
         optimizer=build_optimizer(build_groups(config, model)),
         learning_rate=learning_rate(config, batches_per_epoch),
         make_batches=lambda epoch, start: iter(loader(data, batches(epoch=epoch, start_batch=start))),

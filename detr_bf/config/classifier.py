@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from detr_bf.config.fields import choice, fraction, not_negative, positive
+from detr_bf.config.plugins import ContextBroadcastingConfig, LocalizationConfig
 from detr_bf.config.run import OptimizerConfig, RunConfig
 from detr_bf.errors import InputError
 
@@ -54,13 +55,6 @@ class BatchFormerPluginConfig(StreamPluginConfig):
 
 
 @dataclass
-class ContextBroadcastingConfig:
-    enabled: bool = False
-    layers: Any = "upper"  # upper, all, or blocks from 0 in a list
-    scaled: bool = False  # learned scales of the mean (CB_S)
-
-
-@dataclass
 class DiversePatchConfig:
     enabled: bool = False
     cosine: float = not_negative(1.0)
@@ -69,12 +63,7 @@ class DiversePatchConfig:
 
 
 @dataclass
-class RelativeLocalizationConfig:
-    enabled: bool = False
-    weight: float | None = not_negative(None)  # null: the published 0.01 of a ViT, 0.5 of Swin
-    variant: str = choice("abs", "signed", "ce", "reg", "all")
-    num_pairs: int = positive(64)  # of an image
-    normalize: bool = True  # false: distances in cells, as the authors' code
+class RelativeLocalizationConfig(LocalizationConfig):
     ramp_epochs: int = not_negative(0)  # 20 in the authors' code: the weight rises, then falls linearly
 
 

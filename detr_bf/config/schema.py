@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from detr_bf.config.fields import choice, fraction, not_negative, positive, sizes
+from detr_bf.config.plugins import ContextBroadcastingConfig, LocalizationConfig
 from detr_bf.config.run import OptimizerConfig, RunConfig, TrainConfig
 from detr_bf.errors import InputError
 
@@ -82,6 +83,34 @@ class BatchFormerConfig:
     gather: bool = False  # attend over the images of all processes; evaluation never does
     lr_factor: float = not_negative(1.0)  # times optimizer.lr
     weight_decay: float | None = not_negative(None)  # null: optimizer.weight_decay
+
+
+@dataclass
+class DetectorLocalizationConfig(LocalizationConfig):
+    """On the encoder memory, within the part that each image fills; of several levels on the coarsest."""
+
+    weight: float | None = not_negative(None)  # to be given: none was published
+
+    def check_values(self, prefix: str) -> None:
+        if not self.enabled:
+            return
+        if self.weight is None:
+            raise InputError(
+                f"{prefix}weight must be given, as none was published for detectors: {prefix}weight=0.01 for instance"
+            )
+        if self.variant in ("ce", "reg"):
+            raise InputError(
+                f"{prefix}variant={self.variant}: its classes need a grid of one size, and a detector's images vary: "
+                "take abs, signed or all"
+            )
+
+
+@dataclass
+class DetectorPluginsConfig:
+    """Plug-ins of the encoder."""
+
+    context_broadcasting: ContextBroadcastingConfig = field(default_factory=ContextBroadcastingConfig)
+    relative_localization: DetectorLocalizationConfig = field(default_factory=DetectorLocalizationConfig)
 
 
 @dataclass
@@ -189,9 +218,17 @@ class Config(RunConfig):
     task: str = choice("detection")
     model: ModelConfig = field(default_factory=ModelConfig)
     batch_former: BatchFormerConfig = field(default_factory=BatchFormerConfig)
+    plugins: DetectorPluginsConfig = field(default_factory=DetectorPluginsConfig)
     freeze: FreezeConfig = field(default_factory=FreezeConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: DetectorOptimizerConfig = field(default_factory=DetectorOptimizerConfig)
     train: DetectorTrainConfig = field(default_factory=DetectorTrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def check_values(self, prefix: str) -> None:
+        if self.freeze.detector and self.plugins.relative_localization.enabled:
+            raise InputError(
+                "freeze.detector=true trains the mask head alone, and relative localization works on the encoder: "
+                "set plugins.relative_localization.enabled=false"
+            )

@@ -106,7 +106,7 @@ def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str, w
             raise InputError(
                 f"init_from: {source} does not hold all that stays frozen."
                 + _lines("missing or different", lacking)
-                + "\nUse the settings of model and batch_former it was trained with, or freeze.detector=false."
+                + "\nUse the settings of the model it was trained with, or do not freeze it."
             )
     model.load_state_dict(fitting, strict=False)
     return (

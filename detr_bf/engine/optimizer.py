@@ -25,10 +25,11 @@ def parameter_groups(
     batch_former_lr_factor: float = 1.0,
     batch_former_weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Up to four groups of the trainable parameters: transformer, backbone, batch_former, points.
+    """Up to five groups of the trainable parameters: transformer, backbone, batch_former, points, scales.
 
     ``points`` holds what predicts reference points and sampling offsets (Zhu et al. 2021, arXiv 2010.04159, appendix
-    A.4). ``batch_former_weight_decay`` None means ``weight_decay``.
+    A.4), ``scales`` those of Context Broadcasting, without weight decay. ``batch_former_weight_decay`` None means
+    ``weight_decay``.
     """
     bf_decay = weight_decay if batch_former_weight_decay is None else batch_former_weight_decay
     groups: dict[str, dict[str, Any]] = {
@@ -36,6 +37,7 @@ def parameter_groups(
         "backbone": {"lr": backbone_lr, "weight_decay": weight_decay},
         "batch_former": {"lr": lr * batch_former_lr_factor, "weight_decay": bf_decay},
         "points": {"lr": lr * point_lr_factor, "weight_decay": weight_decay},
+        "scales": {"lr": lr, "weight_decay": 0.0},
     }
     places = _special_parameters(model)
     return _filled(groups, model, lambda name, parameter: places.get(id(parameter), "transformer"))
@@ -51,6 +53,8 @@ def _special_parameters(model: nn.Module) -> dict[int, str]:
             group = "batch_former"
         elif isinstance(module, nn.Linear) and re.search(r"\.sampling_offsets$|\bqueries\.reference\b", name):
             group = "points"
+        elif name.endswith("context_broadcasting.scales"):
+            group = "scales"
         else:
             continue
         places |= {id(parameter): group for parameter in module.parameters()}

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 from detr_bf import distributed
 from detr_bf.data.loader import steady
 from detr_bf.data.sample_key import mixed_seed
+from detr_bf.engine.average import AveragedWeights
 from detr_bf.engine.capture import capture_step, told_together
 from detr_bf.engine.checkpoint import Checkpoint, load_strict, restore_rng, rng_state, training_state
 from detr_bf.engine.evaluate import EvaluationStopped, Measured
@@ -100,7 +100,8 @@ class Trainer:
     def __post_init__(self) -> None:
         self.model = self.step.model
         self.scaler = torch.amp.GradScaler(self.step.device.type, enabled=self.step.precision == torch.float16)
-        self.ema = _averaged(self.model, self.settings.ema_decay)
+        decay = self.settings.ema_decay
+        self.ema = None if decay is None else AveragedWeights(self.model, decay)
         self._parallel: nn.Module = self.step
         self._watch = InterruptWatch()
         self._saved: Progress | None = None
@@ -383,9 +384,3 @@ class Trainer:
 
     def _bar(self) -> tqdm:
         return progress_bar(total=self.total_steps, initial=self.progress.step, desc="training", unit="step")
-
-
-def _averaged(model: nn.Module, decay: float | None) -> AveragedModel | None:
-    if decay is None:
-        return None
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))

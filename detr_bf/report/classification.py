@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from detr_bf.config import ClassifierConfig
 from detr_bf.config.classifier import ImageDataConfig
@@ -26,6 +25,7 @@ from detr_bf.report.elements import (
     sheet,
     table,
 )
+from detr_bf.report.shared_plugins import blocks, context_broadcasting, relative_localization
 from detr_bf.report.task_page import TaskPage
 
 CONFUSION_FILE = "pictures/confusion.png"
@@ -50,23 +50,11 @@ def plugin_names(config: ClassifierConfig) -> list[str]:
     if plugins.batchformer.enabled:
         shared = "" if plugins.batchformer.shared_classifier else " without shared classifier"
         names.append(f"BatchFormer after pooling{shared}")
-    if plugins.context_broadcasting.enabled:
-        scaled = ", scaled" if plugins.context_broadcasting.scaled else ""
-        names.append(f"Context Broadcasting in {blocks(plugins.context_broadcasting.layers)}{scaled}")
+    names += context_broadcasting(plugins.context_broadcasting)
     if plugins.diverse_patch.enabled:
         names.append("DiversePatch")
-    if plugins.relative_localization.enabled:
-        relative = plugins.relative_localization
-        weight = "published weight" if relative.weight is None else f"weight {relative.weight:g}"
-        names.append(f"relative localization ({relative.variant}, {weight})")
+    names += relative_localization(plugins.relative_localization)
     return names
-
-
-def blocks(layers: Any) -> str:
-    """``block 7``, ``blocks 0, 3`` or ``upper blocks``, from a plug-in's setting."""
-    if isinstance(layers, str):
-        return f"{layers} blocks"
-    return f"block{'' if len(layers) == 1 else 's'} {', '.join(map(str, layers))}"
 
 
 def data_sentence(data: ImageDataConfig) -> str:

@@ -57,6 +57,7 @@ DETECTION_CURVES = CurvePlan(
         ("loss_giou", "box GIoU", GREEN),
         ("loss_mask", "mask focal", PINK),
         ("loss_dice", "mask DICE", SKY),
+        ("loss_localization", "relative localization", VERMILION),
     ),
     terms_title="Terms, last decoder layer",
     scores=(

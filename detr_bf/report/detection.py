@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from detr_bf.config import Config
+from detr_bf.config.schema import DetectorPluginsConfig
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
 from detr_bf.evaluation.summary import SIZE_NAMES
 from detr_bf.report.curves import DETECTION_CURVES
@@ -21,6 +22,7 @@ from detr_bf.report.elements import (
     sheet,
     table,
 )
+from detr_bf.report.shared_plugins import context_broadcasting, relative_localization
 from detr_bf.report.task_page import TaskPage
 
 PANOPTIC_SHEET_FILE = "pictures/panoptic.png"
@@ -29,7 +31,15 @@ _SIDE_BY_SIDE = "Validation images with ground truth and predictions side by sid
 
 def _sentences(config: Config) -> list[str]:
     """What was trained."""
-    return [f"{config.model.name.upper()} with {config.model.backbone.name}.", batch_former_line(config)]
+    body = f"{config.model.name.upper()} with {config.model.backbone.name}."
+    return [body, batch_former_line(config), *encoder_plugins_line(config.plugins)]
+
+
+def encoder_plugins_line(plugins: DetectorPluginsConfig) -> Iterator[str]:
+    """One sentence about those that are on, if any is."""
+    local = relative_localization(plugins.relative_localization)
+    if names := [*context_broadcasting(plugins.context_broadcasting), *local]:
+        yield f"In the encoder: {'; '.join(names)}."
 
 
 def batch_former_line(config: Config) -> str:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from detr_bf.config import MaskedConfig
 from detr_bf.evaluation import ReconstructionResult
-from detr_bf.report.classification import blocks, data_sentence
+from detr_bf.report.classification import data_sentence
 from detr_bf.report.curves import RECONSTRUCTION_CURVES
 from detr_bf.report.elements import EVALUATION_FILE, SHEET_FILE, count, headline, missing, number, section, sheet
+from detr_bf.report.shared_plugins import blocks
 from detr_bf.report.task_page import TaskPage
 
 

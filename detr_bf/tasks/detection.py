@@ -13,6 +13,7 @@ from torchvision.ops import box_convert
 
 from detr_bf.build import (
     build_classification,
+    build_detector_criterion,
     build_evaluation,
     build_model,
     build_trainer,
@@ -28,6 +29,7 @@ from detr_bf.data.doctor import Report, examine
 from detr_bf.data.sample_key import SampleKey
 from detr_bf.detectors import detector_named
 from detr_bf.engine import Checkpoint, Evaluation, RunFolder, Trainer, is_checkpoint, load_checkpoint, load_strict
+from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
 from detr_bf.evaluation import PanopticFile, write_results
 from detr_bf.report import PanopticSheetRow, SheetRow, save_panoptic_sheet, save_sheet
@@ -42,9 +44,25 @@ CLASS_BIAS = "decoder.heads.classes.0.bias"
 class DetectionTask(Task[Config]):
     """Train a detector, or its mask head, on COCO files."""
 
+    def examine(self) -> Report:
+        return examine(
+            data_source(self.config, "train"),
+            None if self.config.data.val == SplitConfig() else data_source(self.config, "val"),
+            num_queries=self.config.model.num_queries,
+            masks=self.config.model.masks,
+            workers=max(1, self.config.data.workers),
+        )
+
     def check(self) -> None:
         detector_named(self.config.model.name)  # before all images are read
-        check_data(self.config)
+        if self.config.data.check:
+            require_sound(self.examine())
+
+    def build_model(self, num_classes: int) -> nn.Module:
+        return build_model(self.config, num_classes, pretrained=False)
+
+    def build_criterion(self, model: nn.Module) -> Criterion:
+        return build_detector_criterion(self.config, model)
 
     def build_trainer(self, folder: RunFolder, resume_from: Checkpoint | None) -> Trainer:
         return build_trainer(self.config, folder, resume_from)
@@ -52,7 +70,7 @@ class DetectionTask(Task[Config]):
     def build_evaluation(self, source: Path, folder: RunFolder) -> tuple[nn.Module, Evaluate]:
         device = device_of(self.config)
         weights, classes = _weights_and_classes(self.config, source)
-        plain, weights = _without_batch_former(self.config, weights)
+        plain, weights = _as_evaluated(self.config, weights)
         model = build_model(plain, classes.num_classes, pretrained=False)
         load_strict(model, weights, str(source))
         return model.to(device), build_evaluation(self.config, classes, device, folder)
@@ -99,30 +117,17 @@ def _weights_and_classes(config: Config, source: Path) -> tuple[dict[str, Tensor
     return weights, ClassMap(tuple(range(count)), names, is_thing)
 
 
-def _without_batch_former(config: Config, weights: dict[str, Tensor]) -> tuple[Config, dict[str, Tensor]]:
-    """The model and the weights that evaluation reads: only mini-batch inference uses batch attention."""
-    if config.batch_former.enabled and config.batch_former.mode == "mini_batch_inference":
-        return config, weights
-    plain = copy.deepcopy(config)
-    plain.batch_former.enabled = False
-    return plain, {name: value for name, value in weights.items() if "batch_former" not in name.split(".")}
+def _as_evaluated(config: Config, weights: dict[str, Tensor]) -> tuple[Config, dict[str, Tensor]]:
+    """The model and the weights that evaluation reads.
 
-
-def check_data(config: Config) -> None:
-    """Examine both splits unless ``data.check`` is off; errors stop the run."""
-    if config.data.check:
-        require_sound(examine_data(config))
-
-
-def examine_data(config: Config) -> Report:
-    """What the doctor finds in the data of a config."""
-    return examine(
-        data_source(config, "train"),
-        None if config.data.val == SplitConfig() else data_source(config, "val"),
-        num_queries=config.model.num_queries,
-        masks=config.model.masks,
-        workers=max(1, config.data.workers),
-    )
+    Relative localization is for training alone, and so is batch attention but for mini-batch inference.
+    """
+    plain, unread = copy.deepcopy(config), {"relative_localization"}
+    plain.plugins.relative_localization.enabled = False
+    if not (config.batch_former.enabled and config.batch_former.mode == "mini_batch_inference"):
+        plain.batch_former.enabled = False
+        unread.add("batch_former")
+    return plain, {name: value for name, value in weights.items() if unread.isdisjoint(name.split("."))}
 
 
 def _sheet_rows(config: Config, evaluation: Evaluation) -> Iterator[SheetRow]:

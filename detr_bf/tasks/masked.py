@@ -18,8 +18,11 @@ from detr_bf.build import (
     device_of,
 )
 from detr_bf.config import MaskedConfig
+from detr_bf.data.doctor import Report
 from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, load_strict
+from detr_bf.engine.step import Criterion
 from detr_bf.evaluation import ReconstructionEvaluator
+from detr_bf.losses.masked import MaskedCriterion
 from detr_bf.report import save_reconstructions
 from detr_bf.tasks.pictures import pixels, shown
 from detr_bf.tasks.task import Evaluate, Task, require_sound
@@ -28,16 +31,26 @@ from detr_bf.tasks.task import Evaluate, Task, require_sound
 class MaskedTask(Task[MaskedConfig]):
     """Pre-train a vision transformer as a masked autoencoder."""
 
+    def examine(self) -> Report:
+        return check_image_data(self.config)
+
     def check(self) -> None:
         if self.config.data.check:
-            require_sound(check_image_data(self.config))
+            require_sound(self.examine())
+
+    def build_model(self, num_classes: int) -> nn.Module:
+        """Classes are nothing to it."""
+        return build_masked_autoencoder(self.config)
+
+    def build_criterion(self, model: nn.Module) -> Criterion:
+        return MaskedCriterion()
 
     def build_trainer(self, folder: RunFolder, resume_from: Checkpoint | None) -> Trainer:
         return build_masked_trainer(self.config, folder, resume_from)
 
     def build_evaluation(self, source: Path, folder: RunFolder) -> tuple[nn.Module, Evaluate]:
         device, splits = device_of(self.config), build_image_splits(self.config)
-        model = build_masked_autoencoder(self.config)
+        model = self.build_model(splits.class_map.num_classes)
         load_strict(model, interop.read_state(source), str(source))
         return model.to(device), build_masked_evaluation(self.config, splits, device)
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from detr_bf.build.acceleration import accelerate
 from detr_bf.config import RunConfig
 from detr_bf.data.doctor import Report
-from detr_bf.engine import Checkpoint, Measured, RunFolder, Trainer
+from detr_bf.engine import Checkpoint, Measured, RunFolder, Trainer, TrainingStep, load_strict
+from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -32,12 +35,42 @@ class Task(ABC, Generic[C]):
         self.config = config
 
     @abstractmethod
+    def examine(self) -> Report:
+        """What the doctor finds in the data."""
+
+    @abstractmethod
     def check(self) -> None:
         """What can be known of bad input before anything is built; by the main process alone.
 
         Raises:
             InputError: it found something.
         """
+
+    @abstractmethod
+    def build_model(self, num_classes: int) -> nn.Module:
+        """The bare model on the CPU, whose weights are still to come from a checkpoint."""
+
+    @abstractmethod
+    def build_criterion(self, model: nn.Module) -> Criterion:
+        """What ``model`` is trained on."""
+
+    def build_step(
+        self,
+        weights: Mapping[str, Tensor],
+        num_classes: int,
+        device: torch.device,
+        precision: torch.dtype,
+        source: str,
+    ) -> TrainingStep:
+        """A step in training mode with the ``weights`` that ``source`` holds.
+
+        Raises:
+            InputError: they are another model's.
+        """
+        model = self.build_model(num_classes)
+        load_strict(model, weights, source)
+        accelerate(model, self.config)
+        return TrainingStep(model, self.build_criterion(model), device, precision).to(device).train()
 
     @abstractmethod
     def build_trainer(self, folder: RunFolder, resume_from: Checkpoint | None) -> Trainer:

@@ -2,7 +2,7 @@
 
 from detr_bf.vit.batch_former import add_batchformer, add_batchformer_v2, num_streams
 from detr_bf.vit.context_broadcasting import ContextBroadcasting, add_context_broadcasting
-from detr_bf.vit.criterion import ClassifierCriterion, cross_entropy
+from detr_bf.vit.criterion import ClassifierCriterion, PluginCriterion, cross_entropy
 from detr_bf.vit.diverse_patch import DiversePatchLoss, PatchMix, add_diverse_patch, patch_cutmix
 from detr_bf.vit.masked_autoencoder import MaskedAutoencoder, initialize_as_published
 from detr_bf.vit.plugin import Plugin, without_plugins
@@ -15,6 +15,7 @@ __all__ = [
     "MaskedAutoencoder",
     "PatchMix",
     "Plugin",
+    "PluginCriterion",
     "RelativeLocalizationLoss",
     "add_batchformer",
     "add_batchformer_v2",

@@ -55,16 +55,17 @@ class ContextBroadcasting(Plugin):
 
     def _hooks(self, model: nn.Module, networks: Sequence[nn.Module]) -> Iterator[RemovableHandle]:
         for layer in self.layers:
-            yield networks[layer].register_forward_hook(partial(self._broadcast, layer))
+            name = str(layer)  # torch.compile for any size would take a number for one of those that vary
+            yield networks[layer].register_forward_hook(partial(self._broadcast, name))
             if isinstance(model, Encoder):
-                yield model.layers[layer].register_forward_pre_hook(partial(self._keep_padding, layer))
+                yield model.layers[layer].register_forward_pre_hook(partial(self._keep_padding, name))
 
-    def _keep_padding(self, layer: int, module: nn.Module, args: tuple[TokenBatch, ...]) -> None:
-        self._kept[str(layer)] = args[0].per_sample["padding_mask"]
+    def _keep_padding(self, layer: str, module: nn.Module, args: tuple[TokenBatch, ...]) -> None:
+        self._kept[layer] = args[0].per_sample["padding_mask"]
 
-    def _broadcast(self, layer: int, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        scale = self.scales[str(layer)] if len(self.scales) else None
-        return broadcast_context(output, scale, self._kept.pop(str(layer), None))
+    def _broadcast(self, layer: str, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        scale = self.scales[layer] if len(self.scales) else None
+        return broadcast_context(output, scale, self._kept.pop(layer, None))
 
     def extra_repr(self) -> str:
         return f"layers {list(self.layers)}, scaled={len(self.scales) > 0}"

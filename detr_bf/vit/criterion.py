@@ -1,8 +1,9 @@
-"""What a classifier with plug-ins is trained on."""
+"""What classifiers and detectors with plug-ins are trained on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,24 +63,54 @@ class ClassifierCriterion(nn.Module):
         model = self._model[0]
         streams, wanted = num_streams(model), targets.labels if targets.shares is None else targets.shares
         _check(logits, targets)
-        losses = {"loss_ce": self.loss(logits, wanted, streams), **self._of_plugins(targets, streams)}
+        weight = None if self.localization_weight is None else self.localization_weight(targets.epoch)
+        of_plugins = plugin_losses(model, targets.patch_labels, streams, localization_weight=weight)
+        losses = {"loss_ce": self.loss(logits, wanted, streams), **of_plugins}
         logged = {"accuracy": _accuracy(logits, targets)}
         if streams > 1:
             each = self.loss.of_each_stream(logits.detach(), wanted, streams)
             logged |= {f"stream/{name}": loss for name, loss in zip(STREAM_NAMES, each, strict=True)}
         return LossReport(losses, dict.fromkeys(losses, 1.0), logged)
 
-    def _of_plugins(self, targets: ClassTargets, streams: int) -> dict[str, Tensor]:
-        losses: dict[str, Tensor] = {}
-        for plugin in getattr(self._model[0], PREFIX, {}).values():
-            if isinstance(plugin, DiversePatchLoss):
-                found = plugin(targets.patch_labels, streams)
-                losses |= {f"loss_{name}": loss for name, loss in found.items()}
-            elif isinstance(plugin, RelativeLocalizationLoss):
-                if self.localization_weight is not None:
-                    plugin.weight = self.localization_weight(targets.epoch)
-                losses["loss_localization"] = plugin()
-        return losses
+
+class PluginCriterion:
+    """A criterion, and the losses of the plug-ins of a part of the model, such as a detector's encoder.
+
+    Args:
+        criterion: (outputs, targets) -> its report.
+        part: what the plug-ins were added to; they keep what they work on from each forward pass.
+    """
+
+    def __init__(self, criterion: Callable[[Any, Any], LossReport], part: nn.Module) -> None:
+        self.criterion = criterion
+        self.part = part
+
+    def __call__(self, outputs: Any, targets: Any) -> LossReport:
+        report, added = self.criterion(outputs, targets), plugin_losses(self.part)
+        return LossReport(report.losses | added, report.weights | dict.fromkeys(added, 1.0), report.logged)
+
+
+def plugin_losses(
+    model: nn.Module,
+    patch_labels: Tensor | None = None,
+    streams: int = 1,
+    *,
+    localization_weight: float | None = None,
+) -> dict[str, Tensor]:
+    """What the plug-ins of ``model`` say of its last forward pass in training, each times its weight, by name.
+
+    Args:
+        patch_labels, streams: as :class:`DiversePatchLoss` wants them.
+        localization_weight: lambda of relative localization from here on; None leaves it as it is.
+    """
+    losses: dict[str, Tensor] = {}
+    for plugin in getattr(model, PREFIX, {}).values():
+        if isinstance(plugin, DiversePatchLoss):
+            losses |= {f"loss_{name}": loss for name, loss in plugin(patch_labels, streams).items()}
+        elif isinstance(plugin, RelativeLocalizationLoss):
+            plugin.weight = plugin.weight if localization_weight is None else localization_weight
+            losses["loss_localization"] = plugin()
+    return losses
 
 
 def _check(logits: Tensor, targets: ClassTargets) -> None:

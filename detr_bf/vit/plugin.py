@@ -71,7 +71,9 @@ class Plugin(nn.Module):
         if self.name in plugins:
             raise InputError(f"the model has a plug-in {self.name} already: call its remove() first")
         reference = next(host.parameters())
-        self.to(device=reference.device, dtype=reference.dtype).train(host.training)
+        if any((own.device, own.dtype) != (reference.device, reference.dtype) for own in self.parameters()):
+            self.to(device=reference.device, dtype=reference.dtype)  # which tensors without numbers cannot
+        self.train(host.training)
         plugins[self.name] = self
         host.add_module(PREFIX, plugins)
         self._host = (host,)

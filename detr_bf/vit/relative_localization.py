@@ -231,10 +231,13 @@ class RelativeLocalizationLoss(Plugin):
 
 
 def _last_level(tokens: Tensor, memory: TokenBatch) -> tuple[Tensor, Grid, Tensor]:
-    """The coarsest level of an encoder's tokens; images fill the upper left of it, the rest is padding."""
+    """The coarsest level of an encoder's tokens; images fill the upper left of it, the rest is padding.
+
+    Before batch attention makes a second stream of them, tokens are of the first, the clean one, alone.
+    """
     height, width = memory.static["spatial_shapes"][-1]
     cells = height * width
-    valid = ~memory.per_sample["padding_mask"][:, -cells:].unflatten(1, (height, width))
+    valid = ~memory.per_sample["padding_mask"][: len(tokens), -cells:].unflatten(1, (height, width))
     extent = torch.stack([valid.any(2).sum(1), valid.any(1).sum(1)], dim=-1)
     return tokens[:, -cells:], (height, width), extent
 

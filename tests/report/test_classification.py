@@ -18,13 +18,13 @@ from detr_bf.config import ClassifierConfig, config_to_yaml
 from detr_bf.config.classifier import (
     BatchFormerPluginConfig,
     BatchFormerV2PluginConfig,
-    ContextBroadcastingConfig,
     DiversePatchConfig,
     ImageDataConfig,
     LongTailConfig,
     PluginsConfig,
     RelativeLocalizationConfig,
 )
+from detr_bf.config.plugins import ContextBroadcastingConfig
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ClassAccuracy, ClassificationResult
 from detr_bf.files import write_json, write_text

@@ -15,7 +15,7 @@ from detr_bf.errors import InputError
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
 from detr_bf.files import write_json, write_text
 from detr_bf.report import save_picture, write_report
-from detr_bf.report.detection import batch_former_line
+from detr_bf.report.detection import batch_former_line, encoder_plugins_line
 from tests.report.page import Page
 
 SUMMARY = CocoSummary(
@@ -128,6 +128,15 @@ def test_batch_former_line() -> None:
     assert "batches of 2" in line
     for off in (replace(on, enabled=False), replace(on, layers=[])):
         assert batch_former_line(replace(config, batch_former=off)) == "BatchFormerV2 is off."
+
+
+def test_plugins_of_the_encoder_are_named() -> None:
+    plugins = Config().plugins
+    assert list(encoder_plugins_line(plugins)) == []
+    plugins.context_broadcasting.enabled = plugins.relative_localization.enabled = True
+    plugins.context_broadcasting.layers, plugins.relative_localization.weight = [5], 0.5
+    (line,) = encoder_plugins_line(plugins)
+    assert line == "In the encoder: Context Broadcasting in block 5; relative localization (abs, weight 0.5)."
 
 
 def test_masks_and_panoptic_quality(run_dir: Path) -> None:

@@ -1,9 +1,9 @@
-"""tools/train_net.py in a process that meets a fault at an exact moment; a program, alone or under torchrun.
+"""A training command in a process that meets a fault at an exact moment; a program, alone or under torchrun.
 
-python driver.py FAULT MARKER ARGUMENTS...
+python driver.py FAULT MARKER COMMAND ARGUMENTS...
 
 FAULT is a name of ``FAULTS`` and what it takes, separated by colons. What must happen once only happens if the file
-MARKER is not there, and leaves it.
+MARKER is not there, and leaves it. COMMAND is a file in tools.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from detr_bf.detectors import Detector
 from detr_bf.engine.step import TrainingStep
 from detr_bf.evaluation import CocoEvaluator
 
-TRAIN_NET = Path(__file__).parents[2] / "tools" / "train_net.py"
+TOOLS = Path(__file__).parents[2] / "tools"
 YEAR = 365 * 86400.0
 
 
-def main(fault: str, marker: str, *arguments: str) -> None:
+def main(fault: str, marker: str, command: str, *arguments: str) -> None:
     name, *parameters = fault.split(":")
     FAULTS[name](Path(marker), *parameters)
-    sys.argv = [str(TRAIN_NET), *arguments]
-    runpy.run_path(str(TRAIN_NET), run_name="__main__")
+    sys.argv = [str(TOOLS / command), *arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def kill(marker: Path, moment: str, who: str, count: str) -> None:

@@ -1,4 +1,4 @@
-"""Runs of tools/train_net.py as real processes, and what they leave behind."""
+"""Runs of the training commands as real processes, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ class Job:
     restarts: int = 0
     fault: str = ""  # as driver.py takes it
     before: tuple[str, ...] = ()  # a command that runs the others
+    tool: str = "train_net.py"
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable]
         if self.processes > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.processes}"]
             command += [f"--max-restarts={self.restarts}"]
-        command += [str(DRIVER), self.fault, str(self.marker)] if self.fault else [str(TOOLS / "train_net.py")]
+        command += [str(DRIVER), self.fault, str(self.marker), self.tool] if self.fault else [str(TOOLS / self.tool)]
         command += ["--config", str(self.config), f"output_dir={self.folder}", *self.settings, *arguments]
         return subprocess.Popen(
             [*self.before, *command],
@@ -114,7 +115,8 @@ def left_by(folder: Path) -> dict[str, Any]:
     """All that must not depend on what happens to a run on its way."""
     last, best = load_checkpoint(folder / "last.pt"), load_checkpoint(folder / "best.pt")
     parts = {name: getattr(last, name) for name in ("model", "ema", "training", "class_map")}
-    texts = {name: (folder / name).read_text() for name in ("results.json", "evaluation.json")}
+    found = (folder / name for name in ("results.json", "predictions.csv", "evaluation.json"))
+    texts = {file.name: file.read_text() for file in found if file.exists()}
     untimed = {
         kind: [
             {name: value for name, value in record.items() if name != "step_seconds"}

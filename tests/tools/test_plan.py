@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.tools.image_runs import classifier_config, masked_config
 from tests.tools.test_train_net import tool
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +69,18 @@ def test_bad_input_is_told_in_one_line(
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ")
     assert message in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize("make_config", [classifier_config, masked_config])
+def test_what_is_no_detector_is_refused(
+    make_config: Callable[[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path)
+    assert plan(["--config", str(config)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: file {config} is of the task ")
+    assert len(printed.err.splitlines()) == 1
     assert printed.out == ""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from detr_bf.build import build_criterion, build_model
+from detr_bf.build import build_detector_criterion, build_model
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.detectors import Detector
 from detr_bf.engine.capture import Capture, capture_step
@@ -28,6 +28,7 @@ SETTINGS = [
     *("model.feedforward_dim=32", "model.num_queries=6", "model.backbone.name=resnet18", "device=cpu"),
     *("model.backbone.weights=none", "model.backbone.frozen_norm=false", "batch_former.dropout=0.4"),
 ]
+LOCALIZATION = ("plugins.relative_localization.enabled=true", "plugins.relative_localization.weight=0.5")
 LAYER = "encoder.layers.0.feed_forward.expand"
 
 run_tool: Callable[[Sequence[str]], int] = tool("replay_capture").main
@@ -49,7 +50,7 @@ def captured(
     config = load_config(None, [*SETTINGS, *changes])
     model = build_model(config, CLASSES.num_classes)
     spoil(model)
-    step = step_of(model.train(), precision, build_criterion(config))
+    step = step_of(model.train(), precision, build_detector_criterion(config, model))
     given = {"number": 17, "class_map": CLASSES, "config": config_to_dict(config)}
     return capture_step(step, batches(2, masks=config.model.masks), rng_state(), **(given | settings))
 
@@ -101,6 +102,7 @@ def test_what_a_run_captures_is_reproduced(tiny: Path, tmp_path: Path, capsys: p
         ["model.name=conditional_detr", "loss.classification=focal"],
         ["model.name=deformable_detr", "loss.classification=focal", "model.deformable.box_refine=true"],
         ["model.masks=true", "freeze.detector=true"],
+        ["plugins.context_broadcasting.enabled=true", *LOCALIZATION],
     ],
 )
 def test_the_step_is_that_of_the_run_to_the_last_digit(

@@ -6,6 +6,7 @@ import csv
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ VARIANTS = {
         PLAIN,
     ),
     "cnn": ("optimizer.name=sgd",),
+    "bf16": ("train.precision=bf16", "plugins.batchformer_v2.enabled=true", "plugins.batchformer_v2.layers=all"),
     "augmented": ("data.transforms.auto_augment=rand-m9-mstd0.5-inc1", "data.transforms.erase=0.5", "data.repeats=3"),
 }
 
@@ -128,12 +130,51 @@ def test_what_a_run_leaves(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert (run / "pictures" / "validation.png").stat().st_size > 1000
 
 
-def test_it_learns_the_digits(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("average", ["train.ema.enabled=false", "train.ema.decay=0.98"])
+def test_it_learns_the_digits(average: str, tiny: Path, tmp_path: Path) -> None:
+    """Also as an average of weights, whose batch norms need statistics of their own."""
     tiny.write_text(tiny.read_text().replace(VIT, CNN))
-    settings = ["data.per_class=null", PLAIN, "train.epochs=6", "train.ema.enabled=false", "optimizer.lr=0.01"]
+    settings = ["data.per_class=null", PLAIN, "train.epochs=6", average, "optimizer.lr=0.01"]
     settings += ["data.transforms.horizontal_flip=0", "loss.label_smoothing=0", "eval.pictures=0"]
     assert train_classifier(["--config", str(tiny), *settings]) == 0
     assert evaluation(tmp_path / "run")["top1"] > 0.7  # type: ignore[operator]
+
+
+def test_what_only_training_needs_is_not_asked_for_in_evaluation(tiny: Path, tmp_path: Path) -> None:
+    command = ["--config", str(tiny), "train.max_steps=2"]
+    assert train_classifier([*command, *VARIANTS["batchformer_v2"], *VARIANTS["diverse_patch"]]) == 0
+    assert (
+        train_classifier([*command, "--eval-only", f"output_dir={tmp_path / 'plain'}", f"init_from={tmp_path / 'run'}"])
+        == 0
+    )
+    assert evaluation(tmp_path / "plain") == evaluation(tmp_path / "run")
+
+
+def test_a_run_is_evaluated_on_its_own_classes_alone(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train_classifier(["--config", str(tiny), "train.max_steps=1"]) == 0
+    path = tmp_path / "run" / "last.pt"
+    checkpoint = load_checkpoint(path)
+    others = replace(checkpoint.classes, names=("nought", *checkpoint.classes.names[1:]))
+    replace(checkpoint, class_map=others.to_dict()).save(path)
+    assert train_classifier(["--config", str(tiny), "--eval-only", f"init_from={path}"]) == 2
+    assert "class 'nought' is" in capsys.readouterr().err
+
+
+def test_a_linear_probe_needs_all_of_a_trained_network_and_no_plugin(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--config", str(tiny), "train.max_steps=1"]
+    assert train_classifier([*command, f"output_dir={tmp_path / 'trunk'}"]) == 0
+    probe = [*command, "model.linear_probe=true"]
+    assert train_classifier(probe) == 2
+    assert "needs a trained network" in capsys.readouterr().err
+    assert train_classifier([*probe, f"init_from={tmp_path / 'trunk'}", "model.options.depth=3"]) == 2
+    assert "does not hold all that stays frozen" in capsys.readouterr().err
+    assert train_classifier([*probe, f"init_from={tmp_path / 'trunk'}", *VARIANTS["batchformer_v2"]]) == 2
+    assert "plugins.batchformer_v2 has nothing to do there" in capsys.readouterr().err
+    assert train_classifier([*probe, f"init_from={tmp_path / 'trunk'}"]) == 0
 
 
 @pytest.mark.parametrize("with_batch_former", [False, True])

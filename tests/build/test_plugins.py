@@ -1,0 +1,286 @@
+"""Context Broadcasting and relative localization in the encoders of detectors, by config."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from detr_bf.build import build_criterion, build_detector_criterion, build_groups, build_model
+from detr_bf.build.acceleration import accelerate
+from detr_bf.build.plugins import add_encoder_plugins, encoder_of
+from detr_bf.config import Config, load_config
+from detr_bf.config.plugins import ContextBroadcastingConfig
+from detr_bf.config.schema import DetectorLocalizationConfig, DetectorPluginsConfig
+from detr_bf.detectors import Detector
+from detr_bf.errors import InputError
+from detr_bf.losses import SetCriterion
+from detr_bf.planning import trace
+from detr_bf.structures import Batch, Outputs, Target
+from detr_bf.vit import ContextBroadcasting, PluginCriterion, RelativeLocalizationLoss
+from tests.detectors.tiny import BLIND_TO_PADDING, DETECTORS, batch_former, images, model, shaken
+
+SMALL = (
+    "model.hidden_dim=32",
+    "model.heads=2",
+    "model.encoder_layers=2",
+    "model.decoder_layers=2",
+    "model.feedforward_dim=32",
+    "model.num_queries=5",
+    "model.backbone.name=resnet18",
+    "model.backbone.weights=none",
+    "device=cpu",
+)
+CONTEXT = "plugins.context_broadcasting."
+LOCAL = "plugins.relative_localization."
+BOTH = (f"{CONTEXT}enabled=true", f"{CONTEXT}scaled=true", f"{LOCAL}enabled=true", f"{LOCAL}weight=0.5")
+OF_DETECTORS = {
+    "detr": (),
+    "conditional_detr": ("model.name=conditional_detr",),
+    "smca": ("model.name=smca",),
+    "smca_multi_scale": ("model.name=smca_multi_scale", "model.backbone.strides=[8,16,32]"),
+    "deformable_detr": ("model.name=deformable_detr", "model.backbone.strides=[16,32]", "model.extra_levels=1"),
+}
+every_detector = pytest.mark.parametrize("name", DETECTORS)
+
+
+def config(*settings: str) -> Config:
+    return load_config(None, [*SMALL, *settings])
+
+
+def built(*settings: str) -> Detector:
+    torch.manual_seed(0)
+    return build_model(config(*settings), num_classes=3)
+
+
+def with_plugins(detector: Detector, variant: str = "abs") -> Detector:
+    """Both, in every layer, with random scales."""
+    plugins = DetectorPluginsConfig(
+        ContextBroadcastingConfig(enabled=True, layers="all", scaled=True),
+        DetectorLocalizationConfig(enabled=True, weight=1.0, variant=variant),
+    )
+    add_encoder_plugins(detector, plugins)
+    torch.manual_seed(5)
+    for parameter in encoder_of(detector).plugins.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return detector
+
+
+def targets(count: int = 2) -> tuple[Target, ...]:
+    box, label = torch.tensor([[0.3, 0.4, 0.2, 0.3]]), torch.tensor([1])
+    return tuple(Target(number, box, label, (32, 48), (32, 48)) for number in range(count))
+
+
+def step(detector: Detector, batch: Batch) -> tuple[Outputs, Tensor, dict[str, Tensor]]:
+    """Outputs, the loss of localization, and the gradients of both; from the same random numbers each time."""
+    torch.manual_seed(7)
+    detector.zero_grad()
+    outputs = detector.train()(batch)
+    local = encoder_of(detector).plugins["relative_localization"]()
+    (outputs.logits.square().mean() + outputs.boxes.square().mean() + local).backward()
+    return outputs, local, {name: p.grad.clone() for name, p in detector.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", OF_DETECTORS)
+def test_plugins_stand_in_the_one_encoder_and_leave_all_other_weights_as_they_start(name: str) -> None:
+    plain, plugged = built(*OF_DETECTORS[name]), built(*OF_DETECTORS[name], *BOTH)
+    added = {key for key in plugged.state_dict() if "plugins" in key.split(".")}
+    place = "encoder.encoder" if name == "smca_multi_scale" else "encoder"
+    assert {key.removeprefix(f"{place}.plugins.").split(".")[0] for key in added} == {
+        "context_broadcasting",
+        "relative_localization",
+    }
+    rest = {key: value for key, value in plugged.state_dict().items() if key not in added}
+    assert rest.keys() == plain.state_dict().keys()
+    assert all(torch.equal(rest[key], value) for key, value in plain.state_dict().items())
+
+
+def test_settings_reach_the_plugins() -> None:
+    settings = (f"{CONTEXT}layers=[0]", f"{LOCAL}variant=all", f"{LOCAL}num_pairs=9", f"{LOCAL}normalize=false")
+    plugins = built(*BOTH, *settings).encoder.plugins
+    context, local = plugins["context_broadcasting"], plugins["relative_localization"]
+    assert isinstance(context, ContextBroadcasting)
+    assert isinstance(local, RelativeLocalizationLoss)
+    assert (context.layers, list(context.scales)) == ((0,), ["0"])
+    assert local.weight == 0.5
+    assert [(each.variant, each.pairs, each.normalize) for each in local.predictors] == [("abs", 9, False)] * 2
+
+
+def test_without_them_there_is_nothing_of_them() -> None:
+    assert not hasattr(built().encoder, "plugins")
+    assert isinstance(build_detector_criterion(config(), built()), SetCriterion)
+    context = config(f"{CONTEXT}enabled=true")
+    assert isinstance(build_detector_criterion(context, build_model(context, 3)), SetCriterion), "it has no loss"
+
+
+@every_detector
+def test_the_loss_is_added_to_those_of_the_set_criterion_and_trains_the_encoder(name: str) -> None:
+    detector = with_plugins(shaken(model(name, batch_former=batch_former()), std=0.1))
+    plain = build_criterion(config())
+    torch.manual_seed(7)
+    outputs = detector.train()(images())
+    assert outputs.num_streams == 2
+    report, expected = PluginCriterion(plain, encoder_of(detector))(outputs, targets()), plain(outputs, targets())
+    assert set(report.losses) == {*expected.losses, "loss_localization"}
+    local = report.losses["loss_localization"]
+    assert 0 < local.item() < 2
+    torch.testing.assert_close(report.total, expected.total + local)
+    assert {key: value.item() for key, value in report.logged.items()} == {
+        key: value.item() for key, value in expected.logged.items()
+    }
+    local.backward()
+    for part in (encoder_of(detector).layers[0], detector.tokens):
+        assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in part.parameters())
+    assert all(p.grad is None for p in detector.decoder.parameters())
+
+
+@pytest.mark.parametrize("fork", [0, 1])
+def test_every_layer_is_measured_also_before_the_second_stream(fork: int) -> None:
+    detector = with_plugins(shaken(model(batch_former=batch_former(layers=[fork])), std=0.1), "all")
+    rows: list[int] = []
+    for predictor in encoder_of(detector).plugins["relative_localization"].predictors:
+        predictor.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])) or None)
+        predictor.register_forward_pre_hook(lambda module, args: check_extent(args[2]))
+    step(detector, images())
+    assert rows == ([4, 4] if fork == 0 else [2, 4])
+
+
+def check_extent(extent: Tensor) -> None:
+    """The second image of every stream fills half of the height and of the width of 8 x 12 cells."""
+    assert extent.tolist() == [[8, 12], [4, 6]] * (len(extent) // 2)
+
+
+@pytest.mark.parametrize("name", BLIND_TO_PADDING)
+def test_padding_is_left_out_of_the_mean(name: str) -> None:
+    """The image that fills a quarter of its batch gives what it gives alone."""
+    detector, batch = with_plugins(shaken(model(name))).eval(), images()
+    for scale in encoder_of(detector).plugins["context_broadcasting"].scales.values():
+        nn.init.ones_(scale)
+    alone = Batch(batch.images[1:, :, :16, :24], batch.padding_mask[1:, :16, :24])
+    with torch.no_grad():
+        together, single, plain = detector(batch), detector(alone), shaken(model(name)).eval()(alone)
+    torch.testing.assert_close(together.logits[:, 1:], single.logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(together.boxes[:, 1:], single.boxes, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(single.logits, plain.logits, atol=1e-2)
+
+
+@every_detector
+@pytest.mark.parametrize("variant", ["abs", "all"])
+def test_recomputed_layers_give_the_same_bits(name: str, variant: str) -> None:
+    found = []
+    for recompute in (False, True):
+        settings = {"dropout": 0.3, "batch_former": batch_former(layers=[1]), "recompute_encoder": recompute}
+        found.append(step(with_plugins(shaken(model(name, **settings), std=0.1), variant), images()))
+    (outputs, local, gradients), (again, local_again, gradients_again) = found
+    assert torch.equal(outputs.logits, again.logits)
+    assert torch.equal(local, local_again)
+    assert gradients.keys() == gradients_again.keys()
+    assert all(torch.equal(gradients[key], gradients_again[key]) for key in gradients)
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "name", ["detr", *(pytest.param(name, marks=pytest.mark.slow) for name in DETECTORS if name != "detr")]
+)
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_layers_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a break in any graph; aot_eager traces as Inductor does, but writes no C++."""
+    usual = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **settings: usual(self, backend="aot_eager", **settings))
+    plain = with_plugins(shaken(model(name, batch_former=batch_former(layers=[1]), dropout=0.0), std=0.1), "all")
+    compiled = copy.deepcopy(plain)
+    accelerate(compiled, config("train.compile=true"))
+    larger = Batch(images().images.repeat(1, 1, 2, 1), images().padding_mask.repeat(1, 2, 1) & False)
+    for batch in (images(), larger):
+        (outputs, local, gradients), (expected, wanted, of_plain) = step(compiled, batch), step(plain, batch)
+        torch.testing.assert_close(outputs.logits, expected.logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(local, wanted)
+        assert gradients.keys() == of_plain.keys()
+        for key, gradient in of_plain.items():
+            torch.testing.assert_close(gradients[key], gradient, atol=1e-5, rtol=1e-3, msg=lambda m, key=key: key + m)
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_scales_have_no_weight_decay_and_every_parameter_is_trained_once() -> None:
+    settings = config(*BOTH)
+    detector = build_model(settings, num_classes=3)
+    groups = {group["name"]: group for group in build_groups(settings, detector)}
+    scales = encoder_of(detector).plugins["context_broadcasting"].scales
+    assert {id(p) for p in groups["scales"]["params"]} == {id(p) for p in scales.parameters()}
+    assert (groups["scales"]["weight_decay"], groups["transformer"]["weight_decay"]) == (0.0, 1e-4)
+    assert groups["scales"]["lr"] == groups["transformer"]["lr"]
+    grouped = sorted(id(p) for group in groups.values() for p in group["params"])
+    assert grouped == sorted(id(p) for p in detector.parameters() if p.requires_grad)
+
+
+def test_a_copy_has_plugins_of_its_own() -> None:
+    """As the average of the weights is one."""
+    detector = with_plugins(shaken(model(), std=0.1))
+    other = copy.deepcopy(detector)
+    nn.init.zeros_(encoder_of(detector).plugins["context_broadcasting"].scales["0"])
+    with torch.no_grad():
+        changed, same = detector.eval()(images()), other.eval()(images())
+        again = with_plugins(shaken(model(), std=0.1)).eval()(images())
+    assert torch.equal(same.logits, again.logits)
+    assert not torch.equal(changed.logits, same.logits)
+
+
+def test_the_mask_stage_keeps_context_broadcasting_as_it_is() -> None:
+    masks = ("model.masks=true", "freeze.detector=true", f"{CONTEXT}enabled=true", f"{CONTEXT}scaled=true")
+    detector = built(*masks).train()
+    plugins = list(detector.encoder.plugins.parameters())
+    assert plugins
+    assert not any(p.requires_grad for p in plugins)
+    pixels = torch.randint(256, (2, 3, 64, 96), dtype=torch.uint8)
+    before = detector(Batch(pixels, torch.zeros(2, 64, 96, dtype=torch.bool))).logits
+    nn.init.ones_(detector.encoder.plugins["context_broadcasting"].scales["1"])
+    assert not torch.equal(detector(Batch(pixels, torch.zeros(2, 64, 96, dtype=torch.bool))).logits, before)
+
+
+@pytest.mark.parametrize("name", ["detr", "deformable_detr"])
+def test_the_planner_counts_a_detector_with_plugins(name: str) -> None:
+    """Means are a little more work, and their scales and the predictor a little more weights."""
+    plugged, plain = (
+        trace(config(*OF_DETECTORS[name], *settings, "train.recompute_encoder=true"), 3, (96, 128))
+        for settings in (BOTH, ())
+    )
+    added = sum(p.numel() for p in encoder_of(built(*OF_DETECTORS[name], *BOTH)).plugins.parameters())
+    assert plugged.sizes.trainable - plain.sizes.trainable == 4 * added
+    assert plugged.flops >= plain.flops
+    assert plugged.needed >= plain.needed
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((f"{LOCAL}enabled=true",), rf"{LOCAL}weight must be given.*{LOCAL}weight=0.01"),
+        ((*BOTH, f"{LOCAL}variant=ce"), rf"{LOCAL}variant=ce: .*images vary: take abs, signed or all"),
+        ((*BOTH, f"{LOCAL}variant=reg"), rf"{LOCAL}variant=reg: .*images vary"),
+        ((*BOTH, f"{LOCAL}variant=l1"), f"{LOCAL}variant must be one of abs, signed"),
+        ((*BOTH, f"{LOCAL}num_pairs=0"), f"{LOCAL}num_pairs must be greater than 0"),
+        ((*BOTH, f"{LOCAL}weight=-1"), f"{LOCAL}weight must be 0 or more"),
+        ((*BOTH, "model.masks=true", "freeze.detector=true"), rf"mask head alone.*set {LOCAL}enabled=false"),
+        ((*BOTH, f"{CONTEXT}layers=[2]"), r"plugins.context_broadcasting: layers=\[2\]: the model has 2 blocks"),
+        ((*BOTH, f"{CONTEXT}layers=[]"), r"plugins.context_broadcasting: layers=\[\]: .*indices from 0 to 1"),
+        ((*BOTH, f"{CONTEXT}layers=[1,0]"), r"plugins.context_broadcasting: .*must ascend"),
+        ((*BOTH, f"{CONTEXT}layers=lower"), "plugins.context_broadcasting: layers='lower'"),
+        ((*BOTH, f"{CONTEXT}layers=3"), "plugins.context_broadcasting: layers must be a word .* got 3"),
+        (("batch_former.enabled=false", "model.encoder_layers=0", *BOTH), "model.encoder_layers=1 or more"),
+    ],
+)
+def test_bad_settings_are_refused(settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        built(*settings)
+
+
+def test_a_variant_that_is_off_is_nobodys_business() -> None:
+    assert config(f"{LOCAL}variant=ce").plugins.relative_localization.variant == "ce"

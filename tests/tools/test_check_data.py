@@ -1,0 +1,68 @@
+"""tools/check_data.py on the data of every task; what it finds is tested with the doctors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torchvision.transforms.v2.functional import to_pil_image
+
+from tests.tools.image_runs import classifier_config, masked_config
+from tests.tools.test_train_net import tool
+
+run_tool: Callable[[Sequence[str]], int] = tool("check_data").main
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two classes of two images in both splits."""
+    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    generator = torch.Generator().manual_seed(0)
+    for place in ("train/cat/a", "train/cat/b", "train/dog/a", "train/dog/b", "val/cat/a", "val/dog/a"):
+        file = tmp_path / "images" / f"{place}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        to_pil_image(torch.randint(256, (3, 9, 9), generator=generator, dtype=torch.uint8)).save(file)
+    return tmp_path / "images"
+
+
+@pytest.mark.parametrize("make_config", [classifier_config, masked_config])
+def test_the_task_is_that_of_the_file(
+    make_config: Callable[[Path], Path], folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--config", str(make_config(tmp_path)), "data.name=image_folder", f"data.root={folders}"]
+    assert run_tool(command) == 0
+    assert "train: 4 images, 2 classes" in capsys.readouterr().out
+    broken = folders / "train" / "cat" / "b.png"
+    broken.write_bytes(broken.read_bytes()[:40])
+    assert run_tool(command) == 2
+    out = capsys.readouterr().out
+    assert "file-unreadable" in out
+    assert str(broken) in out
+
+
+def test_the_task_may_be_inherited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    classifier_config(tmp_path)
+    (tmp_path / "mine.yaml").write_text("base: classifier.yaml\nseed: 3\n")
+    assert run_tool(["--config", str(tmp_path / "mine.yaml")]) == 0
+    assert re.search(r"train: \d+ images, 10 classes \(.*digits", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["data.name=image_folder", "data.root=nowhere"], "nowhere"),
+        (["data.colour=1"], "unknown key 'data.colour'"),
+        (["task=detection"], "override 'task=detection' is of the task detection"),
+    ],
+)
+def test_bad_input_is_one_message(
+    settings: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_tool(["--config", str(classifier_config(tmp_path)), *settings]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert said in printed.err
