@@ -4,7 +4,8 @@ python benchmarks/experiments.py long_tail --output benchmarks/results/long_tail
 python benchmarks/experiments.py small_data --data garment_pairs --jobs 2
 python benchmarks/experiments.py small_data --size large          # for a GPU
 
-`long_tail`: cross-entropy, Balanced Softmax, and that with BatchFormer. `small_data`: a ViT, and with each plug-in.
+`long_tail`: cross-entropy, Balanced Softmax, and that with BatchFormer. `small_data`: a ViT, with each plug-in, and with
+what two of them bring along: `duplicate` is BatchFormerV2's doubled batch alone, `cutmix` DiversePatch's mixing.
 Every run is one of tools/train_classifier.py with a file of configs/experiments, in a folder of its own under --runs:
 what is finished is not trained again, what was interrupted goes on. Values are of the last epoch's weights.
 """
@@ -60,10 +61,18 @@ EXPERIMENTS = {
             "digits": ("data.name=digits", "data.long_tail.order=[]", "eval.many=50", "eval.few=10", *GREY_DIGITS),
             "mnist": ("data.name=mnist", "data.long_tail.order=[]", "eval.many=100", "eval.few=20", *GREY_DIGITS),
         },
-        ("model.name=cifar_resnet32", "train.epochs=60", "train.eval_every=60"),
+        ("model.name=cifar_resnet32", "model.options.width=16", "train.epochs=60", "train.eval_every=60"),
     ),
     "small_data": Experiment(
-        ("plain", "batchformer_v2", "context_broadcasting", "diverse_patch", "relative_localization"),
+        (
+            "plain",
+            "batchformer_v2",
+            "duplicate",
+            "context_broadcasting",
+            "diverse_patch",
+            "cutmix",
+            "relative_localization",
+        ),
         ("top1",),
         {
             "fashion_mnist": (),
@@ -124,7 +133,8 @@ class Run:
     def metrics(self) -> dict[str, float]:
         """What it measured at its end."""
         content = json.loads(self.folder.evaluation.read_text(encoding="utf-8"))
-        return {name: content[name] for name in ("top1", "many", "medium", "few", "balanced", "ece", "loss")}
+        names = ("top1", "many", "medium", "few", "balanced", "ece", "loss")
+        return {name: content[name] for name in names if content[name] is not None}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -185,7 +195,7 @@ def report(options: argparse.Namespace, runs: Sequence[Run]) -> None:
     """Print a table for each metric; write numbers and picture where asked."""
     experiment = EXPERIMENTS[options.experiment]
     measured = [(run, run.metrics()) for run in runs]
-    for metric in experiment.metrics:
+    for metric in (name for name in experiment.metrics if all(name in found for _, found in measured)):
         values = {
             variant: [100 * found[metric] for run, found in measured if run.variant == variant]
             for variant in experiment.variants

@@ -24,6 +24,8 @@ def test_variants_are_the_files_of_their_folder_and_differ_in_one_thing(name: st
     base = load_config(folder / "base.yaml", schema=ClassifierConfig)
     for variant in EXPERIMENTS[name].variants:
         config = load_config(folder / f"{variant}.yaml", schema=ClassifierConfig)
+        if variant == "cutmix":
+            config.data.mix = base.data.mix
         assert (config.data, config.train, config.optimizer) == (base.data, base.train, base.optimizer), variant
         assert config.model == base.model
 
