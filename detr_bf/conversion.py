@@ -42,9 +42,16 @@ def convert(source: Path, target: Path, format_name: str | None = None) -> str:
     """
     source = checkpoint_of(source)
     _check_target(source, target)
+    foreign = format_name is not None
     if is_checkpoint(source):
-        _read(source, "detection")
+        config = config_from_dict(_read(source, "detection").config)
+        if foreign and config.plugins.context_broadcasting.enabled:
+            raise InputError(
+                f"{source} was trained with plugins.context_broadcasting, which no other format knows: its weights "
+                "would be those of another model there"
+            )
     weights = interop.read_weights(source)
+    weights = without_plugins(weights) if foreign else weights  # what is left of them only training reads
     with _writing(target):
         interop.write_weights(target, weights, format_name)
     return f"{len(weights)} tensors of {source} written under {format_name or 'our'} names: {target}"

@@ -233,3 +233,20 @@ def test_a_stripped_checkpoint_is_not_written_where_it_could_not_be_read(
     assert convert(tmp_path / "a.pt", tmp_path / "b.safetensors", "--strip-batchformer") == 2
     assert "must end in .pt, .pth, .bin" in capsys.readouterr().err
     assert not (tmp_path / "b.safetensors").exists()
+
+
+def test_what_only_training_reads_is_left_out_of_other_formats(tmp_path: Path) -> None:
+    local = [f"plugins.relative_localization.{setting}" for setting in ("enabled=true", "weight=0.1")]
+    source = saved(tmp_path, "batch_former.enabled=false", *local)
+    assert any("plugins" in name for name in load_checkpoint(source).weights)
+    assert convert(source, tmp_path / "theirs.pth", "--to", "detr") == 0
+    assert convert(saved(tmp_path, "batch_former.enabled=false"), tmp_path / "plain.pth", "--to", "detr") == 0
+    theirs, plain = (torch.load(tmp_path / name)["model"] for name in ("theirs.pth", "plain.pth"))
+    assert set(theirs) == set(plain)
+
+
+def test_context_broadcasting_has_no_place_in_other_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(tmp_path, "batch_former.enabled=false", "plugins.context_broadcasting.enabled=true")
+    assert convert(source, tmp_path / "theirs.pth", "--to", "detr") == 2
+    assert "no other format knows" in capsys.readouterr().err
+    assert not (tmp_path / "theirs.pth").exists()
