@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/*.md")]
 )
-NAMED = re.compile(r"(?:configs/[\w/-]+\.yaml|(?:tools|docs|benchmarks)/(?!test_)\w+\.(?:py|md|sh|sbatch|png))")
+NAMED = re.compile(r"\b(?:configs/[\w/-]+\.yaml|(?:tools|docs|benchmarks)/(?!test_)\w+\.(?:py|md|sh|sbatch|png))")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
