@@ -4,8 +4,8 @@ python benchmarks/experiments.py long_tail --output benchmarks/results/long_tail
 python benchmarks/experiments.py small_data --data garment_pairs --jobs 2
 python benchmarks/experiments.py small_data --size large          # for a GPU
 
-`long_tail`: cross-entropy, Balanced Softmax, and that with BatchFormer. `small_data`: a ViT, with each plug-in, and with
-what two of them bring along: `duplicate` is BatchFormerV2's doubled batch alone, `cutmix` DiversePatch's mixing.
+`long_tail`: cross-entropy, Balanced Softmax, and that with BatchFormer. `small_data`: a ViT, with each plug-in, and
+what two of them bring along: `duplicate` is BatchFormerV2's doubled batch alone, `cutmix` is DiversePatch's mixing.
 Every run is one of tools/train_classifier.py with a file of configs/experiments, in a folder of its own under --runs:
 what is finished is not trained again, what was interrupted goes on. Values are of the last epoch's weights.
 """

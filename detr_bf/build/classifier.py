@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from detr_bf.build.model import device_of
 from detr_bf.build.network import build_network
-from detr_bf.build.plugins import add_context, add_localization, layers_of
+from detr_bf.build.plugins import add_context, add_diverse, add_localization, add_v1, add_v2
 from detr_bf.config import ClassifierConfig, config_from_dict
 from detr_bf.engine import (
     checkpoint_of,
@@ -26,9 +26,6 @@ from detr_bf.losses import BalancedSoftmax
 from detr_bf.structures import ClassMap
 from detr_bf.vit import (
     ClassifierCriterion,
-    add_batchformer,
-    add_batchformer_v2,
-    add_diverse_patch,
     cross_entropy,
     ramped,
 )
@@ -107,34 +104,9 @@ def add_plugins(network: nn.Module, config: ClassifierConfig, num_classes: int) 
     """
     plugins = config.plugins
     add_context(network, plugins.context_broadcasting)
-    if plugins.batchformer_v2.enabled:
-        v2 = plugins.batchformer_v2
-        add_batchformer_v2(
-            network,
-            layers_of(v2.layers),
-            position=v2.position,
-            shared=v2.shared,
-            mode=v2.mode,
-            num_layers=v2.num_layers,
-            heads=v2.heads,
-            dropout=v2.dropout,
-            gather=v2.gather,
-        )
-    if plugins.batchformer.enabled:
-        v1 = plugins.batchformer
-        add_batchformer(
-            network,
-            heads=v1.heads,
-            dropout=v1.dropout,
-            num_layers=v1.num_layers,
-            shared_classifier=v1.shared_classifier,
-            gather=v1.gather,
-        )
-    if plugins.diverse_patch.enabled:
-        diverse = plugins.diverse_patch
-        add_diverse_patch(
-            network, num_classes, cosine=diverse.cosine, contrastive=diverse.contrastive, mixing=diverse.mixing
-        )
+    add_v2(network, plugins.batchformer_v2)
+    add_v1(network, plugins.batchformer)
+    add_diverse(network, plugins.diverse_patch, num_classes)
     add_localization(network, plugins.relative_localization)
 
 

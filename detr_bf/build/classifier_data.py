@@ -23,13 +23,12 @@ from detr_bf.data.loader import BatchLoader, make_loader
 from detr_bf.data.long_tail import kept_places
 from detr_bf.data.mixing import BatchMix, Mix, MixedBatch, WithKeys
 from detr_bf.data.sample_key import SampleKey
-from detr_bf.data.sources import LabelledSplits, read_splits
+from detr_bf.data.sources import LabelledSplits, read_splits, require_no_flips, require_two_classes
 from detr_bf.engine import EvaluationLoop
 from detr_bf.errors import InputError
 from detr_bf.labelled import LabelledImages
 from detr_bf.structures import ClassMap
-from detr_bf.vit import patch_cutmix
-from detr_bf.vit.plugin import require_vit
+from detr_bf.vit import mixing_patch_size, patch_cutmix
 
 MakeBatches = Callable[[int, int], Iterator[LabelledImages]]  # epoch, first batch -> the batches from there on
 ImageConfig = ClassifierConfig | MaskedConfig
@@ -59,6 +58,9 @@ def build_image_splits(config: ImageConfig) -> ImageSplits:
     """
     data = config.data
     found = read_splits(data.name, data.root, data.train, data.val)
+    if isinstance(config, ClassifierConfig):
+        require_two_classes(found)
+        require_no_flips(found, data.name, data.transforms.horizontal_flip)
     kept = kept_places(
         found.train.labels,
         found.class_map.num_classes,
@@ -109,12 +111,19 @@ def build_image_eval_transform(transforms: ImageTransformConfig) -> EvalTransfor
     """Resize and centre crop; images keep their ratio of sides if training takes random crops of them."""
     return EvalTransform(
         (transforms.size, transforms.size),
-        share=transforms.eval_crop,
+        share=_eval_share(transforms),
         keep_ratio=transforms.crop == "resized",
         interpolation=transforms.interpolation,
         mean=transforms.mean,
         std=transforms.std,
     )
+
+
+def _eval_share(transforms: ImageTransformConfig) -> float:
+    """Random crops show images enlarged, so evaluation cuts their edges off."""
+    if transforms.eval_crop is not None:
+        return transforms.eval_crop
+    return 0.875 if transforms.crop == "resized" else 1.0
 
 
 def train_batches(config: ImageConfig, splits: ImageSplits, device: torch.device) -> tuple[MakeBatches, int]:
@@ -188,11 +197,13 @@ class PatchMixing:
 def build_mix(config: ImageConfig, num_classes: int) -> Mix | None:
     """What mixes a training batch: DiversePatch's mixing if it is on, else mixup and CutMix; None if nothing does.
 
-    The shares of a mixed batch are smoothed by ``loss.label_smoothing``; without mixing that is left to the loss.
+    The shares of a mixed batch are smoothed by ``loss.label_smoothing`` for cross-entropy, which without mixing does
+    so itself; Balanced Softmax never does.
     """
     if isinstance(config, MaskedConfig):
         return None
-    settings, smoothing = config.data.mix, config.loss.label_smoothing
+    settings = config.data.mix
+    smoothing = config.loss.label_smoothing if config.loss.name == "cross_entropy" else 0.0
     if config.plugins.diverse_patch.enabled and config.plugins.diverse_patch.mixing:
         return PatchMixing(patch_size(config), num_classes, smoothing)
     if not settings.probability or not (settings.mixup or settings.cutmix):
@@ -208,17 +219,17 @@ def build_mix(config: ImageConfig, num_classes: int) -> Mix | None:
 
 
 def patch_size(config: ClassifierConfig) -> tuple[int, int]:
-    """Height and width in pixels of the patches of the config's network; :class:`InputError` if it is no ViT."""
+    """Height and width in pixels of what DiversePatch mixes in the config's network; :class:`InputError` without."""
     model = config.model
     with torch.device("meta"):  # without memory for its weights
         network = build_network(
             model.name, num_classes=0, image_size=config.data.transforms.size, options=model.options
         )
-    height, width = require_vit(network).patch_embed.patch_size
-    return height, width
+    return mixing_patch_size(network)
 
 
 def check_image_data(config: ImageConfig) -> Report:
     """What is wrong with the data of a config, as it is before it is thinned out."""
-    data = config.data
-    return examine_images(read_splits(data.name, data.root, data.train, data.val), workers=max(1, config.data.workers))
+    data, classify = config.data, isinstance(config, ClassifierConfig)
+    splits = read_splits(data.name, data.root, data.train, data.val)
+    return examine_images(splits, classify=classify, workers=max(1, data.workers))

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from detr_bf import distributed
 from detr_bf.build.acceleration import accelerate
 from detr_bf.build.classifier import build_classifier, build_classifier_criterion
 from detr_bf.build.classifier_data import ImageSplits, build_image_splits, train_batches, val_loop
@@ -22,6 +23,7 @@ from detr_bf.build.training import (
     metrics_log,
     train_settings,
 )
+from detr_bf.build.trial import check_batch_norm
 from detr_bf.config import ClassifierConfig, config_to_dict
 from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, TrainingStep, load_fitting
 from detr_bf.errors import InputError
@@ -42,6 +44,8 @@ def build_classifier_trainer(
     )
     if resume_from is None:
         _initialise(network, config)
+    rows = min(config.train.batch_size, len(splits.train) // distributed.world_size())
+    check_batch_norm(network, image_size=config.data.transforms.size, rows=rows)
     accelerate(network, config)
     network.to(device)
     criterion = build_classifier_criterion(config, network, splits.class_counts).to(device)

@@ -26,7 +26,7 @@ def image_learning_rate(config: ClassifierConfig | MaskedConfig, batches_per_epo
         config,
         batches_per_epoch,
         warmup_epochs=optimizer.warmup_epochs,
-        min_factor=min(1.0, optimizer.min_lr / optimizer.lr) if optimizer.lr else 0.0,
+        min_factor=optimizer.min_lr / optimizer.lr if optimizer.lr else 0.0,
     )
 
 

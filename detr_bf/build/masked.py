@@ -15,6 +15,7 @@ from detr_bf.build.classifier_data import ImageSplits, build_image_splits, train
 from detr_bf.build.image_training import image_learning_rate, image_optimizer
 from detr_bf.build.model import device_of
 from detr_bf.build.network import ENCODER, build_network
+from detr_bf.build.plugins import layers_of, named
 from detr_bf.build.training import (
     PRECISIONS,
     check_same_classes,
@@ -57,25 +58,28 @@ def _batch_former(config: MaskedConfig) -> BatchFormerV2 | None:
     settings, model = config.batch_former, config.model
     if not settings.enabled:
         return None
-    return BatchFormerV2(
-        model.decoder_dim,
-        layers=chosen(settings.layers, model.decoder_depth),
-        num_encoder_layers=model.decoder_depth,
-        position=settings.position,
-        shared=settings.shared,
-        num_layers=settings.num_layers,
-        heads=settings.heads or model.decoder_heads,
-        dropout=settings.dropout,
-        gather=settings.gather,
-    )
+    with named("batch_former", settings):
+        return BatchFormerV2(
+            model.decoder_dim,
+            layers=chosen(layers_of(settings.layers), model.decoder_depth),
+            num_encoder_layers=model.decoder_depth,
+            position=settings.position,
+            shared=settings.shared,
+            num_layers=settings.num_layers,
+            heads=settings.heads or model.decoder_heads,
+            dropout=settings.dropout,
+            gather=settings.gather,
+        )
 
 
 def _initial_weights(path: Path) -> dict[str, Tensor]:
-    """Of a masked autoencoder, or of a plain network, which becomes the encoder."""
+    """Of a masked autoencoder, or of a plain network, which becomes the encoder, but for its positions."""
     weights = interop.read_state(checkpoint_of(path))
     if any(name.startswith(ENCODER) for name in weights):
         return weights
-    return {ENCODER + name: value for name, value in weights.items()}
+    if "pos_embed" in weights:
+        logger.info("init_from %s: its pos_embed is left out, positions of a masked autoencoder are fixed sines", path)
+    return {ENCODER + name: value for name, value in weights.items() if name != "pos_embed"}
 
 
 def build_masked_trainer(config: MaskedConfig, folder: RunFolder, resume_from: Checkpoint | None = None) -> Trainer:

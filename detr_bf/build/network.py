@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import timm
+from timm.layers.helpers import to_2tuple
 from torch import Tensor, nn
 
 from detr_bf import interop
 from detr_bf.backbones.cifar_resnet import cifar_resnet
+from detr_bf.build.trial import MISFIT, try_network
 from detr_bf.engine import checkpoint_of
 from detr_bf.errors import InputError
 
@@ -28,33 +30,72 @@ def build_network(
     drop_path: float = 0.0,
     options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """A model of timm, or ``cifar_resnet`` with its depth.
+    """A model of timm, or ``cifar_resnet`` with its depth, that was tried on two images.
 
     Args:
-        image_size: in pixels, for networks made for one size.
+        image_size: in pixels.
         options: further arguments of ``timm.create_model``.
 
     Raises:
-        InputError: there is no such model, it does not take the options, or its weights cannot be had.
+        InputError: there is no such model, it does not take the settings or the images, or its weights cannot be had.
     """
     chosen = dict(options or {})
     if name.startswith(CIFAR_RESNET):
-        return _cifar_resnet(name, num_classes, chosen)
-    _check_known(name)
+        network: nn.Module = _cifar_resnet(
+            name, num_classes, chosen, pretrained=pretrained, dropout=dropout, drop_path=drop_path
+        )
+    else:
+        _check_known(name)
+        _check_size(chosen, image_size)
+        network = _of_timm(name, num_classes, image_size, pretrained, dropout, drop_path, chosen)
+    try_network(network, name, image_size=image_size, num_classes=num_classes)
+    return network
+
+
+def _of_timm(
+    name: str,
+    num_classes: int,
+    image_size: int,
+    pretrained: bool,
+    dropout: float,
+    drop_path: float,
+    options: Mapping[str, Any],
+) -> nn.Module:
     given: dict[str, Any] = {"num_classes": num_classes}
     given |= {"drop_rate": dropout} if dropout else {}
     given |= {"drop_path_rate": drop_path} if drop_path else {}
     given |= {"img_size": image_size} if timm.models.get_pretrained_cfg_value(name, "fixed_input_size") else {}
+    given |= options
+    if pretrained:
+        _check_weights(name)
     try:
-        model: nn.Module = timm.create_model(name, pretrained=pretrained, **given | chosen)
-    except (TypeError, AssertionError, ValueError) as error:
-        raise InputError(f"model.name={name} does not take {given | chosen}: {error}") from error
-    except (RuntimeError, OSError) as error:
+        model: nn.Module = timm.create_model(name, pretrained=pretrained, **given)
+    except OSError as error:
         raise InputError(
             f"model.pretrained=true: the weights of {name} cannot be had ({error}). Give a file with "
             "init_from=FILE, or train from scratch with model.pretrained=false"
         ) from error
+    except MISFIT as error:
+        weights = " with its pretrained weights" if pretrained else ""
+        raise InputError(f"model.name={name}{weights} does not take {given}: {error}") from error
     return model
+
+
+def _check_size(options: Mapping[str, Any], image_size: int) -> None:
+    """A network made for one size would refuse the images of another at the first step."""
+    own = options.get("img_size")
+    if own is None or options.get("dynamic_img_size") or to_2tuple(own) == (image_size, image_size):
+        return
+    raise InputError(
+        f"model.options.img_size={own} and data.transforms.size={image_size} differ: leave img_size out, which is "
+        "taken from the data"
+    )
+
+
+def _check_weights(name: str) -> None:
+    config = timm.get_pretrained_cfg(name)
+    if config is None or not config.has_weights:
+        raise InputError(f"model.pretrained=true: timm has no weights of {name}; set model.pretrained=false")
 
 
 def _check_known(name: str) -> None:
@@ -67,10 +108,15 @@ def _check_known(name: str) -> None:
     )
 
 
-def _cifar_resnet(name: str, num_classes: int, options: Mapping[str, Any]) -> nn.Module:
+def _cifar_resnet(name: str, num_classes: int, options: Mapping[str, Any], **foreign: float) -> nn.Module:
+    """``foreign``: settings of ``model`` that it does not have."""
     depth = name.removeprefix(CIFAR_RESNET)
     if not depth.isdecimal():
         raise InputError(f"model.name={name}: give a depth, such as {CIFAR_RESNET}32")
+    for setting, value in foreign.items():
+        if value:
+            off = "false" if value is True else "0"
+            raise InputError(f"model.name={name} has no {setting}: set model.{setting}={off}")
     try:
         return cifar_resnet(int(depth), num_classes, **options)
     except TypeError as error:

@@ -1,18 +1,29 @@
-"""The plug-ins that both classifiers and the encoders of detectors can have."""
+"""Plug-ins of classifiers, and those that the encoders of detectors can have as well, by config."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 from torch import nn
 
+from detr_bf.config.classifier import BatchFormerPluginConfig, BatchFormerV2PluginConfig, DiversePatchConfig
 from detr_bf.config.plugins import ContextBroadcastingConfig, LocalizationConfig
 from detr_bf.config.schema import DetectorPluginsConfig
 from detr_bf.errors import InputError
 from detr_bf.transformer import Encoder
-from detr_bf.vit import add_context_broadcasting, add_relative_localization
+from detr_bf.vit import (
+    add_batchformer,
+    add_batchformer_v2,
+    add_context_broadcasting,
+    add_diverse_patch,
+    add_relative_localization,
+)
+
+_DETECTORS = "batch_former."  # how batch attention names its settings
 
 
 def add_context(model: nn.Module, settings: ContextBroadcastingConfig) -> None:
@@ -22,7 +33,7 @@ def add_context(model: nn.Module, settings: ContextBroadcastingConfig) -> None:
         InputError: it does not fit the model.
     """
     if settings.enabled:
-        with _named("plugins.context_broadcasting"):
+        with named("plugins.context_broadcasting", settings):
             add_context_broadcasting(model, layers_of(settings.layers), scaled=settings.scaled)
 
 
@@ -33,9 +44,65 @@ def add_localization(model: nn.Module, settings: LocalizationConfig) -> None:
         InputError: it does not fit the model.
     """
     if settings.enabled:
-        with _named("plugins.relative_localization"):
+        with named("plugins.relative_localization", settings):
             add_relative_localization(
                 model, settings.variant, weight=settings.weight, pairs=settings.num_pairs, normalize=settings.normalize
+            )
+
+
+def add_v2(model: nn.Module, settings: BatchFormerV2PluginConfig) -> None:
+    """BatchFormerV2, where it is on.
+
+    Raises:
+        InputError: it does not fit the model.
+    """
+    if settings.enabled:
+        with named("plugins.batchformer_v2", settings):
+            add_batchformer_v2(
+                model,
+                layers_of(settings.layers),
+                position=settings.position,
+                shared=settings.shared,
+                mode=settings.mode,
+                num_layers=settings.num_layers,
+                heads=settings.heads,
+                dropout=settings.dropout,
+                gather=settings.gather,
+            )
+
+
+def add_v1(model: nn.Module, settings: BatchFormerPluginConfig) -> None:
+    """BatchFormer, where it is on.
+
+    Raises:
+        InputError: it does not fit the model.
+    """
+    if settings.enabled:
+        with named("plugins.batchformer", settings):
+            add_batchformer(
+                model,
+                heads=settings.heads,
+                dropout=settings.dropout,
+                num_layers=settings.num_layers,
+                shared_classifier=settings.shared_classifier,
+                gather=settings.gather,
+            )
+
+
+def add_diverse(model: nn.Module, settings: DiversePatchConfig, num_classes: int) -> None:
+    """DiversePatch, where it is on.
+
+    Raises:
+        InputError: it does not fit the model.
+    """
+    if settings.enabled:
+        with named("plugins.diverse_patch", settings):
+            add_diverse_patch(
+                model,
+                num_classes,
+                cosine=settings.cosine,
+                contrastive=settings.contrastive,
+                mixing=settings.mixing,
             )
 
 
@@ -71,9 +138,14 @@ def layers_of(value: Any) -> Sequence[int] | str:
 
 
 @contextmanager
-def _named(setting: str) -> Iterator[None]:
-    """Errors say which group of settings they are about."""
+def named(group: str, settings: Any) -> Iterator[None]:
+    """Errors begin with the full name of the setting that they are about, or else with that of its ``group``."""
     try:
         yield
     except InputError as error:
-        raise InputError(f"{setting}: {error}") from error
+        message = str(error).replace(_DETECTORS, f"{group}.")
+        if message.startswith(f"{group}."):
+            raise InputError(message) from error
+        first = re.match(r"\w*", message)
+        known = first is not None and first[0] in {field.name for field in fields(settings)}
+        raise InputError(f"{group}{'.' if known else ': '}{message}") from error

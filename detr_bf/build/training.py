@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,16 +21,38 @@ from detr_bf.structures import ClassMap
 
 logger = logging.getLogger(__name__)
 
+_SHOWN = 3  # classes that a message names
+
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_same_classes(class_map: ClassMap, resume_from: Checkpoint | None, folder: RunFolder) -> None:
-    """Refuse to go on with a checkpoint of other classes than the data have."""
+    """Refuse to go on with a checkpoint of other classes than the data have.
+
+    Raises:
+        InputError: it has others; the first few that differ are named.
+    """
     if resume_from is not None and resume_from.classes != class_map:
         raise InputError(
-            f"{folder.last} was trained with categories {resume_from.classes.to_dict()}, the annotations now have "
-            f"{class_map.to_dict()}: resume with the same data, or start anew with init_from={folder.last}"
+            f"{folder.last} was trained on other classes than the data now have: "
+            f"{_differences(resume_from.classes, class_map)}. Resume with the same data, or start anew with "
+            f"init_from={folder.last}"
         )
+
+
+def _differences(trained: ClassMap, found: ClassMap) -> str:
+    """``class 1 was b, is c; ...``: the first few, counted from 0."""
+    rows = list(zip_longest(_described(trained), _described(found), fillvalue="absent"))
+    differing = [f"class {index} was {was}, is {now}" for index, (was, now) in enumerate(rows) if was != now]
+    more = len(differing) - _SHOWN
+    return "; ".join(differing[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _described(classes: ClassMap) -> Iterator[str]:
+    """A name, and of the id what the index does not say."""
+    rows = zip(classes.category_ids, classes.names, classes.is_thing, strict=True)
+    for index, (category, name, is_thing) in enumerate(rows):
+        yield f"'{name}'" + (f" (id {category})" if category != index else "") + ("" if is_thing else " (stuff)")
 
 
 def differ_in_random_numbers(config: RunConfig) -> None:
@@ -56,17 +80,42 @@ def epoch_batches(config: RunConfig, num_samples: int, **settings: Any) -> parti
 def learning_rate(
     config: RunConfig, batches_per_epoch: int, *, warmup_epochs: float = 0.0, **settings: Any
 ) -> LearningRate:
-    """The schedule over the steps of the run; ``warmup_epochs`` come on top of its warm-up steps."""
+    """The schedule over the steps of the run; ``warmup_epochs`` come on top of its warm-up steps.
+
+    Raises:
+        InputError: the run is over before its warm-up, and not because ``train.max_steps`` ends it for trying out.
+    """
     optimizer, steps_per_epoch = config.optimizer, math.ceil(batches_per_epoch / config.train.accumulate)
     total = config.train.epochs * steps_per_epoch
+    steps = min(total, config.train.max_steps or total)
+    warmup_steps = optimizer.warmup_steps + round(warmup_epochs * steps_per_epoch)
+    if steps == total:
+        _check_schedule(config, total, warmup_steps, warmup_epochs)
     return LearningRate(
         schedule=optimizer.schedule,
-        total_steps=min(total, config.train.max_steps or total),
-        warmup_steps=optimizer.warmup_steps + round(warmup_epochs * steps_per_epoch),
+        total_steps=steps,
+        warmup_steps=warmup_steps,
         drop_steps=tuple(epoch * steps_per_epoch for epoch in optimizer.drop_epochs),
         drop_factor=optimizer.drop_factor,
         **settings,
     )
+
+
+def _check_schedule(config: RunConfig, total: int, warmup_steps: int, warmup_epochs: float) -> None:
+    """Whether the run gets to where its schedule says."""
+    optimizer, epochs = config.optimizer, config.train.epochs
+    if warmup_steps and warmup_steps >= total:
+        setting = f"warmup_epochs={warmup_epochs:g}" if warmup_epochs else f"warmup_steps={warmup_steps}"
+        raise InputError(
+            f"optimizer.{setting}: the warm-up of {warmup_steps} steps is not over when train.epochs={epochs} are, "
+            f"after {total} steps: give more epochs or a shorter warm-up (train.max_steps ends a run for trying out)"
+        )
+    if optimizer.schedule == "step" and not any(0 < epoch < epochs for epoch in optimizer.drop_epochs):
+        logger.warning(
+            "optimizer.schedule=step with optimizer.drop_epochs=%s: the learning rate never falls in train.epochs=%d",
+            list(optimizer.drop_epochs),
+            epochs,
+        )
 
 
 def train_settings(config: RunConfig, *, max_replaced: float, unused_parameters: bool) -> TrainSettings:

@@ -1,7 +1,8 @@
 """Every setting of a classifier's run and of masked pre-training, typed, with its default. No torch in here.
 
 Defaults are DeiT's published ImageNet recipe (Touvron et al. 2021, arXiv 2012.12877, table 9), except for the batch
-size, and those of the plug-ins' papers.
+size and drop path, and those of the plug-ins' papers; of masked pre-training they are MAE's (He et al. 2022, arXiv
+2111.06377, appendix A).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class ClassifierModelConfig:
     pretrained: bool = False  # timm's weights, from the network or its cache
     options: dict[str, Any] = field(default_factory=dict)  # arguments of timm.create_model: img_size, depth, ...
     dropout: float = fraction(0.0)
-    drop_path: float = fraction(0.1)
+    drop_path: float = fraction(0.0)  # stochastic depth; 0.1 in DeiT
     linear_probe: bool = False  # batch norm and a linear layer on a frozen network: nothing else learns
 
 
@@ -36,14 +37,21 @@ class StreamPluginConfig:
 
 
 @dataclass
-class BatchFormerV2PluginConfig(StreamPluginConfig):
-    layers: Any = field(default_factory=lambda: [7])  # blocks from 0 in a list, or `all`
+class InsertedPluginConfig(StreamPluginConfig):
+    """BatchFormerV2 among the blocks of a network."""
+
+    layers: Any = "all"  # blocks from 0 in a list, or `all`
     position: str = choice("before", "after")
     shared: bool = True
-    mode: str = choice("two_stream", "single_stream", "duplicate")
-    heads: int | None = positive(None)  # null: as many as the model has
+    heads: int | None = positive(None)  # null: as many as the blocks have
     lr_factor: float = not_negative(1.0)
     weight_decay: float | None = not_negative(None)  # null: that of the optimizer
+
+
+@dataclass
+class BatchFormerV2PluginConfig(InsertedPluginConfig):
+    layers: Any = field(default_factory=lambda: [7])
+    mode: str = choice("two_stream", "single_stream", "duplicate")
 
 
 @dataclass
@@ -104,7 +112,7 @@ class ImageTransformConfig:
     auto_augment: str = "rand-m9-mstd0.5-inc1"  # timm's name of a policy; empty: none
     erase: float = fraction(0.25)  # probability of random erasing
     interpolation: str = choice("bicubic", "bilinear")
-    eval_crop: float = fraction(0.875)  # share of the resized image that evaluation looks at
+    eval_crop: float | None = fraction(None)  # share of the resized image seen; null: 0.875 of crop=resized, else 1
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
 
@@ -128,6 +136,8 @@ class MixConfig:
 
 @dataclass
 class ImageDataConfig:
+    """What classifiers and masked autoencoders both see."""
+
     name: str = choice(
         "image_folder", "list", "cifar10", "cifar100", "fashion_mnist", "garment_pairs", "digits", "mnist"
     )
@@ -137,11 +147,15 @@ class ImageDataConfig:
     per_class: int | None = positive(None)  # training images kept of each class
     long_tail: LongTailConfig = field(default_factory=LongTailConfig)
     transforms: ImageTransformConfig = field(default_factory=ImageTransformConfig)
-    mix: MixConfig = field(default_factory=MixConfig)
     repeats: int = positive(1)  # copies of an image in a batch, each augmented anew; 3 in DeiT
     workers: int = not_negative(2)  # loader processes; 0 loads in the training process
     check: bool = True  # look into every file of the data before the first step
     max_unreadable: float = fraction(0.01)  # share of an epoch's images that others may replace
+
+
+@dataclass
+class ClassifierDataConfig(ImageDataConfig):
+    mix: MixConfig = field(default_factory=MixConfig)
 
 
 @dataclass
@@ -155,7 +169,7 @@ class ImageOptimizerConfig(OptimizerConfig):
     nesterov: bool = False  # sgd
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # adamw
     warmup_epochs: float = not_negative(5.0)
-    min_lr: float = not_negative(1e-5)  # where the cosine ends
+    min_lr: float = not_negative(1e-5)  # where the cosine ends; at most lr
     clip_norm: float = not_negative(0.0)
 
     def check_values(self, prefix: str) -> None:
@@ -163,6 +177,11 @@ class ImageOptimizerConfig(OptimizerConfig):
             raise InputError(f"{prefix}betas must be two numbers from 0 to less than 1, got {self.betas}")
         if self.warmup_epochs and self.warmup_steps:
             raise InputError(f"{prefix}warmup_epochs and {prefix}warmup_steps exclude each other: set one to 0")
+        if self.schedule == "cosine" and self.min_lr > self.lr:
+            raise InputError(
+                f"{prefix}min_lr={self.min_lr:g}, where the cosine ends, must not exceed {prefix}lr={self.lr:g}: "
+                "lower it, or give 0"
+            )
 
 
 @dataclass
@@ -183,7 +202,7 @@ class ClassifierConfig(RunConfig):
     model: ClassifierModelConfig = field(default_factory=ClassifierModelConfig)
     plugins: PluginsConfig = field(default_factory=PluginsConfig)
     loss: ClassifierLossConfig = field(default_factory=ClassifierLossConfig)
-    data: ImageDataConfig = field(default_factory=ImageDataConfig)
+    data: ClassifierDataConfig = field(default_factory=ClassifierDataConfig)
     optimizer: ImageOptimizerConfig = field(default_factory=ImageOptimizerConfig)
     eval: ClassifierEvalConfig = field(default_factory=ClassifierEvalConfig)
 
@@ -202,15 +221,26 @@ class MaskedModelConfig:
 
 
 @dataclass
-class MaskedBatchFormerConfig(StreamPluginConfig):
-    """BatchFormerV2 in the decoder."""
+class MaskedTransformConfig(ImageTransformConfig):
+    """Crops and flips alone."""
 
-    layers: Any = "all"  # decoder blocks from 0 in a list, or `all`
-    position: str = choice("before", "after")
-    shared: bool = True
-    heads: int | None = positive(None)  # null: decoder_heads
-    lr_factor: float = not_negative(1.0)
-    weight_decay: float | None = not_negative(None)
+    area: list[float] = field(default_factory=lambda: [0.2, 1.0])
+    color_jitter: float = not_negative(0.0)
+    auto_augment: str = ""
+    erase: float = fraction(0.0)
+
+
+@dataclass
+class MaskedDataConfig(ImageDataConfig):
+    transforms: MaskedTransformConfig = field(default_factory=MaskedTransformConfig)
+
+
+@dataclass
+class MaskedOptimizerConfig(ImageOptimizerConfig):
+    lr: float = not_negative(1.5e-4)  # MAE: 1.5e-4 x total batch / 256
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    warmup_epochs: float = not_negative(40.0)
+    min_lr: float = not_negative(0.0)
 
 
 @dataclass
@@ -223,7 +253,7 @@ class MaskedEvalConfig:
 class MaskedConfig(RunConfig):
     task: str = choice("masked_autoencoding")
     model: MaskedModelConfig = field(default_factory=MaskedModelConfig)
-    batch_former: MaskedBatchFormerConfig = field(default_factory=MaskedBatchFormerConfig)
-    data: ImageDataConfig = field(default_factory=ImageDataConfig)
-    optimizer: ImageOptimizerConfig = field(default_factory=ImageOptimizerConfig)
+    batch_former: InsertedPluginConfig = field(default_factory=InsertedPluginConfig)  # among the decoder's blocks
+    data: MaskedDataConfig = field(default_factory=MaskedDataConfig)
+    optimizer: MaskedOptimizerConfig = field(default_factory=MaskedOptimizerConfig)
     eval: MaskedEvalConfig = field(default_factory=MaskedEvalConfig)

@@ -15,6 +15,8 @@ from detr_bf.data.sources.splits import FileImages, LabelledSplit, LabelledSplit
 from detr_bf.files import cache_folder
 from detr_bf.structures import ClassMap
 
+_NAMED = 3  # images of two classes that a message names
+
 
 @dataclass(frozen=True)
 class ExaminedSplit:
@@ -26,16 +28,23 @@ class ExaminedSplit:
     names: tuple[str, ...] = ()
     files: Mapping[str, ImageRecord] = field(default_factory=dict)
 
+    def labelled_files(self) -> Iterator[tuple[str, int]]:
+        """Each entry of the list with its label; of images in memory there is none."""
+        return zip(self.names, self.split.labels.tolist(), strict=False)
 
-def examine_images(splits: LabelledSplits, *, cache_dir: Path | None = None, workers: int = 1) -> Report:
+
+def examine_images(
+    splits: LabelledSplits, *, classify: bool = True, cache_dir: Path | None = None, workers: int = 1
+) -> Report:
     """Run every check on both splits.
 
-    ``workers`` threads read the image files that the cache in ``cache_dir`` does not know.
+    ``classify`` says that the classes are to be told apart, which a masked autoencoder does not; ``workers`` threads
+    read the image files that the cache in ``cache_dir`` does not know.
     """
     cache_dir = cache_dir or cache_folder("doctor")
     train, val = (_examined(split, splits.class_map, cache_dir, workers) for split in (splits.train, splits.val))
     findings = [check.on(name, part) for name, part in (("train", train), ("val", val)) for check in CHECKS]
-    findings += [check.on("train", train) for check in TRAIN_CHECKS]
+    findings += [check.on("train", train) for check in TRAIN_CHECKS + (CLASS_CHECKS if classify else ())]
     findings += [check.on("val", val) for check in VAL_CHECKS]
     findings += [check.on("train, val", train, val) for check in PAIR_CHECKS]
     found = sorted((finding for finding in findings if finding), key=lambda finding: finding.severity)
@@ -83,6 +92,39 @@ def _classes_without_images(part: ExaminedSplit) -> Iterator[str]:
         yield f"{label} ({part.class_map.names[label]})"
 
 
+def _single_class(part: ExaminedSplit) -> Iterator[str]:
+    return iter(part.class_map.names if part.class_map.num_classes < 2 else ())
+
+
+def _files_of_two_classes(part: ExaminedSplit) -> Iterator[str]:
+    labels: dict[str, set[int]] = {}
+    for name, label in part.labelled_files():
+        labels.setdefault(name, set()).add(label)
+    for name, found in labels.items():
+        if len(found) > 1:
+            yield f"{part.folder / name}: labels {', '.join(map(str, sorted(found)))}"
+
+
+def _contents_of_two_classes(part: ExaminedSplit) -> Iterator[str]:
+    """Two files for each class that an image is in besides its first; the first case names the next ones too."""
+    first: dict[str, dict[int, str]] = {}  # by content: a file of each class
+    for name, label in part.labelled_files():
+        record = part.files.get(name)
+        if record and record.sha256:
+            first.setdefault(record.sha256, {}).setdefault(label, name)
+    cases = []
+    for files in first.values():
+        (label, name), *others = files.items()
+        cases += [
+            f"{part.folder / name} (label {label}) is {part.folder / other} (label {again})"
+            for again, other in others
+            if other != name
+        ]
+    if cases:
+        yield "; ".join(cases[:_NAMED])
+        yield from cases[1:]
+
+
 def _shared_images(train: ExaminedSplit, val: ExaminedSplit) -> Iterator[str]:
     by_content = {record.sha256: name for name, record in train.files.items() if record.sha256}
     for name, record in val.files.items():
@@ -97,5 +139,10 @@ CHECKS = (
     Check("error", "label-outside", "the label is none of the training data's classes", _labels_outside),
 )
 TRAIN_CHECKS = (Check("error", "class-without-images", "nothing to learn the class from", _classes_without_images),)
+CLASS_CHECKS = (
+    Check("error", "single-class", "a classifier needs two or more to tell apart", _single_class),
+    Check("error", "file-of-two-classes", "the file is listed with two labels", _files_of_two_classes),
+    Check("warning", "image-of-two-classes", "the same image: both labels are learnt", _contents_of_two_classes),
+)
 VAL_CHECKS = (Check("warning", "class-without-images", "the class is not measured", _classes_without_images),)
 PAIR_CHECKS = (Check("warning", "train-val-overlap", "the same image in both: accuracy is too good", _shared_images),)

@@ -12,6 +12,7 @@ from torch import Tensor
 from detr_bf.errors import InputError
 
 _SHUFFLE_SEED = 0  # of every run, whatever its own seed
+_ROUNDING = 1 + 1e-12  # more than what the error of a power takes from a whole number
 
 
 def long_tail_counts(n: int, classes: int, imbalance: float) -> list[int]:
@@ -27,7 +28,7 @@ def long_tail_counts(n: int, classes: int, imbalance: float) -> list[int]:
             f"data.long_tail.imbalance must be 1 or more and finite, got {imbalance}: it is the images of the first "
             "class / those of the last"
         )
-    counts = [int(n * (1 / imbalance) ** (c / max(classes - 1, 1))) for c in range(classes)]
+    counts = [int(n * imbalance ** (-c / max(classes - 1, 1)) * _ROUNDING) for c in range(classes)]
     if counts[-1] < 1:
         raise InputError(
             f"data.long_tail.imbalance={imbalance:g} leaves no image of the last class, of {n} in the first: expected "

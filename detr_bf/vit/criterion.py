@@ -15,7 +15,7 @@ from detr_bf.labelled import ClassTargets
 from detr_bf.losses.balanced_softmax import check_labels
 from detr_bf.losses.classification import at_least_float32
 from detr_bf.losses.report import STREAM_NAMES, LossReport
-from detr_bf.vit.batch_former import num_streams
+from detr_bf.vit.batch_former import BatchFormerV2Plugin, num_streams
 from detr_bf.vit.diverse_patch import DiversePatchLoss
 from detr_bf.vit.plugin import PREFIX
 from detr_bf.vit.relative_localization import RelativeLocalizationLoss
@@ -64,7 +64,7 @@ class ClassifierCriterion(nn.Module):
         streams, wanted = num_streams(model), targets.labels if targets.shares is None else targets.shares
         _check(logits, targets)
         weight = None if self.localization_weight is None else self.localization_weight(targets.epoch)
-        of_plugins = plugin_losses(model, targets.patch_labels, streams, localization_weight=weight)
+        of_plugins = plugin_losses(model, targets.patch_labels, localization_weight=weight)
         losses = {"loss_ce": self.loss(logits, wanted, streams), **of_plugins}
         logged = {"accuracy": _accuracy(logits, targets)}
         if streams > 1:
@@ -93,18 +93,20 @@ class PluginCriterion:
 def plugin_losses(
     model: nn.Module,
     patch_labels: Tensor | None = None,
-    streams: int = 1,
     *,
     localization_weight: float | None = None,
 ) -> dict[str, Tensor]:
     """What the plug-ins of ``model`` say of its last forward pass in training, each times its weight, by name.
 
     Args:
-        patch_labels, streams: as :class:`DiversePatchLoss` wants them.
+        patch_labels: as :class:`DiversePatchLoss` wants them.
         localization_weight: lambda of relative localization from here on; None leaves it as it is.
     """
     losses: dict[str, Tensor] = {}
-    for plugin in getattr(model, PREFIX, {}).values():
+    plugins = getattr(model, PREFIX, {})
+    among_blocks = BatchFormerV2Plugin.name in plugins  # BatchFormer forks behind all tokens
+    streams = num_streams(model) if among_blocks else 1
+    for plugin in plugins.values():
         if isinstance(plugin, DiversePatchLoss):
             losses |= {f"loss_{name}": loss for name, loss in plugin(patch_labels, streams).items()}
         elif isinstance(plugin, RelativeLocalizationLoss):

@@ -1,6 +1,9 @@
 """DiversePatch: patches of the last layer shall stay different (Gong et al. 2021, arXiv 2104.12753).
 
 Shape legend: B images, R rows (images, or streams x images), P patches, C channels, K classes.
+
+Of a Swin transformer the patches are the tokens of its last stage, such as 32 x 32 pixels, and the contrastive loss is
+not for it: they are not those that enter the first block.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -20,14 +25,19 @@ from detr_bf.errors import InputError
 from detr_bf.layers.precision import full_precision
 from detr_bf.losses.balanced_softmax import check_labels
 from detr_bf.losses.classification import at_least_float32
-from detr_bf.vit.plugin import Plugin, patches_of, require_vit
+from detr_bf.vit.plugin import Plugin, patches_of, refused, require_vit
 
 
 def cosine_loss(last: Tensor) -> Tensor:
-    """(R, P, C) -> (): the mean of |cos| over all ordered pairs of different patches of an image (section 4.1)."""
+    """(R, P, C) -> (): the mean of |cos| over all ordered pairs of different patches of an image (section 4.1).
+
+    Raises:
+        InputError: P is 1.
+    """
+    patches = last.shape[1]
+    _check_several(patches)
     unit = F.normalize(at_least_float32(last), dim=-1)
     similarity = (unit @ unit.transpose(1, 2)).abs()
-    patches = last.shape[1]
     own = similarity.diagonal(dim1=1, dim2=2).sum()
     return (similarity.sum() - own) / (len(last) * patches * (patches - 1))
 
@@ -37,9 +47,13 @@ def contrastive_loss(first: Tensor, last: Tensor) -> Tensor:
 
     The mean over i of softplus(h1_i . (m_i - hL_i)), with m_i the mean of the other patches hL_j. It has the printed
     formula's and the released code's m_i; no gradient reaches ``first``.
+
+    Raises:
+        InputError: P is 1.
     """
-    first, last = at_least_float32(first.detach()), at_least_float32(last)
     patches = last.shape[1]
+    _check_several(patches)
+    first, last = at_least_float32(first.detach()), at_least_float32(last)
     away = (last.mean(1, keepdim=True) - last) * (patches / (patches - 1))  # m_i - hL_i
     return F.softplus((first * away).sum(-1)).mean()
 
@@ -47,6 +61,14 @@ def contrastive_loss(first: Tensor, last: Tensor) -> Tensor:
 def mixing_loss(logits: Tensor, patch_labels: Tensor) -> Tensor:
     """Logits (R, P, K) of each patch and the class (R, P) of the image it came from -> () (section 4.3)."""
     return F.cross_entropy(at_least_float32(logits).flatten(0, 1), patch_labels.flatten())
+
+
+def _check_several(patches: int) -> None:
+    if patches < 2:
+        raise InputError(
+            "diverse_patch: each image is a single patch, which differs from no other: take larger images or a smaller "
+            "patch size"
+        )
 
 
 @dataclass(frozen=True)
@@ -82,8 +104,7 @@ def patch_cutmix(
     """
     check_labels(labels, num_classes)
     height, width = images.shape[-2:]
-    if height % patch_size[0] or width % patch_size[1]:
-        raise InputError(f"patches of {patch_size} pixels do not fill images of {(height, width)}: choose other sizes")
+    _check_filled((height, width), patch_size)
     inside = _rectangle(height // patch_size[0], width // patch_size[1], generator)
     partner = torch.randperm(len(images), generator=generator).to(images.device)
     share = inside.double().mean().item()
@@ -95,6 +116,11 @@ def patch_cutmix(
         (1 - share) * classes + share * classes[partner],
         torch.where(inside.flatten(), labels[partner, None], labels[:, None]),
     )
+
+
+def _check_filled(size: tuple[int, int], patch_size: tuple[int, int]) -> None:
+    if size[0] % patch_size[0] or size[1] % patch_size[1]:
+        raise InputError(f"patches of {patch_size} pixels do not fill images of {size}: choose other sizes")
 
 
 def _rectangle(rows: int, columns: int, generator: torch.Generator | None) -> Tensor:
@@ -113,7 +139,8 @@ def _rectangle(rows: int, columns: int, generator: torch.Generator | None) -> Te
 class DiversePatchLoss(Plugin):
     """The three losses of DiversePatch on the patches of the last forward pass in training; evaluation is untouched.
 
-    The first layer's patches are what enters the first block, the last layer's what leaves the final norm.
+    The first layer's patches are what enters the first block, the last layer's what leaves the final norm. Of a Swin
+    transformer the first ones only say how many images there are.
     """
 
     name = "diverse_patch"
@@ -127,9 +154,10 @@ class DiversePatchLoss(Plugin):
 
     def attach(self, model: nn.Module) -> None:
         """Hang on what stands before the first and behind the last block."""
-        vit = require_vit(model)
-        self.prefix_tokens = vit.num_prefix_tokens
-        self.join(vit, self._hooks(vit.norm_pre, vit.norm))
+        host: Any = _require_host(model)
+        swin = isinstance(host, SwinTransformer)
+        self.prefix_tokens = 0 if swin else host.num_prefix_tokens
+        self.join(host, self._hooks(host.patch_embed if swin else host.norm_pre, host.norm))
 
     def _hooks(self, first: nn.Module, last: nn.Module) -> Iterator[RemovableHandle]:
         yield first.register_forward_hook(self._keep_first)
@@ -154,8 +182,7 @@ class DiversePatchLoss(Plugin):
             InputError: the model was not called before, it has another number of streams, or labels are missing,
                 outside the classes or of other patches.
         """
-        first = patches_of(self._take("first"), self.prefix_tokens)
-        last = patches_of(self._take("last"), self.prefix_tokens)
+        first, last = (self._patches(self._take(which)) for which in ("first", "last"))
         if len(last) != len(first) * num_streams:
             raise InputError(
                 f"num_streams={num_streams}, but {len(first)} images have left {len(last)} rows: "
@@ -168,11 +195,15 @@ class DiversePatchLoss(Plugin):
             if self.weights["contrastive"]:
                 losses["contrastive"] = contrastive_loss(repeat_targets(first, num_streams), last)
             if self.patch_head is not None:
-                labels = self._checked(patch_labels, *first.shape[:2])
+                labels = self._checked(patch_labels, len(first), last.shape[1])
                 losses["mixing"] = mixing_loss(
                     full_precision(self.patch_head, last), repeat_targets(labels, num_streams)
                 )
             return {name: self.weights[name] * loss for name, loss in losses.items()}
+
+    def _patches(self, tokens: Tensor) -> Tensor:
+        """(R, S, C), or Swin's (R, H, W, C) -> (R, P, C)."""
+        return patches_of(tokens.flatten(1, -2), self.prefix_tokens)
 
     def _checked(self, labels: Tensor | None, images: int, patches: int) -> Tensor:
         given = None if labels is None else tuple(labels.shape)
@@ -188,17 +219,60 @@ class DiversePatchLoss(Plugin):
 def add_diverse_patch(
     model: nn.Module, num_classes: int, *, cosine: float = 1.0, contrastive: float = 1.0, mixing: float = 1.0
 ) -> DiversePatchLoss:
-    """DiversePatch for a timm ViT or DeiT; call what it returns after the model, and add its losses to the model's.
+    """DiversePatch for a timm ViT, DeiT or Swin.
+
+    Call what it returns after the model, and add its losses to the model's.
 
     Args:
         model: the bare model.
         num_classes: K of the patches' classifier, one linear layer of its own.
-        cosine, contrastive, mixing: weights; 0 leaves a loss out.
+        cosine, contrastive, mixing: weights; 0 leaves a loss out. Of Swin ``contrastive`` must be 0.
 
     Raises:
-        InputError: another model, or it has one already.
+        InputError: another model, one without a norm behind the last block or with a single patch an image, a Swin
+            with the contrastive loss, or it has one already.
     """
-    dim = require_vit(model).embed_dim
-    plugin = DiversePatchLoss(dim, num_classes, cosine=cosine, contrastive=contrastive, mixing=mixing)
+    host = _require_host(model)
+    if contrastive and isinstance(host, SwinTransformer):
+        raise InputError(
+            f"contrastive={contrastive:g}: it compares each patch with its own beginning, but each of the last tokens "
+            "of a Swin transformer is merged of many first ones, with other channels: set contrastive=0 "
+            "(plugins.diverse_patch.contrastive=0)"
+        )
+    _check_several(_num_patches(host))
+    plugin = DiversePatchLoss(host.num_features, num_classes, cosine=cosine, contrastive=contrastive, mixing=mixing)
     plugin.attach(model)
     return plugin
+
+
+def mixing_patch_size(model: nn.Module) -> tuple[int, int]:
+    """Height and width in pixels of the patches that :func:`patch_cutmix` keeps whole for this model's DiversePatch.
+
+    Raises:
+        InputError: another model than :func:`add_diverse_patch` takes, or these patches do not fill its images.
+    """
+    host: Any = _require_host(model)
+    stages = host.layers if isinstance(host, SwinTransformer) else ()
+    merged = 2 ** sum(not isinstance(stage.downsample, nn.Identity) for stage in stages)  # along a side
+    height, width = (merged * side for side in host.patch_embed.patch_size)
+    if host.patch_embed.strict_img_size:  # else images may have any
+        _check_filled(host.patch_embed.img_size, (height, width))
+    return height, width
+
+
+def _require_host(model: nn.Module) -> VisionTransformer | SwinTransformer:
+    if not isinstance(model, VisionTransformer | SwinTransformer):
+        raise refused(model, "VisionTransformer (ViT, DeiT) or SwinTransformer")
+    host = model if isinstance(model, SwinTransformer) else require_vit(model)
+    if isinstance(host.norm, nn.Identity):
+        raise InputError(
+            "DiversePatch works on the patches behind the final norm, and this model has none there, as timm's have "
+            "that pool by the mean: build it with fc_norm=False and its final norm (model.options.fc_norm=false)"
+        )
+    return host
+
+
+def _num_patches(host: Any) -> int:
+    """Of an image of the size that the model was built for."""
+    swin = isinstance(host, SwinTransformer)
+    return math.prod(host.layers[-1].output_resolution if swin else host.patch_embed.grid_size)

@@ -232,6 +232,12 @@ def _checked(encoder: nn.Module) -> VisionTransformer:
             "the encoder has a classifier, a pooling with parameters or a norm behind its pooling, and none of them "
             "would learn: build it with num_classes=0, global_pool='token' and its final norm"
         )
+    embed = vit.patch_embed
+    if any(side % patch for side, patch in zip(embed.img_size, embed.patch_size, strict=True)):
+        raise InputError(
+            f"patches of {embed.patch_size} pixels do not fill images of {embed.img_size}: choose another img_size or "
+            "patch_size of the encoder"
+        )
     if vit.pos_embed is None:
         raise InputError("the encoder has no position embedding, so visible patches could be anywhere: give it one")
     return vit

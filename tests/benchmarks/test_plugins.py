@@ -32,6 +32,7 @@ DIGITS = (
     "data.per_class=4",
     "data.transforms.auto_augment=''",
     "data.transforms.erase=0",
+    "data.transforms.horizontal_flip=0",
     "optimizer.name=sgd",  # whose step, unlike AdamW's first, knows the length of the gradient
     "optimizer.lr=1",
     "optimizer.warmup_epochs=0",

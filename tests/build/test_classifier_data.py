@@ -11,6 +11,7 @@ from torch import nn
 from detr_bf import distributed
 from detr_bf.build.classifier_data import (
     PatchMixing,
+    build_image_eval_transform,
     build_image_splits,
     build_mix,
     check_image_data,
@@ -19,6 +20,7 @@ from detr_bf.build.classifier_data import (
     val_loop,
 )
 from detr_bf.config import ClassifierConfig, MaskedConfig, load_config
+from detr_bf.config.classifier import ImageTransformConfig
 from detr_bf.data.mixing import BatchMix
 from detr_bf.errors import InputError
 from detr_bf.labelled import ClassTargets, LabelledImages
@@ -139,6 +141,16 @@ def test_pretraining_sees_images_alone(root: Path) -> None:
     assert all(batch.targets.shares is None for batch in epoch(config_for(root, schema=MaskedConfig)))
 
 
+@pytest.mark.parametrize(
+    ("crop", "given", "share"), [("resized", None, 0.875), ("padded", None, 1), ("none", None, 1), ("padded", 0.5, 0.5)]
+)
+def test_evaluation_cuts_edges_off_where_training_takes_random_areas(
+    crop: str, given: float | None, share: float
+) -> None:
+    transform = build_image_eval_transform(ImageTransformConfig(size=28, crop=crop, eval_crop=given))
+    assert transform.full == (28 / share, 28 / share)
+
+
 def test_patches_are_mixed_in_the_loader(root: Path) -> None:
     diverse = ("plugins.diverse_patch.enabled=true", "model.name=vit_tiny_patch16_224", "model.options={patch_size: 4}")
     batches = epoch(config_for(root, *diverse))
@@ -164,7 +176,7 @@ def test_patch_mixing_is_a_function_of_the_seed() -> None:
 
 
 def test_patches_of_a_network_without_any_are_refused(root: Path) -> None:
-    assert patch_size(config_for(root, "model.name=deit_tiny_patch16_224")) == (16, 16)
+    assert patch_size(config_for(root, "model.name=deit_tiny_patch16_224", "data.transforms.size=32")) == (16, 16)
     with pytest.raises(InputError, match="got a ResNet, expected timm's VisionTransformer"):
         patch_size(config_for(root, "model.name=resnet18"))
 
@@ -175,3 +187,12 @@ def test_the_doctor_looks_at_the_whole_data(root: Path, monkeypatch: pytest.Monk
     report = check_image_data(config_for(root, "data.per_class=1"))
     assert [finding.code for finding in report.errors] == ["file-unreadable"]
     assert "train: 12 images, 2 classes" in str(report)
+
+
+def test_balanced_softmax_is_never_smoothed(root: Path) -> None:
+    """Its labels are not without mixing either."""
+    settings = ("data.mix.mixup=1", "loss.label_smoothing=0.3")
+    found = [
+        build_mix(config_for(root, *settings, f"loss.name={name}"), 2) for name in ("cross_entropy", "balanced_softmax")
+    ]
+    assert [mix.smoothing for mix in found if isinstance(mix, BatchMix)] == [0.3, 0.0]

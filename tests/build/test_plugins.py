@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from torch import Tensor, nn
 
 from detr_bf.build import build_criterion, build_detector_criterion, build_groups, build_model
 from detr_bf.build.acceleration import accelerate
-from detr_bf.build.plugins import add_encoder_plugins, encoder_of
+from detr_bf.build.plugins import add_diverse, add_encoder_plugins, add_v1, add_v2, encoder_of
 from detr_bf.config import Config, load_config
+from detr_bf.config.classifier import PluginsConfig
 from detr_bf.config.plugins import ContextBroadcastingConfig
 from detr_bf.config.schema import DetectorLocalizationConfig, DetectorPluginsConfig
 from detr_bf.detectors import Detector
@@ -22,6 +25,7 @@ from detr_bf.planning import trace
 from detr_bf.structures import Batch, Outputs, Target
 from detr_bf.vit import ContextBroadcasting, PluginCriterion, RelativeLocalizationLoss
 from tests.detectors.tiny import BLIND_TO_PADDING, DETECTORS, batch_former, images, model, shaken
+from tests.vit import tiny
 
 SMALL = (
     "model.hidden_dim=32",
@@ -269,17 +273,66 @@ def test_the_planner_counts_a_detector_with_plugins(name: str) -> None:
         ((*BOTH, f"{LOCAL}num_pairs=0"), f"{LOCAL}num_pairs must be greater than 0"),
         ((*BOTH, f"{LOCAL}weight=-1"), f"{LOCAL}weight must be 0 or more"),
         ((*BOTH, "model.masks=true", "freeze.detector=true"), rf"mask head alone.*set {LOCAL}enabled=false"),
-        ((*BOTH, f"{CONTEXT}layers=[2]"), r"plugins.context_broadcasting: layers=\[2\]: the model has 2 blocks"),
-        ((*BOTH, f"{CONTEXT}layers=[]"), r"plugins.context_broadcasting: layers=\[\]: .*indices from 0 to 1"),
-        ((*BOTH, f"{CONTEXT}layers=[1,0]"), r"plugins.context_broadcasting: .*must ascend"),
-        ((*BOTH, f"{CONTEXT}layers=lower"), "plugins.context_broadcasting: layers='lower'"),
-        ((*BOTH, f"{CONTEXT}layers=3"), "plugins.context_broadcasting: layers must be a word .* got 3"),
+        ((*BOTH, f"{CONTEXT}layers=[2]"), r"plugins.context_broadcasting.layers=\[2\]: the model has 2 blocks"),
+        ((*BOTH, f"{CONTEXT}layers=[]"), r"plugins.context_broadcasting.layers=\[\]: .*indices from 0 to 1"),
+        ((*BOTH, f"{CONTEXT}layers=[1,0]"), r"plugins.context_broadcasting.layers.*must ascend"),
+        ((*BOTH, f"{CONTEXT}layers=lower"), "plugins.context_broadcasting.layers='lower'"),
+        ((*BOTH, f"{CONTEXT}layers=3"), "plugins.context_broadcasting.layers must be a word .* got 3"),
         (("batch_former.enabled=false", "model.encoder_layers=0", *BOTH), "model.encoder_layers=1 or more"),
     ],
 )
 def test_bad_settings_are_refused(settings: tuple[str, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
         built(*settings)
+
+
+@pytest.mark.parametrize(
+    ("group", "changes", "message"),
+    [
+        ("batchformer_v2", {"layers": [4]}, r"^plugins.batchformer_v2.layers=\[4\]: the model has 4 blocks"),
+        ("batchformer_v2", {"layers": 7}, r"^plugins.batchformer_v2.layers must be a word .* got 7"),
+        ("batchformer_v2", {"layers": ["a"]}, r"^plugins.batchformer_v2.layers must be a word .* got \['a'\]"),
+        ("batchformer_v2", {"heads": 3}, r"^plugins.batchformer_v2.heads=3 must divide the width 16"),
+        ("batchformer_v2", {"mode": "three"}, r"^plugins.batchformer_v2.mode must be one of two_stream"),
+        ("batchformer", {"heads": 5}, r"^plugins.batchformer.heads=5 must divide the width 16"),
+    ],
+)
+def test_batch_attention_that_does_not_fit_names_its_setting(group: str, changes: dict[str, Any], message: str) -> None:
+    add = {"batchformer_v2": add_v2, "batchformer": add_v1}[group]
+    if group == "batchformer_v2":
+        changes = {"layers": "all"} | changes
+    settings = replace(getattr(PluginsConfig(), group), enabled=True, **changes)
+    with pytest.raises(InputError, match=message):
+        add(tiny.vit(), settings)
+
+
+def test_a_network_that_does_not_fit_names_the_plug_in() -> None:
+    swin, plugins = tiny.swin(), PluginsConfig()
+    with pytest.raises(InputError, match=r"^plugins.batchformer_v2: got a SwinTransformer"):
+        add_v2(swin, replace(plugins.batchformer_v2, enabled=True))
+    with pytest.raises(InputError, match=r"^plugins.diverse_patch: got a PoolingVisionTransformer"):
+        add_diverse(tiny.pit(), replace(plugins.diverse_patch, enabled=True), tiny.CLASSES)
+    add_v1(swin, replace(plugins.batchformer, enabled=True))
+    with pytest.raises(InputError, match=r"^plugins.batchformer: the model has a plug-in batchformer already"):
+        add_v1(swin, replace(plugins.batchformer, enabled=True))
+
+
+def test_settings_reach_batch_attention_and_diverse_patch() -> None:
+    model, plugins = tiny.vit(), PluginsConfig()
+    for add in (add_v1, add_v2):
+        add(model, plugins.batchformer if add is add_v1 else plugins.batchformer_v2)
+    assert not hasattr(model, "plugins"), "they are off"
+    settings = {"num_layers": 2, "heads": 2, "dropout": 0.25}
+    v2 = replace(plugins.batchformer_v2, enabled=True, layers=[1, 3], position="after", shared=False, **settings)
+    add_v2(model, v2)
+    attention = model.plugins["batchformer_v2"].batch_former
+    assert (list(attention.insertions), attention.position, len(attention.mixers)) == ([1, 3], "after", 2)
+    other = tiny.vit()
+    add_v1(other, replace(plugins.batchformer, enabled=True, shared_classifier=False, **settings))
+    mixer = other.plugins["batchformer"].batch_former.mixer
+    assert [(layer.self_attn.num_heads, layer.dropout.p) for layer in mixer.layers] == [(2, 0.25)] * 2
+    add_diverse(other, replace(plugins.diverse_patch, enabled=True, cosine=0.5, mixing=0.0), tiny.CLASSES)
+    assert other.plugins["diverse_patch"].weights == {"cosine": 0.5, "contrastive": 1.0, "mixing": 0.0}
 
 
 def test_a_variant_that_is_off_is_nobodys_business() -> None:

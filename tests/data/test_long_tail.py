@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -26,6 +28,25 @@ def test_the_published_long_tails_of_cifar(n: int, classes: int, imbalance: floa
     assert counts[0] == n
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] == int(n / imbalance)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 4, 7, 10, 11, 21, 100])
+def test_counts_are_those_of_exact_arithmetic(classes: int) -> None:
+    """Class c keeps the largest m with m ** (K - 1) * imbalance ** c <= n ** (K - 1)."""
+    steps = classes - 1
+    for n in [*range(1, 60), 98, 103, 107, 161, 500, 1280, 5000, 6000]:
+        for imbalance in {
+            value for value in (1, 1.1, 1.5, 2, 3, 4, 8, 10, 12.5, 27, 49, 50, 100, 200, 256, n) if value <= n
+        }:
+            exact, whole = Fraction(str(imbalance)), n**steps
+            for place, kept in enumerate(long_tail_counts(n, classes, imbalance)):
+                assert kept**steps * exact**place <= whole, (n, imbalance, place)
+                assert (kept + 1) ** steps * exact**place > whole, (n, imbalance, place)
+
+
+@pytest.mark.parametrize("n", [49, 98, 103, 107, 161])
+def test_as_many_times_fewer_as_there_are_images_leaves_one(n: int) -> None:
+    assert long_tail_counts(n, 10, n)[-1] == 1
 
 
 def test_no_imbalance_and_a_single_class_keep_all() -> None:

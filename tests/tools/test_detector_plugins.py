@@ -68,5 +68,5 @@ def test_what_cannot_be_is_told_before_the_run_begins(
     assert train_net(["--config", str(tiny), f"{LOCAL}enabled=true"]) == 2
     assert f"{LOCAL}weight must be given" in capsys.readouterr().err
     assert train_net(["--config", str(tiny), *BOTH, "plugins.context_broadcasting.layers=[1]"]) == 2
-    assert "plugins.context_broadcasting: layers=[1]: the model has 1 blocks" in capsys.readouterr().err
+    assert "plugins.context_broadcasting.layers=[1]: the model has 1 blocks" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

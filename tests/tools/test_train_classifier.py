@@ -21,7 +21,9 @@ from tools.pretrain_mae import main as pretrain_mae
 from tools.train_classifier import main as train_classifier
 from tools.train_net import main as train_net
 
-TRANSFORMS = "{size: 16, crop: padded, padding: 1, auto_augment: '', color_jitter: 0.0, erase: 0.0, eval_crop: 1.0}"
+TRANSFORMS = (
+    "{size: 16, crop: padded, padding: 1, auto_augment: '', color_jitter: 0.0, erase: 0.0, horizontal_flip: 0.0}"
+)
 VIT = "name: vit_tiny_patch16_224\n  options: {patch_size: 4, embed_dim: 24, depth: 2, num_heads: 2}"
 CNN = "name: cifar_resnet8\n  options: {width: 4}\n  drop_path: 0.0"
 MIXER = "name: gmixer_12_224"
@@ -135,7 +137,7 @@ def test_it_learns_the_digits(average: str, tiny: Path, tmp_path: Path) -> None:
     """Also as an average of weights, whose batch norms need statistics of their own."""
     tiny.write_text(tiny.read_text().replace(VIT, CNN))
     settings = ["data.per_class=null", PLAIN, "train.epochs=6", average, "optimizer.lr=0.01"]
-    settings += ["data.transforms.horizontal_flip=0", "loss.label_smoothing=0", "eval.pictures=0"]
+    settings += ["loss.label_smoothing=0", "eval.pictures=0"]
     assert train_classifier(["--config", str(tiny), *settings]) == 0
     assert evaluation(tmp_path / "run")["top1"] > 0.7  # type: ignore[operator]
 
@@ -211,6 +213,7 @@ def refusals() -> Iterator[tuple[list[str], str]]:
     yield ["data.long_tail.order=[1,2]"], "order"
     yield ["optimizer.betas=[0.9]"], "optimizer.betas must be two numbers"
     yield ["optimizer.warmup_epochs=1", "optimizer.warmup_steps=5"], "exclude each other"
+    yield ["data.transforms.horizontal_flip=0.5"], "a mirrored .* is"
     yield ["data.transforms.area=[0.5,0.1]"], "data.transforms.area must be two shares"
     yield ["data.name=image_folder"], "data.root"
     yield ["plugins.relative_localization.enabled=true", "plugins.relative_localization.ramp_epochs=2"], "must be less"

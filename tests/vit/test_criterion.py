@@ -87,6 +87,16 @@ def test_every_plugin_adds_its_loss_and_every_parameter_learns() -> None:
     assert [name for name, value in model.named_parameters() if value.grad is None] == []
 
 
+def test_patches_have_one_stream_where_pooled_features_have_two() -> None:
+    model = tiny.vit().train()
+    add_batchformer(model)
+    add_diverse_patch(model, tiny.CLASSES, mixing=0)
+    given = model(tiny.images(3))
+    assert len(given) == 6
+    report = ClassifierCriterion(model, cross_entropy())(given, ClassTargets(LABELS))
+    assert set(report.losses) == {"loss_ce", "loss_cosine", "loss_contrastive"}
+
+
 def test_the_weight_of_localization_follows_the_epoch_of_the_batch() -> None:
     torch.manual_seed(0)
     model = tiny.vit().train()

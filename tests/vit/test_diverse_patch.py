@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
+from timm.models.swin_transformer import SwinTransformer
 from torch import Tensor
 
 from detr_bf.errors import InputError
 from detr_bf.vit import add_batchformer_v2, add_diverse_patch, num_streams, patch_cutmix
-from detr_bf.vit.diverse_patch import contrastive_loss, cosine_loss, mixing_loss
+from detr_bf.vit.diverse_patch import contrastive_loss, cosine_loss, mixing_loss, mixing_patch_size
 from tests.vit import tiny
 
 ROWS, PATCHES, DIM, CLASSES = 2, 6, 4, 5
@@ -107,6 +109,116 @@ def test_in_a_model_it_reads_the_patches_without_prefix(build: object, weights: 
     assert set(losses) == {name for name, weight in zip(expected, weights, strict=False) if weight}
     for name, loss in losses.items():
         torch.testing.assert_close(loss, expected[name])
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, 3.0), (2.0, 0.0)])
+def test_in_swin_it_reads_the_tokens_behind_the_final_norm(weights: tuple[float, float]) -> None:
+    """Against the model taken apart, and loops over the 4 x 4 tokens."""
+    model = tiny.swin()
+    cosine, mixing = weights
+    plugin = add_diverse_patch(model, CLASSES, cosine=cosine, contrastive=0, mixing=mixing)
+    labels = torch.randint(CLASSES, (tiny.IMAGES, 16), generator=torch.Generator().manual_seed(2))
+    model.train()(tiny.images())
+    losses = plugin(labels if mixing else None)
+    last = model.norm(model.layers(model.patch_embed(tiny.images())))
+    assert last.shape == (tiny.IMAGES, 4, 4, 32)
+    similar, entropies = [], []
+    for image, wanted in zip(last, labels, strict=True):
+        tokens = [image[row, column] for row in range(4) for column in range(4)]
+        similar += [abs(F.cosine_similarity(a, b, dim=0).item()) for a in tokens for b in tokens if a is not b]
+        if plugin.patch_head is not None:
+            entropies += [F.cross_entropy(plugin.patch_head(a), y).item() for a, y in zip(tokens, wanted, strict=True)]
+    expected = {"cosine": cosine * sum(similar) / len(similar)}
+    if mixing:
+        expected["mixing"] = mixing * sum(entropies) / len(entropies)
+    assert {name: loss.item() for name, loss in losses.items()} == pytest.approx(expected, rel=1e-10)
+
+
+def test_swin_learns_from_it_evaluates_as_before_and_is_left_as_it_was() -> None:
+    untouched, model = tiny.swin(), tiny.swin()
+    plugin = add_diverse_patch(model, CLASSES, contrastive=0)
+    assert torch.equal(model(tiny.images()), untouched(tiny.images()))
+    assert not plugin._kept, "evaluation keeps nothing"
+    model.train()(tiny.images())
+    sum(plugin(torch.zeros(tiny.IMAGES, 16, dtype=torch.long)).values()).backward()
+    learning = {name for name, value in model.named_parameters() if value.grad is not None}
+    assert {name for name, _ in model.named_parameters()} - learning == {"head.fc.weight", "head.fc.bias"}
+    plugin.remove()
+    assert list(model.state_dict()) == list(untouched.state_dict())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(model.eval()(tiny.images()), untouched(tiny.images()))
+
+
+def test_the_contrastive_loss_is_refused_for_swin() -> None:
+    model = tiny.swin()
+    with pytest.raises(InputError, match=r"contrastive=1: it compares each patch .* set contrastive=0"):
+        add_diverse_patch(model, CLASSES)
+    assert not hasattr(model, "plugins")
+
+
+def test_a_patch_that_mixing_keeps_whole_is_what_a_last_token_is_made_of() -> None:
+    """With blocks that pass on what they get, a token of Swin reads no pixel outside its patch, and all within."""
+    model = tiny.swin()
+    for stage in model.layers:
+        stage.blocks = torch.nn.Identity()
+    assert mixing_patch_size(model) == (8, 8)
+    images = tiny.images(1).requires_grad_()
+    last = model.norm(model.layers(model.patch_embed(images))).flatten(1, 2)
+    for patch in range(16):
+        (gradient,) = torch.autograd.grad(last[0, patch, 0], images, retain_graph=True)
+        row, column = divmod(patch, 4)
+        read = torch.zeros(32, 32, dtype=torch.bool)
+        read[8 * row : 8 * row + 8, 8 * column : 8 * column + 8] = True
+        assert torch.equal((gradient != 0).any(1)[0], read)
+
+
+def test_mixing_keeps_the_patches_of_every_model_whole() -> None:
+    with torch.device("meta"):
+        swin = timm.create_model("swin_base_patch4_window7_224")
+    assert mixing_patch_size(swin) == (32, 32)
+    assert mixing_patch_size(tiny.vit()) == (8, 8)
+    with pytest.raises(InputError, match=r"got a ResNet, expected timm's VisionTransformer .* or SwinTransformer"):
+        mixing_patch_size(timm.create_model("resnet10t"))
+
+
+@pytest.mark.parametrize(
+    ("build", "size"),
+    [
+        (lambda: tiny.vit(img_size=36), r"\(8, 8\) pixels do not fill images of \(36, 36\)"),
+        (
+            lambda: SwinTransformer(
+                img_size=24, patch_size=2, window_size=3, embed_dim=8, depths=(1,) * 4, num_heads=(2,) * 4
+            ),
+            r"\(16, 16\) pixels do not fill images of \(24, 24\)",
+        ),
+    ],
+)
+def test_images_that_patches_do_not_fill_are_told_before_the_first_step(build: object, size: str) -> None:
+    with pytest.raises(InputError, match=size):
+        mixing_patch_size(build())  # type: ignore[operator]
+
+
+def test_models_without_a_norm_of_every_patch_are_refused() -> None:
+    for changes in ({"global_pool": "avg"}, {"final_norm": False}):
+        model = tiny.vit(**changes)
+        with pytest.raises(InputError, match=r"none there.* build it with fc_norm=False"):
+            add_diverse_patch(model, CLASSES)
+        assert not hasattr(model, "plugins")
+    add_diverse_patch(tiny.vit(global_pool="avg", fc_norm=False), CLASSES)
+
+
+def test_a_single_patch_differs_from_no_other() -> None:
+    swin = SwinTransformer(img_size=8, patch_size=4, window_size=2, embed_dim=8, depths=(1, 1), num_heads=(2, 2))
+    for model in (tiny.vit(patch_size=32), swin):
+        with pytest.raises(InputError, match="each image is a single patch"):
+            add_diverse_patch(model, CLASSES, contrastive=0)
+    model = tiny.vit(dynamic_img_size=True)
+    plugin = add_diverse_patch(model, CLASSES, mixing=0)
+    model.train()(tiny.images()[..., :8, :8])
+    with pytest.raises(InputError, match="each image is a single patch"):
+        plugin()
+    with pytest.raises(InputError, match="each image is a single patch"):
+        contrastive_loss(patches()[:, :1], patches()[:, :1])
 
 
 def test_losses_reach_all_blocks_but_the_contrastive_one_not_the_embedding_directly() -> None:

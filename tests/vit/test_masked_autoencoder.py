@@ -348,6 +348,7 @@ def test_it_learns_images_by_heart() -> None:
         ({"mask_ratio": 1.0}, "leaves 0 of 16 patches"),
         ({"mask_ratio": 0.0}, "leaves 16 of 16 patches"),
         ({"decoder_heads": 3}, "must divide"),
+        ({"encoder": {"img_size": 33}}, r"patches of \(8, 8\) pixels do not fill images of \(33, 33\)"),
         ({"decoder_dim": 6, "decoder_heads": 1}, "divisible by 4"),
         ({"attention": batch_former([0, 3], num_encoder_layers=4)}, "from 0 to 2"),
     ],

@@ -5,7 +5,16 @@ from __future__ import annotations
 from detr_bf.data.sources.fashion import fashion_mnist, garment_pairs
 from detr_bf.data.sources.files import image_folder, image_list
 from detr_bf.data.sources.small import cifar10, cifar100, digits, mnist
-from detr_bf.data.sources.splits import ArrayImages, FileImages, Images, LabelledSplit, LabelledSplits, data_folder
+from detr_bf.data.sources.splits import (
+    ArrayImages,
+    FileImages,
+    Images,
+    LabelledSplit,
+    LabelledSplits,
+    data_folder,
+    require_no_flips,
+    require_two_classes,
+)
 from detr_bf.errors import InputError
 
 FETCHED = {
@@ -18,7 +27,17 @@ FETCHED = {
 }
 ON_DISK = {"image_folder": image_folder, "list": image_list}
 
-__all__ = ["ArrayImages", "FileImages", "Images", "LabelledSplit", "LabelledSplits", "data_folder", "read_splits"]
+__all__ = [
+    "ArrayImages",
+    "FileImages",
+    "Images",
+    "LabelledSplit",
+    "LabelledSplits",
+    "data_folder",
+    "read_splits",
+    "require_no_flips",
+    "require_two_classes",
+]
 
 
 def read_splits(name: str, root: str, train: str, val: str) -> LabelledSplits:

@@ -61,7 +61,8 @@ def garment_pairs(folder: Path) -> LabelledSplits:
         array_split(*pairs_of(*_garments(files, part), count, seed), f"pairs of {files}, {part}")
         for part, (count, seed) in PARTS.items()
     )
-    return LabelledSplits(train, val, class_map_of([f"{left} + {right}" for left in NAMES for right in NAMES]))
+    names = class_map_of([f"{left} + {right}" for left in NAMES for right in NAMES])
+    return LabelledSplits(train, val, names, mirrored="a mirrored pair is of another class")
 
 
 def pairs_of(pixels: Tensor, labels: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import count, islice
 from pathlib import Path
 
 import torch
@@ -13,7 +14,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 from detr_bf.data.sources.splits import FileImages, LabelledSplit, LabelledSplits, class_map_of
 from detr_bf.errors import InputError
 
-_LINE = re.compile(r"(?P<path>.*\S)[\s,]+(?P<label>\d+)")
+_LINE = re.compile(r"(?P<path>.*\S)[\s,]+(?P<label>[0-9]+)")
+_DIGITS = 18  # of a label, which is an int64
 _NAMED = 10  # classes that a message names
 
 
@@ -29,8 +31,8 @@ def image_folder(root: str, train: str = "train", val: str = "val") -> LabelledS
     names, others = _class_names(folders[0]), _class_names(folders[1])
     if names != others:
         raise InputError(
-            f"the classes of {folders[1]} must be those of {folders[0]}, but {_listed(set(others) - set(names))} "
-            f"stand in the first alone and {_listed(set(names) - set(others))} in the second: make both the same, "
+            f"the classes of {folders[1]} must be those of {folders[0]}, but {_alone(others, names)} "
+            f"stand in the first alone and {_alone(names, others)} in the second: make both the same, "
             "with empty folders where there are no validation images"
         )
     return LabelledSplits(_folder_split(folders[0], names), _folder_split(folders[1], names), class_map_of(names))
@@ -48,9 +50,15 @@ def _class_names(folder: Path) -> list[str]:
     return names
 
 
-def _listed(names: set[str]) -> str:
-    few = sorted(names)[:_NAMED]
-    return (", ".join(few) + (f" and {len(names) - len(few)} more" if len(names) > len(few) else "")) or "none"
+def _alone(names: Sequence[str], others: Sequence[str]) -> str:
+    """The first of those that are none of the others."""
+    alone = sorted(set(names) - set(others))
+    return _listed(alone, len(alone)) or "none"
+
+
+def _listed(names: Iterable[str], total: int) -> str:
+    few = list(islice(names, _NAMED))
+    return ", ".join(few) + (f" and {total - len(few)} more" if total > len(few) else "")
 
 
 def _folder_split(folder: Path, classes: Sequence[str]) -> LabelledSplit:
@@ -75,15 +83,16 @@ def image_list(root: str, train: str, val: str) -> LabelledSplits:
     if not folder.is_dir():
         raise InputError(f"image folder {folder} does not exist or is not a folder: data.root must hold the images")
     split = _list_split(folder, train)
-    counts = torch.bincount(split.labels)
-    missing = (counts == 0).nonzero().flatten().tolist()
+    found = split.labels.unique().tolist()
+    missing = found[-1] + 1 - len(found)
     if missing:
+        known = set(found)
+        gaps = (str(label) for label in count() if label not in known)
         raise InputError(
-            f"{split.origin}: labels must be 0 to {len(counts) - 1} without gaps, but no line has "
-            f"{_listed({str(label) for label in missing})}: number the classes anew, in both lists"
+            f"{split.origin}: labels must be 0 to {found[-1]} without gaps, but no line has "
+            f"{_listed(islice(gaps, missing), missing)}: number the classes anew, in both lists"
         )
-    names = [str(label) for label in range(len(counts))]
-    return LabelledSplits(split, _list_split(folder, val), class_map_of(names))
+    return LabelledSplits(split, _list_split(folder, val), class_map_of([str(label) for label in found]))
 
 
 def _list_split(folder: Path, name: str) -> LabelledSplit:
@@ -97,16 +106,21 @@ def _list_split(folder: Path, name: str) -> LabelledSplit:
 def _parsed(path: Path) -> tuple[list[str], Tensor]:
     names, labels = [], []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not a text in UTF-8 ({error}): expected `path label` lines") from None
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         match = _LINE.fullmatch(line.strip())
-        if match:
-            names.append(match["path"])
-            labels.append(int(match["label"]))
-        elif line.strip():
-            raise InputError(f"{path}, line {number}: expected a path and a label from 0 on, got {line.strip()!r}")
+        digits = match["label"].lstrip("0") if match else ""
+        if not match or len(digits) > _DIGITS:
+            raise InputError(
+                f"{path}, line {number}: expected a path and a label from 0 on, of {_DIGITS} digits at most, got "
+                f"{line.strip()!r}"
+            )
+        names.append(match["path"])
+        labels.append(int(digits or "0"))
     if not names:
         raise InputError(f"{path} lists no images: expected `path label` lines")
     return names, torch.tensor(labels)

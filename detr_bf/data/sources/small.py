@@ -63,7 +63,10 @@ def _digit_splits(pixels: NDArray[np.uint8], labels: NDArray[np.int64], origin: 
     """Of images (N, h, w) of each digit the first for training and the last fifth for validation."""
     glyphs = split_glyphs(pixels, labels)
     return LabelledSplits(
-        _together(glyphs["train"], f"{origin}, train"), _together(glyphs["val"], f"{origin}, val"), class_map_of(NAMES)
+        _together(glyphs["train"], f"{origin}, train"),
+        _together(glyphs["val"], f"{origin}, val"),
+        class_map_of(NAMES),
+        mirrored="a mirrored digit is none",
     )
 
 

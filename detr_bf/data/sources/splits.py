@@ -85,6 +85,38 @@ class LabelledSplits:
     train: LabelledSplit
     val: LabelledSplit
     class_map: ClassMap
+    mirrored: str = ""  # what a mirrored image is, if it is no longer one of its class
+
+
+def require_two_classes(splits: LabelledSplits) -> None:
+    """For classifiers, which get everything right where there is one class.
+
+    Raises:
+        InputError: there is.
+    """
+    names = splits.class_map.names
+    if len(names) < 2:
+        raise InputError(
+            f"{splits.train.origin}: the only class is {', '.join(names)}, and a classifier needs two or more to tell "
+            "apart: give images of another class, in both splits"
+        )
+
+
+def require_no_flips(splits: LabelledSplits, name: str, horizontal_flip: float) -> None:
+    """For classifiers, where a mirror changes an image's class.
+
+    Args:
+        name: of the data, as ``data.name``.
+        horizontal_flip: the probability that a training image is mirrored.
+
+    Raises:
+        InputError: such images are to be mirrored.
+    """
+    if splits.mirrored and horizontal_flip > 0:
+        raise InputError(
+            f"data.name={name}: {splits.mirrored}, and data.transforms.horizontal_flip={horizontal_flip:g} mirrors "
+            "images: set data.transforms.horizontal_flip=0"
+        )
 
 
 def class_map_of(names: Sequence[str]) -> ClassMap:

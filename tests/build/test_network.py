@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+
+from detr_bf.build.network import build_network
+from detr_bf.errors import InputError
+
+VIT = "vit_tiny_patch16_224"
+TINY = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
+
+
+def build(name: str = VIT, *, image_size: int = 32, num_classes: int = 2, **settings: Any) -> torch.nn.Module:
+    return build_network(name, num_classes=num_classes, image_size=image_size, **settings)
+
+
+def refusals() -> Any:
+    vit = {"options": TINY}
+    yield VIT, {"image_size": 33, **vit}, r"size=33 is no multiple of .* patches of 8 x 8 pixels: give 32"
+    yield VIT, {"image_size": 5, **vit}, r"size=5 is no multiple .*: give 8"
+    yield VIT, {"image_size": 33, "num_classes": 0, **vit}, r"size=33 is no multiple"
+    yield VIT, {"options": TINY | {"img_size": 64}}, r"model.options.img_size=64 and data.transforms.size=32 differ"
+    yield VIT, {"options": TINY | {"img_size": [32, 64]}}, r"img_size=\[32, 64\] and data.transforms.size=32 differ"
+    yield VIT, {"options": TINY | {"in_chans": 1}}, r"colour images of data.transforms.size=32 .*1 channels.*options"
+    yield (
+        VIT,
+        {"options": TINY | {"global_pool": ""}},
+        r"makes \(2, 17, 2\) of two images, expected one row of 2 logits",
+    )
+    yield VIT, {"options": TINY | {"num_classes": 5}}, r"makes \(2, 5\) of two images"
+    yield VIT, {"options": TINY | {"embed_dim": -3}}, r"does not take .*negative dimension"
+    yield VIT, {"options": TINY | {"patch_size": 0}}, r"does not take .*'patch_size': 0"
+    yield VIT, {"options": TINY | {"act_layer": "no"}}, r"does not take .*'act_layer': 'no'"
+    yield "inception_v3", {}, r"colour images of data.transforms.size=32 "
+    yield "vgg11", {"drop_path": 0.1}, r"vgg11 does not take .*drop_path_rate"
+    yield "cifar_resnet8", {"pretrained": True}, r"cifar_resnet8 has no pretrained: set model.pretrained=false"
+    yield "cifar_resnet8", {"dropout": 0.1}, r"cifar_resnet8 has no dropout: set model.dropout=0"
+    yield "cifar_resnet8", {"drop_path": 0.1}, r"cifar_resnet8 has no drop_path: set model.drop_path=0"
+
+
+@pytest.mark.parametrize(("name", "settings", "message"), list(refusals()))
+def test_what_does_not_fit_is_refused(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        build(name, **settings)
+    assert "model.pretrained=true" not in str(caught.value)
+
+
+def test_without_numbers_the_same_is_refused() -> None:
+    with torch.device("meta"), pytest.raises(InputError, match="colour images"):
+        build(options=TINY | {"in_chans": 1})
+
+
+@pytest.mark.parametrize("name", [VIT, "resnet18", "cifar_resnet8"])
+def test_the_trial_changes_neither_the_network_nor_random_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = TINY if name == VIT else {}
+    torch.manual_seed(0)
+    tried, after = build(name, options=options), torch.rand(3)
+    monkeypatch.setattr("detr_bf.build.network.try_network", lambda *_, **__: None)
+    torch.manual_seed(0)
+    plain, expected = build(name, options=options), torch.rand(3)
+    assert torch.equal(after, expected)
+    assert all(torch.equal(value, plain.state_dict()[key]) for key, value in tried.state_dict().items())
+    assert all(module.training for module in tried.modules())
+
+
+class NeedsNumbers(torch.nn.Module):
+    """As networks that look at what they see; ``wrong`` ones do not even work with numbers."""
+
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        self.linear, self.wrong = torch.nn.Linear(3, 2), wrong
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if images.mean().item() > 7 or self.wrong:
+            raise RuntimeError("too bright")
+        return self.linear(images.mean((2, 3)))
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_network_that_needs_numbers_is_tried_with_them(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timm, "create_model", lambda *_, **__: NeedsNumbers(wrong))
+    if wrong:
+        with pytest.raises(InputError, match="too bright"):
+            build("resnet18")
+    else:
+        assert isinstance(build("resnet18"), NeedsNumbers)
+
+
+def test_only_a_failed_download_speaks_of_pretrained_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(error: Exception) -> None:
+        def create(*_: Any, **__: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(timm, "create_model", create)
+
+    failing(ConnectionError("no network here"))
+    with pytest.raises(
+        InputError, match=r"model.pretrained=true: .*resnet18 cannot be had \(no network here\).*init_from"
+    ):
+        build("resnet18", pretrained=True)
+    failing(RuntimeError("size mismatch"))
+    with pytest.raises(InputError, match=r"resnet18 with its pretrained weights does not take .*: size mismatch"):
+        build("resnet18", pretrained=True)
+    with pytest.raises(InputError, match=r"timm has no weights of coatnet_0_224"):
+        build("coatnet_0_224", pretrained=True)
