@@ -62,7 +62,7 @@ def block_without_hooks(block: Any, tokens: Tensor) -> Tensor:
     return tokens + block.mlp(block.norm2(tokens))
 
 
-@pytest.mark.parametrize("make", [with_v1, with_v2])
+@pytest.mark.parametrize("make", [with_v1, pytest.param(with_v2, marks=pytest.mark.slow)])
 def test_influence_as_finite_differences_of_every_number(make: Callable[[], nn.Module]) -> None:
     model, [batch] = make(), batches(3)
     loss = BalancedSoftmax(COUNTS)

@@ -275,8 +275,8 @@ def test_models_without_classifier_or_with_two_kinds_of_output_are_refused() -> 
 
 
 def test_features_with_places_are_refused() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Linear(32, 5)).double()
-    add_batchformer(model, before=["1"])
+    model = tiny.vit()
+    add_batchformer(model, before=["blocks.1"], dim=tiny.DIM, heads=2)
     with pytest.raises(InputError, match="BatchFormerV2"):
         model.train()(tiny.images())
 
