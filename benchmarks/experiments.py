@@ -40,6 +40,7 @@ GREY_DIGITS = (
     "data.transforms.std=[0.31,0.31,0.31]",
     AS_THEY_STAND,
 )
+FEW_DIGITS = ("data.long_tail.order=[]", "train.batch_size=16", "train.epochs=30", "train.eval_every=30")
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ EXPERIMENTS = {
         ("top1", "many", "medium", "few"),
         {
             "fashion_mnist": (),
-            "digits": ("data.name=digits", "data.long_tail.order=[]", "eval.many=50", "eval.few=10", *GREY_DIGITS),
-            "mnist": ("data.name=mnist", "data.long_tail.order=[]", "eval.many=100", "eval.few=20", *GREY_DIGITS),
+            "digits": ("data.name=digits", *FEW_DIGITS, "eval.many=50", "eval.few=10", *GREY_DIGITS),
+            "mnist": ("data.name=mnist", *FEW_DIGITS, "eval.many=100", "eval.few=20", *GREY_DIGITS),
         },
         ("model.name=cifar_resnet32", "model.options.width=16", "train.epochs=60", "train.eval_every=60"),
     ),
