@@ -177,7 +177,7 @@ class Step:
         criterion = build_classifier_criterion(config, self.network, [1] * NUM_CLASSES).to(self.device)
         self.step = TrainingStep(self.network, criterion, self.device, PRECISIONS[config.train.precision])
         plugins = config.plugins
-        batch_former = plugins.batchformer_v2 if plugins.batchformer_v2.enabled else plugins.batchformer
+        batch_former = plugins.batch_former
         self.optimizer = image_optimizer(config, self.network, batch_former)
         self.clip_norm = config.optimizer.clip_norm
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.step.precision == torch.float16)

@@ -12,19 +12,13 @@ from torch import nn
 from detr_bf import distributed
 from detr_bf.build.acceleration import accelerate
 from detr_bf.build.classifier import build_classifier, build_classifier_criterion
-from detr_bf.build.classifier_data import ImageSplits, build_image_splits, train_batches, val_loop
-from detr_bf.build.image_training import image_learning_rate, image_optimizer
+from detr_bf.build.classifier_data import ImageSplits, build_image_splits, val_loop
+from detr_bf.build.image_training import image_trainer
 from detr_bf.build.model import device_of
 from detr_bf.build.network import read_network_weights
-from detr_bf.build.training import (
-    PRECISIONS,
-    check_same_classes,
-    differ_in_random_numbers,
-    metrics_log,
-    train_settings,
-)
+from detr_bf.build.training import PRECISIONS, check_same_classes
 from detr_bf.build.trial import check_batch_norm
-from detr_bf.config import ClassifierConfig, config_to_dict
+from detr_bf.config import ClassifierConfig
 from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, TrainingStep, load_fitting
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ClassificationEvaluator
@@ -49,25 +43,9 @@ def build_classifier_trainer(
     accelerate(network, config)
     network.to(device)
     criterion = build_classifier_criterion(config, network, splits.class_counts).to(device)
-    differ_in_random_numbers(config)
-    v2 = config.plugins.batchformer_v2
-    make_batches, batches_per_epoch = train_batches(config, splits, device)
-    return Trainer(
-        step=TrainingStep(network, criterion, device, PRECISIONS[config.train.precision]),
-        optimizer=image_optimizer(config, network, v2 if v2.enabled else config.plugins.batchformer),
-        learning_rate=image_learning_rate(config, batches_per_epoch),
-        make_batches=make_batches,
-        batches_per_epoch=batches_per_epoch,
-        evaluate=build_classifier_evaluation(config, splits, device),
-        settings=train_settings(
-            config, max_replaced=config.data.max_unreadable * len(splits.train), unused_parameters=False
-        ),
-        folder=folder,
-        metrics=metrics_log(config, folder, resume_from),
-        class_map=splits.class_map,
-        config=config_to_dict(config),
-        resume_from=resume_from,
-    )
+    step = TrainingStep(network, criterion, device, PRECISIONS[config.train.precision])
+    evaluate = build_classifier_evaluation(config, splits, device)
+    return image_trainer(config, splits, step, evaluate, config.plugins.batch_former, folder, resume_from)
 
 
 def _initialise(network: nn.Module, config: ClassifierConfig) -> None:

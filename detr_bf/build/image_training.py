@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from detr_bf.build.training import learning_rate
-from detr_bf.config import ClassifierConfig, MaskedConfig
-from detr_bf.engine import LearningRate, build_optimizer, image_parameter_groups
+from detr_bf.build.classifier_data import ImageSplits, train_batches
+from detr_bf.build.training import differ_in_random_numbers, learning_rate, metrics_log, train_settings
+from detr_bf.config import ClassifierConfig, MaskedConfig, config_to_dict
+from detr_bf.engine import (
+    Checkpoint,
+    LearningRate,
+    Measurement,
+    RunFolder,
+    Trainer,
+    TrainingStep,
+    build_optimizer,
+    image_parameter_groups,
+)
 
 
 class BatchFormerSettings(Protocol):
@@ -17,6 +27,34 @@ class BatchFormerSettings(Protocol):
 
     lr_factor: float
     weight_decay: float | None
+
+
+def image_trainer(
+    config: ClassifierConfig | MaskedConfig,
+    splits: ImageSplits,
+    step: TrainingStep,
+    evaluate: Measurement[Any],
+    batch_former: BatchFormerSettings,
+    folder: RunFolder,
+    resume_from: Checkpoint | None,
+) -> Trainer:
+    """The trainer of a step whose model is on its device, initialised, and the same in all processes."""
+    differ_in_random_numbers(config)
+    make_batches, batches_per_epoch = train_batches(config, splits, step.device)
+    return Trainer(
+        step=step,
+        optimizer=image_optimizer(config, step.model, batch_former),
+        learning_rate=image_learning_rate(config, batches_per_epoch),
+        make_batches=make_batches,
+        batches_per_epoch=batches_per_epoch,
+        evaluate=evaluate,
+        settings=train_settings(config, len(splits.train)),
+        folder=folder,
+        metrics=metrics_log(config, folder, resume_from),
+        class_map=splits.class_map,
+        config=config_to_dict(config),
+        resume_from=resume_from,
+    )
 
 
 def image_learning_rate(config: ClassifierConfig | MaskedConfig, batches_per_epoch: int) -> LearningRate:

@@ -11,19 +11,13 @@ from torch import Tensor
 from detr_bf import interop
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.build.acceleration import accelerate
-from detr_bf.build.classifier_data import ImageSplits, build_image_splits, train_batches, val_loop
-from detr_bf.build.image_training import image_learning_rate, image_optimizer
+from detr_bf.build.classifier_data import ImageSplits, build_image_splits, val_loop
+from detr_bf.build.image_training import image_trainer
 from detr_bf.build.model import device_of
 from detr_bf.build.network import ENCODER, build_network
 from detr_bf.build.plugins import layers_of, named
-from detr_bf.build.training import (
-    PRECISIONS,
-    check_same_classes,
-    differ_in_random_numbers,
-    metrics_log,
-    train_settings,
-)
-from detr_bf.config import MaskedConfig, config_to_dict
+from detr_bf.build.training import PRECISIONS, check_same_classes
+from detr_bf.config import MaskedConfig
 from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, TrainingStep, checkpoint_of, load_fitting
 from detr_bf.evaluation import ReconstructionEvaluator
 from detr_bf.losses.masked import MaskedCriterion
@@ -92,24 +86,9 @@ def build_masked_trainer(config: MaskedConfig, folder: RunFolder, resume_from: C
         logger.info(load_fitting(model, _initial_weights(Path(config.init_from)), config.init_from))
     accelerate(model, config)
     model.to(device)
-    differ_in_random_numbers(config)
-    make_batches, batches_per_epoch = train_batches(config, splits, device)
-    return Trainer(
-        step=TrainingStep(model, MaskedCriterion(), device, PRECISIONS[config.train.precision]),
-        optimizer=image_optimizer(config, model, config.batch_former),
-        learning_rate=image_learning_rate(config, batches_per_epoch),
-        make_batches=make_batches,
-        batches_per_epoch=batches_per_epoch,
-        evaluate=build_masked_evaluation(config, splits, device),
-        settings=train_settings(
-            config, max_replaced=config.data.max_unreadable * len(splits.train), unused_parameters=False
-        ),
-        folder=folder,
-        metrics=metrics_log(config, folder, resume_from),
-        class_map=splits.class_map,
-        config=config_to_dict(config),
-        resume_from=resume_from,
-    )
+    step = TrainingStep(model, MaskedCriterion(), device, PRECISIONS[config.train.precision])
+    evaluate = build_masked_evaluation(config, splits, device)
+    return image_trainer(config, splits, step, evaluate, config.batch_former, folder, resume_from)
 
 
 def build_masked_evaluation(

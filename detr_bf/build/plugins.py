@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 from torch import nn
 
@@ -23,87 +24,76 @@ from detr_bf.vit import (
     add_relative_localization,
 )
 
+P = ParamSpec("P")
+
 _DETECTORS = "batch_former."  # how batch attention names its settings
 
 
+def _of_group(group: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Of a function (model, settings, ...): it does something only where the settings are on, and errors name them."""
+
+    def decorate(add: Callable[P, None]) -> Callable[P, None]:
+        @wraps(add)
+        def add_if_on(*args: P.args, **kwargs: P.kwargs) -> None:
+            settings: Any = args[1]
+            if settings.enabled:
+                with named(group, settings):
+                    add(*args, **kwargs)
+
+        return add_if_on
+
+    return decorate
+
+
+@_of_group("plugins.context_broadcasting")
 def add_context(model: nn.Module, settings: ContextBroadcastingConfig) -> None:
-    """Context Broadcasting, where it is on.
-
-    Raises:
-        InputError: it does not fit the model.
-    """
-    if settings.enabled:
-        with named("plugins.context_broadcasting", settings):
-            add_context_broadcasting(model, layers_of(settings.layers), scaled=settings.scaled)
+    """Context Broadcasting; InputError where it does not fit the model."""
+    add_context_broadcasting(model, layers_of(settings.layers), scaled=settings.scaled)
 
 
+@_of_group("plugins.relative_localization")
 def add_localization(model: nn.Module, settings: LocalizationConfig) -> None:
-    """Relative localization, where it is on.
-
-    Raises:
-        InputError: it does not fit the model.
-    """
-    if settings.enabled:
-        with named("plugins.relative_localization", settings):
-            add_relative_localization(
-                model, settings.variant, weight=settings.weight, pairs=settings.num_pairs, normalize=settings.normalize
-            )
+    """Relative localization; InputError where it does not fit the model."""
+    add_relative_localization(
+        model, settings.variant, weight=settings.weight, pairs=settings.num_pairs, normalize=settings.normalize
+    )
 
 
+@_of_group("plugins.batchformer_v2")
 def add_v2(model: nn.Module, settings: BatchFormerV2PluginConfig) -> None:
-    """BatchFormerV2, where it is on.
-
-    Raises:
-        InputError: it does not fit the model.
-    """
-    if settings.enabled:
-        with named("plugins.batchformer_v2", settings):
-            add_batchformer_v2(
-                model,
-                layers_of(settings.layers),
-                position=settings.position,
-                shared=settings.shared,
-                mode=settings.mode,
-                num_layers=settings.num_layers,
-                heads=settings.heads,
-                dropout=settings.dropout,
-                gather=settings.gather,
-            )
+    """BatchFormerV2; InputError where it does not fit the model."""
+    add_batchformer_v2(
+        model,
+        layers_of(settings.layers),
+        position=settings.position,
+        shared=settings.shared,
+        mode=settings.mode,
+        num_layers=settings.num_layers,
+        heads=settings.heads,
+        dropout=settings.dropout,
+        gather=settings.gather,
+    )
 
 
+@_of_group("plugins.batchformer")
 def add_v1(model: nn.Module, settings: BatchFormerPluginConfig) -> None:
-    """BatchFormer, where it is on.
-
-    Raises:
-        InputError: it does not fit the model.
-    """
-    if settings.enabled:
-        with named("plugins.batchformer", settings):
-            add_batchformer(
-                model,
-                heads=settings.heads,
-                dropout=settings.dropout,
-                num_layers=settings.num_layers,
-                shared_classifier=settings.shared_classifier,
-                gather=settings.gather,
-            )
+    """BatchFormer; InputError where it does not fit the model."""
+    add_batchformer(
+        model,
+        heads=settings.heads,
+        dropout=settings.dropout,
+        num_layers=settings.num_layers,
+        shared_classifier=settings.shared_classifier,
+        gather=settings.gather,
+    )
 
 
+@_of_group("plugins.diverse_patch")
 def add_diverse(model: nn.Module, settings: DiversePatchConfig, num_classes: int) -> None:
-    """DiversePatch, where it is on.
-
-    Raises:
-        InputError: it does not fit the model.
-    """
-    if settings.enabled:
-        with named("plugins.diverse_patch", settings):
-            add_diverse_patch(
-                model,
-                num_classes,
-                cosine=settings.cosine,
-                contrastive=settings.contrastive,
-                mixing=settings.mixing,
-            )
+    """DiversePatch; InputError where it does not fit the model."""
+    add_diverse_patch(
+        model, num_classes, cosine=settings.cosine, contrastive=settings.contrastive, mixing=settings.mixing
+    )
 
 
 def add_encoder_plugins(detector: nn.Module, plugins: DetectorPluginsConfig) -> None:

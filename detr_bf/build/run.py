@@ -74,11 +74,7 @@ def build_trainer(config: Config, folder: RunFolder, resume_from: Checkpoint | N
         make_batches=lambda epoch, start: iter(loader(data, batches(epoch=epoch, start_batch=start))),
         batches_per_epoch=batches_per_epoch,
         evaluate=build_evaluation(config, data.class_map, device, folder),
-        settings=train_settings(
-            config,
-            max_replaced=config.data.max_unreadable * len(data),
-            unused_parameters=not config.model.aux_loss,
-        ),
+        settings=train_settings(config, len(data), unused_parameters=not config.model.aux_loss),
         folder=folder,
         metrics=metrics_log(config, folder, resume_from),
         class_map=data.class_map,

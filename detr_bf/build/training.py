@@ -118,7 +118,7 @@ def _check_schedule(config: RunConfig, total: int, warmup_steps: int, warmup_epo
         )
 
 
-def train_settings(config: RunConfig, *, max_replaced: float, unused_parameters: bool) -> TrainSettings:
+def train_settings(config: RunConfig, num_images: int, *, unused_parameters: bool = False) -> TrainSettings:
     """What the trainer is told of the config."""
     train = config.train
     return TrainSettings(
@@ -134,7 +134,7 @@ def train_settings(config: RunConfig, *, max_replaced: float, unused_parameters:
         ema_decay=train.ema.decay if train.ema.enabled else None,
         seed=config.seed,
         max_skipped=train.max_skipped,
-        max_replaced=max_replaced,
+        max_replaced=config.data.max_unreadable * num_images,
         unused_parameters=unused_parameters,
     )
 

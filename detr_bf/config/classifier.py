@@ -12,7 +12,7 @@ from typing import Any
 
 from detr_bf.config.fields import choice, fraction, not_negative, positive
 from detr_bf.config.plugins import ContextBroadcastingConfig, LocalizationConfig
-from detr_bf.config.run import OptimizerConfig, RunConfig
+from detr_bf.config.run import LoadingConfig, OptimizerConfig, RunConfig
 from detr_bf.errors import InputError
 
 
@@ -83,6 +83,11 @@ class PluginsConfig:
     diverse_patch: DiversePatchConfig = field(default_factory=DiversePatchConfig)
     relative_localization: RelativeLocalizationConfig = field(default_factory=RelativeLocalizationConfig)
 
+    @property
+    def batch_former(self) -> BatchFormerV2PluginConfig | BatchFormerPluginConfig:
+        """The one kind of batch attention that is on; both cannot be."""
+        return self.batchformer_v2 if self.batchformer_v2.enabled else self.batchformer
+
 
 @dataclass
 class ClassifierLossConfig:
@@ -135,7 +140,7 @@ class MixConfig:
 
 
 @dataclass
-class ImageDataConfig:
+class ImageDataConfig(LoadingConfig):
     """What classifiers and masked autoencoders both see."""
 
     name: str = choice(
@@ -148,9 +153,6 @@ class ImageDataConfig:
     long_tail: LongTailConfig = field(default_factory=LongTailConfig)
     transforms: ImageTransformConfig = field(default_factory=ImageTransformConfig)
     repeats: int = positive(1)  # copies of an image in a batch, each augmented anew; 3 in DeiT
-    workers: int = not_negative(2)  # loader processes; 0 loads in the training process
-    check: bool = True  # look into every file of the data before the first step
-    max_unreadable: float = fraction(0.01)  # share of an epoch's images that others may replace
 
 
 @dataclass

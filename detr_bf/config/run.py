@@ -51,11 +51,21 @@ class CheckpointConfig:
 
 
 @dataclass
+class LoadingConfig:
+    """What the data of every task have."""
+
+    workers: int = not_negative(2)  # loader processes; 0 loads in the training process
+    check: bool = True  # examine the data before the first step
+    max_unreadable: float = fraction(0.01)  # share of an epoch's images that others may replace when unreadable
+
+
+@dataclass
 class RunConfig:
     output_dir: str = "runs/default"
     init_from: str | None = None  # checkpoint whose weights are loaded where they fit
     seed: int = seed(42)
     device: str = "auto"  # auto | cpu | cuda | cuda:N
+    data: LoadingConfig = field(default_factory=LoadingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

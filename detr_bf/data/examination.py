@@ -105,6 +105,14 @@ def repeated(values: Iterable[Any]) -> Iterator[Any]:
     return (value for value, count in Counter(values).items() for _ in range(count - 1))
 
 
+def shared_images(train: Any, val: Any) -> Iterator[str]:
+    """Files of both splits, each with a ``folder`` and its ``files``, whose content is the same."""
+    by_content = {record.sha256: name for name, record in train.files.items() if record.sha256}
+    for name, record in val.files.items():
+        if record.sha256 in by_content:
+            yield f"{val.folder / name} is {train.folder / by_content[record.sha256]}"
+
+
 def image_text(image: Mapping[str, Any]) -> str:
     """Its id and its file."""
     return f"image {image['id']}, {image['file_name']}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from detr_bf.data.doctor import Report
-from detr_bf.data.examination import Check, repeated
+from detr_bf.data.examination import Check, repeated, shared_images
 from detr_bf.data.file_check import ImageRecord, check_files
 from detr_bf.data.sources.splits import FileImages, LabelledSplit, LabelledSplits
 from detr_bf.files import cache_folder
@@ -125,13 +125,6 @@ def _contents_of_two_classes(part: ExaminedSplit) -> Iterator[str]:
         yield from cases[1:]
 
 
-def _shared_images(train: ExaminedSplit, val: ExaminedSplit) -> Iterator[str]:
-    by_content = {record.sha256: name for name, record in train.files.items() if record.sha256}
-    for name, record in val.files.items():
-        if record.sha256 in by_content:
-            yield f"{val.folder / name} is {train.folder / by_content[record.sha256]}"
-
-
 CHECKS = (
     Check("error", "file-missing", "the image file does not exist", _missing_files),
     Check("error", "file-unreadable", "the image cannot be decoded", _unreadable_files),
@@ -145,4 +138,4 @@ CLASS_CHECKS = (
     Check("warning", "image-of-two-classes", "the same image: both labels are learnt", _contents_of_two_classes),
 )
 VAL_CHECKS = (Check("warning", "class-without-images", "the class is not measured", _classes_without_images),)
-PAIR_CHECKS = (Check("warning", "train-val-overlap", "the same image in both: accuracy is too good", _shared_images),)
+PAIR_CHECKS = (Check("warning", "train-val-overlap", "the same image in both: accuracy is too good", shared_images),)

@@ -28,7 +28,7 @@ from detr_bf.evaluation import ClassificationEvaluator, write_predictions
 from detr_bf.report import ClassifiedImage, save_classification_sheet
 from detr_bf.structures import ClassMap
 from detr_bf.tasks.pictures import pixels, shown
-from detr_bf.tasks.task import Evaluate, Task, require_sound
+from detr_bf.tasks.task import Evaluate, Task
 
 
 class ClassificationTask(Task[ClassifierConfig]):
@@ -36,10 +36,6 @@ class ClassificationTask(Task[ClassifierConfig]):
 
     def examine(self) -> Report:
         return check_image_data(self.config)
-
-    def check(self) -> None:
-        if self.config.data.check:
-            require_sound(self.examine())
 
     def build_model(self, num_classes: int) -> nn.Module:
         return build_classifier(self.config, num_classes, pretrained=False)

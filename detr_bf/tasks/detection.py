@@ -34,7 +34,7 @@ from detr_bf.errors import InputError
 from detr_bf.evaluation import PanopticFile, write_results
 from detr_bf.report import PanopticSheetRow, SheetRow, save_panoptic_sheet, save_sheet
 from detr_bf.structures import ClassMap, Target
-from detr_bf.tasks.task import Evaluate, Task, require_sound
+from detr_bf.tasks.task import Evaluate, Task
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +55,7 @@ class DetectionTask(Task[Config]):
 
     def check(self) -> None:
         detector_named(self.config.model.name)  # before all images are read
-        if self.config.data.check:
-            require_sound(self.examine())
+        super().check()
 
     def build_model(self, num_classes: int) -> nn.Module:
         return build_model(self.config, num_classes, pretrained=False)

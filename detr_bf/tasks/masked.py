@@ -25,7 +25,7 @@ from detr_bf.evaluation import ReconstructionEvaluator
 from detr_bf.losses.masked import MaskedCriterion
 from detr_bf.report import save_reconstructions
 from detr_bf.tasks.pictures import pixels, shown
-from detr_bf.tasks.task import Evaluate, Task, require_sound
+from detr_bf.tasks.task import Evaluate, Task
 
 
 class MaskedTask(Task[MaskedConfig]):
@@ -33,10 +33,6 @@ class MaskedTask(Task[MaskedConfig]):
 
     def examine(self) -> Report:
         return check_image_data(self.config)
-
-    def check(self) -> None:
-        if self.config.data.check:
-            require_sound(self.examine())
 
     def build_model(self, num_classes: int) -> nn.Module:
         """Classes are nothing to it."""

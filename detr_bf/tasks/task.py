@@ -38,13 +38,18 @@ class Task(ABC, Generic[C]):
     def examine(self) -> Report:
         """What the doctor finds in the data."""
 
-    @abstractmethod
     def check(self) -> None:
         """What can be known of bad input before anything is built; by the main process alone.
 
         Raises:
             InputError: it found something.
         """
+        if not self.config.data.check:
+            return
+        report = self.examine()
+        if report.errors:
+            raise InputError(f"the data cannot be trained on\n{report}")
+        logger.info("%s", report)
 
     @abstractmethod
     def build_model(self, num_classes: int) -> nn.Module:
@@ -87,14 +92,3 @@ class Task(ABC, Generic[C]):
     @abstractmethod
     def leave(self, folder: RunFolder, evaluate: Any, model: nn.Module) -> None:
         """Write what the last evaluation found in ``model``, beside its numbers, and pictures; by the main process."""
-
-
-def require_sound(report: Report) -> None:
-    """Log what the doctor says of the data.
-
-    Raises:
-        InputError: it found errors.
-    """
-    if report.errors:
-        raise InputError(f"the data cannot be trained on\n{report}")
-    logger.info("%s", report)
