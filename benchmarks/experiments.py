@@ -78,8 +78,8 @@ EXPERIMENTS = {
         {
             "fashion_mnist": (),
             "garment_pairs": ("data.name=garment_pairs", "data.per_class=10", AS_THEY_STAND),
-            "digits": ("data.name=digits", "data.per_class=null", *GREY_DIGITS),
-            "mnist": ("data.name=mnist", *GREY_DIGITS),
+            "digits": ("data.name=digits", "data.per_class=null", "data.transforms.size=16", *GREY_DIGITS),
+            "mnist": ("data.name=mnist", "data.transforms.size=28", *GREY_DIGITS),
         },
         (
             "model.options={patch_size: 4, embed_dim: 192, depth: 12, num_heads: 3}",
