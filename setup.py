@@ -28,7 +28,7 @@ setup(
     package_dir={"detr_bf.ops": "ops", "detr_bf.configs": "configs"},
     package_data={
         "detr_bf": ["py.typed"],
-        "detr_bf.configs": ["*.yaml", "*/*.yaml", "*/*/*.yaml"],
+        "detr_bf.configs": ["*.yaml", "*/*.yaml", "*/*/*.yaml", "detectron2/lazy/*.py"],
         "detr_bf.ops": ["csrc/*.*", "csrc/*/*.*"],
     },
     ext_modules=[Extension("detr_bf.ops.compiled", sources=[], optional=True)],  # a wheel with it is of one platform

@@ -20,7 +20,7 @@ from detr_bf.config.classifier import PluginsConfig
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, checkpoint_of, is_checkpoint, load_checkpoint, load_strict
 from detr_bf.errors import InputError
-from detr_bf.structures import Batch
+from detr_bf.structures import Batch, ClassMap
 from detr_bf.vit import without_plugins
 
 BATCH_FORMER = "batch_former"
@@ -33,18 +33,23 @@ _OPTIONS = {  # by the task of a checkpoint: what it is of, and what writes it w
 }
 
 
-def convert(source: Path, target: Path, format_name: str | None = None) -> str:
+def convert(source: Path, target: Path, format_name: str | None = None, numbering: str | None = None) -> str:
     """Write the weights of ``source`` under our names or a foreign format's, and say what was done.
 
+    ``numbering`` of COCO's classes is as in :func:`detr_bf.interop.renumbered`; None leaves the class heads alone.
+
     Raises:
-        InputError: it is a checkpoint of another task, or see :func:`detr_bf.interop.read_weights` and
-            :func:`detr_bf.interop.write_weights`.
+        InputError: it is a checkpoint of another task or of other classes, or see :func:`detr_bf.interop.read_weights`,
+            :func:`detr_bf.interop.write_weights` and :func:`detr_bf.interop.renumbered`.
     """
     source = checkpoint_of(source)
     _check_target(source, target)
-    foreign = format_name is not None
+    foreign = format_name is not None and not interop.format_named(format_name).own
     if is_checkpoint(source):
-        config = config_from_dict(_read(source, "detection").config)
+        checkpoint = _read(source, "detection")
+        config = config_from_dict(checkpoint.config)
+        if numbering is not None:
+            _check_classes(checkpoint.classes, numbering, source)
         if foreign and config.plugins.context_broadcasting.enabled:
             raise InputError(
                 f"{source} was trained with plugins.context_broadcasting, which no other format knows: its weights "
@@ -52,9 +57,11 @@ def convert(source: Path, target: Path, format_name: str | None = None) -> str:
             )
     weights = interop.read_weights(source)
     weights = without_plugins(weights) if foreign else weights  # what is left of them only training reads
+    weights = interop.renumbered(weights, numbering) if numbering else weights
     with _writing(target):
         interop.write_weights(target, weights, format_name)
-    return f"{len(weights)} tensors of {source} written under {format_name or 'our'} names: {target}"
+    heads = f", class heads of {interop.class_rows(weights)} rows" if numbering else ""
+    return f"{len(weights)} tensors of {source} written under {format_name or 'our'} names{heads}: {target}"
 
 
 def strip_batch_former(source: Path, target: Path) -> str:
@@ -154,6 +161,17 @@ def _check_target(source: Path, target: Path) -> None:
         raise InputError(f"{target} is a folder: name the file to write")
     if target.exists() and source.exists() and target.samefile(source):
         raise InputError(f"{target} is the checkpoint that is read: name another file to write")
+
+
+def _check_classes(classes: ClassMap, numbering: str, source: Path) -> None:
+    """The classes of a checkpoint of ours are all of COCO's, and can only go to ids."""
+    if numbering == "contiguous":
+        raise InputError(f"{source} is a checkpoint of ours, whose classes are contiguous: leave --classes out")
+    if classes.category_ids not in interop.COCO_IDS:
+        raise InputError(
+            f"{source} has {classes.num_classes} classes, which are not those of COCO (80, or 133 with stuff): "
+            "leave --classes out"
+        )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 from detr_bf.build import build_model
-from detr_bf.config import load_config
+from detr_bf.config import Config, load_config
 from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
 
@@ -35,15 +35,25 @@ def create_model(
     Raises:
         InputError: no such recipe, an unknown setting, weights that cannot be had.
     """
+    config = recipe_config(name, overrides)
+    if num_classes < 1:
+        raise InputError(f"num_classes must be 1 or more, got {num_classes}")
+    return build_model(config, num_classes, pretrained=pretrained_backbone)
+
+
+def recipe_config(name: str, overrides: Sequence[str] = ()) -> Config:
+    """The settings of the recipe ``configs/*/NAME.yaml``.
+
+    Raises:
+        InputError: no such recipe, or an unknown setting.
+    """
     recipes = _recipes()
     if name not in recipes:
         near = difflib.get_close_matches(name, recipes, n=3, cutoff=0.4)
         hint = f"; nearest: {', '.join(near)}" if near else ""
         raise InputError(f"there is no model '{name}'{hint}. detr_bf.list_models() names all {len(recipes)}")
-    if num_classes < 1:
-        raise InputError(f"num_classes must be 1 or more, got {num_classes}")
-    config = load_config(recipes[name], list(overrides))
-    return build_model(config, num_classes, pretrained=pretrained_backbone)
+    config: Config = load_config(recipes[name], list(overrides))
+    return config
 
 
 def _recipes() -> dict[str, Path]:

@@ -118,5 +118,9 @@ class Backbone(nn.Module):
     def forward(self, images: Tensor, padding_mask: Tensor) -> tuple[FeatureMap, ...]:
         """Feature maps of (B, 3, H, W) images, uint8 or float in 0 to 255, with a (B, H, W) bool padding mask."""
         pixels = normalize(images, padding_mask, self.mean, self.std).contiguous(memory_format=torch.channels_last)
-        maps = self.body(pixels)
-        return tuple(FeatureMap(level, resize_mask(padding_mask, level.shape[-2:])) for level in maps)
+        return tuple(FeatureMap(level, resize_mask(padding_mask, level.shape[-2:])) for level in self.maps(pixels))
+
+    def maps(self, pixels: Tensor) -> Sequence[Tensor]:
+        """Normalised images (B, 3, H, W) -> feature maps (B, C, h, w), from fine to coarse."""
+        levels: Sequence[Tensor] = self.body(pixels)
+        return levels

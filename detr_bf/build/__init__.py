@@ -15,6 +15,7 @@ from detr_bf.build.masked import build_masked_autoencoder, build_masked_evaluati
 from detr_bf.build.model import (
     build_classification,
     build_criterion,
+    build_detector,
     build_detector_criterion,
     build_model,
     build_panoptic_postprocess,
@@ -34,6 +35,7 @@ __all__ = [
     "build_classifier_evaluation",
     "build_classifier_trainer",
     "build_criterion",
+    "build_detector",
     "build_detector_criterion",
     "build_eval_transform",
     "build_evaluation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -51,15 +52,33 @@ def build_val_data(
 def data_source(config: Config, split: str) -> Source:
     """Folder, annotation file and, where it is set, panoptic folder of ``train`` or ``val``.
 
+    A relative path that does not exist is looked for below $DETECTRON2_DATASETS, if that is set, as it is and without
+    a leading ``data/``.
+
     Raises:
-        InputError: one of the first two is not set.
+        InputError: one of the first two is not set, or what was looked for there is not there either.
     """
     paths: SplitConfig = getattr(config.data, split)
     for key in ("images", "annotations"):
         if not getattr(paths, key):
             raise InputError(f"data.{split}.{key} is not set: give it in the config or as data.{split}.{key}=PATH")
-    panoptic = Path(paths.panoptic) if paths.panoptic else None
-    return Source(Path(paths.images), Path(paths.annotations), panoptic)
+    images, annotations = (_located(f"data.{split}.{key}", getattr(paths, key)) for key in ("images", "annotations"))
+    panoptic = _located(f"data.{split}.panoptic", paths.panoptic) if paths.panoptic else None
+    return Source(images, annotations, panoptic)
+
+
+def _located(setting: str, given: str) -> Path:
+    """The path that a setting gives, by the rule of :func:`data_source`."""
+    path, root = Path(given), os.environ.get("DETECTRON2_DATASETS")
+    if not root or path.is_absolute() or path.exists():
+        return path
+    names = [path, *([path.relative_to("data")] if path.is_relative_to("data") else [])]
+    places = [Path(root).expanduser() / name for name in names]
+    for place in places:
+        if place.exists():
+            return place
+    looked = ", ".join(map(str, [path.absolute(), *places]))
+    raise InputError(f"{setting} is {given}, which does not exist; looked for {looked} ($DETECTRON2_DATASETS)")
 
 
 def build_eval_transform(config: Config) -> SampleTransform:

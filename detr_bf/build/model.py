@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from detr_bf import distributed
-from detr_bf.backbones import build_backbone
+from detr_bf.backbones import Backbone, build_backbone
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.build.plugins import add_encoder_plugins, encoder_of
 from detr_bf.config import Config, RunConfig
@@ -64,9 +64,7 @@ def _own_gpu() -> torch.device:
 
 def build_model(config: Config, num_classes: int, *, pretrained: bool = True) -> Detector:
     """The detector; without ``pretrained`` the backbone's weights are left to a checkpoint."""
-    model, backbone = config.model, config.model.backbone
-    detector = detector_named(model.name)
-    classification = build_classification(config)
+    backbone = config.model.backbone
     body = build_backbone(
         backbone.name,
         weights=backbone.weights if pretrained else "none",
@@ -74,8 +72,20 @@ def build_model(config: Config, num_classes: int, *, pretrained: bool = True) ->
         dilation=backbone.dilation,
         frozen_stages=backbone.frozen_stages,
         frozen_norm=backbone.frozen_norm,
-        finer=model.masks,
+        finer=config.model.masks,
     )
+    return build_detector(config, num_classes, body)
+
+
+def build_detector(config: Config, num_classes: int, body: Backbone) -> Detector:
+    """The detector over a backbone that gives the maps of ``model.backbone.strides``, with a mask head finer ones too.
+
+    Raises:
+        InputError: settings that contradict each other, or the backbone's maps.
+    """
+    model = config.model
+    detector = detector_named(model.name)
+    classification = build_classification(config)
     options = Options(
         num_logits=classification.num_logits(num_classes),
         hidden_dim=model.hidden_dim,
@@ -95,7 +105,8 @@ def build_model(config: Config, num_classes: int, *, pretrained: bool = True) ->
         mask_head=build_mask_head(config, body.channels),
         recompute_encoder=config.train.recompute_encoder,
     )
-    built = detector(body, body.channels[-len(backbone.strides) :], options, **_own_settings(detector, model))
+    channels = body.channels[-len(model.backbone.strides) :]
+    built = detector(body, channels, options, **_own_settings(detector, model))
     add_encoder_plugins(built, config.plugins)
     if config.freeze.detector:
         built.freeze_all_but_masks(keep_dropout=config.freeze.keep_dropout)

@@ -101,7 +101,7 @@ def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
 
 def build_evaluation(config: Config, class_map: ClassMap, device: torch.device, folder: RunFolder) -> Evaluation:
     """Evaluation on the validation split; panoptic maps are left in ``folder``."""
-    data = build_val_data(config, class_map)
+    data, source = build_val_data(config, class_map), data_source(config, "val")
     loader = build_loader(config, device)
     # where the images of a batch see each other, the batch must not depend on their sizes
     sizes = [(0, 0)] * len(data) if config.batch_former.mode == "mini_batch_inference" else data.sizes
@@ -116,12 +116,12 @@ def build_evaluation(config: Config, class_map: ClassMap, device: torch.device, 
             precision=PRECISIONS[config.train.precision],
         ),
         make_evaluator=lambda: CocoEvaluator(
-            config.data.val.annotations,
+            source.annotations,
             class_map,
             config.eval.engine,
             config.eval.max_detections,
             masks=config.model.masks,
-            panoptic=data_source(config, "val").panoptic,
+            panoptic=source.panoptic,
         ),
         postprocess=build_postprocess(config),
         class_map=class_map,
@@ -132,13 +132,12 @@ def build_evaluation(config: Config, class_map: ClassMap, device: torch.device, 
 
 def _panoptic_evaluation(config: Config, data: CocoDetection, folder: RunFolder) -> PanopticEvaluation | None:
     """Where there are masks and panoptic annotations."""
-    if not (config.model.masks and config.data.val.panoptic):
+    source = data_source(config, "val")
+    if not (config.model.masks and source.panoptic):
         return None
     return PanopticEvaluation(
         postprocess=build_panoptic_postprocess(config, data.class_map),
-        make_evaluator=partial(
-            PanopticEvaluator, config.data.val.annotations, config.data.val.panoptic, data.class_map
-        ),
+        make_evaluator=partial(PanopticEvaluator, source.annotations, source.panoptic, data.class_map),
         encode=partial(
             encode, class_map=data.class_map, file_names=dict(zip(data.image_ids, data.file_names, strict=True))
         ),

@@ -52,13 +52,13 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, schem
     return _finish(merged, str(path))
 
 
-def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Any:
-    """Inverse of :func:`config_to_dict`, of the task's type; reads older names.
+def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = (), *, source: str = "the saved config") -> Any:
+    """Inverse of :func:`config_to_dict`, of the task's type; reads older names. Messages name the ``source``.
 
     Raises:
         InputError: settings it does not know, or as :func:`load_config` for the overrides.
     """
-    return _from_tree(OmegaConf.create(tree), "the saved config", overrides)
+    return _from_tree(OmegaConf.create(tree), source, overrides)
 
 
 def _from_tree(saved: DictConfig, source: str, overrides: Sequence[str]) -> Any:

@@ -1,17 +1,35 @@
 """Checkpoints of other implementations, read and written."""
 
-from detr_bf.interop.formats import NAMES, format_of, from_foreign, is_ours, to_foreign, without_wrapper
-from detr_bf.interop.weights import SUFFIXES, read_state, read_weights, write_weights
+from detr_bf.interop.classes import COCO_IDS, NUMBERINGS, class_rows, renumbered, renumbered_to
+from detr_bf.interop.formats import NAMES, format_named, format_of, from_foreign, is_ours, to_foreign, without_wrapper
+from detr_bf.interop.weights import (
+    SUFFIXES,
+    read_content,
+    read_state,
+    read_weights,
+    state_in,
+    under_our_names,
+    write_weights,
+)
 
 __all__ = [
+    "COCO_IDS",
     "NAMES",
+    "NUMBERINGS",
     "SUFFIXES",
+    "class_rows",
+    "format_named",
     "format_of",
     "from_foreign",
     "is_ours",
+    "read_content",
     "read_state",
     "read_weights",
+    "renumbered",
+    "renumbered_to",
+    "state_in",
     "to_foreign",
+    "under_our_names",
     "without_wrapper",
     "write_weights",
 ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from detr_bf.errors import InputError
-from detr_bf.interop import huggingface, official
+from detr_bf.interop import detectron2_names, huggingface, official
 from detr_bf.interop.huggingface import Table, own_resnet
 from detr_bf.interop.layout import Layout
 from detr_bf.interop.rules import Rule, to_ours, to_theirs, unknown_names
@@ -24,7 +24,8 @@ class Format:
 
     ``signs`` are tensors or modules, as regular expressions, that only a checkpoint of this format has, all of them.
     ``wrapper`` is the entry of a checkpoint in which its own code looks for the weights; None: they are the checkpoint.
-    Names that end in one of ``ignored`` are left out, reading and writing.
+    Names that end in one of ``ignored`` are left out, reading and writing. ``own``: it is our detectors under other
+    names, which have a place for whatever ours have.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Format:
     title: str
     wrapper: str | None = "model"
     ignored: tuple[str, ...] = COUNTERS
+    own: bool = False
 
     def missing_signs(self, names: Iterable[str]) -> list[str]:
         text = "\n".join(names)
@@ -56,6 +58,30 @@ def _hugging_face(name: str, rules: Table, signs: tuple[str, ...]) -> Iterator[F
             f"Hugging Face {name}{title}",
             wrapper=None,
             ignored=("num_batches_tracked",),  # its norms are frozen
+        )
+
+
+def _detectron2() -> Iterator[Format]:
+    """Detectors inside detectron2: of the adapter, and of DETR's authors."""
+    adapter = ("detector.decoder.queries", "detector.decoder.heads.classes")
+    yield Format("detectron2", detectron2_names.adapter, adapter, "detr_bf in detectron2", own=True)
+    yield Format(
+        "detectron2_resnet",
+        detectron2_names.adapter_resnet,
+        (*adapter, "detector.backbone.body.stem.conv1"),
+        "detr_bf in detectron2 with its ResNet",
+        own=True,
+    )
+    for suffix, table, prefix, more in (
+        ("", detectron2_names.detr, "detr", ()),
+        ("_panoptic", detectron2_names.detr_panoptic, "detr.detr", ("detr.bbox_attention", "detr.mask_head")),
+    ):
+        yield Format(
+            f"detr_detectron2{suffix}",
+            table,
+            (f"{prefix}.{_LAYER}.multihead_attn", f"{prefix}.backbone.0.backbone.stem", *more),
+            f"official DETR in detectron2{' with a mask head' if more else ''}",
+            ignored=(*COUNTERS, "criterion.empty_weight"),
         )
 
 
@@ -104,6 +130,7 @@ FORMATS = (
         huggingface.deformable_detr,
         (f"{_ATTENTION}.sampling_offsets", "model.level_embed", r"(model\.decoder\.)?class_embed"),
     ),
+    *_detectron2(),
 )
 NAMES = tuple(form.name for form in FORMATS)
 

@@ -37,7 +37,7 @@ class Layout:
             class_heads=_count(r"(?:\bclass_embed|heads\.classes)\.(\d+)\.", text),
             batch_former_layers=frozenset(map(int, own)),
             batch_former_depth=_count(r"(?:\.bf|\.bf\.\d+|\.mixers\.\w+)\.layers\.(\d+)\.", text) or 1,
-            backbone_blocks=_count(r"\bstages\.\d+\.layers\.(\d+)\.|\blayer\d\.(\d+)\.", text),
+            backbone_blocks=_count(r"\bstages\.\d+\.layers\.(\d+)\.|\b(?:layer|res)\d\.(\d+)\.", text),
         )
 
 

@@ -6,10 +6,9 @@ Where two names of theirs stand for one of ours, their code keeps the same modul
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from detr_bf.interop.layout import Layout
-from detr_bf.interop.rules import Rule, rename
+from detr_bf.interop.rules import Rule, rename, within
 
 PARTS = ("query", "key", "value")
 MASK_LAYERS, MASK_ADAPTERS = 5, 3  # of the one mask head there is
@@ -46,9 +45,7 @@ def detr(layout: Layout) -> Iterator[Rule]:
 
 def detr_panoptic(layout: Layout) -> Iterator[Rule]:
     """facebookresearch/detr with a mask head: the detector is one of its modules."""
-    for rule in detr(layout):
-        theirs, older = (tuple(f"detr.{name}" for name in names) for names in (rule.theirs, rule.older))
-        yield replace(rule, theirs=theirs, older=older)
+    yield from within("detr", detr(layout))
     yield rename("bbox_attention.q_linear", "mask_head.attention.query")
     yield rename("bbox_attention.k_linear", "mask_head.attention.key")
     yield rename("mask_head.out_lay", "mask_head.convolutions.out")

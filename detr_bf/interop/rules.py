@@ -6,7 +6,7 @@ A table is a list of rules; a rule names tensors, or modules whose tensors keep 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,13 @@ class Rule:
 def rename(theirs: str | Sequence[str], ours: str, *, older: Sequence[str] = ()) -> Rule:
     """One of ours, under one name or several of theirs."""
     return Rule((theirs,) if isinstance(theirs, str) else tuple(theirs), (ours,), older=tuple(older))
+
+
+def within(module: str, rules: Iterable[Rule]) -> Iterator[Rule]:
+    """``rules`` where all of theirs lies in their ``module``."""
+    for rule in rules:
+        theirs, older = (tuple(f"{module}.{name}" for name in names) for names in (rule.theirs, rule.older))
+        yield replace(rule, theirs=theirs, older=older)
 
 
 def to_ours(state: State, rules: Sequence[Rule]) -> tuple[dict[str, Tensor], list[str]]:

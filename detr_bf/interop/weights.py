@@ -24,10 +24,18 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         InputError: the file is missing, damaged, holds no weights, or weights of an unknown format.
     """
-    state = read_state(path)
+    return under_our_names(read_state(path), str(path))
+
+
+def under_our_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """A state dict of ours as it is, or that of any foreign format under our names.
+
+    Raises:
+        InputError: it is of an unknown format.
+    """
     if format_of(state) is None and is_ours(state):
-        return state
-    return from_foreign(state, str(path))
+        return dict(state)
+    return from_foreign(state, source)
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
@@ -36,8 +44,16 @@ def read_state(path: Path) -> dict[str, Tensor]:
     Raises:
         InputError: the file is missing, damaged or holds no weights.
     """
-    content = read_safetensors(path) if path.suffix == ".safetensors" else read_torch(path)
-    return without_wrapper(_state_in(content, path))
+    return state_in(read_content(path), path)
+
+
+def read_content(path: Path) -> Any:
+    """All that is in the file, read without executing anything.
+
+    Raises:
+        InputError: the file is missing or damaged.
+    """
+    return read_safetensors(path) if path.suffix == ".safetensors" else read_torch(path)
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor], format_name: str | None = None) -> None:
@@ -64,13 +80,17 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], format_name: str | 
             torch.save({wrapper: state} if wrapper else state, temporary)
 
 
-def _state_in(content: Any, path: Path) -> Mapping[str, Tensor]:
-    """The state dict in a checkpoint, or the content itself."""
+def state_in(content: Any, path: Path) -> dict[str, Tensor]:
+    """The state dict in a checkpoint that was read from ``path``, averaged weights first, or the content itself.
+
+    Raises:
+        InputError: there is none.
+    """
     entries = [content.get(name) for name in WRAPPERS] if isinstance(content, Mapping) else []
     state = next((entry for entry in (*entries, content) if _is_state(entry)), None)
     if state is None:
         raise InputError(f"{path} holds no weights: expected names and tensors, by themselves or under 'model'")
-    return state
+    return without_wrapper(state)
 
 
 def _is_state(value: Any) -> bool:

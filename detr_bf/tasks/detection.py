@@ -140,7 +140,8 @@ def _sheet_rows(config: Config, evaluation: Evaluation) -> Iterator[SheetRow]:
 
 def _panoptic_rows(folder: RunFolder, config: Config, evaluation: Evaluation) -> Iterator[PanopticSheetRow]:
     """The same images with both panoptic maps."""
-    class_map, val = evaluation.class_map, config.data.val
+    class_map, val = evaluation.class_map, data_source(config, "val")
+    assert val.panoptic is not None, "there are maps to compare with"
     truth = PanopticFile(val.annotations, val.panoptic, class_map)
     found = PanopticFile(folder.panoptic_results, folder.panoptic, class_map)
     for image, target in _shown_images(config, class_map):

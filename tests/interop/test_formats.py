@@ -12,7 +12,7 @@ from tests.detectors.tiny import DETECTORS, batch_former
 from tests.interop.states import assert_same, state_of
 
 FORMATS_OF = {
-    name: [form for form in NAMES if form.removeprefix("hf_") == family]
+    name: [form for form in NAMES if form.removeprefix("hf_") == family or form == "detectron2"]
     for name in DETECTORS
     for family in [name.removesuffix("_refine").removesuffix("_two_stage")]
 }
@@ -20,9 +20,9 @@ PAIRS = [(name, form) for name, forms in FORMATS_OF.items() for form in forms]
 every_pair = pytest.mark.parametrize(("name", "form"), PAIRS)
 
 
-def test_every_detector_has_the_formats_of_its_authors_and_of_hugging_face() -> None:
+def test_every_detector_has_the_formats_of_its_authors_of_hugging_face_and_of_the_adapter() -> None:
     assert {name: len(forms) for name, forms in FORMATS_OF.items()} == {
-        name: 1 if name.startswith("smca") else 2 for name in DETECTORS
+        name: 2 if name.startswith("smca") else 3 for name in DETECTORS
     }
 
 

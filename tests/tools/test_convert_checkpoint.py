@@ -75,6 +75,9 @@ def saved(folder: Path, *changes: str) -> Path:
         (["batch_former.enabled=false"], "hf_detr_no_timm"),
         (["batch_former.enabled=false", *TWO_STAGE], "deformable_detr"),
         (["batch_former.enabled=false", *DEFORMABLE], "hf_deformable_detr"),
+        (["plugins.context_broadcasting.enabled=true", *TWO_STAGE], "detectron2"),
+        (["batch_former.layers=[0,1]"], "detectron2_resnet"),
+        (["batch_former.layers=[1]"], "detr_detectron2"),
     ],
 )
 def test_there_and_back(tmp_path: Path, changes: list[str], name: str, suffix: str) -> None:
@@ -223,6 +226,48 @@ def test_stripping_refuses_a_checkpoint_that_is_not_its_config(
 def test_foreign_names_and_stripping_are_two_steps() -> None:
     with pytest.raises(SystemExit) as caught:
         convert("a", "b", "--to", "detr", "--strip-batchformer")
+    assert caught.value.code == 2
+
+
+def test_classes_of_official_files_become_contiguous_and_ids_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = build_model(load_config(None, SETTINGS), 91).state_dict()
+    interop.write_weights(tmp_path / "official.pth", weights, "detr")
+    assert convert(tmp_path / "official.pth", tmp_path / "ours.pth", "--classes", "contiguous") == 0
+    assert "written under our names, class heads of 81 rows: " in capsys.readouterr().out
+    contiguous = interop.renumbered(weights, "contiguous")
+    assert_same(interop.read_weights(tmp_path / "ours.pth"), contiguous)
+    assert convert(tmp_path / "ours.pth", tmp_path / "ids.pth", "--classes", "ids", "--to", "detectron2_resnet") == 0
+    assert_same(interop.read_weights(tmp_path / "ids.pth"), interop.renumbered(contiguous, "ids"))
+
+
+def test_a_run_on_coco_is_written_with_category_ids(tmp_path: Path) -> None:
+    classes = ClassMap(interop.COCO_IDS[0], tuple(map(str, interop.COCO_IDS[0])))
+    weights = build_model(load_config(None, SETTINGS), 80).state_dict()
+    run = replace(checkpoint(average=False), model=weights, class_map=classes.to_dict())
+    run.save(tmp_path / "ours.pt")
+    assert convert(tmp_path / "ours.pt", tmp_path / "official.pth", "--to", "detr", "--classes", "ids") == 0
+    written = torch.load(tmp_path / "official.pth")["model"]
+    assert_same(written, interop.to_foreign(interop.renumbered(weights, "ids"), "detr"))
+    assert written["class_embed.bias"].shape == (92,)
+
+
+@pytest.mark.parametrize(
+    ("numbering", "said"),
+    [("ids", "has 3 classes, which are not those of COCO"), ("contiguous", "whose classes are contiguous: leave")],
+)
+def test_classes_of_other_data_are_not_renumbered(
+    tmp_path: Path, numbering: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert(saved(tmp_path), tmp_path / "out.pth", "--classes", numbering) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out.pth").exists()
+
+
+def test_classes_go_with_conversion_alone() -> None:
+    with pytest.raises(SystemExit) as caught:
+        convert("a", "b", "--classes", "ids", "--encoder")
     assert caught.value.code == 2
 
 

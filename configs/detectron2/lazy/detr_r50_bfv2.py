@@ -1,0 +1,6 @@
+from detr_bf.interop.detectron2 import recipe
+
+from .common import dataloader, lr_multiplier, optimizer, train
+
+model = recipe("detr_r50_bfv2")
+train.output_dir = "output/detr_r50_bfv2"

@@ -1,0 +1,6 @@
+from detr_bf.interop.detectron2 import recipe
+
+from .common import dataloader, lr_multiplier, optimizer, train
+
+model = recipe("smca_r50")
+train.output_dir = "output/smca_r50"

@@ -1,0 +1,127 @@
+"""What MODEL.WEIGHTS may be: checkpoints of the adapter, of the core, of other implementations, and backbones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.checkpoint import DetectionCheckpointer
+from torch import Tensor, nn
+
+from detr_bf import interop
+from detr_bf.backbones.resnet import MEAN, STD
+from detr_bf.engine import checkpoint_of
+from detr_bf.errors import InputError
+
+RESNET = "detectron2_resnet"
+BACKBONES = (".pkl", ".pyth")  # detectron2 finds the place of their tensors by the ends of their names
+COUNTER = ".num_batches_tracked"
+
+
+class DetrBfCheckpointer(DetectionCheckpointer):
+    """Detectron2's checkpointer, which also reads what the core writes and every format that ``interop`` knows.
+
+    Beside checkpoints of the adapter, which are read and resumed from as ever, that is a run folder or checkpoint of
+    ``tools/train_net.py``, the files of the authors and of Hugging Face, and official DETR's of detectron2. Heads with
+    COCO's category ids as rows become heads of its contiguous classes, or the other way, where the model's are such.
+    What then has another shape than in the model is left out with a warning, as detectron2 does it. Names in .pkl and
+    .pyth files, and in those with ``?matching_heuristics=True`` behind the name, are matched by detectron2.
+
+    Args:
+        model: with our detector as ``detector``, and nothing else that has a state.
+        save_dir: folder of the checkpoints; empty: none are written.
+        save_to_disk: None: the main process writes.
+        checkpointables: what is saved and resumed with the model, by name.
+
+    Raises:
+        InputError: the model's state is not that of a detector of ours.
+    """
+
+    _parsed_url_during_load: Any
+
+    def __init__(
+        self, model: nn.Module, save_dir: str = "", *, save_to_disk: bool | None = None, **checkpointables: Any
+    ) -> None:
+        super().__init__(model, save_dir, save_to_disk=save_to_disk, **checkpointables)
+        form = interop.format_of(self.model.state_dict())
+        if form is None or not form.own:
+            raise InputError(
+                f"{type(self.model).__name__} is not the architecture of detr_bf: set MODEL.META_ARCHITECTURE DetrBf, "
+                "or use detectron2's own DetectionCheckpointer"
+            )
+        self.form = form
+
+    def load(self, path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As detectron2's; a run folder of the core stands for its best checkpoint, or its last.
+
+        Raises:
+            InputError: the folder has none, or the file is damaged, of an unknown format or of another architecture.
+        """
+        if path and Path(path).is_dir():
+            found = checkpoint_of(path)
+            if not found.is_file():
+                raise InputError(f"{path} is no run folder of detr_bf, it holds no {found.name}: name a file in it")
+            path = str(found)
+        try:
+            content: dict[str, Any] = super().load(path, *args, **kwargs)
+        finally:
+            self._parsed_url_during_load = None  # detectron2 leaves it after an error, and refuses to load again
+        return content
+
+    def _load_file(self, filename: str) -> dict[str, Any]:
+        path = Path(filename)
+        if path.suffix in BACKBONES or self._parsed_url_during_load.query:
+            content: dict[str, Any] = super()._load_file(filename)
+            return content
+        content = interop.read_content(path)
+        state = interop.state_in(content, path)
+        own_rows = interop.class_rows(interop.under_our_names(self.model.state_dict(), "the model"))
+        form = interop.format_of(state)
+        weights = self._read(state, filename)
+        rows = interop.class_rows(weights)
+        if form is self.form and rows == own_rows:
+            return content if "model" in content else {"model": state}
+        if self.form.name == RESNET and (form is None or form.name != RESNET):
+            self._check_resnet(filename)
+        self.logger.info(f"{filename} holds weights of {form.title if form else 'detr_bf'}")
+        return {"model": self._fitted(weights, rows, own_rows)}
+
+    def _read(self, state: dict[str, Tensor], filename: str) -> dict[str, Tensor]:
+        try:
+            return interop.under_our_names(state, filename)
+        except InputError as error:
+            raise InputError(
+                f"{error}. A backbone alone is read from a .pkl file, or with ?matching_heuristics=True behind the name"
+            ) from error
+
+    def _fitted(self, weights: dict[str, Tensor], rows: int, own_rows: int) -> dict[str, Tensor]:
+        """Under the names of the model, class heads renumbered if that makes them fit."""
+        renumbered = interop.renumbered_to(weights, own_rows)
+        if renumbered is not None and rows != own_rows:
+            self.logger.info(f"class heads renumbered for COCO's classes: {rows} rows become {own_rows}")
+        named = interop.to_foreign(weights if renumbered is None else renumbered, self.form.name)
+        own = self.model.state_dict()
+        return {name: x for name, x in named.items() if name in own or not name.endswith(COUNTER)}
+
+    def _check_resnet(self, filename: str) -> None:
+        """Detectron2's ResNet can stand for torchvision's, whose weights the file has.
+
+        Raises:
+            InputError: the strides are in other convolutions.
+        """
+        backbone = self.model.detector.backbone
+        if any(hasattr(block, "conv3") and block.conv1.stride != (1, 1) for block in backbone.body.modules()):
+            raise InputError(
+                f"{filename} holds a ResNet whose strides are in the 3 x 3 convolutions, those of the model are in the "
+                "1 x 1 convolutions: set MODEL.RESNETS.STRIDE_IN_1X1 False"
+            )
+        expected = 255 * torch.tensor([MEAN, STD])
+        found = torch.stack([backbone.mean.flatten(), backbone.std.flatten()]).cpu()
+        if not torch.allclose(found, expected, atol=0.5):
+            mean, std = ([round(value, 3) for value in row] for row in expected.tolist())
+            self.logger.warning(
+                f"{filename} holds weights for RGB images with MODEL.PIXEL_MEAN {mean} and MODEL.PIXEL_STD {std}; this "
+                f"model has {found[0].tolist()} and {found[1].tolist()}, and will detect little: set these, and "
+                "INPUT.FORMAT RGB"
+            )

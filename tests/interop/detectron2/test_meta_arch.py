@@ -1,0 +1,294 @@
+"""The architecture: what it makes of detectron2's inputs is what the core makes of its own."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("detectron2")
+
+from detectron2.config import instantiate
+from detectron2.data import MetadataCatalog
+from detectron2.modeling import build_model as build_d2_model
+from detectron2.structures import BitMasks, Instances
+from detectron2.utils.events import EventStorage
+
+from detr_bf.build import build_criterion, build_model, build_panoptic_postprocess, build_postprocess
+from detr_bf.errors import InputError
+from detr_bf.interop.detectron2 import build_detr_bf
+from detr_bf.interop.detectron2.config import core_config
+from detr_bf.interop.detectron2.lazy import recipe
+from detr_bf.interop.detectron2.tensors import output_target, target_of
+from detr_bf.structures import Batch, ClassMap
+
+ARCHITECTURES = ("detr", "conditional_detr", "smca", "smca_multi_scale", "deformable_detr")
+
+Cfg = Callable[..., Any]
+Inputs = list[dict[str, Any]]
+
+
+def options(architecture: str) -> list[Any]:
+    """Levels for those that need several."""
+    if architecture == "smca_multi_scale":
+        return ["MODEL.DETR_BF.BACKBONE.STRIDES", "[8, 16, 32]"]
+    if architecture == "deformable_detr":
+        return ["MODEL.DETR_BF.BACKBONE.STRIDES", "[16, 32]", "MODEL.DETR_BF.EXTRA_LEVELS", 1]
+    return []
+
+
+def pair(cfg: Any) -> tuple[Any, Any]:
+    """The adapter's model and the core's, with the same weights."""
+    adapter = build_d2_model(cfg)
+    core = build_model(core_config(cfg), cfg.MODEL.DETR_BF.NUM_CLASSES, pretrained=False)
+    core.load_state_dict({name.removeprefix("detector."): value for name, value in adapter.state_dict().items()})
+    return adapter, core
+
+
+def core_batch(inputs: Inputs, *, masks: bool = False) -> Batch:
+    targets = [target_of(each["instances"], num_classes=3, masks=masks) for each in inputs]
+    return Batch.collate([(each["image"], target) for each, target in zip(inputs, targets, strict=True)])
+
+
+@pytest.mark.parametrize("batch_former", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_losses_and_gradients_are_the_cores(
+    tiny_cfg: Cfg, inputs: Inputs, architecture: str, batch_former: bool
+) -> None:
+    cfg = tiny_cfg(architecture, batch_former=batch_former)
+    cfg.merge_from_list(options(architecture))
+    adapter, core = pair(cfg)
+    losses = adapter.train()(inputs)
+    batch = core_batch(inputs)
+    report = build_criterion(core_config(cfg))(core.train()(batch), batch.targets)
+    assert losses.keys() == report.losses.keys()
+    for name, loss in report.weighted().items():
+        torch.testing.assert_close(losses[name], loss, rtol=0, atol=0)
+    sum(losses.values()).backward()
+    report.total.backward()
+    theirs = dict(core.named_parameters())
+    for name, parameter in adapter.detector.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_detections_are_the_cores(tiny_cfg: Cfg, inputs: Inputs, architecture: str) -> None:
+    cfg = tiny_cfg(architecture, batch_former=True, masks=architecture != "smca_multi_scale")
+    cfg.merge_from_list(options(architecture))
+    adapter, core = pair(cfg)
+    for each in inputs:
+        found = adapter.eval()([each])[0]["instances"]
+        batch = core_batch([each])
+        target = output_target(0, batch.targets[0].size, (each["height"], each["width"]))
+        with torch.inference_mode():
+            [wanted] = build_postprocess(core_config(cfg))(core.eval()(batch), [target])
+        kept = (wanted.boxes.clamp(min=0)[:, 2:] > 0).all(1)
+        assert kept.all()
+        torch.testing.assert_close(found.scores, wanted.scores)
+        assert torch.equal(found.pred_classes, wanted.labels)
+        limits = torch.tensor([each["width"], each["height"]] * 2)
+        torch.testing.assert_close(found.pred_boxes.tensor, wanted.boxes.clamp(min=0).minimum(limits))
+        if wanted.masks is not None:
+            assert found.pred_masks.shape == (len(found), each["height"], each["width"])
+
+
+def test_the_event_storage_gets_what_is_not_summed(tiny_cfg: Cfg, inputs: Inputs) -> None:
+    model = build_d2_model(tiny_cfg(batch_former=True)).train()
+    with EventStorage() as storage:
+        losses = model(inputs)
+    stored = storage.latest()
+    assert {"class_error", "cardinality_error", "stream/clean", "stream/batchformer"} <= stored.keys()
+    assert not stored.keys() & losses.keys()
+    streams = (stored["stream/clean"][0] + stored["stream/batchformer"][0]) / 2
+    assert streams == pytest.approx(float(sum(losses.values())), rel=1e-5)
+
+
+def test_no_class_is_no_object(tiny_cfg: Cfg, inputs: Inputs) -> None:
+    model = build_d2_model(tiny_cfg()).eval()
+    torch.nn.init.constant_(model.detector.decoder.heads.classes[0].bias, 0)
+    model.detector.decoder.heads.classes[0].bias.data[-1] = 50  # no object, beyond doubt
+    found = model(inputs)
+    assert all(each["instances"].pred_classes.max() < 3 for each in found)
+
+
+@pytest.mark.parametrize("architecture", ["detr", "deformable_detr"])
+def test_an_image_alone_is_found_as_in_a_batch(tiny_cfg: Cfg, inputs: Inputs, architecture: str) -> None:
+    cfg = tiny_cfg(architecture, batch_former=True)
+    cfg.merge_from_list(options(architecture))
+    model = build_d2_model(cfg).eval()
+    other = {**inputs[0], "image": 255 - inputs[0]["image"]}
+    together = model([inputs[0], inputs[1], other])
+    for number, each in enumerate((inputs[0], inputs[1], other)):
+        alone, found = model([each])[0]["instances"], together[number]["instances"]
+        torch.testing.assert_close(found.scores, alone.scores)
+        torch.testing.assert_close(found.pred_boxes.tensor, alone.pred_boxes.tensor, rtol=1e-4, atol=1e-3)
+
+
+def test_where_evaluation_is_of_a_batch_the_images_stay_together(tiny_cfg: Cfg, inputs: Inputs) -> None:
+    cfg = tiny_cfg(batch_former=True)
+    cfg.MODEL.DETR_BF.BATCHFORMER.MODE = "mini_batch_inference"
+    model = build_d2_model(cfg).eval()
+    together, alone = model(inputs)[0]["instances"], model(inputs[:1])[0]["instances"]
+    assert not torch.allclose(together.scores, alone.scores)
+
+
+def test_training_with_one_image_is_warned_of(tiny_cfg: Cfg, inputs: Inputs, caplog: pytest.LogCaptureFixture) -> None:
+    model = build_d2_model(tiny_cfg(batch_former=True)).train()
+    with caplog.at_level(logging.WARNING):
+        model(inputs[:1])
+    assert "BatchFormerV2" in caplog.text
+
+
+def test_two_streams_are_trained_and_one_is_evaluated(tiny_cfg: Cfg, inputs: Inputs) -> None:
+    model = build_d2_model(tiny_cfg(batch_former=True))
+    streams = []
+    model.detector.register_forward_hook(lambda module, arguments, outputs: streams.append(outputs.num_streams))
+    model.train()(inputs)
+    model.eval()(inputs[:1])
+    assert streams == [2, 1]
+
+
+def test_bit_masks_train_as_polygons_do(tiny_cfg: Cfg, inputs: Inputs) -> None:
+    model = build_d2_model(tiny_cfg(masks=True)).train()
+    bits = copy.deepcopy(inputs)
+    for each in bits:
+        instances = each["instances"]
+        instances.gt_masks = BitMasks.from_polygon_masks(instances.gt_masks, *instances.image_size)
+    for name, loss in model(inputs).items():
+        torch.testing.assert_close(model(bits)[name], loss)
+
+
+def test_images_may_be_of_floats_and_in_the_other_order(tiny_cfg: Cfg, inputs: Inputs) -> None:
+    cfg = tiny_cfg()
+    model = build_d2_model(cfg).eval()
+    cfg.INPUT.FORMAT = "BGR"
+    flipped = build_d2_model(cfg).eval()
+    flipped.load_state_dict(model.state_dict())
+    wanted = model(inputs)[0]["instances"]
+    found = flipped([{**inputs[0], "image": inputs[0]["image"].flip(0).float()}])[0]["instances"]
+    assert torch.equal(found.scores, wanted.scores)
+
+
+def test_a_backbone_of_detectron2_takes_its_place(tiny_cfg: Cfg, inputs: Inputs) -> None:
+    cfg = tiny_cfg("deformable_detr", batch_former=True, masks=True, d2_backbone=True)
+    cfg.merge_from_list(["MODEL.DETR_BF.BACKBONE.STRIDES", "[8, 16, 32]"])
+    model = build_d2_model(cfg)
+    assert model.detector.backbone.strides == (4, 8, 16, 32)
+    assert model.detector.backbone.channels == (64, 128, 256, 512)
+    losses = model.train()(inputs)
+    assert all(loss.isfinite() for loss in losses.values())
+    assert model.eval()(inputs)[1]["instances"].pred_masks.shape[1:] == (160, 128)
+
+
+def test_a_backbone_without_a_wanted_stride_is_told(tiny_cfg: Cfg) -> None:
+    cfg = tiny_cfg(d2_backbone=True)
+    cfg.MODEL.DETR_BF.BACKBONE.STRIDES = [64]
+    with pytest.raises(InputError, match=r"ResNet has feature maps of strides \[4, 8, 16, 32\]"):
+        build_d2_model(cfg)
+
+
+def test_what_cannot_be_trained_on_is_told(tiny_cfg: Cfg, inputs: Inputs) -> None:
+    model = build_d2_model(tiny_cfg()).train()
+    with pytest.raises(InputError, match=r"images \[1\] of the batch have no 'instances'"):
+        model([inputs[0], {"image": inputs[1]["image"]}])
+    inputs[1]["instances"].gt_classes += 2
+    with pytest.raises(InputError, match=r"image 1 of the batch has classes from 3 to 3"):
+        model(inputs)
+
+
+def test_fewer_classes_than_the_data_set_are_told_before_training(tiny_cfg: Cfg, catalogs: None) -> None:
+    metadata = MetadataCatalog.get("toy")
+    metadata.thing_dataset_id_to_contiguous_id = {10: 0, 20: 1, 30: 2, 40: 3}
+    cfg = tiny_cfg()
+    cfg.DATASETS.TRAIN = ("toy",)
+    with pytest.raises(InputError, match=r"toy has 4 classes, the model knows 3: set MODEL.DETR_BF.NUM_CLASSES 4"):
+        build_d2_model(cfg)
+
+
+def panoptic_cfg(tiny_cfg: Cfg) -> Any:
+    metadata = MetadataCatalog.get("toy_panoptic")
+    metadata.thing_dataset_id_to_contiguous_id = {10: 0, 30: 2}
+    metadata.stuff_dataset_id_to_contiguous_id = {20: 1}
+    cfg = tiny_cfg(masks=True)
+    cfg.DATASETS.TRAIN = ("toy_panoptic",)
+    cfg.MODEL.DETR_BF.PANOPTIC.ENABLED = True
+    cfg.MODEL.DETR_BF.PANOPTIC.THRESHOLD = 0.0
+    return cfg
+
+
+def test_panoptic_maps_are_the_cores(tiny_cfg: Cfg, inputs: Inputs, catalogs: None) -> None:
+    cfg = panoptic_cfg(tiny_cfg)
+    adapter, core = pair(cfg)
+    [found] = adapter.eval()(inputs[:1])
+    ids, segments = found["panoptic_seg"]
+    batch = core_batch(inputs[:1], masks=True)
+    target = output_target(0, batch.targets[0].size, (inputs[0]["height"], inputs[0]["width"]))
+    class_map = ClassMap((10, 20, 30), ("a", "b", "c"), (True, False, True))
+    with torch.inference_mode():
+        [wanted] = build_panoptic_postprocess(core_config(cfg), class_map)(core.eval()(batch), [target])
+    assert torch.equal(ids, wanted.ids)
+    assert [(s["id"], s["category_id"], s["area"]) for s in segments] == [
+        (s.id, s.label, s.area) for s in wanted.segments
+    ]
+    assert all(s["isthing"] == (s["category_id"] != 1) for s in segments)
+    assert (found["instances"].pred_classes != 1).all()
+
+
+def test_panoptic_maps_need_masks_and_metadata(tiny_cfg: Cfg, catalogs: None) -> None:
+    cfg = panoptic_cfg(tiny_cfg)
+    cfg.MODEL.MASK_ON = False
+    with pytest.raises(InputError, match=r"set MODEL\.MASK_ON True"):
+        build_d2_model(cfg)
+    cfg.MODEL.MASK_ON = True
+    cfg.MODEL.DETR_BF.NUM_CLASSES = 5
+    with pytest.raises(InputError, match=r"2 things and 1 stuff classes, .* are not 0 to 4"):
+        build_d2_model(cfg)
+
+
+def test_only_the_mask_head_learns_where_the_detector_is_frozen(tiny_cfg: Cfg, inputs: Inputs) -> None:
+    cfg = tiny_cfg(masks=True, batch_former=True)
+    cfg.MODEL.DETR_BF.FREEZE.DETECTOR = True
+    model = build_d2_model(cfg).train()
+    sum(model(inputs).values()).backward()
+    learning = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert learning
+    assert all(name.startswith("detector.mask_head.") for name in learning)
+
+
+def test_keyword_arguments_build_what_yacs_builds(tiny_cfg: Cfg, inputs: Inputs) -> None:
+    cfg = tiny_cfg("deformable_detr", batch_former=True)
+    model = build_d2_model(cfg).eval()
+    core = core_config(cfg)
+    built = build_detr_bf(
+        num_classes=3,
+        model={
+            "name": "deformable_detr",
+            **{key: getattr(core.model, key) for key in ("hidden_dim", "heads", "encoder_layers", "decoder_layers")},
+            **{key: getattr(core.model, key) for key in ("feedforward_dim", "num_queries", "dropout")},
+            "backbone": {"name": "resnet18", "weights": "none"},
+        },
+        batch_former={"enabled": True, "dropout": 0.0},
+    ).eval()
+    built.load_state_dict(model.state_dict())
+    assert torch.equal(built(inputs)[0]["instances"].scores, model(inputs)[0]["instances"].scores)
+
+
+def test_an_unknown_setting_is_told() -> None:
+    with pytest.raises(InputError, match=r"build_detr_bf: unknown key 'model.num_query'"):
+        build_detr_bf(num_classes=3, model={"num_query": 7})
+
+
+def test_a_recipe_is_a_lazy_call_whose_settings_can_be_overridden(inputs: Inputs) -> None:
+    lazy = recipe("deformable_detr_r50_bfv2", num_classes=3)
+    assert lazy.model.num_queries == 300
+    lazy.model.backbone.name = "resnet18"
+    lazy.model.hidden_dim = 32
+    lazy.pretrained = False
+    model = instantiate(lazy).eval()
+    assert model.detector.encoder.batch_former is not None
+    assert isinstance(model(inputs)[0]["instances"], Instances)

@@ -1,0 +1,173 @@
+"""Training and evaluation as detectron2's users run them, on a few drawn images."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("detectron2")
+
+from detectron2.engine import default_argument_parser
+
+from detr_bf.errors import InputError
+from detr_bf.interop.detectron2 import train_lazy, train_yacs
+
+from .conftest import TINY
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = ROOT / "configs" / "detectron2"
+ARCHITECTURES = ("detr", "conditional_detr", "smca", "deformable_detr")
+FILES = {"config.yaml", "log.txt", "metrics.json", "model_final.pth", "last_checkpoint", "inference"}
+
+pytestmark = pytest.mark.usefixtures("catalogs")
+
+
+@pytest.fixture
+def toy(coco_folder: Callable[..., SimpleNamespace]) -> SimpleNamespace:
+    return coco_folder(num_images=4)
+
+
+def yacs_options(folder: Path, toy: SimpleNamespace, *more: Any) -> list[str]:
+    settings = [
+        *TINY,
+        *("DATASETS.REGISTER_COCO", [("toy", str(toy.images), str(toy.annotations))]),
+        *("DATASETS.TRAIN", ("toy",), "DATASETS.TEST", ("toy",), "OUTPUT_DIR", str(folder)),
+        *("SOLVER.MAX_ITER", 3, "SOLVER.IMS_PER_BATCH", 2, "SOLVER.STEPS", (2,), "SOLVER.CHECKPOINT_PERIOD", 2),
+        *("TEST.EVAL_PERIOD", 3, "DATALOADER.NUM_WORKERS", 0, "INPUT.MIN_SIZE_TRAIN", (48,), "INPUT.MIN_SIZE_TEST", 48),
+        *("INPUT.CROP_SHORT_SIDES", (48,), "INPUT.CROP.SIZE", (32, 40)),
+        *more,
+    ]
+    return [str(value) for value in settings]
+
+
+def train_from_yacs(config: str, folder: Path, toy: SimpleNamespace, *more: Any, flags: tuple[str, ...] = ()) -> Any:
+    arguments = ["--config-file", str(CONFIGS / "yacs" / f"{config}.yaml"), *flags, *yacs_options(folder, toy, *more)]
+    return train_yacs(default_argument_parser().parse_args(arguments))
+
+
+def lazy_options(folder: Path, toy: SimpleNamespace, *more: str) -> list[str]:
+    sizes = {"hidden_dim": 64, "heads": 4, "encoder_layers": 2, "decoder_layers": 2, "feedforward_dim": 32}
+    model = {**sizes, "num_queries": 7, "backbone.name": "resnet18", "backbone.weights": "none"}
+    return [
+        "model.num_classes=3",
+        *(f"model.model.{key}={value}" for key, value in model.items()),
+        *(f"dataloader.{split}.dataset.names=toy" for split in ("train", "test")),
+        *(f"dataloader.{split}.num_workers=0" for split in ("train", "test")),
+        "dataloader.train.total_batch_size=2",
+        "dataloader.train.mapper.augmentations.short_sides=[48]",
+        "dataloader.train.mapper.augmentations.crop_probability=0",
+        "dataloader.test.mapper.augmentations.short_side=48",
+        *(f"train.{key}" for key in ("device=cpu", "max_iter=3", "eval_period=3", f"output_dir={folder}")),
+        *more,
+    ]
+
+
+def lazy_file(folder: Path, toy: SimpleNamespace, config: str) -> Path:
+    """A config that registers its data and takes the rest from an example."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (CONFIGS / "lazy").glob("*.py"):
+        (folder / path.name).write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    text = (
+        "from detr_bf.interop.detectron2 import register_coco\n"
+        f"from .{config} import dataloader, lr_multiplier, model, optimizer, train\n"
+        f"register_coco('toy', {str(toy.images)!r}, {str(toy.annotations)!r})\n"
+    )
+    (folder / "mine.py").write_text(text, encoding="utf-8")
+    return folder / "mine.py"
+
+
+def train_from_lazy(
+    tmp_path: Path, config: str, folder: Path, toy: SimpleNamespace, *more: str, flags: tuple[str, ...] = ()
+) -> Any:
+    path = lazy_file(tmp_path / "lazy", toy, config)
+    arguments = ["--config-file", str(path), *flags, *lazy_options(folder, toy, *more)]
+    return train_lazy(default_argument_parser().parse_args(arguments))
+
+
+def check_folder(folder: Path) -> list[dict[str, Any]]:
+    """All that detectron2's users expect is there; the lines of metrics.json."""
+    found = {path.name for path in folder.iterdir()}
+    assert found >= FILES, FILES - found
+    assert any(name.startswith("events.out.tfevents") for name in found)
+    lines = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+    assert any("bbox/AP" in line for line in lines)
+    assert any(
+        {"total_loss", "loss_ce", "loss_bbox", "loss_giou", "class_error", "lr"} <= line.keys() for line in lines
+    )
+    return lines
+
+
+@pytest.mark.parametrize("ending", ["", "_bfv2"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_detector_trains_from_yacs(tmp_path: Path, toy: SimpleNamespace, architecture: str, ending: str) -> None:
+    train_from_yacs(f"{architecture}_r50{ending}", tmp_path / "run", toy)
+    lines = check_folder(tmp_path / "run")
+    assert any("stream/batchformer" in line for line in lines) == (ending == "_bfv2")
+
+
+@pytest.mark.parametrize("ending", ["", "_bfv2"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_detector_trains_from_a_lazy_config(
+    tmp_path: Path, toy: SimpleNamespace, architecture: str, ending: str
+) -> None:
+    results = train_from_lazy(tmp_path, f"{architecture}_r50{ending}", tmp_path / "run", toy)
+    lines = check_folder(tmp_path / "run")
+    assert any("stream/batchformer" in line for line in lines) == (ending == "_bfv2")
+    assert "AP" in results["bbox"]
+
+
+def test_a_run_resumes_and_is_evaluated_alone(tmp_path: Path, toy: SimpleNamespace) -> None:
+    folder = tmp_path / "run"
+    train_from_yacs("detr_r50_bfv2", folder, toy)
+    first = torch.load(folder / "model_final.pth", weights_only=False)
+    train_from_yacs("detr_r50_bfv2", folder, toy, "SOLVER.MAX_ITER", 5, flags=("--resume",))
+    last = torch.load(folder / "model_final.pth", weights_only=False)
+    assert (first["iteration"], last["iteration"]) == (2, 4)
+    weight = "detector.decoder.heads.classes.0.weight"
+    assert not torch.equal(first["model"][weight], last["model"][weight])
+    steps = {int(state["step"]) for state in last["trainer"]["_trainer"]["optimizer"]["state"].values()}
+    assert steps == {5}
+    alone = train_from_yacs(
+        "detr_r50_bfv2", tmp_path / "alone", toy, "MODEL.WEIGHTS", folder / "model_final.pth", flags=("--eval-only",)
+    )
+    from_folder = train_from_yacs("detr_r50_bfv2", folder, toy, flags=("--eval-only", "--resume"))
+    assert alone["bbox"] == pytest.approx(from_folder["bbox"], nan_ok=True)
+
+
+def test_a_lazy_run_resumes_and_is_evaluated_alone(tmp_path: Path, toy: SimpleNamespace) -> None:
+    folder = tmp_path / "run"
+    trained = train_from_lazy(tmp_path, "detr_r50", folder, toy)
+    alone = train_from_lazy(
+        tmp_path, "detr_r50", tmp_path / "alone", toy, f"train.init_checkpoint={folder}/model_final.pth",
+        flags=("--eval-only",),
+    )  # fmt: skip
+    assert alone["bbox"] == pytest.approx(trained["bbox"], nan_ok=True)
+    train_from_lazy(tmp_path, "detr_r50", folder, toy, "train.max_iter=4", flags=("--resume",))
+    assert torch.load(folder / "model_final.pth", weights_only=False)["iteration"] == 3
+
+
+def test_nothing_to_evaluate_is_told(tmp_path: Path, toy: SimpleNamespace) -> None:
+    with pytest.raises(InputError, match=r"nothing to evaluate: give weights with MODEL.WEIGHTS FILE"):
+        train_from_yacs("detr_r50", tmp_path / "run", toy, flags=("--eval-only",))
+    with pytest.raises(InputError, match=r"nothing to evaluate: .*train.init_checkpoint=FILE"):
+        train_from_lazy(tmp_path, "detr_r50", tmp_path / "lazy_run", toy, flags=("--eval-only",))
+
+
+@pytest.mark.slow
+def test_two_processes_train_a_lazy_config_on_cpus(tmp_path: Path, toy: SimpleNamespace) -> None:
+    path = lazy_file(tmp_path / "lazy", toy, "detr_r50_bfv2")
+    more = ("train.ddp.device_ids=null", "model.batch_former.gather=true")
+    command = [sys.executable, ROOT / "tools" / "d2_lazy_train_net.py", "--config-file", path, "--num-gpus", "2"]
+    command += ["--dist-url", "auto", *lazy_options(tmp_path / "run", toy, *more)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    check_folder(tmp_path / "run")
+    assert (tmp_path / "run" / "log.txt.rank1").exists()
