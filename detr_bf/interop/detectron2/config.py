@@ -25,7 +25,7 @@ SECTIONS = {  # of MODEL.DETR_BF, and where our config has them
 
 
 def add_detr_bf_config(cfg: CfgNode) -> None:
-    """Add ``MODEL.DETR_BF``, and to ``SOLVER``, ``INPUT`` and ``DATASETS`` what DETR needs, to detectron2's default config.
+    """Add ``MODEL.DETR_BF``, and what else DETR needs, to detectron2's default config.
 
     The values are those of DETR on COCO without batch attention. ``MODEL.DETR_BF.BACKBONE`` is one of ours; with the
     name ``detectron2`` it is what ``MODEL.BACKBONE`` says, of which the maps of ``STRIDES`` are used.

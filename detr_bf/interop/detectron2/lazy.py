@@ -14,6 +14,7 @@ from detectron2.utils import comm
 from omegaconf import DictConfig
 from torch import nn
 
+from detr_bf.config import load_config
 from detr_bf.errors import InputError
 from detr_bf.interop.detectron2.checkpoint import DetrBfCheckpointer
 from detr_bf.interop.detectron2.meta_arch import build_detr_bf
@@ -24,10 +25,14 @@ from detr_bf.models import recipe_config
 def recipe(name: str, *, num_classes: int = 80) -> DictConfig:
     """The model of one of our recipes, ``configs/*/NAME.yaml``, as a lazy call whose settings can be overridden.
 
+    Args:
+        name: of the recipe, or a YAML file of the core.
+        num_classes: of the data, without no-object.
+
     Raises:
-        InputError: there is no such recipe.
+        InputError: there is no such recipe or file.
     """
-    settings = asdict(recipe_config(name))
+    settings = asdict(load_config(name) if name.endswith(".yaml") else recipe_config(name))
     evaluation = {key: settings["eval"][key] for key in ("max_detections", "mask_threshold", "panoptic")}
     return LazyCall(build_detr_bf)(
         num_classes=num_classes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from math import ceil
 from pathlib import Path
@@ -15,14 +14,15 @@ pytest.importorskip("detectron2")
 from detectron2.config import LazyConfig, get_cfg
 from omegaconf import OmegaConf
 
-from detr_bf.config import Config
+from detr_bf.config import Config, load_config
 from detr_bf.interop.detectron2 import add_detr_bf_config
 from detr_bf.interop.detectron2.config import core_config
 from detr_bf.models import recipe_config
 
-CONFIGS = Path(__file__).parents[3] / "configs" / "detectron2"
-YACS = sorted(path for path in (CONFIGS / "yacs").glob("*.yaml") if not path.stem.startswith("base"))
-LAZY = sorted(path for path in (CONFIGS / "lazy").glob("*.py") if path.stem != "common")
+ROOT = Path(__file__).parents[3]
+CONFIGS = ROOT / "configs" / "detectron2"
+YACS = sorted(path for path in (CONFIGS / "yacs").glob("*_r50*.yaml"))
+LAZY = sorted(path for path in (CONFIGS / "lazy").glob("*_r50*.py"))
 IMAGES = 118287  # of COCO train2017
 
 
@@ -38,6 +38,12 @@ def schedule_of(config: Config, batch: int) -> tuple[int, int, int]:
     """Steps of an epoch, of training, and up to the drop."""
     epoch = ceil(IMAGES / batch)
     return epoch, epoch * config.train.epochs, epoch * config.optimizer.drop_epochs[0]
+
+
+def lazy_settings_of(cfg: Any) -> dict[str, Any]:
+    model: Any = OmegaConf.to_container(cfg.model)
+    kept = {key: model[key] for key in ("model", "loss", "batch_former", "plugins", "freeze", "eval")}
+    return {**kept, "recompute": model["train"]["recompute_encoder"]}
 
 
 def test_every_detector_has_both_forms_in_both_styles() -> None:
@@ -81,11 +87,7 @@ def test_a_yacs_config_is_our_recipe(path: Path) -> None:
 def test_a_lazy_config_is_our_recipe(path: Path) -> None:
     cfg = LazyConfig.load(str(path))
     wanted = recipe_config(path.stem)
-    model: Any = OmegaConf.to_container(cfg.model)
-    groups: Mapping[str, Any] = {
-        key: model[key] for key in ("model", "loss", "batch_former", "plugins", "freeze", "eval")
-    }
-    assert {**groups, "recompute": model["train"]["recompute_encoder"]} == settings_of(wanted)
+    assert lazy_settings_of(cfg) == settings_of(wanted)
     batch = cfg.dataloader.train.total_batch_size
     epoch, steps, drop = schedule_of(wanted, batch)
     assert batch == wanted.train.batch_size
@@ -99,3 +101,19 @@ def test_a_lazy_config_is_our_recipe(path: Path) -> None:
     assert cfg.dataloader.train.mapper.masks == wanted.model.masks == cfg.dataloader.evaluator.masks
     assert cfg.dataloader.evaluator.panoptic == wanted.model.masks
     assert cfg.dataloader.evaluator.output_dir == f"{cfg.train.output_dir}/inference"
+
+
+def test_the_digits_are_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("detr_bf.interop.detectron2.datasets.register_coco", lambda *paths: None)
+    demo = load_config(ROOT / "configs" / "demo.yaml")
+    yacs = get_cfg()
+    add_detr_bf_config(yacs)
+    yacs.merge_from_file(str(CONFIGS / "yacs" / "digits.yaml"))
+    lazy = LazyConfig.load(str(CONFIGS / "lazy" / "digits.py"))
+    assert settings_of(core_config(yacs)) == lazy_settings_of(lazy) == settings_of(demo)
+    assert yacs.SOLVER.IMS_PER_BATCH == lazy.dataloader.train.total_batch_size == demo.train.batch_size
+    assert yacs.SOLVER.BASE_LR == lazy.optimizer.lr == demo.optimizer.lr
+    multiplier = lazy.optimizer.params.backbone_multiplier
+    assert yacs.SOLVER.BACKBONE_MULTIPLIER == multiplier == demo.optimizer.backbone_lr / demo.optimizer.lr
+    assert yacs.SOLVER.MAX_ITER == lazy.train.max_iter == 3000

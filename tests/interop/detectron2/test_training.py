@@ -171,3 +171,23 @@ def test_two_processes_train_a_lazy_config_on_cpus(tmp_path: Path, toy: SimpleNa
     assert ended.returncode == 0, ended.stderr[-3000:]
     check_folder(tmp_path / "run")
     assert (tmp_path / "run" / "log.txt.rank1").exists()
+
+
+def test_both_panoptic_stages_train(tmp_path: Path, panoptic_folder: Callable[..., SimpleNamespace]) -> None:
+    data = panoptic_folder()
+    paths = ("toy", str(data.images), str(data.annotations), str(data.panoptic))
+    classes = len(data.content["categories"])
+    common = ("DATASETS.REGISTER_COCO", [paths], "MODEL.DETR_BF.NUM_CLASSES", classes)
+    train_from_yacs("panoptic_detr_r50_boxes_bfv2", tmp_path / "boxes", data, *common)
+    stage = ("MODEL.WEIGHTS", tmp_path / "boxes" / "model_final.pth", "MODEL.DETR_BF.PANOPTIC.THRESHOLD", 0.0)
+    train_from_yacs("panoptic_detr_r50_bfv2", tmp_path / "masks", data, *common, *stage)
+    boxes, masks = (
+        torch.load(tmp_path / run / "model_final.pth", weights_only=False)["model"] for run in ("boxes", "masks")
+    )
+    assert all(torch.equal(masks[name], value) for name, value in boxes.items())
+    assert {name.split(".")[1] for name in masks.keys() - boxes.keys()} == {"mask_head"}
+    lines = [json.loads(line) for line in (tmp_path / "masks" / "metrics.json").read_text().splitlines()]
+    assert {"panoptic_seg/PQ", "bbox/AP", "segm/AP", "loss_mask", "loss_dice"} <= {
+        key for line in lines for key in line
+    }
+    assert (tmp_path / "masks" / "inference" / "panoptic").is_dir()
