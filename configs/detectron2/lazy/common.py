@@ -29,13 +29,17 @@ def schedule(batch_size, epochs=50, drop_epoch=40):
 dataloader = OmegaConf.create()
 dataloader.train = L(build_detection_train_loader)(
     dataset=L(get_detection_dataset_dicts)(names="coco_2017_train", filter_empty=False),
-    mapper=L(DetrBfDatasetMapper)(is_train=True, augmentations=L(train_augmentations)(), masks=False),
+    mapper=L(DetrBfDatasetMapper)(
+        is_train=True, augmentations=L(train_augmentations)(), image_format="${model.input_format}", masks=False
+    ),
     total_batch_size=16,
     num_workers=4,
 )
 dataloader.test = L(build_detection_test_loader)(
     dataset=L(get_detection_dataset_dicts)(names="coco_2017_val", filter_empty=False),
-    mapper=L(DetrBfDatasetMapper)(is_train=False, augmentations=L(eval_augmentations)()),
+    mapper=L(DetrBfDatasetMapper)(
+        is_train=False, augmentations=L(eval_augmentations)(), image_format="${model.input_format}"
+    ),
     num_workers=4,
 )
 dataloader.evaluator = L(build_evaluator)(

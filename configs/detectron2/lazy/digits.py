@@ -1,5 +1,7 @@
 """The digits of `make demo`, as ../../demo.yaml learns them; see ../yacs/digits.yaml."""
 
+from pathlib import Path
+
 from detectron2.config import LazyCall as L
 from detectron2.solver import WarmupParamScheduler
 from fvcore.common.param_scheduler import CosineParamScheduler
@@ -8,10 +10,11 @@ from detr_bf.interop.detectron2 import recipe, register_coco
 
 from .common import dataloader, optimizer, train
 
+root = Path(__file__).resolve().parents[3]
 for part in ("train", "val"):
-    register_coco(f"digits_{part}", f".cache/digits/{part}", f".cache/digits/{part}.json")
+    register_coco(f"digits_{part}", root / ".cache/digits" / part, root / ".cache/digits" / f"{part}.json")
 
-model = recipe("configs/demo.yaml", num_classes=10)
+model = recipe(str(root / "configs/demo.yaml"), num_classes=10)
 dataloader.train.dataset.names = "digits_train"
 dataloader.train.total_batch_size = 8
 dataloader.train.mapper.augmentations.update(short_sides=[128], max_size=128, flip="none", crop_probability=0.0)

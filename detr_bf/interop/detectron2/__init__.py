@@ -34,7 +34,8 @@ __all__ = list(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__} has no attribute '{name}'")
-    if find_spec("detectron2") is None:
+    found = find_spec("detectron2")
+    if found is None or found.origin is None:  # a folder of that name, a clone for instance, is no installation
         raise ImportError(
             f"{__name__}.{name} needs detectron2, which is not installed and is not on PyPI: see {INSTALL_GUIDE}"
         )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from detectron2.modeling import Backbone as ForeignBackbone
 from torch import Tensor
 
 from detr_bf.backbones import Backbone
 from detr_bf.backbones.backbone import Network, check_consecutive, select_levels
+
+TRIAL = 64  # pixels of a side of the image that tells which parameters the maps in use depend on
 
 
 class Detectron2Backbone(Backbone):
@@ -51,7 +54,22 @@ class Detectron2Backbone(Backbone):
             )
         )
         self.names = [names[stride] for stride in used]
+        if len(used) < len(names):
+            self._freeze_unused()
 
     def maps(self, pixels: Tensor) -> Sequence[Tensor]:
         found = self.body(pixels)
         return [found[name] for name in self.names]
+
+    def _freeze_unused(self) -> None:
+        """Switch off the gradients of what only other maps are made of: detectron2's processes wait for all of them."""
+        learning = [parameter for parameter in self.body.parameters() if parameter.requires_grad]
+        training = self.body.training
+        self.body.eval()
+        with torch.enable_grad():
+            total = sum(level.sum() for level in self.maps(torch.zeros(1, 3, TRIAL, TRIAL)))
+        self.body.train(training)
+        if isinstance(total, Tensor) and total.requires_grad:
+            reached = torch.autograd.grad(total, learning, allow_unused=True)
+            for parameter, gradient in zip(learning, reached, strict=True):
+                parameter.requires_grad_(gradient is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,16 @@ class DetrBfCheckpointer(DetectionCheckpointer):
             return content
         content = interop.read_content(path)
         state = interop.state_in(content, path)
-        own_rows = interop.class_rows(interop.under_our_names(self.model.state_dict(), "the model"))
+        own = interop.under_our_names(self.model.state_dict(), "the model")
+        own_rows = interop.class_rows(own)
         form = interop.format_of(state)
         weights = self._read(state, filename)
         rows = interop.class_rows(weights)
+        if _decoder_layer(weights) != _decoder_layer(own):
+            raise InputError(
+                f"{filename} holds another architecture than the model's: the tensors of a decoder layer have other "
+                "names; set MODEL.DETR_BF.ARCHITECTURE (model.model.name) to that of the weights"
+            )
         if form is self.form and rows == own_rows:
             return content if "model" in content else {"model": state}
         if self.form.name == RESNET and (form is None or form.name != RESNET):
@@ -99,7 +106,7 @@ class DetrBfCheckpointer(DetectionCheckpointer):
         """Under the names of the model, class heads renumbered if that makes them fit."""
         renumbered = interop.renumbered_to(weights, own_rows)
         if renumbered is not None and rows != own_rows:
-            self.logger.info(f"class heads renumbered for COCO's classes: {rows} rows become {own_rows}")
+            self.logger.warning(f"class heads renumbered for COCO's classes: {rows} rows become {own_rows}")
         named = interop.to_foreign(weights if renumbered is None else renumbered, self.form.name)
         own = self.model.state_dict()
         return {name: x for name, x in named.items() if name in own or not name.endswith(COUNTER)}
@@ -125,3 +132,8 @@ class DetrBfCheckpointer(DetectionCheckpointer):
                 f"model has {found[0].tolist()} and {found[1].tolist()}, and will detect little: set these, and "
                 "INPUT.FORMAT RGB"
             )
+
+
+def _decoder_layer(weights: Mapping[str, Tensor]) -> set[str]:
+    """What the first decoder layer holds, by which the architectures differ."""
+    return {name for name in weights if name.startswith("decoder.layers.0.")}

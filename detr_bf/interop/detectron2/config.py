@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from detectron2.config import CfgNode
 
 from detr_bf.config import Config, config_from_dict
+from detr_bf.config.schema import BackboneConfig
+from detr_bf.errors import InputError
 
 DETECTRON2 = "detectron2"  # MODEL.DETR_BF.BACKBONE.NAME of what build_backbone(cfg) gives
 SECTIONS = {  # of MODEL.DETR_BF, and where our config has them
@@ -25,11 +28,12 @@ SECTIONS = {  # of MODEL.DETR_BF, and where our config has them
 
 
 def add_detr_bf_config(cfg: CfgNode) -> None:
-    """Add ``MODEL.DETR_BF``, and what else DETR needs, to detectron2's default config.
+    """Add ``MODEL.DETR_BF``, and what else DETR needs, to detectron2's default config; register the architecture.
 
     The values are those of DETR on COCO without batch attention. ``MODEL.DETR_BF.BACKBONE`` is one of ours; with the
     name ``detectron2`` it is what ``MODEL.BACKBONE`` says, of which the maps of ``STRIDES`` are used.
     """
+    import_module("detr_bf.interop.detectron2.meta_arch")  # which imports this module
     defaults = Config()
     node = CfgNode({"ARCHITECTURE": defaults.model.name, "NUM_CLASSES": 80})
     node.update({name: value for name, value in _node(defaults.model).items() if name not in ("NAME", "MASKS")})
@@ -52,8 +56,9 @@ def core_config(cfg: CfgNode) -> Config:
     """Our config with what ``cfg`` says of the model and its losses.
 
     Raises:
-        InputError: a value out of range.
+        InputError: a value out of range, or one that a backbone of detectron2 does not heed.
     """
+    _check_backbone(cfg.MODEL.DETR_BF.BACKBONE)
     tree = _lower(cfg.MODEL.DETR_BF)
     sections = {ours: tree.pop(section.lower()) for section, ours in SECTIONS.items()}
     panoptic = tree.pop("panoptic")
@@ -68,6 +73,17 @@ def core_config(cfg: CfgNode) -> Config:
     settings = {"model": model, **sections, "eval": evaluation, "train": train}
     config: Config = config_from_dict(settings, source="MODEL.DETR_BF (in lower case)")
     return config
+
+
+def _check_backbone(node: CfgNode) -> None:
+    defaults = _node(BackboneConfig())
+    ours = ("DILATION", "FROZEN_STAGES", "FROZEN_NORM")
+    ignored = [name for name in ours if node[name] != defaults[name]]
+    if node.NAME == DETECTRON2 and ignored:
+        raise InputError(
+            f"MODEL.DETR_BF.BACKBONE.{', '.join(ignored)}: these are settings of our backbones, and its NAME is "
+            f"{DETECTRON2}; use MODEL.BACKBONE, MODEL.RESNETS and MODEL.WEIGHTS"
+        )
 
 
 def _node(settings: Any) -> CfgNode:

@@ -57,7 +57,7 @@ def register_coco(name: str, images: str | Path, annotations: str | Path) -> Non
         "thing_classes": list(class_map.distinct_names),
         "thing_dataset_id_to_contiguous_id": dict(class_map.index),
     }
-    _register(name, partial(_detection_records, folder, path), metadata)
+    _register(name, partial(_detection_records, folder, path, class_map.index), metadata)
 
 
 def register_coco_panoptic(name: str, images: str | Path, annotations: str | Path, panoptic: str | Path) -> None:
@@ -141,9 +141,8 @@ def _register(name: str, load: Callable[[], Records], metadata: Mapping[str, Any
         MetadataCatalog.get(name).set(**metadata)
 
 
-def _detection_records(folder: Path, path: Path) -> Records:
+def _detection_records(folder: Path, path: Path, index: Mapping[int, int]) -> Records:
     """As detectron2 reads them, with class indices for category ids."""
-    index = read_annotations(path).class_map.index
     records: Records = load_coco_json(str(path), str(folder))
     for record in records:
         for annotation in record["annotations"]:

@@ -52,6 +52,8 @@ def build_evaluator(
     Raises:
         InputError: the metadata names no type or another one; the annotations of a panoptic data set are unusable.
     """
+    if not isinstance(dataset_name, str):
+        raise InputError(f"an evaluator is of one data set, got {dataset_name}: evaluate them one after another")
     kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
     folder, tasks = str(output_dir), _tasks(masks)
     makers: dict[str, Callable[[], DatasetEvaluator]] = {

@@ -11,13 +11,13 @@ from detectron2.config import LazyCall, LazyConfig, instantiate
 from detectron2.engine import AMPTrainer, SimpleTrainer, create_ddp_model, default_writers, hooks
 from detectron2.evaluation import inference_on_dataset, print_csv_format
 from detectron2.utils import comm
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from detr_bf.config import load_config
 from detr_bf.errors import InputError
 from detr_bf.interop.detectron2.checkpoint import DetrBfCheckpointer
-from detr_bf.interop.detectron2.meta_arch import build_detr_bf
+from detr_bf.interop.detectron2.meta_arch import build_detr_bf, check_classes
 from detr_bf.interop.detectron2.setup import set_up
 from detr_bf.models import recipe_config
 
@@ -39,6 +39,7 @@ def recipe(name: str, *, num_classes: int = 80) -> DictConfig:
         **{group: settings[group] for group in ("model", "loss", "batch_former", "plugins", "freeze")},
         eval=evaluation,
         train={"recompute_encoder": settings["train"]["recompute_encoder"]},
+        input_format="RGB",
         panoptic_dataset=None,
         pretrained=True,
     )
@@ -55,6 +56,7 @@ def train_lazy(options: argparse.Namespace) -> Any:
     if "pretrained" in cfg.model and (options.eval_only or cfg.train.init_checkpoint):
         cfg.model.pretrained = False  # the weights come from a checkpoint
     model = instantiate(cfg.model).to(cfg.train.device)
+    check_classes(_datasets(cfg), cfg.model.num_classes)
     if not options.eval_only:
         return _train(cfg, model, resume=options.resume)
     checkpointer = DetrBfCheckpointer(model, save_dir=cfg.train.output_dir)
@@ -64,6 +66,12 @@ def train_lazy(options: argparse.Namespace) -> Any:
         )
     checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=options.resume)
     return evaluate(cfg, model)
+
+
+def _datasets(cfg: DictConfig) -> list[str]:
+    """The names in ``dataloader``, where they stand as in the examples."""
+    names = [OmegaConf.select(cfg, f"dataloader.{split}.dataset.names") for split in ("train", "test")]
+    return [name for each in names if each is not None for name in ([each] if isinstance(each, str) else each)]
 
 
 def evaluate(cfg: DictConfig, model: nn.Module) -> Any:

@@ -235,20 +235,30 @@ def _instances(
 def _outlines(segmentation: object, change: Change) -> list[np.ndarray]:
     """Polygons in pixels of the image after, not cut at its edges: drawing does that."""
     if not isinstance(segmentation, list) or not segmentation:
-        given = "none" if not segmentation else "run lengths"
+        given = "missing" if segmentation is None or segmentation == [] else f"a {type(segmentation).__name__}"
         raise InputError(
             f"the segmentation of an object is {given}, expected polygons: give every object a mask, and set "
-            "INPUT.MASK_FORMAT bitmask for run lengths"
+            "INPUT.MASK_FORMAT bitmask for run lengths and arrays"
         )
     corners = (np.array(polygon, dtype=np.float64).reshape(-1, 2) for polygon in segmentation)
     return [change.transforms.apply_coords(points).reshape(-1) for points in corners]
 
 
 def _pixels(segmentation: object, change: Change) -> Tensor:
-    """(h, w) bool in the image after, of polygons or compressed run lengths."""
-    if not isinstance(segmentation, dict):
+    """(h, w) bool in the image after, of polygons, run lengths, compressed or not, or an array of pixels."""
+    if not isinstance(segmentation, dict | np.ndarray):
         return drawn([_outlines(segmentation, change)], change.after)[0]
-    if tuple(segmentation["size"]) != tuple(change.before):
-        raise InputError(f"run lengths are for {segmentation['size']} pixels (height, width), not {change.before}")
-    moved = change.transforms.apply_segmentation(coco_mask.decode(segmentation))
+    size = tuple(segmentation["size"] if isinstance(segmentation, dict) else segmentation.shape)
+    if size != tuple(change.before):
+        raise InputError(f"a mask is of {size} pixels (height, width), the image of {change.before}")
+    pixels = _decoded(segmentation) if isinstance(segmentation, dict) else segmentation.astype(np.uint8)
+    moved = change.transforms.apply_segmentation(pixels)
     return torch.from_numpy(np.ascontiguousarray(moved)).bool()
+
+
+def _decoded(run_lengths: dict[str, Any]) -> np.ndarray:
+    height, width = run_lengths["size"]
+    plain = isinstance(run_lengths["counts"], list)
+    code = coco_mask.frPyObjects(run_lengths, height, width) if plain else run_lengths
+    pixels: np.ndarray = coco_mask.decode(code)
+    return pixels

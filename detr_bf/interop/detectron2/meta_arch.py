@@ -5,7 +5,8 @@ Shape legend: B images, H x W pixels of the padded batch, N detections.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -31,7 +32,7 @@ from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
 from detr_bf.interop.detectron2.backbone import Detectron2Backbone
 from detr_bf.interop.detectron2.config import DETECTRON2, core_config
-from detr_bf.interop.detectron2.tensors import batch_of, fields_of, output_target, panoptic_of, target_of
+from detr_bf.interop.detectron2.tensors import batch_of, cropped, fields_of, output_target, panoptic_of, target_of
 from detr_bf.losses.report import LossReport
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.structures import ClassMap, Outputs
@@ -85,9 +86,13 @@ class DetrBf(nn.Module):
         """What ``build_model(cfg)`` makes it of."""
         settings = cfg.MODEL.DETR_BF
         foreign = settings.BACKBONE.NAME == DETECTRON2
-        dataset = cfg.DATASETS.TRAIN[0] if cfg.DATASETS.TRAIN else None
-        if dataset is not None:
-            check_classes(dataset, settings.NUM_CLASSES)
+        datasets = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
+        check_classes(datasets, settings.NUM_CLASSES)
+        if settings.PANOPTIC.ENABLED and not datasets:
+            raise InputError(
+                "MODEL.DETR_BF.PANOPTIC.ENABLED True: the metadata of a data set tell things from stuff, and "
+                "DATASETS.TRAIN and DATASETS.TEST name none"
+            )
         return parts(
             core_config(cfg),
             settings.NUM_CLASSES,
@@ -95,13 +100,28 @@ class DetrBf(nn.Module):
             pixel_mean=cfg.MODEL.PIXEL_MEAN,
             pixel_std=cfg.MODEL.PIXEL_STD,
             input_format=cfg.INPUT.FORMAT,
-            panoptic_dataset=dataset if settings.PANOPTIC.ENABLED else None,
+            panoptic_dataset=datasets[0] if settings.PANOPTIC.ENABLED else None,
             pretrained=not cfg.MODEL.WEIGHTS,
         )
 
     @property
     def device(self) -> torch.device:
         return next(self.detector.parameters()).device
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of every module.
+
+        Raises:
+            InputError: no name is one of ours. Detectron2 loads what fits, and would go on with random weights.
+        """
+        if not any(name in self.state_dict() for name in state_dict):
+            raise InputError(
+                f"none of the {len(state_dict)} tensors has a name of this model. Weights of the core, the authors or "
+                "Hugging Face are read by DetrBfCheckpointer and our Trainer; for detectron2's own, write them with "
+                "tools/convert_checkpoint.py --to detectron2. Weights of a backbone of detectron2 need "
+                "MODEL.DETR_BF.BACKBONE.NAME detectron2"
+            )
+        return super().load_state_dict(state_dict, strict, assign)
 
     def forward(self, batched_inputs: Inputs) -> dict[str, Tensor] | list[dict[str, Any]]:
         """Losses in training, predictions in evaluation.
@@ -126,7 +146,9 @@ class DetrBf(nn.Module):
             )
             for number, each in enumerate(inputs)
         ]
-        report = self.criterion(self._outputs(inputs), targets)
+        outputs = self._outputs(inputs)
+        with torch.autocast(self.device.type, enabled=False):
+            report = self.criterion(outputs, targets)
         _store(report)
         return report.weighted()
 
@@ -171,7 +193,11 @@ class DetrBf(nn.Module):
         )
         pixels = images.tensor.flip(1) if self.flip_channels else images.tensor
         outputs: Outputs = self.detector(batch_of(pixels, images.image_sizes))
-        return outputs
+        height, width = pixels.shape[-2:]
+        largest = max(h for h, _ in images.image_sizes), max(w for _, w in images.image_sizes)
+        if outputs.masks is None or largest == (height, width):
+            return outputs
+        return replace(outputs, masks=cropped(outputs.masks, (height, width), largest))
 
 
 def build_detr_bf(
@@ -266,15 +292,20 @@ def parts(
     }
 
 
-def check_classes(dataset: str, num_classes: int) -> None:
-    """Raise InputError where the metadata of ``dataset`` know more classes than the model."""
-    metadata = MetadataCatalog.get(dataset)
-    known = len(metadata.get("thing_dataset_id_to_contiguous_id", {}))
-    if known > num_classes:
-        raise InputError(
-            f"the data set {dataset} has {known} classes, the model knows {num_classes}: "
-            f"set MODEL.DETR_BF.NUM_CLASSES {known}"
-        )
+def check_classes(datasets: Iterable[str], num_classes: int) -> None:
+    """Raise InputError where the metadata of a data set, as far as there are some, have another number of classes.
+
+    Labels would lie outside the model's classes, or its detections outside those of the evaluator.
+    """
+    for name in datasets:
+        metadata = MetadataCatalog.get(name)
+        things, stuff = (metadata.get(f"{kind}_dataset_id_to_contiguous_id", {}) for kind in ("thing", "stuff"))
+        known = len({*things.values(), *stuff.values()}) or len(metadata.get("thing_classes", ()))
+        if known not in (0, num_classes):
+            raise InputError(
+                f"the data set {name} has {known} classes, the model knows {num_classes}: set "
+                f"MODEL.DETR_BF.NUM_CLASSES {known} (model.num_classes={known})"
+            )
 
 
 def _panoptic(config: Config, num_classes: int, dataset: str) -> PanopticPostprocess:
@@ -287,7 +318,7 @@ def _panoptic(config: Config, num_classes: int, dataset: str) -> PanopticPostpro
         raise InputError(
             f"the metadata of {dataset} number {len(things)} things and {len(stuff)} stuff classes, and together these "
             f"are not 0 to {num_classes - 1}, the classes of the model: register the data set with "
-            "register_coco_panoptic, and set MODEL.DETR_BF.NUM_CLASSES"
+            "register_coco_panoptic, which numbers both together, and set MODEL.DETR_BF.NUM_CLASSES"
         )
     kinds = tuple(index in things for index in range(num_classes))
     indices = tuple(range(num_classes))

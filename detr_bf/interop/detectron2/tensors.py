@@ -6,16 +6,18 @@ Shape legend: B images, T objects of one image, N detections, H x W pixels of th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from pycocotools import mask as coco_mask
 from torch import Tensor
 from torchvision.ops import box_convert
 
 from detr_bf.errors import InputError
-from detr_bf.structures import Batch, Detections, PanopticMap, Target
+from detr_bf.structures import Batch, Detections, Masks, PanopticMap, Target
 
 Size = tuple[int, int]  # height, width in pixels
 
@@ -57,7 +59,8 @@ def target_of(instances: Any, *, num_classes: int, masks: bool, number: int = 0)
         InputError: a field is missing, a class is outside the model's, a box is not finite, masks have another size.
     """
     wanted = ("gt_boxes", "gt_classes", *(("gt_masks",) if masks else ()))
-    if missing := [name for name in wanted if not instances.has(name)]:
+    missing = [name for name in wanted if not instances.has(name)]
+    if missing and not (missing == ["gt_masks"] and len(instances.gt_boxes.tensor) == 0):  # detectron2 sets none then
         raise InputError(
             f"image {number} of the batch: its instances lack {', '.join(missing)}; "
             "a mask head needs a mapper that keeps masks (MODEL.MASK_ON True)"
@@ -77,16 +80,18 @@ def target_of(instances: Any, *, num_classes: int, masks: bool, number: int = 0)
         labels=labels,
         size=(height, width),
         original_size=(height, width),
-        masks=masks_of(instances.gt_masks, (height, width), corners.device) if masks else None,
+        masks=masks_of(instances.get_fields().get("gt_masks"), (height, width), corners.device) if masks else None,
     )
 
 
 def masks_of(masks: Any, size: Size, device: torch.device | str = "cpu") -> Tensor:
-    """Detectron2's ``PolygonMasks`` or ``BitMasks`` of T objects -> (T, h, w) bool.
+    """Detectron2's ``PolygonMasks`` or ``BitMasks`` of T objects, None for none -> (T, h, w) bool.
 
     Raises:
         InputError: bit masks of another size than the image's, or another kind of masks.
     """
+    if masks is None:
+        return torch.zeros(0, *size, dtype=torch.bool, device=device)
     if hasattr(masks, "polygons"):
         return drawn(masks.polygons, size).to(device)
     found = getattr(masks, "tensor", masks)
@@ -97,6 +102,16 @@ def masks_of(masks: Any, size: Size, device: torch.device | str = "cpu") -> Tens
             f"gt_masks are of {tuple(found.shape[1:])} pixels (height, width), the image is of {tuple(size)}"
         )
     return found.to(device, torch.bool)
+
+
+def cropped(masks: Masks, padded: Size, size: Size) -> Masks:
+    """Masks over a batch that was padded further than to its largest image, cut to that ``size``."""
+
+    def of(row: Tensor, query: Tensor) -> Tensor:
+        logits = F.interpolate(masks.of(row, query)[:, None], size=padded, mode="bilinear")
+        return logits[:, 0, : size[0], : size[1]]
+
+    return replace(masks, of=of)
 
 
 def drawn(objects: Sequence[Sequence[Any]], size: Size) -> Tensor:

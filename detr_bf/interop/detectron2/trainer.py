@@ -65,7 +65,8 @@ def train_yacs(options: argparse.Namespace) -> Any:
     if not options.eval_only:
         trainer = Trainer(cfg)
         trainer.resume_or_load(resume=options.resume)
-        return trainer.train()
+        trainer.train()
+        return getattr(trainer, "_last_eval_results", None)
     model = Trainer.build_model(cfg)
     checkpointer = DetrBfCheckpointer(model, save_dir=cfg.OUTPUT_DIR)
     if not (cfg.MODEL.WEIGHTS or (options.resume and checkpointer.has_checkpoint())):

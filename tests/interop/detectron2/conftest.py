@@ -16,7 +16,6 @@ def tiny_cfg() -> Callable[..., Any]:
     def make(architecture: str = "detr", *, batch_former: bool = False, masks: bool = False, d2_backbone: bool = False):
         from detectron2.config import get_cfg
 
-        import detr_bf.interop.detectron2.meta_arch  # noqa: F401  registers the architecture
         from detr_bf.interop.detectron2 import add_detr_bf_config
 
         cfg = get_cfg()

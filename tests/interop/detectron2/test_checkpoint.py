@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("detectron2")
+pytest.importorskip("detectron2.config")
 from detectron2.data.datasets.builtin_meta import COCO_CATEGORIES
 from detectron2.modeling import build_backbone as build_foreign_backbone
 from detectron2.modeling import build_model as build_meta_arch
@@ -242,6 +242,16 @@ def test_nothing_is_read_where_no_weights_are_named(make: Callable[..., nn.Modul
     before = ours(model)
     assert checkpointer(model).load("") == {}
     assert_same(ours(model), before)
+
+
+@pytest.mark.parametrize("form", [None, "detectron2"])
+def test_weights_of_another_architecture_are_refused(
+    make: Callable[..., nn.Module], tmp_path: Path, form: str | None
+) -> None:
+    for other in ("conditional_detr", "smca", "deformable_detr"):
+        write_weights(tmp_path / "model.pth", ours(make(architecture=other)), form)
+        with pytest.raises(InputError, match=r"holds another architecture .* set MODEL\.DETR_BF\.ARCHITECTURE"):
+            checkpointer(make()).load(str(tmp_path / "model.pth"))
 
 
 def test_other_models_are_refused() -> None:

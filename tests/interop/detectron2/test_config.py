@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("detectron2")
+pytest.importorskip("detectron2.config")
 
 from detectron2.config import CfgNode, get_cfg
 

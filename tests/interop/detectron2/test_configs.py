@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("detectron2")
+pytest.importorskip("detectron2.config")
 
 from detectron2.config import LazyConfig, get_cfg
 from omegaconf import OmegaConf

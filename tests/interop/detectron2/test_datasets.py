@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("detectron2")
+pytest.importorskip("detectron2.config")
 
 from detectron2.data import DatasetCatalog, MetadataCatalog, get_detection_dataset_dicts
 from PIL import Image

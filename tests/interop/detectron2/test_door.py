@@ -1,6 +1,7 @@
 """The package says what it needs, and nothing else needs it."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,18 @@ def test_without_detectron2_the_tools_end_with_one_line(tool: str) -> None:
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: detr_bf.interop.detectron2.train_")
     assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_folder_of_the_name_is_no_installation(tmp_path: Path) -> None:
+    (tmp_path / "detectron2").mkdir()
+    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nfrom detr_bf.interop.detectron2 import Trainer"
+    path = os.pathsep.join(
+        part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if "checkout" not in part
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert f"see {door.INSTALL_GUIDE}" in ended.stderr
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("detectron2")
+pytest.importorskip("detectron2.config")
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.evaluation import (

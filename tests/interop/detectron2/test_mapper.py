@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("detectron2")
+pytest.importorskip("detectron2.config")
 
 from detectron2.config import LazyCall, instantiate
 from detectron2.data import (
@@ -21,6 +22,7 @@ from detectron2.data import (
 from detectron2.data import transforms as T
 from detectron2.structures import BitMasks, PolygonMasks
 from PIL import Image
+from pycocotools import mask as coco_mask
 from torch import Tensor
 from torchvision.ops import box_convert
 
@@ -100,6 +102,29 @@ def test_polygons_and_run_lengths_of_the_same_objects_give_the_same_samples(coco
     torch.testing.assert_close(found[0].gt_boxes.tensor, found[1].gt_boxes.tensor)
     for one, other in zip(*(instances.gt_masks.tensor for instances in found), strict=True):
         assert (one & other).sum() / (one | other).sum() > 0.95
+
+
+def test_arrays_and_plain_run_lengths_are_masks_too(coco_folder: Factory) -> None:
+    [coded, *_] = detection(coco_folder, "run lengths")
+    wanted = mapper(*eval_augmentations(short_side=240), masks=True)(coded)["instances"].gt_masks.tensor
+    assert wanted.any()
+    for change in (coco_mask.decode, plain_run_lengths):
+        record = copy.deepcopy(coded)
+        for one in record["annotations"]:
+            one["segmentation"] = change(one["segmentation"])
+        found = mapper(*eval_augmentations(short_side=240), masks=True)(record)["instances"]
+        assert torch.equal(found.gt_masks.tensor, wanted)
+
+
+def plain_run_lengths(code: dict[str, Any]) -> dict[str, Any]:
+    """As COCO writes them for crowds: column by column, zeros first."""
+    counts, last = [0], 0
+    for value in coco_mask.decode(code).flatten(order="F").tolist():
+        if value != last:
+            counts.append(0)
+            last = value
+        counts[-1] += 1
+    return {"size": code["size"], "counts": counts}
 
 
 def test_numpys_seed_alone_decides_on_a_sample(coco_folder: Factory) -> None:
@@ -260,13 +285,15 @@ def test_what_cannot_be_used_is_told(coco_folder: Factory, panoptic_folder: Fact
     with pytest.raises(InputError, match=r"INPUT.RANDOM_FLIP\) must be one of .* got 'both'"):
         train_augmentations(flip="both")
     record = detection(coco_folder, "run lengths")[0]
-    with pytest.raises(InputError, match=r"0001.png: the segmentation of an object is run lengths, expected polygons"):
+    with pytest.raises(InputError, match=r"0001.png: the segmentation of an object is a dict, expected polygons"):
         mapper(masks=True, mask_format="polygon")(record)
     record["annotations"][0]["segmentation"]["size"] = [10, 12]
-    with pytest.raises(InputError, match=r"run lengths are for \[10, 12\] pixels \(height, width\), not \(240, 320\)"):
+    with pytest.raises(
+        InputError, match=r"a mask is of \(10, 12\) pixels \(height, width\), the image of \(240, 320\)"
+    ):
         mapper(masks=True)(record)
     del record["annotations"][0]["segmentation"]
-    with pytest.raises(InputError, match="the segmentation of an object is none"):
+    with pytest.raises(InputError, match="the segmentation of an object is missing"):
         mapper(masks=True)(record)
     _, records = panoptic(panoptic_folder)
     write_ids(Path(records[0]["pan_seg_file_name"]), torch.ones(5, 6, dtype=torch.int32))

@@ -7,13 +7,16 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("detectron2")
+pytest.importorskip("detectron2.config")
 
 from detectron2.config import instantiate
 from detectron2.data import MetadataCatalog
+from detectron2.data.detection_utils import annotations_to_instances
+from detectron2.engine import DefaultPredictor
 from detectron2.modeling import build_model as build_d2_model
 from detectron2.structures import BitMasks, Instances
 from detectron2.utils.events import EventStorage
@@ -185,6 +188,84 @@ def test_a_backbone_of_detectron2_takes_its_place(tiny_cfg: Cfg, inputs: Inputs)
     assert model.eval()(inputs)[1]["instances"].pred_masks.shape[1:] == (160, 128)
 
 
+def fpn_cfg(tiny_cfg: Cfg) -> Any:
+    cfg = tiny_cfg(masks=True, d2_backbone=True)
+    cfg.MODEL.BACKBONE.NAME = "build_resnet_fpn_backbone"
+    cfg.MODEL.FPN.IN_FEATURES = ["res2", "res3", "res4", "res5"]
+    cfg.MODEL.FPN.OUT_CHANNELS = 16
+    return cfg
+
+
+def test_a_backbone_that_pads_further_finds_masks_in_their_place(tiny_cfg: Cfg, inputs: Inputs) -> None:
+    model = build_d2_model(fpn_cfg(tiny_cfg)).eval()
+    image = {**inputs[0], "image": inputs[0]["image"][:, :40, :68], "height": 40, "width": 68}
+    padded = torch.zeros(3, 64, 96, dtype=torch.uint8)
+    padded[:, :40, :68] = image["image"]
+    batch = Batch(padded[None], torch.ones(1, 64, 96, dtype=torch.bool))
+    batch.padding_mask[:, :40, :68] = False
+    with torch.inference_mode():
+        logits = model.detector(batch).masks.all()[0]
+    enlarged = torch.nn.functional.interpolate(logits[None], size=(64, 96), mode="bilinear")[0, :, :40, :68]
+    wanted = enlarged.sigmoid() > 0.5
+    found = model([image])[0]["instances"]
+    assert found.pred_masks.any()
+    assert all(any(torch.equal(mask, other) for other in wanted) for mask in found.pred_masks)
+
+
+def test_what_unused_maps_are_made_of_does_not_learn(tiny_cfg: Cfg, inputs: Inputs) -> None:
+    cfg = fpn_cfg(tiny_cfg)
+    cfg.MODEL.MASK_ON = False
+    model = build_d2_model(cfg).train()
+    sum(model(inputs).values()).backward()
+    without = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None
+    ]
+    assert not without
+    assert not model.detector.backbone.body.fpn_output2.weight.requires_grad
+    assert model.detector.backbone.body.fpn_output5.weight.requires_grad
+
+
+def test_settings_of_our_backbones_are_refused_for_theirs(tiny_cfg: Cfg) -> None:
+    cfg = tiny_cfg(d2_backbone=True)
+    cfg.MODEL.DETR_BF.BACKBONE.FROZEN_STAGES = 5
+    with pytest.raises(InputError, match=r"BACKBONE\.FROZEN_STAGES: these are settings of our backbones"):
+        build_d2_model(cfg)
+
+
+def test_weights_of_nothing_here_are_told(tiny_cfg: Cfg) -> None:
+    model = build_d2_model(tiny_cfg())
+    theirs = {name.removeprefix("detector."): value for name, value in model.state_dict().items()}
+    with pytest.raises(InputError, match=r"none of the \d+ tensors has a name of this model"):
+        model.load_state_dict(theirs, strict=False)
+
+
+def test_detectron2s_predictor_works_on_a_drawn_image(tiny_cfg: Cfg, tmp_path: Any) -> None:
+    cfg = tiny_cfg(batch_former=True)
+    torch.save({"model": build_d2_model(cfg).state_dict()}, tmp_path / "model.pth")
+    cfg.MODEL.WEIGHTS = str(tmp_path / "model.pth")
+    cfg.INPUT.MIN_SIZE_TEST = 64
+    found = DefaultPredictor(cfg)(np.zeros((50, 70, 3), dtype=np.uint8))["instances"]
+    assert found.image_size == (50, 70)
+    assert len(found) == 7
+
+
+def test_losses_are_of_full_precision_under_autocast(tiny_cfg: Cfg, inputs: Inputs) -> None:
+    model = build_d2_model(tiny_cfg(masks=True, batch_former=True)).train()
+    wanted = model(inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(inputs)
+    for name, loss in found.items():
+        assert loss.dtype == torch.float32, name
+        torch.testing.assert_close(loss, wanted[name], rtol=0.1, atol=0.05)
+
+
+def test_an_image_without_objects_trains_a_mask_head(tiny_cfg: Cfg, inputs: Inputs) -> None:
+    empty = annotations_to_instances([], (80, 64), mask_format="bitmask")
+    assert not empty.has("gt_masks")
+    losses = build_d2_model(tiny_cfg(masks=True)).train()([inputs[0], {**inputs[1], "instances": empty}])
+    assert all(loss.isfinite() for loss in losses.values())
+
+
 def test_a_backbone_without_a_wanted_stride_is_told(tiny_cfg: Cfg) -> None:
     cfg = tiny_cfg(d2_backbone=True)
     cfg.MODEL.DETR_BF.BACKBONE.STRIDES = [64]
@@ -201,13 +282,18 @@ def test_what_cannot_be_trained_on_is_told(tiny_cfg: Cfg, inputs: Inputs) -> Non
         model(inputs)
 
 
-def test_fewer_classes_than_the_data_set_are_told_before_training(tiny_cfg: Cfg, catalogs: None) -> None:
-    metadata = MetadataCatalog.get("toy")
-    metadata.thing_dataset_id_to_contiguous_id = {10: 0, 20: 1, 30: 2, 40: 3}
-    cfg = tiny_cfg()
-    cfg.DATASETS.TRAIN = ("toy",)
-    with pytest.raises(InputError, match=r"toy has 4 classes, the model knows 3: set MODEL.DETR_BF.NUM_CLASSES 4"):
-        build_d2_model(cfg)
+@pytest.mark.parametrize("split", ["TRAIN", "TEST"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_another_number_of_classes_is_told_before_training(
+    tiny_cfg: Cfg, catalogs: None, count: int, split: str
+) -> None:
+    MetadataCatalog.get("toy").thing_dataset_id_to_contiguous_id = {10 * index: index for index in range(count)}
+    MetadataCatalog.get("named").thing_classes = [str(index) for index in range(count)]
+    for name in ("toy", "named"):
+        cfg = tiny_cfg()
+        cfg.DATASETS[split] = (name,)
+        with pytest.raises(InputError, match=f"{name} has {count} classes, the model knows 3: .*NUM_CLASSES {count}"):
+            build_d2_model(cfg)
 
 
 def panoptic_cfg(tiny_cfg: Cfg) -> Any:
@@ -239,14 +325,23 @@ def test_panoptic_maps_are_the_cores(tiny_cfg: Cfg, inputs: Inputs, catalogs: No
     assert (found["instances"].pred_classes != 1).all()
 
 
+def test_panoptic_maps_need_a_data_set_of_either_split(tiny_cfg: Cfg, inputs: Inputs, catalogs: None) -> None:
+    cfg = panoptic_cfg(tiny_cfg)
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (), ("toy_panoptic",)
+    assert "panoptic_seg" in build_d2_model(cfg).eval()(inputs)[0]
+    cfg.DATASETS.TEST = ()
+    with pytest.raises(InputError, match=r"DATASETS\.TRAIN and DATASETS\.TEST name none"):
+        build_d2_model(cfg)
+
+
 def test_panoptic_maps_need_masks_and_metadata(tiny_cfg: Cfg, catalogs: None) -> None:
     cfg = panoptic_cfg(tiny_cfg)
     cfg.MODEL.MASK_ON = False
     with pytest.raises(InputError, match=r"set MODEL\.MASK_ON True"):
         build_d2_model(cfg)
     cfg.MODEL.MASK_ON = True
-    cfg.MODEL.DETR_BF.NUM_CLASSES = 5
-    with pytest.raises(InputError, match=r"2 things and 1 stuff classes, .* are not 0 to 4"):
+    MetadataCatalog.get("toy_panoptic").stuff_dataset_id_to_contiguous_id[20] = 7
+    with pytest.raises(InputError, match=r"2 things and 1 stuff classes, .* are not 0 to 2"):
         build_d2_model(cfg)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("detectron2")
+pytest.importorskip("detectron2.config")
 
 from detectron2.engine import default_argument_parser
 
@@ -152,6 +152,11 @@ def test_a_lazy_run_resumes_and_is_evaluated_alone(tmp_path: Path, toy: SimpleNa
     assert alone["bbox"] == pytest.approx(trained["bbox"], nan_ok=True)
     train_from_lazy(tmp_path, "detr_r50", folder, toy, "train.max_iter=4", flags=("--resume",))
     assert torch.load(folder / "model_final.pth", weights_only=False)["iteration"] == 3
+
+
+def test_another_number_of_classes_ends_a_lazy_run_before_it_begins(tmp_path: Path, toy: SimpleNamespace) -> None:
+    with pytest.raises(InputError, match=r"toy has 3 classes, the model knows 80: .*model.num_classes=3"):
+        train_from_lazy(tmp_path, "detr_r50", tmp_path / "run", toy, "model.num_classes=80")
 
 
 def test_nothing_to_evaluate_is_told(tmp_path: Path, toy: SimpleNamespace) -> None:
