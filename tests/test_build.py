@@ -48,6 +48,12 @@ def test_settings_reach_the_parts() -> None:
     assert model.decoder.heads.classes[0].out_features == 6
 
 
+def test_an_unknown_detector_is_told_before_weights_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("detr_bf.build.model.build_backbone", lambda *args, **kwargs: pytest.fail("too early"))
+    with pytest.raises(InputError, match="detrr"):
+        build_model(load_config(None, ["model.name=detrr"]), num_classes=5)
+
+
 def test_focal_has_no_background_logit_and_starts_low() -> None:
     config = load_config(None, [*SMALL, "loss.classification=focal", "loss.focal_gamma=1.5"])
     model = build_model(config, num_classes=5)

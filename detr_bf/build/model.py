@@ -64,6 +64,7 @@ def _own_gpu() -> torch.device:
 
 def build_model(config: Config, num_classes: int, *, pretrained: bool = True) -> Detector:
     """The detector; without ``pretrained`` the backbone's weights are left to a checkpoint."""
+    detector_named(config.model.name)  # before weights are fetched
     backbone = config.model.backbone
     body = build_backbone(
         backbone.name,

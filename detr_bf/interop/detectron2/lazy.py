@@ -15,10 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from detr_bf.config import load_config
-from detr_bf.errors import InputError
 from detr_bf.interop.detectron2.checkpoint import DetrBfCheckpointer
 from detr_bf.interop.detectron2.meta_arch import build_detr_bf, check_classes
-from detr_bf.interop.detectron2.setup import set_up
+from detr_bf.interop.detectron2.setup import check_evaluable, set_up
 from detr_bf.models import recipe_config
 
 
@@ -53,18 +52,17 @@ def train_lazy(options: argparse.Namespace) -> Any:
     """
     cfg = LazyConfig.apply_overrides(LazyConfig.load(options.config_file), options.opts)
     set_up(cfg, options, cfg.train.output_dir)
+    if options.eval_only:
+        check_evaluable(options, cfg.train.init_checkpoint, cfg.train.output_dir)
     if "pretrained" in cfg.model and (options.eval_only or cfg.train.init_checkpoint):
         cfg.model.pretrained = False  # the weights come from a checkpoint
     model = instantiate(cfg.model).to(cfg.train.device)
     check_classes(_datasets(cfg), cfg.model.num_classes)
     if not options.eval_only:
         return _train(cfg, model, resume=options.resume)
-    checkpointer = DetrBfCheckpointer(model, save_dir=cfg.train.output_dir)
-    if not (cfg.train.init_checkpoint or (options.resume and checkpointer.has_checkpoint())):
-        raise InputError(
-            "nothing to evaluate: give weights with train.init_checkpoint=FILE, or --resume for the output folder's"
-        )
-    checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=options.resume)
+    DetrBfCheckpointer(model, save_dir=cfg.train.output_dir).resume_or_load(
+        cfg.train.init_checkpoint, resume=options.resume
+    )
     return evaluate(cfg, model)
 
 

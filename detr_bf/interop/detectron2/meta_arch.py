@@ -304,7 +304,8 @@ def check_classes(datasets: Iterable[str], num_classes: int) -> None:
         if known not in (0, num_classes):
             raise InputError(
                 f"the data set {name} has {known} classes, the model knows {num_classes}: set "
-                f"MODEL.DETR_BF.NUM_CLASSES {known} (model.num_classes={known})"
+                f"MODEL.DETR_BF.NUM_CLASSES {known} (model.num_classes={known}), or name the data sets of the model in "
+                "DATASETS.TRAIN and DATASETS.TEST (dataloader.train.dataset.names, dataloader.test.dataset.names)"
             )
 
 

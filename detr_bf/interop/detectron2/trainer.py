@@ -12,7 +12,6 @@ from detectron2.data import build_detection_test_loader, build_detection_train_l
 from detectron2.engine import DefaultTrainer
 from detectron2.evaluation import DatasetEvaluator
 
-from detr_bf.errors import InputError
 from detr_bf.interop.detectron2.checkpoint import DetrBfCheckpointer
 from detr_bf.interop.detectron2.config import add_detr_bf_config
 from detr_bf.interop.detectron2.datasets import register_coco, register_coco_panoptic
@@ -20,7 +19,7 @@ from detr_bf.interop.detectron2.evaluation import build_evaluator
 from detr_bf.interop.detectron2.mapper import DetrBfDatasetMapper
 from detr_bf.interop.detectron2.meta_arch import DetrBf
 from detr_bf.interop.detectron2.optimizer import optimizer_of
-from detr_bf.interop.detectron2.setup import set_up
+from detr_bf.interop.detectron2.setup import check_evaluable, set_up
 
 
 class Trainer(DefaultTrainer):
@@ -67,13 +66,9 @@ def train_yacs(options: argparse.Namespace) -> Any:
         trainer.resume_or_load(resume=options.resume)
         trainer.train()
         return getattr(trainer, "_last_eval_results", None)
+    check_evaluable(options, cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR)
     model = Trainer.build_model(cfg)
-    checkpointer = DetrBfCheckpointer(model, save_dir=cfg.OUTPUT_DIR)
-    if not (cfg.MODEL.WEIGHTS or (options.resume and checkpointer.has_checkpoint())):
-        raise InputError(
-            "nothing to evaluate: give weights with MODEL.WEIGHTS FILE, or --resume for the output folder's"
-        )
-    checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=options.resume)
+    DetrBfCheckpointer(model, save_dir=cfg.OUTPUT_DIR).resume_or_load(cfg.MODEL.WEIGHTS, resume=options.resume)
     return Trainer.test(cfg, model)
 
 
