@@ -114,7 +114,7 @@ class DetrBf(nn.Module):
         Raises:
             InputError: no name is one of ours. Detectron2 loads what fits, and would go on with random weights.
         """
-        if not any(name in self.state_dict() for name in state_dict):
+        if self.state_dict().keys().isdisjoint(state_dict):
             raise InputError(
                 f"none of the {len(state_dict)} tensors has a name of this model. Weights of the core, the authors or "
                 "Hugging Face are read by DetrBfCheckpointer and our Trainer; for detectron2's own, write them with "
