@@ -1,11 +1,10 @@
 from detr_bf.interop.detectron2 import recipe
 
-from .common import dataloader, optimizer, schedule, train
+from .common import schedule
+from .deformable_detr_r50 import dataloader, optimizer, train
 
 model = recipe("deformable_detr_r50_bfv2")
 dataloader.train.total_batch_size = 24
-optimizer.lr = 2e-4
-optimizer.params.point_multiplier = 0.1
 epoch, train.max_iter, lr_multiplier = schedule(24)
 train.eval_period = train.checkpointer.period = epoch
 train.output_dir = "output/deformable_detr_r50_bfv2"

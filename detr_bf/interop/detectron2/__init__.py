@@ -22,6 +22,7 @@ _HOMES = {
     "build_evaluator": "evaluation",
     "build_optimizer": "optimizer",
     "detector_parameters": "optimizer",
+    "optimizer_of": "optimizer",
     "recipe": "lazy",
     "register_coco": "datasets",
     "register_coco_panoptic": "datasets",

@@ -16,8 +16,9 @@ from torch import nn
 
 from detr_bf.config import load_config
 from detr_bf.interop.detectron2.checkpoint import DetrBfCheckpointer
-from detr_bf.interop.detectron2.meta_arch import build_detr_bf, check_classes
-from detr_bf.interop.detectron2.setup import check_evaluable, set_up
+from detr_bf.interop.detectron2.meta_arch import build_detr_bf
+from detr_bf.interop.detectron2.parts import check_classes
+from detr_bf.interop.detectron2.preparation import check_evaluable, set_up
 from detr_bf.models import recipe_config
 
 

@@ -5,37 +5,30 @@ Shape legend: B images, H x W pixels of the padded batch, N detections.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode, configurable
-from detectron2.data import MetadataCatalog
 from detectron2.modeling import META_ARCH_REGISTRY, build_backbone, detector_postprocess
 from detectron2.structures import Boxes, ImageList, Instances
 from detectron2.utils.events import get_event_storage, has_event_storage
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from detr_bf.build import (
-    build_detector,
-    build_detector_criterion,
-    build_model,
-    build_panoptic_postprocess,
-    build_postprocess,
-)
-from detr_bf.config import Config, config_from_dict
+from detr_bf.config import config_from_dict
 from detr_bf.detectors import Detector
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
 from detr_bf.interop.detectron2.backbone import Detectron2Backbone
 from detr_bf.interop.detectron2.config import DETECTRON2, core_config
+from detr_bf.interop.detectron2.parts import check_classes, parts
 from detr_bf.interop.detectron2.tensors import batch_of, cropped, fields_of, output_target, panoptic_of, target_of
 from detr_bf.losses.report import LossReport
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
-from detr_bf.structures import ClassMap, Outputs
+from detr_bf.structures import Outputs
 
 Inputs = Sequence[Mapping[str, Any]]
 
@@ -254,76 +247,6 @@ def build_detr_bf(
             pretrained=pretrained,
         )
     )
-
-
-def parts(
-    config: Config,
-    num_classes: int,
-    *,
-    backbone: nn.Module | None,
-    pixel_mean: Sequence[float],
-    pixel_std: Sequence[float],
-    input_format: str,
-    panoptic_dataset: str | None,
-    pretrained: bool,
-) -> dict[str, Any]:
-    """The arguments of :class:`DetrBf`; see :func:`build_detr_bf`."""
-    if input_format not in ("RGB", "BGR"):
-        raise InputError(f"the order of the channels must be RGB or BGR, got {input_format}")
-    if backbone is None:
-        detector = build_model(config, num_classes, pretrained=pretrained)
-    else:
-        body = Detectron2Backbone(
-            backbone,
-            strides=config.model.backbone.strides,
-            pixel_mean=pixel_mean,
-            pixel_std=pixel_std,
-            finer=config.model.masks,
-        )
-        detector = build_detector(config, num_classes, body)
-    return {
-        "detector": detector,
-        "criterion": build_detector_criterion(config, detector),
-        "postprocess": build_postprocess(config),
-        "num_classes": num_classes,
-        "panoptic": None if panoptic_dataset is None else _panoptic(config, num_classes, panoptic_dataset),
-        "input_format": input_format,
-        "batches_meet": config.batch_former.enabled and config.batch_former.mode == "mini_batch_inference",
-    }
-
-
-def check_classes(datasets: Iterable[str], num_classes: int) -> None:
-    """Raise InputError where the metadata of a data set, as far as there are some, have another number of classes.
-
-    Labels would lie outside the model's classes, or its detections outside those of the evaluator.
-    """
-    for name in datasets:
-        metadata = MetadataCatalog.get(name)
-        things, stuff = (metadata.get(f"{kind}_dataset_id_to_contiguous_id", {}) for kind in ("thing", "stuff"))
-        known = len({*things.values(), *stuff.values()}) or len(metadata.get("thing_classes", ()))
-        if known not in (0, num_classes):
-            raise InputError(
-                f"the data set {name} has {known} classes, the model knows {num_classes}: set "
-                f"MODEL.DETR_BF.NUM_CLASSES {known} (model.num_classes={known}), or name the data sets of the model in "
-                "DATASETS.TRAIN and DATASETS.TEST (dataloader.train.dataset.names, dataloader.test.dataset.names)"
-            )
-
-
-def _panoptic(config: Config, num_classes: int, dataset: str) -> PanopticPostprocess:
-    if not config.model.masks:
-        raise InputError("panoptic maps need a mask head: set MODEL.MASK_ON True (model.masks=True)")
-    metadata = MetadataCatalog.get(dataset)
-    things = set(metadata.get("thing_dataset_id_to_contiguous_id", {}).values())
-    stuff = set(metadata.get("stuff_dataset_id_to_contiguous_id", {}).values())
-    if things | stuff != set(range(num_classes)):
-        raise InputError(
-            f"the metadata of {dataset} number {len(things)} things and {len(stuff)} stuff classes, and together these "
-            f"are not 0 to {num_classes - 1}, the classes of the model: register the data set with "
-            "register_coco_panoptic, which numbers both together, and set MODEL.DETR_BF.NUM_CLASSES"
-        )
-    kinds = tuple(index in things for index in range(num_classes))
-    indices = tuple(range(num_classes))
-    return build_panoptic_postprocess(config, ClassMap(indices, tuple(map(str, indices)), kinds))
 
 
 def _instances(found: Any, size: tuple[int, int], kept_classes: Sequence[bool] | None) -> Instances:

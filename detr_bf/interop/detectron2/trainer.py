@@ -19,7 +19,7 @@ from detr_bf.interop.detectron2.evaluation import build_evaluator
 from detr_bf.interop.detectron2.mapper import DetrBfDatasetMapper
 from detr_bf.interop.detectron2.meta_arch import DetrBf
 from detr_bf.interop.detectron2.optimizer import optimizer_of
-from detr_bf.interop.detectron2.setup import check_evaluable, set_up
+from detr_bf.interop.detectron2.preparation import check_evaluable, set_up
 
 
 class Trainer(DefaultTrainer):

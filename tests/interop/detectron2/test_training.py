@@ -70,15 +70,22 @@ def lazy_options(folder: Path, toy: SimpleNamespace, *more: str) -> list[str]:
     ]
 
 
+def registration(toy: SimpleNamespace) -> str:
+    paths = [str(toy.images), str(toy.annotations)]
+    if hasattr(toy, "panoptic"):
+        return f"register_coco_panoptic('toy', *{[*paths, str(toy.panoptic)]})"
+    return f"register_coco('toy', *{paths})"
+
+
 def lazy_file(folder: Path, toy: SimpleNamespace, config: str) -> Path:
     """A config that registers its data and takes the rest from an example."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in (CONFIGS / "lazy").glob("*.py"):
         (folder / path.name).write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
     text = (
-        "from detr_bf.interop.detectron2 import register_coco\n"
+        "from detr_bf.interop.detectron2 import register_coco, register_coco_panoptic\n"
         f"from .{config} import dataloader, lr_multiplier, model, optimizer, train\n"
-        f"register_coco('toy', {str(toy.images)!r}, {str(toy.annotations)!r})\n"
+        f"{registration(toy)}\n"
     )
     (folder / "mine.py").write_text(text, encoding="utf-8")
     return folder / "mine.py"
@@ -196,3 +203,16 @@ def test_both_panoptic_stages_train(tmp_path: Path, panoptic_folder: Callable[..
         key for line in lines for key in line
     }
     assert (tmp_path / "masks" / "inference" / "panoptic").is_dir()
+
+
+def test_both_panoptic_stages_train_from_lazy_configs(
+    tmp_path: Path, panoptic_folder: Callable[..., SimpleNamespace]
+) -> None:
+    data = panoptic_folder()
+    classes = f"model.num_classes={len(data.content['categories'])}"
+    train_from_lazy(tmp_path, "panoptic_detr_r50_boxes_bfv2", tmp_path / "boxes", data, classes)
+    stage = (classes, f"train.init_checkpoint={tmp_path}/boxes/model_final.pth", "model.eval.panoptic.threshold=0.0")
+    results = train_from_lazy(tmp_path, "panoptic_detr_r50_bfv2", tmp_path / "masks", data, *stage)
+    assert "PQ" in results["panoptic_seg"]
+    boxes, masks = (torch.load(tmp_path / run / "model_final.pth", weights_only=False) for run in ("boxes", "masks"))
+    assert all(torch.equal(masks["model"][name], value) for name, value in boxes["model"].items())
