@@ -91,6 +91,19 @@ class Target:
         )
 
 
+def padding_mask(
+    sizes: Sequence[tuple[int, int]], padded: tuple[int, int], device: torch.device | str = "cpu"
+) -> Tensor:
+    """(B, H, W) bool, True = padding: what lies right of or below each of B images in a batch of ``padded`` size.
+
+    Sizes are height and width in pixels.
+    """
+    mask = torch.ones(len(sizes), *padded, dtype=torch.bool, device=device)
+    for row, (height, width) in zip(mask, sizes, strict=True):
+        row[:height, :width] = False
+    return mask
+
+
 @dataclass(frozen=True)
 class Batch:
     """Images padded at the right and at the bottom to one size."""
@@ -130,12 +143,10 @@ class Batch:
         height = max(image.shape[-2] for image in images)
         width = max(image.shape[-1] for image in images)
         padded = torch.zeros(len(images), 3, height, width, dtype=torch.uint8)
-        mask = torch.ones(len(images), height, width, dtype=torch.bool)
-        for row, image in enumerate(images):
-            h, w = image.shape[-2:]
-            padded[row, :, :h, :w] = image
-            mask[row, :h, :w] = False
-        return cls(padded, mask, tuple(targets))
+        for row, image in zip(padded, images, strict=True):
+            row[:, : image.shape[-2], : image.shape[-1]] = image
+        sizes = [(image.shape[-2], image.shape[-1]) for image in images]
+        return cls(padded, padding_mask(sizes, (height, width)), tuple(targets))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         return Batch(

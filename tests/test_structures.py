@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from detr_bf.errors import InputError
-from detr_bf.structures import Batch, ClassMap, TokenBatch
+from detr_bf.structures import Batch, ClassMap, TokenBatch, padding_mask
 from tests.references.examples import random_targets
 
 CATEGORIES = [{"id": 90, "name": "bird"}, {"id": 3, "name": "cat"}, {"id": 7}]
@@ -87,3 +87,11 @@ def test_with_tokens_changes_the_tokens_alone() -> None:
 def test_values_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         token_batch().num_streams = 2
+
+
+def test_padding_lies_right_and_below() -> None:
+    mask = padding_mask([(2, 3), (4, 1)], (4, 3))
+    for image, (height, width) in enumerate([(2, 3), (4, 1)]):
+        for row in range(4):
+            for column in range(3):
+                assert mask[image, row, column] == (row >= height or column >= width)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchvision.ops import box_convert
 
 from detr_bf.errors import InputError
-from detr_bf.structures import Batch, Detections, Masks, PanopticMap, Target
+from detr_bf.structures import Batch, Detections, Masks, PanopticMap, Target, padding_mask
 
 Size = tuple[int, int]  # height, width in pixels
 
@@ -29,14 +29,6 @@ class Fields(NamedTuple):
     scores: Tensor  # (N,) float32
     classes: Tensor  # (N,) int64
     masks: Tensor | None  # (N, h, w) bool at the size of the output
-
-
-def padding_mask(sizes: Sequence[Size], padded: Size, device: torch.device | str = "cpu") -> Tensor:
-    """(B, H, W) bool, True = padding: what lies right of or below each of B images in a batch of ``padded`` size."""
-    mask = torch.ones(len(sizes), *padded, dtype=torch.bool, device=device)
-    for row, (height, width) in zip(mask, sizes, strict=True):
-        row[:height, :width] = False
-    return mask
 
 
 def batch_of(images: Tensor, sizes: Sequence[Size], targets: Sequence[Target] = ()) -> Batch:

@@ -14,7 +14,6 @@ from detr_bf.interop.detectron2.tensors import (
     fields_of,
     masks_of,
     output_target,
-    padding_mask,
     panoptic_of,
     target_of,
 )
@@ -39,14 +38,6 @@ class Instances:
 def instances(corners: list[list[float]], classes: list[int], **fields: object) -> Instances:
     boxes = SimpleNamespace(tensor=torch.tensor(corners).reshape(-1, 4))
     return Instances((10, 20), gt_boxes=boxes, gt_classes=torch.tensor(classes, dtype=torch.int64), **fields)
-
-
-def test_padding_lies_right_and_below() -> None:
-    mask = padding_mask([(2, 3), (4, 1)], (4, 3))
-    for image, (height, width) in enumerate([(2, 3), (4, 1)]):
-        for row in range(4):
-            for column in range(3):
-                assert mask[image, row, column] == (row >= height or column >= width)
 
 
 def test_a_batch_keeps_its_images_and_says_what_is_padding() -> None:
