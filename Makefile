@@ -35,9 +35,11 @@ experiments: $(STAMP)-demo ## a long tail and small ViTs on Fashion-MNIST, five 
 	$(RUN) benchmarks/experiments.py long_tail --jobs 2 $(ARGS)
 	$(RUN) benchmarks/experiments.py small_data --jobs 2 $(ARGS)
 
+# A process for each core, each with one thread: OpenMP's threads wait by spinning, on the cores of the others.
+test: export OMP_NUM_THREADS ?= 1
 test: $(STAMP)-dev ## run the tests (ARGS="-m slow" for the long ones)
 	@$(MAKE) --no-print-directory kernels
-	$(RUN) -m pytest -q $(ARGS)
+	$(RUN) -m pytest -q -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(STAMP)-dev ## check style, format and types
 	$(RUN) -m ruff check .
