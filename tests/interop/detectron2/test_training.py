@@ -166,11 +166,12 @@ def test_another_number_of_classes_ends_a_lazy_run_before_it_begins(tmp_path: Pa
         train_from_lazy(tmp_path, "detr_r50", tmp_path / "run", toy, "model.num_classes=80")
 
 
-def test_nothing_to_evaluate_is_told(tmp_path: Path, toy: SimpleNamespace) -> None:
+@pytest.mark.parametrize("flags", [("--eval-only",), ("--eval-only", "--resume")])
+def test_nothing_to_evaluate_is_told(tmp_path: Path, toy: SimpleNamespace, flags: tuple[str, ...]) -> None:
     with pytest.raises(InputError, match=r"nothing to evaluate: give weights with MODEL.WEIGHTS FILE"):
-        train_from_yacs("detr_r50", tmp_path / "run", toy, flags=("--eval-only",))
+        train_from_yacs("detr_r50", tmp_path / "run", toy, flags=flags)
     with pytest.raises(InputError, match=r"nothing to evaluate: .*train.init_checkpoint=FILE"):
-        train_from_lazy(tmp_path, "detr_r50", tmp_path / "lazy_run", toy, flags=("--eval-only",))
+        train_from_lazy(tmp_path, "detr_r50", tmp_path / "lazy_run", toy, flags=flags)
 
 
 @pytest.mark.slow
