@@ -15,7 +15,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from detr_bf.build import build_criterion, build_groups, build_model
+from detr_bf.assembly import build_criterion, build_groups, build_model
 from detr_bf.config import Config, load_config
 from detr_bf.detectors import Detector
 from detr_bf.engine import build_optimizer

@@ -15,7 +15,7 @@ import torch
 
 from cases import NUM_CLASSES, SEED, Preset, Setting, make_batch, make_optimizer, training_step
 from command import CONFIGS, add_image_options, cells, check_rounds, circumstances, make_parser
-from detr_bf.build import build_criterion, build_model, device_of
+from detr_bf.assembly import build_criterion, build_model, device_of
 from detr_bf.cli import run_tool
 from detr_bf.errors import InputError
 from detr_bf.files import write_json

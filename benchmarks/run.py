@@ -25,7 +25,7 @@ from cases import (
     measure_training,
 )
 from command import check_rounds, make_parser
-from detr_bf.build import device_of
+from detr_bf.assembly import device_of
 from detr_bf.cli import run_tool
 from detr_bf.config import config_to_dict
 from detr_bf.files import write_json

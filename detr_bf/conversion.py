@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf import interop
-from detr_bf.build import build_classifier, build_masked_autoencoder, build_model
-from detr_bf.build.network import ENCODER
+from detr_bf.assembly import build_classifier, build_masked_autoencoder, build_model
+from detr_bf.assembly.network import ENCODER
 from detr_bf.config import ClassifierConfig, Config, MaskedConfig, config_from_dict, config_to_dict
 from detr_bf.config.classifier import PluginsConfig
 from detr_bf.detectors import Detector

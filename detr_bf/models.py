@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from detr_bf.build import build_model
+from detr_bf.assembly import build_model
 from detr_bf.config import Config, load_config
 from detr_bf.detectors import Detector
 from detr_bf.errors import InputError

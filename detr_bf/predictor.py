@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image
 
-from detr_bf.build import (
+from detr_bf.assembly import (
     build_eval_transform,
     build_model,
     build_panoptic_postprocess,
     build_postprocess,
     device_of,
 )
-from detr_bf.build import load_classifier as load_classifier_model
-from detr_bf.build.classifier_data import build_image_eval_transform
+from detr_bf.assembly import load_classifier as load_classifier_model
+from detr_bf.assembly.classifier_data import build_image_eval_transform
 from detr_bf.config import ClassifierConfig, Config, config_from_dict
 from detr_bf.data.augmentation import EvalTransform
 from detr_bf.data.images import read_image

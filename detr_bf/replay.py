@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from detr_bf.build import device_of
-from detr_bf.build.training import PRECISIONS
+from detr_bf.assembly import device_of
+from detr_bf.assembly.training import PRECISIONS
 from detr_bf.config import RunConfig, config_from_dict, known_keys
 from detr_bf.engine.capture import Capture, load_capture
 from detr_bf.engine.fault import Fault, find_fault

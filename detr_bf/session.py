@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from detr_bf import distributed
-from detr_bf.build import device_of
+from detr_bf.assembly import device_of
 from detr_bf.cli import run_tool
 from detr_bf.config import RunConfig, config_from_dict, config_to_dict, config_to_yaml, load_config
 from detr_bf.engine import Checkpoint, Measured, RunFolder, checkpoint_of, load_checkpoint

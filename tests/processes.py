@@ -17,7 +17,7 @@ from detr_bf import distributed
 
 # a server that has imported torch and runs nothing else hands out processes in a moment
 _SPAWN = multiprocessing.get_context("forkserver")
-_SPAWN.set_forkserver_preload(["tests.processes", "detr_bf.build"])
+_SPAWN.set_forkserver_preload(["tests.processes", "detr_bf.assembly"])
 
 
 def run_together(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from detr_bf.build import acceleration, build_model
-from detr_bf.build.acceleration import accelerate
+from detr_bf.assembly import acceleration, build_model
+from detr_bf.assembly.acceleration import accelerate
 from detr_bf.config import load_config
 from detr_bf.detectors import Detector, MaskHead
 from detr_bf.errors import InputError

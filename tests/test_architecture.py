@@ -16,22 +16,23 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "detr_bf"
 OUTSIDE = {"tools", "tests", "benchmarks"}  # they use the package, never the other way round
 
-GROUND = {"errors", "distributed", "structures", "files", "boxes", "panoptic_png", "progress", "labelled"}
+GROUND = {"errors", "text", "distributed", "structures", "files", "boxes", "panoptic_png", "progress", "labelled"}
 MODEL = {"ops", "batchformer", "layers", "backbones", "transformer", "detectors"}
 WORK = {"losses", "data", "postprocess", "evaluation", "report"}
 
-# From the bottom to the top. Configs become objects in `build` alone; nothing below it knows foreign checkpoints.
+# From the bottom to the top. Configs become objects in `assembly` alone; nothing below it knows foreign checkpoints.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "distributed": {"errors"},
-    "structures": {"errors"},
-    "labelled": {"errors"},
-    "files": {"errors"},
-    "boxes": {"errors"},
-    "panoptic_png": {"errors", "files"},
-    "progress": {"distributed"},
-    "cli": {"errors", "distributed"},
-    "config": {"errors"},  # and no torch
+    "text": set(),
+    "distributed": {"errors", "text"},
+    "structures": {"errors", "text"},
+    "labelled": {"errors", "text"},
+    "files": {"errors", "text"},
+    "boxes": {"errors", "text"},
+    "panoptic_png": {"errors", "text", "files"},
+    "progress": {"distributed", "text"},
+    "cli": {"errors", "text", "distributed"},
+    "config": {"errors", "text"},  # and no torch
     "ops": set(),  # outside the folder of the package, torch only
     "batchformer": {"errors", "distributed", "structures", "ops"},
     "layers": {"errors", "ops"},
@@ -52,26 +53,37 @@ ALLOWED: dict[str, set[str]] = {
     "report": GROUND | {"config", "data", "postprocess", "evaluation"},  # it describes the config of a finished run
     "engine": GROUND | MODEL | WORK,
     "analysis": GROUND | MODEL | WORK | {"vit"},
-    "interop": {"errors", "structures", "files"},
-    "build": GROUND | MODEL | WORK | {"vit", "config", "engine", "interop"},
-    "tasks": GROUND | MODEL | WORK | {"vit", "config", "engine", "interop", "build"},
-    "conversion": {"errors", "structures", "vit", "config", "detectors", "engine", "interop", "build"},
-    "replay": {"errors", "config", "engine", "build", "tasks"},
-    "session": {"errors", "distributed", "files", "cli", "config", "engine", "report", "build", "tasks"},
-    "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "build"},
-    "models": GROUND | MODEL | WORK | {"config", "engine", "interop", "build"},
-    "predictor": GROUND | MODEL | WORK | {"config", "engine", "interop", "build"},
+    "interop": {"errors", "text", "structures", "files"},
+    "assembly": GROUND | MODEL | WORK | {"vit", "config", "engine", "interop"},
+    "tasks": GROUND | MODEL | WORK | {"vit", "config", "engine", "interop", "assembly"},
+    "conversion": {
+        "errors",
+        "text",
+        "files",
+        "structures",
+        "vit",
+        "config",
+        "detectors",
+        "engine",
+        "interop",
+        "assembly",
+    },
+    "replay": {"errors", "text", "config", "engine", "assembly", "tasks"},
+    "session": {"errors", "text", "distributed", "files", "cli", "config", "engine", "report", "assembly", "tasks"},
+    "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
+    "models": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
+    "predictor": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
     "__init__": {"models", "predictor"},  # the short names of the public interface
     "interop/detectron2": GROUND
     | MODEL
     | WORK
-    | {"cli", "config", "engine", "interop", "build", "models"},  # and nobody may import it
+    | {"cli", "config", "engine", "interop", "assembly", "models"},  # and nobody may import it
 }
 SUBLET = {"interop/detectron2"}
 FORBIDDEN_LIBRARIES = {"config": {"torch", "torchvision", "timm"}}
 
 MAX_FUNCTION_LINES = 60
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 
 
 def imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
@@ -158,13 +170,13 @@ def test_the_table_has_no_cycle() -> None:
     [
         ("losses/matcher.py", "from detr_bf.engine.loop import train", "detr_bf.engine.loop.train"),
         ("layers/mlp.py", "from ..structures import Batch", "detr_bf.structures.Batch"),
-        ("engine/loop.py", "import detr_bf.build as b", "detr_bf.build"),
+        ("engine/loop.py", "import detr_bf.assembly as b", "detr_bf.assembly"),
         ("engine/loop.py", "def f():\n    from detr_bf import config", "detr_bf.config"),
         ("postprocess.py", "import detr_bf", "detr_bf"),
         ("data/coco.py", "import os, tools.train_net", "tools"),
         ("config/schema.py", "import torch.nn as nn", "torch"),
         ("novelty/x.py", "import os", "novelty"),
-        ("build/run.py", "from detr_bf.interop.detectron2 import recipe", "detr_bf.interop.detectron2.recipe"),
+        ("assembly/run.py", "from detr_bf.interop.detectron2 import recipe", "detr_bf.interop.detectron2.recipe"),
         ("interop/formats.py", "import detr_bf.interop.detectron2.config", "detr_bf.interop.detectron2.config"),
         ("interop/detectron2/x.py", "from detr_bf.session import train", "detr_bf.session.train"),
     ],
@@ -192,7 +204,9 @@ def test_long_code_is_found() -> None:
     body = "    x = 1\n"
     assert too_long("def f():\n" + body * (MAX_FUNCTION_LINES - 1), "a.py") == []
     assert too_long("def f():\n" + body * MAX_FUNCTION_LINES, "a.py") == ["a.py:1: f has 61 lines, at most 60"]
-    assert too_long("x = 1\n" * (MAX_FILE_LINES + 1), "a.py") == ["a.py: 401 lines, at most 400"]
+    assert too_long("x = 1\n" * (MAX_FILE_LINES + 1), "a.py") == [
+        f"a.py: {MAX_FILE_LINES + 1} lines, at most {MAX_FILE_LINES}"
+    ]
 
 
 def test_detectors_are_short_and_hold_only_their_difference() -> None:

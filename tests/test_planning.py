@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from detr_bf.build import build_classification, build_model
+from detr_bf.assembly import build_classification, build_model
 from detr_bf.config import Config, load_config
 from detr_bf.engine import build_optimizer
 from detr_bf.errors import InputError

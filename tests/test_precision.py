@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from detr_bf.build import build_groups, build_model
+from detr_bf.assembly import build_groups, build_model
 from detr_bf.config import load_config
 from detr_bf.detectors import Detector, MaskHead
 from detr_bf.engine import build_optimizer

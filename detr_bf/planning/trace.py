@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from detr_bf.build import build_classification, build_model
+from detr_bf.assembly import build_classification, build_model
 from detr_bf.config import Config
 from detr_bf.planning.pretence import FusedAttention, autocast, without_numbers
 from detr_bf.planning.recorder import Recorder, Work, bytes_of

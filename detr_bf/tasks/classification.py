@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from detr_bf.build import (
+from detr_bf.assembly import (
     as_evaluated,
     build_classifier,
     build_classifier_criterion,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.ops import box_convert
 
-from detr_bf.build import (
+from detr_bf.assembly import (
     build_classification,
     build_detector_criterion,
     build_evaluation,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from detr_bf import interop
-from detr_bf.build import (
+from detr_bf.assembly import (
     build_image_splits,
     build_masked_autoencoder,
     build_masked_evaluation,

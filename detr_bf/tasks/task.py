@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from detr_bf.build.acceleration import accelerate
+from detr_bf.assembly.acceleration import accelerate
 from detr_bf.config import RunConfig
 from detr_bf.data.doctor import Report
 from detr_bf.engine import Checkpoint, Measured, RunFolder, Trainer, TrainingStep, load_strict

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import plugins
-from detr_bf.build import build_classifier_trainer, build_image_splits
-from detr_bf.build.classifier_data import train_batches
+from detr_bf.assembly import build_classifier_trainer, build_image_splits
+from detr_bf.assembly.classifier_data import train_batches
 from detr_bf.config import ClassifierConfig
 from detr_bf.engine import RunFolder
 from detr_bf.labelled import LabelledImages

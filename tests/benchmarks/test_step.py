@@ -12,7 +12,7 @@ import torch
 
 import cases
 import step
-from detr_bf.build import build_criterion, build_model
+from detr_bf.assembly import build_criterion, build_model
 
 TINY = (
     "model.backbone.name=resnet18",

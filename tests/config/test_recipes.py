@@ -13,8 +13,8 @@ import torch
 import yaml
 from torch import nn
 
-from detr_bf.build.classifier import build_classifier
-from detr_bf.build.masked import build_masked_autoencoder
+from detr_bf.assembly.classifier import build_classifier
+from detr_bf.assembly.masked import build_masked_autoencoder
 from detr_bf.config import ClassifierConfig, Config, MaskedConfig, RunConfig, known_keys, load_config
 from detr_bf.errors import InputError
 

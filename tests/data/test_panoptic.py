@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.ops import box_convert
 
-from detr_bf.build import build_train_data, build_val_data, data_source
+from detr_bf.assembly import build_train_data, build_val_data, data_source
 from detr_bf.config import load_config
 from detr_bf.data.batches import EpochBatches
 from detr_bf.data.coco import CocoDetection, read_annotations

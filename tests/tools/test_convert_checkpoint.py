@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 import detr_bf
 from detr_bf import interop
+from detr_bf.assembly import build_model, read_initial_weights
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.build import build_model, read_initial_weights
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.engine import Checkpoint, load_checkpoint, load_fitting
 from detr_bf.structures import Batch, ClassMap

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from detr_bf.assembly import load_classifier
 from detr_bf.batchformer import BatchFormer
-from detr_bf.build import load_classifier
 from detr_bf.config import config_to_dict, load_config, saved_config
 from detr_bf.engine import Checkpoint, load_checkpoint
 from detr_bf.structures import ClassMap

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from detr_bf import interop
-from detr_bf.build import build_model
+from detr_bf.assembly import build_model
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.engine import Checkpoint, load_checkpoint
 from detr_bf.structures import ClassMap

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from detr_bf.build import build_detector_criterion, build_model
+from detr_bf.assembly import build_detector_criterion, build_model
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.detectors import Detector
 from detr_bf.engine.capture import Capture, capture_step

@@ -8,7 +8,7 @@ from typing import Any
 from detectron2.data import MetadataCatalog
 from torch import nn
 
-from detr_bf.build import (
+from detr_bf.assembly import (
     build_detector,
     build_detector_criterion,
     build_model,

@@ -18,8 +18,8 @@ from detectron2.data.datasets.builtin_meta import COCO_CATEGORIES
 from detectron2.modeling import build_backbone as build_foreign_backbone
 from detectron2.modeling import build_model as build_meta_arch
 
+from detr_bf.assembly import read_initial_weights
 from detr_bf.backbones import build_backbone
-from detr_bf.build import read_initial_weights
 from detr_bf.engine import Checkpoint
 from detr_bf.errors import InputError
 from detr_bf.interop import COCO_IDS, from_foreign, renumbered, to_foreign, write_weights

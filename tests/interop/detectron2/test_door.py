@@ -1,7 +1,6 @@
 """The package says what it needs, and nothing else needs it."""
 
 import ast
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,13 +57,14 @@ def test_without_detectron2_the_tools_end_with_one_line(tool: str) -> None:
 
 def test_a_folder_of_the_name_is_no_installation(tmp_path: Path) -> None:
     (tmp_path / "detectron2").mkdir()
-    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nfrom detr_bf.interop.detectron2 import Trainer"
-    path = os.pathsep.join(
-        part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if "checkout" not in part
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path}
-    )
+    code = f"""
+import sys
+from pathlib import Path
+installed = [path for path in sys.path if not (Path(path) / "detectron2").is_dir()]
+sys.path[:] = [{str(tmp_path)!r}, *installed]
+from detr_bf.interop.detectron2 import Trainer
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert f"see {door.INSTALL_GUIDE}" in ended.stderr
 
 

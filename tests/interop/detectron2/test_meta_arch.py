@@ -21,7 +21,7 @@ from detectron2.modeling import build_model as build_d2_model
 from detectron2.structures import BitMasks, Instances
 from detectron2.utils.events import EventStorage
 
-from detr_bf.build import build_criterion, build_model, build_panoptic_postprocess, build_postprocess
+from detr_bf.assembly import build_criterion, build_model, build_panoptic_postprocess, build_postprocess
 from detr_bf.errors import InputError
 from detr_bf.interop.detectron2 import build_detr_bf
 from detr_bf.interop.detectron2.config import core_config

@@ -13,7 +13,7 @@ pytest.importorskip("detectron2.config")
 
 from detectron2.modeling import build_model
 
-from detr_bf.build import build_groups
+from detr_bf.assembly import build_groups
 from detr_bf.errors import InputError
 from detr_bf.interop.detectron2 import build_optimizer
 from detr_bf.interop.detectron2.config import core_config

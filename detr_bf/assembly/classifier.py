@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from detr_bf.build.model import device_of
-from detr_bf.build.network import build_network
-from detr_bf.build.plugins import add_context, add_diverse, add_localization, add_v1, add_v2
+from detr_bf.assembly.model import device_of
+from detr_bf.assembly.network import build_network
+from detr_bf.assembly.plugins import add_context, add_diverse, add_localization, add_v1, add_v2
 from detr_bf.config import ClassifierConfig, config_from_dict
 from detr_bf.engine import (
     checkpoint_of,

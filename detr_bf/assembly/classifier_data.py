@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import Sampler
 
 from detr_bf import distributed
-from detr_bf.build.network import build_network
-from detr_bf.build.training import PRECISIONS, epoch_batches
+from detr_bf.assembly.network import build_network
+from detr_bf.assembly.training import PRECISIONS, epoch_batches
 from detr_bf.config import ClassifierConfig, MaskedConfig
 from detr_bf.config.classifier import ImageTransformConfig
 from detr_bf.data.augmentation import EvalTransform, TrainTransform

@@ -7,9 +7,9 @@ import timm
 import torch
 from torch import nn
 
-from detr_bf.build.classifier import build_classifier
-from detr_bf.build.network import build_network
-from detr_bf.build.trial import check_batch_norm
+from detr_bf.assembly.classifier import build_classifier
+from detr_bf.assembly.network import build_network
+from detr_bf.assembly.trial import check_batch_norm
 from detr_bf.config import ClassifierConfig, load_config
 from detr_bf.errors import InputError
 from detr_bf.vit import add_batchformer

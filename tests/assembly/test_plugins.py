@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from detr_bf.build import build_criterion, build_detector_criterion, build_groups, build_model
-from detr_bf.build.acceleration import accelerate
-from detr_bf.build.plugins import add_diverse, add_encoder_plugins, add_v1, add_v2, encoder_of
+from detr_bf.assembly import build_criterion, build_detector_criterion, build_groups, build_model
+from detr_bf.assembly.acceleration import accelerate
+from detr_bf.assembly.plugins import add_diverse, add_encoder_plugins, add_v1, add_v2, encoder_of
 from detr_bf.config import Config, load_config
 from detr_bf.config.classifier import PluginsConfig
 from detr_bf.config.plugins import ContextBroadcastingConfig

@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 
-from detr_bf.build.network import build_network
+from detr_bf.assembly.network import build_network
 from detr_bf.errors import InputError
 
 VIT = "vit_tiny_patch16_224"
@@ -58,7 +58,7 @@ def test_the_trial_changes_neither_the_network_nor_random_numbers(name: str, mon
     options = TINY if name == VIT else {}
     torch.manual_seed(0)
     tried, after = build(name, options=options), torch.rand(3)
-    monkeypatch.setattr("detr_bf.build.network.try_network", lambda *_, **__: None)
+    monkeypatch.setattr("detr_bf.assembly.network.try_network", lambda *_, **__: None)
     torch.manual_seed(0)
     plain, expected = build(name, options=options), torch.rand(3)
     assert torch.equal(after, expected)

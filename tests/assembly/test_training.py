@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from detr_bf.build.image_training import image_learning_rate
-from detr_bf.build.training import check_same_classes, learning_rate
+from detr_bf.assembly.image_training import image_learning_rate
+from detr_bf.assembly.training import check_same_classes, learning_rate
 from detr_bf.config import ClassifierConfig, Config, MaskedConfig, load_config
 from detr_bf.engine import Checkpoint, RunFolder
 from detr_bf.errors import InputError

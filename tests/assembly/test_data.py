@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from detr_bf.build import build_evaluation, build_train_data, data_source
+from detr_bf.assembly import build_evaluation, build_train_data, data_source
 from detr_bf.config import Config, load_config
 from detr_bf.engine import RunFolder
 from detr_bf.errors import InputError

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from detr_bf import distributed, interop
-from detr_bf.build.acceleration import accelerate
-from detr_bf.build.data import build_loader, build_train_data, build_val_data, data_source
-from detr_bf.build.model import (
+from detr_bf.assembly.acceleration import accelerate
+from detr_bf.assembly.data import build_loader, build_train_data, build_val_data, data_source
+from detr_bf.assembly.model import (
     build_detector_criterion,
     build_model,
     build_panoptic_postprocess,
     build_postprocess,
     device_of,
 )
-from detr_bf.build.training import (
+from detr_bf.assembly.training import (
     PRECISIONS,
     check_same_classes,
     differ_in_random_numbers,

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from detr_bf import distributed
-from detr_bf.build.acceleration import accelerate
-from detr_bf.build.classifier import build_classifier, build_classifier_criterion
-from detr_bf.build.classifier_data import ImageSplits, build_image_splits, val_loop
-from detr_bf.build.image_training import image_trainer
-from detr_bf.build.model import device_of
-from detr_bf.build.network import read_network_weights
-from detr_bf.build.training import PRECISIONS, check_same_classes
-from detr_bf.build.trial import check_batch_norm
+from detr_bf.assembly.acceleration import accelerate
+from detr_bf.assembly.classifier import build_classifier, build_classifier_criterion
+from detr_bf.assembly.classifier_data import ImageSplits, build_image_splits, val_loop
+from detr_bf.assembly.image_training import image_trainer
+from detr_bf.assembly.model import device_of
+from detr_bf.assembly.network import read_network_weights
+from detr_bf.assembly.training import PRECISIONS, check_same_classes
+from detr_bf.assembly.trial import check_batch_norm
 from detr_bf.config import ClassifierConfig
 from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, TrainingStep, load_fitting
 from detr_bf.errors import InputError

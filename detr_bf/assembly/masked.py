@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from detr_bf import interop
+from detr_bf.assembly.acceleration import accelerate
+from detr_bf.assembly.classifier_data import ImageSplits, build_image_splits, val_loop
+from detr_bf.assembly.image_training import image_trainer
+from detr_bf.assembly.model import device_of
+from detr_bf.assembly.network import ENCODER, build_network
+from detr_bf.assembly.plugins import layers_of, named
+from detr_bf.assembly.training import PRECISIONS, check_same_classes
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.build.acceleration import accelerate
-from detr_bf.build.classifier_data import ImageSplits, build_image_splits, val_loop
-from detr_bf.build.image_training import image_trainer
-from detr_bf.build.model import device_of
-from detr_bf.build.network import ENCODER, build_network
-from detr_bf.build.plugins import layers_of, named
-from detr_bf.build.training import PRECISIONS, check_same_classes
 from detr_bf.config import MaskedConfig
 from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, TrainingStep, checkpoint_of, load_fitting
 from detr_bf.evaluation import ReconstructionEvaluator

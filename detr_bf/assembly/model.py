@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from detr_bf import distributed
+from detr_bf.assembly.plugins import add_encoder_plugins, encoder_of
 from detr_bf.backbones import Backbone, build_backbone
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.build.plugins import add_encoder_plugins, encoder_of
 from detr_bf.config import Config, RunConfig
 from detr_bf.config.schema import ModelConfig
 from detr_bf.detectors import Detector, MaskHead, Options, detector_named, own_settings

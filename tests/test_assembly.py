@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from detr_bf.build import build_criterion, build_groups, build_model, device_of, read_initial_weights
+from detr_bf.assembly import build_criterion, build_groups, build_model, device_of, read_initial_weights
 from detr_bf.config import load_config
 from detr_bf.errors import InputError
 from detr_bf.losses import CrossEntropy, Focal
@@ -49,7 +49,7 @@ def test_settings_reach_the_parts() -> None:
 
 
 def test_an_unknown_detector_is_told_before_weights_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("detr_bf.build.model.build_backbone", lambda *args, **kwargs: pytest.fail("too early"))
+    monkeypatch.setattr("detr_bf.assembly.model.build_backbone", lambda *args, **kwargs: pytest.fail("too early"))
     with pytest.raises(InputError, match="detrr"):
         build_model(load_config(None, ["model.name=detrr"]), num_classes=5)
 

@@ -1,6 +1,6 @@
 """The only place where a config becomes objects."""
 
-from detr_bf.build.classifier import (
+from detr_bf.assembly.classifier import (
     LoadedClassifier,
     as_evaluated,
     build_classifier,
@@ -8,11 +8,11 @@ from detr_bf.build.classifier import (
     evaluated_weights,
     load_classifier,
 )
-from detr_bf.build.classifier_data import ImageSplits, build_image_splits, check_image_data
-from detr_bf.build.classifier_run import build_classifier_evaluation, build_classifier_trainer
-from detr_bf.build.data import build_eval_transform, build_train_data, build_val_data, data_source
-from detr_bf.build.masked import build_masked_autoencoder, build_masked_evaluation, build_masked_trainer
-from detr_bf.build.model import (
+from detr_bf.assembly.classifier_data import ImageSplits, build_image_splits, check_image_data
+from detr_bf.assembly.classifier_run import build_classifier_evaluation, build_classifier_trainer
+from detr_bf.assembly.data import build_eval_transform, build_train_data, build_val_data, data_source
+from detr_bf.assembly.masked import build_masked_autoencoder, build_masked_evaluation, build_masked_trainer
+from detr_bf.assembly.model import (
     build_classification,
     build_criterion,
     build_detector,
@@ -22,8 +22,8 @@ from detr_bf.build.model import (
     build_postprocess,
     device_of,
 )
-from detr_bf.build.network import build_network, read_network_weights
-from detr_bf.build.run import build_evaluation, build_groups, build_trainer, read_initial_weights
+from detr_bf.assembly.network import build_network, read_network_weights
+from detr_bf.assembly.run import build_evaluation, build_groups, build_trainer, read_initial_weights
 
 __all__ = [
     "ImageSplits",

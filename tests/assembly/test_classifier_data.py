@@ -9,7 +9,7 @@ from PIL import Image
 from torch import nn
 
 from detr_bf import distributed
-from detr_bf.build.classifier_data import (
+from detr_bf.assembly.classifier_data import (
     PatchMixing,
     build_image_eval_transform,
     build_image_splits,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from detr_bf.build.masked import _initial_weights, build_masked_autoencoder
+from detr_bf.assembly.masked import _initial_weights, build_masked_autoencoder
 from detr_bf.config import MaskedConfig, load_config
 from detr_bf.engine import load_fitting
 from detr_bf.errors import InputError

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
-from detr_bf.build.model import device_of
+from detr_bf.assembly.model import device_of
 from detr_bf.config import RunConfig
 from detr_bf.detectors import Detector
 from detr_bf.errors import InputError

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from detr_bf.build.classifier_data import ImageSplits, train_batches
-from detr_bf.build.training import differ_in_random_numbers, learning_rate, metrics_log, train_settings
+from detr_bf.assembly.classifier_data import ImageSplits, train_batches
+from detr_bf.assembly.training import differ_in_random_numbers, learning_rate, metrics_log, train_settings
 from detr_bf.config import ClassifierConfig, MaskedConfig, config_to_dict
 from detr_bf.engine import (
     Checkpoint,

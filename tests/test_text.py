@@ -1,0 +1,41 @@
+"""Text from outside, shown without effect on the terminal or the spreadsheet."""
+
+from __future__ import annotations
+
+import pytest
+
+from detr_bf.text import csv_cell, printable, safe_message
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("cat", "cat"),
+        ("größe 猫 é", "größe 猫 é"),
+        ("a\n0 errors, 0 warnings", r"a\n0 errors, 0 warnings"),
+        ("\x1b]0;title\x07", r"\x1b]0;title\x07"),
+        ("a\u202egpj.exe", r"a\u202egpj.exe"),
+        ("a\u2028b\x85c", r"a\u2028b\x85c"),
+        ("\ud800", r"\ud800"),
+        ("tab\there\r", r"tab\there\r"),
+    ],
+)
+def test_a_name_is_one_harmless_line(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    printable(text).encode("utf-8")  # a lone surrogate would be refused
+
+
+def test_a_long_name_is_cut() -> None:
+    assert printable("x" * 200) == "x" * 200
+    assert printable("x" * 100_000) == "x" * 199 + "…"
+    assert len(printable("\x1b" * 100_000, limit=50)) == 50
+
+
+def test_a_message_keeps_its_lines_and_its_length() -> None:
+    assert safe_message("first\nsecond \x1b[2J\n" + "x" * 1000) == "first\nsecond \\x1b[2J\n" + "x" * 1000
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@x", "\t=1", "\r=1"])
+def test_a_cell_is_no_formula(text: str) -> None:
+    assert csv_cell(text) == f"'{text}"
+    assert csv_cell(f"a{text}") == f"a{text}"
