@@ -20,6 +20,9 @@ from torch import Tensor
 
 from detr_bf.errors import InputError
 
+UNFINISHED = ".detr_bf-unfinished-"  # temporary files begin with this, and no other files are ever removed as such
+_STEM = 40  # characters of a file's name that its temporary name repeats; names are limited to 255 bytes
+
 
 @contextmanager
 def atomic_write(path: str | Path, previous: Path | None = None) -> Iterator[Path]:
@@ -30,7 +33,7 @@ def atomic_write(path: str | Path, previous: Path | None = None) -> Iterator[Pat
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{UNFINISHED}{path.stem[:_STEM]}.", suffix=path.suffix)
     os.close(handle)
     temporary = Path(name)
     try:
@@ -57,9 +60,13 @@ def _flush_names(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the temporary files that killed processes have left in a folder that nobody writes to now."""
-    for path in folder.glob(".*.*.*"):
-        path.unlink(missing_ok=True)
+    """Remove the temporary files of :func:`atomic_write` that killed processes have left in a folder.
+
+    No process may be writing to the folder. Folders and links of such a name are left alone.
+    """
+    for path in folder.glob(f"{UNFINISHED}*"):
+        if path.is_file() and not path.is_symlink():
+            path.unlink(missing_ok=True)
 
 
 def cache_folder(name: str) -> Path:

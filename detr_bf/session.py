@@ -1,9 +1,12 @@
-"""What the training commands do, as functions: train or evaluate, and leave all of it in a folder."""
+"""Train or evaluate a task and write everything to its output folder; the training commands call this."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,10 +19,10 @@ from detr_bf import distributed
 from detr_bf.assembly import device_of
 from detr_bf.cli import run_tool
 from detr_bf.config import RunConfig, config_from_dict, config_to_dict, config_to_yaml, load_config
-from detr_bf.engine import Checkpoint, Measured, RunFolder, checkpoint_of, load_checkpoint
+from detr_bf.engine import Checkpoint, Measured, RunFolder, RunMarker, checkpoint_of, load_checkpoint
 from detr_bf.engine.logs import setup_logging
-from detr_bf.errors import InputError
-from detr_bf.files import remove_unfinished, write_json, write_text
+from detr_bf.errors import InputError, TrainingError
+from detr_bf.files import write_json, write_text
 from detr_bf.report import machine_info, write_report
 from detr_bf.tasks import Task
 
@@ -33,10 +36,13 @@ class Outcome:
     """The numbers of a run and where they are shown."""
 
     result: Measured
-    report: Path
+    folder: Path
+    report: Path | None  # None where it could not be written
+    epochs: str = ""  # of training: the last and the best epoch
 
     def __str__(self) -> str:
-        return f"{self.result}  report {self.report}"
+        shown = f"report {self.report}" if self.report else f"no report, see the log; results in {self.folder}"
+        return "  ".join(filter(None, (str(self.result), shown, self.epochs)))
 
 
 def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = False) -> Outcome | None:
@@ -46,76 +52,102 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
 
     Args:
         resume: go on from the checkpoint in the folder.
-        resume_if_possible: the same if there is one. What its launcher starts anew goes on in any case, with the run
-            that it was at and no other.
+        resume_if_possible: the same if there is one. A process that torchrun restarts resumes in any case, but only the
+            run that the same torchrun started.
 
     Raises:
         InputError: before the first step, for anything the user can mend.
         TrainingError, Interrupted: see :meth:`detr_bf.engine.Trainer.train`.
     """
     config, folder = task.config, RunFolder(Path(task.config.output_dir))
-    with distributed.joined(device_of(config), config.train.timeout_minutes), _prepared(folder) as start:
-        checkpoint = distributed.on_main(
-            lambda: _checked(task, folder, resume, resume_if_possible or _is_started_anew(folder))
-        )
+
+    def prepare() -> Checkpoint | None:
+        _check_folder(folder, resume, resume_if_possible)
+        folder.mark(RunMarker.of_this_process("training"))
+        setup_logging(folder.log)
+        return _checked(task, folder)
+
+    with distributed.joined(device_of(config), config.train.timeout_minutes), _locked(folder) as keep:
+        setup_logging()
+        checkpoint = distributed.on_main(prepare)
         with distributed.failing_together():
             trainer = task.build_trainer(folder, checkpoint)
-        distributed.on_main(lambda: _describe_training(folder, config))
-        start()
+        distributed.on_main(lambda: _describe(folder, config))
+        keep()
         try:
             result = trainer.train()
         finally:
             if trainer.metrics is not None:
                 trainer.metrics.close()
-        return _report(task, folder, result, trainer.evaluate, trainer.evaluation_model)
+        return _report(task, folder, result, trainer.evaluate, trainer.evaluation_model, trainer.epochs_text)
 
 
 def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
     """Evaluate ``source``, a checkpoint of ours or foreign weights, with the model and validation data of the task.
 
-    Called by every process of a group; all but the first get None.
+    The results are written to ``output_dir``, or to a folder ``eval-NAME`` in it where it holds a run or the evaluation
+    of other weights or settings. Called by every process of a group; all but the first get None.
 
     Raises:
         InputError: the weights are another model's.
     """
-    config, folder = task.config, RunFolder(Path(task.config.output_dir))
-    with distributed.joined(device_of(config), config.train.timeout_minutes), _prepared(folder) as start:
-        with distributed.failing_together():
-            model, evaluate = task.build_evaluation(source, folder)
-        # the folder of a training run keeps that run's config
-        distributed.on_main(lambda: None if folder.holds_a_run() else _describe(folder, config))
-        start()
-        return _report(task, folder, evaluate(model), evaluate, model)
+    config = task.config
+
+    def find_folder() -> RunFolder:
+        evaluated = _evaluation_key(config, source)
+        return RunFolder(_evaluation_folder(Path(config.output_dir), source, evaluated))
+
+    def prepare() -> None:
+        folder.check_no_foreign_files()
+        folder.mark(RunMarker.of_this_process("evaluation", _evaluation_key(config, source)))
+        setup_logging(folder.log)
+        folder.remove_unfinished()
+
+    with distributed.joined(device_of(config), config.train.timeout_minutes):
+        folder = distributed.on_main(find_folder)
+        with _locked(folder) as keep:
+            setup_logging()
+            distributed.on_main(prepare)
+            with distributed.failing_together():
+                model, evaluate = task.build_evaluation(source, folder)
+            distributed.on_main(lambda: _describe(folder, config))
+            keep()
+            logger.info("evaluating %s", source)
+            return _report(task, folder, evaluate(model), evaluate, model)
 
 
 @contextmanager
-def _prepared(folder: RunFolder) -> Iterator[Callable[[], None]]:
-    """Log into the folder; what was written there is taken back if an InputError comes before the function is called.
+def _locked(folder: RunFolder) -> Iterator[Callable[[], None]]:
+    """Hold the lock of the folder in the main process, see :meth:`RunFolder.locked`; no other process touches it."""
+    with ExitStack() as stack:
+        in_main: list[Callable[[], None]] = []  # its function stays in the process: on_main would send it to the others
+        distributed.on_main(lambda: in_main.append(stack.enter_context(folder.locked())))
 
-    Only the main process touches the folder.
-    """
-    with ExitStack() as preparation:
-        distributed.on_main(lambda: preparation.enter_context(folder.left_as_it_was_on_bad_input()))
-        setup_logging(folder.log if distributed.is_main() else None)
-        yield preparation.close
+        def keep() -> None:
+            for function in in_main:
+                function()
 
-
-def _is_started_anew(folder: RunFolder) -> bool:
-    """Whether the launcher has started this process before, and for the run in the folder."""
-    return distributed.restarts() > 0 and folder.is_of(distributed.launch())
+        yield keep
 
 
-def _checked(task: Task[Any], folder: RunFolder, resume: bool, resume_if_possible: bool) -> Checkpoint | None:
-    """Everything that can be known before the model is built, and the checkpoint to go on from."""
+def _check_folder(folder: RunFolder, resume: bool, resume_if_possible: bool) -> None:
+    """Check that the run may begin, or go on, in the folder."""
+    folder.check_no_foreign_files()
+    marker = folder.read_marker()
+    restarted = distributed.restarts() > 0 and marker is not None and marker.launch == distributed.launch()
     if resume:
         folder.check_resumable()
-    elif not resume_if_possible:
+    elif not (resume_if_possible or restarted):
         folder.check_unused()
+
+
+def _checked(task: Task[Any], folder: RunFolder) -> Checkpoint | None:
+    """Everything that can be known before the model is built, and the checkpoint to go on from."""
     checkpoint = _newest_checkpoint(folder) if folder.holds_a_run() else None
     if checkpoint is not None:
         _check_same_task(task.config, checkpoint, folder)
     task.check()
-    remove_unfinished(folder.path)
+    folder.remove_unfinished()
     if checkpoint is not None:
         _tell_changes(task.config, checkpoint)
     return checkpoint
@@ -135,20 +167,48 @@ def _newest_checkpoint(folder: RunFolder) -> Checkpoint:
         return checkpoint
 
 
-def evaluation_source(config: RunConfig) -> Path:
-    """The checkpoint ``--eval-only`` means: ``init_from``, else the best or last of the run folder."""
-    source = checkpoint_of(config.init_from or config.output_dir)
+def evaluation_source(config: RunConfig, named: bool) -> Path:
+    """Return the checkpoint that ``--eval-only`` evaluates: the run's own best, or last, or what was named instead.
+
+    Args:
+        named: whether ``init_from`` was given on the command line. In a config file it says what training starts from.
+
+    Raises:
+        InputError: there is no such file.
+    """
+    source = checkpoint_of(config.init_from if named and config.init_from else config.output_dir)
     if not source.is_file():
+        training_only = f"; init_from={config.init_from} of the config file is what training starts from"
         raise InputError(
-            f"nothing to evaluate: {source} is no checkpoint. "
-            "Give one with init_from=FILE, or the output_dir of a trained run"
+            f"nothing to evaluate: {source} is no checkpoint{training_only if config.init_from and not named else ''}. "
+            "Give output_dir=DIR of a trained run, or name the weights on the command line with init_from=FILE"
         )
     return source
 
 
-def _describe_training(folder: RunFolder, config: RunConfig) -> None:
-    _describe(folder, config)
-    write_text(folder.launch, distributed.launch())
+def _evaluation_key(config: RunConfig, source: Path) -> str:
+    """Return what distinguishes one evaluation from another: a hash of the weights and of all settings."""
+    settings = {key: value for key, value in config_to_dict(config).items() if key not in ("output_dir", "init_from")}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    with source.open("rb") as weights:
+        while chunk := weights.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _evaluation_folder(output: Path, source: Path, evaluated: str) -> Path:
+    """Return ``output`` if it holds no run and no other evaluation, else the first such folder ``output/eval-NAME``."""
+    marker, is_own = RunFolder(output).read_marker(), source.parent.resolve() == output.resolve()
+    if marker.evaluated == evaluated if marker else not is_own:
+        return output
+    name = source.stem if is_own else f"{source.resolve().parent.name}-{source.stem}"
+    name, number = re.sub(r"[^A-Za-z0-9._-]+", "_", name)[:80], 1
+    while True:
+        folder = output / (f"eval-{name}" if number == 1 else f"eval-{name}-{number}")
+        marker = RunFolder(folder).read_marker()
+        if marker.evaluated == evaluated if marker else not folder.exists():
+            return folder
+        number += 1
 
 
 def _describe(folder: RunFolder, config: RunConfig) -> None:
@@ -184,13 +244,30 @@ def _check_same_task(config: RunConfig, checkpoint: Checkpoint, folder: RunFolde
         )
 
 
-def _report(task: Task[Any], folder: RunFolder, result: Measured, evaluate: Any, model: nn.Module) -> Outcome | None:
-    """Results, pictures and the page that shows them, by the main process."""
+def _report(
+    task: Task[Any], folder: RunFolder, result: Measured, evaluate: Any, model: nn.Module, epochs: str = ""
+) -> Outcome | None:
+    """Results, pictures and the page that shows them, by the main process.
+
+    Raises:
+        TrainingError: the numbers cannot be written. A page that cannot be made is a warning.
+    """
     if not distributed.is_main():
         return None
-    write_json(folder.evaluation, result.to_dict())
-    task.leave(folder, evaluate, model)
-    return Outcome(result, write_report(folder.path))
+    try:
+        write_json(folder.evaluation, result.to_dict())
+        task.leave(folder, evaluate, model)
+    except OSError as error:
+        raise TrainingError(
+            f"the results ({result}) cannot be written to {folder.path} ({error.strerror or error}): make room, then "
+            "run the same command with --resume, or with --eval-only if that is what it was"
+        ) from error
+    report = None
+    try:
+        report = write_report(folder.path)
+    except Exception as error:
+        logger.warning("%s cannot be written (%s: %s)", folder.report, type(error).__name__, error)
+    return Outcome(result, folder.path, report, epochs)
 
 
 def training_command(
@@ -201,7 +278,9 @@ def training_command(
     parser.add_argument("--config", metavar="FILE", required=True, help="YAML file, configs/demo.yaml for instance")
     parser.add_argument("--resume", action="store_true", help="go on from output_dir/last.pt")
     parser.add_argument("--auto-resume", action="store_true", help="the same if it is there, else start")
-    parser.add_argument("--eval-only", action="store_true", help="evaluate init_from, or the run in output_dir")
+    parser.add_argument(
+        "--eval-only", action="store_true", help="evaluate the run in output_dir, or init_from=FILE if given here"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
     options = parser.parse_intermixed_args(arguments)
 
@@ -210,7 +289,8 @@ def training_command(
         if options.eval_only + options.resume + options.auto_resume > 1:
             raise InputError("--eval-only, --resume and --auto-resume exclude each other")
         if options.eval_only:
-            outcome = evaluate_only(task, evaluation_source(task.config))
+            named = any(override.partition("=")[0].strip() == "init_from" for override in options.overrides)
+            outcome = evaluate_only(task, evaluation_source(task.config, named))
         else:
             outcome = train(task, resume=options.resume, resume_if_possible=options.auto_resume)
         if outcome is not None:  # the first process has it

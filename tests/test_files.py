@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from detr_bf.errors import InputError
 from detr_bf.files import (
+    UNFINISHED,
     atomic_write,
     cache_folder,
     check_sums,
@@ -64,12 +65,35 @@ def test_what_was_there_becomes_the_previous_one(tmp_path: Path) -> None:
     assert (path.read_text(), previous.read_text()) == ("third", "second")
 
 
-def test_what_killed_processes_have_left_is_removed(tmp_path: Path) -> None:
-    kept = [tmp_path / name for name in ("last.pt", "log.txt", ".hidden")]
-    for path in [*kept, tmp_path / ".last.ab12_x9z.pt", tmp_path / ".metrics.q.jsonl"]:
-        path.write_text("x")
+def killed_while_writing(path: Path) -> Path:
+    """Leave what a process leaves that is killed within ``atomic_write``."""
+    with atomic_write(path) as temporary:
+        copy = temporary.with_name(f"{temporary.name}.copy")
+        temporary.rename(copy)
+        temporary.touch()
+    return copy.rename(temporary)
+
+
+@pytest.mark.parametrize("name", ["last.pt", "metrics.jsonl", "x" * 250, "größe" * 30 + ".json"])
+def test_what_killed_processes_have_left_is_removed(tmp_path: Path, name: str) -> None:
+    left = killed_while_writing(tmp_path / name)
+    assert left.exists()
     remove_unfinished(tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted(kept)
+    assert list(tmp_path.iterdir()) == [tmp_path / name]
+
+
+def test_files_of_others_are_never_removed(tmp_path: Path) -> None:
+    """``.*.*.*`` were, ``.terraform.lock.hcl`` among them."""
+    names = (".terraform.lock.hcl", ".env.production.local", ".eslintrc.base.json", ".last.ab12_x9z.pt", ".hidden")
+    for name in (*names, "last.pt", "log.txt", "detr_bf-unfinished-a.txt"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / ".a.b.c").mkdir()
+    (tmp_path / f"{UNFINISHED}folder.x.pt").mkdir()
+    (tmp_path / f"{UNFINISHED}link.x.pt").symlink_to(tmp_path / "last.pt")
+    before = sorted(tmp_path.iterdir())
+    remove_unfinished(tmp_path)
+    remove_unfinished(tmp_path / "missing")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def saved(path: Path) -> bytes:

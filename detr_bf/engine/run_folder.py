@@ -1,19 +1,49 @@
-"""Where the files of a run lie."""
+"""The output folder of a run: the names of its files, its lock, and which of its files may be replaced or removed."""
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
+from detr_bf import distributed
 from detr_bf.errors import InputError
+from detr_bf.files import remove_unfinished, write_json
+from detr_bf.text import printable
+
+LOCK_SECONDS = 1.0  # to wait for a process that is just ending
+SHOWN = 5  # file names that a message lists
+
+
+@dataclass(frozen=True)
+class RunMarker:
+    """Content of the file that marks a folder as written by detr_bf, and by which process last."""
+
+    kind: str  # training or evaluation
+    host: str
+    pid: int
+    since: str  # when the process locked the folder: local time, ISO 8601 with seconds
+    launch: str  # distributed.launch()
+    evaluated: str = ""  # evaluation: SHA-256 of the weights and settings
+
+    @classmethod
+    def of_this_process(cls, kind: str, evaluated: str = "") -> RunMarker:
+        """Return the marker that this process writes now."""
+        since = datetime.now().astimezone().isoformat(timespec="seconds")
+        return cls(kind, socket.gethostname(), os.getpid(), since, distributed.launch(), evaluated)
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The output folder of a run and the names in it."""
+    """The output folder of a training run or of an evaluation, and the names in it."""
 
     path: Path
 
@@ -52,12 +82,21 @@ class RunFolder:
         return self.path / "last.damaged.pt"
 
     @property
-    def launch(self) -> Path:
-        """By whose start the run stands where it does."""
-        return self.path / "launch.txt"
+    def marker(self) -> Path:
+        """Marks the folder as one of detr_bf's; holds a :class:`RunMarker`."""
+        return self.path / "detr_bf-run.json"
+
+    @property
+    def lock(self) -> Path:
+        """Locked by the process that writes to the folder."""
+        return self.path / "detr_bf-run.lock"
+
+    @property
+    def captures(self) -> Path:
+        return self.path / "captures"
 
     def capture(self, step: int, process: int) -> Path:
-        return self.path / "captures" / f"step_{step:07d}_process_{process}.pt"
+        return self.captures / f"step_{step:07d}_process_{process}.pt"
 
     def epoch(self, number: int) -> Path:
         return self.path / f"epoch_{number:04d}.pt"
@@ -71,8 +110,16 @@ class RunFolder:
         return self.path / "results.json"
 
     @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def pictures(self) -> Path:
+        return self.path / "pictures"
+
+    @property
     def sheet(self) -> Path:
-        return self.path / "pictures" / "validation.png"
+        return self.pictures / "validation.png"
 
     @property
     def panoptic(self) -> Path:
@@ -85,7 +132,7 @@ class RunFolder:
 
     @property
     def panoptic_sheet(self) -> Path:
-        return self.path / "pictures" / "panoptic.png"
+        return self.pictures / "panoptic.png"
 
     @property
     def predictions(self) -> Path:
@@ -113,31 +160,124 @@ class RunFolder:
             ) from error
 
     @contextmanager
-    def left_as_it_was_on_bad_input(self) -> Iterator[None]:
-        """Create the folder; what is written into it within the block is taken back if an InputError ends it."""
+    def locked(self) -> Iterator[Callable[[], None]]:
+        """Create the folder and lock it within the block against every other process that writes to it.
+
+        The kernel releases the lock when the process ends, however it ends. If an InputError ends the block, the files
+        and folders that this process has made are removed, and nothing else is; after the function that the block is
+        given has been called, they stay.
+
+        Raises:
+            InputError: the folder cannot be written, or another process holds the lock.
+        """
         missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-        self.create()
-        before = set(self.path.iterdir())
+        kept = False
+
+        def keep() -> None:
+            nonlocal kept
+            kept = True
+
+        try:
+            self.create()
+            new = [] if self.lock.exists() else [self.lock]
+            with self._lock_held():
+                new += [path for path in self._written_before_training if not path.exists()]
+                try:
+                    yield keep
+                except InputError:
+                    for path in () if kept else new:
+                        _remove_written(path)
+                    raise
+        except InputError:
+            for folder in () if kept else missing:
+                with suppress(OSError):
+                    folder.rmdir()  # an empty one only
+            raise
+
+    @contextmanager
+    def _lock_held(self) -> Iterator[None]:
+        lock = FileLock(self.lock, timeout=LOCK_SECONDS)
+        try:
+            lock.acquire()
+        except Timeout:
+            holder = self.read_marker()
+            told = f"process {holder.pid} on {printable(holder.host)} since {printable(holder.since)}" if holder else ""
+            raise InputError(
+                f"output_dir {self.path} is in use by another run ({told or 'just started'}): wait until it has ended, "
+                "stop it, or choose another folder with output_dir=DIR"
+            ) from None
+        except OSError as error:
+            raise InputError(f"output_dir {self.path} cannot be locked ({error}): choose another folder") from error
         try:
             yield
-        except InputError:
-            with suppress(OSError):
-                for file in set(self.path.iterdir()) - before:
-                    file.unlink()
-                for folder in missing:
-                    folder.rmdir()
-            raise
+        finally:
+            lock.release()
+
+    @property
+    def _written_before_training(self) -> tuple[Path, ...]:
+        return self.log, self.metrics, self.config, self.machine, self.marker, self.tensorboard
+
+    def mark(self, marker: RunMarker) -> None:
+        """Write the marker; called with the lock held, before any other file is written."""
+        write_json(self.marker, asdict(marker))
+
+    def read_marker(self) -> RunMarker | None:
+        """Return the marker; None where there is none.
+
+        Raises:
+            InputError: the file is not a marker.
+        """
+        try:
+            return RunMarker(**json.loads(self.marker.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise InputError(
+                f"{self.marker} is damaged or not of this version ({error}): choose another folder with output_dir=DIR"
+            ) from error
+
+    def check_no_foreign_files(self) -> None:
+        """Refuse a folder without marker in which files have the names of ours: they would be overwritten.
+
+        Raises:
+            InputError: there are such files.
+        """
+        if self.marker.exists():
+            return
+        epochs = self.path.glob(self.epoch(0).name.replace("0000", "*"))
+        foreign = [path.name for path in (*self._all_names, *epochs) if path.exists() or path.is_symlink()]
+        if foreign:
+            more = f" and {len(foreign) - SHOWN} more" if len(foreign) > SHOWN else ""
+            raise InputError(
+                f"output_dir {self.path} is not the folder of a run ({self.marker.name} is missing) and holds "
+                f"{', '.join(map(printable, foreign[:SHOWN]))}{more}, which a run would overwrite: choose another "
+                "folder with output_dir=DIR"
+            )
+
+    @property
+    def _all_names(self) -> tuple[Path, ...]:
+        checkpoints = self.last, self.best, self.previous, self.damaged
+        results = self.evaluation, self.results, self.predictions, self.panoptic, self.panoptic_results, self.report
+        return *self._written_before_training, *checkpoints, *results, self.pictures, self.captures
+
+    def remove_unfinished(self) -> None:
+        """Remove temporary files that killed processes have left; called with the lock held."""
+        for folder in (self.path, self.pictures, self.panoptic, self.captures):
+            remove_unfinished(folder)
 
     def holds_a_run(self) -> bool:
         """Whether there is a checkpoint to go on from; killed between two renamings a run leaves ``previous`` alone."""
         return self.last.exists() or self.previous.exists()
 
-    def is_of(self, launch: str) -> bool:
-        """Whether that launch has started the run or gone on with it."""
-        return self.launch.exists() and self.launch.read_text(encoding="utf-8") == launch
-
     def check_unused(self) -> None:
-        """Refuse a folder that holds another run's checkpoint."""
+        """Refuse a folder that holds the checkpoint of a run, or an evaluation.
+
+        Raises:
+            InputError: it does.
+        """
+        marker = self.read_marker()
+        if marker is not None and marker.kind != "training":
+            raise InputError(f"output_dir {self.path} holds an evaluation: choose another folder with output_dir=DIR")
         if self.holds_a_run():
             raise InputError(
                 f"output_dir {self.path} already holds a run: go on with --resume, "
@@ -145,7 +285,11 @@ class RunFolder:
             )
 
     def check_resumable(self) -> None:
-        """Refuse to resume where there is nothing."""
+        """Refuse to resume where there is nothing.
+
+        Raises:
+            InputError: there is no checkpoint.
+        """
         if not self.holds_a_run():
             raise InputError(f"nothing to resume: {self.last} does not exist. Start the run without --resume")
 
@@ -156,3 +300,14 @@ def checkpoint_of(path: str | Path) -> Path:
     if not folder.path.is_dir():
         return folder.path
     return folder.best if folder.best.exists() else folder.last
+
+
+def _remove_written(path: Path) -> None:
+    """Remove what :class:`RunFolder` names and this process wrote; a folder only if no other file is in it."""
+    with suppress(OSError):
+        if not path.is_dir():
+            path.unlink()
+            return
+        for file in path.glob("events.out.tfevents.*"):  # only TensorBoard's folder is written before training
+            file.unlink()
+        path.rmdir()

@@ -65,6 +65,7 @@ class Progress:
     step: int = 0  # optimiser steps done
     evaluated_step: int = 0  # the step of the last evaluation
     best_score: float = -math.inf
+    best_step: int = 0  # the step of the evaluation with the best score; 0: none has a score
     skipped: int = 0  # steps left out
     replaced: int = 0  # images of this epoch that could not be read
 
@@ -152,6 +153,13 @@ class Trainer:
     def evaluation_model(self) -> nn.Module:
         """The averaged weights when there are any."""
         return self.model if self.ema is None else self.ema.module
+
+    @property
+    def epochs_text(self) -> str:
+        """The last epoch and the one with the best score, counted from 1, each with its checkpoint."""
+        last, best = (math.ceil(step / self.steps_per_epoch) for step in (self.progress.step, self.progress.best_step))
+        found = f", best epoch {best} ({self.folder.best.name})" if best else ", no epoch with a score"
+        return f"last epoch {last} ({self.folder.last.name}){found}"
 
     def save(self, *others: Path) -> None:
         """Write ``others`` and then ``last.pt`` with the same content, unless it holds this progress already.
@@ -334,10 +342,11 @@ class Trainer:
     def _evaluate(self, epoch: int) -> bool:
         """Evaluate and log; whether the score is the best so far."""
         self.result = self._evaluated()
-        self._record("val", {"epoch": epoch, **self.result.metrics})
+        self._record("val", {"epoch": epoch, "score": self.result.score, **self.result.metrics})
         logger.info("epoch %d, step %d: %s", epoch, self.progress.step, self.result)
         improved = self.result.score > self.progress.best_score
-        self.progress.best_score = max(self.result.score, self.progress.best_score)
+        if improved:
+            self.progress.best_score, self.progress.best_step = self.result.score, self.progress.step
         self.progress.evaluated_step = self.progress.step
         return improved
 

@@ -47,9 +47,9 @@ def test_what_a_killed_run_was_doing(run: Path) -> None:
     assert phase_of_a_kill(run, before) == "evaluating"
     record(run, 3, kind="val")
     assert phase_of_a_kill(run, before) == "training"
-    (run / ".last.abc.pt").touch()
+    (run / ".detr_bf-unfinished-last.abc.pt").touch()
     assert phase_of_a_kill(run, before) == "saving"
-    (run / ".last.abc.pt").unlink()
+    (run / ".detr_bf-unfinished-last.abc.pt").unlink()
     (run / "last.pt").rename(run / "previous.pt")
     assert phase_of_a_kill(run, before) == "saving"
     (run / "previous.pt").unlink()

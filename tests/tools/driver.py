@@ -29,6 +29,7 @@ from detr_bf import distributed
 from detr_bf.detectors import Detector
 from detr_bf.engine.step import TrainingStep
 from detr_bf.evaluation import CocoEvaluator
+from detr_bf.files import UNFINISHED
 
 TOOLS = Path(__file__).parents[2] / "tools"
 YEAR = 365 * 86400.0
@@ -82,7 +83,7 @@ def while_writing(strike: Callable[[], None]) -> None:
     save = torch.save
 
     def half(content: object, target: Any, **options: Any) -> None:
-        if isinstance(target, Path) and target.name.startswith(".last."):
+        if isinstance(target, Path) and target.name.startswith(f"{UNFINISHED}last."):
             whole = io.BytesIO()
             save(content, whole)
             target.write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])

@@ -1,0 +1,197 @@
+"""The output folder: locked against other processes, and nothing in it is removed or replaced that is not ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from detr_bf.engine import RunFolder, RunMarker
+from detr_bf.errors import InputError
+from detr_bf.files import atomic_write
+
+HOLD = """
+import multiprocessing, sys, time
+from pathlib import Path
+from detr_bf.engine import RunFolder, RunMarker
+
+folder = RunFolder(Path(sys.argv[1]))
+with folder.locked():
+    folder.mark(RunMarker.of_this_process("training"))
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    print(child.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def holder(folder: Path) -> tuple[subprocess.Popen[str], int]:
+    """A process that holds the lock of the folder, and its forked child, like a loader process."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def test_a_locked_folder_is_refused_and_its_holder_named(tmp_path: Path) -> None:
+    process, child = holder(tmp_path / "run")
+    try:
+        with pytest.raises(InputError, match=f"process {process.pid} on {socket.gethostname()} since 20") as refused:
+            RunFolder(tmp_path / "run").locked().__enter__()
+        assert str(tmp_path / "run") in str(refused.value)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        os.kill(child, 0)  # the child is alive, and does not keep the lock
+        with RunFolder(tmp_path / "run").locked():
+            pass
+    finally:
+        process.kill()
+        process.wait()
+        os.kill(child, signal.SIGKILL)
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {"detr_bf-run.lock", "detr_bf-run.json"}, "a refused process removes nothing"
+
+
+def test_two_folders_of_one_process_do_not_disturb_each_other(tmp_path: Path) -> None:
+    a, b = RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")
+    with a.locked(), b.locked(), pytest.raises(InputError, match="in use by another run"):
+        a.locked().__enter__()
+    with RunFolder(tmp_path / "a").locked():
+        pass
+
+
+def written_by_us(folder: RunFolder) -> None:
+    folder.mark(RunMarker.of_this_process("training"))
+    for path in (folder.log, folder.metrics, folder.config, folder.machine):
+        path.write_text("ours")
+    folder.tensorboard.mkdir()
+    (folder.tensorboard / "events.out.tfevents.1").write_text("ours")
+
+
+def end_with(error: BaseException, folder: RunFolder, write: Callable[[RunFolder], None], begun: bool = False) -> None:
+    """Lock the folder, write into it and end with the error."""
+
+    def run() -> None:
+        with folder.locked() as keep:
+            write(folder)
+            if begun:
+                keep()
+            raise error
+
+    with pytest.raises(type(error)):
+        run()
+
+
+def test_bad_input_leaves_no_trace_of_a_new_folder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "new" / "deeper" / "run")
+    end_with(InputError("bad"), folder, written_by_us)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_input_removes_what_this_process_wrote_and_nothing_else(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "new" / "run")
+    (tmp_path / "mine.txt").write_text("before")
+    names = ("notes.md", "last.pt", "epoch_0003.pt", "results.json", "tensorboard/notes")
+
+    def written_by_both(folder: RunFolder) -> None:
+        written_by_us(folder)
+        for name in names:
+            (folder.path / name).write_text("theirs")
+        (folder.path / "pictures").mkdir()
+
+    end_with(InputError("bad"), folder, written_by_both)
+    left = {path.relative_to(folder.path).as_posix() for path in folder.path.rglob("*")}
+    assert left == {
+        "notes.md",
+        "last.pt",
+        "epoch_0003.pt",
+        "results.json",
+        "pictures",
+        "tensorboard",
+        "tensorboard/notes",
+    }
+
+
+def test_bad_input_leaves_what_was_there_before(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with folder.locked() as keep:
+        written_by_us(folder)
+        keep()
+    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    end_with(InputError("bad"), folder, lambda folder: None)
+    assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("error", [InputError("late"), RuntimeError("ours"), KeyboardInterrupt()])
+def test_files_stay_once_training_has_begun_and_when_it_is_no_bad_input(tmp_path: Path, error: BaseException) -> None:
+    folder = RunFolder(tmp_path / "run")
+    end_with(error, folder, written_by_us, begun=isinstance(error, InputError))
+    assert folder.marker.exists()
+    assert folder.log.exists()
+
+
+NAMES = (
+    *("config.yaml", "log.txt", "metrics.jsonl", "machine.json", "last.pt", "best.pt", "previous.pt"),
+    *("last.damaged.pt", "epoch_0012.pt", "evaluation.json", "results.json", "predictions.csv", "panoptic.json"),
+    *("report.html", "panoptic/", "pictures/", "captures/", "tensorboard/"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_foreign_file_of_the_name_of_ours_is_refused(tmp_path: Path, name: str) -> None:
+    folder, path = RunFolder(tmp_path), tmp_path / name
+    path.mkdir() if name.endswith("/") else path.write_text("theirs")
+    with pytest.raises(InputError, match=f"holds {name.strip('/')}, which a run would overwrite"):
+        folder.check_no_foreign_files()
+    folder.mark(RunMarker.of_this_process("training"))
+    folder.check_no_foreign_files()
+
+
+def test_files_of_other_names_are_nobodys_business(tmp_path: Path) -> None:
+    for name in ("notes.md", ".env.production.local", "model.pt", "config.yml", "epoch.txt"):
+        (tmp_path / name).write_text("theirs")
+    RunFolder(tmp_path).check_no_foreign_files()
+
+
+def test_a_dangling_link_counts_as_a_foreign_file(tmp_path: Path) -> None:
+    (tmp_path / "results.json").symlink_to(tmp_path / "missing")
+    with pytest.raises(InputError, match=r"results\.json"):
+        RunFolder(tmp_path).check_no_foreign_files()
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff\x00", b'{"kind": 1}', b"[" * 100_000])
+def test_a_damaged_marker_is_told(tmp_path: Path, content: bytes) -> None:
+    folder = RunFolder(tmp_path)
+    folder.marker.write_bytes(content)
+    with pytest.raises(InputError, match=r"detr_bf-run\.json is damaged"):
+        folder.read_marker()
+
+
+def test_the_marker_says_who_writes(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.read_marker() is None
+    folder.mark(RunMarker.of_this_process("evaluation", "abc"))
+    marker = folder.read_marker()
+    assert marker is not None
+    assert (marker.kind, marker.pid, marker.evaluated) == ("evaluation", os.getpid(), "abc")
+    assert marker.since.startswith(time.strftime("%Y-"))
+
+
+def test_unfinished_files_are_removed_from_every_folder_of_a_run(tmp_path: Path) -> None:
+    folder, left = RunFolder(tmp_path), []
+    for path in (folder.last, folder.sheet, folder.panoptic / "0001.png", folder.capture(3, 0)):
+        with atomic_write(path) as temporary:
+            copy = temporary.with_suffix(".copy")
+            copy.touch()
+        left.append(copy)
+    (folder.pictures / ".mine.a.png").touch()
+    folder.remove_unfinished()
+    assert not any(path.exists() for path in left)
+    assert (folder.pictures / ".mine.a.png").exists()
+    assert folder.last.exists()
