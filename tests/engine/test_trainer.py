@@ -1,0 +1,389 @@
+"""The training loop on a linear regression: what it learns, when it evaluates, saves, stops and gives up."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from detr_bf.engine import Checkpoint, LearningRate, MetricsLog, RunFolder, Trainer, TrainingStep, TrainSettings
+from detr_bf.engine.capture import load_capture
+from detr_bf.engine.checkpoint import load_checkpoint
+from detr_bf.errors import Interrupted, TrainingError
+from detr_bf.losses import LossReport
+from detr_bf.structures import ClassMap
+
+BATCHES = 5  # of an epoch
+FEATURES = 3
+CLASSES = ClassMap((1,), ("a",), (True,))
+
+
+@dataclass(frozen=True)
+class Examples:
+    """A batch of a regression."""
+
+    inputs: Tensor  # (B, FEATURES)
+    targets: Tensor  # (B,)
+    names: tuple[str, ...]
+    replaced: tuple[str, ...] = ()
+
+    def not_finite(self) -> list[str]:
+        return [name for name, row in zip(self.names, self.inputs, strict=True) if not row.isfinite().all()]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Examples:
+        return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device))
+
+
+def examples(epoch: int, number: int) -> Examples:
+    generator = torch.Generator().manual_seed(100 * epoch + number)
+    inputs = torch.randn(4, FEATURES, generator=generator)
+    return Examples(inputs, inputs.sum(1) + 1, tuple(f"{epoch}-{number}-{row}" for row in range(4)))
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> LossReport:
+    return LossReport({"loss_mse": (outputs[:, 0] - targets).square().mean()}, {"loss_mse": 2.0})
+
+
+def regression() -> nn.Module:
+    """Always the same weights; torch's generator stays as it was, for the dropout."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(FEATURES, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+
+
+@dataclass
+class Scores:
+    """The evaluation of a test: gives the scores in turn and keeps the weights it was asked about."""
+
+    scores: Sequence[float] = (0.1,)
+    seen: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def __call__(self, model: nn.Module, should_stop: Callable[[], bool]) -> Measured:
+        self.seen.append({name: value.clone() for name, value in model.state_dict().items()})
+        return Measured(self.scores[min(len(self.seen), len(self.scores)) - 1])
+
+
+@dataclass(frozen=True)
+class Measured:
+    score: float
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        return {"AP": self.score}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"AP": self.score}
+
+
+def make(
+    folder: Path,
+    *,
+    batches: Callable[[int, int], Examples] = examples,
+    evaluate: Scores | None = None,
+    resume_from: Checkpoint | None = None,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    **settings: Any,
+) -> Trainer:
+    model, run = regression(), RunFolder(folder)
+    run.create()
+    progress = resume_from.training["progress"] if resume_from is not None and resume_from.training else None
+    kept = {"train": progress["step"], "val": progress["evaluated_step"]} if progress else None
+    trained = TrainSettings(**{"epochs": 2, "log_every": 1, "clip_norm": 0.5, **settings})
+    parameters = [{"name": "all", "params": list(model.parameters()), "lr": 0.1, "base_lr": 0.1}]
+    total = trained.epochs * math.ceil(BATCHES / trained.accumulate)
+    return Trainer(
+        step=TrainingStep(model, squared_error, torch.device("cpu"), torch.float32),
+        optimizer=optimizer(parameters),
+        learning_rate=LearningRate("cosine", total_steps=total, warmup_steps=2),
+        make_batches=lambda epoch, start: (batches(epoch, number) for number in range(start, BATCHES)),
+        batches_per_epoch=BATCHES,
+        evaluate=evaluate or Scores(),
+        settings=trained,
+        folder=run,
+        metrics=MetricsLog(run.metrics, kept),
+        class_map=CLASSES,
+        config={"of": "a test"},
+        resume_from=resume_from,
+    )
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def plain_loop(epochs: int, accumulate: int, clip: float, decay: float) -> tuple[nn.Module, nn.Module]:
+    """The same training written out, and the moving average of its weights."""
+    model = regression()
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    steps = math.ceil(BATCHES / accumulate)
+    for step in range(epochs * steps):
+        progress = max(0, step - 2) / (epochs * steps - 2)
+        optimizer.param_groups[0]["lr"] = 0.1 * min(1, (step + 1) / 3) * 0.5 * (1 + math.cos(math.pi * progress))
+        first = step % steps * accumulate
+        numbers = range(first, min(first + accumulate, BATCHES))
+        for number in numbers:
+            batch = examples(step // steps, number)
+            (2 * (model(batch.inputs)[:, 0] - batch.targets).square().mean() / len(numbers)).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, value in zip(average.parameters(), model.parameters(), strict=True):
+                mean.copy_(value if step == 0 else decay * mean + (1 - decay) * value)
+    return model, average
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 9])
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_it_learns_what_a_plain_loop_learns(tmp_path: Path, accumulate: int, clip: float) -> None:
+    trainer = make(tmp_path, epochs=3, accumulate=accumulate, clip_norm=clip, ema_decay=0.7)
+    torch.manual_seed(9)
+    trainer.train()
+    torch.manual_seed(9)  # of the dropout
+    model, average = plain_loop(3, accumulate, clip, 0.7)
+    assert trainer.progress.step == 3 * math.ceil(BATCHES / accumulate)
+    for trained, expected in ((trainer.model, model), (trainer.evaluation_model, average)):
+        for name, value in expected.state_dict().items():
+            assert torch.allclose(trained.state_dict()[name], value, rtol=1e-6, atol=1e-7), name
+
+
+def test_the_averaged_weights_are_evaluated_and_saved_beside_the_others(tmp_path: Path) -> None:
+    scores = Scores()
+    trainer = make(tmp_path, ema_decay=0.5, epochs=1, evaluate=scores)
+    trainer.train()
+    saved = load_checkpoint(tmp_path / "last.pt")
+    for name, value in trainer.evaluation_model.state_dict().items():
+        assert torch.equal(scores.seen[-1][name], value)
+        assert torch.equal(saved.weights[name], value)
+    assert not torch.equal(saved.model["0.weight"], saved.weights["0.weight"])
+
+
+def test_when_it_evaluates_and_what_it_calls_the_best(tmp_path: Path) -> None:
+    scores = Scores((0.3, 0.5, 0.5, 0.4))
+    trainer = make(tmp_path, epochs=7, eval_every=2, keep_every=3, evaluate=scores)
+    result = trainer.train()
+    assert result.score == 0.4
+    found = records(tmp_path, "val")
+    assert [(record["epoch"], record["step"], record["score"]) for record in found] == [
+        *((2, 10, 0.3), (4, 20, 0.5), (6, 30, 0.5), (7, 35, 0.4))
+    ]
+    best = load_checkpoint(tmp_path / "best.pt")
+    assert best.training is not None
+    assert best.training["progress"]["step"] == 20, "the first of two equal ones"
+    assert torch.equal(best.model["0.weight"], scores.seen[1]["0.weight"])
+    assert trainer.epochs_text == "last epoch 7 (last.pt), best epoch 4 (best.pt)"
+    assert {path.name for path in tmp_path.glob("epoch_*")} == {"epoch_0003.pt", "epoch_0006.pt"}
+
+
+def test_without_a_score_there_is_no_best(tmp_path: Path) -> None:
+    trainer = make(tmp_path, epochs=1, evaluate=Scores((-math.inf,)))
+    trainer.train()
+    assert not (tmp_path / "best.pt").exists()
+    assert trainer.epochs_text == "last epoch 1 (last.pt), no epoch with a score"
+
+
+def test_max_steps_ends_within_an_epoch_and_evaluates_there(tmp_path: Path) -> None:
+    trainer = make(tmp_path, epochs=4, max_steps=7, eval_every=4)
+    trainer.train()
+    assert trainer.progress.step == 7
+    assert [(record["epoch"], record["step"]) for record in records(tmp_path, "val")] == [(2, 7)]
+    assert [record["step"] for record in records(tmp_path, "train")] == list(range(1, 8))
+
+
+def test_the_log_has_means_over_its_windows(tmp_path: Path) -> None:
+    for name, every in (("each", 1), ("two", 2)):
+        torch.manual_seed(5)
+        make(tmp_path / name, epochs=1, log_every=every).train()
+    each, two = (records(tmp_path / name, "train") for name in ("each", "two"))
+    assert [record["step"] for record in two] == [2, 4, 5]
+    losses = [record["loss"] for record in each]
+    means = [sum(losses[:2]) / 2, sum(losses[2:4]) / 2, losses[4]]
+    assert [record["loss"] for record in two] == pytest.approx(means)
+    assert [record["lr"] for record in each] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1, 0.075, 0.025])
+
+
+class Saves:
+    """The steps at which ``last.pt`` was written."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[int] = []
+        save = Checkpoint.save
+
+        def noted(checkpoint: Checkpoint, path: Path, previous: Path | None = None) -> None:
+            if path.name == "last.pt":
+                assert checkpoint.training is not None
+                self.steps.append(checkpoint.training["progress"]["step"])
+            save(checkpoint, path, previous)
+
+        monkeypatch.setattr(Checkpoint, "save", noted)
+
+
+def test_it_saves_at_the_start_every_few_steps_and_at_the_end_of_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = Saves(monkeypatch)
+    make(tmp_path, epochs=2, checkpoint_every=3, evaluate=Scores((0.5, 0.1))).train()
+    assert saves.steps == [0, 3, 5, 5, 6, 9, 10, 10], "after an epoch, and once more with what its evaluation found"
+    previous = load_checkpoint(tmp_path / "previous.pt").training
+    assert previous is not None
+    assert previous["progress"]["step"] == 10
+    assert previous["progress"]["evaluated_step"] == 5
+
+
+def test_it_saves_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves, clock = Saves(monkeypatch), iter(range(0, 10_000, 60))
+    monkeypatch.setattr("detr_bf.engine.trainer.time.monotonic", lambda: next(clock))  # a minute passes at every look
+    make(tmp_path, epochs=1, eval_every=9, checkpoint_minutes=2.5).train()
+    assert 0 < len([step for step in saves.steps if 0 < step < BATCHES]) < BATCHES - 1
+
+
+@pytest.mark.parametrize("step", [1, 4, 5, 7])
+def test_what_is_stopped_and_resumed_ends_with_the_same_bits(tmp_path: Path, step: int) -> None:
+    settings: dict[str, Any] = {"epochs": 2, "ema_decay": 0.5, "evaluate": Scores((0.2, 0.6))}
+    whole = make(tmp_path / "whole", **settings)
+    torch.manual_seed(1)
+    whole.train()
+    asked: list[tuple[int, int]] = []
+
+    def stopping(epoch: int, number: int) -> Examples:
+        if epoch * BATCHES + number == step - 1:
+            signal.raise_signal(signal.SIGTERM)
+        return examples(epoch, number)
+
+    def noting(epoch: int, number: int) -> Examples:
+        asked.append((epoch, number))
+        return examples(epoch, number)
+
+    torch.manual_seed(1)
+    with pytest.raises(Interrupted, match=f"stopped at step {step}; everything is saved") as stopped:
+        make(tmp_path / "parts", **settings | {"evaluate": Scores((0.2, 0.6))}, batches=stopping).train()
+    assert stopped.value.signal_number == signal.SIGTERM
+    torch.manual_seed(77)  # the saved state counts
+    last = load_checkpoint(tmp_path / "parts" / "last.pt")
+    scores = Scores((0.2, 0.6) if step <= 5 else (0.6,))
+    resumed = make(tmp_path / "parts", **settings | {"evaluate": scores}, batches=noting, resume_from=last)
+    resumed.train()
+    assert asked == [divmod(number, BATCHES) for number in range(step, 2 * BATCHES)]
+    assert resumed.progress == whole.progress
+    for part in ("model", "evaluation_model"):
+        for name, value in getattr(whole, part).state_dict().items():
+            assert torch.equal(getattr(resumed, part).state_dict()[name], value), name
+    for kind in ("train", "val"):
+        untimed = [
+            [{key: value for key, value in record.items() if key != "step_seconds"} for record in records(path, kind)]
+            for path in (tmp_path / "whole", tmp_path / "parts")
+        ]
+        assert untimed[0] == untimed[1]
+
+
+def spoilt(epoch: int, number: int) -> Examples:
+    """The second batch of every epoch holds infinity."""
+    batch = examples(epoch, number)
+    return replace(batch, inputs=batch.inputs / 0) if number == 1 else batch
+
+
+def test_a_loss_that_is_not_finite_ends_the_training_and_teaches_nothing(tmp_path: Path) -> None:
+    trainer = make(tmp_path, batches=spoilt)
+    with pytest.raises(TrainingError, match="the loss or the gradient of step 2 is not finite") as failed:
+        trainer.train()
+    assert "0-1-0" in str(failed.value), "the images of the batch"
+    once = make(tmp_path / "once", max_steps=1, seed=0)
+    before = {name: value.clone() for name, value in once.model.state_dict().items()}
+    assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
+    assert not torch.equal(trainer.model.state_dict()["0.weight"], before["0.weight"]), "the first step was learnt"
+
+
+def test_steps_that_are_not_finite_may_be_left_out(tmp_path: Path) -> None:
+    trainer = make(tmp_path, batches=spoilt, max_skipped=2, optimizer=torch.optim.SGD)
+    trainer.train()
+    assert trainer.progress.step == 10
+    assert trainer.progress.skipped == 2
+    assert {path.name for path in (tmp_path / "captures").iterdir()} == {
+        f"step_{step:07d}_process_0.pt" for step in (2, 7)
+    }
+
+    skipping = make(tmp_path / "other", max_steps=2, batches=spoilt, max_skipped=1, optimizer=torch.optim.SGD)
+    one = make(tmp_path / "one", max_steps=1, optimizer=torch.optim.SGD)
+    for each in (skipping, one):
+        torch.manual_seed(4)
+        each.train()
+    for name, value in one.model.state_dict().items():
+        assert torch.equal(skipping.model.state_dict()[name], value), "the second step taught nothing"
+
+
+def test_more_than_that_end_it(tmp_path: Path) -> None:
+    trainer = make(tmp_path, batches=spoilt, max_skipped=1)
+    with pytest.raises(TrainingError, match="step 7 is not finite"):
+        trainer.train()
+
+
+def test_a_capture_holds_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("detr_bf.engine.capture._read", lambda content: content)  # the batches of a test are its own
+    with pytest.raises(TrainingError):
+        make(tmp_path, batches=spoilt).train()
+    captured = load_capture(tmp_path / "captures" / "step_0000002_process_0.pt")
+    assert captured.step == 2
+    assert captured.config == {"of": "a test"}
+    assert captured.model.keys() == regression().state_dict().keys()
+
+
+def test_images_that_cannot_be_read_are_counted_by_epoch(tmp_path: Path) -> None:
+    def replaced(epoch: int, number: int) -> Examples:
+        return replace(examples(epoch, number), replaced=("lost.jpg cannot be read",) if number in (0, 3) else ())
+
+    make(tmp_path / "few", batches=replaced, max_replaced=2).train()
+    with pytest.raises(TrainingError, match="2 images of this epoch cannot be read"):
+        make(tmp_path / "many", batches=replaced, max_replaced=1).train()
+
+
+def test_batch_norms_forget_a_step_that_is_left_out(tmp_path: Path) -> None:
+    trainer = make(tmp_path, batches=spoilt, max_skipped=1, max_steps=2)
+    norm = nn.BatchNorm1d(FEATURES)
+    trainer.step.model = trainer.model = nn.Sequential(norm, trainer.model)
+    trainer.train()
+    assert norm.running_mean is not None
+    assert norm.running_mean.isfinite().all()
+    assert norm.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("when", [0, 5])
+def test_a_checkpoint_that_cannot_be_written_ends_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: int
+) -> None:
+    save = Checkpoint.save
+
+    def full(checkpoint: Checkpoint, path: Path, previous: Path | None = None) -> None:
+        assert checkpoint.training is not None
+        if checkpoint.training["progress"]["step"] >= when:
+            raise OSError(28, "No space left on device")
+        save(checkpoint, path, previous)
+
+    monkeypatch.setattr(Checkpoint, "save", full)
+    with pytest.raises(TrainingError, match=f"the checkpoint of step {when} cannot be written"):
+        make(tmp_path).train()
+    assert (tmp_path / "last.pt").exists() == (when > 0)
+
+
+def test_a_finished_run_that_goes_on_only_evaluates(tmp_path: Path) -> None:
+    make(tmp_path, epochs=1).train()
+    last = load_checkpoint(tmp_path / "last.pt")
+
+    def none(epoch: int, number: int) -> Iterator[Examples]:
+        raise AssertionError("nothing is left to learn")
+
+    scores = Scores((0.7,))
+    result = make(tmp_path, epochs=1, resume_from=last, batches=none, evaluate=scores).train()  # type: ignore[arg-type]
+    assert result.score == 0.7
+    assert len(records(tmp_path, "val")) == 1, "the evaluation of the finished epoch stands there already"
