@@ -18,7 +18,7 @@ from detr_bf.files import write_text
 from detr_bf.report import classification, detection, masked
 from detr_bf.report.curves import draw_curves
 from detr_bf.report.elements import CURVES_FILE, EVALUATION_FILE, METRICS_FILE, missing, picture, section
-from detr_bf.report.metrics import Metrics, read_metrics
+from detr_bf.report.metrics import Metrics, read_metrics, series
 from detr_bf.report.style import STYLE
 from detr_bf.report.task_page import TaskPage
 
@@ -86,7 +86,22 @@ def _length(metrics: Metrics) -> list[str]:
     if not metrics.train:
         return []
     last = metrics.train[-1]
-    return [f"Trained for {last['step']:,} steps, {last['epoch']:.3g} epochs."]
+    return [f"Trained for {last['step']:,} steps, {last['epoch']:.3g} epochs.", *_best_and_last(metrics)]
+
+
+def _best_and_last(metrics: Metrics) -> list[str]:
+    """One sentence; none where no evaluation has a score."""
+    epochs, scores = series(metrics.val, "score")
+    if not scores:
+        return []
+    best, last = scores.index(max(scores)), float(metrics.val[-1]["epoch"])
+    if epochs[best] == last:
+        return [f"The last epoch, {last:g}, is the best (score {scores[best]:.4f})."]
+    last_score = f"score {scores[-1]:.4f}" if epochs[-1] == last else "no score"
+    return [
+        f"Best epoch {epochs[best]:g} (best.pt, score {scores[best]:.4f}), last epoch {last:g} (last.pt, {last_score}); "
+        "the results on this page are those of the last."
+    ]
 
 
 def _curves(run_dir: Path, metrics: Metrics, task: TaskPage) -> str:

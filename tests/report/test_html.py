@@ -76,6 +76,24 @@ def test_the_page_holds_everything_and_loads_nothing(run_dir: Path) -> None:
     assert "num_queries: 100" in everything
 
 
+@pytest.mark.parametrize(
+    ("scores", "sentence"),
+    [
+        ((0.2, 0.6, 0.6, 0.5), "Best epoch 2 (best.pt, score 0.6000), last epoch 4 (last.pt, score 0.5000)"),
+        ((0.2, 0.6), "The last epoch, 2, is the best (score 0.6000)."),
+        ((None, 0.1, None), "Best epoch 2 (best.pt, score 0.1000), last epoch 3 (last.pt, no score)"),
+        ((None,), "epochs. "),
+    ],
+)
+def test_the_best_and_the_last_epoch_are_named(run_dir: Path, scores: tuple[float | None, ...], sentence: str) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        for epoch, score in enumerate(scores, start=1):
+            file.write(json.dumps({"kind": "val", "step": 10 * epoch, "epoch": epoch, "score": score}) + "\n")
+    everything = " ".join(Page(write_report(run_dir).read_text()).texts)
+    assert sentence in everything
+    assert ("score" in everything.split("COCO")[0]) == any(scores)
+
+
 def test_user_text_is_escaped(run_dir: Path) -> None:
     page = Page(write_report(run_dir, title="a <b>title</b>").read_text())
     assert page.texts.count("a <b>title</b>") == 2  # the heading, and the title of the window
