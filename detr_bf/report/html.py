@@ -100,8 +100,8 @@ def _best_and_last(metrics: Metrics) -> list[str]:
     last_score = f"score {scores[-1]:.4f}" if epochs[-1] == last else "no score"
     best_score = f"score {scores[best]:.4f}"
     return [
-        f"Best epoch {epochs[best]:g} (best.pt, {best_score}), last epoch {last:g} (last.pt, {last_score}); the results on "
-        "this page are those of the last."
+        f"Best epoch {epochs[best]:g} (best.pt, {best_score}), last epoch {last:g} (last.pt, {last_score}); "
+        "the results on this page are those of the last."
     ]
 
 
@@ -140,7 +140,7 @@ def _read_result(path: Path, task: TaskPage) -> Any:
         return task.read_result(_parse_json(text, path))
     except (KeyError, TypeError) as error:
         raise InputError(
-            f"{path} is not an evaluation summary of this version: {error}. Run the command of the run again with --resume"
+            f"{path} is not an evaluation summary of this version: {error}. Repeat the run's command with --resume"
         ) from error
 
 
