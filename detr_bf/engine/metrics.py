@@ -17,6 +17,15 @@ from torch import Tensor
 from detr_bf import distributed
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.files import write_text
+from detr_bf.losses.report import STREAM_NAMES
+
+# beside the loss and its terms, the quantities that log.txt names: name in metrics.jsonl, text
+_SUMMARIZED = {f"stream/{name}": f"{name} stream {{:.4g}}" for name in STREAM_NAMES} | {
+    "class_error": "class error {:.3g} %",
+    "accuracy": "accuracy {:.3f}",
+    "grad_norm": "gradient norm {:.4g}",
+    "step_seconds": "{:.3g} s a step",
+}
 
 
 class MetricsLog:
@@ -73,6 +82,10 @@ class Means:
     def __bool__(self) -> bool:
         return bool(self._values)
 
+    def count(self, name: str) -> int:
+        """Return how often ``name`` was added since the last :meth:`take`."""
+        return len(self._values.get(name, ()))
+
     def add(self, **values: Tensor) -> None:
         """Add the numbers of a batch or step."""
         for name, value in values.items():
@@ -90,6 +103,47 @@ class Means:
         self._values.clear()
         self._since = now
         return means
+
+
+class EpochMeans:
+    """Means over several training records, each weighted by the batches that it stands for."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = defaultdict(float)
+        self._batches: dict[str, int] = defaultdict(int)
+
+    def add(self, record: Mapping[str, float], batches: int) -> None:
+        """Add a record of means over ``batches``."""
+        for name, value in record.items():
+            self._sums[name] += batches * value
+            self._batches[name] += batches
+
+    def take(self) -> tuple[dict[str, float], int]:
+        """Return the means by name and the number of batches, none where nothing was added; all start anew."""
+        means = {name: value / self._batches[name] for name, value in self._sums.items() if self._batches[name]}
+        batches = max(self._batches.values(), default=0)
+        self._sums.clear()
+        self._batches.clear()
+        return means, batches
+
+
+def training_line(means: Mapping[str, float]) -> str:
+    """Return ``loss 26.55 (ce 1.203, bbox 0.456 x 5, ...), ...``: total, unweighted terms with their weights, streams.
+
+    Terms of auxiliary layers and proposals, which have no weight of their own, are only counted.
+    """
+    terms = {name: value for name, value in means.items() if name.startswith("loss_")}
+    shown = []
+    for name, value in terms.items():
+        if (weight := means.get(f"weight/{name}")) is not None:
+            shown.append(f"{name.removeprefix('loss_')} {value:.4g}" + (f" x {weight:.4g}" if weight != 1 else ""))
+    if others := len(terms) - len(shown):
+        shown.append(f"{others} of auxiliary layers and proposals")
+    parts = [f"loss {means['loss']:.4g} ({', '.join(shown)})"]
+    for name, text in _SUMMARIZED.items():
+        if name in means:
+            parts.append(text.format(means[name]))
+    return ", ".join(parts)
 
 
 def _not_finite(value: Any) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from detr_bf.engine import MetricsLog
+from detr_bf.engine.metrics import EpochMeans, training_line
 
 
 def read(path: Path) -> list[dict[str, object]]:
@@ -57,3 +58,21 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     (event,) = events.Scalars("train/loss")
     assert (event.step, event.value) == (7, 2.5)
+
+
+def test_means_of_an_epoch_weigh_records_by_their_batches() -> None:
+    means = EpochMeans()
+    means.add({"loss": 2.0, "lr": 0.1}, 3)
+    means.add({"loss": 6.0, "lr": 0.1, "grad_norm": 5.0}, 1)
+    assert means.take() == ({"loss": 3.0, "lr": pytest.approx(0.1), "grad_norm": 5.0}, 4)
+    assert means.take() == ({}, 0)
+
+
+def test_the_line_of_an_epoch_names_terms_with_weights_and_streams() -> None:
+    terms = {"loss_ce": 1.25, "loss_ce_0": 9.0, "loss_ce_enc": 8.0, "loss_localization": 0.123456}
+    weights = {"weight/loss_ce": 1.0, "weight/loss_localization": 0.01}
+    streams = {"stream/clean": 20.0, "stream/batchformer": 21.5, "stream/clean/loss_ce": 7.0}
+    assert training_line({"loss": 20.75, "lr": 0.1, **terms, **weights, **streams, "grad_norm": float("inf")}) == (
+        "loss 20.75 (ce 1.25, localization 0.1235 x 0.01, 2 of auxiliary layers and proposals), "
+        "clean stream 20, batchformer stream 21.5, gradient norm inf"
+    )

@@ -74,6 +74,11 @@ def test_a_run_leaves_everything_in_its_folder(tiny: Path, tmp_path: Path, capsy
     assert all(record["stream/clean"] > 0 and record["stream/batchformer"] > 0 for record in steps)
     for record in steps:
         assert record["loss"] == pytest.approx((record["stream/clean"] + record["stream/batchformer"]) / 2, rel=1e-5)
+        assert [record[f"weight/loss_{term}"] for term in ("ce", "bbox", "giou")] == [1, 5, 2]
+    means = [line for line in (run / "log.txt").read_text().splitlines() if "mean of 5 steps: loss" in line]
+    assert len(means) == 3, "a line for every epoch"
+    assert all(f"epoch {epoch}, step {5 * epoch}" in line for epoch, line in enumerate(means, start=1))
+    assert f"loss {sum(record['loss'] for record in steps[5:10]) / 5:.4g} (ce" in means[1]
     assert [record["epoch"] for record in records(run / "metrics.jsonl", "val")] == [1, 2, 3]
     assert "BatchFormerV2 is on: before encoder layer 0" in (run / "log.txt").read_text()
     results = json.loads((run / "results.json").read_text())
