@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections import defaultdict
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from detr_bf import distributed
 from detr_bf.errors import InputError, TrainingError
-from detr_bf.files import write_text
+from detr_bf.files import read_records, write_text
 from detr_bf.losses.report import STREAM_NAMES
+
+logger = logging.getLogger(__name__)
 
 # beside the loss and its terms, the quantities that log.txt names: name in metrics.jsonl, text
 _SUMMARIZED = {f"stream/{name}": f"{name} stream {{:.4g}}" for name in STREAM_NAMES} | {
@@ -33,7 +36,8 @@ class MetricsLog:
 
     Args:
         path: the file; what it holds is dropped.
-        resume_from: the last step of each kind that a resumed run keeps, so that no record appears twice.
+        resume_from: the last step of each kind that a resumed run keeps, so that no record appears twice. Damaged lines
+            are dropped with a warning.
         tensorboard: folder for the same numbers.
     """
 
@@ -41,8 +45,7 @@ class MetricsLog:
         self, path: Path, resume_from: Mapping[str, int] | None = None, tensorboard: Path | None = None
     ) -> None:
         self._writer = _summary_writer(tensorboard, resume_from) if tensorboard else None
-        kept = [] if resume_from is None else [line for line in _lines(path) if _is_kept(json.loads(line), resume_from)]
-        write_text(path, "".join(kept))
+        write_text(path, "".join(f"{line}\n" for line in _kept(path, resume_from)) if resume_from else "")
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
@@ -151,14 +154,18 @@ def _not_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _lines(path: Path) -> list[str]:
-    """Whole lines only: a killed run may have left half of one."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def _is_kept(record: Mapping[str, Any], resume_from: Mapping[str, int]) -> bool:
-    return bool(record["step"] <= resume_from[record["kind"]])
+def _kept(path: Path, resume_from: Mapping[str, int]) -> list[str]:
+    """Return the lines whose records a resumed run keeps."""
+    lines = read_records(path)
+    if damaged := [number for number, (_, record) in enumerate(lines, start=1) if record is None]:
+        logger.warning(
+            "%s: %d of %d lines are damaged and dropped, the first is line %d; a run that was killed can leave one",
+            path,
+            len(damaged),
+            len(lines),
+            damaged[0],
+        )
+    return [line for line, record in lines if record is not None and record["step"] <= resume_from[record["kind"]]]
 
 
 def _summary_writer(folder: Path, resume_from: Mapping[str, int] | None) -> Any:

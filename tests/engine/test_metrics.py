@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
 
 from detr_bf.engine import MetricsLog
 from detr_bf.engine.metrics import EpochMeans, training_line
+from detr_bf.errors import InputError
+from tests.references.damage import DAMAGED_LINES
 
 
 def read(path: Path) -> list[dict[str, object]]:
@@ -33,6 +36,31 @@ def test_a_resumed_log_drops_later_records_and_half_lines(tmp_path: Path) -> Non
         (2, 0.5),
         (4, 40.0),
     ]
+
+
+@pytest.mark.parametrize("line", DAMAGED_LINES)
+def test_a_resumed_log_drops_damaged_lines_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, line: bytes
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first, last = (json.dumps({"kind": "train", "step": step, "name": "ü"}, ensure_ascii=False) for step in (1, 2))
+    path.write_bytes(b"\n".join([first.encode(), line, last.encode(), b""]))
+    with caplog.at_level(logging.WARNING):
+        MetricsLog(path, resume_from={"train": 2, "val": 0}).close()
+    assert path.read_text(encoding="utf-8") == f"{first}\n{last}\n"
+    assert "1 of 3 lines are damaged and dropped, the first is line 2" in caplog.text
+
+
+def test_a_resumed_log_may_be_missing_or_all_garbage_but_no_folder(tmp_path: Path) -> None:
+    path, state = tmp_path / "metrics.jsonl", {"train": 3, "val": 2}
+    for garbage in (None, b"", b"\xff\xfe\x00" * 1000):
+        if garbage is not None:
+            path.write_bytes(garbage)
+        MetricsLog(path, resume_from=state).close()
+        assert path.read_bytes() == b""
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError, match="must be a file"):
+        MetricsLog(tmp_path / "folder", resume_from=state)
 
 
 def test_a_new_log_starts_empty(tmp_path: Path) -> None:
