@@ -20,8 +20,6 @@ from torch import Tensor
 
 from detr_bf.errors import InputError
 
-_MAX_STEP = 2**53  # of a run; larger ones are garbage
-
 
 @contextmanager
 def atomic_write(path: str | Path, previous: Path | None = None) -> Iterator[Path]:
@@ -141,6 +139,9 @@ def read_safetensors(path: str | Path) -> dict[str, Tensor]:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path}: not a readable safetensors file ({error}); get the file again") from error
+
+
+_MAX_STEP = 2**53  # of a run; larger ones are garbage
 
 
 def read_records(path: Path) -> list[tuple[str, dict[str, Any] | None]]:
