@@ -173,6 +173,19 @@ def test_resume_of_a_finished_run_evaluates_again(
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
+def test_damaged_metrics_stop_neither_the_resumption_nor_the_report(tiny: Path, tmp_path: Path) -> None:
+    assert train_net(["--config", str(tiny), "eval.pictures=0", "train.max_steps=2"]) == 0
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    first, *others = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(first + b'{"kind": "train", "st\n\xff\x00\n{"kind": 7}\n' + b"".join(others))
+    assert train_net(["--config", str(tiny), "eval.pictures=0", "train.max_steps=3", "--resume"]) == 0
+    assert [record["step"] for record in records(metrics, "train")] == [1, 2, 3]
+    assert "3 of 6 lines are damaged and dropped, the first is line 2" in (tmp_path / "run" / "log.txt").read_text()
+    metrics.unlink()
+    assert train_net(["--config", str(tiny), "eval.pictures=0", "train.max_steps=4", "--resume"]) == 0
+    assert [record["step"] for record in records(metrics, "train")] == [4]
+
+
 def test_eval_only_repeats_the_numbers(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train_net(["--config", str(tiny), "train.max_steps=4"])
     trained = capsys.readouterr().out.split("report")[0]
