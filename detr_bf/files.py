@@ -74,6 +74,41 @@ def cache_folder(name: str) -> Path:
     return Path(os.environ.get("DETR_BF_CACHE") or Path.home() / ".cache" / "detr_bf").expanduser() / name
 
 
+_MAX_STEP = 2**53  # of a run; larger ones are garbage
+
+
+def read_records(path: Path) -> list[tuple[str, dict[str, Any] | None]]:
+    """Return the lines of a run's ``metrics.jsonl`` and their records, in order; none of a file that is missing.
+
+    A record is a JSON object with ``kind``, ``train`` or ``val``, and ``step``, an integer from 0. A line that holds
+    none comes with None, such as one that a killed run left unfinished.
+
+    Raises:
+        InputError: the path is not that of a file that can be read.
+    """
+    if not path.exists():
+        return []
+    if not path.is_file():
+        raise InputError(f"{path} must be a file of one JSON object a line; it is something else: move it away")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror or error}): give the right to read it") from error
+    lines = content.removesuffix(b"\n").split(b"\n") if content else []
+    return [(line.decode("utf-8", errors="replace").rstrip("\r"), _record(line)) for line in lines]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):  # no UTF-8, no JSON, a number of thousands of digits, or nested too deeply
+        return None
+    if not isinstance(record, dict) or record.get("kind") not in ("train", "val"):
+        return None
+    step = record.get("step")
+    return record if type(step) is int and 0 <= step < _MAX_STEP else None
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Atomically write UTF-8 text."""
     with atomic_write(path) as temporary:

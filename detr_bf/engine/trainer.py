@@ -24,7 +24,7 @@ from detr_bf.engine.capture import capture_step, told_together
 from detr_bf.engine.checkpoint import Checkpoint, load_strict, restore_rng, rng_state, training_state
 from detr_bf.engine.evaluate import EvaluationStopped, Measured
 from detr_bf.engine.interrupt import InterruptWatch
-from detr_bf.engine.metrics import Means, MetricsLog
+from detr_bf.engine.metrics import EpochMeans, Means, MetricsLog, training_line
 from detr_bf.engine.optimizer import LearningRate, load_optimizer
 from detr_bf.engine.run_folder import RunFolder
 from detr_bf.engine.step import Agreement, TrainingBatch, TrainingStep, agree, gradients_exchanged, in_parallel
@@ -108,6 +108,8 @@ class Trainer:
         self._saved: Progress | None = None
         self._saved_at = time.monotonic()
         self._means = Means()
+        self._epoch_means = EpochMeans()
+        self._term_weights: dict[str, float] = {}
         if self.resume_from is not None:
             self._restore(self.resume_from)
 
@@ -147,6 +149,7 @@ class Trainer:
                     bar.update()
                     self._after_step(agreed)
                 self.save()
+                self._log_epoch()
             return self.result or self._evaluated()
 
     @property
@@ -237,6 +240,7 @@ class Trainer:
                     return agreed
                 self.scaler.scale(report.total / len(batches)).backward()
             self._means.add(loss=report.total, **report.losses, **report.logged)
+            self._term_weights = report.term_weights
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm or math.inf)
         if not (self.scaler.is_enabled() or norm.isfinite()):  # with a scaler infinite gradients are its business
@@ -377,15 +381,26 @@ class Trainer:
         """Write the means since the last record, over all processes."""
         if not self._means:
             return
+        batches = self._means.count("loss")
         record = {
             "epoch": self.epochs_done,
             **{f"lr/{group['name']}": group["lr"] for group in self.optimizer.param_groups},
             "lr": self.optimizer.param_groups[0]["lr"],
             **({"skipped_steps": self.progress.skipped} if self.progress.skipped else {}),
             **({"replaced_images": self.progress.replaced} if self.progress.replaced else {}),
+            **{f"weight/{name}": weight for name, weight in self._term_weights.items()},
             **self._means.take(per_step="grad_norm"),
         }
+        self._epoch_means.add(record, batches)
         self._record("train", record)
+
+    def _log_epoch(self) -> None:
+        """Log one line: the means of the training terms over the epoch, or over its part since the resumption."""
+        means, batches = self._epoch_means.take()
+        if means:
+            steps = math.ceil(batches / self.settings.accumulate)
+            where = self.epochs_done, self.progress.step, steps
+            logger.info("epoch %.3g, step %d, mean of %d steps: %s", *where, training_line(means))
 
     def _record(self, kind: str, values: dict[str, Any]) -> None:
         if self.metrics is not None:

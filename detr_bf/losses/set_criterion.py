@@ -50,6 +50,7 @@ class SetCriterion:
         if outputs.proposals is not None:
             _, proposed = self._stream_losses(outputs.proposals, padded.of_one_class(), num_boxes)
             losses |= {f"{name}_enc": per_stream.mean() for name, per_stream in proposed.items()}
+            streams |= {f"{name}_enc": per_stream for name, per_stream in proposed.items()}
         kinds = {
             "loss_ce": self.class_weight,
             "loss_bbox": self.bbox_weight,
@@ -58,7 +59,7 @@ class SetCriterion:
             "loss_dice": self.dice_weight,
         }
         weights = {name: weight for name in losses for kind, weight in kinds.items() if name.startswith(kind)}
-        logged = _stream_log(streams, kinds) if outputs.num_streams > 1 else {}
+        logged = _stream_log(streams, weights) if outputs.num_streams > 1 else {}
         return LossReport(losses, weights, logged | self._quality(outputs, padded, matches))
 
     def _stream_losses(
@@ -83,10 +84,14 @@ class SetCriterion:
 
     @torch.no_grad()
     def _quality(self, outputs: Outputs, targets: PaddedTargets, matches: Matches) -> dict[str, Tensor]:
-        """Last layer: class error of the matched queries in percent, and how far the number of objects is off."""
+        """Class error of the matched queries in percent, and the error of the number of objects, of the last layer.
+
+        The answer of a query is the best of all its logits, so with cross-entropy one that says no-object is wrong, as
+        in the released code of DETR.
+        """
         logits, wanted = outputs.logits[-1], _target_classes(outputs, targets, matches)[-1]
         matched = wanted >= 0
-        right = matched & (self.classification.scores(logits).argmax(-1) == wanted)
+        right = matched & (logits.argmax(-1) == wanted)
         counts = torch.tensor(targets.counts, device=logits.device, dtype=torch.float)
         claimed = self.classification.is_object(logits).sum(1)
         return {
@@ -149,7 +154,7 @@ def _by_layer(streams: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _stream_log(streams: dict[str, Tensor], weights: dict[str, float]) -> dict[str, Tensor]:
-    """Each stream's weighted total, and its terms of the last layer."""
+    """Weighted total of each stream, and its unweighted terms of the last layer and of the proposals."""
     total = torch.stack([weights[name] * per_stream.sum(0) for name, per_stream in streams.items()]).sum(0).detach()
     logged = {}
     for index, stream in enumerate(STREAM_NAMES):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from detr_bf.errors import InputError
 from detr_bf.report.figures import (
@@ -35,7 +36,11 @@ _TOTAL: tuple[_Line, ...] = (
     ("stream/clean", "clean stream", BLUE),
     ("stream/batchformer", "BatchFormer stream", VERMILION),
 )
-_TERM_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, VERMILION)
+_TERM_COLOURS = (BLACK, ORANGE, GREEN, PINK, SKY, VERMILION, BLUE)
+_TERM_NAMES = {"loss_ce": "cross-entropy", "loss_localization": "relative localization"}
+_TERM = re.compile(r"loss_[a-z][a-z0-9_]{0,30}")
+_REPEATED = re.compile(r".*_(\d+|enc)")  # terms of auxiliary layers and of proposals
+_SMALLEST = 1e-100  # value on a logarithmic axis; what is below counts as 0
 _SMOOTH_FROM = 40  # points; shorter curves are drawn as they are
 
 
@@ -43,8 +48,9 @@ _SMOOTH_FROM = 40  # points; shorter curves are drawn as they are
 class CurvePlan:
     """What is drawn beside the training loss and that of its streams."""
 
-    terms: tuple[_Line, ...] | None = None  # of the loss; None: all that were logged, if they are more than one
+    terms: tuple[_Line, ...] = ()  # of the loss, on a linear axis; all others that were logged on a logarithmic one
     terms_title: str = "Terms"
+    others_title: str = "Unweighted terms, logarithmic"
     scores: tuple[_Line, ...] = ()  # of the validation, fractions
     groups: tuple[_Line, ...] = ()  # the same of parts of the classes, drawn where there is more than one part
     validation_loss: bool = False  # beside that of the training
@@ -57,9 +63,9 @@ DETECTION_CURVES = CurvePlan(
         ("loss_giou", "box GIoU", GREEN),
         ("loss_mask", "mask focal", PINK),
         ("loss_dice", "mask DICE", SKY),
-        ("loss_localization", "relative localization", VERMILION),
     ),
-    terms_title="Terms, last decoder layer",
+    terms_title="Unweighted terms, last decoder layer",
+    others_title="Plug-ins, unweighted, logarithmic",
     scores=(
         ("PQ", "PQ", VERMILION),
         ("mask/AP", "mask AP", GREEN),
@@ -103,9 +109,9 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _figure(metrics: Metrics, plan: CurvePlan) -> Figure:
-    terms = _terms(metrics, plan)
-    panels = 1 + bool(terms) + bool(plan.scores)
-    figure = Figure(figsize=(13, 3.9), layout="constrained", facecolor="white")
+    further = _further_terms(metrics, plan)
+    panels = 1 + bool(plan.terms) + bool(further) + bool(plan.scores)
+    figure = Figure(figsize=(max(13, 4.4 * panels), 3.9), layout="constrained", facecolor="white")
     first, *others = figure.subplots(1, panels, squeeze=False)[0]
     _plot_losses(first, metrics.train, _TOTAL)
     if plan.validation_loss:
@@ -113,9 +119,12 @@ def _figure(metrics: Metrics, plan: CurvePlan) -> Figure:
         if values:
             _plot(first, epochs, values, "validation", GREEN)
     _finish_losses(first, "Loss" if plan.validation_loss else "Training loss")
-    if terms:
-        _plot_losses(others[0], metrics.train, terms)
+    if plan.terms:
+        _plot_losses(others[0], metrics.train, plan.terms)
         _finish_losses(others[0], plan.terms_title)
+    if further:
+        _plot_losses(others[bool(plan.terms)], metrics.train, further)
+        _finish_logarithmic(others[bool(plan.terms)], plan.others_title)
     if plan.scores:
         _plot_scores(others[-1], metrics.val, plan)
     last_epoch = max(record["epoch"] for record in (*metrics.train, *metrics.val))
@@ -124,17 +133,31 @@ def _figure(metrics: Metrics, plan: CurvePlan) -> Figure:
     return figure
 
 
-def _terms(metrics: Metrics, plan: CurvePlan) -> tuple[_Line, ...]:
-    """Those of the plan, or those that were logged, in their order; a single one is the loss itself."""
-    if plan.terms is not None:
-        return plan.terms
-    logged = dict.fromkeys(name for record in metrics.train for name in record if name.startswith("loss_"))
-    if len(logged) < 2:
+def _further_terms(metrics: Metrics, plan: CurvePlan) -> tuple[_Line, ...]:
+    """Return the logged terms that the plan does not name, in their order; a single one may be the loss itself."""
+    planned = {name for name, _, _ in plan.terms}
+    names = dict.fromkeys(
+        name
+        for record in metrics.train
+        for name in record
+        if name not in planned and _TERM.fullmatch(name) and not _REPEATED.fullmatch(name)
+    )
+    logged = [name for name in names if series(metrics.train, name)[1]][: len(_TERM_COLOURS)]
+    if len(logged) < 2 and not plan.terms:
         return ()
     return tuple(
-        (name, name.removeprefix("loss_").replace("_", " "), _TERM_COLOURS[place % len(_TERM_COLOURS)])
-        for place, name in enumerate(logged)
+        (name, _with_weight(metrics.train, name), colour) for name, colour in zip(logged, _TERM_COLOURS, strict=False)
     )
+
+
+def _with_weight(records: tuple[Record, ...], name: str) -> str:
+    """Return ``relative localization x 0.01``: the name of a term and the weight that it has in the total, if not 1."""
+    text = _TERM_NAMES.get(name) or name.removeprefix("loss_").replace("_", " ")
+    weights = series(records, f"weight/{name}")[1]
+    low, high = min(weights, default=1.0), max(weights, default=1.0)
+    if low == high == 1:
+        return text
+    return f"{text} x {low:.3g}" + (f" to {high:.3g}" if low != high else "")
 
 
 def _plot_losses(axes: Axes, records: tuple[Record, ...], lines: tuple[_Line, ...]) -> None:
@@ -150,6 +173,24 @@ def _plot_losses(axes: Axes, records: tuple[Record, ...], lines: tuple[_Line, ..
 def _finish_losses(axes: Axes, text: str) -> None:
     _finish(axes, text)
     axes.set_ylim(bottom=0)
+
+
+def _finish_logarithmic(axes: Axes, text: str) -> None:
+    """Make the axis logarithmic, with room for the legend below the curves; values that are not positive are off it."""
+    _finish(axes, text)
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines] or [np.empty(0)])
+    values = values[values > _SMALLEST]
+    if not values.size:
+        return
+    high = 1.2 * values.max()
+    low = np.clip(values.min(), 1e-12 * high, high / 4)
+    decades = np.log10(high / low) / (1 - 0.07 * (1 + len(axes.get_legend_handles_labels()[0])))
+    axes.set_yscale("log")
+    axes.set_ylim(high / 10**decades, high)
+    axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower left")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2 else (1.0,)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _plot_scores(axes: Axes, records: tuple[Record, ...], plan: CurvePlan) -> None:

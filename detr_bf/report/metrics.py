@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from detr_bf.errors import InputError
+from detr_bf.files import read_records
 
 logger = logging.getLogger(__name__)
+
+_LARGEST = 1e100  # absolute value that is drawn: sums and margins of it stay finite
+_MAX_EPOCH = 1e9
 
 Record = dict[str, Any]
 
@@ -28,37 +30,25 @@ class Metrics:
 def read_metrics(path: str | Path) -> Metrics:
     """Read a metrics file; a run that was killed and resumed may hold a step twice: the later line counts.
 
-    A last line that a killed run left unfinished is reported in the log and left out.
+    Lines that hold no record with kind, step and epoch are left out, with a warning that says how many.
 
     Raises:
-        InputError: the file is missing, or a line other than the last is not a record.
+        InputError: the file is missing or cannot be read.
     """
     path = Path(path)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError as error:
-        raise InputError(f"metrics file not found: {path}. A run writes it into its output folder") from error
-    records = list(_parse(lines, path))
+    if not path.exists():
+        raise InputError(f"metrics file not found: {path}. A run writes it into its output folder")
+    lines = [record for _, record in read_records(path)]
+    records = [record for record in lines if record is not None and _is_epoch(record.get("epoch"))]
+    if damaged := len(lines) - len(records):
+        logger.warning("%s: %d of %d lines are damaged and left out", path, damaged, len(lines))
     return Metrics(_by_step(records, "train"), _by_step(records, "val"))
 
 
 def series(records: Iterable[Record], name: str) -> tuple[list[float], list[float]]:
-    """Epochs and values of one quantity; records in which it is absent, null or not finite are left out."""
+    """Epochs and values of one quantity; records in which it is absent, null or no number to draw are left out."""
     points = [(record["epoch"], record[name]) for record in records if _is_number(record.get(name))]
     return [float(epoch) for epoch, _ in points], [float(value) for _, value in points]
-
-
-def _parse(lines: Sequence[str], path: Path) -> Iterable[Record]:
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            yield {"kind": record["kind"], "step": int(record["step"]), "epoch": float(record["epoch"]), **record}
-        except (ValueError, KeyError, TypeError) as error:
-            if number < len(lines):
-                raise InputError(
-                    f"{path}, line {number}, is not a record with kind, step and epoch: {error}"
-                ) from error
-            logger.warning("%s: the last line is incomplete and left out", path)
 
 
 def _by_step(records: Iterable[Record], kind: str) -> tuple[Record, ...]:
@@ -66,5 +56,10 @@ def _by_step(records: Iterable[Record], kind: str) -> tuple[Record, ...]:
     return tuple(latest[step] for step in sorted(latest))
 
 
+def _is_epoch(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < _MAX_EPOCH
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    """NaN compares as False."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST

@@ -1,4 +1,4 @@
-"""What classifiers and detectors with plug-ins are trained on."""
+"""Training losses of classifiers and of detectors with plug-ins."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class ClassifierCriterion(nn.Module):
         streams, wanted = num_streams(model), targets.labels if targets.shares is None else targets.shares
         _check(logits, targets)
         weight = None if self.localization_weight is None else self.localization_weight(targets.epoch)
-        of_plugins = plugin_losses(model, targets.patch_labels, localization_weight=weight)
-        losses = {"loss_ce": self.loss(logits, wanted, streams), **of_plugins}
+        terms, weights = plugin_losses(model, targets.patch_labels, localization_weight=weight)
+        loss = self.loss(logits, wanted, streams)
         logged = {"accuracy": _accuracy(logits, targets)}
         if streams > 1:
             each = self.loss.of_each_stream(logits.detach(), wanted, streams)
             logged |= {f"stream/{name}": loss for name, loss in zip(STREAM_NAMES, each, strict=True)}
-        return LossReport(losses, dict.fromkeys(losses, 1.0), logged)
+        return LossReport({"loss_ce": loss}, {"loss_ce": 1.0}, logged).extended(terms, weights)
 
 
 class PluginCriterion:
@@ -86,8 +86,7 @@ class PluginCriterion:
         self.part = part
 
     def __call__(self, outputs: Any, targets: Any) -> LossReport:
-        report, added = self.criterion(outputs, targets), plugin_losses(self.part)
-        return LossReport(report.losses | added, report.weights | dict.fromkeys(added, 1.0), report.logged)
+        return self.criterion(outputs, targets).extended(*plugin_losses(self.part))
 
 
 def plugin_losses(
@@ -95,24 +94,26 @@ def plugin_losses(
     patch_labels: Tensor | None = None,
     *,
     localization_weight: float | None = None,
-) -> dict[str, Tensor]:
-    """What the plug-ins of ``model`` say of its last forward pass in training, each times its weight, by name.
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Losses of the plug-ins of ``model`` for its last forward pass in training, not weighted, and their weights.
 
     Args:
         patch_labels: as :class:`DiversePatchLoss` wants them.
         localization_weight: lambda of relative localization from here on; None leaves it as it is.
     """
     losses: dict[str, Tensor] = {}
+    weights: dict[str, float] = {}
     plugins = getattr(model, PREFIX, {})
     among_blocks = BatchFormerV2Plugin.name in plugins  # BatchFormer forks behind all tokens
     streams = num_streams(model) if among_blocks else 1
     for plugin in plugins.values():
         if isinstance(plugin, DiversePatchLoss):
-            losses |= {f"loss_{name}": loss for name, loss in plugin(patch_labels, streams).items()}
+            losses |= {f"loss_{name}": loss for name, loss in plugin(patch_labels, streams, weighted=False).items()}
+            weights |= {f"loss_{name}": weight for name, weight in plugin.weights.items() if f"loss_{name}" in losses}
         elif isinstance(plugin, RelativeLocalizationLoss):
             plugin.weight = plugin.weight if localization_weight is None else localization_weight
-            losses["loss_localization"] = plugin()
-    return losses
+            losses["loss_localization"], weights["loss_localization"] = plugin(weighted=False), plugin.weight
+    return losses, weights
 
 
 def _check(logits: Tensor, targets: ClassTargets) -> None:

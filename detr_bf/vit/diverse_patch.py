@@ -171,12 +171,15 @@ class DiversePatchLoss(Plugin):
         if self.training:
             self._kept["last"] = output
 
-    def forward(self, patch_labels: Tensor | None = None, num_streams: int = 1) -> dict[str, Tensor]:
+    def forward(
+        self, patch_labels: Tensor | None = None, num_streams: int = 1, *, weighted: bool = True
+    ) -> dict[str, Tensor]:
         """``cosine``, ``contrastive`` and ``mixing``, each times its weight, in float32; those of weight 0 left out.
 
         Args:
             patch_labels: (B, P) int64, as :func:`patch_cutmix` gives them.
             num_streams: how many streams the model's last layer holds, :func:`detr_bf.vit.num_streams`.
+            weighted: False gives the losses without their weights.
 
         Raises:
             InputError: the model was not called before, it has another number of streams, or labels are missing,
@@ -199,7 +202,7 @@ class DiversePatchLoss(Plugin):
                 losses["mixing"] = mixing_loss(
                     full_precision(self.patch_head, last), repeat_targets(labels, num_streams)
                 )
-            return {name: self.weights[name] * loss for name, loss in losses.items()}
+            return {name: self.weights[name] * loss for name, loss in losses.items()} if weighted else losses
 
     def _patches(self, tokens: Tensor) -> Tensor:
         """(R, S, C), or Swin's (R, H, W, C) -> (R, P, C)."""

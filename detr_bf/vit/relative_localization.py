@@ -207,8 +207,8 @@ class RelativeLocalizationLoss(Plugin):
             if last:
                 self._kept["tokens"][0] = memory.tokens
 
-    def forward(self) -> Tensor:
-        """() in float32: ``weight`` times the loss, summed over the places it is measured at.
+    def forward(self, *, weighted: bool = True) -> Tensor:
+        """() in float32: ``weight`` times the loss, or the loss alone, summed over the places it is measured at.
 
         Raises:
             InputError: the model was not called in training mode before, or its grid is not one to measure on.
@@ -216,7 +216,8 @@ class RelativeLocalizationLoss(Plugin):
         tokens = self._take("tokens")
         losses = [predict(*self._grid(tokens[index])) for index, predict in enumerate(self.predictors)]
         self._kept = {}
-        return self.weight * torch.stack(losses).sum()
+        loss = torch.stack(losses).sum()
+        return self.weight * loss if weighted else loss
 
     def _grid(self, tokens: Tensor) -> tuple[Tensor, Grid, Tensor | None]:
         """Tokens (R, S, C), the grid they form, and the part of it that each image fills."""

@@ -121,19 +121,25 @@ def test_without_them_there_is_nothing_of_them() -> None:
 
 
 @every_detector
-def test_the_loss_is_added_to_those_of_the_set_criterion_and_trains_the_encoder(name: str) -> None:
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+def test_the_loss_is_added_to_those_of_the_set_criterion_and_trains_the_encoder(name: str, weight: float) -> None:
     detector = with_plugins(shaken(model(name, batch_former=batch_former()), std=0.1))
     plain = build_criterion(config())
     torch.manual_seed(7)
     outputs = detector.train()(images())
     assert outputs.num_streams == 2
+    encoder_of(detector).plugins["relative_localization"].weight = weight
     report, expected = PluginCriterion(plain, encoder_of(detector))(outputs, targets()), plain(outputs, targets())
     assert set(report.losses) == {*expected.losses, "loss_localization"}
+    assert report.weights["loss_localization"] == weight
     local = report.losses["loss_localization"]
     assert 0 < local.item() < 2
-    torch.testing.assert_close(report.total, expected.total + local)
-    assert {key: value.item() for key, value in report.logged.items()} == {
-        key: value.item() for key, value in expected.logged.items()
+    torch.testing.assert_close(report.total, expected.total + weight * local)
+    assert ("loss_giou_enc" in report.losses) == (name == "deformable_detr_two_stage")
+    streams = ("stream/clean", "stream/batchformer")
+    torch.testing.assert_close(sum(report.logged[stream] for stream in streams) / 2, report.total.detach())
+    assert {key: value.item() for key, value in report.logged.items() if key not in streams} == {
+        key: value.item() for key, value in expected.logged.items() if key not in streams
     }
     local.backward()
     for part in (encoder_of(detector).layers[0], detector.tokens):

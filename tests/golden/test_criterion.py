@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, LossReport, PaddedTargets, SetCriterion
@@ -49,6 +51,26 @@ def test_losses_matchings_and_gradients(criterion_case: Case) -> None:
             assert_close(leaf.grad, gradient)
 
 
+def test_class_error_is_of_all_columns(criterion_case: Case) -> None:
+    """The recorded value is that of the recorded matches; a query that is surest of no object is wrong."""
+    for sub in criterion_case.manifest["sub_cases"]:
+        outputs, targets = (
+            recorded(criterion_case, f"{sub}.in.outputs."),
+            targets_of(criterion_case, f"{sub}.in.targets."),
+        )
+        right = []
+        for row, target in enumerate(targets):
+            query, index = (criterion_case.tensors[f"{sub}.out.indices.last.{row}.{kind}"] for kind in ("src", "tgt"))
+            right += (outputs.logits[-1, row, query].argmax(-1) == target.labels[index]).tolist()
+        expected = 100 - 100 * sum(right) / max(len(right), 1)
+        assert_close(criterion_case.tensors[f"{sub}.out.loss.class_error"], torch.tensor(expected))
+        criterion = set_criterion(criterion_case)
+        if isinstance(criterion.classification, CrossEntropy):
+            logits = outputs.logits.clone()
+            logits[..., -1] = logits.max() + 1
+            assert criterion(replace(outputs, logits=logits), targets).logged["class_error"] == 100
+
+
 def leaves(case: Case, prefix: str, outputs: Outputs) -> list[torch.Tensor]:
     """The tensors that ``outputs`` are made of."""
     masks = case.tensors.get(f"{prefix}pred_masks")
@@ -63,7 +85,10 @@ def test_training_step(step_case: Case) -> None:
     assert outputs.num_streams == 2
     assert_outputs(outputs, recorded(step_case, "step.out.outputs."))
     report = assert_losses(step_case, "step", outputs)
+    streams = report.logged["stream/clean"] + report.logged["stream/batchformer"]
+    assert_close(streams / 2, report.total.detach())
     stats = step_case.manifest["stats"]
+    assert_close(report.logged["class_error"], torch.tensor(stats["class_error"]))
     if "grad_norm" in stats:
         report.total.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])

@@ -126,3 +126,5 @@ def test_each_stream_is_logged() -> None:
     assert halves[0] != halves[1]
     report = criterion()(outputs, targets)
     assert sum(halves) / 2 == pytest.approx(report.losses["loss_dice"].item())
+    totals = [logged[f"stream/{stream}"] for stream in ("clean", "batchformer")]
+    assert sum(totals) / 2 == pytest.approx(report.total.item())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
+from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, LossReport, SetCriterion
 from detr_bf.structures import Outputs, Target
 from tests.references.examples import random_outputs, random_targets
 from tests.references.set_criterion import image_cost, match, set_losses
@@ -38,6 +38,10 @@ def perfect(targets: list[Target]) -> Outputs:
             boxes[0, row, query] = box
             logits[0, row, query, label], logits[0, row, query, -1] = 20.0, -20.0
     return Outputs(logits.requires_grad_(), boxes.requires_grad_())
+
+
+def stream_mean(report: LossReport) -> Tensor:
+    return (report.logged["stream/clean"] + report.logged["stream/batchformer"]) / 2
 
 
 def names(layers: int) -> list[str]:
@@ -127,10 +131,22 @@ def test_class_and_cardinality_error() -> None:
         off += abs(claimed - len(target.labels))
         for query, index in match(image_cost(logits, boxes, target)):
             matched += 1
-            wrong += logits[query, :-1].argmax().item() != target.labels[index].item()
+            wrong += logits[query].argmax().item() != target.labels[index].item()
     assert 0 < wrong < matched, "the example must hold both"
     assert report.logged["class_error"].item() == pytest.approx(100 * wrong / matched)
     assert report.logged["cardinality_error"].item() == pytest.approx(off / len(counts))
+
+
+@pytest.mark.parametrize(("classification", "error"), [(CrossEntropy(), 100.0), (Focal(), 0.0)])
+def test_no_object_is_an_answer_and_a_wrong_one(classification: CrossEntropy | Focal, error: float) -> None:
+    """Every query ranks the classes rightly, and with cross-entropy is still surer of no object."""
+    targets = random_targets((3, 0, 5), classes=CLASSES)
+    found = perfect(targets)
+    logits = found.logits.detach()[..., : classification.num_logits(CLASSES)].clone()
+    if isinstance(classification, CrossEntropy):
+        logits[..., -1] = 21.0
+    report = criterion(classification)(replace(found, logits=logits), targets)
+    assert report.logged["class_error"] == error
 
 
 def test_perfect_predictions_cost_nothing() -> None:
@@ -210,6 +226,9 @@ def test_proposals_are_compared_with_objects_of_one_class(streams: int) -> None:
     objects = [replace(target, labels=torch.zeros_like(target.labels)) for target in targets]
     alone, of_proposals = criterion(Focal())(outputs, targets), criterion(Focal())(proposals, objects)
     assert set(with_proposals.losses) == {*WEIGHTS, *(f"{name}_enc" for name in WEIGHTS)}
+    if streams == 2:
+        torch.testing.assert_close(stream_mean(with_proposals), with_proposals.total.detach())
+        assert "stream/clean/loss_giou_enc" in with_proposals.logged
     for name in WEIGHTS:
         torch.testing.assert_close(with_proposals.losses[name], alone.losses[name])
         torch.testing.assert_close(with_proposals.losses[f"{name}_enc"], of_proposals.losses[name])

@@ -12,9 +12,10 @@ import pytest
 from PIL import Image
 
 from detr_bf.errors import InputError
-from detr_bf.report import curves
+from detr_bf.report import curves, write_report
 from detr_bf.report.curves import draw_curves, running_mean
 from detr_bf.report.metrics import read_metrics, series
+from tests.references.damage import DAMAGED_LINES
 
 
 def train(step: int, loss: float | None = 3.0, **more: Any) -> dict[str, Any]:
@@ -41,15 +42,49 @@ def test_a_last_line_cut_short_is_left_out_and_reported(tmp_path: Path, caplog: 
     path = write(tmp_path / "m.jsonl", train(1), tail='{"kind": "train", "st')
     with caplog.at_level(logging.WARNING):
         assert len(read_metrics(path).train) == 1
-    assert "incomplete" in caplog.text
+    assert "1 of 2 lines are damaged and left out" in caplog.text
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"kind": "train", "step": "x", "epoch": 1}'])
-def test_a_broken_line_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
+def with_epoch(epoch: str) -> bytes:
+    return b'{"kind": "train", "step": 5, "epoch": %s}' % epoch.encode()
+
+
+@pytest.mark.parametrize("line", [*DAMAGED_LINES, *map(with_epoch, ("null", '"1"', "-1", "NaN", "1e400", "9" * 400))])
+def test_a_damaged_line_is_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture, line: bytes) -> None:
     path = tmp_path / "m.jsonl"
-    path.write_text(f"{json.dumps(train(1))}\n{line}\n{json.dumps(train(2))}\n")
-    with pytest.raises(InputError, match="line 2"):
-        read_metrics(path)
+    path.write_bytes(b"\n".join([json.dumps(train(1)).encode(), line, json.dumps(train(2)).encode(), b""]))
+    with caplog.at_level(logging.WARNING):
+        assert [record["step"] for record in read_metrics(path).train] == [1, 2]
+    assert "1 of 3 lines are damaged and left out" in caplog.text
+
+
+ODD_VALUES = ('"x"', "[]", "true", "null", "NaN", "-Infinity", "9" * 400, "1e308", "-1e99", "1e-320", "0")
+
+
+@pytest.mark.parametrize("value", ODD_VALUES)
+def test_values_of_any_kind_are_drawn_or_left_out(tmp_path: Path, value: str) -> None:
+    """In every panel; what is left out leaves the others."""
+    names = ("loss", "loss_ce", "loss_localization", "weight/loss_localization", "loss_other", "AP", "stream/clean")
+    odd = ", ".join(f'"{name}": {value}' for name in names)
+    lines = [f'{{"kind": "{kind}", "step": 3, "epoch": 0.3, {odd}}}\n' for kind in ("train", "val")]
+    path = write(tmp_path / "m.jsonl", train(1, loss_localization=0.5), val(2, 0.5), tail="".join(lines))
+    for plan in (curves.DETECTION_CURVES, curves.CLASSIFICATION_CURVES):
+        draw_curves(path, tmp_path / "curves.png", plan)
+        assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "name", ["loss_$\\frac{$", "loss_\ud800", "loss_" + "x" * 100_000, "loss_\n", "loss_a b", "loss_"]
+)
+def test_names_that_no_term_has_are_not_drawn(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "m.jsonl", train(1, **{name: 1.0, "loss_localization": 0.5}))
+    assert labels(path, curves.CLASSIFICATION_CURVES)[1][1] == ["cross-entropy", "relative localization"]
+    draw_curves(path, tmp_path / "curves.svg", curves.CLASSIFICATION_CURVES)
+
+
+def test_a_folder_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="must be a file of one JSON object a line"):
+        read_metrics(tmp_path)
 
 
 def test_series_leaves_out_what_was_not_measured() -> None:
@@ -91,9 +126,31 @@ def test_a_classifier_has_the_terms_it_logged_its_groups_and_the_validation_loss
     path = write(tmp_path / "m.jsonl", train(1, loss_diverse_patch=0.1), validation)
     assert labels(path, curves.CLASSIFICATION_CURVES) == [
         ("Loss", ["total", "validation"]),
-        ("Terms", ["ce", "diverse patch"]),
+        ("Unweighted terms, logarithmic", ["cross-entropy", "diverse patch"]),
         ("Validation (%)", ["many-shot 75.0", "few-shot 25.0", "top-5 90.0", "top-1 50.0"]),
     ]
+
+
+def test_terms_of_plugins_have_a_logarithmic_panel_that_names_their_weights(tmp_path: Path) -> None:
+    """A small one can be read beside large ones; auxiliary layers and proposals are no further terms."""
+    terms = {"loss_ce_0": 2.0, "loss_ce_enc": 2.0, "loss_localization": 0.004, "loss_contrastive": 40.0}
+    weights = {"weight/loss_localization": 0.01, "weight/loss_contrastive": 1.0}
+    path = write(tmp_path / "m.jsonl", train(1, **terms, **weights), train(2, **terms, **weights))
+    figure = curves._figure(read_metrics(path), curves.DETECTION_CURVES)
+    assert [axes.get_yscale() for axes in figure.axes] == ["linear", "linear", "log", "linear"]
+    panel = figure.axes[2]
+    assert [line.get_label() for line in panel.lines] == ["relative localization x 0.01", "contrastive"]
+    low, high = panel.get_ylim()
+    share = [np.log(line.get_ydata()[0] / low) / np.log(high / low) for line in panel.lines]
+    assert 0.15 < share[0] < 0.5 < 0.9 < share[1] < 1, "above the legend, and apart"
+    ticks = [value for value in panel.get_yticks() if low <= value <= high]
+    assert len(ticks) >= 3
+
+
+def test_a_weight_that_changes_is_named_with_its_range(tmp_path: Path) -> None:
+    records = [train(step, loss_localization=0.2, **{"weight/loss_localization": step / 100}) for step in range(4)]
+    path = write(tmp_path / "m.jsonl", *records)
+    assert labels(path, curves.CLASSIFICATION_CURVES)[1][1] == ["cross-entropy", "relative localization x 0 to 0.03"]
 
 
 def test_a_single_term_and_a_single_group_are_not_drawn(tmp_path: Path) -> None:
@@ -128,3 +185,11 @@ def test_svg_and_refusals(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no training and no evaluation record"):
         draw_curves(write(tmp_path / "empty.jsonl"), tmp_path / "empty.svg")
     assert not (tmp_path / "empty.svg").exists()
+
+
+@pytest.mark.parametrize("rest", [b"", json.dumps(train(1200)).encode() + b"\n"])
+def test_a_page_is_written_from_a_damaged_file(tmp_path: Path, rest: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\x00garbage\n" + b"\n".join(DAMAGED_LINES) + b"\n" + rest)
+    page = write_report(tmp_path).read_text()
+    assert ("Trained for 1,200 steps" in page) == bool(rest)
+    assert ("metrics.jsonl is missing or empty" in page) == (not rest)

@@ -74,6 +74,11 @@ def test_a_run_leaves_everything_in_its_folder(tiny: Path, tmp_path: Path, capsy
     assert all(record["stream/clean"] > 0 and record["stream/batchformer"] > 0 for record in steps)
     for record in steps:
         assert record["loss"] == pytest.approx((record["stream/clean"] + record["stream/batchformer"]) / 2, rel=1e-5)
+        assert [record[f"weight/loss_{term}"] for term in ("ce", "bbox", "giou")] == [1, 5, 2]
+    means = [line for line in (run / "log.txt").read_text().splitlines() if "mean of 5 steps: loss" in line]
+    assert len(means) == 3, "a line for every epoch"
+    assert all(f"epoch {epoch}, step {5 * epoch}" in line for epoch, line in enumerate(means, start=1))
+    assert f"loss {sum(record['loss'] for record in steps[5:10]) / 5:.4g} (ce" in means[1]
     assert [record["epoch"] for record in records(run / "metrics.jsonl", "val")] == [1, 2, 3]
     assert "BatchFormerV2 is on: before encoder layer 0" in (run / "log.txt").read_text()
     results = json.loads((run / "results.json").read_text())
@@ -166,6 +171,19 @@ def test_resume_of_a_finished_run_evaluates_again(
     assert train_net(["--config", str(tiny), "train.max_steps=2", "--resume"]) == 0
     assert capsys.readouterr().out == first
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_damaged_metrics_stop_neither_the_resumption_nor_the_report(tiny: Path, tmp_path: Path) -> None:
+    assert train_net(["--config", str(tiny), "eval.pictures=0", "train.max_steps=2"]) == 0
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    first, *others = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(first + b'{"kind": "train", "st\n\xff\x00\n{"kind": 7}\n' + b"".join(others))
+    assert train_net(["--config", str(tiny), "eval.pictures=0", "train.max_steps=3", "--resume"]) == 0
+    assert [record["step"] for record in records(metrics, "train")] == [1, 2, 3]
+    assert "3 of 6 lines are damaged and dropped, the first is line 2" in (tmp_path / "run" / "log.txt").read_text()
+    metrics.unlink()
+    assert train_net(["--config", str(tiny), "eval.pictures=0", "train.max_steps=4", "--resume"]) == 0
+    assert [record["step"] for record in records(metrics, "train")] == [4]
 
 
 def test_eval_only_repeats_the_numbers(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,8 @@ def test_every_plugin_adds_its_loss_and_every_parameter_learns() -> None:
         model(mix.images), ClassTargets(LABELS, mix.targets, mix.patch_labels)
     )
     assert set(report.losses) == {"loss_ce", "loss_cosine", "loss_contrastive", "loss_mixing", "loss_localization"}
+    streams = report.logged["stream/clean"] + report.logged["stream/batchformer"]
+    torch.testing.assert_close(streams / 2, report.total.detach())
     report.total.backward()
     assert [name for name, value in model.named_parameters() if value.grad is None] == []
 
@@ -106,9 +108,24 @@ def test_the_weight_of_localization_follows_the_epoch_of_the_batch() -> None:
     for epoch in (0, 2):
         given = model(tiny.images(3))
         torch.manual_seed(1)  # the same pairs
-        found.append(criterion(given, ClassTargets(LABELS, epoch=epoch)).losses["loss_localization"].item())
+        report = criterion(given, ClassTargets(LABELS, epoch=epoch))
+        assert report.weights == {"loss_ce": 1, "loss_localization": 10.0**epoch}
+        expected = report.losses["loss_ce"] + 10.0**epoch * report.losses["loss_localization"]
+        torch.testing.assert_close(report.total, expected)
+        found.append(report.losses["loss_localization"].item())
     assert plugin.weight == 100
-    assert found[1] == pytest.approx(100 * found[0], rel=1e-5)
+    assert found[1] == pytest.approx(found[0], rel=1e-5), "the term itself is logged without its weight"
+
+
+def test_terms_of_diverse_patch_are_given_without_their_weights() -> None:
+    weights = {"cosine": 0.5, "contrastive": 0.25, "mixing": 0.0}
+    model = tiny.vit().train()
+    plugin = add_diverse_patch(model, tiny.CLASSES, **weights)
+    report = ClassifierCriterion(model, cross_entropy())(model(tiny.images(3)), ClassTargets(LABELS))
+    assert report.weights == {"loss_ce": 1, "loss_cosine": 0.5, "loss_contrastive": 0.25}
+    model(tiny.images(3))
+    for name, loss in plugin().items():
+        torch.testing.assert_close(loss, weights[name] * report.losses[f"loss_{name}"])
 
 
 def test_it_moves_and_saves_as_the_loss_alone() -> None:
