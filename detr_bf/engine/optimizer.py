@@ -76,7 +76,8 @@ def image_parameter_groups(
 
     They are ``network`` and ``batch_former``, and of each ``..._no_decay``: vectors (biases, norms, scales) and what
     the model's ``no_weight_decay()`` names, such as timm's position embeddings and class tokens. ``decay_vectors``
-    decays those as well, but never the scales of Context Broadcasting. ``batch_former_weight_decay`` None means ``weight_decay``.
+    decays those as well, but never the scales of Context Broadcasting. ``batch_former_weight_decay`` None means
+    ``weight_decay``.
     """
     bf_lr = lr * batch_former_lr_factor
     bf_decay = weight_decay if batch_former_weight_decay is None else batch_former_weight_decay

@@ -129,7 +129,8 @@ def add_batchformer_v2(
 
     In training the model returns logits (2B, K), clean stream first: see :func:`num_streams` and
     :class:`detr_bf.batchformer.StreamLoss`. So does ``forward_features``, whose tokens (2B, S, C) ``forward_head``
-    takes; ``forward_intermediates`` is refused as long as there are two streams. An ``attn_mask`` given to the model must then be the same for all images.
+    takes; ``forward_intermediates`` is refused as long as there are two streams. An ``attn_mask`` given to the model
+    must then be the same for all images.
 
     Args:
         model: the bare model.

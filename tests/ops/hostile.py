@@ -145,76 +145,74 @@ def dispatched(name: str, key: DispatchKey, device: str) -> Callable[[], Any]:
     return make
 
 
-def many(*sizes: int) -> Tensor:
-    """A tensor of one element that says it is large."""
-    return torch.zeros(()).expand(sizes)
+BIG, WIDE = 2**63 - 1, 2**40
+OVERFLOWING = [2147483629, 4049596863820871141, 3, 2]
+LEVEL = "level {} of {} x {} cells, from cell {}, does not fit into the 30 cells of value"
+TYPES = "expected float64, float32, float16 or bfloat16"
+TOO_LARGE = "the sizes of the tensors are too large"
+META = torch.device("meta")
 
-
-def _cases() -> dict[str, tuple[Callable[[], Any], str]]:
-    """By name, a call and a part of the message."""
-    overflowing, big = [2147483629, 4049596863820871141, 3, 2], 2**63 - 1
-    level = "level {} of {} x {} cells, from cell {}, does not fit into the 30 cells of value"
-    cases = {}
-    for name in ("ms_deform_attn", "ms_deform_attn_backward"):
-        for what, changes, message in (
-            ("overflow", {"spatial_shapes": overflowing}, level.format(0, *overflowing[:2], 0)),
-            ("sides", {"spatial_shapes": [big, big, 3, 2]}, level.format(0, big, big, 0)),
-            ("start", {"level_start_index": [0, big]}, level.format(1, 3, 2, big)),
-            ("negative", {"spatial_shapes": [-4, -6, 3, 2]}, "level 0 is -4 x -6"),
-            ("zero", {"spatial_shapes": [4, 6, 0, 2]}, "level 1 is 0 x 2"),
-            ("before", {"level_start_index": [-1, 24]}, "level 0 starts at -1"),
-            ("odd", {"spatial_shapes": [4, 6, 3, 2, 1]}, "one entry for each of 2 levels"),
-            ("none", {"spatial_shapes": [], "level_start_index": []}, "one entry for each of 2 levels"),
-            ("meta", {"sampling_locations": torch.rand(2, 3, 2, 2, 2, 2, device="meta")}, "one device"),
-            ("freed", {"value": emptied(torch.rand(2, 30, 2, 3))}, "memory of value does not hold its elements"),
-            ("rank", {"value": torch.rand(2, 30, 6)}, "value must be (B, S, H, D)"),
-            ("dtype", {"value": torch.ones(2, 30, 2, 3).long()}, "expected float64, float32, float16 or bfloat16"),
-        ):
-            cases[f"{name} {what}"] = (given(name, **changes), message)
-        for key, device in ((DispatchKey.CPU, "meta"), (DispatchKey.CUDA, "cpu")):
-            cases[f"{name} {key.name}"] = (dispatched(name, key, device), "not for the device of value")
-    wide, image = 2**40, torch.zeros(0, 30, 2, 3)
-    cases |= {
-        "ms_deform_attn row": (
-            given(
-                "ms_deform_attn",
-                value=torch.empty(0).as_strided((0, 30, wide, wide), (1, 1, 1, 1)),
-                sampling_locations=torch.empty(0).as_strided((0, 3, wide, 2, 2, 2), (1,) * 6),
-                attention_weights=torch.empty(0).as_strided((0, 3, wide, 2, 2), (1,) * 5),
-            ),
-            "the sizes of the tensors are too large",
-        ),
-        "gradient shape": (given("ms_deform_attn_backward", grad_output=torch.rand(6, 3, 2)), "(B, Q, H x D)"),
-        "gradient on meta": (
-            given("ms_deform_attn_backward", grad_output=torch.rand(2, 3, 6).to("meta")),
-            "one device",
-        ),
-        "images disagree": (given("ms_deform_attn", value=image), "disagree in images or heads"),
-        "probabilities": (
-            given("batch_attention", **dict.fromkeys(("query", "key", "value"), many(2**31, 1, 1, 1)), key_mask=None),
-            "the sizes of the tensors are too large",
-        ),
-        "key on meta": (given("batch_attention", key=torch.rand(2, 5, 2, 4).to("meta")), "one device"),
-        "query on meta": (given("batch_attention", query=torch.rand(2, 5, 2, 4).to("meta")), "one device"),
-        "seed on meta": (given("batch_attention_packed", seed=SEED.to("meta")), "one device"),
-        "mask on meta": (given("batch_attention", key_mask=torch.zeros(2, 5).bool().to("meta")), "one device"),
-        "attention gradient": (
-            given("batch_attention_backward", grad_output=torch.rand(2, 5, 2, 4).to("meta")),
-            "one device",
-        ),
-        "packed rank": (given("batch_attention_packed", packed=torch.rand(2, 5, 3, 8)), "(B, N, 3, H, D)"),
-        "freed key": (given("batch_attention", key=emptied(torch.rand(2, 5, 2, 4))), "memory of key does not hold"),
-        "seed of dropout": (given("relu_dropout", seed=SEED.to("meta")), "one device"),
-        "freed seed": (given("dropout_add", seed=emptied(SEED)), "memory of the seed does not hold"),
-        "no probability": (given("relu_dropout_backward", p=float("nan")), "in [0, 1], got nan"),
-        "one shape": (given("relu_dropout_backward", output=torch.rand(299)), "one shape, dtype and device"),
-        "one device": (given("dropout_add", residual=torch.rand(300, device="meta")), "one device"),
-        "numbers": (given("relu_dropout", input=torch.ones(0).long()), "float64, float32, float16 or bfloat16"),
-    }
-    return cases
-
-
-CASES = _cases()
+# What is changed in a call of both passes of ms_deform_attn, and a part of the message.
+DEFORMABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "overflow": ({"spatial_shapes": OVERFLOWING}, LEVEL.format(0, *OVERFLOWING[:2], 0)),
+    "sides": ({"spatial_shapes": [BIG, BIG, 3, 2]}, LEVEL.format(0, BIG, BIG, 0)),
+    "start": ({"level_start_index": [0, BIG]}, LEVEL.format(1, 3, 2, BIG)),
+    "negative": ({"spatial_shapes": [-4, -6, 3, 2]}, "level 0 is -4 x -6"),
+    "zero": ({"spatial_shapes": [4, 6, 0, 2]}, "level 1 is 0 x 2"),
+    "before": ({"level_start_index": [-1, 24]}, "level 0 starts at -1"),
+    "odd": ({"spatial_shapes": [4, 6, 3, 2, 1]}, "one entry for each of 2 levels"),
+    "no levels": ({"spatial_shapes": [], "level_start_index": []}, "one entry for each of 2 levels"),
+    "meta": ({"sampling_locations": torch.rand(2, 3, 2, 2, 2, 2, device=META)}, "one device"),
+    "freed": ({"value": emptied(torch.rand(2, 30, 2, 3))}, "the memory of value does not hold its elements"),
+    "rank": ({"value": torch.rand(2, 30, 6)}, "value must be (B, S, H, D)"),
+    "numbers": ({"value": torch.ones(2, 30, 2, 3).long()}, TYPES),
+    "images": ({"value": torch.zeros(0, 30, 2, 3)}, "disagree in images or heads"),
+}
+OTHERS: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "ms_deform_attn",
+        {
+            "value": torch.empty(0).as_strided((0, 30, WIDE, WIDE), (1,) * 4),
+            "sampling_locations": torch.empty(0).as_strided((0, 3, WIDE, 2, 2, 2), (1,) * 6),
+            "attention_weights": torch.empty(0).as_strided((0, 3, WIDE, 2, 2), (1,) * 5),
+        },
+        TOO_LARGE,
+    ),
+    ("ms_deform_attn_backward", {"grad_output": torch.rand(6, 3, 2)}, "must be (B, Q, H x D)"),
+    ("ms_deform_attn_backward", {"grad_output": torch.rand(2, 3, 6, device=META)}, "one device"),
+    (
+        "batch_attention",
+        {**dict.fromkeys(("query", "key", "value"), torch.zeros(1, 1, 1, 1).expand(2**31, 1, 1, 1)), "key_mask": None},
+        TOO_LARGE,
+    ),
+    ("batch_attention", {"key": torch.rand(2, 5, 2, 4, device=META)}, "one device"),
+    ("batch_attention", {"query": torch.rand(2, 5, 2, 4, device=META)}, "one device"),
+    ("batch_attention", {"key_mask": torch.zeros(2, 5, dtype=torch.bool, device=META)}, "one device"),
+    ("batch_attention", {"key": emptied(torch.rand(2, 5, 2, 4))}, "the memory of key does not hold its elements"),
+    ("batch_attention_packed", {"seed": SEED.to(META)}, "one device"),
+    ("batch_attention_packed", {"packed": torch.rand(2, 5, 3, 8)}, "(B, N, 3, H, D)"),
+    ("batch_attention_backward", {"grad_output": torch.rand(2, 5, 2, 4, device=META)}, "one device"),
+    ("dropout_add", {"seed": emptied(SEED)}, "the memory of the seed does not hold its elements"),
+    ("dropout_add", {"residual": torch.rand(300, device=META)}, "one device"),
+    ("relu_dropout", {"seed": SEED.to(META)}, "one device"),
+    ("relu_dropout", {"input": torch.ones(0).long()}, TYPES),
+    ("relu_dropout_backward", {"p": float("nan")}, "in [0, 1], got nan"),
+    ("relu_dropout_backward", {"output": torch.rand(299)}, "one shape, dtype and device"),
+]
+# By name, a call and a part of the message.
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    f"{name} {what}": (given(name, **changes), message)
+    for name in ("ms_deform_attn", "ms_deform_attn_backward")
+    for what, (changes, message) in DEFORMABLE.items()
+}
+CASES |= {
+    f"{name} {number}": (given(name, **changes), message) for number, (name, changes, message) in enumerate(OTHERS)
+}
+CASES |= {
+    f"{name} {key.name}": (dispatched(name, key, device), "the kernels are not for the device of")
+    for name in OPERATORS
+    for key, device in ((DispatchKey.CPU, "meta"), (DispatchKey.CUDA, "cpu"))
+}
 
 
 def messages() -> dict[str, str]:
