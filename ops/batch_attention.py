@@ -66,10 +66,11 @@ def batch_attention_packed(
     return torch.ops.detr_bf.batch_attention_packed(packed, key_mask, dropout_p, seed)
 
 
-def _unpacked(packed: Tensor) -> tuple[Tensor, ...]:
+def _unpacked(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if packed.dim() != 5 or packed.shape[2] != 3:
         raise ValueError(f"expected packed query, key and value (B, N, 3, H, D), got {tuple(packed.shape)}")
-    return packed.unbind(2)
+    query, key, value = packed.unbind(2)
+    return query, key, value
 
 
 def _seed(query: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor | None:
