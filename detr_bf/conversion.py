@@ -47,15 +47,14 @@ def convert(source: Path, target: Path, format_name: str | None = None, numberin
     foreign = format_name is not None and not interop.format_named(format_name).own
     if is_checkpoint(source):
         checkpoint = _read(source, "detection")
-        config = config_from_dict(checkpoint.config)
         if numbering is not None:
             _check_classes(checkpoint.classes, numbering, source)
-        if foreign and config.plugins.context_broadcasting.enabled:
-            raise InputError(
-                f"{source} was trained with plugins.context_broadcasting, which no other format knows: its weights "
-                "would be those of another model there"
-            )
     weights = interop.read_weights(source)
+    if foreign and any("context_broadcasting" in name.split(".") for name in weights):
+        raise InputError(
+            f"{source} was trained with plugins.context_broadcasting, which no other format knows: its weights "
+            "would be those of another model there"
+        )
     weights = without_plugins(weights) if foreign else weights  # what is left of them only training reads
     weights = interop.renumbered(weights, numbering) if numbering else weights
     with _writing(target):

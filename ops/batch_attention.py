@@ -58,14 +58,19 @@ def batch_attention_packed(
 
     Its gradient comes as one such tensor too, where that of three views of it would have to be put together.
     """
-    if packed.dim() != 5 or packed.shape[2] != 3:
-        raise ValueError(f"expected packed query, key and value (B, N, 3, H, D), got {tuple(packed.shape)}")
-    query, key, value = packed.unbind(2)
+    query, key, value = _unpacked(packed)
     _check(query, key, value, key_mask)
     seed = _seed(packed, dropout_p, seed)
     if not library.compiled(packed.device):
         return batch_attention_reference(query, key, value, key_mask, dropout_p, seed)
     return torch.ops.detr_bf.batch_attention_packed(packed, key_mask, dropout_p, seed)
+
+
+def _unpacked(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if packed.dim() != 5 or packed.shape[2] != 3:
+        raise ValueError(f"expected packed query, key and value (B, N, 3, H, D), got {tuple(packed.shape)}")
+    query, key, value = packed.unbind(2)
+    return query, key, value
 
 
 def _seed(query: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor | None:
@@ -98,15 +103,25 @@ def _each(tensors: dict[str, Tensor], attribute: str) -> str:
 # ---- what torch must know of the compiled operators ----
 
 
-def _shape_of_result(query: Tensor, *_: Any) -> Tensor:
+def _shape_of_result(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *rest: Any) -> Tensor:
+    library.check_one_device(query, *rest)
+    _check(query, key, value, key_mask)
     return query.new_empty(query.shape)
 
 
-def _shape_of_packed_result(packed: Tensor, *_: Any) -> Tensor:
+def _shape_of_packed_result(packed: Tensor, key_mask: Tensor | None, *rest: Any) -> Tensor:
+    library.check_one_device(packed, *rest)
+    _check(*_unpacked(packed), key_mask)
     return packed.new_empty(packed.shape[0], packed.shape[1], packed.shape[3], packed.shape[4])
 
 
-def _shape_of_gradient(grad_output: Tensor, query: Tensor, *_: Any) -> Tensor:
+def _shape_of_gradient(
+    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *rest: Any
+) -> Tensor:
+    library.check_one_device(grad_output, query, *rest)
+    _check(query, key, value, key_mask)
+    if grad_output.shape != query.shape:
+        raise ValueError(f"expected grad_output {tuple(query.shape)}, got {tuple(grad_output.shape)}")
     return query.new_empty(query.shape[0], query.shape[1], 3, query.shape[2], query.shape[3])
 
 

@@ -103,6 +103,7 @@ def _check_levels(shapes: Shapes, starts: Sequence[int], cells: int) -> None:
 def _shape_of_result(
     value: Tensor, spatial_shapes: list[int], level_start_index: list[int], locations: Tensor, weights: Tensor
 ) -> Tensor:
+    _check_tensors(value, locations, weights, len(level_start_index))
     return value.new_empty(value.shape[0], locations.shape[1], value.shape[2] * value.shape[3])
 
 
@@ -115,6 +116,8 @@ def _shapes_of_gradients(
     weights: Tensor,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    library.check_one_device(grad_output, value)
+    _check_tensors(value, locations, weights, len(level_start_index))
     return value.new_empty(value.shape), locations.new_empty(locations.shape), weights.new_empty(weights.shape)
 
 

@@ -68,7 +68,8 @@ def check_probability(p: float) -> None:
 # ---- what torch must know of the compiled operators ----
 
 
-def _as_input(tensor: Tensor, *_: Any) -> Tensor:
+def _as_input(tensor: Tensor, *rest: Any) -> Tensor:
+    library.check_one_device(tensor, *rest)
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 

@@ -6,8 +6,10 @@ import json
 import logging
 import os
 from functools import cache
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from detr_bf.ops.build import FOLDER, RECORD, digest_of_sources
 
@@ -52,6 +54,20 @@ def compiled(device: torch.device) -> bool:
     if not torch.compiler.is_compiling():
         _announce(device.type)
     return PROBLEMS.get(device.type, "") is None
+
+
+def check_one_device(*arguments: Any) -> None:
+    """Refuse tensors of several devices among the arguments of an operator.
+
+    For the implementations on the meta device: torch calls them as soon as one argument is a meta tensor, and their
+    result would be memory that nothing was written to.
+
+    Raises:
+        ValueError: the tensors are on several devices.
+    """
+    devices = {str(argument.device) for argument in arguments if isinstance(argument, Tensor)}
+    if len(devices) > 1:
+        raise ValueError(f"expected tensors on one device, got {', '.join(sorted(devices))}")
 
 
 @cache

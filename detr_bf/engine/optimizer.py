@@ -14,6 +14,8 @@ from torch import nn
 from detr_bf.batchformer import BatchFormer, BatchFormerV2
 from detr_bf.errors import InputError
 
+SCALES = "context_broadcasting.scales"  # how the names of the modules that hold them end
+
 
 def parameter_groups(
     model: nn.Module,
@@ -53,7 +55,7 @@ def _special_parameters(model: nn.Module) -> dict[int, str]:
             group = "batch_former"
         elif isinstance(module, nn.Linear) and re.search(r"\.sampling_offsets$|\bqueries\.reference\b", name):
             group = "points"
-        elif name.endswith("context_broadcasting.scales"):
+        elif name.endswith(SCALES):
             group = "scales"
         else:
             continue
@@ -74,7 +76,8 @@ def image_parameter_groups(
 
     They are ``network`` and ``batch_former``, and of each ``..._no_decay``: vectors (biases, norms, scales) and what
     the model's ``no_weight_decay()`` names, such as timm's position embeddings and class tokens. ``decay_vectors``
-    decays those as well. ``batch_former_weight_decay`` None means ``weight_decay``.
+    decays those as well, but never the scales of Context Broadcasting. ``batch_former_weight_decay`` None means
+    ``weight_decay``.
     """
     bf_lr = lr * batch_former_lr_factor
     bf_decay = weight_decay if batch_former_weight_decay is None else batch_former_weight_decay
@@ -95,6 +98,7 @@ def image_parameter_groups(
     def place(name: str, parameter: nn.Parameter) -> str:
         group = "batch_former" if id(parameter) in attention else "network"
         decays = decay_vectors or (parameter.ndim > 1 and name not in spared)
+        decays = decays and f"{SCALES}." not in name
         return group if decays else f"{group}_no_decay"
 
     return _filled(groups, model, place)

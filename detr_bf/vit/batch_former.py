@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -54,6 +55,27 @@ class BatchFormerV2Plugin(BatchAttention[BatchFormerV2]):
         """Hang on the chosen blocks."""
         vit = require_vit(model)
         self.join(vit, self._hooks(vit))
+        vars(vit)["forward_intermediates"] = self._forward_intermediates  # get_intermediate_layers calls it, too
+
+    def remove(self) -> None:
+        """Leave the model as it was; InputError if it is removed already."""
+        for host in self._host:
+            del vars(host)["forward_intermediates"]
+        super().remove()
+
+    def _forward_intermediates(self, *args: Any, **kwargs: Any) -> Any:
+        """timm's method while one stream leaves the blocks: it counts on as many rows after each as there are images.
+
+        Raises:
+            InputError: the batch is doubled between blocks.
+        """
+        if self.num_streams > 1:
+            raise InputError(
+                "in training BatchFormerV2 doubles the batch between blocks, so forward_intermediates and "
+                "get_intermediate_layers would mix two streams: call model.plugins['batchformer_v2'].eval() first for "
+                "the features of the images alone, or forward_features for both streams of the last block"
+            )
+        return VisionTransformer.forward_intermediates(cast("VisionTransformer", self._host[0]), *args, **kwargs)
 
     def _hooks(self, vit: Any) -> Iterator[RemovableHandle]:
         for layer in self.batch_former.insertions:
@@ -106,7 +128,9 @@ def add_batchformer_v2(
     """BatchFormerV2 in a timm ViT or DeiT, class token included; evaluation is untouched.
 
     In training the model returns logits (2B, K), clean stream first: see :func:`num_streams` and
-    :class:`detr_bf.batchformer.StreamLoss`. An ``attn_mask`` given to the model must then be the same for all images.
+    :class:`detr_bf.batchformer.StreamLoss`. So does ``forward_features``, whose tokens (2B, S, C) ``forward_head``
+    takes; ``forward_intermediates`` is refused as long as there are two streams. An ``attn_mask`` given to the model
+    must then be the same for all images.
 
     Args:
         model: the bare model.

@@ -40,14 +40,19 @@ class ContextBroadcasting(Plugin):
 
     It stands on the network's output, before layer scale, drop path and the residual sum. ``scales`` holds the vectors
     of the scaled kind by the index of their block; they start at 0, which is the identity, and want no weight decay.
+    Without scales each of its blocks has an entry in the state dict all the same: other blocks or none make another
+    network, into which the weights must not be loaded unnoticed.
     """
 
     name = "context_broadcasting"
+    in_evaluation = True
 
     def __init__(self, layers: Sequence[int], scales: dict[int, Tensor]) -> None:
         super().__init__()
         self.layers = tuple(layers)
         self.scales = nn.ParameterDict({str(layer): nn.Parameter(scale) for layer, scale in scales.items()})
+        for layer in self.layers if not scales else ():
+            self.register_buffer(f"block_{layer}", torch.ones((), dtype=torch.int64))
 
     def attach(self, model: nn.Module, networks: Sequence[nn.Module]) -> None:
         """Hang on the chosen of ``networks``; those of our encoder come with the padding of their layer."""

@@ -1,13 +1,13 @@
 """What the plug-ins share: a place in the model, hooks that can be taken away again, the blocks they hang on.
 
-A plug-in is a module under ``model.plugins``. Its parameters are in the model's state dict with that one prefix before
+A plug-in is a module under ``model.plugins``. Its tensors are in the model's state dict with that one prefix before
 them, so optimisers, averages of weights and checkpoints know them; all other keys stay those of the model alone. Hooks
 are bound methods of the plug-in, so that a deep copy of the model has hooks of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -31,9 +31,15 @@ def without_plugins(state: Mapping[str, T]) -> dict[str, T]:
 
 
 def keep_own_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before loading: a state dict that holds no plug-in at all leaves those of the model as they are."""
-    if not any(key.startswith(prefix) for key in state):
-        state.update(module.state_dict(prefix=prefix))
+    """Before loading: a state dict that holds no plug-in at all leaves those that only training uses as they are.
+
+    What a plug-in adds to the network in evaluation is missing, and a strict load says so.
+    """
+    if any(key.startswith(prefix) for key in state):
+        return
+    for name, plugin in module.named_children():
+        if not plugin.in_evaluation:
+            state.update(plugin.state_dict(prefix=f"{prefix}{name}."))
 
 
 class Plugins(nn.ModuleDict):
@@ -48,6 +54,7 @@ class Plugin(nn.Module):
     """Base of all plug-ins. What was kept of a forward pass is not copied with the model."""
 
     name: ClassVar[str]
+    in_evaluation: ClassVar[bool] = False  # the model's outputs in evaluation are others with it
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,13 +78,18 @@ class Plugin(nn.Module):
         if self.name in plugins:
             raise InputError(f"the model has a plug-in {self.name} already: call its remove() first")
         reference = next(host.parameters())
-        if any((own.device, own.dtype) != (reference.device, reference.dtype) for own in self.parameters()):
+        types = {(own.device, own.dtype if own.is_floating_point() else reference.dtype) for own in self._tensors()}
+        if types - {(reference.device, reference.dtype)}:
             self.to(device=reference.device, dtype=reference.dtype)  # which tensors without numbers cannot
         self.train(host.training)
         plugins[self.name] = self
         host.add_module(PREFIX, plugins)
         self._host = (host,)
         self._handles = list(hooks)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from self.parameters()
+        yield from self.buffers()
 
     def remove(self) -> None:
         """Leave the model as it was.

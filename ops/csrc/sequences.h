@@ -11,22 +11,35 @@
 
 namespace detr_bf {
 
-// What random numbers of a tensor on this device are made of.
-inline void check_dropout(const Tensor& input, double probability, const std::optional<Tensor>& seed) {
+inline void check_probability(double probability) {
   STD_TORCH_CHECK(probability >= 0 && probability <= 1, "dropout: the probability must be in [0, 1], got ",
                   probability);
-  STD_TORCH_CHECK(seed.has_value() || probability == 0, "dropout: a seed is needed");
-  STD_TORCH_CHECK(!seed.has_value() || (seed->numel() == 1 && seed->device() == input.device() &&
-                                        seed->scalar_type() == ScalarType::Long),
-                  "dropout: the seed must be one int64 on the device of the input");
 }
 
-// Two tensors that are read side by side.
-inline void check_pair(const Tensor& one, const Tensor& other) {
-  bool alike = one.dim() == other.dim() && one.scalar_type() == other.scalar_type() && one.device() == other.device();
-  for (int64_t dim = 0; dim < one.dim() && alike; ++dim) alike = one.size(dim) == other.size(dim);
-  STD_TORCH_CHECK(alike, "dropout: both tensors must have one shape, dtype and device");
+inline void check_seed(const Tensor& seed) {
+  STD_TORCH_CHECK(seed.numel() == 1 && seed.scalar_type() == ScalarType::Long, "dropout: the seed must be one int64");
 }
+
+inline bool are_alike(const Tensor& one, const Tensor& other) {
+  if (one.dim() != other.dim() || one.scalar_type() != other.scalar_type()) return false;
+  for (int64_t dim = 0; dim < one.dim(); ++dim) {
+    if (one.size(dim) != other.size(dim)) return false;
+  }
+  return true;
+}
+
+// The arguments of dropout. `other` is read beside the input, if there is one; without a seed nothing is drawn.
+inline Type check_dropout(const char* operation, DeviceType device, const Tensor& input, const Tensor* other,
+                          double probability, const Tensor* seed) {
+  check_memory(operation, device, {{"the first tensor", &input}, {"the second tensor", other}, {"the seed", seed}});
+  STD_TORCH_CHECK(other == nullptr || are_alike(input, *other), operation,
+                  ": both tensors must have one shape, dtype and device");
+  check_probability(probability);
+  if (seed != nullptr) check_seed(*seed);
+  return type_of(input, operation);
+}
+
+inline const Tensor* pointer(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
 
 // Views of query, key and value in (B, N, 3, H, D).
 inline std::array<Tensor, 3> unpacked(const Tensor& packed) {
@@ -37,25 +50,22 @@ inline std::array<Tensor, 3> unpacked(const Tensor& packed) {
 
 // Query, key and value (B, N, H, D) with the channels of a row one after another; mask (B, N) contiguous.
 struct Sequences {
+  Type type;
   Tensor query, key, value;
   std::optional<Tensor> key_mask;
   DropoutRate rate;
-  std::optional<Tensor> seed;  // 0-d int64; there where anything is dropped
+  std::optional<Tensor> seed;  // one int64; there where anything is dropped
 
-  Sequences(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask, double probability,
-            const std::optional<Tensor>& seed_in)
-      : query(with_channels_together(checked(q))),
-        key(readable(k, "key")),
-        value(readable(v, "value")),
-        rate((check_dropout(q, probability, seed_in), probability)),
-        seed(seed_in) {
-    if (mask.has_value()) {
-      STD_TORCH_CHECK(mask->scalar_type() == ScalarType::Bool && mask->dim() == 2 && mask->size(0) == q.size(0) &&
-                          mask->size(1) == q.size(1),
-                      "batch_attention: key_mask must be (B, N), bool");
-      STD_TORCH_CHECK(mask->device() == q.device(), "batch_attention: key_mask must be on the device of query");
-      key_mask = torch::stable::contiguous(*mask);
-    }
+  // Refuses what does not belong together; grad_output is null in the forward pass.
+  Sequences(DeviceType device, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask,
+            double probability, const std::optional<Tensor>& seed, const Tensor* grad_output = nullptr)
+      : type(checked(device, q, k, v, pointer(mask), probability, pointer(seed), grad_output)),
+        query(with_channels_together(q)),
+        key(with_channels_together(k)),
+        value(with_channels_together(v)),
+        rate(probability),
+        seed(seed) {
+    if (mask) key_mask = torch::stable::contiguous(*mask);
   }
 
   int64_t images() const { return query.size(0); }
@@ -64,21 +74,33 @@ struct Sequences {
   int64_t channels() const { return query.size(3); }
   bool empty() const { return query.numel() == 0; }
 
-  // A tensor of the shape of query that may have any strides, as one whose rows can be read.
-  Tensor readable(const Tensor& tensor, const char* name) const {
-    check_alike(tensor, name);
-    return with_channels_together(tensor);
-  }
-
  private:
-  static const Tensor& checked(const Tensor& query) {
+  static Type checked(DeviceType device, const Tensor& query, const Tensor& key, const Tensor& value,
+                      const Tensor* key_mask, double probability, const Tensor* seed, const Tensor* grad_output) {
+    constexpr const char* name = "batch_attention";
+    check_memory(name, device,
+                 {{"query", &query},
+                  {"key", &key},
+                  {"value", &value},
+                  {"key_mask", key_mask},
+                  {"the seed", seed},
+                  {"grad_output", grad_output}});
     STD_TORCH_CHECK(query.dim() == 4, "batch_attention: query must be (B, N, H, D)");
-    return query;
-  }
-  void check_alike(const Tensor& tensor, const char* name) const {
-    bool alike = tensor.dim() == 4 && tensor.scalar_type() == query.scalar_type() && tensor.device() == query.device();
-    for (int64_t dim = 0; dim < 4 && alike; ++dim) alike = tensor.size(dim) == query.size(dim);
-    STD_TORCH_CHECK(alike, "batch_attention: ", name, " must have the shape, dtype and device of query");
+    for (const Argument& other : {Argument{"key", &key}, {"value", &value}, {"grad_output", grad_output}}) {
+      STD_TORCH_CHECK(other.tensor == nullptr || are_alike(query, *other.tensor), "batch_attention: ", other.name,
+                      " must have the shape, dtype and device of query");
+    }
+    const int64_t images = query.size(0), positions = query.size(1), heads = query.size(2), channels = query.size(3);
+    STD_TORCH_CHECK(key_mask == nullptr || (key_mask->scalar_type() == ScalarType::Bool && key_mask->dim() == 2 &&
+                                            key_mask->size(0) == images && key_mask->size(1) == positions),
+                    "batch_attention: key_mask must be (B, N), bool");
+    check_probability(probability);
+    STD_TORCH_CHECK(seed != nullptr || probability == 0, "batch_attention: dropout needs a seed");
+    if (seed != nullptr) check_seed(*seed);
+    // All products that kernels and launchers make of sizes are parts of these; the second counts the probabilities.
+    product(name, {images, positions, 3, heads, channels});
+    if (query.numel() > 0) product(name, {images, images, positions, heads});
+    return type_of(query, name);
   }
 };
 

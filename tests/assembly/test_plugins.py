@@ -19,6 +19,7 @@ from detr_bf.config.classifier import PluginsConfig
 from detr_bf.config.plugins import ContextBroadcastingConfig
 from detr_bf.config.schema import DetectorLocalizationConfig, DetectorPluginsConfig
 from detr_bf.detectors import Detector
+from detr_bf.engine import load_strict
 from detr_bf.errors import InputError
 from detr_bf.losses import SetCriterion
 from detr_bf.planning import trace
@@ -100,6 +101,18 @@ def test_plugins_stand_in_the_one_encoder_and_leave_all_other_weights_as_they_st
     rest = {key: value for key, value in plugged.state_dict().items() if key not in added}
     assert rest.keys() == plain.state_dict().keys()
     assert all(torch.equal(rest[key], value) for key, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("scaled", ["true", "false"])
+def test_weights_with_and_without_context_broadcasting_are_not_taken_for_one_another(scaled: str) -> None:
+    plain, plugged = built(), built(f"{CONTEXT}enabled=true", f"{CONTEXT}scaled={scaled}")
+    key = r"encoder\.plugins\.context_broadcasting\."
+    with pytest.raises(InputError, match=rf"unknown to the model \(1\): {key}"):
+        load_strict(plain, plugged.state_dict(), "theirs.pt")
+    with pytest.raises(InputError, match=rf"missing in the file \(1\): {key}"):
+        load_strict(plugged, plain.state_dict(), "theirs.pt")
+    with pytest.raises(RuntimeError, match=f"Missing key.*{key}"):
+        plugged.load_state_dict(plain.state_dict())
 
 
 def test_settings_reach_the_plugins() -> None:

@@ -95,7 +95,7 @@ def test_a_step_learns_with_the_plug_in_it_is_named_after(variant: str) -> None:
     moved = {name for name in before if not torch.equal(now[name], before[name])}
     assert {"head.weight", "blocks.0.attn.qkv.weight"} <= moved
     assert num_streams(step.network) == (2 if variant in DOUBLED else 1)
-    added = before.keys() - plain.network.state_dict().keys()
+    added = dict(step.network.named_parameters()).keys() - plain.network.state_dict().keys()
     assert {name.split(".")[1] for name in added} == expected_plugins(variant)
     assert added <= moved
     assert all(parameter.grad is None for parameter in step.network.parameters())

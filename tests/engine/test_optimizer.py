@@ -117,7 +117,10 @@ def test_images_batch_attention_has_its_own_rate_and_decay_on_matrices() -> None
 
 
 def test_images_vectors_decay_where_they_are_told_to() -> None:
-    assert set(by_group(classifier(), decay_vectors=True)) == {"network", "batch_former"}
+    """But for the scales of Context Broadcasting, which start at 0 (spec/vit_plugins.md: no weight decay)."""
+    groups = by_group(classifier(), decay_vectors=True)
+    assert set(groups) == {"network", "network_no_decay", "batch_former"}
+    assert groups["network_no_decay"] == {f"plugins.context_broadcasting.scales.{block}" for block in range(4)}
     assert set(by_group(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))) == {"network", "network_no_decay"}
 
 

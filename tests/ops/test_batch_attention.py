@@ -301,7 +301,7 @@ def test_the_operator_itself_refuses_what_would_crash() -> None:
         op(query, key[:2], value, None, 0.0, None)
     with pytest.raises(RuntimeError, match="key_mask must be"):
         op(query, key, value, torch.zeros(3, 4, dtype=torch.bool), 0.0, None)
-    with pytest.raises(RuntimeError, match="a seed is needed"):
+    with pytest.raises(RuntimeError, match="dropout needs a seed"):
         op(query, key, value, None, 0.5, None)
     with pytest.raises(RuntimeError, match="float64, float32, float16 or bfloat16"):
         op(query.long(), key.long(), value.long(), None, 0.0, None)

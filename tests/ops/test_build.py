@@ -20,6 +20,8 @@ from detr_bf.ops import build as building
 from detr_bf.ops.build import BuildError, build, find_compiler, find_cuda, find_torch
 
 ROOT = Path(__file__).parents[2]
+TESTS_OF_OPERATORS = ("ms_deform_attn", "batch_attention", "dropout", "hostile_calls")
+SANITIZER = "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=8192"
 needs_compiler = pytest.mark.skipif(not shutil.which("c++") and not shutil.which("g++"), reason="no C++ compiler here")
 
 
@@ -166,12 +168,12 @@ def test_addresses_and_undefined_behaviour(tmp_path: Path, monkeypatch: pytest.M
     copy = package.parent
     shutil.copytree(ROOT / "tests", copy / "tests")
     shutil.copy(ROOT / "pyproject.toml", copy)
-    environment = os.environ | {"LD_PRELOAD": " ".join(runtimes), "ASAN_OPTIONS": "detect_leaks=0"}
+    environment = os.environ | {"LD_PRELOAD": " ".join(runtimes), "ASAN_OPTIONS": SANITIZER}
     run = partial(subprocess.run, cwd=copy, env=environment, capture_output=True, text=True)
     shown = run([sys.executable, "-m", "detr_bf.ops"])
     assert str(package / "ops" / "compiled" / "cpu.so") in shown.stdout, shown.stdout + shown.stderr
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not compile and not instruction"]
-    done = run(command + [f"tests/ops/test_{name}.py" for name in ("ms_deform_attn", "batch_attention", "dropout")])
+    done = run(command + [f"tests/ops/test_{name}.py" for name in TESTS_OF_OPERATORS])
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert "compiled kernels:" not in done.stdout, f"skipped without the kernels: {done.stdout[-2000:]}"
 

@@ -290,8 +290,15 @@ def test_what_only_training_reads_is_left_out_of_other_formats(tmp_path: Path) -
     assert set(theirs) == set(plain)
 
 
-def test_context_broadcasting_has_no_place_in_other_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("bare", [False, True])
+def test_context_broadcasting_has_no_place_in_other_formats(
+    bare: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither from a checkpoint nor from its weights alone."""
     source = saved(tmp_path, "batch_former.enabled=false", "plugins.context_broadcasting.enabled=true")
+    if bare:
+        weights, source = load_checkpoint(source).weights, tmp_path / "bare.pth"
+        torch.save(weights, source)
     assert convert(source, tmp_path / "theirs.pth", "--to", "detr") == 2
     assert "no other format knows" in capsys.readouterr().err
     assert not (tmp_path / "theirs.pth").exists()

@@ -19,7 +19,6 @@ namespace {
 using torch::stable::Tensor;
 
 constexpr int64_t kNumbersAThread = 1 << 16;  // fewer are not worth another thread
-constexpr const char* kName = "batch_attention";
 
 const BatchAttentionKernels& kernels() {
 #ifdef DETR_BF_X86
@@ -47,28 +46,26 @@ void over_positions(const Sequences& s, const Body& body) {
 
 Tensor forward(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> key_mask,
                double dropout_p, std::optional<Tensor> seed) {
-  const Sequences s(query, key, value, key_mask, dropout_p, seed);
+  const Sequences s(DeviceType::CPU, query, key, value, key_mask, dropout_p, seed);
   Tensor output = in_large_pages(torch::stable::new_empty(query, {s.images(), s.positions(), s.heads(), s.channels()}));
   if (s.empty()) return output;
-  const Type type = type_of(query, kName);
   const BatchAttention attention = plain(s);
   const Rows results = rows_of(output);
-  over_positions(s, [&](int64_t begin, int64_t end) { kernels().forward(type, attention, results, begin, end); });
+  over_positions(s, [&](int64_t begin, int64_t end) { kernels().forward(s.type, attention, results, begin, end); });
   return output;
 }
 
 Tensor backward(const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
                 std::optional<Tensor> key_mask, double dropout_p, std::optional<Tensor> seed) {
-  const Sequences s(query, key, value, key_mask, dropout_p, seed);
-  const Tensor read = s.readable(grad_output, "grad_output");
+  const Sequences s(DeviceType::CPU, query, key, value, key_mask, dropout_p, seed, &grad_output);
+  const Tensor read = with_channels_together(grad_output);
   Tensor packed =
       in_large_pages(torch::stable::new_empty(query, {s.images(), s.positions(), 3, s.heads(), s.channels()}));
   if (s.empty()) return packed;
-  const Type type = type_of(query, kName);
   const BatchAttention attention = plain(s);
   const auto [of_query, of_key, of_value] = unpacked(packed);
   const BatchAttentionGradients gradients{rows_of(read), rows_of(of_query), rows_of(of_key), rows_of(of_value)};
-  over_positions(s, [&](int64_t begin, int64_t end) { kernels().backward(type, attention, gradients, begin, end); });
+  over_positions(s, [&](int64_t begin, int64_t end) { kernels().backward(s.type, attention, gradients, begin, end); });
   return packed;
 }
 

@@ -27,7 +27,8 @@ const DropoutKernels& kernels() {
 #endif
 }
 
-Dropout plain(const Tensor& input, double p, const std::optional<Tensor>& seed) {
+// A call with a seed, or without one where the result tells what was kept.
+Dropout plain(const Tensor& input, double p, const Tensor* seed) {
   return {input.numel(), DropoutRate(p), seed ? *static_cast<const uint64_t*>(seed->data_ptr()) : 0};
 }
 
@@ -37,13 +38,11 @@ void over_blocks(const Dropout& d, const Body& body) {
 }
 
 Tensor dropout_add(const Tensor& input_in, std::optional<Tensor> residual_in, double p, const Tensor& seed) {
-  check_dropout(input_in, p, seed);
-  if (residual_in) check_pair(input_in, *residual_in);
+  const Type type = check_dropout("dropout_add", DeviceType::CPU, input_in, pointer(residual_in), p, &seed);
   const Tensor input = torch::stable::contiguous(input_in);
   const Tensor residual = residual_in ? torch::stable::contiguous(*residual_in) : input;
   Tensor output = in_large_pages(torch::stable::empty_like(input));
-  const Type type = type_of(input, "dropout_add");
-  const Dropout dropout = plain(input, p, seed);
+  const Dropout dropout = plain(input, p, &seed);
   const void* added = residual_in ? residual.data_ptr() : nullptr;
   over_blocks(dropout, [&](int64_t begin, int64_t end) {
     kernels().add(type, dropout, input.data_ptr(), added, output.data_ptr(), begin, end);
@@ -52,11 +51,10 @@ Tensor dropout_add(const Tensor& input_in, std::optional<Tensor> residual_in, do
 }
 
 Tensor relu_dropout(const Tensor& input_in, double p, const Tensor& seed) {
-  check_dropout(input_in, p, seed);
+  const Type type = check_dropout("relu_dropout", DeviceType::CPU, input_in, nullptr, p, &seed);
   const Tensor input = torch::stable::contiguous(input_in);
   Tensor output = in_large_pages(torch::stable::empty_like(input));
-  const Type type = type_of(input, "relu_dropout");
-  const Dropout dropout = plain(input, p, seed);
+  const Dropout dropout = plain(input, p, &seed);
   over_blocks(dropout, [&](int64_t begin, int64_t end) {
     kernels().relu(type, dropout, input.data_ptr(), output.data_ptr(), begin, end);
   });
@@ -64,11 +62,10 @@ Tensor relu_dropout(const Tensor& input_in, double p, const Tensor& seed) {
 }
 
 Tensor relu_dropout_backward(const Tensor& gradient_in, const Tensor& output_in, double p) {
-  check_pair(gradient_in, output_in);
+  const Type type = check_dropout("relu_dropout_backward", DeviceType::CPU, gradient_in, &output_in, p, nullptr);
   const Tensor gradient = torch::stable::contiguous(gradient_in), output = torch::stable::contiguous(output_in);
   Tensor result = in_large_pages(torch::stable::empty_like(gradient));
-  const Type type = type_of(gradient, "relu_dropout_backward");
-  const Dropout dropout = plain(gradient, p, std::nullopt);
+  const Dropout dropout = plain(gradient, p, nullptr);
   over_blocks(dropout, [&](int64_t begin, int64_t end) {
     kernels().relu_backward(type, dropout, gradient.data_ptr(), output.data_ptr(), result.data_ptr(), begin, end);
   });

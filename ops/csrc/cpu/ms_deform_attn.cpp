@@ -17,7 +17,6 @@
 namespace detr_bf::cpu {
 namespace {
 
-constexpr const char* kName = "ms_deform_attn";
 constexpr int64_t kRowsAThread = 512;  // of output; fewer are not worth another thread
 
 const DeformableKernels& kernels() {
@@ -47,17 +46,17 @@ Sampling plain(const Problem& p, const Tensor& value, const std::vector<int64_t>
 
 Tensor forward(const Tensor& value_in, std::vector<int64_t> spatial_shapes, std::vector<int64_t> level_start_index,
                const Tensor& locations_in, const Tensor& weights_in) {
-  const Problem p = check_problem(value_in, spatial_shapes, level_start_index, locations_in, weights_in);
+  const Problem p =
+      check_problem(DeviceType::CPU, value_in, spatial_shapes, level_start_index, locations_in, weights_in);
   const Tensor value = with_channels_together(value_in);
   const Tensor locations = torch::stable::contiguous(locations_in), weights = torch::stable::contiguous(weights_in);
-  if (p.empty() || p.samples() == 0) {
+  if (p.nothing_to_do()) {
     return torch::stable::new_zeros(value, {p.images, p.queries, p.heads * p.channels});
   }
   Tensor output = in_large_pages(torch::stable::new_empty(value, {p.images, p.queries, p.heads * p.channels}));
   const Sampling sampling = plain(p, value, spatial_shapes, level_start_index, locations, weights);
-  const Type type = type_of(value, kName);
   torch::stable::parallel_for(0, p.images * p.heads * p.queries, kRowsAThread, [&](int64_t begin, int64_t end) {
-    kernels().forward(type, sampling, output.data_ptr(), begin, end);
+    kernels().forward(p.type, sampling, output.data_ptr(), begin, end);
   });
   return output;
 }
@@ -66,10 +65,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output_in, const 
                                             std::vector<int64_t> spatial_shapes,
                                             std::vector<int64_t> level_start_index, const Tensor& locations_in,
                                             const Tensor& weights_in, bool /*deterministic: always is*/) {
-  const Problem p = check_problem(value_in, spatial_shapes, level_start_index, locations_in, weights_in);
-  STD_TORCH_CHECK(grad_output_in.numel() == p.images * p.queries * p.heads * p.channels &&
-                      grad_output_in.scalar_type() == value_in.scalar_type(),
-                  "ms_deform_attn_backward: grad_output must be (B, Q, H x D), of the dtype of value");
+  const Problem p = check_problem(DeviceType::CPU, value_in, spatial_shapes, level_start_index, locations_in,
+                                  weights_in, &grad_output_in);
   const Tensor value = with_channels_together(value_in), grad_output = torch::stable::contiguous(grad_output_in);
   const Tensor locations = torch::stable::contiguous(locations_in), weights = torch::stable::contiguous(weights_in);
   const ScalarType sums = accumulation_type(value);
@@ -77,18 +74,17 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output_in, const 
   Tensor grad_locations = in_large_pages(torch::stable::new_empty(locations, locations.sizes()));
   Tensor grad_weights = in_large_pages(torch::stable::new_empty(weights, weights.sizes(), sums));
   torch::stable::zero_(grad_value);
-  if (p.empty() || p.samples() == 0) {
+  if (p.nothing_to_do()) {
     torch::stable::zero_(grad_locations);  // where there are samples the kernels write all
     torch::stable::zero_(grad_weights);
   } else {
     const Sampling sampling = plain(p, value, spatial_shapes, level_start_index, locations, weights);
     const SamplingGradients gradients{grad_output.data_ptr(), grad_value.data_ptr(), grad_locations.data_ptr(),
                                       grad_weights.data_ptr()};
-    const Type type = type_of(value, kName);
     const int64_t tasks = p.images * p.heads;
     const bool by_level = tasks < static_cast<int64_t>(torch::stable::get_num_threads());
     torch::stable::parallel_for(0, by_level ? tasks * p.levels : tasks, 1, [&](int64_t begin, int64_t end) {
-      kernels().backward(type, sampling, gradients, by_level, begin, end);
+      kernels().backward(p.type, sampling, gradients, by_level, begin, end);
     });
   }
   const ScalarType dtype = value.scalar_type();

@@ -1,6 +1,5 @@
 // batch_attention on the GPU: tensors to plain data, kernels to the current stream.
 #include <cmath>
-#include <limits>
 #include <optional>
 
 #include <torch/csrc/stable/accelerator.h>
@@ -20,8 +19,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using torch::stable::accelerator::DeviceGuard;
 
-constexpr const char* kName = "batch_attention";
-
 Rows rows_of(const Tensor& tensor) {
   return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
@@ -29,13 +26,12 @@ Rows rows_of(const Tensor& tensor) {
 // One call; holds what the kernels read.
 struct Call {
   Sequences sequences;
-  Type type;
   std::optional<Tensor> key_mask;  // of 16 bits, which kernels can read
 
   Call(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout_p,
-       const std::optional<Tensor>& seed)
-      : sequences(query, key, value, mask, dropout_p, seed), type(type_of(query, kName)) {
-    constexpr int64_t most = std::numeric_limits<int32_t>::max();
+       const std::optional<Tensor>& seed, const Tensor* grad_output = nullptr)
+      : sequences(DeviceType::CUDA, query, key, value, mask, dropout_p, seed, grad_output) {
+    constexpr int64_t most = int64_t{1} << 30;  // kernels count past the last in steps, with 32 bits
     STD_TORCH_CHECK(sequences.images() <= most && sequences.heads() <= most && sequences.channels() <= most,
                     "batch_attention: too many images, heads or channels");
     if (sequences.key_mask) key_mask = torch::stable::to(*sequences.key_mask, ScalarType::Short);
@@ -58,34 +54,34 @@ struct Call {
 
 Tensor forward(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> key_mask,
                double dropout_p, std::optional<Tensor> seed) {
-  const DeviceGuard guard(query.get_device_index());
   const Call call(query, key, value, key_mask, dropout_p, seed);
   const Sequences& s = call.sequences;
+  const DeviceGuard guard(query.get_device_index());
   Tensor output = torch::stable::new_empty(query, {s.images(), s.positions(), s.heads(), s.channels()});
-  if (!s.empty()) attend(call.type, call.plain(), rows_of(output), stream_of(query));
+  if (!s.empty()) attend(s.type, call.plain(), rows_of(output), stream_of(query));
   return output;
 }
 
 Tensor backward(const Tensor& grad_output, const Tensor& query, const Tensor& key, const Tensor& value,
                 std::optional<Tensor> key_mask, double dropout_p, std::optional<Tensor> seed) {
-  const DeviceGuard guard(query.get_device_index());
-  const Call call(query, key, value, key_mask, dropout_p, seed);
+  const Call call(query, key, value, key_mask, dropout_p, seed, &grad_output);
   const Sequences& s = call.sequences;
-  const Tensor read = s.readable(grad_output, "grad_output");
+  const DeviceGuard guard(query.get_device_index());
+  const Tensor read = with_channels_together(grad_output);
   const auto new_packed = [&](ScalarType type) {
     return torch::stable::new_empty(query, {s.images(), s.positions(), 3, s.heads(), s.channels()}, type);
   };
   if (s.empty()) return new_packed(query.scalar_type());
   const Attention attention = call.plain();
   AttentionGradients gradients{rows_of(read), {}, {}, {}};
-  const bool narrow = writes_narrow(call.type, attention, gradients);
+  const bool narrow = writes_narrow(s.type, attention, gradients);
   const ScalarType sums = query.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   const Tensor packed = new_packed(narrow ? query.scalar_type() : sums);
   const auto [of_query, of_key, of_value] = unpacked(packed);
   gradients.query = rows_of(of_query);
   gradients.key = rows_of(of_key);
   gradients.value = rows_of(of_value);
-  attend_backward(call.type, attention, gradients, narrow, stream_of(query));
+  attend_backward(s.type, attention, gradients, narrow, stream_of(query));
   return torch::stable::to(packed, query.scalar_type());
 }
 

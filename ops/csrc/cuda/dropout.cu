@@ -22,34 +22,32 @@ Elements elements_of(const Tensor& input, double p, const Tensor* seed) {
 }
 
 Tensor add_of_tensors(const Tensor& input_in, std::optional<Tensor> residual_in, double p, const Tensor& seed) {
-  check_dropout(input_in, p, seed);
-  if (residual_in) check_pair(input_in, *residual_in);
+  const Type type = check_dropout("dropout_add", DeviceType::CUDA, input_in, pointer(residual_in), p, &seed);
   const DeviceGuard guard(input_in.get_device_index());
   const Tensor input = torch::stable::contiguous(input_in);
   const Tensor residual = residual_in ? torch::stable::contiguous(*residual_in) : input;
   Tensor output = torch::stable::empty_like(input);
-  dropout_add(type_of(input, "dropout_add"), elements_of(input, p, &seed), input.data_ptr(),
-              residual_in ? residual.data_ptr() : nullptr, output.data_ptr(), stream_of(input));
+  dropout_add(type, elements_of(input, p, &seed), input.data_ptr(), residual_in ? residual.data_ptr() : nullptr,
+              output.data_ptr(), stream_of(input));
   return output;
 }
 
 Tensor relu_of_tensor(const Tensor& input_in, double p, const Tensor& seed) {
-  check_dropout(input_in, p, seed);
+  const Type type = check_dropout("relu_dropout", DeviceType::CUDA, input_in, nullptr, p, &seed);
   const DeviceGuard guard(input_in.get_device_index());
   const Tensor input = torch::stable::contiguous(input_in);
   Tensor output = torch::stable::empty_like(input);
-  relu_dropout(type_of(input, "relu_dropout"), elements_of(input, p, &seed), input.data_ptr(), output.data_ptr(),
-               stream_of(input));
+  relu_dropout(type, elements_of(input, p, &seed), input.data_ptr(), output.data_ptr(), stream_of(input));
   return output;
 }
 
 Tensor relu_backward_of_tensors(const Tensor& gradient_in, const Tensor& output_in, double p) {
-  check_pair(gradient_in, output_in);
+  const Type type = check_dropout("relu_dropout_backward", DeviceType::CUDA, gradient_in, &output_in, p, nullptr);
   const DeviceGuard guard(gradient_in.get_device_index());
   const Tensor gradient = torch::stable::contiguous(gradient_in), output = torch::stable::contiguous(output_in);
   Tensor result = torch::stable::empty_like(gradient);
-  relu_dropout_backward(type_of(gradient, "relu_dropout_backward"), elements_of(gradient, p, nullptr),
-                        gradient.data_ptr(), output.data_ptr(), result.data_ptr(), stream_of(gradient));
+  relu_dropout_backward(type, elements_of(gradient, p, nullptr), gradient.data_ptr(), output.data_ptr(),
+                        result.data_ptr(), stream_of(gradient));
   return result;
 }
 

@@ -1,5 +1,5 @@
 // ms_deform_attn on the GPU: tensors to plain data, kernels to the current stream.
-#include <initializer_list>
+#include <array>
 #include <limits>
 #include <optional>
 #include <tuple>
@@ -21,17 +21,9 @@ namespace {
 
 using torch::stable::accelerator::DeviceGuard;
 
-constexpr const char* kName = "ms_deform_attn";
 constexpr int64_t kMaxChannels = int64_t{1} << 24;                   // H x D
 constexpr int64_t kMaxStride = std::numeric_limits<int32_t>::max();  // bytes from cell to cell
 constexpr int64_t kSortedTogether = int64_t{1} << 24;                // some 32 bytes each while they are sorted
-
-void check_device(const Tensor& value, std::initializer_list<const Tensor*> others) {
-  for (const Tensor* other : others) {
-    STD_TORCH_CHECK(value.is_cuda() && other->is_cuda() && value.get_device_index() == other->get_device_index(),
-                    "ms_deform_attn: all tensors must be on one GPU");
-  }
-}
 
 // What 32-bit arithmetic in the kernels relies on.
 void check_limits(const Problem& p, const std::vector<int64_t>& spatial_shapes) {
@@ -47,9 +39,14 @@ void check_limits(const Problem& p, const std::vector<int64_t>& spatial_shapes) 
 
 int64_t bytes_of(const Tensor& tensor) { return static_cast<int64_t>(tensor.element_size()); }
 
+// In bytes. Of a single element any stride is allowed, which may be too large to be multiplied.
+int64_t stride_of(const Tensor& value, int64_t dim) {
+  return value.size(dim) > 1 ? value.stride(dim) * bytes_of(value) : 0;
+}
+
 // Any strides between cells; the channels of a cell one after another.
 Tensor readable(const Tensor& value) {
-  const bool near = value.stride(1) * bytes_of(value) <= kMaxStride;
+  const bool near = stride_of(value, 1) <= kMaxStride;
   return has_channels_together(value) && near ? value : torch::stable::contiguous(value);
 }
 
@@ -60,22 +57,18 @@ struct Inputs {
   std::vector<int64_t> spatial_shapes, level_start_index;
 
   Inputs(const Tensor& value_in, std::vector<int64_t> shapes, std::vector<int64_t> starts, const Tensor& locations_in,
-         const Tensor& weights_in)
-      : problem(check_problem(value_in, shapes, starts, locations_in, weights_in)),
+         const Tensor& weights_in, const Tensor* grad_output = nullptr)
+      : problem(check_problem(DeviceType::CUDA, value_in, shapes, starts, locations_in, weights_in, grad_output)),
         value(readable(value_in)),
         locations(torch::stable::contiguous(locations_in)),
         weights(torch::stable::contiguous(weights_in)),
         spatial_shapes(std::move(shapes)),
         level_start_index(std::move(starts)) {
-    check_device(value, {&locations, &weights});
     check_limits(problem, spatial_shapes);
   }
 
-  bool nothing_to_do() const { return problem.empty() || problem.samples() == 0; }
-
   Sampling plain() const {
     const Problem& p = problem;
-    const int64_t bytes = bytes_of(value);
     Sampling s{};
     s.images = p.images;
     s.cells = p.cells;
@@ -86,9 +79,9 @@ struct Inputs {
     s.points = static_cast<int32_t>(p.points);
     s.inverse_points = 1.0f / static_cast<float>(p.points);
     s.value = value.data_ptr();
-    s.image_stride = value.stride(0) * bytes;
-    s.cell_stride = static_cast<uint32_t>(value.stride(1) * bytes);
-    s.head_stride = value.stride(2) * bytes;
+    s.image_stride = stride_of(value, 0);
+    s.cell_stride = static_cast<uint32_t>(stride_of(value, 1));
+    s.head_stride = stride_of(value, 2);
     s.locations = locations.data_ptr();
     s.weights = weights.data_ptr();
     for (size_t level = 0; level < level_start_index.size(); ++level) {
@@ -105,10 +98,10 @@ Tensor forward_of_tensors(const Tensor& value, std::vector<int64_t> spatial_shap
   const Inputs inputs(value, std::move(spatial_shapes), std::move(level_start_index), locations, weights);
   const Problem& p = inputs.problem;
   const std::array<int64_t, 3> sizes{p.images, p.queries, p.heads * p.channels};
-  if (inputs.nothing_to_do()) return torch::stable::new_zeros(inputs.value, sizes);
+  if (p.nothing_to_do()) return torch::stable::new_zeros(inputs.value, sizes);
   const DeviceGuard guard(inputs.value.get_device_index());
   Tensor output = torch::stable::new_empty(inputs.value, sizes);
-  forward(type_of(output, kName), inputs.plain(), output.data_ptr(), stream_of(output));
+  forward(p.type, inputs.plain(), output.data_ptr(), stream_of(output));
   return output;
 }
 
@@ -139,7 +132,7 @@ Tensor gradient_in_order(const Inputs& inputs, const Tensor& grad_output, Stream
     write_keys(static_cast<int32_t*>(keys.data_ptr()));
     return Sorted(keys);
   };
-  gather(type_of(gradient, kName), inputs.plain(), grad_output.data_ptr(), gradient.data_ptr(), kSortedTogether, stream,
+  gather(p.type, inputs.plain(), grad_output.data_ptr(), gradient.data_ptr(), kSortedTogether, stream,
          sort);
   return gradient;
 }
@@ -148,15 +141,12 @@ std::tuple<Tensor, Tensor, Tensor> backward_of_tensors(const Tensor& grad_output
                                                        std::vector<int64_t> spatial_shapes,
                                                        std::vector<int64_t> level_start_index, const Tensor& locations,
                                                        const Tensor& weights, bool deterministic) {
-  const Inputs inputs(value, std::move(spatial_shapes), std::move(level_start_index), locations, weights);
+  const Inputs inputs(value, std::move(spatial_shapes), std::move(level_start_index), locations, weights,
+                      &grad_output_in);
   const Problem& p = inputs.problem;
   const Tensor grad_output = torch::stable::contiguous(grad_output_in);
-  STD_TORCH_CHECK(grad_output.numel() == p.images * p.queries * p.heads * p.channels &&
-                      grad_output.scalar_type() == value.scalar_type(),
-                  "ms_deform_attn_backward: grad_output must be (B, Q, H x D), of the dtype of value");
-  check_device(value, {&grad_output});
   const std::array<int64_t, 4> sizes{p.images, p.cells, p.heads, p.channels};
-  if (inputs.nothing_to_do()) {
+  if (p.nothing_to_do()) {
     return {torch::stable::new_zeros(inputs.value, sizes),
             torch::stable::new_zeros(inputs.locations, inputs.locations.sizes()),
             torch::stable::new_zeros(inputs.weights, inputs.weights.sizes())};
@@ -167,12 +157,12 @@ std::tuple<Tensor, Tensor, Tensor> backward_of_tensors(const Tensor& grad_output
   Tensor grad_weights = torch::stable::empty_like(inputs.weights);
   GradientTensors gradients{grad_output.data_ptr(), nullptr, grad_locations.data_ptr(), grad_weights.data_ptr()};
   if (deterministic) {
-    backward(type_of(value, kName), inputs.plain(), gradients, stream);
+    backward(p.type, inputs.plain(), gradients, stream);
     return {gradient_in_order(inputs, grad_output, stream), grad_locations, grad_weights};
   }
   Tensor sums = torch::stable::new_zeros(inputs.value, sizes, accumulation_type(value));
   gradients.value = sums.data_ptr();
-  backward(type_of(value, kName), inputs.plain(), gradients, stream);
+  backward(p.type, inputs.plain(), gradients, stream);
   return {torch::stable::to(sums, value.scalar_type()), grad_locations, grad_weights};
 }
 
