@@ -134,7 +134,7 @@ class TestBoth:
             predictor.predict([PIXELS], batch_size=size)
 
     def test_the_message_names_the_image(self, predictor: Any) -> None:
-        with pytest.raises(InputError, match="^image 1 is a floating-point tensor"):
+        with pytest.raises(InputError, match=r"^image 1 is a floating-point tensor"):
             list(predictor.predict([PIXELS, NAN]))
         with pytest.raises(InputError, match=r"^the image is of type list.*predict$"):
             predictor([PIXELS])

@@ -9,6 +9,14 @@ from pathlib import Path
 from tqdm import tqdm
 
 from detr_bf import distributed
+from detr_bf.text import safe_message
+
+
+class _Safe(logging.Formatter):
+    """Escapes the control characters of messages and tracebacks; line breaks stay."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return safe_message(super().format(record))
 
 
 class _Screen(logging.Handler):
@@ -30,5 +38,5 @@ def setup_logging(log_file: Path | None = None) -> None:
 
 
 def _add(logger: logging.Logger, handler: logging.Handler, layout: str) -> None:
-    handler.setFormatter(logging.Formatter(layout))
+    handler.setFormatter(_Safe(layout))
     logger.addHandler(handler)

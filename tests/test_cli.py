@@ -1,0 +1,86 @@
+"""Exit codes and messages of the command lines."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from detr_bf.cli import run_tool
+from detr_bf.engine.logs import setup_logging
+from detr_bf.errors import InputError, TrainingError
+
+ESCAPE = "\x1b]0;owned\x07"
+
+
+def failing(error: BaseException) -> int:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, "No space left on device; make room or choose another place"),
+        (errno.EDQUOT, "make room or choose another place"),
+        (errno.EFBIG, "make room or choose another place"),
+        (errno.EROFS, "Read-only file system; choose another place"),
+        (errno.EACCES, "Permission denied; change the permissions or choose another place"),
+        (errno.EIO, "the storage fails"),
+        (errno.ENAMETOOLONG, "choose a shorter name"),
+    ],
+)
+def test_storage_that_the_user_can_mend_is_one_line(number: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_tool(lambda: failing(OSError(number, os.strerror(number), "out/a.json"))) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: out/a.json: ")
+    assert said in line
+    assert run_tool(lambda: failing(OSError(number, os.strerror(number)))) == 2, "write() names no file"
+    assert capsys.readouterr().err.startswith(f"error: {os.strerror(number)}; ")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOENT, "gone", "a"), OSError("no number"), ValueError("ours")])
+def test_other_faults_keep_their_traceback(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        run_tool(lambda: failing(error))
+
+
+def test_a_device_without_room(capsys: pytest.CaptureFixture[str]) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full on this system")
+
+    def write() -> int:
+        with open("/dev/full", "w") as file:
+            file.write("text")
+        return 0
+
+    assert run_tool(write) == 2
+    assert "No space left on device; make room" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [InputError, TrainingError])
+def test_messages_cannot_steer_the_terminal(error: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_tool(lambda: failing(error(f"first {ESCAPE}\nsecond \ud800"))) != 0
+    printed = capsys.readouterr().err
+    assert "\x1b" not in printed
+    assert printed.endswith("first \\x1b]0;owned\\x07\nsecond \\ud800\n")
+
+
+def test_log_lines_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("detr_bf")
+    before = logger.level, logger.propagate
+    setup_logging(tmp_path / "log.txt")
+    try:
+        raise ValueError(ESCAPE)
+    except ValueError:
+        logger.warning("image %s\nnext \udcff", ESCAPE, exc_info=True)
+    finally:
+        for handler in list(logger.handlers):
+            logger.removeHandler(handler)
+            handler.close()
+        logger.level, logger.propagate = before
+    for text in (capsys.readouterr().err, (tmp_path / "log.txt").read_text(encoding="utf-8")):
+        assert "\x1b" not in text
+        assert "image \\x1b]0;owned\\x07\nnext \\udcff\nTraceback" in text
