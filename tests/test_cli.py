@@ -48,12 +48,11 @@ def test_other_faults_keep_their_traceback(error: Exception) -> None:
 
 
 def test_a_device_without_room(capsys: pytest.CaptureFixture[str]) -> None:
-    if not os.path.exists("/dev/full"):
+    if not Path("/dev/full").exists():
         pytest.skip("no /dev/full on this system")
 
     def write() -> int:
-        with open("/dev/full", "w") as file:
-            file.write("text")
+        Path("/dev/full").write_text("text")
         return 0
 
     assert run_tool(write) == 2

@@ -216,7 +216,7 @@ def test_files_added_to_a_set_are_not_replaced(tmp_path: Path) -> None:
     folder = build(tmp_path / "toy")
     (folder / "train" / "notes.md").write_text("mine")
     assert already_built(folder, RECIPE), "nothing to replace"
-    with pytest.raises(InputError, match="it holds train/notes.md, which is not part of it"):
+    with pytest.raises(InputError, match=r"it holds train/notes\.md, which is not part of it"):
         already_built(folder, replace(RECIPE, seed=1))
 
 
