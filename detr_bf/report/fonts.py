@@ -53,13 +53,13 @@ def class_labels(class_map: ClassMap) -> tuple[str, ...]:
     return labels
 
 
-def legible(text: object, spare: str | None = None) -> str:
-    """Return ``text`` as one line of letters that can be drawn.
+def legible(text: object, spare: str | None = None, limit: int = 200) -> str:
+    """Return ``text`` as one line of at most ``limit`` letters that can be drawn.
 
     A name that no font of this machine can draw, or that is blank, becomes ``spare``. Without ``spare`` its missing
     letters become escapes such as ``\\u732b``.
     """
-    shown = printable(text)
+    shown = printable(text, limit)
     if spare is not None and not shown.strip():
         return spare
     if _font_of(shown) is not None:
@@ -70,8 +70,11 @@ def legible(text: object, spare: str | None = None) -> str:
 
 
 def plain(text: object, spare: str | None = None) -> str:
-    r"""Return :func:`legible` text for matplotlib: it does not read ``\$`` as mathematics nor hide a leading ``_``."""
-    shown = legible(text, spare).replace("$", r"\$")
+    r"""Return :func:`legible` text for matplotlib: it does not read ``\$`` as mathematics nor hide a leading ``_``.
+
+    At most 60 letters, for matplotlib does not cut text and a longer one leaves no room for the plot.
+    """
+    shown = legible(text, spare, limit=60).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 
