@@ -20,7 +20,7 @@ from detr_bf.evaluation.image_rows import ImageRows
 from detr_bf.files import atomic_write
 from detr_bf.labelled import LabelledImages
 from detr_bf.structures import ClassMap
-from detr_bf.text import csv_cell, safe_message
+from detr_bf.text import csv_cell, printable
 
 GROUPS = ("many", "medium", "few")
 METRIC_NAMES = ("top1", "top5", *GROUPS, "balanced", "ece", "loss")
@@ -111,7 +111,7 @@ def write_predictions(path: str | Path, predictions: Predictions, class_map: Cla
 
     The last two are empty where the logits are not finite. Names are written so that a spreadsheet runs none.
     """
-    names = [csv_cell(safe_message(name)) for name in class_map.distinct_names]
+    names = [csv_cell(printable(name)) for name in class_map.distinct_names]
     columns = (predictions.places, predictions.labels, predictions.predicted, predictions.scores)
     with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
