@@ -69,12 +69,12 @@ def legible(text: object, spare: str | None = None, limit: int = 200) -> str:
     return "".join(x if x in _letters(_REGULAR) else x.encode("unicode_escape").decode("ascii") for x in shown)
 
 
-def plain(text: object, spare: str | None = None) -> str:
+def plain(text: object, spare: str | None = None, limit: int = 60) -> str:
     r"""Return :func:`legible` text for matplotlib: it does not read ``\$`` as mathematics nor hide a leading ``_``.
 
-    At most 60 letters, for matplotlib does not cut text and a longer one leaves no room for the plot.
+    At most ``limit`` letters, for matplotlib does not cut text and a longer one leaves no room for the plot.
     """
-    shown = legible(text, spare, limit=60).replace("$", r"\$")
+    shown = legible(text, spare, limit).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 

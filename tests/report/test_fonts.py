@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -122,10 +121,7 @@ def test_without_an_id_missing_letters_are_escaped(bundled: None) -> None:
     assert legible("") == ""
 
 
-def test_classes_without_a_font_show_their_ids_and_a_warning(
-    bundled: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("detr_bf"), "propagate", True)
+def test_classes_without_a_font_show_their_ids_and_a_warning(bundled: None, caplog: pytest.LogCaptureFixture) -> None:
     assert class_labels(ClassMap((3, 17), ("cat", "猫"))) == ("cat", "#17")
     assert "pictures show their ids: #17 (猫)" in caplog.text
     caplog.clear()
@@ -247,10 +243,7 @@ def test_a_drawn_image_takes_every_name(bundled: None, name: str) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), InputError("no image"), ValueError("ours")])
-def test_a_failing_picture_is_a_warning(
-    error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("detr_bf"), "propagate", True)
+def test_a_failing_picture_is_a_warning(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     with tolerating("pictures/validation.png"):
         raise error
     [record] = caplog.records

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -194,7 +193,6 @@ def test_a_page_without_its_curves_is_written_and_says_so(
 
     write_report(run_dir)
     monkeypatch.setattr("detr_bf.report.html.draw_curves", failing)
-    monkeypatch.setattr(logging.getLogger("detr_bf"), "propagate", True)
     texts = Page(write_report(run_dir).read_text()).texts
     assert "curves.svg was not drawn: log.txt has the reason." in texts
     assert f"curves.svg was not written: {error}" in caplog.text
