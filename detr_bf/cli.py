@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from detr_bf import distributed
 from detr_bf.errors import InputError, Interrupted, Told, TrainingError
@@ -36,7 +38,9 @@ def run_tool(function: Callable[[], int]) -> int:
     error through :func:`detr_bf.text.safe_message`.
     """
     try:
-        return function()
+        code = function()
+        sys.stdout.flush()
+        return code
     except InputError as error:
         return _report(error, f"error: {error}", 2)
     except TrainingError as error:
@@ -46,11 +50,21 @@ def run_tool(function: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno not in _ADVICE:
             raise
+        _discard_unwritable_output()
         file = "" if error.filename is None else f"{error.filename}: "
         return _report(InputError(), f"error: {file}{error.strerror}; {_ADVICE[error.errno]}", 2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _discard_unwritable_output() -> None:
+    """Discard what standard output cannot write, as on a full disk: Python would try again at exit and fail there."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError):  # where standard output is no file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(error: Told, message: str, code: int) -> int:

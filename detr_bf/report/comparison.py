@@ -18,6 +18,7 @@ from scipy import stats
 from detr_bf.errors import InputError
 from detr_bf.report.figures import BLUE, FAINT, GREEN, INK, VERMILION, check_suffix, clear_lines, save_figure, title
 from detr_bf.report.fonts import plain
+from detr_bf.text import printable
 
 _NOTHING = "—"
 
@@ -158,4 +159,4 @@ def _colour_of(difference: Interval) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return printable(text).replace("|", "\\|")
