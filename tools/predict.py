@@ -3,6 +3,9 @@
 python tools/predict.py --checkpoint runs/demo --output predictions photo.jpg folder/
 
 A classifier's run gives the five most probable classes of each image: printed, as JSON and on one sheet.
+
+Images that cannot be read are left out and listed at the end, and the exit code is 1. Only files that this tool has
+written before are replaced in the output folder, which may hold the images, too.
 """
 
 from __future__ import annotations
