@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from detr_bf import interop
@@ -175,10 +176,15 @@ def _check_classes(classes: ClassMap, numbering: str, source: Path) -> None:
 
 @contextmanager
 def _writing(target: Path) -> Iterator[None]:
+    """Turn a failing write into an InputError.
+
+    Torch raises RuntimeError for it, with a message about the position in the file.
+    """
     try:
         yield
-    except OSError as error:
-        raise InputError(f"{target} cannot be written ({error.strerror or error}): name another file") from error
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise InputError(f"{target} cannot be written ({reason}): make room, or name another file") from error
 
 
 def _read(source: Path, task: str) -> Checkpoint:

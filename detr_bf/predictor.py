@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image as PillowImage
 from torch import Tensor, nn
 from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image
 
@@ -29,6 +34,15 @@ from detr_bf.engine import Checkpoint, checkpoint_of, load_checkpoint, load_stri
 from detr_bf.errors import InputError
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.structures import Batch, ClassMap, Detections, PanopticMap, Target
+from detr_bf.text import printable
+
+# What is taken as an image; `_pixels` has the exact rules.
+ImageLike: TypeAlias = str | Path | Tensor | NDArray[np.uint8] | PillowImage.Image
+_IMAGE = (
+    "an image is a path, a (3, H, W) tensor (RGB; uint8, or floating-point from 0 to 1), an (H, W, 3) uint8 NumPy "
+    "array or a Pillow image of mode RGB"
+)
+_ORIENTATION = 0x0112  # EXIF tag
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,13 @@ class Predictor:
     """Images in, :class:`~detr_bf.structures.Detections` out, in pixels of the image given.
 
     With a mask head the detections have masks, and :meth:`panoptic` gives panoptic maps.
+
+    An image is one of these; anything else is an InputError:
+
+    - the path of a file, rotated as its EXIF data say;
+    - a (3, H, W) RGB tensor: uint8, or floating-point from 0 to 1, which is multiplied by 255 and rounded;
+    - an (H, W, 3) uint8 RGB array of NumPy;
+    - a Pillow image of mode RGB without EXIF rotation.
     """
 
     model: Detector
@@ -45,40 +66,49 @@ class Predictor:
     panoptic_postprocess: PanopticPostprocess
     device: torch.device
 
-    def __call__(self, image: str | Path | Tensor) -> Detections:
-        """Detect in one image: a file, or a (3, H, W) uint8 RGB tensor."""
-        (detections,) = self.predict([image])
+    def __call__(self, image: ImageLike) -> Detections:
+        """Detect in one image.
+
+        Raises:
+            InputError: it is no image, or cannot be read.
+        """
+        (detections,) = self._detect([self._sample(_pixels(image, "the image"), 0)])
         return detections
 
     @torch.no_grad()
-    def panoptic(self, image: str | Path | Tensor) -> PanopticMap:
-        """The panoptic map of one image: a file, or a (3, H, W) uint8 RGB tensor.
+    def panoptic(self, image: ImageLike) -> PanopticMap:
+        """Return the panoptic map of one image.
 
         Raises:
-            InputError: the detector has no mask head.
+            InputError: the detector has no mask head, or as :meth:`__call__`.
         """
         if self.model.mask_head is None:
             raise InputError("this detector has no mask head: train one with model.masks=true, on data with masks")
-        batch = Batch.collate([self._sample(image, 0)]).to(self.device)
+        batch = Batch.collate([self._sample(_pixels(image, "the image"), 0)]).to(self.device)
         (found,) = self.panoptic_postprocess(self.model(batch), batch.targets)
         return found
 
-    def predict(self, images: Iterable[str | Path | Tensor], batch_size: int = 1) -> Iterator[Detections]:
-        """Detect in many images; ``image_id`` is the place in the sequence, from 0.
+    def predict(self, images: Iterable[ImageLike], batch_size: int = 1) -> Iterator[Detections]:
+        """Detect in many images; ``image_id`` is the index in the sequence, from 0.
 
         Batches pad smaller images, which moves scores and boxes a little: 1 is the exact choice.
+
+        Raises:
+            InputError: ``images`` is a single image, one of them is no image or cannot be read, or ``batch_size`` is
+                not a whole number from 1.
         """
-        numbered = enumerate(images)
-        while chunk := list(islice(numbered, batch_size)):
-            yield from self._detect([self._sample(image, place) for place, image in chunk])
+        return (
+            found
+            for chunk in _chunks(images, batch_size)
+            for found in self._detect([self._sample(_pixels(image, f"image {n}"), n) for n, image in chunk])
+        )
 
     @torch.no_grad()
     def _detect(self, samples: Sequence[tuple[Tensor, Target]]) -> list[Detections]:
         batch = Batch.collate(samples).to(self.device)
         return self.postprocess(self.model(batch), batch.targets)
 
-    def _sample(self, image: str | Path | Tensor, place: int) -> tuple[Tensor, Target]:
-        pixels = _pixels(image)
+    def _sample(self, pixels: Tensor, place: int) -> tuple[Tensor, Target]:
         original_size = (pixels.shape[-2], pixels.shape[-1])
         no_boxes = BoundingBoxes(torch.empty(0, 4), format=BoundingBoxFormat.XYXY, canvas_size=original_size)
         resized, _, labels, _ = self.transform(Sample(Image(pixels), no_boxes, torch.empty(0, dtype=torch.int64)))
@@ -89,40 +119,46 @@ class Predictor:
 
 @dataclass(frozen=True)
 class ClassifierPredictor:
-    """Images in, the probabilities of the classes out."""
+    """Images in, the probabilities of the classes out.
+
+    An image is what :class:`Predictor` takes.
+    """
 
     model: nn.Module
     class_map: ClassMap
     transform: EvalTransform
     device: torch.device
 
-    def __call__(self, image: str | Path | Tensor) -> Tensor:
-        """(K,) float32 on the CPU, of one image: a file, or a (3, H, W) uint8 RGB tensor."""
-        (probabilities,) = self.predict([image])
+    def __call__(self, image: ImageLike) -> Tensor:
+        """Return (K,) float32 on the CPU for one image.
+
+        Raises:
+            InputError: it is no image, it cannot be read, or the model's answer is not finite.
+        """
+        (probabilities,) = self._classify({"the image": image})
         return probabilities
 
-    def predict(self, images: Iterable[str | Path | Tensor], batch_size: int = 1) -> Iterator[Tensor]:
+    def predict(self, images: Iterable[ImageLike], batch_size: int = 1) -> Iterator[Tensor]:
         """As :meth:`__call__` for many images, in their order.
 
         Raises:
-            InputError: an image cannot be read, or the model's answer is not finite.
+            InputError: as :meth:`Predictor.predict`, or the model's answer is not finite.
         """
-        numbered = enumerate(images)
-        while chunk := list(islice(numbered, batch_size)):
-            probabilities = self._classify([image for _, image in chunk])
-            for (place, image), each in zip(chunk, probabilities, strict=True):
-                if not each.isfinite().all():
-                    name = f"image {place}" if isinstance(image, Tensor) else image
-                    raise InputError(
-                        f"{name}: the model's logits are not finite; train it anew, or take an earlier one"
-                    )
-                yield each
+        return (
+            found
+            for chunk in _chunks(images, batch_size)
+            for found in self._classify({f"image {number}": image for number, image in chunk})
+        )
 
     @torch.no_grad()
-    def _classify(self, images: Sequence[str | Path | Tensor]) -> Tensor:
-        batch = torch.stack([self.transform(_pixels(image), 0) for image in images])
+    def _classify(self, images: Mapping[str, ImageLike]) -> Iterator[Tensor]:
+        batch = torch.stack([self.transform(_pixels(image, name), 0) for name, image in images.items()])
         logits: Tensor = self.model(batch.to(self.device))
-        return logits.float().softmax(1).cpu()
+        for (name, image), each in zip(images.items(), logits.float().softmax(1).cpu(), strict=True):
+            if not each.isfinite().all():
+                shown = printable(image) if isinstance(image, (str, os.PathLike)) else name
+                raise InputError(f"{shown}: the model's logits are not finite; train it anew, or take an earlier one")
+            yield each
 
 
 def load(path: str | Path, device: str = "auto") -> Predictor:
@@ -190,5 +226,71 @@ def _classifier(config: ClassifierConfig, source: Path) -> ClassifierPredictor:
     )
 
 
-def _pixels(image: str | Path | Tensor) -> Tensor:
-    return image if isinstance(image, Tensor) else read_image(Path(image))
+def _chunks(images: Iterable[ImageLike], batch_size: int) -> Iterator[list[tuple[int, ImageLike]]]:
+    """Numbered images in lists of ``batch_size``, the last of what is left."""
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise InputError(f"batch_size must be a whole number from 1, got {printable(repr(batch_size))}")
+    is_one = isinstance(images, (Tensor, np.ndarray)) and images.ndim < 4
+    if is_one or isinstance(images, (str, os.PathLike)) or not isinstance(images, Iterable):
+        raise InputError(f"predict takes several images, such as a list, got {_described(images)}: call the predictor")
+    numbered = enumerate(images)
+    return iter(lambda: list(islice(numbered, batch_size)), [])
+
+
+def _pixels(image: object, name: str) -> Tensor:
+    """(3, H, W) uint8 RGB on the CPU; the docstring of :class:`Predictor` lists what is taken.
+
+    Raises:
+        InputError: ``image`` is something else, which the message calls ``name``, or its file cannot be read.
+    """
+    if isinstance(image, (str, os.PathLike)):
+        return read_image(Path(image))
+    if isinstance(image, Tensor):
+        return _tensor_pixels(image, name)
+    if isinstance(image, PillowImage.Image):
+        if image.mode != "RGB":
+            raise InputError(f"{name} is a Pillow image of mode {image.mode}, expected RGB: give image.convert('RGB')")
+        if image.getexif().get(_ORIENTATION, 1) != 1:
+            raise InputError(
+                f"{name} is a Pillow image with an EXIF rotation: give PIL.ImageOps.exif_transpose(image), or its path"
+            )
+        image = np.asarray(image)
+    if isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
+            raise InputError(f"{name} is {_described(image)}, expected (H, W, 3) uint8, RGB")
+        return torch.from_numpy(image.copy()).permute(2, 0, 1)
+    many = "; give several images to predict" if isinstance(image, Iterable) else ""
+    raise InputError(f"{name} is {_described(image)}, but {_IMAGE}{many}")
+
+
+def _tensor_pixels(image: Tensor, name: str) -> Tensor:
+    if image.layout != torch.strided or image.is_meta or image.is_quantized:
+        raise InputError(f"{name} is a sparse, meta or quantized tensor, expected a dense one with values")
+    if image.ndim != 3 or image.shape[0] != 3 or image.numel() == 0:
+        advice = ""
+        if image.ndim == 4:
+            advice = ": give several images to predict"
+        elif image.ndim == 3 and image.shape[2] == 3:
+            advice = ": give image.permute(2, 0, 1)"
+        raise InputError(f"{name} is {_described(image)}, expected (3, H, W), RGB{advice}")
+    pixels = image.detach().cpu().as_subclass(Tensor)
+    if pixels.dtype == torch.uint8:
+        return pixels
+    if not pixels.dtype.is_floating_point:
+        raise InputError(f"{name} is {_described(image)}, expected uint8, or floating-point numbers from 0 to 1")
+    pixels = pixels.float()
+    low, high = (value.item() for value in pixels.aminmax())
+    if not (low >= 0 and high <= 1):  # NaN is neither
+        raise InputError(
+            f"{name} is a floating-point tensor with values from {low:g} to {high:g}, expected 0 to 1: divide 0 to 255 "
+            "by 255, and leave normalisation to the predictor"
+        )
+    return (pixels * 255).round().to(torch.uint8)
+
+
+def _described(image: object) -> str:
+    """The type, and of arrays the shape and dtype."""
+    if isinstance(image, (Tensor, np.ndarray)):
+        kind = "a tensor" if isinstance(image, Tensor) else "a NumPy array"
+        return f"{kind} of shape {tuple(image.shape)} and {str(image.dtype).removeprefix('torch.')}"
+    return f"of type {type(image).__name__}"

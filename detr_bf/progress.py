@@ -12,11 +12,14 @@ from typing import Any
 from tqdm import tqdm
 
 from detr_bf import distributed
+from detr_bf.text import printable
 
 SECONDS_IN_A_LOG = 30.0
 
 
 def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> tqdm:
     """A tqdm bar over ``items``, on standard error; ``options`` are tqdm's own, such as ``total`` and ``unit``."""
+    if options.get("desc") is not None:
+        options["desc"] = printable(options["desc"])
     pace = {} if sys.stderr.isatty() else {"mininterval": SECONDS_IN_A_LOG, "maxinterval": SECONDS_IN_A_LOG}
     return tqdm(items, **{"dynamic_ncols": True, "disable": not distributed.is_main(), **pace, **options})

@@ -23,8 +23,9 @@ from detr_bf.engine import Checkpoint, Measured, RunFolder, RunMarker, checkpoin
 from detr_bf.engine.logs import setup_logging
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.files import write_json, write_text
-from detr_bf.report import machine_info, write_report
+from detr_bf.report import machine_info, tolerating, write_report
 from detr_bf.tasks import Task
+from detr_bf.text import safe_message
 
 logger = logging.getLogger(__name__)
 
@@ -263,10 +264,8 @@ def _report(
             "run the same command with --resume, or with --eval-only if that is what it was"
         ) from error
     report = None
-    try:
+    with tolerating(str(folder.report)):
         report = write_report(folder.path)
-    except Exception as error:
-        logger.warning("%s cannot be written (%s: %s)", folder.report, type(error).__name__, error)
     return Outcome(result, folder.path, report, epochs)
 
 
@@ -294,7 +293,7 @@ def training_command(
         else:
             outcome = train(task, resume=options.resume, resume_if_possible=options.auto_resume)
         if outcome is not None:  # the first process has it
-            print(outcome)
+            print(safe_message(outcome))
         return 0
 
     return run_tool(run)

@@ -15,3 +15,10 @@ def test_a_log_file_gets_few_refreshes(
     bar = progress_bar(range(500), desc="work", **({"mininterval": 0.0, "miniters": 1} if terminal else {}))
     assert list(bar) == list(range(500))
     assert capsys.readouterr().err.count("work") in refreshes
+
+
+def test_the_description_is_one_harmless_line(capsys: pytest.CaptureFixture[str]) -> None:
+    list(progress_bar(range(2), desc="checking \x1b]0;owned\x07\n0 errors"))
+    printed = capsys.readouterr().err
+    assert "\x1b" not in printed
+    assert "checking \\x1b]0;owned\\x07\\n0 errors" in printed

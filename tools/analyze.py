@@ -28,6 +28,7 @@ from detr_bf.files import write_text
 from detr_bf.labelled import LabelledImage, LabelledImages
 from detr_bf.progress import progress_bar
 from detr_bf.report.figures import check_suffix, save_figure
+from detr_bf.text import csv_cell, safe_message
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     rows = [{"run": name, **row} for name, result in results.items() for row in result.rows()]
     write_table(options.output / f"{options.name}.csv", rows)
     save_figure(picture, figure)
-    print(f"{len(rows)} rows of {len(results)} runs: {options.output / options.name}.csv, {picture.name}")
+    print(safe_message(f"{len(rows)} rows of {len(results)} runs: {options.output / options.name}.csv, {picture.name}"))
     return 0
 
 
@@ -154,11 +155,12 @@ def parse_epsilons(text: str | None) -> Sequence[float]:
 
 
 def write_table(path: Path, rows: Sequence[dict[str, object]]) -> None:
-    """CSV; what is None stays empty."""
+    """CSV; None is an empty cell, and text is written so that a spreadsheet does not run it."""
     text = io.StringIO()
     table = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
     table.writeheader()
-    table.writerows(rows)
+    for row in rows:
+        table.writerow({key: csv_cell(safe_message(x)) if isinstance(x, str) else x for key, x in row.items()})
     write_text(path, text.getvalue())
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from detr_bf.cli import run_tool
 from detr_bf.config import load_config, saved_config
 from detr_bf.tasks import task_of
+from detr_bf.text import safe_message
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         report = task_of(config_of_any_task(options.config, options.overrides)).examine()
-        print(report)
+        print(safe_message(report))
         return 2 if report.errors else 0
 
     return run_tool(run)

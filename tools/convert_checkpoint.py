@@ -23,6 +23,7 @@ from pathlib import Path
 from detr_bf import interop
 from detr_bf.cli import run_tool
 from detr_bf.conversion import convert, strip_batch_former, strip_plugins, write_encoder
+from detr_bf.text import safe_message
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,13 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         if options.strip_batchformer:
-            print(strip_batch_former(options.source, options.target))
+            done = strip_batch_former(options.source, options.target)
         elif options.strip_plugins:
-            print(strip_plugins(options.source, options.target))
+            done = strip_plugins(options.source, options.target)
         elif options.encoder:
-            print(write_encoder(options.source, options.target))
+            done = write_encoder(options.source, options.target)
         else:
-            print(convert(options.source, options.target, options.to, options.classes))
+            done = convert(options.source, options.target, options.to, options.classes)
+        print(safe_message(done))
         return 0
 
     return run_tool(run)

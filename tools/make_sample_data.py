@@ -15,6 +15,7 @@ from pathlib import Path
 from detr_bf.cli import run_tool
 from detr_bf.data.samples import build_digits, build_scenes, build_stamps, digits, stamps
 from detr_bf.data.samples.writing import MANIFEST
+from detr_bf.text import printable
 
 SETS = {
     "digits": (build_digits, digits.LICENCE),
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def run() -> int:
         folder = build(given["output"], progress=True, **{key: given[key] for key in OPTIONS if given[key] is not None})
         annotations = sorted(path.name for path in folder.glob("*.json") if path.name != MANIFEST)
-        print(f"{folder}: {', '.join(annotations)} and their images\n{licence['name']} ({licence['url']})")
+        print(f"{printable(folder)}: {', '.join(annotations)} and their images\n{licence['name']} ({licence['url']})")
         return 0
 
     return run_tool(run)

@@ -15,6 +15,7 @@ from detr_bf.cli import run_tool
 from detr_bf.config import load_config
 from detr_bf.files import write_json
 from detr_bf.planning import COCO_IMAGES, GPUS, Machine, describe, gpu_named, make_plan, read_measured
+from detr_bf.text import safe_message
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
         measured = read_measured(options.measured, config)
         machine = replace(machine, seconds_per_step=measured.seconds, seconds_source=measured.source)
     plan = make_plan(config, machine, load_config(options.config) if options.config else None)
-    print(describe(plan, config, machine))
+    print(safe_message(describe(plan, config, machine)))
     if options.json is not None:
         write_json(options.json, plan.to_dict())
     return 0

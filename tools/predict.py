@@ -3,13 +3,18 @@
 python tools/predict.py --checkpoint runs/demo --output predictions photo.jpg folder/
 
 A classifier's run gives the five most probable classes of each image: printed, as JSON and on one sheet.
+
+Images that cannot be read are left out and listed at the end, and the exit code is 1. Only files that this tool has
+written before are replaced in the output folder, which may hold the images, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,23 +25,27 @@ from torch import Tensor
 import detr_bf
 from detr_bf.cli import run_tool
 from detr_bf.data.images import read_image
-from detr_bf.engine import RunFolder
+from detr_bf.engine.logs import setup_logging
 from detr_bf.errors import InputError
 from detr_bf.evaluation import write_panoptic
 from detr_bf.files import write_json
 from detr_bf.predictor import load_predictor
 from detr_bf.progress import progress_bar
-from detr_bf.report import draw_boxes, draw_panoptic, save_picture
+from detr_bf.report import class_labels, draw_boxes, draw_panoptic, save_picture
 from detr_bf.report.prediction_sheet import ProbableClasses, save_prediction_sheet
 from detr_bf.structures import ClassMap, Detections, PanopticMap
+from detr_bf.text import printable
 
 DETECTION_THRESHOLD = 0.5
 MOST_CLASSES = 5  # of an image
 MOST_ON_SHEET = 60  # images
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")  # of files in folders
+WRITTEN = ".detr_bf_predict.json"  # lists the files in the output folder that this tool has written
+LONGEST_STEM = 150  # bytes of an input's name in the name of its picture
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code."""
+    """Run the tool and return its exit code: 1 if images were left out because they cannot be read."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", metavar="RUN_OR_FILE", required=True, help="run folder or checkpoint file")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="for pictures and predictions.json")
@@ -52,53 +61,146 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Predict, write, print."""
-    RunFolder(options.output).create()
+    setup_logging()
+    if options.threshold is not None and not 0 <= options.threshold <= 1:
+        raise InputError(f"--threshold must be a number from 0 to 1, got {options.threshold}")
+    output = Output(options.output)
+    images = Images(list(image_files(options.inputs, output.written)))
     predictor = load_predictor(options.checkpoint, options.device)
-    files = list(image_files(options.inputs, options.output))
     if isinstance(predictor, detr_bf.ClassifierPredictor):
         if options.panoptic:
             raise InputError(f"{options.checkpoint} is of a classifier, and --panoptic needs a detector with masks")
-        write_classes(options.output, predictor, files, options.threshold or 0.0)
+        done = write_classes(output, predictor, images, options.threshold or 0.0)
     elif options.panoptic:
-        write_panoptic_maps(options.output, predictor, files)
-        print(f"panoptic maps of {len(files)} images: {options.output}")
+        done = write_panoptic_maps(output, predictor, images)
     else:
         threshold = DETECTION_THRESHOLD if options.threshold is None else options.threshold
-        write_objects(options.output, predictor, files, threshold)
-    return 0
+        done = write_objects(output, predictor, images, threshold)
+    for line in done:
+        print(line)
+    if images.unreadable:
+        count = f"{len(images.unreadable)} of {len(images.files)} images were left out"
+        print(f"{count}:", *images.unreadable, sep="\n  ", file=sys.stderr)
+    return 1 if images.unreadable else 0
 
 
-def write_objects(output: Path, predictor: detr_bf.Predictor, files: Sequence[Path], threshold: float) -> None:
-    """A picture of each image, and ``predictions.json``."""
+class Images:
+    """The files to predict, and why some of them could not be read."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = files
+        self.unreadable: list[str] = []
+
+    def __iter__(self) -> Iterator[tuple[int, Path, Tensor]]:
+        """Yield index, file and pixels of those that can be read.
+
+        Raises:
+            InputError: none can.
+        """
+        for number, file in enumerate(progress_bar(self.files, desc="predicting", unit="image")):
+            try:
+                pixels = read_image(file)
+            except InputError as error:
+                self.unreadable.append(printable(error, limit=1000))
+                continue
+            yield number, file, pixels
+        if len(self.unreadable) == len(self.files):
+            lines = self.unreadable if len(self.files) == 1 else ["no image can be read:", *self.unreadable]
+            raise InputError("\n  ".join(lines))
+
+    def picture_names(self) -> dict[int, str]:
+        """Return a name for the picture of each image: its index and what its file is called."""
+        return {number: f"{number:04d}_{_stem(file)}.png" for number, file in enumerate(self.files)}
+
+
+class Output:
+    """The folder for predictions: only files that this tool has written there before are replaced.
+
+    Raises:
+        InputError: it is a file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"--output {printable(folder)} is a file; give a folder, new or not")
+        self.folder = folder
+        self._before = _listed(folder / WRITTEN)
+
+    @property
+    def written(self) -> set[Path]:
+        """The files that earlier predictions wrote."""
+        return {self.folder.resolve() / name for name in self._before}
+
+    @contextmanager
+    def writing(self, names: Sequence[str], images: Images) -> Iterator[None]:
+        """Claim files for writing; folders that stay empty because of an error are removed.
+
+        Raises:
+            InputError: one of the files is an input, or exists and was not written by this tool.
+        """
+        inputs = {file.resolve() for file in images.files}
+        for name in names:
+            path, other = self.folder / name, "give another folder with --output"
+            if path.resolve() in inputs:
+                raise InputError(f"{printable(path)} is an input and would be replaced; {other}")
+            if name not in self._before and (path.exists() or path.is_symlink()):
+                raise InputError(f"{printable(path)} exists and was not written by this tool; move it, or {other}")
+        folders = [self.folder, *self.folder.parents]
+        new = [self.folder / "panoptic", *folders[: sum(not folder.exists() for folder in folders)]]
+        ours = sorted(self._before.union(names))
+        try:
+            write_json(self.folder / WRITTEN, ours)
+            yield
+        finally:
+            there = [name for name in ours if (self.folder / name).is_file()]
+            with suppress(OSError):
+                if there:
+                    write_json(self.folder / WRITTEN, there)
+                else:
+                    (self.folder / WRITTEN).unlink(missing_ok=True)
+            for folder in new:
+                with suppress(OSError):
+                    folder.rmdir()
+
+
+def write_objects(output: Output, predictor: detr_bf.Predictor, images: Images, threshold: float) -> list[str]:
+    """Write a picture of each image and ``predictions.json``; return what to print."""
     entries = []
-    for number, file in enumerate(progress_bar(files, desc="predicting", unit="image")):
-        image = read_image(file)
-        found = above(predictor(image), threshold)
-        picture = draw_boxes(image, found.boxes, found.labels, predictor.class_map.names, found.scores)
-        save_picture(output / f"{number:04d}_{file.stem}.png", picture)
-        entries.append(as_json(file, found, predictor.class_map))
-    write_json(output / "predictions.json", entries)
-    print(f"{sum(len(entry['objects']) for entry in entries)} objects in {len(files)} images: {output}")
+    names, labels = images.picture_names(), class_labels(predictor.class_map)
+    with output.writing([*names.values(), "predictions.json"], images):
+        for number, file, image in images:
+            found = above(predictor(image), threshold)
+            picture = draw_boxes(image, found.boxes, found.labels, labels, found.scores)
+            save_picture(output.folder / names[number], picture)
+            entries.append(as_json(file, found, predictor.class_map))
+        write_json(output.folder / "predictions.json", entries)
+    count = sum(len(entry["objects"]) for entry in entries)
+    return [f"{count} objects in {len(entries)} images: {printable(output.folder)}"]
 
 
 def write_classes(
-    output: Path, predictor: detr_bf.ClassifierPredictor, files: Sequence[Path], threshold: float
-) -> None:
-    """The most probable classes of each image: a line, an entry of ``predictions.json``, a place on ``sheet.png``."""
+    output: Output, predictor: detr_bf.ClassifierPredictor, images: Images, threshold: float
+) -> list[str]:
+    """Write the most probable classes of each image to ``predictions.json`` and ``sheet.png``; return what to print."""
     entries: list[dict[str, Any]] = []
     shown: list[ProbableClasses] = []
-    for file in progress_bar(files, desc="predicting", unit="image"):
-        image = read_image(file)
-        found = most_probable(predictor(image), predictor.class_map, threshold)
-        entries.append({"file": str(file), "classes": found})
-        if len(shown) < MOST_ON_SHEET:
-            names, scores = tuple(each["name"] for each in found), tuple(each["score"] for each in found)
-            shown.append(ProbableClasses(image, names, scores, file.name))
-    write_json(output / "predictions.json", entries)
-    save_prediction_sheet(output / "sheet.png", shown)
-    for entry in entries:
-        print(f"{entry['file']}: " + ", ".join(f"{each['name']} {each['score']:.1%}" for each in entry["classes"]))
-    print(f"classes of {len(files)} images, {len(shown)} of them on the sheet: {output}")
+    labels = dict(zip(predictor.class_map.category_ids, class_labels(predictor.class_map), strict=True))
+    with output.writing(["predictions.json", "sheet.png"], images):
+        for _, file, image in images:
+            found = most_probable(predictor(image), predictor.class_map, threshold)
+            entries.append({"file": str(file), "classes": found})
+            if len(shown) < MOST_ON_SHEET:
+                names = tuple(labels[each["category_id"]] for each in found)
+                shown.append(ProbableClasses(image, names, tuple(each["score"] for each in found), file.name))
+        write_json(output.folder / "predictions.json", entries)
+        save_prediction_sheet(output.folder / "sheet.png", shown)
+    lines = [
+        f"{printable(entry['file'], limit=1000)}: "
+        + ", ".join(f"{printable(each['name'])} {each['score']:.1%}" for each in entry["classes"])
+        for entry in entries
+    ]
+    where = printable(output.folder)
+    return [*lines, f"classes of {len(entries)} images, {len(shown)} of them on the sheet: {where}"]
 
 
 def most_probable(probabilities: Tensor, class_map: ClassMap, threshold: float) -> list[dict[str, Any]]:
@@ -111,40 +213,57 @@ def most_probable(probabilities: Tensor, class_map: ClassMap, threshold: float) 
     ]
 
 
-def write_panoptic_maps(output: Path, predictor: detr_bf.Predictor, files: Sequence[Path]) -> None:
-    """Pictures, and COCO panoptic results: ``panoptic.json`` with PNG files of segment ids in ``panoptic``.
+def write_panoptic_maps(output: Output, predictor: detr_bf.Predictor, images: Images) -> list[str]:
+    """Write pictures and COCO panoptic results: ``panoptic.json`` with PNG files of segment ids in ``panoptic``.
 
-    ``image_id`` is the place in ``files``, which is the number at the start of the file names.
+    ``image_id`` is the index in ``images``, which is the number at the start of the file names.
     """
-    names = {number: f"{number:04d}_{file.stem}.png" for number, file in enumerate(files)}
+    names, labels = images.picture_names(), class_labels(predictor.class_map)
+    folder = output.folder
 
     def maps() -> Iterator[PanopticMap]:
-        for number, file in enumerate(progress_bar(files, desc="predicting", unit="image")):
-            image = read_image(file)
+        for number, _, image in images:
             found = replace(predictor.panoptic(image), image_id=number)
-            save_picture(output / names[number], draw_panoptic(image, found, predictor.class_map.names))
+            save_picture(folder / names[number], draw_panoptic(image, found, labels))
             yield found
 
-    write_panoptic(output / "panoptic.json", output / "panoptic", maps(), predictor.class_map, names)
+    with output.writing([*names.values(), *(f"panoptic/{name}" for name in names.values()), "panoptic.json"], images):
+        write_panoptic(folder / "panoptic.json", folder / "panoptic", maps(), predictor.class_map, names)
+    return [f"panoptic maps of {len(images.files) - len(images.unreadable)} images: {printable(folder)}"]
 
 
-def image_files(inputs: Sequence[Path], output: Path) -> Iterator[Path]:
-    """The files given and the image files of the folders given, by name, without earlier pictures in ``output``."""
-    readable = {suffix for suffix, name in Image.registered_extensions().items() if name in Image.OPEN}
+def image_files(inputs: Sequence[Path], written: set[Path]) -> Iterator[Path]:
+    """The files given and the image files of the folders given, by name, without those that are ``written``."""
+    readable = {suffix for suffix, name in Image.registered_extensions().items() if name in FORMATS}
     for path in inputs:
         if not path.exists():
-            raise InputError(f"no such file or folder: {path}")
-        if path.is_file():
+            raise InputError(f"no such file or folder: {printable(path)}")
+        if not path.is_dir():
             yield path
             continue
         found = sorted(
             file
             for file in path.rglob("*")
-            if file.suffix.lower() in readable and file.is_file() and output.resolve() not in file.resolve().parents
+            if file.suffix.lower() in readable and file.is_file() and file.resolve() not in written
         )
         if not found:
-            raise InputError(f"no image files in {path}")
+            raise InputError(f"no image files in {printable(path)}")
         yield from found
+
+
+def _stem(file: Path) -> str:
+    """What a file is called, without the ending, letters that cannot be printed, and what exceeds the limit."""
+    stem = "".join(letter if letter.isprintable() else "_" for letter in file.stem)
+    return stem.encode()[:LONGEST_STEM].decode(errors="ignore")
+
+
+def _listed(file: Path) -> set[str]:
+    """The names in the list of written files; none if there is no list, or something else in its place."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return set()
+    return {name for name in content if isinstance(name, str)} if isinstance(content, list) else set()
 
 
 def above(detections: Detections, threshold: float) -> Detections:

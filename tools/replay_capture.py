@@ -15,6 +15,7 @@ from pathlib import Path
 
 from detr_bf.cli import run_tool
 from detr_bf.replay import replay
+from detr_bf.text import safe_message
 
 CURED = 3
 
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         outcome = replay(options.file, device=options.device, precision=options.precision, anomaly=options.anomaly)
-        print(outcome)
+        print(safe_message(outcome))
         return 0 if outcome.reproduced else CURED
 
     return run_tool(run)

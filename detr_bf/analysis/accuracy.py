@@ -16,6 +16,7 @@ from detr_bf.analysis.figures import add_legend, one_plot, run_colours
 from detr_bf.analysis.subject import evaluating, moved
 from detr_bf.labelled import LabelledImages
 from detr_bf.losses.balanced_softmax import check_labels
+from detr_bf.report.fonts import plain
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def draw_accuracy(runs: Mapping[str, AccuracyCurve], *, title: str, xlabel: str,
     figure, axes = one_plot(title, xlabel, "accuracy, %")
     colours = run_colours(runs)
     for name, curve in runs.items():
-        at, label = [scale * strength for strength in curve.strengths], f"{name}, mean {100 * curve.mean:.1f}"
+        at, label = [scale * strength for strength in curve.strengths], f"{plain(name)}, mean {100 * curve.mean:.1f}"
         values = [100 * accuracy for accuracy in curve.accuracies]
         axes.plot(at, values, "o-", color=colours[name], markersize=4, label=label)
     axes.set_ylim(bottom=0)

@@ -25,9 +25,11 @@ from detr_bf.report.figures import (
     clear_lines,
     title,
 )
+from detr_bf.report.fonts import plain
 
 COLOURS = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, BLACK)
 _CELL = 1.5  # inches, side of an image on a sheet
+_LETTERS = 28  # that have room above it
 
 
 def run_colours(runs: Mapping[str, object]) -> dict[str, str]:
@@ -108,4 +110,5 @@ def _draw_cell(axes: Axes, cell: Cell, name: str) -> None:
     if cell.heat is not None:
         smooth = "bilinear" if cell.over else "nearest"
         axes.imshow(cell.heat, extent=extent, interpolation=smooth, cmap="inferno", alpha=0.55 if cell.over else 1.0)
-    axes.set_title(name + cell.caption, fontsize=7, color=INK)
+    lines = (name + cell.caption).split("\n")
+    axes.set_title("\n".join(plain(line, limit=_LETTERS) for line in lines), fontsize=7, color=INK)

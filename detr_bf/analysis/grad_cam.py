@@ -21,6 +21,7 @@ from detr_bf.analysis.subject import Pixels, evaluating, hooked, moved
 from detr_bf.errors import InputError
 from detr_bf.labelled import LabelledImages
 from detr_bf.losses.balanced_softmax import check_labels
+from detr_bf.text import printable
 from detr_bf.vit.plugin import patches_of, require_vit
 
 _STEMS = ("patch_embed", "stem")  # where transformers and MLP networks have their only convolutions
@@ -170,8 +171,9 @@ def draw_grad_cam(runs: Mapping[str, CamSheet]) -> Figure:
     first = next(iter(runs.values()))
     columns = {"image": [Cell(image.picture, image.name) for image in first.images]}
     for name, sheet in runs.items():
+        captions = (f"{printable(image.predicted, limit=18)}, p = {image.probability:.2f}" for image in sheet.images)
         columns[name] = [
-            Cell(image.picture, f"{image.predicted}, p = {image.probability:.2f}", image.heat, over=True)
-            for image in sheet.images
+            Cell(image.picture, caption, image.heat, over=True)
+            for image, caption in zip(sheet.images, captions, strict=True)
         ]
     return draw_sheet("Grad-CAM of the true class; below each the predicted class, p of the true one", columns)

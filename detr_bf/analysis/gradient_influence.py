@@ -22,6 +22,7 @@ from detr_bf.analysis.subject import Loss, hooked, moved, two_streams
 from detr_bf.errors import InputError
 from detr_bf.labelled import LabelledImages
 from detr_bf.losses.balanced_softmax import check_labels
+from detr_bf.report.fonts import plain
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def draw_gradient_influence(runs: Mapping[str, GradientInfluence]) -> Figure:
     for name, influence in runs.items():
         at = range(1, len(influence.classes) + 1)
         marker = "o" if len(influence.classes) <= 20 else ""
-        axes.plot(at, influence.cumulative(), color=colours[name], marker=marker, markersize=4, label=name)
+        axes.plot(at, influence.cumulative(), color=colours[name], marker=marker, markersize=4, label=plain(name))
     axes.set_ylim(bottom=0)
     _name_classes(axes, list(runs.values()))
     add_legend(axes)
@@ -152,4 +153,4 @@ def _name_classes(axes: Axes, results: Sequence[GradientInfluence]) -> None:
     """Names under the axis where few classes have one order."""
     names = {tuple(at.name for at in result.classes) for result in results}
     if len(names) == 1 and len(only := names.pop()) <= 20:
-        axes.set_xticks(range(1, len(only) + 1), only, rotation=45, ha="right", fontsize=8)
+        axes.set_xticks(range(1, len(only) + 1), list(map(plain, only)), rotation=45, ha="right", fontsize=8)

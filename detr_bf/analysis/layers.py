@@ -11,6 +11,7 @@ from torch import Tensor
 
 from detr_bf.analysis.figures import add_legend, count_layers, one_plot, run_colours
 from detr_bf.report.figures import INK
+from detr_bf.report.fonts import plain
 
 LOW, HIGH = 15, 85  # percentiles, as in figures 4 and 7 of Context Broadcasting
 
@@ -60,7 +61,9 @@ def draw_layers(runs: Mapping[str, LayerCurve], *, title: str, ylabel: str) -> F
         at = [value.layer for value in curve.layers]
         low, high = [value.low for value in curve.layers], [value.high for value in curve.layers]
         axes.fill_between(at, low, high, color=colours[name], alpha=0.12, linewidth=0)
-        axes.plot(at, [value.mean for value in curve.layers], "o-", color=colours[name], markersize=4, label=name)
+        axes.plot(
+            at, [value.mean for value in curve.layers], "o-", color=colours[name], markersize=4, label=plain(name)
+        )
     for bound in sorted({curve.bound for curve in runs.values() if curve.bound is not None}):
         axes.axhline(bound, color=INK, linewidth=1, linestyle="--", label=f"upper bound {bound:.3f}")
     count_layers(axes)

@@ -13,6 +13,7 @@ from torch import nn
 from detr_bf.analysis.figures import add_legend, count_layers, one_plot, run_colours
 from detr_bf.errors import InputError
 from detr_bf.report.figures import INK
+from detr_bf.report.fonts import plain
 from detr_bf.vit import ContextBroadcasting
 
 
@@ -67,7 +68,9 @@ def draw_scale_ratios(runs: Mapping[str, ScaleRatios]) -> Figure:
     colours = run_colours(runs)
     for name, ratios in runs.items():
         values = [math.nan if at.ratio is None else at.ratio for at in ratios.layers]
-        axes.plot([at.layer for at in ratios.layers], values, "o-", color=colours[name], markersize=4, label=name)
+        axes.plot(
+            [at.layer for at in ratios.layers], values, "o-", color=colours[name], markersize=4, label=plain(name)
+        )
     axes.axhline(1, color=INK, linewidth=1, linestyle="--", label="as negative as positive")
     axes.set_ylim(bottom=0)
     count_layers(axes)

@@ -14,6 +14,7 @@ from detr_bf import distributed
 from detr_bf.errors import InputError
 from detr_bf.files import atomic_write, read_torch, read_whole
 from detr_bf.structures import ClassMap
+from detr_bf.text import printable
 
 FORMAT = 1
 SHOWN = 8  # keys listed before "and N more"
@@ -175,7 +176,7 @@ def restore_rng(states: Any, seed: int) -> bool:
 
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    return ", ".join(map(printable, names[:SHOWN])) + more
 
 
 def _lines(title: str, names: Sequence[str]) -> str:

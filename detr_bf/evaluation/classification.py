@@ -20,6 +20,7 @@ from detr_bf.evaluation.image_rows import ImageRows
 from detr_bf.files import atomic_write
 from detr_bf.labelled import LabelledImages
 from detr_bf.structures import ClassMap
+from detr_bf.text import csv_cell, printable
 
 GROUPS = ("many", "medium", "few")
 METRIC_NAMES = ("top1", "top5", *GROUPS, "balanced", "ece", "loss")
@@ -108,9 +109,9 @@ class Predictions:
 def write_predictions(path: str | Path, predictions: Predictions, class_map: ClassMap) -> None:
     """Atomically write CSV: place in the data set, name of the class, of the predicted one, its probability.
 
-    The last two are empty where the logits are not finite.
+    The last two are empty where the logits are not finite. Names are written so that a spreadsheet runs none.
     """
-    names = class_map.distinct_names
+    names = [csv_cell(printable(name)) for name in class_map.distinct_names]
     columns = (predictions.places, predictions.labels, predictions.predicted, predictions.scores)
     with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)

@@ -4,7 +4,8 @@ from detr_bf.report.class_figures import save_class_accuracies, save_confusion
 from detr_bf.report.classified_sheet import ClassifiedImage, classification_sheet, save_classification_sheet
 from detr_bf.report.comparison import Comparison, Interval, compare, comparison_table, save_comparison
 from detr_bf.report.curves import draw_curves
-from detr_bf.report.drawing import draw_boxes, save_picture
+from detr_bf.report.drawing import draw_boxes, save_picture, tolerating
+from detr_bf.report.fonts import class_labels
 from detr_bf.report.html import write_report
 from detr_bf.report.machine import machine_info
 from detr_bf.report.metrics import Metrics, read_metrics
@@ -19,6 +20,7 @@ __all__ = [
     "Metrics",
     "PanopticSheetRow",
     "SheetRow",
+    "class_labels",
     "classification_sheet",
     "compare",
     "comparison_sheet",
@@ -38,5 +40,6 @@ __all__ = [
     "save_picture",
     "save_reconstructions",
     "save_sheet",
+    "tolerating",
     "write_report",
 ]

@@ -24,6 +24,8 @@ from detr_bf.report.figures import (
     save_figure,
     title,
 )
+from detr_bf.report.fonts import plain
+from detr_bf.text import printable
 
 GROUP_COLOURS = {"many": BLUE, "medium": ORANGE, "few": VERMILION}
 _BLUES = LinearSegmentedColormap.from_list("paper to blue", ["#ffffff", "#cfe3f1", "#56a5d3", BLUE, "#003b5e"])
@@ -51,7 +53,7 @@ def save_confusion(path: str | Path, result: ClassificationResult) -> None:
         )
     images = np.array([known.images for known in result.per_class.values()])
     shares = np.array(result.confusion, dtype=np.float64) / np.maximum(images, 1)[:, None]
-    names = [shortened(name) for name in result.per_class]
+    names = [plain(shortened(name), f"#{index}") for index, name in enumerate(result.per_class)]
     side = max(6.2, 0.125 * len(names))
     figure = Figure(figsize=(side + 5.5, side), layout="constrained", facecolor="white")
     matrix, mistakes = figure.subplots(1, 2, width_ratios=(side, 3.6))
@@ -71,9 +73,9 @@ def save_class_accuracies(path: str | Path, result: ClassificationResult) -> Non
         InputError: the suffix is not ``.png``, ``.svg`` or ``.pdf``.
     """
     check_suffix(path, "accuracies of classes are")
-    ordered = sorted(result.per_class.items(), key=lambda item: -item[1].train_images)
-    names = [shortened(name) for name, _ in ordered]
-    classes = [known for _, known in ordered]
+    names = [plain(shortened(name), f"#{index}") for index, name in enumerate(result.per_class)]
+    pairs = sorted(zip(names, result.per_class.values(), strict=True), key=lambda pair: -pair[1].train_images)
+    names, classes = [name for name, _ in pairs], [known for _, known in pairs]
     figure = Figure(figsize=(13, 5.2), layout="constrained", facecolor="white")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2.2))
     _plot_training_images(above, classes)
@@ -89,7 +91,8 @@ def save_class_accuracies(path: str | Path, result: ClassificationResult) -> Non
 
 
 def shortened(name: str) -> str:
-    """At most 24 letters."""
+    """One line of at most 24 letters."""
+    name = printable(name)
     return name if len(name) <= _NAME_LENGTH else name[: _NAME_LENGTH - 1].rstrip() + "…"
 
 

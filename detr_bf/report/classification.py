@@ -15,11 +15,11 @@ from detr_bf.report.elements import (
     EVALUATION_FILE,
     SHEET_FILE,
     count,
+    drawn,
     headline,
     missing,
     number,
     percent,
-    picture,
     row,
     section,
     sheet,
@@ -72,13 +72,13 @@ def _results(result: ClassificationResult | None) -> Iterator[str]:
 def _details(run_dir: Path, result: ClassificationResult | None) -> Iterator[str]:
     """Pictures, drawn here from the result, and the classes."""
     if result:
-        save_class_accuracies(run_dir / CLASSES_FILE, result)
         description = "Accuracy of every class, from those with the most training images to those with the fewest"
-        yield section("From many images to few", picture(run_dir / CLASSES_FILE, description))
+        accuracies = drawn(run_dir / CLASSES_FILE, description, lambda path: save_class_accuracies(path, result))
+        yield section("From many images to few", accuracies)
     if result and result.confusion:
-        save_confusion(run_dir / CONFUSION_FILE, result)
         description = "Confusion matrix: share of the images of each class that was taken for each class"
-        yield section("Confusion", picture(run_dir / CONFUSION_FILE, description))
+        confusion = drawn(run_dir / CONFUSION_FILE, description, lambda path: save_confusion(path, result))
+        yield section("Confusion", confusion)
     description = "Validation images of which the model is most sure, wrongly and rightly"
     yield section("Validation images", sheet(run_dir / SHEET_FILE, description))
     yield section("Classes", _class_table(result) if result else missing(EVALUATION_FILE, "evaluation"))

@@ -10,7 +10,8 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from detr_bf.errors import InputError
-from detr_bf.report.drawing import load_font, save_picture, shorten
+from detr_bf.report.drawing import save_picture
+from detr_bf.report.fonts import legible, load_font, shorten
 from detr_bf.report.sheet import FAINT, HEADING, INK, MARGIN, PAPER, fit
 
 _CELL = 184  # pixels, width and largest height of an image
@@ -84,9 +85,12 @@ def _write_below(
     draw: ImageDraw.ImageDraw, row: ClassifiedImage, class_names: Sequence[str], left: int, top: int
 ) -> None:
     """The predicted class; where they differ, the true one; the probability of the predicted class."""
-    bold, plain = load_font(_TEXT, bold=True), load_font(_TEXT)
-    draw.text((left, top), shorten(class_names[row.predicted], bold, _CELL), _RIGHT if row.is_right else _WRONG, bold)
+    predicted = legible(class_names[row.predicted])
+    font = load_font(_TEXT, bold=True, text=predicted)
+    draw.text((left, top), shorten(predicted, font, _CELL), _RIGHT if row.is_right else _WRONG, font)
     if not row.is_right:
         top += _LINE
-        draw.text((left, top), shorten(f"is {class_names[row.label]}", plain, _CELL), INK, plain)
-    draw.text((left, top + _LINE), f"{100 * row.score:.0f} %", FAINT, plain)
+        true = f"is {legible(class_names[row.label])}"
+        font = load_font(_TEXT, text=true)
+        draw.text((left, top), shorten(true, font, _CELL), INK, font)
+    draw.text((left, top + _LINE), f"{100 * row.score:.0f} %", FAINT, load_font(_TEXT))

@@ -17,6 +17,8 @@ from scipy import stats
 
 from detr_bf.errors import InputError
 from detr_bf.report.figures import BLUE, FAINT, GREEN, INK, VERMILION, check_suffix, clear_lines, save_figure, title
+from detr_bf.report.fonts import plain
+from detr_bf.text import printable
 
 _NOTHING = "—"
 
@@ -129,9 +131,9 @@ def save_comparison(path: str | Path, rows: Sequence[Comparison], measured: str)
         if row.difference:
             _plot_interval(right, place, row.difference, _colour_of(row.difference))
     right.axvline(0, color=INK, linewidth=1)
-    left.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=10)
+    left.set_yticks(range(len(rows)), [plain(row.name) for row in rows], fontsize=10)
     left.set_ylim(len(rows) - 0.5, -0.5)
-    for axes, text in ((left, measured), (right, "Difference, seed by seed")):
+    for axes, text in ((left, plain(measured)), (right, "Difference, seed by seed")):
         title(axes, text)
         axes.grid(axis="x", color=FAINT, linewidth=0.8)
         clear_lines(axes)
@@ -157,4 +159,4 @@ def _colour_of(difference: Interval) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return printable(text).replace("|", "\\|")

@@ -27,6 +27,7 @@ from detr_bf.report.figures import (
     save_figure,
     title,
 )
+from detr_bf.report.fonts import plain
 from detr_bf.report.metrics import Metrics, Record, read_metrics, series
 
 # name in metrics.jsonl, name in the legend, colour
@@ -207,7 +208,7 @@ def _plot_scores(axes: Axes, records: tuple[Record, ...], plan: CurvePlan) -> No
 
 def _plot(axes: Axes, epochs: list[float], values: list[float], label: str, colour: str) -> None:
     marker = "o" if len(values) <= 20 else ""
-    axes.plot(epochs, values, color=colour, linewidth=1.8, marker=marker, markersize=4, label=label)
+    axes.plot(epochs, values, color=colour, linewidth=1.8, marker=marker, markersize=4, label=plain(label))
 
 
 def _finish(axes: Axes, text: str) -> None:

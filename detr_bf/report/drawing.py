@@ -6,19 +6,23 @@ read as well as a 4000-pixel one. Labels look for a free place near their box an
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.v2 import functional as transforms
 
+from detr_bf.errors import InputError
 from detr_bf.files import atomic_write
+from detr_bf.report.fonts import legible, load_font, shorten
+
+logger = logging.getLogger(__name__)
 
 Colour = tuple[int, int, int]
 
@@ -79,21 +83,6 @@ def text_colour(background: Colour) -> Colour:
     return DARK if luminance > 0.179 else _LIGHT
 
 
-@functools.cache
-def load_font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
-    """DejaVu Sans, which comes with matplotlib, at ``size`` pixels."""
-    name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
-    return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / name), size)
-
-
-def shorten(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
-    """``text``, cut and ended with an ellipsis where it is wider than ``width`` pixels."""
-    if font.getlength(text) <= width:
-        return text
-    kept = next((n for n in range(len(text) - 1, 0, -1) if font.getlength(text[:n] + "…") <= width), 0)
-    return text[:kept].rstrip() + "…"
-
-
 def draw_boxes(
     image: Tensor,
     boxes: Tensor,
@@ -108,6 +97,7 @@ def draw_boxes(
         image: (3, H, W) uint8.
         boxes: (N, 4) float, x0, y0, x1, y1 in pixels of ``image``.
         labels: (N,) int64, indices into ``class_names``.
+        class_names: drawn as :func:`~detr_bf.report.fonts.legible` makes them.
         scores: (N,) float in [0, 1]; written behind the names, and the best get the best places for their labels.
         min_size: pixels; an image whose longer side is shorter is enlarged to it.
 
@@ -131,6 +121,20 @@ def font_size_for(picture: Image.Image) -> int:
     return max(14, round(max(picture.size) / 50))
 
 
+@contextmanager
+def tolerating(what: str) -> Iterator[None]:
+    """Log a warning if the block fails: a picture or page that cannot be made or written must not end a finished run.
+
+    Args:
+        what: the file, named in the warning.
+    """
+    try:
+        yield
+    except Exception as error:
+        expected = isinstance(error, (OSError, InputError))
+        logger.warning("%s was not written: %s", what, error or type(error).__name__, exc_info=not expected)
+
+
 def save_picture(path: str | Path, picture: Tensor | Image.Image) -> None:
     """Atomically write a PNG file from (3, H, W) uint8 or a Pillow image."""
     image = transforms.to_pil_image(picture) if isinstance(picture, Tensor) else picture
@@ -145,7 +149,8 @@ def make_marks(boxes: Tensor, labels: Tensor, class_names: Sequence[str], scores
     for row in order:
         x0, y0, x1, y1 = boxes[row].tolist()
         label = int(labels[row])
-        text = class_names[label] if scores is None else f"{class_names[label]} {float(scores[row]):.2f}"
+        name = legible(class_names[label])
+        text = name if scores is None else f"{name} {float(scores[row]):.2f}"
         marks.append(Mark(Rectangle(min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)), text, class_colour(label)))
     return marks
 
@@ -156,10 +161,10 @@ def paint_marks(picture: Image.Image, marks: Sequence[Mark], font_size: int) -> 
     line = max(2, round(font_size / 6))
     for mark in reversed(marks):
         _paint_outline(draw, mark, picture.size, line)
-    font = load_font(font_size)
     padding = max(2, font_size // 5)
     placed: list[Rectangle] = []
     for mark in marks:
+        font = load_font(font_size, text=mark.text)
         text = shorten(mark.text, font, picture.width - 2 * padding)
         ascent, descent = font.getmetrics()
         size = (font.getlength(text) + 2 * padding, ascent + descent + padding)

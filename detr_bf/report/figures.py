@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from detr_bf.errors import InputError
 from detr_bf.files import atomic_write
+from detr_bf.report.fonts import add_fallback_fonts
 
 INK, FAINT = "#3a3f46", "#d9dce1"
 # Okabe and Ito, "Color Universal Design" (2008)
@@ -28,7 +29,11 @@ def check_suffix(output: str | Path, what: str) -> None:
 
 
 def save_figure(output: str | Path, figure: Figure, dpi: int = 150) -> None:
-    """Atomically write a figure in the format that the suffix, checked before, says."""
+    """Atomically write a figure in the format that the suffix, checked before, says.
+
+    Text from outside in it must come from :func:`~detr_bf.report.fonts.plain`.
+    """
+    add_fallback_fonts(figure)
     with atomic_write(output) as temporary:
         figure.savefig(temporary, format=Path(output).suffix[1:], dpi=dpi)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ from detr_bf.errors import InputError
 from detr_bf.files import write_text
 from detr_bf.report import classification, detection, masked
 from detr_bf.report.curves import draw_curves
-from detr_bf.report.elements import CURVES_FILE, EVALUATION_FILE, METRICS_FILE, missing, picture, section
+from detr_bf.report.elements import CURVES_FILE, EVALUATION_FILE, METRICS_FILE, drawn, missing, section, shown
 from detr_bf.report.metrics import Metrics, read_metrics, series
 from detr_bf.report.style import STYLE
 from detr_bf.report.task_page import TaskPage
+from detr_bf.text import printable
 
 CONFIG_FILE = "config.yaml"
 MACHINE_FILE = "machine.json"
@@ -40,7 +40,8 @@ def write_report(run_dir: str | Path, title: str = "") -> Path:
     Read are ``config.yaml``, ``metrics.jsonl``, ``evaluation.json`` (``to_dict`` of a result),
     ``pictures/validation.png`` and ``machine.json`` (:func:`~detr_bf.report.machine.machine_info`). The task of the
     config decides what is shown; without config it is a detector's page. The curves are drawn from the metrics to
-    ``pictures/curves.svg``. A section whose file is missing says so in one sentence.
+    ``pictures/curves.svg``. A section whose file is missing says so in one sentence, and so does one whose picture
+    cannot be drawn, which is logged.
 
     Args:
         run_dir: the folder of the run.
@@ -57,12 +58,12 @@ def write_report(run_dir: str | Path, title: str = "") -> Path:
     task = _PAGES[config.task if config else "detection"]
     metrics = read_metrics(run_dir / METRICS_FILE) if (run_dir / METRICS_FILE).is_file() else Metrics()
     result = _read_result(run_dir / EVALUATION_FILE, task)
-    heading = title or run_dir.resolve().name
+    heading = title or printable(run_dir.resolve().name)
     sentences = [*(task.sentences(config) if config else []), *_length(metrics)]
-    lead = f'<p class="lead">{escape(" ".join(sentences))}</p>'
+    lead = f'<p class="lead">{shown(" ".join(sentences))}</p>'
     body = "\n".join(
         [
-            f"<header><h1>{escape(heading)}</h1>{lead}</header>",
+            f"<header><h1>{shown(heading)}</h1>{lead}</header>",
             *task.results(result),
             section("Curves", _curves(run_dir, metrics, task)),
             *task.details(run_dir, result),
@@ -78,7 +79,7 @@ def _page(title: str, body: str) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+        f"<title>{shown(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
 
 
@@ -108,21 +109,21 @@ def _best_and_last(metrics: Metrics) -> list[str]:
 def _curves(run_dir: Path, metrics: Metrics, task: TaskPage) -> str:
     if not (metrics.train or metrics.val):
         return missing(METRICS_FILE, "metrics")
-    draw_curves(run_dir / METRICS_FILE, run_dir / CURVES_FILE, task.curves)
-    return picture(run_dir / CURVES_FILE, task.curves_description)
+    file = run_dir / CURVES_FILE
+    return drawn(file, task.curves_description, lambda path: draw_curves(run_dir / METRICS_FILE, path, task.curves))
 
 
 def _config(text: str | None) -> str:
     if text is None:
         return missing(CONFIG_FILE, "config")
-    return f"<details><summary>The resolved config, every setting</summary><pre>{escape(text)}</pre></details>"
+    return f"<details><summary>The resolved config, every setting</summary><pre>{shown(text)}</pre></details>"
 
 
 def _machine(text: str | None, path: Path) -> str:
     if text is None:
         return missing(MACHINE_FILE, "record of its machine")
     rows = "".join(
-        f'<tr><th scope="row">{escape(str(name))}</th><td>{escape(str(value))}</td></tr>\n'
+        f'<tr><th scope="row">{shown(name)}</th><td>{shown(value)}</td></tr>\n'
         for name, value in _parse_json(text, path).items()
     )
     return f'<div class="scroll"><table class="facts"><tbody>\n{rows}</tbody></table></div>'

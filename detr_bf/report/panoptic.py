@@ -26,11 +26,10 @@ from detr_bf.report.drawing import (
     class_colour,
     enlarged,
     font_size_for,
-    load_font,
     save_picture,
-    shorten,
     text_colour,
 )
+from detr_bf.report.fonts import legible, load_font, shorten
 from detr_bf.report.sheet import GROUND_TRUTH, LABEL_SIZE, Strip, fit, lay_out
 from detr_bf.structures import PanopticMap, Segment
 
@@ -163,7 +162,7 @@ def _paint(picture: Image.Image, panoptic: PanopticMap, names: Sequence[str], fo
     pixels[inside] = np.rint(grey * (1 - _OPACITY) + table[numbers[inside]] * _OPACITY)
     pixels[inside & _near_boundary(numbers, max(1, font_size // 12))] = DARK
     painted = Image.fromarray(pixels)
-    texts = [names[segment.label] + (" (crowd)" if segment.is_crowd else "") for segment in panoptic.segments]
+    texts = [legible(names[segment.label]) + (" (crowd)" if segment.is_crowd else "") for segment in panoptic.segments]
     _paint_names(painted, numbers, texts, colours, font_size)
     return painted
 
@@ -172,14 +171,16 @@ def _paint_names(
     picture: Image.Image, numbers: NDArray[np.int32], texts: Sequence[str], colours: Sequence[Colour], font_size: int
 ) -> None:
     """Names on patches of their segments' colours."""
-    font = load_font(font_size)
     padding = max(2, font_size // 5)
-    texts = [shorten(text, font, picture.width - 2 * padding) for text in texts]
-    height = sum(font.getmetrics()) + padding
-    sizes = [(round(font.getlength(text)) + 2 * padding, height) for text in texts]
+    fonts = [load_font(font_size, text=text) for text in texts]
+    texts = [shorten(text, font, picture.width - 2 * padding) for text, font in zip(texts, fonts, strict=True)]
+    sizes = [
+        (round(font.getlength(text)) + 2 * padding, sum(font.getmetrics()) + padding)
+        for text, font in zip(texts, fonts, strict=True)
+    ]
     draw = ImageDraw.Draw(picture)
     points = interior_points(numbers, sizes)
-    for text, (width, _), colour, point in zip(texts, sizes, colours, points, strict=True):
+    for text, font, (width, height), colour, point in zip(texts, fonts, sizes, colours, points, strict=True):
         if point is None:
             continue
         x, y = point[0] - width // 2, point[1] - height // 2

@@ -9,7 +9,8 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from detr_bf.report.drawing import load_font, save_picture, shorten
+from detr_bf.report.drawing import save_picture
+from detr_bf.report.fonts import legible, load_font, shorten
 from detr_bf.report.sheet import FAINT, INK, PAPER, Strip, fit, lay_out
 
 _CELL = 240  # pixels, width and largest height of an image
@@ -46,12 +47,14 @@ def save_prediction_sheet(path: str | Path, rows: Sequence[ProbableClasses]) -> 
 def _paint_classes(row: ProbableClasses) -> Image.Image:
     """A name, its probability and a bar as long as that for each class."""
     panel = Image.new("RGB", (_CELL, max(1, len(row.names)) * _LINE), PAPER)
-    draw, font = ImageDraw.Draw(panel), load_font(_TEXT)
+    draw, plain = ImageDraw.Draw(panel), load_font(_TEXT)
     for place, (name, score) in enumerate(zip(row.names, row.scores, strict=True)):
         top, number = place * _LINE, f"{score:.1%}"
-        width = font.getlength(number)
-        draw.text((0, top), shorten(name, font, _CELL - width - _TEXT), INK, font)
-        draw.text((_CELL - width, top), number, FAINT, font)
+        width = plain.getlength(number)
+        text = legible(name)
+        font = load_font(_TEXT, text=text)
+        draw.text((0, top), shorten(text, font, _CELL - width - _TEXT), INK, font)
+        draw.text((_CELL - width, top), number, FAINT, plain)
         bar = top + _TEXT + _BAR
         draw.rectangle((0, bar, max(1, round(score * (_CELL - 1))), bar + _BAR - 1), _BLUE)
     return panel

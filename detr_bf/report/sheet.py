@@ -11,7 +11,8 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as transforms
 
 from detr_bf.errors import InputError
-from detr_bf.report.drawing import load_font, make_marks, paint_marks, save_picture, shorten
+from detr_bf.report.drawing import make_marks, paint_marks, save_picture
+from detr_bf.report.fonts import legible, load_font, shorten
 from detr_bf.structures import Detections
 
 CELL = 420  # pixels, width and largest height of one picture
@@ -64,12 +65,13 @@ class Strip:
 
     def place(self, sheet: Image.Image, left: int, top: int, cell: int) -> None:
         """Paste the pictures, each centred between the sides of its cell, with their captions."""
-        font = load_font(_CAPTION)
         draw = ImageDraw.Draw(sheet)
         for number, (picture, text) in enumerate(zip(self.pictures, self.captions, strict=True)):
             x = left + number * (cell + _GAP)
             sheet.paste(picture, (x + (cell - picture.width) // 2, top))
             below = top + picture.height + _CAPTION // 2
+            text = legible(text)
+            font = load_font(_CAPTION, text=text)
             draw.text((x, below), shorten(text, font, cell), fill=FAINT, font=font)
 
 

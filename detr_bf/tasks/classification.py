@@ -25,7 +25,7 @@ from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, is_check
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ClassificationEvaluator, write_predictions
-from detr_bf.report import ClassifiedImage, save_classification_sheet
+from detr_bf.report import ClassifiedImage, class_labels, save_classification_sheet, tolerating
 from detr_bf.structures import ClassMap
 from detr_bf.tasks.pictures import pixels, shown
 from detr_bf.tasks.task import Evaluate, Task
@@ -63,9 +63,10 @@ class ClassificationTask(Task[ClassifierConfig]):
         write_predictions(folder.predictions, evaluate.evaluator.predictions(), evaluate.evaluator.class_map)
         if not self.config.eval.pictures:
             return
-        folder.sheet.unlink(missing_ok=True)
-        if rows := list(self._rows(evaluate.evaluator)):  # none where no logits are finite
-            save_classification_sheet(folder.sheet, rows, evaluate.evaluator.class_map.distinct_names)
+        with tolerating(str(folder.sheet)):
+            folder.sheet.unlink(missing_ok=True)
+            if rows := list(self._rows(evaluate.evaluator)):  # none where no logits are finite
+                save_classification_sheet(folder.sheet, rows, class_labels(evaluate.evaluator.class_map))
 
     def _rows(self, evaluator: ClassificationEvaluator) -> Iterator[ClassifiedImage]:
         """The surest mistakes and, for the other half, the surest right answers."""

@@ -32,7 +32,7 @@ from detr_bf.engine import Checkpoint, Evaluation, RunFolder, Trainer, is_checkp
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
 from detr_bf.evaluation import PanopticFile, write_results
-from detr_bf.report import PanopticSheetRow, SheetRow, save_panoptic_sheet, save_sheet
+from detr_bf.report import PanopticSheetRow, SheetRow, class_labels, save_panoptic_sheet, save_sheet, tolerating
 from detr_bf.structures import ClassMap, Target
 from detr_bf.tasks.task import Evaluate, Task
 
@@ -78,11 +78,16 @@ class DetectionTask(Task[Config]):
         write_results(folder.results, evaluate.detections, evaluate.class_map)
         if not self.config.eval.pictures:
             return
-        rows = list(_sheet_rows(self.config, evaluate))
-        save_sheet(folder.sheet, rows, evaluate.class_map.names, self.config.eval.picture_threshold)
+        names = class_labels(evaluate.class_map)
+        with tolerating(str(folder.sheet)):
+            folder.sheet.unlink(missing_ok=True)
+            rows = list(_sheet_rows(self.config, evaluate))
+            save_sheet(folder.sheet, rows, names, self.config.eval.picture_threshold)
         if evaluate.panoptic:
-            panoptic_rows = list(_panoptic_rows(folder, self.config, evaluate))
-            save_panoptic_sheet(folder.panoptic_sheet, panoptic_rows, evaluate.class_map.names)
+            with tolerating(str(folder.panoptic_sheet)):
+                folder.panoptic_sheet.unlink(missing_ok=True)
+                panoptic_rows = list(_panoptic_rows(folder, self.config, evaluate))
+                save_panoptic_sheet(folder.panoptic_sheet, panoptic_rows, names)
 
 
 def _weights_and_classes(config: Config, source: Path) -> tuple[dict[str, Tensor], ClassMap]:

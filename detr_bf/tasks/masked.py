@@ -23,7 +23,7 @@ from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, load_str
 from detr_bf.engine.step import Criterion
 from detr_bf.evaluation import ReconstructionEvaluator
 from detr_bf.losses.masked import MaskedCriterion
-from detr_bf.report import save_reconstructions
+from detr_bf.report import save_reconstructions, tolerating
 from detr_bf.tasks.pictures import pixels, shown
 from detr_bf.tasks.task import Evaluate, Task
 
@@ -55,10 +55,12 @@ class MaskedTask(Task[MaskedConfig]):
         count = self.config.eval.pictures
         if not count:
             return
-        val, transforms = build_image_splits(self.config).val, self.config.data.transforms
-        places = torch.linspace(0, len(val) - 1, min(count, len(val))).round().long().tolist()
-        device = next(model.parameters()).device
-        images = torch.stack([pixels(val, place) for place in places]).to(device)
-        autoencoder = cast("Any", model.eval())
-        seen, guessed = autoencoder.pictures(images, autoencoder(images))
-        save_reconstructions(folder.sheet, *(shown(batch, transforms) for batch in (images, seen, guessed)))
+        with tolerating(str(folder.sheet)):
+            folder.sheet.unlink(missing_ok=True)
+            val, transforms = build_image_splits(self.config).val, self.config.data.transforms
+            places = torch.linspace(0, len(val) - 1, min(count, len(val))).round().long().tolist()
+            device = next(model.parameters()).device
+            images = torch.stack([pixels(val, place) for place in places]).to(device)
+            autoencoder = cast("Any", model.eval())
+            seen, guessed = autoencoder.pictures(images, autoencoder(images))
+            save_reconstructions(folder.sheet, *(shown(batch, transforms) for batch in (images, seen, guessed)))

@@ -58,6 +58,12 @@ def test_strict_loading_lists_every_difference_and_changes_nothing() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_keys_cannot_steer_the_terminal() -> None:
+    with pytest.raises(InputError) as caught:
+        load_strict(nn.Linear(1, 1), {"\x1b]0;owned\x07": torch.zeros(1), "a\n0 errors": torch.zeros(1)}, "a.pt")
+    assert "unknown to the model (2): \\x1b]0;owned\\x07, a\\n0 errors\n" in str(caught.value)
+
+
 def test_fitting_loads_what_fits_and_lists_the_rest() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 3)})
     weights = {"a.weight": torch.zeros(4, 2), "a.bias": torch.ones(3), "c.weight": torch.zeros(1)}

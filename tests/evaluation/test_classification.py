@@ -200,6 +200,16 @@ def test_predictions_are_found_by_confidence_and_written(tmp_path: Path) -> None
     assert rows[4]["score"] == ""
 
 
+def test_names_in_the_table_are_no_formulas(tmp_path: Path) -> None:
+    names = ("=1+1", "@cmd", "-2", "a\x1b[2J\udcff")
+    measured = ClassificationEvaluator(ClassMap((0, 1, 2, 3), names), [1] * 4)
+    measured.update(batch([0, 1, 2, 3]), one_hot([1, 0, 3, 2], 4))
+    write_predictions(tmp_path / "predictions.csv", measured.predictions(), measured.class_map)
+    rows = list(csv.DictReader((tmp_path / "predictions.csv").open(newline="", encoding="utf-8")))
+    assert [row["class"] for row in rows] == ["'=1+1", "'@cmd", "'-2", r"a\x1b[2J\udcff"]
+    assert [row["predicted"] for row in rows] == ["'@cmd", "'=1+1", r"a\x1b[2J\udcff", "'-2"]
+
+
 def test_bad_input_is_told() -> None:
     with pytest.raises(InputError, match="3 classes need as many numbers"):
         ClassificationEvaluator(class_map(3), [1, 2])

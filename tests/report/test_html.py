@@ -178,3 +178,40 @@ def test_masks_and_panoptic_quality(run_dir: Path) -> None:
     assert page.texts[start : start + 9] == ["sky", "stuff", "60.0", "90.0", "66.7", "5", "1", "4", "<thing>"]
     assert Result.from_dict(json.loads((run_dir / "evaluation.json").read_text())) == result
     assert str(result) == "PQ 0.500  SQ 0.125  RQ 0.125  AP 0.275  mask AP 0.222"
+
+
+HOSTILE = ("<script>alert(1)</script>", "caf\udce9\ud800", "\x1b[2J\x00", 'a" onload="x', "a\nb")
+
+
+def test_names_from_outside_have_no_effect_on_the_page(run_dir: Path) -> None:
+    """They stand in class names, the record of the machine, the config, metrics and the folder's name."""
+    folder = run_dir.rename(run_dir.with_name('caf\udce9 "<script>\x1b\n'))
+    per_class = dict.fromkeys(HOSTILE, ClassResult(0.5, 0.8, 10))
+    write_json(folder / "evaluation.json", replace(SUMMARY, per_class=per_class).to_dict())
+    write_json(folder / "machine.json", {name: name for name in HOSTILE})
+    config = Config(output_dir="</pre><script>", init_from="a\x1b[2J<b>")
+    write_text(folder / "config.yaml", config_to_yaml(config))
+    record = {"kind": "train", "step": 1, "epoch": 1.0, "loss": 2.0, "loss_$\\frac{$<script>": 1.0, "loss_b": 1.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    html = write_report(folder).read_text(encoding="utf-8")
+    assert not set(html) & {"\x1b", "\x00"}
+    page = Page(html)
+    assert "script" not in page.tags
+    assert "onload" not in html.replace("a&quot; onload=&quot;x", "")
+    for shown in ("<script>alert(1)</script>", r"caf\udce9\ud800", r"\x1b[2J\x00", r"a\nb"):
+        assert shown in page.texts, shown
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("ours")])
+def test_a_page_without_its_curves_is_written_and_says_so(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def failing(*arguments: object) -> None:
+        raise error
+
+    write_report(run_dir)
+    monkeypatch.setattr("detr_bf.report.html.draw_curves", failing)
+    texts = Page(write_report(run_dir).read_text()).texts
+    assert "curves.svg was not drawn: log.txt has the reason." in texts
+    assert f"curves.svg was not written: {error}" in caplog.text
+    assert "27.5" in texts

@@ -10,7 +10,7 @@ from PIL import Image
 
 from detr_bf.analysis import ANALYSES
 from tools.analyze import main as analyze
-from tools.analyze import named
+from tools.analyze import named, write_table
 from tools.train_classifier import main as train_classifier
 
 TINY = """
@@ -126,3 +126,9 @@ def test_bad_input_ends_with_code_2_and_writes_nothing(
     assert analyze([*given, "--output", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_text_in_the_table_is_no_formula_and_numbers_stay_numbers(tmp_path: Path) -> None:
+    rows = [{"run": "=cmd()", "class": "@a\x1b", "value": -1.5, "none": None}]
+    write_table(tmp_path / "a.csv", rows)
+    assert (tmp_path / "a.csv").read_text() == "run,class,value,none\n'=cmd(),'@a\\x1b,-1.5,\n"

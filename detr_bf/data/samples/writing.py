@@ -7,8 +7,11 @@ when it is finished, so an interrupted build is never taken for a complete one.
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,10 +28,13 @@ from detr_bf.errors import InputError
 from detr_bf.files import write_json
 from detr_bf.panoptic_png import MAX_ID, encoded_ids
 from detr_bf.progress import progress_bar
+from detr_bf.text import printable
 
 MANIFEST = "dataset.json"
 SPLITS: tuple[Split, ...] = get_args(Split)
 JPEG_QUALITY = 92
+
+_FILES = re.compile(r"dataset\.json|(train|val)(_panoptic)?(\.json|/(train|val)_\d{6,}\.(jpg|png))")
 
 Draw = Callable[[Split, np.random.Generator], Scene]
 
@@ -65,9 +71,10 @@ class Recipe:
 
 
 def already_built(output: Path, recipe: Recipe, panoptic: bool = False) -> bool:
-    """Whether ``output`` holds the complete set of this recipe, with its panoptic files if it has them.
+    """Tell if ``output`` holds the complete set of this recipe, with its panoptic files if it has them.
 
-    Raises ``InputError`` when it holds anything but a sample set of this name, which a build would replace.
+    Raises ``InputError`` when it holds anything but a sample set of this name, or another recipe's set of this name and
+    files beside it: a build would replace them.
     """
     if not output.exists():
         return False
@@ -76,7 +83,16 @@ def already_built(output: Path, recipe: Recipe, panoptic: bool = False) -> bool:
     manifest = _read_manifest(output)
     if manifest.get("name") != recipe.name and any(output.iterdir()):
         raise InputError(f"{output} holds something else than the {recipe.name} data set; give a new or empty folder")
-    return manifest == recipe.manifest() and all(_split_is_there(output, recipe, split, panoptic) for split in SPLITS)
+    if manifest == recipe.manifest() and all(_split_is_there(output, recipe, split, panoptic) for split in SPLITS):
+        return True
+    names = (path.relative_to(output).as_posix() for path in output.rglob("*") if not path.is_dir())
+    foreign = next((name for name in names if not _FILES.fullmatch(name)), None)
+    if foreign is not None:
+        raise InputError(
+            f"{output} would be replaced by another {recipe.name} data set, but it holds {printable(foreign)}, which "
+            "is not part of it; move that file, or give a new or empty folder"
+        )
+    return False
 
 
 def write_dataset(
@@ -95,16 +111,20 @@ def write_dataset(
     depends on the seed, the split and the image's index only. ``progress`` shows bars with the time left. Returns
     ``output``.
     """
-    partial = output.with_name(f".{output.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        working = Path(tempfile.mkdtemp(prefix=f".{output.name[:100]}.", suffix=".partial", dir=output.parent))
     except OSError as error:
         raise InputError(f"cannot write to {output.parent}: {error}; give another output folder") from error
-    for split in SPLITS:
-        _write_split(partial, recipe, names, licence, draw, split, progress, stuff_names)
-    write_json(partial / MANIFEST, recipe.manifest())
-    _replace_folder(output, partial)
+    try:
+        partial = working / "new"
+        partial.mkdir()
+        for split in SPLITS:
+            _write_split(partial, recipe, names, licence, draw, split, progress, stuff_names)
+        write_json(partial / MANIFEST, recipe.manifest())
+        _replace_folder(output, partial, working / "old")
+    finally:
+        shutil.rmtree(working, ignore_errors=True)
     return output
 
 
@@ -165,7 +185,9 @@ def _write_split(
         rng = np.random.default_rng([recipe.seed, SPLITS.index(split), index])
         scene = draw(split, rng)
         file_name = f"{split}_{index:06d}.jpg"
-        Image.fromarray(scene.image).save(folder / split / file_name, quality=JPEG_QUALITY, subsampling=0)
+        jpeg = io.BytesIO()  # written to a file directly, Pillow cuts a JPEG off on a full disk without an error
+        Image.fromarray(scene.image).save(jpeg, format="JPEG", quality=JPEG_QUALITY, subsampling=0)
+        (folder / split / file_name).write_bytes(jpeg.getvalue())
         height, width = scene.owner.shape
         images.append({"id": index + 1, "file_name": file_name, "width": width, "height": height, "license": 1})
         for layer, category_id in enumerate(scene.category_ids):
@@ -217,11 +239,13 @@ def _split_is_there(folder: Path, recipe: Recipe, split: Split, panoptic: bool) 
     )
 
 
-def _replace_folder(target: Path, source: Path) -> None:
-    """Move ``source`` to ``target``; an older ``target`` is moved out of the way whole, then deleted."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+def _replace_folder(target: Path, source: Path, old: Path) -> None:
+    """Move ``source`` to ``target`` and what was there to ``old``, or back if that fails."""
     if target.exists():
         target.rename(old)
-    source.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
+    try:
+        source.rename(target)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,11 +169,55 @@ def test_an_interrupted_build_leaves_no_set_and_is_made_up_for(tmp_path: Path) -
         write_dataset(folder, RECIPE, ("a", "b"), LICENCE, interrupted)
     assert not folder.exists()
     assert not already_built(folder, RECIPE)
-    (leftover,) = tmp_path.iterdir()
-    assert not (leftover / MANIFEST).exists()
+    assert not list(tmp_path.iterdir()), "nothing half-written"
     build(folder)
     assert contents(folder) == contents(build(tmp_path / "fresh"))
-    assert not leftover.exists()
+
+
+@pytest.mark.parametrize("at", ["train_000002.jpg", "train.json", "val_panoptic.json", "val_000001.png", MANIFEST])
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    old = contents(build(tmp_path / "toy"))
+    for name in (".toy.partial", ".toy.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.md").write_text("somebody's")
+    there = {path.name for path in tmp_path.iterdir()}
+    for method in ("write_bytes", "write_text"):
+        write = getattr(Path, method)
+
+        def full(path: Path, *arguments: object, write: Any = write, **options: object) -> Any:
+            if Path(at).stem in path.name:
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            return write(path, *arguments, **options)
+
+        monkeypatch.setattr(Path, method, full)
+    with pytest.raises(OSError, match="No space left"):
+        build_panoptic(tmp_path / "toy")
+    assert {path.name for path in tmp_path.iterdir()} == there
+    assert contents(tmp_path / "toy") == old
+    assert all((tmp_path / name / "notes.md").exists() for name in (".toy.partial", ".toy.old"))
+
+
+def test_a_set_that_cannot_be_moved_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = contents(build(tmp_path / "toy"))
+    rename = Path.rename
+
+    def failing(path: Path, target: Path) -> Path:
+        if path.name == "new":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        build(tmp_path / "toy", replace(RECIPE, seed=1))
+    assert contents(tmp_path / "toy") == old
+
+
+def test_files_added_to_a_set_are_not_replaced(tmp_path: Path) -> None:
+    folder = build(tmp_path / "toy")
+    (folder / "train" / "notes.md").write_text("mine")
+    assert already_built(folder, RECIPE), "nothing to replace"
+    with pytest.raises(InputError, match=r"it holds train/notes\.md, which is not part of it"):
+        already_built(folder, replace(RECIPE, seed=1))
 
 
 def test_an_interrupted_rebuild_keeps_the_old_set(tmp_path: Path) -> None:

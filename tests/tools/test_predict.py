@@ -1,0 +1,198 @@
+"""tools/predict.py and the files of the user: broken images, folders in use, names, and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from PIL import Image
+
+from detr_bf.structures import ClassMap
+from tests.tools.test_convert_checkpoint import checkpoint
+from tests.tools.test_train_net import tool
+
+module: ModuleType = tool("predict")
+main: Callable[[Sequence[str]], int] = module.main
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny detector that is not trained; its third class has a Chinese name."""
+    path = tmp_path_factory.mktemp("weights") / "tiny.pt"
+    sizes = ["data.transforms.eval_short_side=32", "data.transforms.max_size=64"]
+    made = checkpoint(*sizes, average=False)
+    made.class_map.update(ClassMap((3, 7, 90), ("cat", "=1+1\x1b[2J", "猫")).to_dict())
+    made.save(path)
+    return path
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """A folder with two images of one name and another."""
+    for number, name in enumerate(("a/x.png", "a/y.png", "b/x.png")):
+        path = tmp_path / "photos" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30), (20 * number, 80, 90)).save(path)
+    return tmp_path / "photos"
+
+
+def predict(weights: Path, output: Path | str, *arguments: object) -> int:
+    command = ["--checkpoint", weights, "--output", output, "--device", "cpu", "--threshold", "0", *arguments]
+    return main([str(argument) for argument in command])
+
+
+def predicted(output: Path) -> list[str]:
+    return [entry["file"] for entry in json.loads((output / "predictions.json").read_text())]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_images_of_one_name_have_pictures_of_their_own(weights: Path, photos: Path, tmp_path: Path) -> None:
+    assert predict(weights, tmp_path / "out", photos) == 0
+    pictures = {path.name for path in (tmp_path / "out").glob("*.png")}
+    assert pictures == {"0000_x.png", "0001_y.png", "0002_x.png"}
+
+
+def test_a_broken_image_is_left_out_and_named(
+    weights: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (photos / "a" / "xx.jpg").write_bytes(b"no image")
+    (photos / "c.png").write_bytes(b"")
+    assert predict(weights, tmp_path / "out", photos) == 1
+    printed = capsys.readouterr()
+    assert "objects in 3 images" in printed.out
+    lines = printed.err.splitlines()
+    assert lines[-3] == "2 of 5 images were left out:"
+    assert "a/xx.jpg cannot be used" in lines[-2]
+    assert "c.png cannot be used" in lines[-1]
+    assert predicted(tmp_path / "out") == [str(photos / name) for name in ("a/x.png", "a/y.png", "b/x.png")]
+    assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"0000_x.png", "0002_y.png", "0003_x.png"}
+
+
+BAD = [
+    (["broken"], "broken.png cannot be used"),
+    (["broken", "broken"], "no image can be read:\n  image file"),
+    (["nothing"], "no image files in"),
+    (["missing"], "no such file or folder"),
+    (["photos", "--threshold", "nan"], "--threshold must be a number from 0 to 1, got nan"),
+    (["photos", "--threshold", "7"], "--threshold must be a number from 0 to 1, got 7"),
+    (["photos", "--threshold", "-0.1"], "--threshold must be a number from 0 to 1"),
+    (["photos", "--device", "foo"], "device must be auto, cpu, cuda or cuda:N; got 'foo'"),
+    (["photos", "--panoptic"], "no mask head"),
+    (["photos", "--checkpoint", "missing"], "missing"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), BAD, ids=range(len(BAD)))
+def test_bad_input_leaves_no_folder(
+    weights: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    (tmp_path / "broken.png").write_text("no image")
+    (tmp_path / "nothing").mkdir()
+    names = {"broken": tmp_path / "broken.png", "nothing": tmp_path / "nothing", "photos": photos}
+    before = set(tmp_path.rglob("*"))
+    assert predict(weights, tmp_path / "new" / "out", *[names.get(argument, argument) for argument in arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert set(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("output", "images"), [(".", "photos"), ("photos", "photos"), (".", "."), ("photos/a", "photos")]
+)
+def test_the_output_may_hold_the_input(
+    weights: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, images: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = contents(tmp_path)
+    for _ in range(2):
+        assert predict(weights, output, images) == 0
+        assert [Path(file).name for file in predicted(Path(output))] == ["x.png", "y.png", "x.png"]
+    assert {name: content for name, content in contents(tmp_path).items() if name in before} == before
+
+
+@pytest.mark.parametrize("name", ["predictions.json", "0001_y.png"])
+def test_a_file_of_the_user_is_not_replaced(
+    weights: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    assert predict(weights, tmp_path / "out", photos) == 2
+    assert f"{tmp_path / 'out' / name} exists and was not written by this tool" in capsys.readouterr().err
+    assert contents(tmp_path / "out") == {name: b"mine"}
+
+
+def test_an_input_is_not_replaced(
+    weights: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert predict(weights, out, photos) == 0
+    before = contents(out)
+    assert predict(weights, out, photos / "a" / "x.png", out / "0000_x.png") == 2
+    assert "0000_x.png is an input and would be replaced" in capsys.readouterr().err
+    assert contents(out) == before
+
+
+def test_names_of_files_are_harmless(
+    weights: Path, photos: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    for name in ("a\n0 errors.png", "\x1b]0;owned\x07.png", os.fsdecode(b"caf\xe9.png"), "猫" * 80 + ".png"):
+        (photos / "a" / "x.png").rename(folder / name)
+        Image.new("RGB", (40, 30)).save(photos / "a" / "x.png")
+    (folder / "\x1b[2Jbroken\n.png").write_text("no image")
+    assert predict(weights, tmp_path / "out", folder) == 1
+    printed = capfd.readouterr()
+    assert "\x1b" not in printed.out + printed.err.replace("\x1b[A", "")  # the progress bar goes up a line
+    assert r"\x1b[2Jbroken\n.png" in printed.err.splitlines()[-1]
+    assert "pictures show their ids: #90 (猫)" in printed.err
+    assert set(predicted(tmp_path / "out")) == {str(file) for file in folder.iterdir() if "broken" not in file.name}
+    assert len(list((tmp_path / "out").glob("*.png"))) == 4
+
+
+@pytest.mark.parametrize("at", ["0001_y.png", "predictions.json"])
+def test_a_full_disk(
+    weights: Path,
+    photos: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    at: str,
+) -> None:
+    def limited(write: Callable[[Path, object], None]) -> Callable[[Path, object], None]:
+        def full(path: Path, content: object) -> None:
+            if path.name == at:
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            write(path, content)
+
+        return full
+
+    for name in ("save_picture", "write_json"):
+        monkeypatch.setattr(module, name, limited(getattr(module, name)))
+    out = tmp_path / "out"
+    assert predict(weights, out, photos) == 2
+    assert f"{out / at}: No space left on device; make room or choose another place" in capsys.readouterr().err
+    assert at not in contents(out)
+    monkeypatch.undo()
+    (out / at).write_text("mine")
+    assert predict(weights, out, photos) == 2, "what was planned and never written is not ours"
+    assert "exists and was not written by this tool" in capsys.readouterr().err
+
+
+def test_a_folder_without_permission(
+    weights: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: Path, content: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(module, "write_json", denied)
+    assert predict(weights, tmp_path / "out", photos) == 2
+    assert "Permission denied; change the permissions or choose another place" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
