@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from detr_bf.data.panoptic import read_ids
 from detr_bf.errors import InputError
 from detr_bf.files import atomic_write, write_json
-from detr_bf.panoptic_png import MAX_ID, encoded_ids, read_ids
+from detr_bf.panoptic_png import MAX_ID, encoded_ids
 from detr_bf.structures import ClassMap, PanopticMap, Segment
 
 

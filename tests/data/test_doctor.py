@@ -240,9 +240,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     seen: list[bytes] = []
     original = file_check.check_image
 
-    def recording(data: bytes) -> object:
+    def recording(data: bytes, *limits: int) -> object:
         seen.append(data)
-        return original(data)
+        return original(data, *limits)
 
     monkeypatch.setattr(file_check, "check_image", recording)
     return seen
@@ -279,7 +279,7 @@ def test_a_file_of_the_same_size_but_another_time_is_read_again(clinic: Clinic, 
 def test_a_broken_cache_is_rebuilt(clinic: Clinic, decoded: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
     clinic.examine()
     for cache_file in clinic.cache.iterdir():
-        cache_file.write_text('{"version": 1, "files": {"0001.png": {}}}')
+        cache_file.write_text('{"version": 2, "files": {"0001.png": {}}}')
     decoded.clear()
     assert clinic.findings() == []
     assert len(decoded) == 7

@@ -12,8 +12,9 @@ from PIL import Image
 from detr_bf.data import file_check
 from detr_bf.data.coco import Source
 from detr_bf.data.doctor import Report, examine
+from detr_bf.data.panoptic import read_ids
 from detr_bf.errors import InputError
-from detr_bf.panoptic_png import read_ids, write_ids
+from detr_bf.panoptic_png import write_ids
 
 Factory = Callable[..., SimpleNamespace]
 FIRST = "0001_segments.png"
@@ -217,9 +218,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     seen: list[Path] = []
     original = file_check.read_ids
 
-    def recording(path: Path) -> torch.Tensor:
+    def recording(path: Path, *limits: int) -> torch.Tensor:
         seen.append(path)
-        return original(path)
+        return original(path, *limits)
 
     monkeypatch.setattr(file_check, "read_ids", recording)
     return seen

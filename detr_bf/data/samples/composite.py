@@ -15,6 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from detr_bf.data.images import MAX_PIXELS, max_bytes, open_image
+from detr_bf.files import read_regular
+
 Split = Literal["train", "val"]
 Floats = NDArray[np.float32]
 Window = tuple[slice, slice]  # rows, columns
@@ -64,10 +67,9 @@ class Scene:
         return self.owner == layer
 
 
-def read_photo(path: Path) -> Image.Image:
-    """An image file as RGB."""
-    with Image.open(path) as photo:
-        return photo.convert("RGB")
+def read_photo(path: Path, mode: str = "RGB") -> Image.Image:
+    """An image file in Pillow's ``mode``."""
+    return open_image(read_regular(path, max_bytes(MAX_PIXELS))).convert(mode)
 
 
 def area_of(photo: Image.Image, split: Split) -> Area:
