@@ -31,6 +31,7 @@ def build_train_data(config: Config) -> CocoDetection:
         masks=config.model.masks,
         panoptic=source.panoptic,
         replace_unreadable=config.data.max_unreadable > 0,
+        max_pixels=config.data.max_pixels,
     )
 
 
@@ -46,6 +47,7 @@ def build_val_data(
         class_map,
         masks=masks,
         panoptic=source.panoptic,
+        max_pixels=config.data.max_pixels,
     )
 
 

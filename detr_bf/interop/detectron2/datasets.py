@@ -16,7 +16,8 @@ from typing import Any
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import load_coco_json
 
-from detr_bf.data.coco import CocoAnnotations, annotated_size, check_folder, check_maps, is_box, read_annotations
+from detr_bf.data.annotation_values import is_box
+from detr_bf.data.coco import CocoAnnotations, annotated_size, check_folder, check_maps, read_annotations
 from detr_bf.data.panoptic import MapFile
 from detr_bf.errors import InputError
 from detr_bf.structures import ClassMap
