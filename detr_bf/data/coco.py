@@ -134,7 +134,7 @@ def annotated_size(image: Mapping[str, Any]) -> tuple[int, int] | None:
     height, width = image.get("height"), image.get("width")
     if height is None or width is None:
         return None
-    if not (is_number(height) and is_number(width)):
+    if not (is_number(height, 0) and is_number(width, 0)):
         raise InputError(
             f"image {image['id']} has height {value_text(height)} and width {value_text(width)}, expected numbers of "
             "pixels"

@@ -163,7 +163,7 @@ def image_sizes(image: Image.Image) -> ImageSizes:
 def _identified(data: bytes) -> ImageFile | None:
     """Return the image whose header is in ``data``.
 
-    As ``Image.open(formats=FORMATS)``, but for the size limit: that one's is a variable of the whole process.
+    As ``Image.open`` with ``formats=FORMATS``, but for the size limit: that one's is a variable of the whole process.
     """
     Image.init()
     for name in FORMATS:

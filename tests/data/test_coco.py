@@ -225,7 +225,7 @@ def test_sizes_of_400_digits_are_bad_input(coco_folder: Factory) -> None:
     data = coco_folder()
     data.content["images"][0]["width"] = 10**400
     data.save()
-    with pytest.raises(InputError, match="image 1 has height 48 and width 1000.*expected numbers of pixels"):
+    with pytest.raises(InputError, match=r"image 1 has height 48 and width 1000.*expected numbers of pixels"):
         dataset(data)
 
 

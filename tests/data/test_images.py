@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 import subprocess
 import zlib
@@ -202,6 +203,14 @@ def test_pillow_has_no_say_in_the_limit(
 def test_broken_exif_rotates_nothing(tmp_path: Path, tail: bytes) -> None:
     picture().save(tmp_path / "a.jpg", exif=b"Exif\0\0" + tail)
     assert read_image(tmp_path / "a.jpg").shape == (3, 40, 60)
+
+
+def test_images_are_opened_nowhere_else() -> None:
+    root = Path(__file__).parents[2]
+    files = [path for folder in ("detr_bf", "tools", "benchmarks") for path in (root / folder).rglob("*.py")]
+    assert len(files) > 100
+    opening = [path for path in files if re.search(r"Image\.open\(|pil_loader|imread\(", path.read_text("utf-8"))]
+    assert [path.name for path in opening] == []
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_a_list_with_a_name_that_cannot_be_one(tmp_path: Path) -> None:
             read_splits("list", str(tmp_path), train, "val.txt")
     for root in ("x" * 300, "a\0b"):
         for kind in ("list", "image_folder"):
-            with pytest.raises(InputError, match="does not exist|there is no folder"):
+            with pytest.raises(InputError, match=r"does not exist|there is no folder"):
                 read_splits(kind, root, "train", "val")
 
 
