@@ -78,8 +78,8 @@ class ImageRecord(FileRecord):
     def restored(fields: dict[str, Any]) -> dict[str, Any]:
         sizes, depth = fields["sizes"], fields["depth"]
         if sizes is not None:
-            stored, rotated = (tuple(_whole_numbers(sizes[key], 2)) for key in ("stored", "rotated"))
-            sizes = ImageSizes(stored, rotated)
+            stored, rotated = (_whole_numbers(sizes[key], 2) for key in ("stored", "rotated"))
+            sizes = ImageSizes((stored[0], stored[1]), (rotated[0], rotated[1]))
         return {"sizes": sizes, "depth": None if depth is None else _whole_numbers([depth], 1)[0]}
 
     @property

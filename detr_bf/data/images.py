@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 from PIL.ImageFile import ImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
 from detr_bf.errors import InputError
@@ -214,8 +215,8 @@ def is_deep(image: Image.Image, data: bytes) -> bool:
     """Return whether it has 16 bits a channel; of colour Pillow's mode does not say it."""
     if image.format == "PNG":
         return data[24] == 16  # bit depth of the header
-    bits = image.tag_v2.get(_BITS_PER_SAMPLE, ()) if image.format == "TIFF" else ()
-    return _is_grey_16(image) or 16 in bits
+    bits = image.tag_v2.get(_BITS_PER_SAMPLE) if isinstance(image, TiffImageFile) else None
+    return _is_grey_16(image) or (isinstance(bits, tuple) and 16 in bits)
 
 
 def _depth(image: Image.Image) -> int:

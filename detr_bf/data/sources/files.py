@@ -39,9 +39,8 @@ def image_folder(root: str, train: str = "train", val: str = "val", max_pixels: 
             f"stand in the first alone and {_alone(names, others)} in the second: make both the same, "
             "with empty folders where there are no validation images"
         )
-    return LabelledSplits(
-        *(_folder_split(folder, names, max_pixels) for folder in folders), class_map=class_map_of(names)
-    )
+    train_split, val_split = (_folder_split(folder, names, max_pixels) for folder in folders)
+    return LabelledSplits(train_split, val_split, class_map_of(names))
 
 
 def _class_names(folder: Path) -> list[str]:
