@@ -114,6 +114,14 @@ def _require_regular(status: os.stat_result, limit: int) -> None:
         raise ValueError(f"it has {status.st_size:,} bytes, more than the limit of {limit:,}")
 
 
+def file_size(path: str | Path) -> int:
+    """Return the bytes of a regular file, 0 for anything else, which :func:`read_regular` refuses."""
+    with suppress(OSError, ValueError):
+        status = Path(path).stat()
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return 0
+
+
 def is_file(path: Path) -> bool:
     """Return whether there is a regular file; there is none of a name that is too long or may not be looked at."""
     with suppress(OSError):

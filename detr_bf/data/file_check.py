@@ -19,9 +19,9 @@ from pathlib import Path, PureWindowsPath
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import unquote
 
-from detr_bf.data.images import MAX_PIXELS, ImageSizes, TooLargeError, check_image, max_bytes
+from detr_bf.data.images import MAX_PIXELS, ImageSizes, TooLargeError, check_image, image_bytes
 from detr_bf.data.panoptic import SegmentExtent, read_ids, segment_extents
-from detr_bf.files import is_file, read_json, read_regular, write_json
+from detr_bf.files import is_file, read_json, write_json
 from detr_bf.progress import progress_bar
 from detr_bf.text import printable
 
@@ -177,7 +177,7 @@ def _status(folder: Path, name: str) -> tuple[int, int] | None:
 def _read(kind: type[Record], path: Path, stamp: tuple[int, int], max_pixels: int) -> Record:
     sha256 = ""
     try:
-        data = read_regular(path, max_bytes(max_pixels))
+        data = image_bytes(path, max_pixels)
         sha256 = hashlib.sha256(data).hexdigest()
         return kind(*stamp, sha256, **kind.look(path, data, max_pixels))
     except TooLargeError as error:  # another limit may allow it

@@ -21,7 +21,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
 from detr_bf.errors import InputError
-from detr_bf.files import read_regular
+from detr_bf.files import file_size, read_regular
 from detr_bf.text import printable
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class ImageFacts:
 
 
 class TooLargeError(ValueError):
-    """The image has more pixels than allowed."""
+    """The image has more pixels, or its file more bytes, than allowed."""
 
 
 def read_image(path: Path, annotated: tuple[int, int] | None = None, max_pixels: int = MAX_PIXELS) -> Tensor:
@@ -95,7 +95,7 @@ def read_image(path: Path, annotated: tuple[int, int] | None = None, max_pixels:
             than ``max_pixels`` pixels; the message names it.
     """
     try:
-        data = read_regular(path, max_bytes(max_pixels))
+        data = image_bytes(path, max_pixels)
         image = open_image(data, max_pixels)
         if is_deep(image, data):
             _warn_of_16_bits(path)
@@ -121,9 +121,18 @@ def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageFacts:
     return ImageFacts(image_sizes(image), (_depth(image) if _is_grey_16(image) else 16) if deep else None)
 
 
-def max_bytes(max_pixels: int) -> int:
-    """Return how many bytes an image file of at most ``max_pixels`` pixels may have."""
-    return max(_SMALLEST_LIMIT, _BYTES_PER_PIXEL * max_pixels)
+def image_bytes(path: Path, max_pixels: int = MAX_PIXELS) -> bytes:
+    """Return the content of an image file, which ``max_pixels`` limits before it is read.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        TooLargeError: it has more bytes than an image of so many pixels needs.
+        ValueError: it is no regular file, or cannot be read.
+    """
+    limit = max(_SMALLEST_LIMIT, _BYTES_PER_PIXEL * max_pixels)
+    if (size := file_size(path)) > limit:
+        raise TooLargeError(f"it has {size:,} bytes, {limit:,} are allowed with data.max_pixels={max_pixels}")
+    return read_regular(path, limit)
 
 
 def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:

@@ -14,9 +14,8 @@ import torch
 from scipy import ndimage
 from torch import Tensor
 
-from detr_bf.data.images import MAX_PIXELS, is_deep, max_bytes, open_image
+from detr_bf.data.images import MAX_PIXELS, image_bytes, is_deep, open_image
 from detr_bf.errors import InputError
-from detr_bf.files import read_regular
 from detr_bf.text import printable
 
 
@@ -59,7 +58,7 @@ def read_ids(path: Path, max_pixels: int = MAX_PIXELS) -> Tensor:
         InputError: the file is missing, cannot be read, has more than ``max_pixels`` pixels or no three 8-bit channels.
     """
     try:
-        data = read_regular(path, max_bytes(max_pixels))
+        data = image_bytes(path, max_pixels)
         image = open_image(data, max_pixels)
     except FileNotFoundError:
         raise InputError(f"there is no panoptic PNG {printable(path)}") from None

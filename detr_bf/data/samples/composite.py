@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from detr_bf.data.images import MAX_PIXELS, max_bytes, open_image
-from detr_bf.files import read_regular
+from detr_bf.data.images import image_bytes, open_image
 
 Split = Literal["train", "val"]
 Floats = NDArray[np.float32]
@@ -69,7 +68,7 @@ class Scene:
 
 def read_photo(path: Path, mode: str = "RGB") -> Image.Image:
     """An image file in Pillow's ``mode``."""
-    return open_image(read_regular(path, max_bytes(MAX_PIXELS))).convert(mode)
+    return open_image(image_bytes(path)).convert(mode)
 
 
 def area_of(photo: Image.Image, split: Split) -> Area:
