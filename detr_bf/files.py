@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import pickle
+import stat
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from detr_bf.errors import InputError
 
 UNFINISHED = ".detr_bf-unfinished-"  # temporary files begin with this, and no other files are ever removed as such
 _STEM = 40  # characters of a file's name that its temporary name repeats; names are limited to 255 bytes
+MAX_JSON_BYTES = 2**33  # of an annotation file; the largest that are published have about 2**31
 
 
 @contextmanager
@@ -112,12 +114,81 @@ def _record(line: bytes) -> dict[str, Any] | None:
 def write_text(path: str | Path, text: str) -> None:
     """Atomically write UTF-8 text."""
     with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # lone surrogates are not UTF-8
 
 
 def write_json(path: str | Path, value: Any) -> None:
     """Atomically write ``value`` as JSON; non-finite numbers are refused because they are not JSON."""
     write_text(path, json.dumps(value, allow_nan=False, indent=None) + "\n")
+
+
+def read_regular(path: str | Path, limit: int) -> bytes:
+    """Return the content of a regular file of at most ``limit`` bytes; nothing else is read, or waited for.
+
+    Raises:
+        FileNotFoundError: there is no file of that name.
+        ValueError: it is a folder, a FIFO, a socket or a device, it is larger, it may not be read, or there can be no
+            such name; the message does not name the file.
+    """
+    try:
+        if b"\0" in os.fsencode(path):
+            raise ValueError("no file name can hold a NUL character")
+        _require_regular(Path(path).stat(), limit)  # before opening, for that alone moves a device
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            _require_regular(os.fstat(file.fileno()), limit)
+            return file.read()
+    except FileNotFoundError:
+        raise
+    except UnicodeEncodeError as error:
+        raise ValueError("no file name can hold a lone surrogate") from error
+    except OSError as error:
+        raise ValueError(f"it cannot be read: {error.strerror or error}") from error
+
+
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+
+
+def _require_regular(status: os.stat_result, limit: int) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"it is {_KINDS.get(stat.S_IFMT(status.st_mode), 'a device')}, expected a regular file")
+    if status.st_size > limit:
+        raise ValueError(f"it has {status.st_size:,} bytes, more than the limit of {limit:,}")
+
+
+def file_size(path: str | Path) -> int:
+    """Return the bytes of a regular file, 0 for anything else, which :func:`read_regular` refuses."""
+    with suppress(OSError, ValueError):
+        status = Path(path).stat()
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return 0
+
+
+def is_file(path: Path) -> bool:
+    """Return whether there is a regular file; there is none of a name that is too long or may not be looked at."""
+    with suppress(OSError):
+        return path.is_file()
+    return False
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether there is a folder; see :func:`is_file`."""
+    with suppress(OSError):
+        return path.is_dir()
+    return False
+
+
+def read_json(path: str | Path, limit: int = MAX_JSON_BYTES) -> Any:
+    """Return the value in a JSON file of at most ``limit`` bytes.
+
+    Raises:
+        FileNotFoundError: there is no file of that name.
+        ValueError: it cannot be read (:func:`read_regular`), is not JSON, or is nested too deeply.
+    """
+    data = read_regular(path, limit)
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def read_torch(path: str | Path) -> Any:

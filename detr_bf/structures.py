@@ -16,13 +16,18 @@ import torch
 from torch import Tensor
 
 from detr_bf.errors import InputError
+from detr_bf.text import printable
 
 
 @dataclass(frozen=True)
 class ClassMap:
     """Contiguous class index <-> the category id and name of the annotation file.
 
-    Index i of the model's logits means ``category_ids[i]``; ids may be sparse, 1-based and in any order.
+    Index i of the model's logits means ``category_ids[i]``; ids may be sparse, 1-based and in any order. ``names`` are
+    always shown names, whatever the class map is made from: one line of at most 200 characters without control
+    characters, lone surrogates and surrounding blanks (:func:`detr_bf.text.printable`), so that they can be drawn,
+    printed and written as UTF-8. A class without a name is called by its id. Classes are matched by id alone; the
+    names of two class maps may be compared, for both are cleaned alike.
     """
 
     category_ids: tuple[int, ...]
@@ -30,16 +35,18 @@ class ClassMap:
     is_thing: tuple[bool, ...] = ()  # whether objects of the class are countable; all are where nothing is said
 
     def __post_init__(self) -> None:
+        pairs = zip(self.names, self.category_ids, strict=True)
+        object.__setattr__(self, "names", tuple(_shown_name(name) or str(number) for name, number in pairs))
         if not self.is_thing:
             object.__setattr__(self, "is_thing", (True,) * len(self.category_ids))
 
     @classmethod
     def from_categories(cls, categories: Sequence[Mapping[str, Any]]) -> ClassMap:
-        """From the ``categories`` list of a COCO file, sorted by id."""
+        """From the ``categories`` list of a COCO file, sorted by id; ``isthing`` 0 is stuff, 1 or none a thing."""
         ordered = sorted(categories, key=lambda category: int(category["id"]))
         return cls(
             tuple(int(c["id"]) for c in ordered),
-            tuple(str(c.get("name", c["id"])) for c in ordered),
+            tuple("" if c.get("name") is None else str(c["name"]) for c in ordered),
             tuple(bool(c.get("isthing", True)) for c in ordered),
         )
 
@@ -56,17 +63,26 @@ class ClassMap:
     def num_classes(self) -> int:
         return len(self.category_ids)
 
-    @property
+    @cached_property
     def distinct_names(self) -> tuple[str, ...]:
         """The names; one that several categories share is followed by its id."""
-        count = Counter(self.names)
-        pairs = zip(self.names, self.category_ids, strict=True)
-        return tuple(name if count[name] == 1 else f"{name} ({category_id})" for name, category_id in pairs)
+        names = self.names
+        for _ in names:  # "cat (3)" may be the name of another class: again, until all differ
+            count = Counter(names)
+            if len(count) == len(names):
+                break
+            pairs = zip(names, self.category_ids, strict=True)
+            names = tuple(name if count[name] == 1 else f"{name} ({category_id})" for name, category_id in pairs)
+        return names
 
     @cached_property
     def index(self) -> dict[int, int]:
         """Category id -> contiguous index."""
         return {category_id: index for index, category_id in enumerate(self.category_ids)}
+
+
+def _shown_name(name: object) -> str:
+    return printable(str(name).strip())
 
 
 @dataclass(frozen=True)
@@ -78,7 +94,7 @@ class Target:
     labels: Tensor  # (T,) int64, contiguous class indices
     size: tuple[int, int]  # height, width in pixels after the transforms, before padding
     original_size: tuple[int, int]  # height, width in pixels of the file (EXIF rotation applied)
-    file_name: str = ""
+    file_name: str = ""  # as it is shown
     masks: Tensor | None = None  # (T, h, w) bool at `size`, where the data is asked for masks
     replaced: str = ""  # why the image asked for could not be read, if this one stands in for it
 

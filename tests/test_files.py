@@ -18,6 +18,10 @@ from detr_bf.files import (
     atomic_write,
     cache_folder,
     check_sums,
+    is_file,
+    is_folder,
+    read_json,
+    read_regular,
     read_safetensors,
     read_torch,
     remove_unfinished,
@@ -256,3 +260,41 @@ def test_files_that_are_something_else_are_refused(tmp_path: Path, first: bytes)
     (tmp_path / "a.pth").write_bytes(first + b"anything else")
     with pytest.raises(InputError, match=r"a\.pth"):
         read_torch(tmp_path / "a.pth")
+
+
+def test_regular_files_are_read_up_to_a_limit(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    assert read_regular(tmp_path / "a", 5) == b"12345"
+    with pytest.raises(ValueError, match="5 bytes, more than the limit of 4"):
+        read_regular(tmp_path / "a", 4)
+    with pytest.raises(FileNotFoundError):
+        read_regular(tmp_path / "b", 4)
+    with pytest.raises(ValueError, match="Not a directory"):
+        read_regular(tmp_path / "a" / "b", 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("{", "Expecting"),
+        ("1" * 5000, "digit"),
+        (b"\xff\xfe\xfa", "decode"),
+    ],
+)
+def test_json_that_cannot_be_read(tmp_path: Path, text: str | bytes, said: str) -> None:
+    (tmp_path / "a.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=said):
+        read_json(tmp_path / "a.json")
+
+
+def test_a_name_that_is_too_long_is_no_file_and_no_folder(tmp_path: Path) -> None:
+    for name in ("x" * 300, "a\0b", "\ud800"):
+        assert not is_file(tmp_path / name)
+        assert not is_folder(tmp_path / name)
+    assert is_folder(tmp_path)
+
+
+def test_lone_surrogates_are_written_escaped(tmp_path: Path) -> None:
+    write_text(tmp_path / "a", "caf\udce9")
+    assert (tmp_path / "a").read_text(encoding="utf-8") == r"caf\udce9"

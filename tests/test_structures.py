@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 
 import pytest
 import torch
@@ -29,6 +30,38 @@ def test_class_map_survives_json_and_keeps_any_order() -> None:
     for class_map in (ClassMap.from_categories(CATEGORIES), ClassMap((7, 90, 3), ("a", "b", "c"))):
         assert ClassMap.from_dict(json.loads(json.dumps(class_map.to_dict()))) == class_map
         assert [class_map.category_ids[class_map.index[i]] for i in (3, 7, 90)] == [3, 7, 90]
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("cat\n", "cat"),
+        ("a\tb", r"a\tb"),
+        ("x\n0 errors, 0 warnings", r"x\n0 errors, 0 warnings"),
+        ("\x1b]0;title\x07", r"\x1b]0;title\x07"),
+        ("\ud800cat", r"\ud800cat"),
+        (os.fsdecode(b"caf\xe9"), r"caf\udce9"),
+        ("a" * 100_000, "a" * 199 + "…"),
+        (None, "7"),
+        (" \n ", "7"),
+        (12, "12"),
+        ("猫", "猫"),
+    ],
+)
+def test_class_names_are_cleaned_wherever_they_come_from(given: object, shown: str) -> None:
+    read = ClassMap.from_categories([{"id": 7, "name": given}])
+    assert read.names == (shown,)
+    assert ClassMap.from_dict(read.to_dict()) == read, "and stay as they are"
+    if isinstance(given, str):
+        assert ClassMap.from_dict({"category_ids": [7], "names": [given]}) == ClassMap((7,), (given,)) == read
+    shown.encode()  # can be written
+
+
+def test_distinct_names_differ_from_each_other() -> None:
+    assert ClassMap((3, 7, 90), ("cat", "cat", "dog")).distinct_names == ("cat (3)", "cat (7)", "dog")
+    long = "x" * 300
+    names = ClassMap((3, 7, 90, 91, 92), ("cat", "cat", "cat (3)", f"{long}a", f"{long}b")).distinct_names
+    assert len(set(names)) == 5
 
 
 def test_collate_pads_right_and_bottom() -> None:

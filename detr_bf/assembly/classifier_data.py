@@ -57,7 +57,7 @@ def build_image_splits(config: ImageConfig) -> ImageSplits:
         InputError: the data cannot be had, or a class is left without training images.
     """
     data = config.data
-    found = read_splits(data.name, data.root, data.train, data.val)
+    found = read_splits(data.name, data.root, data.train, data.val, data.max_pixels)
     if isinstance(config, ClassifierConfig):
         require_two_classes(found)
         require_no_flips(found, data.name, data.transforms.horizontal_flip)
@@ -231,5 +231,5 @@ def patch_size(config: ClassifierConfig) -> tuple[int, int]:
 def check_image_data(config: ImageConfig) -> Report:
     """What is wrong with the data of a config, as it is before it is thinned out."""
     data, classify = config.data, isinstance(config, ClassifierConfig)
-    splits = read_splits(data.name, data.root, data.train, data.val)
+    splits = read_splits(data.name, data.root, data.train, data.val, data.max_pixels)
     return examine_images(splits, classify=classify, workers=max(1, data.workers))

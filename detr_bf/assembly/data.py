@@ -31,6 +31,7 @@ def build_train_data(config: Config) -> CocoDetection:
         masks=config.model.masks,
         panoptic=source.panoptic,
         replace_unreadable=config.data.max_unreadable > 0,
+        max_pixels=config.data.max_pixels,
     )
 
 
@@ -46,6 +47,7 @@ def build_val_data(
         class_map,
         masks=masks,
         panoptic=source.panoptic,
+        max_pixels=config.data.max_pixels,
     )
 
 
@@ -59,9 +61,12 @@ def data_source(config: Config, split: str) -> Source:
         InputError: one of the first two is not set, or what was looked for there is not there either.
     """
     paths: SplitConfig = getattr(config.data, split)
-    for key in ("images", "annotations"):
-        if not getattr(paths, key):
-            raise InputError(f"data.{split}.{key} is not set: give it in the config or as data.{split}.{key}=PATH")
+    missing = [f"data.{split}.{key}" for key in ("images", "annotations") if not getattr(paths, key)]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        given = " ".join(f"{key}=PATH" for key in missing)
+        reason = "; every run needs validation data, which its best checkpoint is chosen by" if split == "val" else ""
+        raise InputError(f"{' and '.join(missing)} {verb} not set: give {given}, or set it in the config{reason}")
     images, annotations = (_located(f"data.{split}.{key}", getattr(paths, key)) for key in ("images", "annotations"))
     panoptic = _located(f"data.{split}.panoptic", paths.panoptic) if paths.panoptic else None
     return Source(images, annotations, panoptic)

@@ -122,6 +122,7 @@ def build_evaluation(config: Config, class_map: ClassMap, device: torch.device, 
             config.eval.max_detections,
             masks=config.model.masks,
             panoptic=source.panoptic,
+            max_pixels=config.data.max_pixels,
         ),
         postprocess=build_postprocess(config),
         class_map=class_map,
@@ -137,7 +138,9 @@ def _panoptic_evaluation(config: Config, data: CocoDetection, folder: RunFolder)
         return None
     return PanopticEvaluation(
         postprocess=build_panoptic_postprocess(config, data.class_map),
-        make_evaluator=partial(PanopticEvaluator, source.annotations, source.panoptic, data.class_map),
+        make_evaluator=partial(
+            PanopticEvaluator, source.annotations, source.panoptic, data.class_map, config.data.max_pixels
+        ),
         encode=partial(
             encode, class_map=data.class_map, file_names=dict(zip(data.image_ids, data.file_names, strict=True))
         ),

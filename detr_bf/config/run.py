@@ -56,6 +56,7 @@ class LoadingConfig:
 
     workers: int = not_negative(2)  # loader processes; 0 loads in the training process
     check: bool = True  # examine the data before the first step
+    max_pixels: int = positive(178_956_970)  # of an image file; larger ones are refused before they are decoded
     max_unreadable: float = fraction(0.01)  # share of an epoch's images that others may replace when unreadable
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
+import logging
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -15,14 +16,27 @@ from torch.utils.data import Dataset
 from torchvision.ops import box_convert, clip_boxes_to_image, masks_to_boxes
 from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image, Mask
 
-from detr_bf.data.images import read_image
+from detr_bf.data.annotation_values import (
+    MAX_INT,
+    annotation_values,
+    is_crowd,
+    is_id,
+    is_number,
+    png_name,
+    segment_id,
+    value_text,
+)
+from detr_bf.data.images import MAX_PIXELS, read_image
 from detr_bf.data.masks import Segmentations, parts_of
 from detr_bf.data.panoptic import MapFile, SegmentMasks, flat_annotations
 from detr_bf.data.sample_key import SampleKey, read_or_replace
 from detr_bf.data.transforms import Sample, SampleTransform, has_area, has_pixels
 from detr_bf.errors import InputError
-from detr_bf.panoptic_png import MAX_ID
+from detr_bf.files import is_folder, read_json
 from detr_bf.structures import ClassMap, Target
+from detr_bf.text import printable
+
+logger = logging.getLogger(__name__)
 
 _PARTS = ("images", "annotations", "categories")
 _REQUIRED = {"images": ("id", "file_name"), "annotations": ("image_id", "category_id"), "categories": ("id",)}
@@ -43,9 +57,28 @@ class CocoAnnotations:
     categories: Sequence[Mapping[str, Any]]
     maps: tuple[MapFile, ...] | None = None  # the PNGs of a panoptic file; None for a detection file
 
-    @property
+    @cached_property
     def class_map(self) -> ClassMap:
-        return ClassMap.from_categories(self.categories)
+        """The classes: all categories but :attr:`parents`."""
+        parents = {category["id"] for category in self.parents}
+        return ClassMap.from_categories([category for category in self.categories if category["id"] not in parents])
+
+    @cached_property
+    def parents(self) -> tuple[Mapping[str, Any], ...]:
+        """Categories that only group others, as Roboflow exports them: no annotation uses them, others name them.
+
+        A category of its own ``supercategory`` (COCO's person) is named by itself alone and is none of them.
+        """
+        used = {annotation["category_id"] for annotation in self.annotations}
+        named = Counter(name for c in self.categories if isinstance(name := c.get("supercategory"), str))
+        found = tuple(
+            category
+            for category in self.categories
+            if category["id"] not in used
+            and isinstance(name := category.get("name"), str)
+            and named[name] > (category.get("supercategory") == name)
+        )
+        return found if len(found) < len(self.categories) else ()
 
 
 class Source(NamedTuple):
@@ -62,14 +95,14 @@ def read_annotations(path: Path) -> CocoAnnotations:
     A file is panoptic when its annotations have ``segments_info``, and a detection file otherwise. Raises
     :class:`InputError` when the file is missing, is not JSON, or lacks what every such file has.
     """
-    if not path.is_file():
-        raise InputError(f"there is no annotation file {path}; expected a COCO JSON")
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
+    except FileNotFoundError:
+        raise InputError(f"there is no annotation file {printable(path)}; expected a COCO JSON") from None
     except ValueError as error:
         foreign = path.suffix in (".txt", ".yaml", ".yml", ".xml")
         hint = "; YOLO and Pascal VOC labels must be converted to COCO first" if foreign else ""
-        raise InputError(f"annotation file {path} is not JSON ({error}){hint}") from None
+        raise InputError(f"annotation file {printable(path)} is not JSON ({error}){hint}") from None
     panoptic = _check_form(path, content)
     images, annotations, categories = (content[part] for part in _PARTS)
     maps = None
@@ -80,19 +113,20 @@ def read_annotations(path: Path) -> CocoAnnotations:
 
 def check_maps(content: CocoAnnotations, folder: Path | None, masks: bool) -> None:
     """Raise :class:`InputError` unless the folder of panoptic PNGs belongs to the file, and is there for ``masks``."""
+    where = printable(content.path)
     if folder is None:
         if masks and content.maps is not None:
             raise InputError(
-                f"{content.path} is a COCO panoptic file, whose masks are PNGs, and their folder is not given: "
+                f"{where} is a COCO panoptic file, whose masks are PNGs, and their folder is not given: "
                 "set data.train.panoptic, for validation data data.val.panoptic"
             )
     elif content.maps is None:
         raise InputError(
-            f"{content.path} is a COCO detection file, to which no folder of panoptic PNGs belongs, got {folder}: "
+            f"{where} is a COCO detection file, to which no folder of panoptic PNGs belongs, got {printable(folder)}: "
             "give the panoptic JSON as annotations, or leave data.train.panoptic (data.val.panoptic) empty"
         )
-    elif not folder.is_dir():
-        raise InputError(f"panoptic folder {folder} does not exist or is not a folder")
+    elif not is_folder(folder):
+        raise InputError(f"panoptic folder {printable(folder)} does not exist or is not a folder")
 
 
 def annotated_size(image: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -100,19 +134,12 @@ def annotated_size(image: Mapping[str, Any]) -> tuple[int, int] | None:
     height, width = image.get("height"), image.get("width")
     if height is None or width is None:
         return None
-    if not all(isinstance(side, (int, float)) and math.isfinite(side) for side in (height, width)):
-        raise InputError(f"image {image['id']} has height {height!r} and width {width!r}, expected numbers of pixels")
+    if not (is_number(height, 0) and is_number(width, 0)):
+        raise InputError(
+            f"image {image['id']} has height {value_text(height)} and width {value_text(width)}, expected numbers of "
+            "pixels"
+        )
     return int(height), int(width)
-
-
-def is_box(bbox: object) -> bool:
-    """Whether this is a list of four finite numbers."""
-    return (
-        isinstance(bbox, list)
-        and len(bbox) == 4
-        and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in bbox)
-        and all(math.isfinite(value) for value in bbox)
-    )
 
 
 class _MaskSource(Protocol):
@@ -154,6 +181,7 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         masks: bool = False,
         panoptic: Path | None = None,
         replace_unreadable: bool = False,
+        max_pixels: int = MAX_PIXELS,
     ) -> None:
         check_folder(images)
         content = read_annotations(annotations)
@@ -161,17 +189,22 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         self.folder = images
         self.transform = transform
         self.class_map = class_map if class_map is not None else content.class_map
+        if class_map is None and content.parents:
+            names = printable(", ".join(str(category["name"]) for category in content.parents))
+            logger.info("%s: no class is made of %s, which only groups others", printable(annotations), names)
         self.seed = seed
         self.replace_unreadable = replace_unreadable
+        self.max_pixels = max_pixels
         self.image_ids = [int(image["id"]) for image in content.images]
         self.file_names = [image["file_name"] for image in content.images]
         self.sizes = [annotated_size(image) for image in content.images]
-        objects = _ordered_objects(content, self.image_ids, self.class_map.index)
+        maps = masks and panoptic is not None
+        objects = _ordered_objects(content, self.image_ids, self.class_map.index, maps)
         self._boxes, self._labels, self._starts = _object_tables(objects, self.image_ids, self.class_map)
-        self._boxes_of_masks = masks and panoptic is not None
+        self._boxes_of_masks = maps
         self._masks: _MaskSource | None = None
         if masks and panoptic is not None:
-            self._masks = _segment_masks(content, objects, panoptic)
+            self._masks = _segment_masks(content, objects, panoptic, max_pixels)
         elif masks:
             self._masks = _segmentations(content, objects, dict(zip(self.image_ids, self.sizes, strict=True)))
 
@@ -194,14 +227,14 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
             labels=labels,
             size=(height, width),
             original_size=(sample.image.shape[-2], sample.image.shape[-1]),
-            file_name=self.file_names[index],
+            file_name=printable(self.file_names[index]),
             masks=None if masks is None else masks.as_subclass(Tensor).bool(),
             replaced=replaced,
         )
         return image.as_subclass(Tensor), target
 
     def _read(self, index: int) -> Sample:
-        pixels = read_image(self.folder / self.file_names[index], self.sizes[index])
+        pixels = read_image(self.folder / self.file_names[index], self.sizes[index], self.max_pixels)
         return Sample(Image(pixels), *self._objects(index, (pixels.shape[-2], pixels.shape[-1])))
 
     def _objects(self, index: int, size: tuple[int, int]) -> tuple[BoundingBoxes, Tensor, Mask | None]:
@@ -222,18 +255,19 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         try:
             return source.read(index, rows, size)
         except ValueError as error:
-            image = f"image {self.image_ids[index]}, {self.file_names[index]}"
+            image = f"image {self.image_ids[index]}, {printable(self.file_names[index])}"
             raise InputError(f"{image} has no usable masks: {error}; mend its annotation or drop the image") from error
 
 
 def check_folder(images: Path) -> None:
     """Raise :class:`InputError` unless the image folder exists."""
-    if not images.is_dir():
-        raise InputError(f"image folder {images} does not exist or is not a folder")
+    if not is_folder(images):
+        raise InputError(f"image folder {printable(images)} does not exist or is not a folder")
 
 
-def _check_form(path: Path, content: object) -> bool:
+def _check_form(file: Path, content: object) -> bool:
     """Whether the file is panoptic; :class:`InputError` if it is no COCO file."""
+    path = printable(file)
     where = f"{path} is not a COCO detection file"
     if isinstance(content, list):
         hint = ": it looks like detection results, which are not annotations" if _are_results(content) else ""
@@ -242,7 +276,7 @@ def _check_form(path: Path, content: object) -> bool:
         raise InputError(f"{where}: expected an object with {', '.join(_PARTS)}, got {type(content).__name__}")
     missing = [part for part in _PARTS if part not in content]
     if missing:
-        found = ", ".join(map(str, content)) or "nothing"
+        found = printable(", ".join(content)) or "nothing"
         raise InputError(f"{where}: {', '.join(missing)} missing; found {found}")
     for part in _PARTS:
         if not isinstance(content[part], list):
@@ -256,7 +290,11 @@ def _check_form(path: Path, content: object) -> bool:
         raise InputError(f"{path} lists no images")
     category_ids = [category["id"] for category in content["categories"]]
     if not category_ids or len(set(category_ids)) < len(category_ids):
-        raise InputError(f"{path}: categories must be given, each id once; got ids {category_ids}")
+        raise InputError(f"{path}: categories must be given, each id once; got ids {value_text(category_ids)}")
+    for number, category in enumerate(content["categories"]):
+        name = category.get("name")
+        if not (name is None or isinstance(name, str) or is_number(name)):
+            raise InputError(f"{where}: categories[{number}]: name is {value_text(name)}, expected a string")
     if panoptic:
         _check_segments(where, content["annotations"])
     return panoptic
@@ -267,19 +305,22 @@ def _check_segments(where: str, annotations: Sequence[Mapping[str, Any]]) -> Non
         for place, segment in enumerate(entry["segments_info"]):
             here = f"{where}: annotations[{number}].segments_info[{place}]"
             _check_entry(here, segment, ("id", "category_id"))
-            if not 1 <= segment["id"] <= MAX_ID:
-                raise InputError(f"{here}: id is {segment['id']}, expected 1 to {MAX_ID}: a PNG's pixel has no other")
+            try:
+                segment_id(segment)
+            except ValueError as error:
+                raise InputError(f"{here}: {error}") from None
 
 
 def _check_entry(where: str, entry: object, required: Sequence[str]) -> None:
     if not isinstance(entry, dict):
         raise InputError(f"{where} is {type(entry).__name__}, expected an object")
     for key in required:
-        kind, expected = _KINDS.get(key, (int, "a whole number"))
+        kind, expected = _KINDS.get(key, (int, f"a whole number from 0 to {MAX_INT}"))
         if key not in entry:
-            raise InputError(f"{where} has no {key}; it has {', '.join(entry) or 'nothing'}")
-        if not isinstance(entry[key], kind) or isinstance(entry[key], bool):
-            raise InputError(f"{where}: {key} is {entry[key]!r}, expected {expected}")
+            raise InputError(f"{where} has no {key}; it has {printable(', '.join(entry)) or 'nothing'}")
+        value = entry[key]
+        if not (is_id(value) if kind is int else isinstance(value, kind)):
+            raise InputError(f"{where}: {key} is {value_text(value)}, expected {expected}")
 
 
 def _are_results(content: list[Any]) -> bool:
@@ -287,14 +328,14 @@ def _are_results(content: list[Any]) -> bool:
 
 
 def _ordered_objects(
-    content: CocoAnnotations, image_ids: Sequence[int], category_ids: Collection[int]
+    content: CocoAnnotations, image_ids: Sequence[int], category_ids: Collection[int], maps: bool
 ) -> list[Mapping[str, Any]]:
     """All annotations but crowds, in the order of the images; :class:`InputError` for those that cannot be used."""
     place = {image_id: index for index, image_id in enumerate(image_ids)}
-    objects = [annotation for annotation in content.annotations if not annotation.get("iscrowd")]
-    problem = _first_problem(objects, image_ids, category_ids)
+    problem = _first_problem(content.annotations, image_ids, category_ids, maps)
     if problem:
         raise _unusable(content, problem)
+    objects = [annotation for annotation in content.annotations if not is_crowd(annotation)]
     return sorted(objects, key=lambda annotation: place[annotation["image_id"]])
 
 
@@ -315,18 +356,31 @@ def _object_tables(
     return boxes, labels, torch.searchsorted(places, torch.arange(len(image_ids) + 1))
 
 
-def _segment_masks(content: CocoAnnotations, objects: Sequence[Mapping[str, Any]], folder: Path) -> SegmentMasks:
-    """The masks of a panoptic file; every image must have one PNG, and every segment its own id there."""
+def _segment_masks(
+    content: CocoAnnotations, objects: Sequence[Mapping[str, Any]], folder: Path, max_pixels: int
+) -> SegmentMasks:
+    """The masks of a panoptic file; every image must have one PNG, and every segment its own id there.
+
+    The maps that are found must have names of their own, too.
+    """
     files = dict(content.maps or ())
     if len(files) < len(content.maps or ()):
         raise _unusable(content, "several annotations are for one image")
     for image in content.images:
         if image["id"] not in files:
             raise _unusable(content, f"image {image['id']} has no annotation, so that its masks are not known")
+    names: dict[str, int] = {}
+    for image in content.images:
+        try:
+            other = names.setdefault(png_name(image["file_name"]), image["id"])
+        except ValueError as error:
+            raise _unusable(content, f"image {image['id']} has {error}") from None
+        if other != image["id"]:
+            raise _unusable(content, f"the panoptic PNGs found for the images {other} and {image['id']} have one name")
     if len({(segment["image_id"], segment["id"]) for segment in content.annotations}) < len(content.annotations):
         raise _unusable(content, "several segments of an image have the same id")
     ids = torch.tensor([segment["id"] for segment in objects], dtype=torch.int32)
-    return SegmentMasks(folder, [files[image["id"]] for image in content.images], ids)
+    return SegmentMasks(folder, [files[image["id"]] for image in content.images], ids, max_pixels)
 
 
 def _segmentations(
@@ -353,23 +407,26 @@ def _extents(masks: Tensor) -> Tensor:
 
 
 def _unusable(content: CocoAnnotations, problem: str) -> InputError:
-    return InputError(f"{content.path}: {problem}; tools/check_data.py lists everything that is wrong with the data")
+    return InputError(
+        f"{printable(content.path)}: {problem}; tools/check_data.py lists everything that is wrong with the data"
+    )
 
 
 def _first_problem(
-    objects: Sequence[Mapping[str, Any]], image_ids: Sequence[int], category_ids: Collection[int]
+    annotations: Sequence[Mapping[str, Any]], image_ids: Sequence[int], category_ids: Collection[int], maps: bool
 ) -> str | None:
-    """What makes it impossible to build the tables, if anything does."""
+    """What makes it impossible to build the tables, or to evaluate, if anything does."""
     listed = set(image_ids)
     if len(listed) < len(image_ids):
         return f"{len(image_ids) - len(listed)} image ids are listed more than once"
-    unknown = sorted({annotation["category_id"] for annotation in objects}.difference(category_ids))
+    unknown = sorted({annotation["category_id"] for annotation in annotations}.difference(category_ids))
     if unknown:
         return f"category ids {unknown} are used, but the known ones are {list(category_ids)}"
-    for annotation in objects:
+    for annotation in annotations:
         if annotation["image_id"] not in listed:
             return f"an annotation names image {annotation['image_id']}, which is not listed"
-        if not is_box(annotation.get("bbox")):
-            bbox = annotation.get("bbox")
-            return f"image {annotation['image_id']} has bbox {bbox}, expected four finite numbers x, y, width, height"
+        try:
+            annotation_values(annotation, pixels=maps)
+        except ValueError as error:
+            return f"annotation {value_text(annotation.get('id'))} of image {annotation['image_id']} has {error}"
     return None

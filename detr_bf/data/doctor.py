@@ -6,11 +6,14 @@ its line in the table states.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from detr_bf.data.coco import Source, annotated_size, check_folder, check_maps, is_box, read_annotations
+from detr_bf.data.annotation_values import is_box, is_crowd, is_id, object_area, segment_area
+from detr_bf.data.coco import Source, annotated_size, check_folder, check_maps, read_annotations
 from detr_bf.data.examination import (
     Check,
     Finding,
@@ -21,9 +24,11 @@ from detr_bf.data.examination import (
     repeated,
     shared_images,
 )
-from detr_bf.data.file_check import ImageRecord, MapRecord, check_files
+from detr_bf.data.file_check import ImageRecord, MapRecord, check_files, existing_name
+from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.mask_checks import MASK_CHECKS
 from detr_bf.files import cache_folder
+from detr_bf.text import printable
 
 _ROUNDING = 1.0  # pixels by which a box may exceed the image before it is worth a warning
 
@@ -57,16 +62,18 @@ def examine(
     masks: bool = False,
     cache_dir: Path | None = None,
     workers: int = 1,
+    max_pixels: int = MAX_PIXELS,
 ) -> Report:
     """Run every check on both splits; ``val`` may be None.
 
     ``num_queries`` is how many objects an image the detector can find; ``masks`` says that it is to find their masks,
-    which are then checked too; ``workers`` threads read the image files that the cache in ``cache_dir`` does not know.
+    which are then checked too; ``workers`` threads read the image files that the cache in ``cache_dir`` does not know,
+    and none of more than ``max_pixels`` pixels.
     Raises :class:`InputError` when a folder is missing or a file is not COCO at all.
     """
     cache_dir = cache_dir or cache_folder("doctor")
     named = {"train": train} | ({"val": val} if val else {})
-    splits = [_open(name, source, num_queries, masks, cache_dir, workers) for name, source in named.items()]
+    splits = [_open(name, source, num_queries, masks, cache_dir, workers, max_pixels) for name, source in named.items()]
     checks = CHECKS + MASK_CHECKS
     findings = [finding for split in splits for check in checks if (finding := check.on(split.name, split))]
     if len(splits) == 2:
@@ -75,26 +82,31 @@ def examine(
     return Report(tuple(_summary(split) for split in splits), tuple(findings))
 
 
-def _open(name: str, source: Source, num_queries: int, masks: bool, cache_dir: Path, workers: int) -> Split:
+def _open(
+    name: str, source: Source, num_queries: int, masks: bool, cache: Path, workers: int, max_pixels: int
+) -> Split:
     check_folder(source.images)
     content = read_annotations(source.annotations)
     check_maps(content, source.panoptic, masks)
     file_names = [image["file_name"] for image in content.images]
-    files = check_files(ImageRecord, source.images, file_names, cache_dir, workers)
+    files = check_files(ImageRecord, source.images, file_names, cache, workers, max_pixels)
     maps = {}
     if masks and source.panoptic is not None:
         map_names = [file.file_name for file in content.maps or ()]
-        maps = check_files(MapRecord, source.panoptic, map_names, cache_dir, workers)
+        maps = check_files(MapRecord, source.panoptic, map_names, cache, workers, max_pixels)
     return Split(name, source.images, content, files, num_queries, masks, maps)
 
 
 def _summary(split: Split) -> str:
     counts = f"{len(split.content.images)} images, {len(split.objects)} objects, {len(split.names)} classes"
-    return f"{split.name}: {counts} ({split.content.path})"
+    return f"{split.name}: {counts} ({printable(split.content.path)})"
 
 
 def _missing_files(split: Split) -> Iterator[str]:
-    return (image_text(image) for image in split.content.images if not split.file(image))
+    for image in split.content.images:
+        if not split.file(image):
+            other = existing_name(split.folder, image["file_name"])
+            yield image_text(image) + (f"; exists as {printable(other)}" if other else "")
 
 
 def _unreadable_files(split: Split) -> Iterator[str]:
@@ -127,8 +139,12 @@ def _repeated_image_ids(split: Split) -> Iterator[str]:
 
 def _repeated_annotation_ids(split: Split) -> Iterator[str]:
     if split.content.maps is None:  # segments are numbered anew in every image
-        ids = repeated(a["id"] for a in split.content.annotations if "id" in a)
+        ids = repeated(a["id"] for a in split.content.annotations if is_id(a.get("id")))
         yield from (f"id {value}" for value in ids)
+
+
+def _annotation_ids_not_whole(split: Split) -> Iterator[str]:
+    return (annotation_text(a) for a in split.content.annotations if "id" in a and not is_id(a["id"]))
 
 
 def _repeated_files(split: Split) -> Iterator[str]:
@@ -146,7 +162,36 @@ def _unknown_images(split: Split) -> Iterator[str]:
 
 
 def _boxes_not_numbers(split: Split) -> Iterator[str]:
-    return (box_text(annotation) for annotation in split.objects if not is_box(annotation.get("bbox")))
+    return (box_text(annotation) for annotation in split.content.annotations if not is_box(annotation.get("bbox")))
+
+
+def _crowds_of_no_number(split: Split) -> Iterator[str]:
+    return _refused(split.content.annotations, partial(is_crowd, required=split.maps_wanted))
+
+
+def _areas_of_no_number(split: Split) -> Iterator[str]:
+    boxes = (a for a in split.content.annotations if split.maps_wanted or is_box(a.get("bbox")))
+    return _refused(boxes, segment_area if split.maps_wanted else object_area)
+
+
+def _refused(annotations: Iterable[Mapping[str, Any]], read: Callable[[Mapping[str, Any]], Any]) -> Iterator[str]:
+    """The annotations in which ``read`` finds a value that cannot be used."""
+    for annotation in annotations:
+        try:
+            read(annotation)
+        except ValueError as error:
+            yield f"{annotation_text(annotation)}: {error}"
+
+
+def _deep_images(split: Split) -> Iterator[str]:
+    for image in split.content.images:
+        record = split.file(image)
+        if record and record.depth:
+            yield f"{image_text(image)}: {record.depth} of 16 bits"
+
+
+def _dropped_categories(split: Split) -> Iterator[str]:
+    return (f"{category['id']} ({category['name']})" for category in split.content.parents)
 
 
 def _boxes_without_area(split: Split) -> Iterator[str]:
@@ -202,29 +247,42 @@ def _classes_with_other_names(train: Split, val: Split) -> Iterator[str]:
             yield f"{category_id} is {train.names[category_id]} in train, {name} in val"
 
 
+def _classes_of_another_kind(train: Split, val: Split) -> Iterator[str]:
+    kinds = dict(zip(train.names, train.content.class_map.is_thing, strict=True))
+    for category_id, is_thing in zip(val.names, val.content.class_map.is_thing, strict=True):
+        if train.maps_wanted and kinds.get(category_id, is_thing) != is_thing:
+            yield f"{category_id} ({val.names[category_id]})"
+
+
 CHECKS = (
     Check("error", "file-missing", "the image file does not exist", _missing_files),
     Check("error", "file-unreadable", "the image cannot be decoded", _unreadable_files),
     Check("error", "size-differs", "width and height are not the file's", _sizes_that_disagree),
     Check("warning", "size-not-rotated", "size before EXIF rotation: not rotated", _sizes_before_rotation),
+    Check("warning", "image-16-bit", "scaled to 8 bits: grey from the bits it uses, colour's upper 8", _deep_images),
     Check("error", "image-id-repeated", "one id for several images", _repeated_image_ids),
     Check(
         "warning", "annotation-id-repeated", "ids are not used, but other tools mix these up", _repeated_annotation_ids
     ),
+    Check("warning", "annotation-id-no-number", "not used, but other tools read numbers", _annotation_ids_not_whole),
     Check("warning", "file-repeated", "the file is listed again: it counts again", _repeated_files),
     Check("error", "category-unknown", "the category is not in categories", _unknown_categories),
     Check("error", "image-unknown", "the annotation's image is not in images", _unknown_images),
     Check("error", "box-not-numbers", "bbox is not four finite numbers", _boxes_not_numbers),
+    Check("error", "iscrowd-unknown", "iscrowd is not 0 or 1", _crowds_of_no_number),
+    Check("error", "area-not-number", "the evaluation reads the area, and it is none", _areas_of_no_number),
     Check("warning", "box-without-area", "width or height is not positive: dropped", _boxes_without_area),
     Check("warning", "box-outside", "the box exceeds the image: clipped, or dropped if all of it does", _boxes_outside),
     Check("warning", "image-without-objects", "kept: a background image", _images_without_objects),
     Check("error", "no-objects", "no image has an object", _no_objects),
     Check("warning", "too-many-objects", "more objects than queries: some cannot be found", _too_many_objects),
     Check("warning", "class-without-examples", "the class has no object", _classes_without_examples),
+    Check("warning", "category-dropped", "the supercategory of others, without objects: no class", _dropped_categories),
 )
 PAIR_CHECKS = (
     Check("error", "class-unknown-to-train", "val uses a class that train lacks", _classes_unknown_to_train),
     Check("error", "class-name-differs", "one category id means two classes", _classes_with_other_names),
+    Check("error", "class-kind-differs", "a thing in the one, stuff in the other", _classes_of_another_kind),
     Check("warning", "train-val-overlap", "the same image in both: the AP is too good", shared_images),
 )
 

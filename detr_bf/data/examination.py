@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from detr_bf.data.annotation_values import is_crowd, value_text
 from detr_bf.data.coco import CocoAnnotations, annotated_size
 from detr_bf.data.file_check import ImageRecord, MapRecord
 from detr_bf.data.panoptic import MapFile, SegmentExtent
-from detr_bf.structures import ClassMap
+from detr_bf.text import printable
+
+_LONGEST_EXAMPLE = 2000  # characters
 
 Severity = Literal["error", "warning"]
 
@@ -48,7 +52,7 @@ class Split:
     @cached_property
     def objects(self) -> list[Mapping[str, Any]]:
         """Annotations that are not crowds."""
-        return [annotation for annotation in self.content.annotations if not annotation.get("iscrowd")]
+        return [annotation for annotation in self.content.annotations if not _is_valid_crowd(annotation)]
 
     @cached_property
     def objects_per_image(self) -> Counter[int]:
@@ -57,7 +61,7 @@ class Split:
     @cached_property
     def names(self) -> dict[int, str]:
         """Class names by category id."""
-        class_map = ClassMap.from_categories(self.content.categories)
+        class_map = self.content.class_map
         return dict(zip(class_map.category_ids, class_map.names, strict=True))
 
     def file(self, image: Mapping[str, Any]) -> ImageRecord | None:
@@ -72,6 +76,11 @@ class Split:
     def map_files(self) -> tuple[MapFile, ...]:
         """The PNGs that masks are wanted from."""
         return self.content.maps or () if self.masks else ()
+
+    @property
+    def maps_wanted(self) -> bool:
+        """Whether panoptic maps are trained on and evaluated."""
+        return self.masks and self.content.maps is not None
 
     @cached_property
     def extents(self) -> dict[str, dict[int, SegmentExtent]]:
@@ -97,7 +106,13 @@ class Check:
         cases = list(self.find(*splits))
         if not cases:
             return None
-        return Finding(self.severity, name, self.code, self.meaning, len(cases), cases[0])
+        return Finding(self.severity, name, self.code, self.meaning, len(cases), printable(cases[0], _LONGEST_EXAMPLE))
+
+
+def _is_valid_crowd(annotation: Mapping[str, Any]) -> bool:
+    with suppress(ValueError):  # which has a check of its own
+        return is_crowd(annotation)
+    return False
 
 
 def repeated(values: Iterable[Any]) -> Iterator[Any]:
@@ -110,19 +125,19 @@ def shared_images(train: Any, val: Any) -> Iterator[str]:
     by_content = {record.sha256: name for name, record in train.files.items() if record.sha256}
     for name, record in val.files.items():
         if record.sha256 in by_content:
-            yield f"{val.folder / name} is {train.folder / by_content[record.sha256]}"
+            yield f"{printable(val.folder / name)} is {printable(train.folder / by_content[record.sha256])}"
 
 
 def image_text(image: Mapping[str, Any]) -> str:
     """Its id and its file."""
-    return f"image {image['id']}, {image['file_name']}"
+    return f"image {image['id']}, {printable(image['file_name'])}"
 
 
 def annotation_text(annotation: Mapping[str, Any]) -> str:
     """Its id and its image's."""
-    return f"annotation {annotation.get('id')} of image {annotation['image_id']}"
+    return f"annotation {value_text(annotation.get('id'))} of image {annotation['image_id']}"
 
 
 def box_text(annotation: Mapping[str, Any]) -> str:
     """The annotation and its box."""
-    return f"{annotation_text(annotation)}: bbox {annotation.get('bbox')}"
+    return f"{annotation_text(annotation)}: bbox {value_text(annotation.get('bbox'))}"

@@ -7,24 +7,29 @@ SHA-256 of the bytes it was made from, which is what finds the same image in two
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
+import math
+import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.pool import ThreadPool
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, ClassVar, TypeVar
+from urllib.parse import unquote
 
-from detr_bf.data.images import ImageSizes, check_image
-from detr_bf.data.panoptic import SegmentExtent, segment_extents
-from detr_bf.files import write_json
-from detr_bf.panoptic_png import read_ids
+from detr_bf.data.images import MAX_PIXELS, ImageSizes, TooLargeError, check_image, image_bytes
+from detr_bf.data.panoptic import SegmentExtent, read_ids, segment_extents
+from detr_bf.files import is_file, read_json, write_json
 from detr_bf.progress import progress_bar
+from detr_bf.text import printable
 
 log = logging.getLogger(__name__)
 
-_VERSION = 1  # of the cache file; raise it when a record changes its meaning
+_VERSION = 2  # of the cache file; raise it when a record changes its meaning
+_MAX_CACHE_BYTES = 2**31
+_SHA256 = re.compile("[0-9a-f]{64}")
 _Data = bytes  # whose name is a field's below
 
 
@@ -36,18 +41,23 @@ class FileRecord(ABC):
 
     bytes: int
     modified: int  # nanoseconds
-    sha256: str
+    sha256: str  # empty where the file was not read as a whole
     problem: str = ""  # why it cannot be used
 
     @staticmethod
     @abstractmethod
-    def look(path: Path, data: _Data) -> dict[str, Any]:
+    def look(path: Path, data: _Data, max_pixels: int) -> dict[str, Any]:
         """The further fields of a record; raises :class:`ValueError` for a file that cannot be used."""
 
     @staticmethod
     @abstractmethod
     def restored(fields: dict[str, Any]) -> dict[str, Any]:
-        """All fields of a record, from what JSON made of them."""
+        """The further fields of a record, from what JSON made of them; raises :class:`ValueError` for other values."""
+
+    @property
+    @abstractmethod
+    def pixels(self) -> int:
+        """How many pixels were decoded."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +67,24 @@ class ImageRecord(FileRecord):
     CACHE = ""
 
     sizes: ImageSizes | None = None  # None for a file that cannot be decoded
+    depth: int | None = None  # of a 16-bit image: the bits that count
 
     @staticmethod
-    def look(path: Path, data: _Data) -> dict[str, Any]:
-        return {"sizes": check_image(data)}
+    def look(path: Path, data: _Data, max_pixels: int) -> dict[str, Any]:
+        facts = check_image(data, max_pixels)
+        return {"sizes": facts.sizes, "depth": facts.depth}
 
     @staticmethod
     def restored(fields: dict[str, Any]) -> dict[str, Any]:
-        sizes = fields["sizes"]
-        return {**fields, "sizes": sizes and ImageSizes(tuple(sizes["stored"]), tuple(sizes["rotated"]))}
+        sizes, depth = fields["sizes"], fields["depth"]
+        if sizes is not None:
+            stored, rotated = (_whole_numbers(sizes[key], 2) for key in ("stored", "rotated"))
+            sizes = ImageSizes((stored[0], stored[1]), (rotated[0], rotated[1]))
+        return {"sizes": sizes, "depth": None if depth is None else _whole_numbers([depth], 1)[0]}
+
+    @property
+    def pixels(self) -> int:
+        return math.prod(self.sizes.stored) if self.sizes else 0
 
 
 @dataclass(frozen=True)
@@ -78,80 +97,129 @@ class MapRecord(FileRecord):
     segments: tuple[SegmentExtent, ...] = ()
 
     @staticmethod
-    def look(path: Path, data: _Data) -> dict[str, Any]:
-        ids = read_ids(path)
+    def look(path: Path, data: _Data, max_pixels: int) -> dict[str, Any]:
+        ids = read_ids(path, max_pixels)
         return {"size": tuple(ids.shape), "segments": segment_extents(ids)}
 
     @staticmethod
     def restored(fields: dict[str, Any]) -> dict[str, Any]:
-        size, segments = fields["size"], fields["segments"]
-        return {**fields, "size": size and tuple(size), "segments": tuple(SegmentExtent(*s) for s in segments)}
+        size, count = fields["size"], len(SegmentExtent._fields)
+        segments = tuple(SegmentExtent(*_whole_numbers(segment, count)) for segment in fields["segments"])
+        return {"size": None if size is None else tuple(_whole_numbers(size, 2)), "segments": segments}
+
+    @property
+    def pixels(self) -> int:
+        return math.prod(self.size) if self.size else 0
 
 
 Record = TypeVar("Record", bound=FileRecord)
 
 
 def check_files(
-    kind: type[Record], folder: Path, names: Iterable[str], cache_dir: Path, workers: int
+    kind: type[Record],
+    folder: Path,
+    names: Iterable[str],
+    cache_dir: Path,
+    workers: int,
+    max_pixels: int = MAX_PIXELS,
 ) -> dict[str, Record]:
     """Records of the named files; a name without a file has none.
 
-    Files that the cache does not know are decoded by ``workers`` threads behind a progress bar. What was read is
-    kept even when the check is interrupted.
+    Files that the cache does not know are decoded by ``workers`` threads behind a progress bar, those of more than
+    ``max_pixels`` pixels are not. What was read is kept even when the check is interrupted.
     """
-    digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:24]
+    digest = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:24]
     cache_file = cache_dir / f"{digest}{kind.CACHE}.json"
     known = _load(kind, cache_file)
-    present = {name: status for name in dict.fromkeys(names) if (status := _status(folder / name))}
-    to_read = [name for name, status in present.items() if name not in known or _stamp(known[name]) != status]
+    present = {name: status for name in dict.fromkeys(names) if (status := _status(folder, name))}
+    to_read = [
+        name
+        for name, status in present.items()
+        if name not in known or (known[name].bytes, known[name].modified) != status or known[name].pixels > max_pixels
+    ]
     if to_read:
         try:
             with ThreadPool(max(1, workers)) as pool:
-                read = pool.imap_unordered(lambda name: (name, _read(kind, folder / name)), to_read, chunksize=8)
-                known.update(progress_bar(read, total=len(to_read), desc=f"checking {folder}", unit="image"))
+                read = pool.imap_unordered(
+                    lambda name: (name, _read(kind, folder / name, present[name], max_pixels)), to_read, chunksize=8
+                )
+                title = f"checking {printable(folder)}"
+                known.update(progress_bar(read, total=len(to_read), desc=title, unit="image"))
         finally:
             _save(cache_file, known)
     return {name: known[name] for name in present}
 
 
-def _status(path: Path) -> tuple[int, int] | None:
-    """Bytes and modification time, ``None`` where there is no file."""
-    if not path.is_file():
+def existing_name(folder: Path, name: str) -> str | None:
+    """Return another form of the ``name`` of a missing file under which there is one, if there is.
+
+    Exported annotations often name a file with folders of another machine, or as a part of a URL.
+    """
+    forms = [name, unquote(name)]
+    forms += [PureWindowsPath(form).name for form in forms]  # which knows both kinds of slash
+    return next((form for form in forms if form and is_file(folder / form)), None)
+
+
+def _status(folder: Path, name: str) -> tuple[int, int] | None:
+    """Bytes and modification time, before reading: a file that changes meanwhile is read again next time.
+
+    ``None`` where there is no file; zeros where there may be one that cannot be looked at.
+    """
+    try:
+        status = (folder / name).stat()
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    status = path.stat()
+    except (OSError, ValueError):
+        return 0, 0
     return status.st_size, status.st_mtime_ns
 
 
-def _stamp(record: FileRecord) -> tuple[int, int]:
-    return record.bytes, record.modified
-
-
-def _read(kind: type[Record], path: Path) -> Record:
-    status = path.stat()  # before reading: a file that changes meanwhile is read again next time
-    stamp = (status.st_size, status.st_mtime_ns)
+def _read(kind: type[Record], path: Path, stamp: tuple[int, int], max_pixels: int) -> Record:
+    sha256 = ""
     try:
-        data = path.read_bytes()
-    except OSError as error:
+        data = image_bytes(path, max_pixels)
+        sha256 = hashlib.sha256(data).hexdigest()
+        return kind(*stamp, sha256, **kind.look(path, data, max_pixels))
+    except TooLargeError as error:  # another limit may allow it
         return kind(*stamp, sha256="", problem=str(error))
-    sha256 = hashlib.sha256(data).hexdigest()
-    try:
-        return kind(*stamp, sha256, **kind.look(path, data))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return kind(*stamp, sha256, problem=str(error))
 
 
 def _load(kind: type[Record], cache_file: Path) -> dict[str, Record]:
     """Records of an earlier check; none when there is no cache, or not one of ours."""
     try:
-        content = json.loads(cache_file.read_bytes())
+        content = read_json(cache_file, _MAX_CACHE_BYTES)
         if content["version"] != _VERSION:
             return {}
-        return {name: kind(**kind.restored(record)) for name, record in content["files"].items()}
+        return {name: _restored(kind, record) for name, record in content["files"].items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("Ignoring the unreadable cache file %s (%s); all images are read again.", cache_file, error)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning(
+            "Ignoring the unreadable cache file %s (%s: %s); all images are read again.",
+            printable(cache_file),
+            type(error).__name__,
+            printable(error),
+        )
         return {}
+
+
+def _restored(kind: type[Record], record: dict[str, Any]) -> Record:
+    size, modified = _whole_numbers([record["bytes"], record["modified"]], 2)
+    sha256, problem = record["sha256"], record["problem"]
+    if not (isinstance(sha256, str) and _SHA256.fullmatch(sha256) and isinstance(problem, str)):
+        raise ValueError("it holds another checksum or problem than this program writes")
+    return kind(size, modified, sha256, problem, **kind.restored(record))
+
+
+def _whole_numbers(values: Any, count: int) -> list[int]:
+    """``values`` if they are a list of so many whole numbers from 0 to 2**63 - 1."""
+    if not isinstance(values, list) or len(values) != count:
+        raise ValueError(f"it holds no list of {count} numbers where this program writes one")
+    if not all(type(value) is int and 0 <= value < 2**63 for value in values):
+        raise ValueError("it holds other values than the whole numbers that this program writes")
+    return values
 
 
 def _save(cache_file: Path, records: Mapping[str, FileRecord]) -> None:
@@ -160,4 +228,4 @@ def _save(cache_file: Path, records: Mapping[str, FileRecord]) -> None:
     try:
         write_json(cache_file, content)
     except OSError as error:
-        log.warning("Cannot write %s (%s): the next check reads all images again.", cache_file, error)
+        log.warning("Cannot write %s (%s): the next check reads all images again.", printable(cache_file), error)

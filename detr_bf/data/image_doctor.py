@@ -10,10 +10,11 @@ import torch
 
 from detr_bf.data.doctor import Report
 from detr_bf.data.examination import Check, repeated, shared_images
-from detr_bf.data.file_check import ImageRecord, check_files
+from detr_bf.data.file_check import ImageRecord, check_files, existing_name
 from detr_bf.data.sources.splits import FileImages, LabelledSplit, LabelledSplits
 from detr_bf.files import cache_folder
 from detr_bf.structures import ClassMap
+from detr_bf.text import printable
 
 _NAMED = 3  # images of two classes that a message names
 
@@ -28,13 +29,21 @@ class ExaminedSplit:
     names: tuple[str, ...] = ()
     files: Mapping[str, ImageRecord] = field(default_factory=dict)
 
+    def shown(self, name: str) -> str:
+        """The path of a file as it is printed."""
+        return printable(self.folder / name)
+
     def labelled_files(self) -> Iterator[tuple[str, int]]:
         """Each entry of the list with its label; of images in memory there is none."""
         return zip(self.names, self.split.labels.tolist(), strict=False)
 
 
 def examine_images(
-    splits: LabelledSplits, *, classify: bool = True, cache_dir: Path | None = None, workers: int = 1
+    splits: LabelledSplits,
+    *,
+    classify: bool = True,
+    cache_dir: Path | None = None,
+    workers: int = 1,
 ) -> Report:
     """Run every check on both splits.
 
@@ -55,33 +64,43 @@ def _examined(split: LabelledSplit, class_map: ClassMap, cache_dir: Path, worker
     images = split.images
     if not isinstance(images, FileImages):
         return ExaminedSplit(split, class_map)
-    files = check_files(ImageRecord, images.folder, images.names, cache_dir, workers)
+    files = check_files(ImageRecord, images.folder, images.names, cache_dir, workers, images.max_pixels)
     return ExaminedSplit(split, class_map, images.folder, tuple(images.names), files)
 
 
 def _summary(name: str, part: ExaminedSplit) -> str:
-    return f"{name}: {len(part.split)} images, {part.class_map.num_classes} classes ({part.split.origin})"
+    return f"{name}: {len(part.split)} images, {part.class_map.num_classes} classes ({printable(part.split.origin)})"
 
 
 def _missing_files(part: ExaminedSplit) -> Iterator[str]:
-    return (str(part.folder / name) for name in part.names if name not in part.files)
+    for name in part.names:
+        if name not in part.files:
+            other = existing_name(part.folder, name)
+            yield part.shown(name) + (f"; exists as {printable(other)}" if other else "")
 
 
 def _unreadable_files(part: ExaminedSplit) -> Iterator[str]:
     for name in dict.fromkeys(part.names):
         record = part.files.get(name)
         if record and record.problem:
-            yield f"{part.folder / name}: {record.problem}"
+            yield f"{part.shown(name)}: {record.problem}"
+
+
+def _deep_images(part: ExaminedSplit) -> Iterator[str]:
+    for name in dict.fromkeys(part.names):
+        record = part.files.get(name)
+        if record and record.depth:
+            yield f"{part.shown(name)}: {record.depth} of 16 bits"
 
 
 def _repeated_files(part: ExaminedSplit) -> Iterator[str]:
-    return (str(part.folder / name) for name in repeated(part.names))
+    return (part.shown(name) for name in repeated(part.names))
 
 
 def _labels_outside(part: ExaminedSplit) -> Iterator[str]:
     labels, classes = part.split.labels, part.class_map.num_classes
     for place in ((labels < 0) | (labels >= classes)).nonzero().flatten().tolist():
-        image = part.names[place] if part.names else f"image {place}"
+        image = part.shown(part.names[place]) if part.names else f"image {place}"
         yield f"{image}: label {int(labels[place])}, {classes} classes"
 
 
@@ -102,7 +121,7 @@ def _files_of_two_classes(part: ExaminedSplit) -> Iterator[str]:
         labels.setdefault(name, set()).add(label)
     for name, found in labels.items():
         if len(found) > 1:
-            yield f"{part.folder / name}: labels {', '.join(map(str, sorted(found)))}"
+            yield f"{part.shown(name)}: labels {', '.join(map(str, sorted(found)))}"
 
 
 def _contents_of_two_classes(part: ExaminedSplit) -> Iterator[str]:
@@ -116,7 +135,7 @@ def _contents_of_two_classes(part: ExaminedSplit) -> Iterator[str]:
     for files in first.values():
         (label, name), *others = files.items()
         cases += [
-            f"{part.folder / name} (label {label}) is {part.folder / other} (label {again})"
+            f"{part.shown(name)} (label {label}) is {part.shown(other)} (label {again})"
             for again, other in others
             if other != name
         ]
@@ -128,6 +147,7 @@ def _contents_of_two_classes(part: ExaminedSplit) -> Iterator[str]:
 CHECKS = (
     Check("error", "file-missing", "the image file does not exist", _missing_files),
     Check("error", "file-unreadable", "the image cannot be decoded", _unreadable_files),
+    Check("warning", "image-16-bit", "scaled to 8 bits: grey from the bits it uses, colour's upper 8", _deep_images),
     Check("warning", "file-repeated", "the file is listed again: it counts again", _repeated_files),
     Check("error", "label-outside", "the label is none of the training data's classes", _labels_outside),
 )

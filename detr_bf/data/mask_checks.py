@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
-from detr_bf.data.coco import is_box
+from detr_bf.data.annotation_values import is_box, is_id, png_name, value_text
+from detr_bf.data.coco import annotated_size
 from detr_bf.data.examination import Check, Split, annotation_text, box_text, image_text, repeated
 from detr_bf.data.masks import parts_of
 from detr_bf.data.panoptic import MapFile, SegmentExtent
+from detr_bf.text import printable
 
 _TOLERANCE = 1.0  # pixels by which a side of a box may lie beside the mask's before it is worth a warning
 
 
 def _classes_of_no_kind(split: Split) -> Iterator[str]:
-    if split.content.maps is not None:
-        for category in split.content.categories:
-            if category.get("isthing") not in (0, 1):
-                yield f"{category['id']} ({split.names[category['id']]}): isthing {category.get('isthing')!r}"
+    for category in split.content.categories:
+        missing_is_fine = split.content.maps is None and "isthing" not in category
+        if not missing_is_fine and category.get("isthing") not in (0, 1):
+            name, given = printable(category.get("name")), value_text(category.get("isthing"))
+            yield f"{category['id']} ({name}): isthing {given}"
 
 
 def _repeated_segment_ids(split: Split) -> Iterator[str]:
     if split.content.maps is not None:
         keys = ((a["image_id"], a["file_name"], a["id"]) for a in split.content.annotations)
-        yield from (f"segment {i} of image {image_id}, {name}" for image_id, name, i in repeated(keys))
+        yield from (f"segment {i} of image {image_id}, {printable(name)}" for image_id, name, i in repeated(keys))
 
 
 def _repeated_maps(split: Split) -> Iterator[str]:
@@ -35,6 +39,33 @@ def _images_without_map(split: Split) -> Iterator[str]:
     if split.masks and split.content.maps is not None:
         with_map = {file.image_id for file in split.content.maps}
         yield from (image_text(image) for image in split.content.images if image["id"] not in with_map)
+
+
+def _maps_of_no_image(split: Split) -> Iterator[str]:
+    return (_map(file) for file in split.content.maps or () if split.masks and file.image_id not in split.images)
+
+
+def _sizes_not_given(split: Split) -> Iterator[str]:
+    """Of validation data alone: in training the file tells the size."""
+    if split.masks and split.content.maps is None and split.name == "val":
+        yield from (image_text(image) for image in split.content.images if annotated_size(image) is None)
+
+
+def _names_of_no_map(split: Split) -> Iterator[str]:
+    for image in split.content.images if split.maps_wanted else ():
+        try:
+            png_name(image["file_name"])
+        except ValueError as error:
+            yield f"image {image['id']} has {error}"
+
+
+def _maps_of_one_name(split: Split) -> Iterator[str]:
+    first: dict[str, Mapping[str, Any]] = {}
+    for image in split.content.images if split.maps_wanted else ():
+        with suppress(ValueError):
+            other = first.setdefault(png_name(image["file_name"]), image)
+            if other is not image:
+                yield f"{image_text(image)} and {image_text(other)}"
 
 
 def _missing_maps(split: Split) -> Iterator[str]:
@@ -72,7 +103,7 @@ def _absent_segments(split: Split) -> Iterator[str]:
 
 def _areas_that_disagree(split: Split) -> Iterator[str]:
     for annotation, extent in _segments(split):
-        if extent and annotation.get("area") != extent.area:
+        if extent and is_id(annotation.get("area"), 1) and annotation["area"] != extent.area:
             yield f"{_segment(annotation)}: area {annotation.get('area')}, the PNG has {extent.area} pixels"
 
 
@@ -91,7 +122,7 @@ def _apart(bbox: list[float], extent: SegmentExtent) -> float:
 
 def _unusable_segmentations(split: Split) -> Iterator[str]:
     if split.masks and split.content.maps is None:
-        for annotation in split.objects:
+        for annotation in split.content.annotations:  # crowds too: the evaluation leaves what lies in them out
             image = split.images.get(annotation["image_id"])
             try:
                 parts_of(annotation.get("segmentation"), split.size(image) if image else None)
@@ -108,7 +139,7 @@ def _segments(split: Split) -> Iterator[tuple[Mapping[str, Any], SegmentExtent |
 
 
 def _map(file: MapFile) -> str:
-    return f"image {file.image_id}, {file.file_name}"
+    return f"image {file.image_id}, {printable(file.file_name)}"
 
 
 def _segment(annotation: Mapping[str, Any]) -> str:
@@ -120,12 +151,16 @@ MASK_CHECKS = (
     Check("error", "segment-id-repeated", "one id for several segments of an image", _repeated_segment_ids),
     Check("error", "annotation-repeated", "several panoptic annotations for one image", _repeated_maps),
     Check("error", "annotation-missing", "the image has no panoptic annotation", _images_without_map),
+    Check("error", "annotation-of-no-image", "the panoptic annotation's image is not in images", _maps_of_no_image),
+    Check("error", "output-name", "no name for the PNG of the result can be made of file_name", _names_of_no_map),
+    Check("error", "output-name-repeated", "the PNGs of the results would have one name", _maps_of_one_name),
     Check("error", "png-missing", "the panoptic PNG does not exist", _missing_maps),
     Check("error", "png-unreadable", "the panoptic PNG cannot be decoded", _unreadable_maps),
     Check("error", "png-size-differs", "the panoptic PNG has not the image's size", _map_sizes_that_disagree),
     Check("warning", "segment-not-listed", "an id of the PNG only: its pixels train nothing", _unlisted_segments),
     Check("warning", "segment-absent", "no pixel of the PNG has the id: dropped in training", _absent_segments),
-    Check("warning", "area-differs", "training takes the PNG's pixels, not the area", _areas_that_disagree),
+    Check("warning", "area-differs", "training takes the PNG's pixels, PQ the area", _areas_that_disagree),
     Check("warning", "box-differs", "masks train the PNG's box, not the bbox", _boxes_that_disagree),
+    Check("error", "size-missing", "masks are evaluated at the image's height and width", _sizes_not_given),
     Check("error", "segmentation-unusable", "no mask can be made of it", _unusable_segmentations),
 )

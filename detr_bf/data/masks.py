@@ -13,8 +13,11 @@ import torch
 from pycocotools import mask as coco_mask
 from torch import Tensor
 
+from detr_bf.data.annotation_values import is_id, value_text
+
 _MIN_NUMBERS = 6  # x and y of the three corners that a polygon needs to enclose anything
 _FARTHEST = 1e6  # pixels; pycocotools takes memory for every pixel that an outline passes
+_MAX_MASK = 2**32 - 1  # pixels; pycocotools counts them with 32 bits
 _MAX_CHARACTERS = 7  # of one number in compressed run lengths, five bits each
 
 
@@ -96,15 +99,17 @@ def _polygon(points: object) -> np.ndarray:
         array = np.array(None)
     numbers = array.ndim == 1 and array.dtype.kind in "if" and np.isfinite(array).all()
     if not numbers or len(array) % 2 or (np.abs(array) > _FARTHEST).any():
-        raise ValueError(f"polygon {_shortened(points)}, expected numbers x, y, x, y, ... in pixels")
+        raise ValueError(f"polygon {value_text(points)}, expected numbers x, y, x, y, ... in pixels")
     return array.astype(np.float64)
 
 
 def _run_lengths(segmentation: dict[str, Any], size: tuple[int, int] | None) -> Part:
     given, counts = segmentation.get("size"), segmentation.get("counts")
-    if not (isinstance(given, list) and len(given) == 2 and all(type(side) is int and side > 0 for side in given)):
-        raise ValueError(f"run lengths of size {given}, expected [height, width] in pixels")
+    if not (isinstance(given, list) and len(given) == 2 and all(is_id(side, 1) for side in given)):
+        raise ValueError(f"run lengths of size {value_text(given)}, expected [height, width] in pixels")
     height, width = given
+    if height * width > _MAX_MASK:
+        raise ValueError(f"run lengths for {width} x {height} pixels, expected {_MAX_MASK} pixels at most")
     if size is not None:
         _check_size((height, width), size)
     if isinstance(counts, str):
@@ -112,7 +117,7 @@ def _run_lengths(segmentation: dict[str, Any], size: tuple[int, int] | None) -> 
     elif isinstance(counts, list) and all(type(length) is int for length in counts):
         lengths = counts
     else:
-        raise ValueError(f"counts are {_shortened(counts)}, expected whole numbers or a string of compressed ones")
+        raise ValueError(f"counts are {value_text(counts)}, expected whole numbers or a string of compressed ones")
     if min(lengths, default=0) < 0 or sum(lengths) != height * width:
         raise ValueError(
             f"run lengths cover {sum(lengths)} pixels, expected lengths of 0 or more that cover {height * width}"
@@ -131,11 +136,11 @@ def _decompressed(counts: str) -> list[int]:
     codes = np.frombuffer(counts.encode("ascii", errors="replace"), dtype=np.uint8).astype(np.int64) - 48
     ends = np.flatnonzero(codes < 32)
     if not len(codes) or codes.min() < 0 or codes.max() > 63 or ends[-1:].tolist() != [len(codes) - 1]:
-        raise ValueError(f"counts {_shortened(counts)} are not compressed run lengths")
+        raise ValueError(f"counts {value_text(counts)} are not compressed run lengths")
     begins = np.concatenate([[0], ends[:-1] + 1])
     characters = ends - begins + 1
     if characters.max() > _MAX_CHARACTERS:
-        raise ValueError(f"counts {_shortened(counts)} hold a number of more than {_MAX_CHARACTERS * 5} bits")
+        raise ValueError(f"counts {value_text(counts)} hold a number of more than {_MAX_CHARACTERS * 5} bits")
     place = np.arange(len(codes)) - np.repeat(begins, characters)
     numbers = np.add.reduceat((codes & 31) << 5 * place, begins)
     numbers -= np.where(codes[ends] & 16, np.int64(1) << 5 * characters, 0)
@@ -155,8 +160,3 @@ def _check_size(made_for: tuple[int, int], size: tuple[int, int]) -> None:
 def _starts(lengths: Iterable[int]) -> Tensor:
     """Where pieces of these lengths start, and where the last one ends."""
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(dim=0)
-
-
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

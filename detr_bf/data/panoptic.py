@@ -14,7 +14,9 @@ import torch
 from scipy import ndimage
 from torch import Tensor
 
-from detr_bf.panoptic_png import read_ids
+from detr_bf.data.images import MAX_PIXELS, image_bytes, is_deep, open_image
+from detr_bf.errors import InputError
+from detr_bf.text import printable
 
 
 class MapFile(NamedTuple):
@@ -49,6 +51,28 @@ def flat_annotations(entries: Iterable[Mapping[str, Any]]) -> tuple[list[dict[st
     return annotations, tuple(MapFile(entry["image_id"], entry["file_name"]) for entry in entries)
 
 
+def read_ids(path: Path, max_pixels: int = MAX_PIXELS) -> Tensor:
+    """Return the (H, W) int32 segment ids of a PNG, R + 256 G + 65,536 B; 0 is no segment.
+
+    Raises:
+        InputError: the file is missing, cannot be read, has more than ``max_pixels`` pixels or no three 8-bit channels.
+    """
+    try:
+        data = image_bytes(path, max_pixels)
+        image = open_image(data, max_pixels)
+    except FileNotFoundError:
+        raise InputError(f"there is no panoptic PNG {printable(path)}") from None
+    except ValueError as error:
+        raise InputError(f"the panoptic PNG {printable(path)} cannot be read: {error}") from error
+    if image.mode not in ("RGB", "RGBA") or is_deep(image, data):
+        kind = f"{image.mode} image of 16 bits" if is_deep(image, data) else f"{image.mode} image"
+        raise InputError(
+            f"{printable(path)} is a {kind}; a COCO panoptic PNG is RGB of 8 bits, its ids R + 256 G + 65536 B"
+        )
+    pixels = np.asarray(image)[..., :3].astype(np.int32)
+    return torch.from_numpy(pixels @ np.array([1, 256, 65536], dtype=np.int32))
+
+
 class SegmentMasks:
     """The masks of many segments: the pixels of a PNG that have the segment's id.
 
@@ -56,12 +80,14 @@ class SegmentMasks:
         folder: where the PNGs lie.
         files: names, one for each image.
         ids: (N,) int32 ids of all segments.
+        max_pixels: that a PNG may have.
     """
 
-    def __init__(self, folder: Path, files: Sequence[str], ids: Tensor) -> None:
+    def __init__(self, folder: Path, files: Sequence[str], ids: Tensor, max_pixels: int = MAX_PIXELS) -> None:
         self._folder = folder
         self._files = list(files)
         self._ids = ids
+        self._max_pixels = max_pixels
 
     def read(self, index: int, rows: slice, size: tuple[int, int]) -> Tensor:
         """Masks (T, h, w) uint8 of the segments in ``rows``, for the image at ``index``, of ``size`` (h, w).
@@ -71,11 +97,11 @@ class SegmentMasks:
             ValueError: it has another size.
         """
         path = self._folder / self._files[index]
-        pixels = read_ids(path)
+        pixels = read_ids(path, self._max_pixels)
         if pixels.shape != size:
             height, width = pixels.shape
             raise ValueError(
-                f"the panoptic PNG {path} has {width} x {height} pixels (width x height), "
+                f"the panoptic PNG {printable(path)} has {width} x {height} pixels (width x height), "
                 f"the image has {size[1]} x {size[0]}"
             )
         return (pixels == self._ids[rows, None, None]).to(torch.uint8)

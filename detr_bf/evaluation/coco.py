@@ -17,13 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from detr_bf.data.coco import CocoAnnotations, annotated_size, is_box, read_annotations
+from detr_bf.data.annotation_values import annotation_values
+from detr_bf.data.coco import CocoAnnotations, annotated_size, read_annotations
+from detr_bf.data.images import MAX_PIXELS
 from detr_bf.errors import InputError
 from detr_bf.evaluation.engines import Curves, match_and_accumulate, resolve_engine
 from detr_bf.evaluation.run_lengths import with_run_lengths
 from detr_bf.evaluation.summary import METRIC_NAMES, SIZE_NAMES, ClassResult, CocoSummary
 from detr_bf.files import write_json
 from detr_bf.structures import ClassMap, Detections
+from detr_bf.text import printable
 
 _IOU_50, _IOU_75 = 0, 5  # positions in the engines' thresholds 0.50, 0.55, ..., 0.95
 _SIZE_BOUNDS = {"small": (0, 32**2), "medium": (32**2, 96**2), "large": (96**2, 1e10)}  # pixels, both ends included
@@ -42,10 +45,11 @@ class CocoEvaluator:
         max_detections: counted per class and image, best scores first, as COCO does.
         masks: read the masks of the ground truth too, for :meth:`summarize_masks`.
         panoptic: folder of the PNG files of a panoptic JSON.
+        max_pixels: that one of them may have.
 
     Raises:
-        InputError: the file is missing or is not COCO, its categories contradict ``class_map``, the engine is unknown
-            or not installed.
+        InputError: the file is missing or is not COCO, a value in it cannot be used, its categories contradict
+            ``class_map``, the engine is unknown or not installed.
     """
 
     def __init__(
@@ -57,13 +61,16 @@ class CocoEvaluator:
         *,
         masks: bool = False,
         panoptic: Path | None = None,
+        max_pixels: int = MAX_PIXELS,
     ) -> None:
         if max_detections < 1:
             raise InputError(f"max_detections must be at least 1, got {max_detections}")
         self.engine = resolve_engine(engine)
         self.class_map = class_map
         self.max_detections = max_detections
-        self._ground_truth = load_ground_truth(Path(annotations), class_map, masks=masks, panoptic=panoptic)
+        self._ground_truth = load_ground_truth(
+            Path(annotations), class_map, masks=masks, panoptic=panoptic, max_pixels=max_pixels
+        )
         self._image_ids = [image["id"] for image in self._ground_truth["images"]]
         self._known_ids = frozenset(self._image_ids)
         self._detections: dict[int, Detections] = {}
@@ -168,7 +175,12 @@ def write_results(path: str | Path, detections: Iterable[Detections], class_map:
 
 
 def load_ground_truth(
-    path: Path, class_map: ClassMap, *, masks: bool = False, panoptic: Path | None = None
+    path: Path,
+    class_map: ClassMap,
+    *,
+    masks: bool = False,
+    panoptic: Path | None = None,
+    max_pixels: int = MAX_PIXELS,
 ) -> dict[str, Any]:
     """Read a COCO file into a fresh, complete and minimal data set (see :class:`CocoEvaluator`).
 
@@ -177,16 +189,16 @@ def load_ground_truth(
     """
     content = read_annotations(path)
     if masks:
-        content = with_run_lengths(content, panoptic)
+        content = with_run_lengths(content, panoptic, max_pixels)
     sizes = {image["id"]: annotated_size(image) for image in content.images}
     image_ids = sizes.keys()
     listed = [annotation for annotation in content.annotations if annotation["image_id"] in image_ids]
     _check_categories(content, class_map)
-    _check_objects(path, listed, class_map)
+    _check_known(path, listed, class_map)
     names = dict(zip(class_map.category_ids, class_map.names, strict=True))
     return {
         "images": [{"id": image_id, **_sides(sizes[image_id])} for image_id in sorted(image_ids)],
-        "annotations": [_complete(annotation, number) for number, annotation in enumerate(listed, start=1)],
+        "annotations": [_complete(path, annotation, number, masks) for number, annotation in enumerate(listed, 1)],
         "categories": [{"id": category_id, "name": names[category_id]} for category_id in sorted(names)],
     }
 
@@ -197,17 +209,22 @@ def _sides(size: tuple[int, int] | None) -> dict[str, int]:
     return {"height": height, "width": width}
 
 
-def _complete(annotation: Mapping[str, Any], number: int) -> dict[str, Any]:
-    _, _, width, height = annotation["bbox"]
-    area = annotation.get("area")
+def _complete(path: Path, annotation: Mapping[str, Any], number: int, masks: bool) -> dict[str, Any]:
+    try:
+        values = annotation_values(annotation)
+    except ValueError as error:
+        raise InputError(
+            f"{printable(path)}: image {annotation['image_id']} has {error}; tools/check_data.py lists everything that "
+            "is wrong with the data"
+        ) from None
     return {
         "id": number,
         "image_id": annotation["image_id"],
         "category_id": annotation["category_id"],
-        "bbox": list(annotation["bbox"]),
-        "area": width * height if area is None else area,
-        "iscrowd": int(annotation.get("iscrowd") or 0),
-        **({"segmentation": annotation["segmentation"]} if isinstance(annotation.get("segmentation"), dict) else {}),
+        "bbox": values.bbox,
+        "area": values.area,
+        "iscrowd": int(values.is_crowd),
+        **({"segmentation": annotation["segmentation"]} if masks else {}),
     }
 
 
@@ -217,24 +234,18 @@ def _check_categories(content: CocoAnnotations, class_map: ClassMap) -> None:
     for category_id, name in zip(listed.category_ids, listed.names, strict=True):
         if known.get(category_id, name) != name:
             raise InputError(
-                f"{content.path} calls category id {category_id} '{name}', the model was trained with it as "
+                f"{printable(content.path)} calls category id {category_id} '{name}', the model was trained with it as "
                 f"'{known[category_id]}': evaluate with annotations of the same categories"
             )
 
 
-def _check_objects(path: Path, objects: Sequence[Mapping[str, Any]], class_map: ClassMap) -> None:
+def _check_known(path: Path, objects: Sequence[Mapping[str, Any]], class_map: ClassMap) -> None:
     unknown = {annotation["category_id"] for annotation in objects}.difference(class_map.category_ids)
     if unknown:
         raise InputError(
-            f"{path} has objects of category ids {sorted(unknown)}, which the model does not know; "
+            f"{printable(path)} has objects of category ids {sorted(unknown)}, which the model does not know; "
             f"it knows {sorted(class_map.category_ids)}"
         )
-    for annotation in objects:
-        if not is_box(annotation.get("bbox")):
-            raise InputError(
-                f"{path}: image {annotation['image_id']} has bbox {annotation.get('bbox')}, expected four finite "
-                "numbers x, y, width, height; tools/check_data.py lists everything that is wrong with the data"
-            )
 
 
 def _check_detections(image: Detections, num_classes: int) -> None:

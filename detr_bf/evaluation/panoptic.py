@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from detr_bf.data.images import MAX_PIXELS
 from detr_bf.errors import InputError
 from detr_bf.evaluation.panoptic_file import PanopticFile, areas_of, pixels_of_values
 from detr_bf.panoptic_png import MAX_ID
@@ -85,14 +86,17 @@ class PanopticEvaluator:
         annotations: COCO panoptic JSON with ``annotations`` and ``categories``.
         folder: where its PNG files lie.
         class_map: the model's classes; ``Segment.label`` indexes into it.
+        max_pixels: that one of the PNG files may have.
 
     Raises:
         InputError: a path is missing, the file is not a COCO panoptic JSON, its categories contradict ``class_map``.
     """
 
-    def __init__(self, annotations: str | Path, folder: str | Path, class_map: ClassMap) -> None:
+    def __init__(
+        self, annotations: str | Path, folder: str | Path, class_map: ClassMap, max_pixels: int = MAX_PIXELS
+    ) -> None:
         self.class_map = class_map
-        self._truths = PanopticFile(annotations, folder, class_map)
+        self._truths = PanopticFile(annotations, folder, class_map, max_pixels)
         self._counts: dict[int, _Counts] = {}
 
     def update(self, maps: Sequence[PanopticMap]) -> None:

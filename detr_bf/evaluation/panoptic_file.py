@@ -5,17 +5,28 @@ Format: https://cocodataset.org/#format-data, "Panoptic Segmentation".
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from detr_bf.data.annotation_values import (
+    MAX_INT,
+    is_crowd,
+    is_id,
+    png_name,
+    segment_area,
+    segment_id,
+    value_text,
+)
+from detr_bf.data.images import MAX_PIXELS
+from detr_bf.data.panoptic import read_ids
 from detr_bf.errors import InputError
-from detr_bf.files import atomic_write, write_json
-from detr_bf.panoptic_png import MAX_ID, encoded_ids, read_ids
+from detr_bf.files import atomic_write, is_folder, read_json, write_json
+from detr_bf.panoptic_png import MAX_ID, encoded_ids
 from detr_bf.structures import ClassMap, PanopticMap, Segment
+from detr_bf.text import printable
 
 
 class PanopticFile(Mapping[int, PanopticMap]):
@@ -25,21 +36,27 @@ class PanopticFile(Mapping[int, PanopticMap]):
         annotations: COCO panoptic JSON with ``annotations`` and ``categories``.
         folder: where its PNG files lie.
         class_map: the model's classes; ``Segment.label`` indexes into it. ``Segment.area`` is that of the JSON.
+        max_pixels: that a PNG may have.
 
     Raises:
         InputError: a path is missing, the file is not a COCO panoptic JSON, its categories contradict ``class_map``.
     """
 
-    def __init__(self, annotations: str | Path, folder: str | Path, class_map: ClassMap) -> None:
+    def __init__(
+        self, annotations: str | Path, folder: str | Path, class_map: ClassMap, max_pixels: int = MAX_PIXELS
+    ) -> None:
         self._folder = Path(folder)
-        if not self._folder.is_dir():
-            raise InputError(f"there is no folder {folder}; expected the PNG files of {annotations} there")
+        self._max_pixels = max_pixels
+        if not is_folder(self._folder):
+            raise InputError(
+                f"there is no folder {printable(folder)}; expected the PNG files of {printable(annotations)} there"
+            )
         self._entries = _read_entries(Path(annotations), class_map)
 
     def __getitem__(self, image_id: int) -> PanopticMap:
         """Read one PNG; InputError if that fails, KeyError for an image without annotation."""
         entry = self._entries[image_id]
-        return PanopticMap(image_id, read_ids(self._folder / entry.file_name), entry.segments)
+        return PanopticMap(image_id, read_ids(self._folder / entry.file_name, self._max_pixels), entry.segments)
 
     def __contains__(self, image_id: object) -> bool:
         return image_id in self._entries
@@ -157,14 +174,15 @@ class _Entry(NamedTuple):
 
 def _read_entries(path: Path, class_map: ClassMap) -> dict[int, _Entry]:
     """Image id -> entry; InputError when the file is missing, is not COCO panoptic, contradicts the classes."""
+    where = file = printable(path)
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
     except (OSError, ValueError) as error:
-        raise InputError(f"annotation file {path} cannot be read ({error}); expected a COCO panoptic JSON") from error
-    _check_categories(path, _value(str(path), content, "categories", list), class_map)
+        raise InputError(f"annotation file {where} cannot be read ({error}); expected a COCO panoptic JSON") from error
+    _check_categories(file, _value(file, content, "categories", list), class_map)
     entries: dict[int, _Entry] = {}
-    for number, annotation in enumerate(_value(str(path), content, "annotations", list)):
-        where = f"{path}: annotations[{number}]"
+    for number, annotation in enumerate(_value(file, content, "annotations", list)):
+        where = f"{file}: annotations[{number}]"
         image_id = _value(where, annotation, "image_id", int)
         if image_id in entries:
             raise InputError(f"{where} is the second one of image id {image_id}, expected one with all its segments")
@@ -174,21 +192,25 @@ def _read_entries(path: Path, class_map: ClassMap) -> dict[int, _Entry]:
             raise InputError(f"{where}: segment ids {[s.id for s in segments]} of segments_info, expected each once")
         entries[image_id] = _Entry(_value(where, annotation, "file_name", str), segments)
     if not entries:
-        raise InputError(f"{path} has no annotations, expected one for each image")
+        raise InputError(f"{file} has no annotations, expected one for each image")
     return entries
 
 
-def _segment(where: str, entry: object, class_map: ClassMap) -> Segment:
-    segment_id, category_id, area = (_value(where, entry, key, int) for key in ("id", "category_id", "area"))
-    if not (1 <= segment_id <= MAX_ID and area >= 1):
-        raise InputError(f"{where} has id {segment_id} and area {area}, expected 1 to {MAX_ID} and 1 pixel or more")
+def _segment(where: str, entry: Any, class_map: ClassMap) -> Segment:
+    category_id = _value(where, entry, "category_id", int)
+    for key in ("id", "area", "iscrowd"):
+        _value(where, entry, key, object)
+    try:
+        found, area, crowd = segment_id(entry), segment_area(entry), is_crowd(entry, required=True)
+    except ValueError as error:
+        raise InputError(f"{where}: {error}") from None
     if category_id not in class_map.index:
         known = sorted(class_map.category_ids)
         raise InputError(f"{where} has category id {category_id}, which the model does not know; it knows {known}")
-    return Segment(segment_id, class_map.index[category_id], area, _value(where, entry, "iscrowd", int) == 1)
+    return Segment(found, class_map.index[category_id], area, crowd)
 
 
-def _check_categories(path: Path, categories: Sequence[dict[str, Any]], class_map: ClassMap) -> None:
+def _check_categories(path: str, categories: Sequence[dict[str, Any]], class_map: ClassMap) -> None:
     for number, category in enumerate(categories):
         _value(f"{path}: categories[{number}]", category, "id", int)
     known, listed = (
@@ -206,22 +228,22 @@ def _check_categories(path: Path, categories: Sequence[dict[str, Any]], class_ma
 def _value(where: str, entry: object, key: str, kind: type) -> Any:
     """``entry[key]``; InputError unless it is there and of that kind."""
     if not isinstance(entry, dict) or key not in entry:
-        found = (", ".join(entry) or "nothing") if isinstance(entry, dict) else type(entry).__name__
+        found = (printable(", ".join(entry)) or "nothing") if isinstance(entry, dict) else type(entry).__name__
         raise InputError(f"{where} has no {key}, it has {found}; expected a COCO panoptic JSON")
     value = entry[key]
-    if not isinstance(value, kind) or isinstance(value, bool):
-        expected = {int: "a whole number", str: "a string", list: "a list"}[kind]
-        raise InputError(f"{where}: {key} is {value!r}, expected {expected}")
+    if not (is_id(value) if kind is int else isinstance(value, kind)):
+        expected = {int: f"a whole number from 0 to {MAX_INT}", str: "a string", list: "a list"}[kind]
+        raise InputError(f"{where}: {key} is {value_text(value)}, expected {expected}")
     return value
 
 
 def _png_name(image_id: int, file_names: Mapping[int, str]) -> str:
     if image_id not in file_names:
         raise InputError(f"image id {image_id} has no file name to write its panoptic PNG to: name every image")
-    name = PurePosixPath(file_names[image_id])
-    if not name.name or name.is_absolute() or ".." in name.parts:
-        raise InputError(f"image id {image_id} has the file name '{name}', expected a relative one without '..'")
-    return str(name.with_suffix(".png"))
+    try:
+        return png_name(file_names[image_id])
+    except ValueError as error:
+        raise InputError(f"image id {image_id} has {error}") from None
 
 
 def _segment_info(ids: np.ndarray, segment: Segment, area: int, class_map: ClassMap) -> dict[str, Any]:

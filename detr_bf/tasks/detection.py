@@ -51,10 +51,13 @@ class DetectionTask(Task[Config]):
             num_queries=self.config.model.num_queries,
             masks=self.config.model.masks,
             workers=max(1, self.config.data.workers),
+            max_pixels=self.config.data.max_pixels,
         )
 
     def check(self) -> None:
         detector_named(self.config.model.name)  # before all images are read
+        for split in ("train", "val"):  # a run that cannot be evaluated would not get a best checkpoint
+            data_source(self.config, split)
         super().check()
 
     def build_model(self, num_classes: int) -> nn.Module:
@@ -147,8 +150,8 @@ def _panoptic_rows(folder: RunFolder, config: Config, evaluation: Evaluation) ->
     """The same images with both panoptic maps."""
     class_map, val = evaluation.class_map, data_source(config, "val")
     assert val.panoptic is not None, "there are maps to compare with"
-    truth = PanopticFile(val.annotations, val.panoptic, class_map)
-    found = PanopticFile(folder.panoptic_results, folder.panoptic, class_map)
+    truth = PanopticFile(val.annotations, val.panoptic, class_map, config.data.max_pixels)
+    found = PanopticFile(folder.panoptic_results, folder.panoptic, class_map, config.data.max_pixels)
     for image, target in _shown_images(config, class_map):
         yield PanopticSheetRow(image, truth[target.image_id], found[target.image_id], target.file_name)
 

@@ -9,6 +9,7 @@ import torch
 
 from detr_bf.assembly import build_evaluation, build_train_data, data_source
 from detr_bf.config import Config, load_config
+from detr_bf.data.sample_key import SampleKey
 from detr_bf.engine import RunFolder
 from detr_bf.errors import InputError
 from detr_bf.tasks.detection import DetectionTask
@@ -83,3 +84,30 @@ def test_the_doctor_and_evaluation_see_the_same_files(root: Path, tmp_path: Path
     assert built.make_evaluator().class_map == classes
     assert built.panoptic is not None
     assert built.panoptic.make_evaluator().class_map == classes
+
+
+@pytest.mark.parametrize("check", ["true", "false"])
+def test_a_run_without_validation_data_is_refused_before_images_are_read(
+    monkeypatch: pytest.MonkeyPatch, root: Path, check: str
+) -> None:
+    unset = [f"data.val.{key}=''" for key in ("images", "annotations", "panoptic")]
+    task = DetectionTask(config("", *unset, f"data.check={check}"))
+    monkeypatch.setattr(DetectionTask, "examine", lambda self: pytest.fail("images were read"))
+    with pytest.raises(InputError, match=r"data\.val\.images and data\.val\.annotations are not set: .*validation"):
+        task.check()
+
+
+def test_the_pixel_limit_reaches_every_reader(root: Path, tmp_path: Path) -> None:
+    tight = config("", f"data.max_pixels={64 * 48 - 1}")
+    said = r"64 x 48 pixels .*data\.max_pixels=3071"
+    with pytest.raises(InputError, match=said):
+        DetectionTask(tight).check()
+    with pytest.raises(InputError, match=said):
+        build_train_data(tight)[SampleKey(0, 0)]
+    data = build_train_data(config(""))
+    evaluation = build_evaluation(tight, data.class_map, torch.device("cpu"), RunFolder(tmp_path / "run"))
+    with pytest.raises(InputError, match=said):
+        evaluation.make_evaluator()
+    assert evaluation.panoptic is not None
+    with pytest.raises(InputError, match=said):
+        evaluation.panoptic.make_evaluator()._truths[101]

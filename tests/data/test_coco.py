@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -202,6 +203,8 @@ def test_what_is_not_coco_is_explained(coco_folder: Factory, change: dict[str, o
         ("a.json", '"text"', "got str"),
         ("a.json", '{"info": 1, "images": []}', "annotations, categories missing; found info, images"),
         ("a.json", "{", "is not JSON"),
+        ("a.json", "[" * 100_000, "nested too deeply"),
+        ("a.json", "9" * 5000, "is not JSON"),
         ("a.txt", "0 0.5 0.5 0.1 0.1", "YOLO .* must be converted"),
     ],
 )
@@ -209,6 +212,21 @@ def test_foreign_files_are_explained(tmp_path: Path, name: str, text: str, messa
     (tmp_path / name).write_text(text)
     with pytest.raises(InputError, match=message):
         read_annotations(tmp_path / name)
+
+
+def test_paths_that_cannot_be_files_are_bad_input(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    for name, said in (("pipe.json", "a FIFO"), ("x" * 300, "too long"), ("a\0b", "NUL"), (".", "a folder")):
+        with pytest.raises(InputError, match=said):
+            read_annotations(tmp_path / name)
+
+
+def test_sizes_of_400_digits_are_bad_input(coco_folder: Factory) -> None:
+    data = coco_folder()
+    data.content["images"][0]["width"] = 10**400
+    data.save()
+    with pytest.raises(InputError, match=r"image 1 has height 48 and width 1000.*expected numbers of pixels"):
+        dataset(data)
 
 
 def test_missing_paths_are_named(coco_folder: Factory, tmp_path: Path) -> None:

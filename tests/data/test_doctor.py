@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -234,15 +236,88 @@ def test_the_table_lists_errors_first_in_aligned_columns(clinic: Clinic) -> None
     assert outcome == "1 errors, 1 warnings"
 
 
+@pytest.mark.parametrize(
+    ("listed", "exists"),
+    [
+        ("train/images/0002.png", "0002.png"),
+        (r"C:\Users\me\0002.png", "0002.png"),
+        ("a%20b.png", "a b.png"),
+        ("https://x.org/files/a%20b.png", "a b.png"),
+    ],
+)
+def test_a_missing_file_that_exists_under_another_form_of_its_name(clinic: Clinic, listed: str, exists: str) -> None:
+    (clinic.train.images / "0002.png").rename(clinic.train.images / exists)
+    clinic.train.content["images"][1]["file_name"] = listed
+    [finding] = clinic.examine().findings
+    assert (finding.code, finding.example) == ("file-missing", f"image 2, {listed}; exists as {exists}")
+
+
+def test_what_is_no_regular_file_is_unreadable(clinic: Clinic) -> None:
+    images = clinic.train.images
+    for image, name in zip(clinic.train.content["images"], ("pipe", "folder", "sparse", "x" * 300), strict=True):
+        image["file_name"] = name
+    os.mkfifo(images / "pipe")
+    (images / "folder").mkdir()
+    with (images / "sparse").open("wb") as file:
+        file.truncate(30 * 2**30)
+    clinic.val.content["images"][0]["file_name"] = "a\0b"
+    assert clinic.findings() == [
+        ("error", "train", "file-unreadable", 4),
+        ("error", "val", "file-unreadable", 1),
+    ]
+    assert "image 1, pipe: it is a FIFO" in clinic.examine().errors[0].example
+
+
+def test_16_bit_images_are_a_warning(clinic: Clinic) -> None:
+    path = clinic.train.images / "0002.png"
+    values = np.linspace(0, 4095, 48 * 64).astype(np.uint16).reshape(48, 64)
+    Image.fromarray(values).save(path)
+    for _ in range(2):  # the second time from the cache
+        assert clinic.findings() == [("warning", "train", "image-16-bit", 1)]
+    assert clinic.examine().warnings[0].example == "image 2, 0002.png: 12 of 16 bits"
+
+
+def test_the_pixel_limit_holds_whatever_the_cache_knows(clinic: Clinic) -> None:
+    source = split(clinic.train)
+
+    def problems(max_pixels: int) -> list[str]:
+        report = examine(source, None, num_queries=10, cache_dir=clinic.cache, max_pixels=max_pixels)
+        return [error.example for error in report.errors]
+
+    assert problems(64 * 48) == []
+    [example] = problems(64 * 48 - 1)
+    assert example.endswith("64 x 48 pixels (width x height), more than data.max_pixels=3071")
+    assert problems(64 * 48) == []
+
+
+def test_names_do_not_forge_the_table(clinic: Clinic) -> None:
+    forged = "x\n0 errors, 0 warnings\x1b]0;title\x07\x1b[2J"
+    clinic.train.content["categories"].append({"id": 4, "name": forged})
+    clinic.train.content["images"][0]["file_name"] = forged
+    (clinic.train.images / forged).write_bytes(b"")
+    clinic.val.content["images"][0]["file_name"] = forged
+    clinic.val.content["annotations"][0]["id"] = forged
+    lines = str(clinic.examine()).splitlines()
+    assert len(lines) == 3 + 4 + 1
+    assert lines[-1] == "2 errors, 2 warnings"
+    assert all(line.isprintable() for line in lines)
+
+
+def test_a_class_name_of_100_000_letters_is_cut(clinic: Clinic) -> None:
+    for data in (clinic.train, clinic.val):
+        data.content["categories"].append({"id": 4, "name": "x" * 100_000})
+    assert len(str(clinic.examine())) < 10_000
+
+
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The contents of the files that were decoded."""
     seen: list[bytes] = []
     original = file_check.check_image
 
-    def recording(data: bytes) -> object:
+    def recording(data: bytes, *limits: int) -> object:
         seen.append(data)
-        return original(data)
+        return original(data, *limits)
 
     monkeypatch.setattr(file_check, "check_image", recording)
     return seen
@@ -279,7 +354,7 @@ def test_a_file_of_the_same_size_but_another_time_is_read_again(clinic: Clinic, 
 def test_a_broken_cache_is_rebuilt(clinic: Clinic, decoded: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
     clinic.examine()
     for cache_file in clinic.cache.iterdir():
-        cache_file.write_text('{"version": 1, "files": {"0001.png": {}}}')
+        cache_file.write_text('{"version": 2, "files": {"0001.png": {}}}')
     decoded.clear()
     assert clinic.findings() == []
     assert len(decoded) == 7
@@ -287,6 +362,56 @@ def test_a_broken_cache_is_rebuilt(clinic: Clinic, decoded: list[bytes], caplog:
     decoded.clear()
     clinic.examine()
     assert decoded == []
+
+
+def cached(**fields: object) -> str:
+    """A cache of one record with these fields as JSON."""
+    record = {"bytes": 1, "modified": 1, "sha256": "a" * 64, "problem": "", "sizes": None, "depth": None} | fields
+    return json.dumps({"version": 2, "files": {"0001.png": record}})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "5",
+        "null",
+        '"text"',
+        "[" * 100_000,
+        '{"version": 2}',
+        '{"version": 2, "files": []}',
+        '{"version": 2, "files": {"0001.png": []}}',
+        "\x00",
+        "9" * 5000,
+        cached(sizes={"stored": ["48", 64], "rotated": [48, 64]}),
+        cached(sizes={"stored": [48], "rotated": [48, 64]}),
+        cached(sizes={"stored": [-48, 64], "rotated": [48, 64]}),
+        cached(sizes=5),
+        cached(depth="12"),
+        cached(depth=float("inf")),
+        cached(sha256="abc"),
+        cached(problem=5),
+        cached(bytes=1.5),
+        cached(modified=10**400),
+    ],
+)
+def test_a_damaged_cache_is_ignored(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "cache.json").write_text(content)
+    assert file_check._load(file_check.ImageRecord, tmp_path / "cache.json") == {}
+    assert "Ignoring the unreadable cache file" in caplog.text
+
+
+def test_a_cache_of_whole_records_is_read(tmp_path: Path) -> None:
+    (tmp_path / "cache.json").write_text(cached(depth=12))
+    assert file_check._load(file_check.ImageRecord, tmp_path / "cache.json")["0001.png"].depth == 12
+
+
+def test_a_cache_that_is_a_fifo_is_not_waited_for(clinic: Clinic) -> None:
+    clinic.examine()
+    for cache_file in clinic.cache.iterdir():
+        cache_file.unlink()
+        os.mkfifo(cache_file)
+    assert clinic.findings() == []
 
 
 def test_an_interrupted_check_keeps_what_it_read(

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import os
+import re
+import struct
+import subprocess
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.ImageFile import ImageFile
 
-from detr_bf.data.images import ImageSizes, read_image
+from detr_bf.data.images import ImageFacts, ImageSizes, check_image, decode_image, read_image
+from detr_bf.data.panoptic import read_ids
 from detr_bf.errors import InputError
 
 RED, BLUE = (220, 20, 20), (20, 20, 220)
@@ -18,6 +25,16 @@ def picture() -> Image.Image:
     image = Image.new("RGB", (60, 40), RED)
     image.paste(BLUE, (30, 0, 60, 40))
     return image
+
+
+def png(width: int, height: int, pixels: bytes) -> bytes:
+    """A PNG of 16-bit colour, which Pillow does not write."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
 def turned() -> Image.Exif:
@@ -62,10 +79,43 @@ def test_grey_becomes_three_equal_channels(tmp_path: Path, name: str) -> None:
     assert torch.equal(read_image(tmp_path / name), torch.full((3, 6, 8), 130, dtype=torch.uint8))
 
 
-def test_16_bit_grey_is_scaled_not_clipped(tmp_path: Path) -> None:
-    values = np.array([[0, 300, 0x7FFF, 0xFFFF]], dtype=np.uint16)
-    Image.fromarray(values).save(tmp_path / "deep.png")
-    assert read_image(tmp_path / "deep.png")[0].tolist() == [[0, 1, 127, 255]]
+@pytest.mark.parametrize(
+    ("values", "shown", "depth"),
+    [
+        ([0, 300, 0x7FFF, 0xFFFF], [0, 1, 127, 255], 16),
+        ([0, 16, 2048, 4095], [0, 1, 128, 255], 12),  # 12 bits in a file of 16: not black
+        ([0, 1, 4, 1023], [0, 0, 1, 255], 10),
+        ([0, 64, 8192, 16383], [0, 1, 128, 255], 14),
+        ([0, 1, 200, 255], [0, 1, 200, 255], 8),
+        ([0, 0, 0, 0], [0, 0, 0, 0], 8),
+        ([0, 0, 0, 256], [0, 0, 0, 64], 10),
+    ],
+)
+@pytest.mark.parametrize("name", ["deep.png", "deep.tiff"])
+def test_16_bit_grey_is_scaled_by_the_bits_it_uses(
+    tmp_path: Path, name: str, values: list[int], shown: list[int], depth: int
+) -> None:
+    Image.fromarray(np.array([values], dtype=np.uint16)).save(tmp_path / name)
+    assert read_image(tmp_path / name)[0].tolist() == [shown]
+    assert torch.equal(decode_image((tmp_path / name).read_bytes()), read_image(tmp_path / name))
+    assert check_image((tmp_path / name).read_bytes()) == ImageFacts(ImageSizes((1, 4), (1, 4)), depth)
+
+
+def test_16_bit_colour_is_read_by_its_upper_bits(tmp_path: Path) -> None:
+    data = png(1, 1, zlib.compress(b"\0" + struct.pack(">HHH", 0x1234, 0xABCD, 0x00FF)))
+    assert decode_image(data).flatten().tolist() == [0x12, 0xAB, 0]
+    assert check_image(data).depth == 16
+    (tmp_path / "ids.png").write_bytes(data)
+    with pytest.raises(InputError, match=r"ids\.png is a RGB image of 16 bits"):
+        read_ids(tmp_path / "ids.png")
+
+
+def test_16_bits_are_warned_of_once_for_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.png", "b.png"):
+        Image.fromarray(np.array([[5, 4095]], dtype=np.uint16)).save(tmp_path / name)
+        read_image(tmp_path / name)
+    [record] = caplog.records
+    assert "a.png has 16 bits a channel" in record.getMessage()
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.webp"])
@@ -92,6 +142,106 @@ def test_another_size_is_refused(tmp_path: Path) -> None:
     picture().save(tmp_path / "a.png")
     with pytest.raises(InputError, match=r"a\.png.*annotated for 30 x 20 pixels.*the file has 60 x 40"):
         read_image(tmp_path / "a.png", annotated=(20, 30))
+
+
+def test_a_phone_s_picture_of_several_is_its_first(tmp_path: Path) -> None:
+    picture().save(tmp_path / "phone.jpg", format="MPO", append_images=[Image.new("RGB", (60, 40))], save_all=True)
+    assert Image.open(tmp_path / "phone.jpg").format == "MPO"
+    assert_colour(read_image(tmp_path / "phone.jpg"), 20, 10, RED)
+
+
+@pytest.mark.parametrize("name", ["a.gif", "a.webp", "a.png", "a.tiff"])
+def test_of_an_animation_the_first_frame_is_read(tmp_path: Path, name: str) -> None:
+    picture().save(tmp_path / name, append_images=[Image.new("RGB", (60, 40))], save_all=True)
+    assert_colour(read_image(tmp_path / name), 20, 10, RED)
+
+
+@pytest.mark.parametrize("kind", ["EPS", "PPM", "TGA", "ICO", "JPEG2000", "PDF", "PCX", "DDS"])
+@pytest.mark.parametrize("name", ["a.jpg", "a.eps"])
+def test_no_other_decoder_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str) -> None:
+    def started(*arguments: object, **options: object) -> None:
+        raise AssertionError(f"a program was started: {arguments}")
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    monkeypatch.setattr(os, "system", started)
+    picture().save(tmp_path / name, format=kind)
+    message = "it cannot be decoded .none of the formats JPEG, PNG, WEBP, BMP, TIFF, GIF, AVIF"
+    with pytest.raises(InputError, match=message):
+        read_image(tmp_path / name)
+    with pytest.raises(ValueError, match=message):
+        check_image((tmp_path / name).read_bytes())
+    with pytest.raises(InputError, match=message):
+        read_ids(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.gif", "a.tiff", "a.webp", "a.bmp"])
+def test_the_number_of_pixels_is_limited_before_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    picture().save(tmp_path / name)
+    assert read_image(tmp_path / name, max_pixels=2400).shape == (3, 40, 60)
+    monkeypatch.setattr(ImageFile, "load", lambda self: pytest.fail("decoded"))
+    with pytest.raises(InputError, match=r"it has 60 x 40 pixels \(width x height\), more than data.max_pixels=2399"):
+        read_image(tmp_path / name, max_pixels=2399)
+
+
+@pytest.mark.parametrize("side", [14_000, 60_000])  # beyond Pillow's limit for a warning, and for an error
+def test_pillow_has_no_say_in_the_limit(
+    tmp_path: Path, side: int, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "huge.png").write_bytes(png(side, side, b""))
+    with pytest.raises(InputError, match=rf"it has {side} x {side} pixels .*data.max_pixels=178956970"):
+        read_image(tmp_path / "huge.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    picture().save(tmp_path / "a.png")
+    assert read_image(tmp_path / "a.png").shape == (3, 40, 60)
+    assert not recwarn.list
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF", "ignore:Truncated")
+@pytest.mark.parametrize("tail", [b"junk", b"MM\0*\xff\xff\xff\xff", b"II*\0\x08\0\0\0\xff\xff"])
+def test_broken_exif_rotates_nothing(tmp_path: Path, tail: bytes) -> None:
+    picture().save(tmp_path / "a.jpg", exif=b"Exif\0\0" + tail)
+    assert read_image(tmp_path / "a.jpg").shape == (3, 40, 60)
+
+
+def test_images_are_opened_nowhere_else() -> None:
+    root = Path(__file__).parents[2]
+    files = [path for folder in ("detr_bf", "tools", "benchmarks") for path in (root / folder).rglob("*.py")]
+    assert len(files) > 100
+    opening = [path for path in files if re.search(r"Image\.open\(|pil_loader|imread\(", path.read_text("utf-8"))]
+    assert [path.name for path in opening] == []
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "folder.jpg").mkdir()
+    (tmp_path / "device.jpg").symlink_to("/dev/zero")
+    with (tmp_path / "sparse.jpg").open("wb") as file:
+        file.truncate(30 * 2**30)
+    for name, said in (
+        ("pipe.jpg", "it is a FIFO, expected a regular file"),
+        ("folder.jpg", "it is a folder"),
+        ("device.jpg", "it is a device"),
+        ("sparse.jpg", r"32,212,254,720 bytes, 1,431,655,760 are allowed with data\.max_pixels=178956970"),
+        ("x" * 300 + ".jpg", "File name too long"),
+        ("nul\0.jpg", "no file name can hold a NUL"),
+        ("\ud800.jpg", "lone surrogate"),
+    ):
+        with pytest.raises(InputError, match=said) as caught:
+            read_image(tmp_path / name)
+        with pytest.raises(InputError, match=said):
+            read_ids(tmp_path / name)
+        str(caught.value).encode()
+
+
+def test_a_name_that_is_not_utf_8_is_read_and_shown(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.png")
+    picture().save(tmp_path / name)
+    assert read_image(tmp_path / name).shape == (3, 40, 60)
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(InputError, match=r"caf\\udce9\.png cannot be used"):
+        read_image(tmp_path / name)
 
 
 @pytest.mark.parametrize("content", [b"", b"GIF89a", b"hello", b"\xff\xd8\xff\xe0junk"])

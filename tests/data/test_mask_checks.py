@@ -12,8 +12,9 @@ from PIL import Image
 from detr_bf.data import file_check
 from detr_bf.data.coco import Source
 from detr_bf.data.doctor import Report, examine
+from detr_bf.data.panoptic import read_ids
 from detr_bf.errors import InputError
-from detr_bf.panoptic_png import read_ids, write_ids
+from detr_bf.panoptic_png import write_ids
 
 Factory = Callable[..., SimpleNamespace]
 FIRST = "0001_segments.png"
@@ -161,12 +162,11 @@ def test_a_segment_without_a_pixel(clinic: Clinic) -> None:
     assert clinic.examine().warnings[0].example == f"segment {clinic.segments[0]['id']} of image 1"
 
 
-@pytest.mark.parametrize("area", [1, None])
-def test_an_area_that_differs(clinic: Clinic, area: object) -> None:
+def test_an_area_that_differs(clinic: Clinic) -> None:
     pixels = clinic.segments[0]["area"]
-    clinic.segments[0]["area"] = area
+    clinic.segments[0]["area"] = 1
     assert clinic.findings() == [("warning", "area-differs", 1)]
-    assert clinic.examine().warnings[0].example.endswith(f"area {area}, the PNG has {pixels} pixels")
+    assert clinic.examine().warnings[0].example.endswith(f"area 1, the PNG has {pixels} pixels")
 
 
 @pytest.mark.parametrize("side", range(4))
@@ -206,7 +206,9 @@ def test_objects_without_a_usable_segmentation(coco_folder: Factory, tmp_path: P
     annotations[2]["segmentation"] = {"size": [64, 48], "counts": [64 * 48]}
     annotations[4].update(segmentation=None, iscrowd=1)
     [finding] = segmentation_findings(data, tmp_path / "cache").findings
-    assert (finding.severity, finding.code, finding.count) == ("error", "segmentation-unusable", 2)
+    assert (finding.severity, finding.code, finding.count) == ("error", "segmentation-unusable", 3), (
+        "crowds are read too"
+    )
     assert finding.example.startswith("annotation 2 of image 1: segmentation is none")
     assert segmentation_findings(data, tmp_path / "cache", masks=False).findings == ()
 
@@ -217,9 +219,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     seen: list[Path] = []
     original = file_check.read_ids
 
-    def recording(path: Path) -> torch.Tensor:
+    def recording(path: Path, *limits: int) -> torch.Tensor:
         seen.append(path)
-        return original(path)
+        return original(path, *limits)
 
     monkeypatch.setattr(file_check, "read_ids", recording)
     return seen

@@ -17,11 +17,11 @@ from detr_bf.config import load_config
 from detr_bf.data.batches import EpochBatches
 from detr_bf.data.coco import CocoDetection, read_annotations
 from detr_bf.data.loader import make_loader
-from detr_bf.data.panoptic import SegmentExtent, segment_extents
+from detr_bf.data.panoptic import SegmentExtent, read_ids, segment_extents
 from detr_bf.data.sample_key import SampleKey
 from detr_bf.data.transforms import eval_transform, train_transform
 from detr_bf.errors import InputError
-from detr_bf.panoptic_png import read_ids, write_ids
+from detr_bf.panoptic_png import write_ids
 from detr_bf.structures import Batch, ClassMap, Target
 
 Factory = Callable[..., SimpleNamespace]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import os
 import pickle
 import tarfile
 import tracemalloc
@@ -14,6 +15,7 @@ import torch
 from PIL import Image
 from torchvision.datasets import CIFAR100, FashionMNIST
 
+from detr_bf.data.image_doctor import examine_images
 from detr_bf.data.sources import (
     data_folder,
     fashion,
@@ -116,6 +118,57 @@ def test_lists_that_cannot_be_used(tmp_path: Path, train: str, said: str) -> Non
     lists(tmp_path, train)
     with pytest.raises(InputError, match=said):
         read_splits("list", str(tmp_path), "train.txt", "val.txt")
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("a, 1", "a"),
+        ("a,,1", "a"),
+        ("with space/2.png ,\t1", "with space/2.png"),
+        ("2 1", "2"),
+        ("b 7.png 1", "b 7.png"),
+    ],
+)
+def test_blanks_and_commas_part_path_and_label(tmp_path: Path, line: str, name: str) -> None:
+    lists(tmp_path, f"{line}\nz.png 0\n")
+    assert read_splits("list", str(tmp_path), "train.txt", "val.txt").train.images.names[0] == name
+
+
+@pytest.mark.parametrize("line", ["a" + "," * 10**6 + "x", "a" + " ," * 10**6 + "x", "1" * 10**6, "," * 10**6 + "1"])
+def test_a_long_line_is_read_in_linear_time(tmp_path: Path, line: str) -> None:
+    lists(tmp_path, line)
+    with pytest.raises(InputError, match="line 1: expected a path and a label") as caught:
+        read_splits("list", str(tmp_path), "train.txt", "val.txt")
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_list_with_a_name_that_cannot_be_one(tmp_path: Path) -> None:
+    lists(tmp_path, "a.png 0\nb.png 1\n")
+    for train in ("x" * 300, "a\0b", "."):
+        with pytest.raises(InputError, match="there is no list"):
+            read_splits("list", str(tmp_path), train, "val.txt")
+    for root in ("x" * 300, "a\0b"):
+        for kind in ("list", "image_folder"):
+            with pytest.raises(InputError, match=r"does not exist|there is no folder"):
+                read_splits(kind, root, "train", "val")
+
+
+def test_names_of_class_folders_are_cleaned(tmp_path: Path) -> None:
+    raw = ("a\nb", os.fsdecode(b"caf\xe9"))
+    class_folders(tmp_path, [f"{name}/1.png" for name in raw], [f"{name}/2.png" for name in raw])
+    splits = read_splits("image_folder", str(tmp_path), "train", "val")
+    assert splits.class_map.names == (r"a\nb", r"caf\udce9")
+    assert [splits.train.images.read(place).shape for place in (0, 1)] == [(3, 4, 6)] * 2
+
+
+def test_the_pixel_limit_holds_for_files(tmp_path: Path) -> None:
+    class_folders(tmp_path, ["a/1.png", "b/1.png"], ["a/2.png", "b/2.png"])
+    splits = read_splits("image_folder", str(tmp_path), "train", "val", max_pixels=23)
+    with pytest.raises(InputError, match=r"6 x 4 pixels .*data.max_pixels=23"):
+        splits.train.subset(torch.tensor([1])).images.read(0)
+    report = examine_images(splits, cache_dir=tmp_path / "cache")
+    assert [error.code for error in report.errors] == ["file-unreadable"] * 2
 
 
 def test_a_huge_label_is_told_without_counting_up_to_it(tmp_path: Path) -> None:

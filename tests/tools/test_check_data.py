@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torchvision.transforms.v2.functional import to_pil_image
 
 from tests.tools.image_runs import classifier_config, masked_config
@@ -41,6 +44,36 @@ def test_the_task_is_that_of_the_file(
     out = capsys.readouterr().out
     assert "file-unreadable" in out
     assert str(broken) in out
+
+
+def test_hostile_image_files_are_findings(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ghostscript is not started, a FIFO is not waited for, and a name does not forge the table."""
+    monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: pytest.fail("a program was started"))
+    cats = folders / "train" / "cat"
+    Image.new("RGB", (9, 9)).save(cats / "eps.jpg", format="EPS")
+    os.mkfifo(cats / "pipe.jpg")
+    with (cats / "sparse.jpg").open("wb") as file:
+        file.truncate(30 * 2**30)
+    (cats / "x\n0 errors, 0 warnings\x1b[2J.jpg").write_bytes(b"")
+    (cats / os.fsdecode(b"caf\xe9.jpg")).write_bytes((cats / "a.png").read_bytes()[:40])
+    assert (
+        run_tool(["--config", str(classifier_config(tmp_path)), "data.name=image_folder", f"data.root={folders}"]) == 2
+    )
+    out = capsys.readouterr().out
+    assert re.search(r"error +train +file-unreadable +5 ", out)
+    assert [line for line in out.splitlines() if line.startswith("0 errors")] == []
+    assert all(line.isprintable() for line in out.splitlines())
+
+
+@pytest.mark.parametrize("setting", ["data.root=" + "x" * 300, "data.root=/dev/null", "data.train=" + "y" * 300])
+def test_names_that_cannot_be_are_bad_input(
+    setting: str, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["data.name=image_folder", f"data.root={folders}", setting]
+    assert run_tool(["--config", str(classifier_config(tmp_path)), *given]) == 2
+    assert "error: there is no folder" in capsys.readouterr().err
 
 
 def test_the_task_may_be_inherited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -261,6 +261,7 @@ def broken_json(tmp_path: Path) -> str:
         ([broken_json], "not a COCO detection file"),
         (["data.train.images=/nowhere"], "image folder /nowhere"),
         (["data.val.annotations=''"], "data.val.annotations is not set"),
+        (["data.val.annotations=''", "data.val.images=''"], "data.val.images and data.val.annotations are not set"),
         (["train.epoch=3"], "unknown key 'train.epoch'"),
         (["train.epochs=many"], "train.epochs must be int"),
         (["batch_former.layers=[3]"], "batch_former.layers=[3]"),

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from detr_bf.data.images import image_bytes, open_image
+
 Split = Literal["train", "val"]
 Floats = NDArray[np.float32]
 Window = tuple[slice, slice]  # rows, columns
@@ -64,10 +66,9 @@ class Scene:
         return self.owner == layer
 
 
-def read_photo(path: Path) -> Image.Image:
-    """An image file as RGB."""
-    with Image.open(path) as photo:
-        return photo.convert("RGB")
+def read_photo(path: Path, mode: str = "RGB") -> Image.Image:
+    """An image file in Pillow's ``mode``."""
+    return open_image(image_bytes(path)).convert(mode)
 
 
 def area_of(photo: Image.Image, split: Split) -> Area:

@@ -225,7 +225,6 @@ def _is_excluded(path: Path) -> bool:
 
 
 def _read_cut_out(path: Path) -> Image.Image:
-    with Image.open(path) as image:
-        cut_out = image.convert("RGBA")
+    cut_out = read_photo(path, "RGBA")
     cut_out.thumbnail((LARGEST_STAMP, LARGEST_STAMP), Image.Resampling.LANCZOS)
     return cut_out

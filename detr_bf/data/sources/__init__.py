@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.sources.fashion import fashion_mnist, garment_pairs
 from detr_bf.data.sources.files import image_folder, image_list
 from detr_bf.data.sources.small import cifar10, cifar100, digits, mnist
@@ -40,7 +41,7 @@ __all__ = [
 ]
 
 
-def read_splits(name: str, root: str, train: str, val: str) -> LabelledSplits:
+def read_splits(name: str, root: str, train: str, val: str, max_pixels: int = MAX_PIXELS) -> LabelledSplits:
     """Both splits of a data set.
 
     Args:
@@ -48,6 +49,7 @@ def read_splits(name: str, root: str, train: str, val: str) -> LabelledSplits:
         root: folder of the images; of fetched data sets the cache, which has a default.
         train: folder (``image_folder``) or file (``list``) of the split; fetched data sets have their own.
         val: likewise.
+        max_pixels: that an image file may have.
 
     Raises:
         InputError: an unknown name, or the data cannot be had.
@@ -58,4 +60,4 @@ def read_splits(name: str, root: str, train: str, val: str) -> LabelledSplits:
         raise InputError(f"data.name: got {name!r}, expected one of {', '.join((*FETCHED, *ON_DISK))}")
     if not root:
         raise InputError(f"data.root is not set: data.name={name} needs data.root=FOLDER, the folder of the images")
-    return ON_DISK[name](root, train, val)
+    return ON_DISK[name](root, train, val, max_pixels)

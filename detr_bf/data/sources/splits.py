@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from detr_bf.data.images import read_image
+from detr_bf.data.images import MAX_PIXELS, read_image
 from detr_bf.errors import InputError
 from detr_bf.structures import ClassMap
 
@@ -51,15 +51,16 @@ class FileImages:
 
     folder: Path
     names: Sequence[str]  # paths within the folder
+    max_pixels: int = MAX_PIXELS
 
     def __len__(self) -> int:
         return len(self.names)
 
     def read(self, place: int) -> Tensor:
-        return read_image(self.folder / self.names[place])
+        return read_image(self.folder / self.names[place], max_pixels=self.max_pixels)
 
     def subset(self, places: Tensor) -> FileImages:
-        return FileImages(self.folder, [self.names[place] for place in places.tolist()])
+        return FileImages(self.folder, [self.names[place] for place in places.tolist()], self.max_pixels)
 
 
 @dataclass(frozen=True)

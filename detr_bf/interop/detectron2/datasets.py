@@ -16,7 +16,8 @@ from typing import Any
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import load_coco_json
 
-from detr_bf.data.coco import CocoAnnotations, annotated_size, check_folder, check_maps, is_box, read_annotations
+from detr_bf.data.annotation_values import annotation_values, is_id
+from detr_bf.data.coco import CocoAnnotations, annotated_size, check_folder, check_maps, read_annotations
 from detr_bf.data.panoptic import MapFile
 from detr_bf.errors import InputError
 from detr_bf.structures import ClassMap
@@ -191,11 +192,13 @@ def _read(folder: Path, path: Path) -> CocoAnnotations:
     if unknown := {one["category_id"] for one in content.annotations}.difference(content.class_map.category_ids):
         raise InputError(f"{path} has objects of categories {sorted(unknown)}, which it does not list")
     for one in content.annotations:
-        if not is_box(one.get("bbox")):
+        try:
+            annotation_values(one)
+        except ValueError as error:
             raise InputError(
-                f"{path}: image {one['image_id']} has bbox {one.get('bbox')}, expected four finite numbers x, y, "
-                "width, height; tools/check_data.py lists everything that is wrong with the data"
-            )
+                f"{path}: image {one['image_id']} has {error}; tools/check_data.py lists everything that is wrong with "
+                "the data"
+            ) from None
     return content
 
 
@@ -205,7 +208,7 @@ def _check_for_detectron2(content: CocoAnnotations) -> None:
         if annotated_size(image) is None:
             raise InputError(f"{content.path}: image {image['id']} has no height and width, which detectron2 reads")
     ids = [annotation.get("id") for annotation in content.annotations]
-    if None in ids or len(set(ids)) < len(ids):
+    if not all(map(is_id, ids)) or len(set(ids)) < len(ids):
         raise InputError(f"{content.path}: detectron2 reads the id of every annotation; give each one of its own")
     lacking = [key for key in ("area", "iscrowd") if any(key not in one for one in content.annotations)]
     if lacking or 0 in ids:

@@ -10,6 +10,7 @@ from PIL import Image
 from pycocotools.coco import COCO
 from scipy import ndimage
 
+from detr_bf.data.panoptic import read_ids
 from detr_bf.data.samples import scenes
 from detr_bf.data.samples.composite import BACKGROUND
 from detr_bf.data.samples.digits import load_photos, split_glyphs
@@ -25,7 +26,6 @@ from detr_bf.data.samples.scenes import (
     tinted,
 )
 from detr_bf.errors import InputError
-from detr_bf.panoptic_png import read_ids
 from tests.data.samples.conftest import Loaded, contents
 
 
