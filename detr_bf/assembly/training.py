@@ -143,7 +143,7 @@ def metrics_log(config: RunConfig, folder: RunFolder, resume_from: Checkpoint | 
     """Of the first process; None in all others."""
     if not distributed.is_main():
         return None
-    progress = resume_from.training["progress"] if resume_from is not None and resume_from.training else None
+    progress = resume_from.state_to_resume(str(folder.last))["progress"] if resume_from is not None else None
     return MetricsLog(
         folder.metrics,
         resume_from={"train": progress["step"], "val": progress["evaluated_step"]} if progress else None,

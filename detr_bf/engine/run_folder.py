@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from detr_bf.errors import InputError
+from detr_bf.files import is_folder
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,6 @@ class RunFolder:
 def checkpoint_of(path: str | Path) -> Path:
     """The best checkpoint of a run folder, or its last; a file is itself."""
     folder = RunFolder(Path(path))
-    if not folder.path.is_dir():
+    if not is_folder(folder.path):
         return folder.path
     return folder.best if folder.best.exists() else folder.last

@@ -19,6 +19,7 @@ from detr_bf.config import config_to_dict, load_config, saved_config
 from detr_bf.engine import Checkpoint, load_checkpoint
 from detr_bf.structures import ClassMap
 from detr_bf.tasks import task_of
+from tests.checkpoints import training
 from tests.tools.image_runs import classifier_config, masked_config
 from tests.tools.test_train_classifier import CNN, VARIANTS, VIT
 from tests.tools.test_train_net import assert_same, tool
@@ -45,7 +46,7 @@ def saved(config: Path, *settings: str, averaged: bool = True) -> Path:
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.2)
         states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
-    checkpoint = Checkpoint(states[0], CLASSES.to_dict(), config_to_dict(found), states[1], {"progress": {"step": 4}})
+    checkpoint = Checkpoint(states[0], CLASSES.to_dict(), config_to_dict(found), states[1], training())
     path = config.parent / "ours.pt"
     (checkpoint if averaged else replace(checkpoint, ema=None)).save(path)
     return path
