@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import timm
+from timm.layers import resample_abs_pos_embed
 from timm.layers.helpers import to_2tuple
 from torch import Tensor, nn
 
@@ -15,6 +18,8 @@ from detr_bf.assembly.trial import MISFIT, try_network
 from detr_bf.backbones.cifar_resnet import cifar_resnet
 from detr_bf.engine import checkpoint_of
 from detr_bf.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 CIFAR_RESNET = "cifar_resnet"
 ENCODER = "encoder."  # of a masked autoencoder
@@ -121,6 +126,24 @@ def _cifar_resnet(name: str, num_classes: int, options: Mapping[str, Any], **for
         return cifar_resnet(int(depth), num_classes, **options)
     except TypeError as error:
         raise InputError(f"model.name={name} does not take {dict(options)}: {error}") from error
+
+
+def with_resized_positions(network: nn.Module, weights: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """Interpolate the positions of a vision transformer that was trained on images of another size, and say so.
+
+    What is no square grid of positions of the same width is left as it is.
+    """
+    model, found = cast("Any", network), weights.get("pos_embed")
+    own, grid = getattr(model, "pos_embed", None), getattr(getattr(model, "patch_embed", None), "grid_size", None)
+    if found is None or own is None or grid is None or found.shape == own.shape:
+        return dict(weights)
+    prefix = own.shape[1] - grid[0] * grid[1]  # class tokens with a position of their own
+    side = math.isqrt(max(found.shape[1] - prefix, 0)) if found.dim() == own.dim() == 3 else 0
+    if not side or side**2 + prefix != found.shape[1] or found.shape[-1] != own.shape[-1]:
+        return dict(weights)
+    logger.info("init_from %s: its pos_embed of %d x %d patches is interpolated to %d x %d", source, side, side, *grid)
+    resized = resample_abs_pos_embed(found, list(grid), [side, side], num_prefix_tokens=prefix)
+    return {**weights, "pos_embed": resized}
 
 
 def read_network_weights(path: Path) -> dict[str, Tensor]:

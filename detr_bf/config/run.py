@@ -14,7 +14,7 @@ class OptimizerConfig:
     schedule: str = choice("step", "cosine")
     drop_epochs: list[int] = indices(200)  # schedule: step
     drop_factor: float = positive(0.1, 1)
-    warmup_steps: int = not_negative(0, STEPS)  # a tenth of a run that is not longer than this
+    warmup_steps: int = not_negative(0, STEPS)  # a tenth of all steps in a run that is no longer
     clip_norm: float = not_negative(0.1)  # largest gradient norm; 0 does not clip
 
 

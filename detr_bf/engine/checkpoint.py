@@ -323,13 +323,21 @@ def restore_rng(states: Any, seed: int) -> bool:
     """Set the generators of this process to those of its number among ``states``.
 
     Where there are fewer or more processes than saved states, it starts anew from ``seed``: False then.
+
+    Raises:
+        InputError: torch refuses the state.
     """
     if isinstance(states, Tensor):  # an earlier checkpoint, of one process
         states = [{"cpu": states, "cuda": None}]
     if len(states) != distributed.world_size():
         torch.manual_seed(seed)
         return False
-    set_rng_state(states[distributed.rank()])
+    try:
+        set_rng_state(states[distributed.rank()])
+    except RuntimeError as error:
+        raise InputError(
+            f"the checkpoint's state of the random numbers is damaged ({error}): use an earlier checkpoint"
+        ) from error
     return True
 
 

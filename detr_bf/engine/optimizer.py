@@ -167,14 +167,22 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], sour
                 moments[name] = torch.empty_like(parameter).copy_(moment)
 
 
+_ADAMW = {"step", "exp_avg", "exp_avg_sq"}  # what its step reads
+
+
 def _check_moments(optimizer: torch.optim.Optimizer, source: str) -> None:
     """The next step trusts the shapes of the moments, and one that is not finite would spoil the weights."""
     for number, (parameter, moments) in enumerate(optimizer.state.items()):
-        tensors = {f"optimizer.{number}.{name}": x for name, x in moments.items() if isinstance(x, torch.Tensor)}
-        wrong = [name for name, moment in tensors.items() if moment.dim() and moment.shape != parameter.shape]
+        named = {f"optimizer.{number}.{name}": moment for name, moment in moments.items() if moment is not None}
+        if isinstance(optimizer, torch.optim.AdamW) and moments and set(moments) != _ADAMW:
+            raise InputError(
+                f"{source}: its optimizer state is damaged, it holds {listed(sorted(map(str, moments)))}; expected "
+                f"{listed(sorted(_ADAMW))}. Use another copy of it"
+            )
+        check_weights(named, source)
+        wrong = [name for name, moment in named.items() if moment.dim() and moment.shape != parameter.shape]
         if wrong:
             raise InputError(f"{source}: {listed(wrong)} have not the shape of the parameter: use another copy of it")
-        check_weights(tensors, source)
 
 
 @dataclass(frozen=True)
