@@ -193,7 +193,7 @@ def _read(source: Path, task: str) -> Checkpoint:
     """
     checkpoint = load_checkpoint(source)
     found = checkpoint.config.get("task", "detection")  # earlier versions knew no other
-    if found in _OPTIONS and found != task:
+    if isinstance(found, str) and found in _OPTIONS and found != task:
         kind, option = _OPTIONS[found]
         raise InputError(f"{source} is a checkpoint of {kind}, expected one of {_OPTIONS[task][0]}: use {option}")
     return checkpoint

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import timm
-from timm.layers import resample_abs_pos_embed
 from timm.layers.helpers import to_2tuple
+from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from detr_bf import interop

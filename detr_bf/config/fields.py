@@ -57,14 +57,20 @@ NUMBERS = Rule(
     f"finite numbers of at most {_written(LARGE)}", lambda values: all(abs(value) <= LARGE for value in values)
 )
 LOCAL_PATH = Rule(
-    "a path on this machine (a URL is not fetched: download it first, and give the path of the file)",
-    lambda value: not re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", value),
+    "a path on this machine with names of at most 255 bytes (a URL is not fetched: download it first, and give the "
+    "path of the file)",
+    lambda value: _is_local_path(value),
 )
 ARGUMENTS = Rule(
     f"plain values with finite numbers of at most {_written(LARGE)}, depths of at most {LAYERS}, and no more than four "
     "levels",
     lambda values: _plain_arguments(values),
 )
+
+
+def _is_local_path(value: str) -> bool:
+    longest = max(len(name.encode(errors="surrogatepass")) for name in value.split("/"))
+    return longest <= 255 and len(value) <= 4000 and "\0" not in value and not re.match(r"[A-Za-z][\w+.-]*://", value)
 
 
 def _plain_arguments(value: Any, key: str = "", level: int = 0) -> bool:

@@ -36,6 +36,7 @@ _TOOLS = {  # by the task of a config: its schema, and the command that trains i
 }
 _LONGEST = 2**18  # bytes of a config file
 _NODES = 100_000  # values of a config file after its aliases are replaced by what they stand for
+_DEEPEST = 100  # levels of settings
 _FILES = 100  # that a config inherits from
 # Raised by omegaconf and PyYAML, and by Python for numbers of thousands of digits and for deep nesting.
 _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, OverflowError, RecursionError, TypeError)
@@ -105,16 +106,16 @@ def _with_new_names(tree: dict[str, Any]) -> dict[str, Any]:
     """Move settings of older versions to where they are now."""
     for old, new in _RENAMED.items():
         (old_group, old_name), (new_group, new_name) = old.split("."), new.split(".")
-        if isinstance(tree.get(old_group), dict) and old_name in tree[old_group]:
-            value = tree[old_group].pop(old_name)
-            tree = {**tree, new_group: {**(tree.get(new_group) or {}), new_name: value}}
+        source, target = tree.get(old_group), tree.get(new_group, {})
+        if isinstance(source, dict) and isinstance(target, dict) and old_name in source:
+            tree = {**tree, new_group: {**target, new_name: source.pop(old_name)}}
     return tree
 
 
 def _escaped(tree: Any, source: str, depth: int = 0) -> Any:
     """Return plain data in which omegaconf finds no interpolation: what looks like one stands for itself."""
-    if depth > _FILES:
-        raise InputError(f"{source}: its settings are nested too deeply, more than {_FILES} levels")
+    if depth > _DEEPEST:
+        raise InputError(f"{source}: its settings are nested too deeply, more than {_DEEPEST} levels")
     if isinstance(tree, dict):
         return {key: _escaped(value, source, depth + 1) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -196,11 +197,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _LONGEST:
             raise InputError(f"config file {shown} has more than {_LONGEST} bytes: that is no config")
         text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if root is not None and not isinstance(root, yaml.MappingNode):
+        if not isinstance(_composed(text, f"config file {shown}"), (yaml.MappingNode, type(None))):
             raise InputError(f"config file {shown} must hold 'key: value' lines")
-        if root is not None and _extent(root, {}) > _NODES:
-            raise InputError(f"config file {shown}: its aliases (*name) stand for more than {_NODES} values")
         tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
         assert isinstance(tree, dict), "its root is a mapping"
     except InputError:
@@ -211,6 +209,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if strange is not None:
         raise InputError(f"config file {shown}: the key {printable(repr(strange))} is no text, expected 'key: value'")
     return typing.cast("dict[str, Any]", tree)
+
+
+def _composed(text: str, name: str) -> yaml.Node | None:
+    """Parse YAML without making values of it, and refuse aliases that would fill the memory."""
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if root is not None and _extent(root, {}) > _NODES:
+        raise InputError(f"{name}: its aliases (*name) stand for more than {_NODES} values")
+    return root
 
 
 def _extent(node: yaml.Node, known: dict[int, float]) -> float:
@@ -225,11 +231,14 @@ def _extent(node: yaml.Node, known: dict[int, float]) -> float:
 
 def _parse_override(override: str) -> dict[str, Any]:
     shown = printable(override)
-    key, equals, _ = override.partition("=")
+    key, equals, value = override.partition("=")
     if not equals or not key.strip():
         raise InputError(f"override '{shown}' is not of the form key=value, train.epochs=12 for instance")
     try:
+        _composed(value, f"override '{shown}'")
         tree = OmegaConf.to_container(OmegaConf.from_dotlist([override]), resolve=False)
+    except InputError:
+        raise
     except (AttributeError, *_UNREADABLE) as error:
         raise InputError(f"override '{shown}' cannot be read: {_first_line(error)}") from error
     return typing.cast("dict[str, Any]", tree)

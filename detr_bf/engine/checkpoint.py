@@ -98,6 +98,7 @@ def check_stored(config: Any, class_map: Any, path: Path) -> None:
     """
     _check_plain(_mapping(config, "config", path), "config", path)
     classes = _mapping(class_map, "class_map", path)
+    ids: Any
     ids, names, things = (classes.get(name) for name in ("category_ids", "names", "is_thing"))
     columns = [column for column in (ids, names, things or None) if column is not None]
     sound = (
@@ -123,13 +124,13 @@ def _check_training(training: Mapping[Any, Any], path: Path) -> None:
         check_weights(named, str(path), finite=False)
     _mapping(training.get("scaler"), "training.scaler", path)
     progress = _mapping(training.get("progress"), "training.progress", path)
-    steps = [progress.get("step"), progress.get("evaluated_step")]
+    steps: Any = [progress.get("step"), progress.get("evaluated_step")]
     if not (_is_list_of(steps, int) and min(steps) >= 0 and all(map(_is_number, progress.values()))):
         raise _misshapen(path, "training.progress", "the numbers 'step' and 'evaluated_step' and others of their kind")
     if not _is_list_of([training.get("averaged")], int):
         raise _misshapen(path, "training.averaged", "a number of steps")
     rng = training.get("rng")
-    states = [{"cpu": rng, "cuda": None}] if isinstance(rng, Tensor) else rng  # a tensor in earlier checkpoints
+    states: Any = [{"cpu": rng, "cuda": None}] if isinstance(rng, Tensor) else rng  # a tensor in earlier checkpoints
     if not _is_list_of(states, dict) or not all(map(is_rng_state, states)):
         raise _misshapen(path, "training.rng", "the generator states of every process")
 
