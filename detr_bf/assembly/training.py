@@ -17,6 +17,7 @@ from detr_bf.data.batches import EpochBatches
 from detr_bf.data.sample_key import mixed_seed
 from detr_bf.engine import Checkpoint, LearningRate, MetricsLog, RunFolder, TrainSettings
 from detr_bf.errors import InputError
+from detr_bf.files import check_weights
 from detr_bf.structures import ClassMap
 
 logger = logging.getLogger(__name__)
@@ -154,7 +155,10 @@ def metrics_log(config: RunConfig, folder: RunFolder, resume_from: Checkpoint | 
     """Of the first process; None in all others."""
     if not distributed.is_main():
         return None
-    progress = resume_from.state_to_resume(str(folder.last))["progress"] if resume_from is not None else None
+    progress = None
+    if resume_from is not None:  # what cannot be resumed must not cost any lines of the file
+        progress = resume_from.state_to_resume(str(folder.last))["progress"]
+        check_weights(resume_from.model, str(folder.last))
     return MetricsLog(
         folder.metrics,
         resume_from={"train": progress["step"], "val": progress["evaluated_step"]} if progress else None,

@@ -105,7 +105,6 @@ def check_stored(config: Any, class_map: Any, path: Path) -> None:
         _is_list_of(ids, int)
         and _is_list_of(names, str)
         and (not things or _is_list_of(things, bool))
-        and set(classes) <= {"category_ids", "names", "is_thing"}
         and len({len(column) for column in columns}) == 1
         and len(set(ids)) == len(ids)
     )

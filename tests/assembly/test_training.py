@@ -17,6 +17,7 @@ from detr_bf.data.coco import CocoDetection
 from detr_bf.engine import Checkpoint, RunFolder
 from detr_bf.errors import InputError
 from detr_bf.structures import ClassMap
+from tests.checkpoints import training
 
 FOLDER = RunFolder(Path("run"))
 
@@ -115,6 +116,10 @@ def test_a_checkpoint_without_training_state_cannot_be_resumed(tmp_path: Path) -
     folder.metrics.write_text("kept")
     with pytest.raises(InputError, match=r"last\.pt holds weights alone .*init_from="):
         metrics_log(Config(), folder, trained_on(ClassMap((0,), ("cat",))))
+    assert folder.metrics.read_text() == "kept"
+    broken = Checkpoint({"a": torch.tensor(torch.nan)}, {}, {}, training=training())
+    with pytest.raises(InputError, match=r"last\.pt holds NaN or infinite weights"):
+        metrics_log(Config(), folder, broken)
     assert folder.metrics.read_text() == "kept"
 
 
