@@ -48,7 +48,7 @@ def convert(source: Path, target: Path, format_name: str | None = None, numberin
     foreign = format_name is not None and not interop.format_named(format_name).own
     if is_checkpoint(source):
         checkpoint = _read(source, "detection")
-        config = config_from_dict(checkpoint.config)
+        config = config_from_dict(checkpoint.config, source=f"the config in {source}")
         if numbering is not None:
             _check_classes(checkpoint.classes, numbering, source)
         if foreign and config.plugins.context_broadcasting.enabled:
@@ -81,7 +81,7 @@ def strip_batch_former(source: Path, target: Path) -> str:
             f"{target}: a checkpoint holds more than tensors, so its name must end in {', '.join(CHECKPOINT_SUFFIXES)}"
         )
     checkpoint = _read(source, "detection")
-    config = config_from_dict(checkpoint.config)
+    config = config_from_dict(checkpoint.config, source=f"the config in {source}")
     _check_strippable(config, source)
     stripped = stripped_checkpoint(checkpoint, config)
     _check_same_evaluation(checkpoint, stripped, str(source))
@@ -102,7 +102,7 @@ def strip_plugins(source: Path, target: Path) -> str:
     source = readable_file(checkpoint_of(source))
     _check_target(source, target)
     checkpoint = _read(source, "classification")
-    config = config_from_dict(checkpoint.config)
+    config = config_from_dict(checkpoint.config, source=f"the config in {source}")
     _check_plugins_strippable(config, source)
     num_classes, kept = checkpoint.classes.num_classes, without_plugins(checkpoint.weights)
     whole, plain = (build_classifier(each, num_classes, pretrained=False) for each in (config, _plain(config)))
@@ -128,7 +128,7 @@ def write_encoder(source: Path, target: Path) -> str:
     source = readable_file(checkpoint_of(source))
     _check_target(source, target)
     checkpoint = _read(source, "masked_autoencoding")
-    config = config_from_dict(checkpoint.config)
+    config = config_from_dict(checkpoint.config, source=f"the config in {source}")
     whole, plain = build_masked_autoencoder(config), build_masked_autoencoder(config).encoder
     load_strict(whole, checkpoint.weights, str(source))
     kept = {name.removeprefix(ENCODER): x for name, x in checkpoint.weights.items() if name.startswith(ENCODER)}

@@ -12,6 +12,7 @@ from typing import Any
 
 from detr_bf.config.fields import (
     LAYERS,
+    RATE,
     STEPS,
     WIDTH,
     arguments,
@@ -176,7 +177,7 @@ class ClassifierDataConfig(ImageDataConfig):
 @dataclass
 class ImageOptimizerConfig(OptimizerConfig):
     name: str = choice("adamw", "sgd")
-    lr: float = not_negative(5e-4, 1000)  # DeiT: 5e-4 x total batch / 512
+    lr: float = not_negative(5e-4, RATE)  # DeiT: 5e-4 x total batch / 512
     weight_decay: float = not_negative(0.05)  # of matrices; vectors (biases, norms, scales) and tokens have none
     decay_vectors: bool = False  # vectors, too: the recipes of residual networks
     schedule: str = choice("cosine", "step")
@@ -184,7 +185,7 @@ class ImageOptimizerConfig(OptimizerConfig):
     nesterov: bool = False  # sgd
     betas: list[float] = numbers(0.9, 0.999)  # adamw
     warmup_epochs: float = not_negative(5.0)
-    min_lr: float = not_negative(1e-5, 1000)  # where the cosine ends; at most lr
+    min_lr: float = not_negative(1e-5, RATE)  # where the cosine ends; at most lr
     clip_norm: float = not_negative(0.0)
 
     def check_values(self, prefix: str) -> None:
@@ -252,10 +253,10 @@ class MaskedDataConfig(ImageDataConfig):
 
 @dataclass
 class MaskedOptimizerConfig(ImageOptimizerConfig):
-    lr: float = not_negative(1.5e-4, 1000)  # MAE: 1.5e-4 x total batch / 256
+    lr: float = not_negative(1.5e-4, RATE)  # MAE: 1.5e-4 x total batch / 256
     betas: list[float] = numbers(0.9, 0.95)
     warmup_epochs: float = not_negative(40.0)
-    min_lr: float = not_negative(0.0, 1000)
+    min_lr: float = not_negative(0.0, RATE)
 
 
 @dataclass

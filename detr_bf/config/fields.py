@@ -25,13 +25,14 @@ class Rule:
 
 
 LARGE = 1e6  # the largest weight, cost or factor
+RATE = 1e30  # the largest learning rate: one that is too large ends a run by itself, at once
 STEPS = 10**9  # the most steps, images or pixels
 LAYERS = 100  # the most layers of one kind
 WIDTH = 16_384  # the largest number of channels, and of pixels of a side
 
 
 def _written(number: float) -> str:
-    return f"{number:g}" if abs(number) < 1e6 else f"{number:.0e}".replace("e+0", "e")
+    return f"{number:g}" if number < 1e6 else f"{number:.0e}".replace("e+0", "e").replace("e+", "e")
 
 
 def positive_rule(most: float = LARGE) -> Rule:

@@ -62,7 +62,14 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, schem
         if "task" in tree and _schema_of(tree, source) is not schema:  # it has other settings, which would be unknown
             raise InputError(f"{source} is of the task {tree['task']}: use {_TOOLS[tree['task']][1]}")
         merged = _merge(merged, tree, source, schema)
-    return _finish(merged, printable(path))
+    try:
+        config = OmegaConf.to_object(merged)
+    except _UNREADABLE as error:
+        key = getattr(error, "full_key", None)
+        where = f"config {printable(path)}:{f' {printable(key)}:' if key else ''}"
+        raise InputError(f"{where} {_first_line(error)}") from error
+    _check_values(config)
+    return config
 
 
 def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = (), *, source: str = "the saved config") -> Any:
@@ -78,7 +85,16 @@ def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = (), *, sou
     merged = _merge(OmegaConf.structured(schema), saved, source, schema)
     for override in overrides:
         merged = _merge(merged, _parse_override(override), f"override '{printable(override)}'", schema)
-    return _finish(merged, source)
+    try:
+        config = OmegaConf.to_object(merged)
+    except _UNREADABLE as error:  # text in the place of a number, or an override that cannot be resolved
+        key = str(getattr(error, "full_key", None) or "")
+        raise InputError(_wrong_type(source, key, _given(tree, key), schema)) from error
+    try:
+        _check_values(config)
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from error
+    return config
 
 
 def saved_config(path: Path) -> Any:
@@ -266,11 +282,13 @@ def _merge(merged: DictConfig, plain: dict[str, Any], source: str, schema: type[
         key = str(getattr(error, "full_key", "") or "")
         value = _given(plain, key)
         if (key and value is not None) or (isinstance(error, OmegaConfBaseException) and key):
-            raise InputError(
-                f"{source}: {printable(key)} must be {_expected_type(key, schema)}, got {printable(repr(value))} of "
-                f"type {type(value).__name__}"
-            ) from error
+            raise InputError(_wrong_type(source, key, value, schema)) from error
         raise InputError(f"{source} cannot be read: {_first_line(error)}") from error
+
+
+def _wrong_type(source: str, key: str, value: Any, schema: type[Any]) -> str:
+    expected, kind = _expected_type(key, schema), type(value).__name__
+    return f"{source}: {printable(key)} must be {expected}, got {printable(repr(value))} of type {kind}"
 
 
 def _given(tree: Any, key: str) -> Any:
@@ -329,16 +347,6 @@ def _expected_type(key: str, schema: type[Any]) -> str:
     return (
         hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("NoneType", "null")
     )
-
-
-def _finish(merged: DictConfig, source: str) -> Any:
-    try:
-        config = OmegaConf.to_object(merged)
-    except _UNREADABLE as error:
-        key = getattr(error, "full_key", None)
-        raise InputError(f"config {source}: {f'{printable(key)}: ' if key else ''}{_first_line(error)}") from error
-    _check_values(config)
-    return config
 
 
 def _holds(rule: Rule, value: Any) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from detr_bf.config.fields import STEPS, below_one, choice, fraction, indices, not_negative, path, positive, seed
+from detr_bf.config.fields import RATE, STEPS, below_one, choice, fraction, indices, not_negative, path, positive, seed
 
 
 @dataclass
 class OptimizerConfig:
-    lr: float = not_negative(1e-4, 1000)
+    lr: float = not_negative(1e-4, RATE)
     weight_decay: float = not_negative(1e-4)
     schedule: str = choice("step", "cosine")
     drop_epochs: list[int] = indices(200)  # schedule: step

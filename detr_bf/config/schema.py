@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from detr_bf.config.fields import (
     LAYERS,
+    RATE,
     STEPS,
     WIDTH,
     below_one,
@@ -184,7 +185,7 @@ class DataConfig(LoadingConfig):
 
 @dataclass
 class DetectorOptimizerConfig(OptimizerConfig):
-    backbone_lr: float = not_negative(1e-5, 1000)
+    backbone_lr: float = not_negative(1e-5, RATE)
     point_lr_factor: float = not_negative(1.0)  # times lr: what predicts reference points and sampling offsets
 
 

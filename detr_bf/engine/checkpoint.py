@@ -124,7 +124,8 @@ def _check_training(training: Mapping[Any, Any], path: Path) -> None:
     _mapping(training.get("scaler"), "training.scaler", path)
     progress = _mapping(training.get("progress"), "training.progress", path)
     steps: Any = [progress.get("step"), progress.get("evaluated_step")]
-    if not (_is_list_of(steps, int) and min(steps) >= 0 and all(map(_is_number, progress.values()))):
+    numbers = all(value is None or _is_number(value) for value in progress.values())
+    if not (_is_list_of(steps, int) and min(steps) >= 0 and numbers):
         raise _misshapen(path, "training.progress", "the numbers 'step' and 'evaluated_step' and others of their kind")
     if not _is_list_of([training.get("averaged")], int):
         raise _misshapen(path, "training.averaged", "a number of steps")
