@@ -82,11 +82,14 @@ def write_json(path: str | Path, value: Any) -> None:
     write_text(path, json.dumps(value, allow_nan=False, indent=None) + "\n")
 
 
-def read_torch(path: str | Path) -> Any:
+def read_torch(path: str | Path, *, own: bool = False) -> Any:
     """Return the content of a file of ``torch.save`` on the CPU: tensors and plain values, or command lines of them.
 
     The checkpoints of DETR and its successors hold their ``argparse.Namespace``, which executes nothing. The checksums
     of zip archives, which torch has written since 1.6, are compared; older files have none.
+
+    Args:
+        own: it is a file of ours, which is a zip archive in any case.
 
     Raises:
         InputError: the file is missing, damaged, or holds objects whose loading could execute code.
@@ -95,7 +98,7 @@ def read_torch(path: str | Path) -> Any:
     try:
         with path.open("rb") as file:
             is_zip = file.read(len(_ZIP)) == _ZIP
-        if is_zip:
+        if is_zip or own:
             check_sums(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)

@@ -59,7 +59,7 @@ def load_capture(path: Path) -> Capture:
     Raises:
         InputError: as :func:`detr_bf.files.read_torch`, or the file is something else.
     """
-    content = read_torch(path)
+    content = read_torch(path, own=True)
     expected = {field.name for field in fields(Capture)}
     if not isinstance(content, dict) or set(content) != expected or content["format"] != FORMAT:
         raise InputError(

@@ -68,7 +68,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         InputError: as :func:`detr_bf.files.read_torch`, or the file is of another program or version, or a part of it
             has another structure.
     """
-    content = read_torch(path)
+    content = read_torch(path, own=True)
     expected = set(Checkpoint.__dataclass_fields__)
     if not isinstance(content, dict) or set(content) != expected:
         found = listed(sorted(map(str, content))) if isinstance(content, dict) else f"a {type(content).__name__}"

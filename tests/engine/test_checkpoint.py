@@ -162,6 +162,14 @@ def test_a_part_of_another_structure_is_refused(tmp_path: Path, part: str, value
     assert "\n" not in str(caught.value)
 
 
+def test_a_changed_first_byte_is_called_damage(tmp_path: Path) -> None:
+    checkpoint(nn.Linear(2, 3)).save(tmp_path / "a.pt")
+    content = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "a.pt").write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(InputError, match=r"a\.pt is (truncated or )?damaged"):
+        load_checkpoint(tmp_path / "a.pt")
+
+
 def test_a_sound_checkpoint_of_earlier_versions_is_read(tmp_path: Path) -> None:
     classes = {"category_ids": [3, 1], "names": ["a", "b"]}
     assert load_checkpoint(written(tmp_path / "a.pt", "class_map", classes)).classes == ClassMap((3, 1), ("a", "b"))
