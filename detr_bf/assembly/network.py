@@ -18,6 +18,7 @@ from detr_bf.assembly.trial import MISFIT, try_network
 from detr_bf.backbones.cifar_resnet import cifar_resnet
 from detr_bf.engine import checkpoint_of
 from detr_bf.errors import InputError
+from detr_bf.text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +117,8 @@ def _check_known(name: str) -> None:
 def _cifar_resnet(name: str, num_classes: int, options: Mapping[str, Any], **foreign: float) -> nn.Module:
     """``foreign``: settings of ``model`` that it does not have."""
     depth = name.removeprefix(CIFAR_RESNET)
-    if not depth.isdecimal():
-        raise InputError(f"model.name={name}: give a depth, such as {CIFAR_RESNET}32")
+    if not (depth.isdecimal() and len(depth) <= 4):
+        raise InputError(f"model.name={printable(name)}: give a depth of at most four digits, such as {CIFAR_RESNET}32")
     for setting, value in foreign.items():
         if value:
             off = "false" if value is True else "0"

@@ -39,6 +39,8 @@ def refusals() -> Any:
     yield VIT, {"options": TINY | {"act_layer": "no"}}, r"does not take .*'act_layer': 'no'"
     yield "inception_v3", {}, r"colour images of data.transforms.size=32 "
     yield "vgg11", {"drop_path": 0.1}, r"vgg11 does not take .*drop_path_rate"
+    yield "cifar_resnet1000002", {}, r"give a depth of at most four digits"
+    yield "cifar_resnet" + "9" * 5000, {}, r"give a depth of at most four digits"
     yield "cifar_resnet8", {"pretrained": True}, r"cifar_resnet8 has no pretrained: set model.pretrained=false"
     yield "cifar_resnet8", {"dropout": 0.1}, r"cifar_resnet8 has no dropout: set model.dropout=0"
     yield "cifar_resnet8", {"drop_path": 0.1}, r"cifar_resnet8 has no drop_path: set model.drop_path=0"
