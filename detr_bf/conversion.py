@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from detr_bf.config.classifier import PluginsConfig
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, checkpoint_of, is_checkpoint, load_checkpoint, load_strict
 from detr_bf.errors import InputError
+from detr_bf.files import check_weights, is_folder, readable_file
 from detr_bf.structures import Batch, ClassMap
 from detr_bf.vit import without_plugins
 
@@ -41,9 +42,9 @@ def convert(source: Path, target: Path, format_name: str | None = None, numberin
 
     Raises:
         InputError: it is a checkpoint of another task or of other classes, or see :func:`detr_bf.interop.read_weights`,
-            :func:`detr_bf.interop.write_weights` and :func:`detr_bf.interop.renumbered`.
+            :func:`detr_bf.interop.write_weights` and :func:`detr_bf.interop.renumbered`; or weights are not finite.
     """
-    source = checkpoint_of(source)
+    source = readable_file(checkpoint_of(source))
     _check_target(source, target)
     foreign = format_name is not None and not interop.format_named(format_name).own
     if is_checkpoint(source):
@@ -58,6 +59,7 @@ def convert(source: Path, target: Path, format_name: str | None = None, numberin
         )
     weights = without_plugins(weights) if foreign else weights  # what is left of them only training reads
     weights = interop.renumbered(weights, numbering) if numbering else weights
+    check_weights(weights, str(source))
     with _writing(target):
         interop.write_weights(target, weights, format_name)
     heads = f", class heads of {interop.class_rows(weights)} rows" if numbering else ""
@@ -72,14 +74,14 @@ def strip_batch_former(source: Path, target: Path) -> str:
     Raises:
         InputError: ``source`` is no checkpoint of ours, has no batch attention, or evaluation uses it.
     """
-    source = checkpoint_of(source)
+    source = readable_file(checkpoint_of(source))
     _check_target(source, target)
     if target.suffix not in CHECKPOINT_SUFFIXES:
         raise InputError(
             f"{target}: a checkpoint holds more than tensors, so its name must end in {', '.join(CHECKPOINT_SUFFIXES)}"
         )
     checkpoint = _read(source, "detection")
-    config = config_from_dict(checkpoint.config)
+    config = config_from_dict(checkpoint.config, source=f"the config in {source}")
     _check_strippable(config, source)
     stripped = stripped_checkpoint(checkpoint, config)
     _check_same_evaluation(checkpoint, stripped, str(source))
@@ -97,10 +99,10 @@ def strip_plugins(source: Path, target: Path) -> str:
     Raises:
         InputError: ``source`` is no checkpoint of a classifier, or evaluation uses more than the network has.
     """
-    source = checkpoint_of(source)
+    source = readable_file(checkpoint_of(source))
     _check_target(source, target)
     checkpoint = _read(source, "classification")
-    config = config_from_dict(checkpoint.config)
+    config = config_from_dict(checkpoint.config, source=f"the config in {source}")
     _check_plugins_strippable(config, source)
     num_classes, kept = checkpoint.classes.num_classes, without_plugins(checkpoint.weights)
     whole, plain = (build_classifier(each, num_classes, pretrained=False) for each in (config, _plain(config)))
@@ -123,10 +125,10 @@ def write_encoder(source: Path, target: Path) -> str:
     Raises:
         InputError: ``source`` is no checkpoint of a masked autoencoder.
     """
-    source = checkpoint_of(source)
+    source = readable_file(checkpoint_of(source))
     _check_target(source, target)
     checkpoint = _read(source, "masked_autoencoding")
-    config = config_from_dict(checkpoint.config)
+    config = config_from_dict(checkpoint.config, source=f"the config in {source}")
     whole, plain = build_masked_autoencoder(config), build_masked_autoencoder(config).encoder
     load_strict(whole, checkpoint.weights, str(source))
     kept = {name.removeprefix(ENCODER): x for name, x in checkpoint.weights.items() if name.startswith(ENCODER)}
@@ -157,10 +159,11 @@ def random_batch(config: Config) -> Batch:
 
 
 def _check_target(source: Path, target: Path) -> None:
-    if target.is_dir():
+    if is_folder(target):
         raise InputError(f"{target} is a folder: name the file to write")
-    if target.exists() and source.exists() and target.samefile(source):
-        raise InputError(f"{target} is the checkpoint that is read: name another file to write")
+    with suppress(OSError):  # there is no target yet, or its name is too long
+        if target.samefile(source):
+            raise InputError(f"{target} is the checkpoint that is read: name another file to write")
 
 
 def _check_classes(classes: ClassMap, numbering: str, source: Path) -> None:
@@ -195,7 +198,7 @@ def _read(source: Path, task: str) -> Checkpoint:
     """
     checkpoint = load_checkpoint(source)
     found = checkpoint.config.get("task", "detection")  # earlier versions knew no other
-    if found in _OPTIONS and found != task:
+    if isinstance(found, str) and found in _OPTIONS and found != task:
         kind, option = _OPTIONS[found]
         raise InputError(f"{source} is a checkpoint of {kind}, expected one of {_OPTIONS[task][0]}: use {option}")
     return checkpoint

@@ -6,20 +6,23 @@ import argparse
 import json
 import os
 import pickle
+import re
 import stat
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from detr_bf.errors import InputError
+from detr_bf.text import printable
+
+_ZIP = b"PK\x03\x04"
 
 UNFINISHED = ".detr_bf-unfinished-"  # temporary files begin with this, and no other files are ever removed as such
 _STEM = 40  # characters of a file's name that its temporary name repeats; names are limited to 255 bytes
@@ -170,13 +173,6 @@ def is_file(path: Path) -> bool:
     return False
 
 
-def is_folder(path: Path) -> bool:
-    """Return whether there is a folder; see :func:`is_file`."""
-    with suppress(OSError):
-        return path.is_dir()
-    return False
-
-
 def read_json(path: str | Path, limit: int = MAX_JSON_BYTES) -> Any:
     """Return the value in a JSON file of at most ``limit`` bytes.
 
@@ -191,20 +187,28 @@ def read_json(path: str | Path, limit: int = MAX_JSON_BYTES) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def read_torch(path: str | Path) -> Any:
-    """What ``torch.save`` wrote, on the CPU, if it holds tensors and plain values only, or command lines of them.
+def read_torch(path: str | Path, *, own: bool = False) -> Any:
+    """Return the content of a file of ``torch.save`` on the CPU: tensors and plain values, or command lines of them.
 
-    The checkpoints of DETR and its successors hold their ``argparse.Namespace``, which executes nothing.
+    The checkpoints of DETR and its successors hold their ``argparse.Namespace``, which executes nothing. The checksums
+    of zip archives, which torch has written since 1.6, are compared; older files have none.
+
+    Args:
+        own: it is a file of ours, which is a zip archive in any case.
 
     Raises:
         InputError: the file is missing, damaged, or holds objects whose loading could execute code.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise InputError(f"file not found: {path}")
+    path = readable_file(path)
     try:
+        with path.open("rb") as file:
+            is_zip = file.read(len(_ZIP)) == _ZIP
+        if is_zip or own:
+            check_sums(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
+    except InputError:
+        raise
     except pickle.UnpicklingError as error:
         raise InputError(
             f"{path} was refused: it is damaged, or it holds more than tensors and plain values, and loading that "
@@ -212,43 +216,127 @@ def read_torch(path: str | Path) -> Any:
             "dict alone"
         ) from error
     except Exception as error:  # the unpickler meets garbage with almost any of them
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"{path} is truncated or damaged ({reason}): use another copy of it") from error
-
-
-def read_whole(path: Path) -> Any:
-    """As :func:`read_torch`, after :func:`check_sums`: for files of ours, which always have them."""
-    check_sums(path)
-    return read_torch(path)
+        raise InputError(f"{path} is truncated or damaged ({_reason(error)}): use another copy of it") from error
 
 
 def check_sums(path: Path) -> None:
-    """Compare every part of a file of ``torch.save`` with the checksum it was written with.
+    """Compare every part of a zip archive of ``torch.save`` with its CRC-32.
 
     Raises:
-        InputError: the file is missing, cut off, or a bit of it has changed.
+        InputError: the file is missing, cut off, no such archive, or a bit of it has changed.
     """
-    if not path.is_file():
-        raise InputError(f"file not found: {path}")
+    path = readable_file(path)
     try:
         with zipfile.ZipFile(path) as parts:
-            folders = (part.filename for part in parts.infolist() if part.external_attr)  # to torch they are empty
-            damaged = parts.testzip() or next(folders, None)
+            listed = parts.infolist()
+            # torch takes an entry with attributes for a folder, and itself never compresses: a bomb would
+            changed = [part.filename for part in listed if part.external_attr or part.compress_type]
+            damaged = next(iter(changed), None) or parts.testzip()
     except Exception as error:  # a file of garbage meets almost any of them
-        raise InputError(f"{path} is truncated or damaged ({error}): use another copy of it") from error
+        raise InputError(f"{path} is truncated or damaged ({_reason(error)}): use another copy of it") from error
     if damaged is not None:
-        raise InputError(f"{path} is damaged: its part {damaged} is not what was written; use another copy of it")
+        raise InputError(
+            f"{path} is damaged: its part {printable(damaged)} is not what was written; use another copy of it"
+        )
 
 
 def read_safetensors(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU.
+    """Return the tensors of a safetensors file on the CPU; the format has no checksums.
 
     Raises:
         InputError: the file is missing or damaged.
     """
-    if not Path(path).is_file():
-        raise InputError(f"file not found: {path}")
+    path = readable_file(path)
     try:
         return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{path}: not a readable safetensors file ({error}); get the file again") from error
+    except Exception as error:  # SafetensorError, OSError, and whatever torch says of a type it does not know
+        raise InputError(f"{path}: not a readable safetensors file ({_reason(error)}); get the file again") from error
+
+
+def readable_file(path: str | Path) -> Path:
+    """Return the path of a regular file, which can be opened without waiting for another process.
+
+    Raises:
+        InputError: there is no such file, or it is a URL, a folder, a FIFO or a device.
+    """
+    path = Path(path)
+    shown, mode = printable(path), _mode(path)
+    if stat.S_ISREG(mode):
+        return path
+    if re.match(r"(https?|ftp|s3|hf|gs)://?", str(path)):
+        raise InputError(f"{shown}: files are not fetched from a URL; download it and give the path of the file")
+    if stat.S_ISDIR(mode):
+        raise InputError(f"{shown} is a folder, expected a file")
+    if mode:
+        raise InputError(f"{shown} is a FIFO, a socket or a device, expected a regular file")
+    raise InputError(f"file not found: {shown}")
+
+
+def is_folder(path: str | Path) -> bool:
+    """Return whether it is a folder; a name that is too long for the system is none."""
+    return stat.S_ISDIR(_mode(Path(path)))
+
+
+def _mode(path: Path) -> int:
+    """Return the type and permissions of a file; 0 where there is none."""
+    try:
+        return path.stat().st_mode
+    except (OSError, ValueError):  # the latter for a null byte in the name
+        return 0
+
+
+def check_weights(weights: Mapping[Any, Any], source: str, *, finite: bool = True) -> None:
+    """Refuse tensors that no network can be filled with.
+
+    Args:
+        weights: names to tensors.
+        source: the file, for messages.
+        finite: also refuse NaN and infinity.
+
+    Raises:
+        InputError: a name is no text; or a value is no dense, real tensor with numbers and memory of its own for each;
+            or it is not finite. The tensors are named.
+    """
+    strange = [f"{name} ({found})" for name, value in weights.items() if (found := _strange(name, value))]
+    if strange:
+        raise InputError(f"{source} holds what cannot be weights: {listed(strange)}. Expected names and dense tensors")
+    broken = [name for name, value in weights.items() if finite and not _is_finite(value)]
+    if broken:
+        raise InputError(
+            f"{source} holds NaN or infinite weights, so that every answer would be wrong, in {listed(broken)}. Use an "
+            "earlier checkpoint, or train again"
+        )
+
+
+def listed(names: Sequence[str], limit: int = 8) -> str:
+    """Return the first ``limit`` names, followed by the number of the others."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(printable, names[:limit])) + more
+
+
+def _strange(name: Any, value: Any) -> str | None:
+    """Return the reason why it is not a weight, or None."""
+    if not isinstance(name, str):
+        return f"a name of type {type(name).__name__}"
+    if not isinstance(value, Tensor):
+        return f"a value of type {type(value).__name__}"
+    if value.is_meta or value.is_nested:
+        return "without numbers" if value.is_meta else "nested"
+    if value.layout != torch.strided:
+        return "sparse"
+    if value.is_quantized or value.is_complex():
+        return "quantized" if value.is_quantized else "complex"
+    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        return "overlapping memory"
+    return None
+
+
+def _is_finite(value: Tensor) -> bool:
+    if not value.is_floating_point():
+        return True
+    return bool((value if value.element_size() > 1 else value.float()).isfinite().all())
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return printable(lines[0] if lines else type(error).__name__)

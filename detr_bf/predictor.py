@@ -193,7 +193,7 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor | Classi
     """
     source = checkpoint_of(path)
     checkpoint = load_checkpoint(source)
-    config = config_from_dict(checkpoint.config)
+    config = config_from_dict(checkpoint.config, source=f"the config in {source}")
     config.device = device
     if isinstance(config, Config):
         return _detector(config, checkpoint, str(source))

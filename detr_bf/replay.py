@@ -76,7 +76,7 @@ def replay(source: Path, *, device: str = "auto", precision: str | None = None, 
             training split that Balanced Softmax counts is not at hand.
     """
     capture = load_capture(source)
-    config = config_from_dict(capture.config)
+    config = config_from_dict(capture.config, source=f"the config in {source}")
     config.device = device
     place, dtype = device_of(config), capture.precision if precision is None else _precision(precision)
     differences = _differences(capture, config, place, dtype)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,12 +20,14 @@ from detr_bf.files import (
     atomic_write,
     cache_folder,
     check_sums,
+    check_weights,
     is_file,
     is_folder,
     read_json,
     read_regular,
     read_safetensors,
     read_torch,
+    readable_file,
     remove_unfinished,
     write_json,
     write_text,
@@ -119,6 +123,113 @@ def test_every_changed_bit_of_a_tensor_is_found(tmp_path: Path) -> None:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(InputError, match=r"a\.pt is (truncated or )?damaged"):
             check_sums(path)
+
+
+def test_every_changed_bit_of_a_tensor_is_found_by_reading(tmp_path: Path) -> None:
+    """Initial weights, backbones and foreign checkpoints are read by it."""
+    path = tmp_path / "a.pt"
+    whole = saved(path)
+    place = whole.index(torch.arange(1000.0).numpy().tobytes()) + 2345
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    torch.load(path, weights_only=True)
+    with pytest.raises(InputError, match=r"a\.pt is (truncated or )?damaged"):
+        read_torch(path)
+
+
+def test_files_before_checksums_are_read(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(3)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    assert torch.equal(read_torch(tmp_path / "a.pt")["a"], torch.arange(3))
+
+
+def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    saved(tmp_path / "a.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "a.pt") as old,
+        zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for part in old.infolist():
+            new.writestr(part.filename, old.read(part))
+    with pytest.raises(InputError, match=r"b\.pt is damaged"):
+        read_torch(tmp_path / "b.pt")
+
+
+@pytest.mark.parametrize("read", [read_torch, read_safetensors, check_sums])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("folder", "folder is a folder, expected a file"),
+        ("pipe", "pipe is a FIFO, a socket or a device"),
+        ("x" * 300, "file not found: .*xxx"),
+        ("nul\0byte", r"file not found: .*nul\\x00byte"),
+        ("no/such/file", "file not found"),
+    ],
+)
+def test_what_is_no_file_is_refused_without_waiting(
+    tmp_path: Path, read: Callable[[Path], object], name: str, message: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match=message):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize("url", ["https://example.org/a.pth", "http://a.b/c", "s3://bucket/a.pth"])
+def test_a_url_is_no_path(url: str) -> None:
+    with pytest.raises(InputError, match="files are not fetched from a URL; download it"):
+        readable_file(Path(url))
+
+
+def nested_tensor() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: torch.ones(2, 2).to_sparse(), "sparse"),
+        (lambda: torch.ones(2, 2).to_sparse_csr(), "sparse"),
+        (lambda: torch.ones(2, device="meta"), "without numbers"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantized"),
+        (lambda: torch.ones(2, dtype=torch.complex64), "complex"),
+        (lambda: torch.ones(1).expand(10**9, 10**9), "overlapping memory"),
+        (nested_tensor, "nested"),
+        (lambda: 3, "a value of type int"),
+        (lambda: None, "a value of type NoneType"),
+    ],
+)
+def test_what_cannot_be_weights_is_refused(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(InputError, match=rf"a\.pt holds what cannot be weights: b \({said}\)\. Expected"):
+        check_weights({"a": torch.ones(2), "b": make()}, "a.pt")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2])
+def test_weights_that_are_not_finite_are_named(value: float, dtype: torch.dtype) -> None:
+    weights = {"a": torch.ones(2), "b\x1b": torch.tensor([1.0, value]).to(dtype), "c": torch.tensor(3)}
+    with pytest.raises(InputError, match=r"a\.pt holds NaN or infinite weights, .* in b\\x1b\. Use an earlier"):
+        check_weights(weights, "a.pt")
+    check_weights(weights, "a.pt", finite=False)
+
+
+def test_ordinary_weights_pass() -> None:
+    shared = torch.randn(4, 6)
+    check_weights(
+        {
+            "a": shared,
+            "b": shared,  # tied
+            "transposed": shared.T,
+            "part": shared[1:, ::2],
+            "empty": torch.ones(0, 3),
+            "large": torch.tensor([-3e38, 3e38]),
+            "counter": torch.tensor(2**62),
+            "mask": torch.tensor([True]),
+            "half": torch.ones(2, dtype=torch.bfloat16),
+        },
+        "a.pt",
+    )
+    with pytest.raises(InputError, match=r"3 \(a name of type int\)"):
+        check_weights({3: shared}, "a.pt")
 
 
 def test_a_changed_bit_anywhere_is_found_or_does_no_harm(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from detr_bf.cli import run_tool
-from detr_bf.config import load_config, saved_config
+from detr_bf.config import load_config, schema_of
 from detr_bf.tasks import task_of
 from detr_bf.text import safe_message
 
@@ -33,7 +33,7 @@ def config_of_any_task(path: str | None, overrides: Sequence[str]) -> Any:
     """The task is the file's; without a file detection."""
     if path is None:
         return load_config(None, overrides)
-    return load_config(path, overrides, schema=type(saved_config(Path(path))))
+    return load_config(path, overrides, schema=schema_of(Path(path)))
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def load_classifier(
         InputError: it is no checkpoint of a classifier.
     """
     checkpoint = load_checkpoint(checkpoint_of(source))
-    config = config_from_dict(checkpoint.config, overrides)
+    config = config_from_dict(checkpoint.config, overrides, source=f"the config in {source}")
     if not isinstance(config, ClassifierConfig):
         raise InputError(f"{source} is a run of the task {config.task}, expected a classifier's")
     model = build_classifier(config, checkpoint.classes.num_classes, pretrained=False)

@@ -15,7 +15,7 @@ from detr_bf.assembly.classifier import build_classifier, build_classifier_crite
 from detr_bf.assembly.classifier_data import ImageSplits, build_image_splits, val_loop
 from detr_bf.assembly.image_training import image_trainer
 from detr_bf.assembly.model import device_of
-from detr_bf.assembly.network import read_network_weights
+from detr_bf.assembly.network import read_network_weights, with_resized_positions
 from detr_bf.assembly.training import PRECISIONS, check_same_classes
 from detr_bf.assembly.trial import check_batch_norm
 from detr_bf.config import ClassifierConfig
@@ -51,7 +51,7 @@ def build_classifier_trainer(
 def _initialise(network: nn.Module, config: ClassifierConfig) -> None:
     """Load ``init_from``; of a linear probe all but the classifier."""
     if config.init_from:
-        weights = read_network_weights(Path(config.init_from))
+        weights = with_resized_positions(network, read_network_weights(Path(config.init_from)), config.init_from)
         logger.info(load_fitting(network, weights, config.init_from, "head" if config.model.linear_probe else None))
     elif config.model.linear_probe and not config.model.pretrained:
         raise InputError(

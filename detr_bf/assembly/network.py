@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import timm
 from timm.layers.helpers import to_2tuple
+from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from detr_bf import interop
@@ -15,6 +18,9 @@ from detr_bf.assembly.trial import MISFIT, try_network
 from detr_bf.backbones.cifar_resnet import cifar_resnet
 from detr_bf.engine import checkpoint_of
 from detr_bf.errors import InputError
+from detr_bf.text import printable
+
+logger = logging.getLogger(__name__)
 
 CIFAR_RESNET = "cifar_resnet"
 ENCODER = "encoder."  # of a masked autoencoder
@@ -111,8 +117,8 @@ def _check_known(name: str) -> None:
 def _cifar_resnet(name: str, num_classes: int, options: Mapping[str, Any], **foreign: float) -> nn.Module:
     """``foreign``: settings of ``model`` that it does not have."""
     depth = name.removeprefix(CIFAR_RESNET)
-    if not depth.isdecimal():
-        raise InputError(f"model.name={name}: give a depth, such as {CIFAR_RESNET}32")
+    if not (depth.isdecimal() and len(depth) <= 4):
+        raise InputError(f"model.name={printable(name)}: give a depth of at most four digits, such as {CIFAR_RESNET}32")
     for setting, value in foreign.items():
         if value:
             off = "false" if value is True else "0"
@@ -121,6 +127,24 @@ def _cifar_resnet(name: str, num_classes: int, options: Mapping[str, Any], **for
         return cifar_resnet(int(depth), num_classes, **options)
     except TypeError as error:
         raise InputError(f"model.name={name} does not take {dict(options)}: {error}") from error
+
+
+def with_resized_positions(network: nn.Module, weights: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """Interpolate the positions of a vision transformer that was trained on images of another size, and say so.
+
+    What is no square grid of positions of the same width is left as it is.
+    """
+    model, found = cast("Any", network), weights.get("pos_embed")
+    own, grid = getattr(model, "pos_embed", None), getattr(getattr(model, "patch_embed", None), "grid_size", None)
+    if found is None or own is None or grid is None or found.shape == own.shape:
+        return dict(weights)
+    prefix = own.shape[1] - grid[0] * grid[1]  # class tokens with a position of their own
+    side = math.isqrt(max(found.shape[1] - prefix, 0)) if found.dim() == own.dim() == 3 else 0
+    if not side or side**2 + prefix != found.shape[1] or found.shape[-1] != own.shape[-1]:
+        return dict(weights)
+    logger.info("init_from %s: its pos_embed of %d x %d patches is interpolated to %d x %d", source, side, side, *grid)
+    resized = resample_abs_pos_embed(found, list(grid), [side, side], num_prefix_tokens=prefix)
+    return {**weights, "pos_embed": resized}
 
 
 def read_network_weights(path: Path) -> dict[str, Tensor]:

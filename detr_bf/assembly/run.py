@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from detr_bf.assembly.training import (
 from detr_bf.config import Config, config_to_dict
 from detr_bf.data.batches import SameSizeBatches, aspect_buckets
 from detr_bf.data.coco import CocoDetection
+from detr_bf.data.transforms import resized_size
 from detr_bf.detectors import Detector
 from detr_bf.engine import (
     Checkpoint,
@@ -58,6 +60,7 @@ def build_trainer(config: Config, folder: RunFolder, resume_from: Checkpoint | N
     device = device_of(config)
     data = build_train_data(config)
     check_same_classes(data.class_map, resume_from, folder)
+    check_enough_tokens(config, data, "train")
     model = build_model(config, data.class_map.num_classes, pretrained=resume_from is None and not config.init_from)
     if resume_from is None:
         _initialise(model, config)
@@ -94,6 +97,40 @@ def _initialise(model: Detector, config: Config) -> None:
         )
 
 
+def check_enough_tokens(config: Config, data: CocoDetection, split: str) -> None:
+    """Refuse images whose tokens are fewer than the queries that a two-stage detector takes from them.
+
+    Sizes are those that the annotations name, after the transforms; where they name none, nothing is known before the
+    batch. A batch may pad a small image to the size of a larger one, but it need not.
+
+    Raises:
+        InputError: an image may have too few.
+    """
+    if config.model.name != "deformable_detr" or not config.model.deformable.two_stage:
+        return
+    transforms, wanted = config.data.transforms, config.model.num_queries
+    side = min(transforms.short_sides) if split == "train" else transforms.eval_short_side
+    named = [size for size in data.sizes if size is not None and min(size) > 0]
+    sizes = {resized_size(*size, side, transforms.max_size): f"an image of {size[1]} x {size[0]}" for size in named}
+    if split == "train" and transforms.random_crop and max(transforms.crop_short_sides) >= transforms.crop_min:
+        sizes.setdefault((side, side), "a square crop")
+    found, (height, width) = min(((_num_tokens(config, size), size) for size in sizes), default=(wanted, (0, 0)))
+    if found < wanted:
+        setting = "short_sides" if split == "train" else "eval_short_side"
+        raise InputError(
+            f"model.deformable.two_stage=true takes model.num_queries={wanted} queries from the tokens of an image: "
+            f"{sizes[height, width]} of data.{split}, resized to {width} x {height}, has only {found}: lower "
+            f"model.num_queries, or raise data.transforms.{setting}"
+        )
+
+
+def _num_tokens(config: Config, size: tuple[int, int]) -> int:
+    """Tokens of an image of that height and width, on all levels."""
+    strides = list(config.model.backbone.strides)
+    strides += [strides[-1] * 2 ** (level + 1) for level in range(config.model.extra_levels)]
+    return sum(math.prod(-(-side // stride) for side in size) for stride in strides)
+
+
 def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
     """Weights of a checkpoint of ours, of a foreign format, or by themselves under our names."""
     return interop.read_weights(checkpoint_of(path))
@@ -102,6 +139,7 @@ def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
 def build_evaluation(config: Config, class_map: ClassMap, device: torch.device, folder: RunFolder) -> Evaluation:
     """Evaluation on the validation split; panoptic maps are left in ``folder``."""
     data, source = build_val_data(config, class_map), data_source(config, "val")
+    check_enough_tokens(config, data, "val")
     loader = build_loader(config, device)
     # where the images of a batch see each other, the batch must not depend on their sizes
     sizes = [(0, 0)] * len(data) if config.batch_former.mode == "mini_batch_inference" else data.sizes

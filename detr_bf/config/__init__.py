@@ -8,6 +8,7 @@ from detr_bf.config.loader import (
     known_keys,
     load_config,
     saved_config,
+    schema_of,
 )
 from detr_bf.config.run import RunConfig
 from detr_bf.config.schema import Config
@@ -23,4 +24,5 @@ __all__ = [
     "known_keys",
     "load_config",
     "saved_config",
+    "schema_of",
 ]

@@ -22,5 +22,5 @@ class LocalizationConfig:
     enabled: bool = False
     weight: float | None = not_negative(None)  # null: the published 0.01 of a ViT, 0.5 of Swin
     variant: str = choice("abs", "signed", "ce", "reg", "all")
-    num_pairs: int = positive(64)  # of an image
+    num_pairs: int = positive(64, 10**6)  # of an image
     normalize: bool = True  # false: distances in cells, as the authors' code

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from detr_bf import distributed
+from detr_bf.engine.checkpoint import check_stored, is_rng_state
 from detr_bf.engine.fault import Fault, find_fault
 from detr_bf.engine.step import TrainingBatch, TrainingStep
 from detr_bf.errors import InputError
-from detr_bf.files import atomic_write, read_whole
+from detr_bf.files import atomic_write, check_weights, read_torch
 from detr_bf.labelled import ClassTargets, LabelledImages
 from detr_bf.structures import Batch, ClassMap, Target
 
@@ -53,19 +54,33 @@ class Capture:
 
 
 def load_capture(path: Path) -> Capture:
-    """A capture of ours.
+    """Return a capture of ours; its weights may be NaN, which may be why the step was captured.
 
     Raises:
-        InputError: as :func:`detr_bf.files.read_whole`, or the file is something else.
+        InputError: as :func:`detr_bf.files.read_torch`, or the file is something else.
     """
-    content = read_whole(path)
+    content = read_torch(path, own=True)
     expected = {field.name for field in fields(Capture)}
     if not isinstance(content, dict) or set(content) != expected or content["format"] != FORMAT:
         raise InputError(
             f"{path} is not a captured step of detr_bf, format {FORMAT}: give a file that a training run wrote when "
             "its loss or gradient was not finite"
         )
-    return Capture(**content | {"batches": tuple(map(_read, content["batches"]))})
+    check_stored(content["config"], content["class_map"], path)
+    try:
+        check_weights(content["model"], str(path), finite=False)
+        capture = Capture(**content | {"batches": tuple(map(_read, content["batches"]))})
+        Fault.from_dict(capture.fault)
+        sound = is_rng_state(capture.rng) and isinstance(capture.precision, torch.dtype) and capture.scale > 0
+        sound &= min(capture.step, capture.process + 1, capture.processes, capture.threads) > 0
+        sound &= all(isinstance(text, str) for text in (capture.device, capture.torch_version))
+    except InputError:
+        raise
+    except Exception as error:  # whatever a part of another type or structure raises
+        raise InputError(f"{path} is no sound capture of detr_bf ({error!r}): use another copy of it") from error
+    if not sound:
+        raise InputError(f"{path} is no sound capture of detr_bf: its rng, scale or step is none. Use another copy")
+    return capture
 
 
 def _written(batch: Any) -> dict[str, Any]:

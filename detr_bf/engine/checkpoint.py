@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,12 +13,13 @@ from torch import Tensor, nn
 
 from detr_bf import distributed
 from detr_bf.errors import InputError
-from detr_bf.files import atomic_write, read_torch, read_whole
+from detr_bf.files import atomic_write, check_weights, listed, read_torch
 from detr_bf.structures import ClassMap
 from detr_bf.text import printable
 
 FORMAT = 1
-SHOWN = 8  # keys listed before "and N more"
+_DEEPEST = 30  # levels of a stored config
+_MIXER = re.compile(r"(?P<path>(?:.*\.)?mixers)\.(?P<mixer>shared|\d+)\.(?P<rest>.+)")  # of BatchFormerV2
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,19 @@ class Checkpoint:
     def classes(self) -> ClassMap:
         return ClassMap.from_dict(self.class_map)
 
+    def state_to_resume(self, source: str) -> dict[str, Any]:
+        """Return the state with which training goes on.
+
+        Raises:
+            InputError: the checkpoint holds none.
+        """
+        if self.training is None:
+            raise InputError(
+                f"{source} holds weights alone (it was converted or stripped), and nothing to resume training with: "
+                f"start another run from it with init_from={source} and another output_dir"
+            )
+        return self.training
+
     @property
     def weights(self) -> dict[str, Tensor]:
         """The weights to evaluate with."""
@@ -47,20 +62,131 @@ class Checkpoint:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint of ours.
+    """Return a checkpoint of ours whose every part has the structure that :meth:`Checkpoint.save` gives it.
 
     Raises:
-        InputError: as :func:`detr_bf.files.read_whole`, or the file is of another program or version.
+        InputError: as :func:`detr_bf.files.read_torch`, or the file is of another program or version, or a part of it
+            has another structure.
     """
-    content = read_whole(path)
+    content = read_torch(path, own=True)
     expected = set(Checkpoint.__dataclass_fields__)
-    if not isinstance(content, dict) or set(content) != expected or content["format"] != FORMAT:
-        found = _listed(sorted(map(str, content))) if isinstance(content, dict) else f"a {type(content).__name__}"
+    if not isinstance(content, dict) or set(content) != expected:
+        found = listed(sorted(map(str, content))) if isinstance(content, dict) else f"a {type(content).__name__}"
         raise InputError(
-            f"{path} is not a detr_bf checkpoint of format {FORMAT}: it holds {found}; "
+            f"{path} is not a detr_bf checkpoint of format {FORMAT}: it holds {found or 'nothing'}; "
             f"expected {', '.join(sorted(expected))}"
         )
+    if content["format"] != FORMAT or isinstance(content["format"], bool):
+        raise InputError(
+            f"{path} is a detr_bf checkpoint of format {printable(content['format'])}, and this version reads format "
+            f"{FORMAT}: use the version of detr_bf that wrote it"
+        )
+    for name in ("model", "ema"):
+        if name == "model" or content[name] is not None:
+            check_weights(_mapping(content[name], name, path), str(path), finite=False)
+    check_stored(content["config"], content["class_map"], path)
+    if content["training"] is not None:
+        _check_training(_mapping(content["training"], "training", path), path)
     return Checkpoint(**content)
+
+
+def check_stored(config: Any, class_map: Any, path: Path) -> None:
+    """Check the stored config, which must be plain data, and the stored class map.
+
+    Raises:
+        InputError: one of them has another structure.
+    """
+    _check_plain(_mapping(config, "config", path), "config", path)
+    classes = _mapping(class_map, "class_map", path)
+    ids: Any
+    ids, names, things = (classes.get(name) for name in ("category_ids", "names", "is_thing"))
+    columns = [column for column in (ids, names, things or None) if column is not None]
+    sound = (
+        _is_list_of(ids, int)
+        and _is_list_of(names, str)
+        and (not things or _is_list_of(things, bool))
+        and len({len(column) for column in columns}) == 1
+        and len(set(ids)) == len(ids)
+    )
+    if not sound:
+        raise _misshapen(path, "class_map", "lists of equal length: category_ids (distinct integers), names, is_thing")
+
+
+def _check_training(training: Mapping[Any, Any], path: Path) -> None:
+    optimizer = _mapping(training.get("optimizer"), "training.optimizer", path)
+    groups, state = optimizer.get("param_groups"), optimizer.get("state")
+    if not (_is_list_of(groups, dict) and groups and all(_is_list_of(group.get("params"), int) for group in groups)):
+        raise _misshapen(path, "training.optimizer.param_groups", "groups with the numbers of their parameters")
+    for number, moments in _mapping(state, "training.optimizer.state", path).items():
+        tensors = _mapping(moments, "training.optimizer.state", path).items()
+        named = {f"optimizer.{number}.{name}": value for name, value in tensors if isinstance(value, Tensor)}
+        check_weights(named, str(path), finite=False)
+    _mapping(training.get("scaler"), "training.scaler", path)
+    progress = _mapping(training.get("progress"), "training.progress", path)
+    steps: Any = [progress.get("step"), progress.get("evaluated_step")]
+    numbers = all(value is None or _is_number(value) for value in progress.values())
+    if not (_is_list_of(steps, int) and min(steps) >= 0 and numbers):
+        raise _misshapen(path, "training.progress", "the numbers 'step' and 'evaluated_step' and others of their kind")
+    if not _is_list_of([training.get("averaged")], int):
+        raise _misshapen(path, "training.averaged", "a number of steps")
+    rng = training.get("rng")
+    states: Any = [{"cpu": rng, "cuda": None}] if isinstance(rng, Tensor) else rng  # a tensor in earlier checkpoints
+    if not _is_list_of(states, dict) or not all(map(is_rng_state, states)):
+        raise _misshapen(path, "training.rng", "the generator states of every process")
+
+
+def is_rng_state(state: Any) -> bool:
+    """Return whether it is what :func:`rng_state` gives."""
+    expected = torch.get_rng_state()
+    return (
+        isinstance(state, Mapping)
+        and set(state) == {"cpu", "cuda"}
+        and _is_bytes(state["cpu"])
+        and state["cpu"].shape == expected.shape
+        and (state["cuda"] is None or _is_bytes(state["cuda"]))
+    )
+
+
+def _is_bytes(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.uint8 and value.device.type == "cpu"
+
+
+def _check_plain(value: Any, key: str, path: Path, depth: int = 0) -> None:
+    if depth > _DEEPEST:
+        raise _misshapen(path, key, f"at most {_DEEPEST} levels")
+    if isinstance(value, dict):
+        if not all(isinstance(name, str) for name in value):
+            raise _misshapen(path, key, "names of settings that are text")
+        for name, each in value.items():
+            _check_plain(each, f"{key}.{name}", path, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _check_plain(each, key, path, depth + 1)
+    elif not (value is None or isinstance(value, (bool, int, float, str))):
+        raise _misshapen(path, key, f"plain values, not a {type(value).__name__}")
+
+
+def _mapping(value: Any, name: str, path: Path) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise _misshapen(path, name, f"a dictionary, not a {type(value).__name__}")
+    return value
+
+
+def _is_list_of(values: Any, kind: type) -> bool:
+    """Return whether it is a list or tuple of that type; True and False are no integers."""
+    return isinstance(values, (list, tuple)) and all(
+        isinstance(value, kind) and (kind is bool or not isinstance(value, bool)) for value in values
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _misshapen(path: Path, name: str, expected: str) -> InputError:
+    return InputError(
+        f"{path} is no sound checkpoint of detr_bf: '{printable(name)}' must hold {expected}. Use another copy of it"
+    )
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -69,12 +195,16 @@ def is_checkpoint(path: Path) -> bool:
     return isinstance(content, dict) and {"class_map", "config"} <= set(content)
 
 
-def load_strict(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+def load_strict(model: nn.Module, weights: Mapping[str, Tensor], source: str, *, finite: bool = True) -> None:
     """Load every weight into a model of the same architecture.
 
+    Args:
+        finite: refuse NaN and infinite weights; False to reproduce a fault.
+
     Raises:
-        InputError: lists the keys that are missing, unexpected or of another shape.
+        InputError: lists the keys that are missing, unexpected or of another shape, or whose values are not finite.
     """
+    check_weights(weights, source, finite=False)
     missing, unexpected, other_shape = compare(model, weights)
     if missing or unexpected or other_shape:
         raise InputError(
@@ -84,18 +214,23 @@ def load_strict(model: nn.Module, weights: Mapping[str, Tensor], source: str) ->
             + _lines("of another shape", other_shape)
             + "\nUse the config it was trained with, or init_from=FILE to load what fits."
         )
+    check_weights(weights, source, finite=finite)
     model.load_state_dict(weights)
 
 
 def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str, whole_but: str | None = None) -> str:
     """Load what fits and say what does not, for fine-tuning with other classes or queries.
 
+    BatchFormerV2 may be shared among its insertions in one of file and model, and not in the other.
+
     Args:
         whole_but: the one part of the model that may be left as it is, in whole or in part; None: any may.
 
     Raises:
-        InputError: nothing fits, or something outside ``whole_but`` does not.
+        InputError: nothing fits, something outside ``whole_but`` does not, or what fits is not finite.
     """
+    check_weights(weights, source, finite=False)
+    weights, renamed = _mixers_renamed(model, weights)
     missing, unexpected, other_shape = compare(model, weights)
     unfit = {line.split()[0] for line in other_shape}
     fitting = {name: value for name, value in weights.items() if name not in unfit and name not in unexpected}
@@ -109,13 +244,38 @@ def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str, w
                 + _lines("missing or different", lacking)
                 + "\nUse the settings of the model it was trained with, or do not freeze it."
             )
+    check_weights(fitting, source)
     model.load_state_dict(fitting, strict=False)
     return (
         f"init_from {source}: {len(fitting)} of the model's {len(model.state_dict())} tensors loaded"
+        + _lines("of BatchFormerV2, loaded under another name", renamed)
         + _lines("not in the file, freshly initialised", missing)
         + _lines("of another shape, freshly initialised", other_shape)
         + _lines("in the file, not in the model, left out", unexpected)
     )
+
+
+def _mixers_renamed(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Give mixers of the file the names that the model has for them, where one is shared and the other is not.
+
+    A shared one becomes each of the model's; of several the first becomes the shared one, and the others are left out.
+    """
+    by_path: dict[str, set[str]] = {}
+    for found in filter(None, map(_MIXER.fullmatch, weights)):
+        by_path.setdefault(found["path"], set()).add(found["mixer"])
+    result, renamed, taken = dict(weights), [], set()
+    for name in model.state_dict():
+        wanted = _MIXER.fullmatch(name)
+        present = by_path.get(wanted["path"], set()) if wanted else set()
+        if not wanted or not present or ("shared" in present) == (wanted["mixer"] == "shared"):
+            continue
+        source = "shared" if "shared" in present else min(present, key=int)
+        old = f"{wanted['path']}.{source}.{wanted['rest']}"
+        if old in weights:
+            result[name] = weights[old]
+            taken.add(old)
+            renamed.append(f"mixers.{source} as mixers.{wanted['mixer']}")
+    return {name: x for name, x in result.items() if name not in taken}, list(dict.fromkeys(renamed))
 
 
 def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str], list[str]]:
@@ -164,20 +324,23 @@ def restore_rng(states: Any, seed: int) -> bool:
     """Set the generators of this process to those of its number among ``states``.
 
     Where there are fewer or more processes than saved states, it starts anew from ``seed``: False then.
+
+    Raises:
+        InputError: torch refuses the state.
     """
     if isinstance(states, Tensor):  # an earlier checkpoint, of one process
         states = [{"cpu": states, "cuda": None}]
     if len(states) != distributed.world_size():
         torch.manual_seed(seed)
         return False
-    set_rng_state(states[distributed.rank()])
+    try:
+        set_rng_state(states[distributed.rank()])
+    except RuntimeError as error:
+        raise InputError(
+            f"the checkpoint's state of the random numbers is damaged ({error}): use an earlier checkpoint"
+        ) from error
     return True
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(map(printable, names[:SHOWN])) + more
-
-
 def _lines(title: str, names: Sequence[str]) -> str:
-    return f"\n  {title} ({len(names)}): {_listed(names)}" if names else ""
+    return f"\n  {title} ({len(names)}): {listed(names)}" if names else ""

@@ -13,6 +13,7 @@ from torch import nn
 
 from detr_bf.batchformer import BatchFormer, BatchFormerV2
 from detr_bf.errors import InputError
+from detr_bf.files import check_weights, listed
 
 SCALES = "context_broadcasting.scales"  # how the names of the modules that hold them end
 
@@ -142,7 +143,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], sour
     """Take over the moments of ``state``; learning rates and weight decay stay those of ``optimizer``.
 
     Raises:
-        InputError: the state belongs to other parameters, or to another kind of optimizer.
+        InputError: the state belongs to other parameters, or to another kind of optimizer, or is not finite.
     """
     adamw, was_adamw = ("betas" in groups[0] for groups in (optimizer.param_groups, state["param_groups"]))
     if adamw != was_adamw:
@@ -159,12 +160,33 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], sour
             f"{source} was trained with other parameters frozen ({error}): resume with the model.backbone settings it "
             "was started with, or start anew with init_from"
         ) from error
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # of another structure
+        raise InputError(f"{source}: its optimizer state is damaged ({error!r}): use another copy of it") from error
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
+    _check_moments(optimizer, source)
     for parameter, moments in optimizer.state.items():  # the fused step takes for granted that layouts agree
         for name, moment in moments.items():
             if isinstance(moment, torch.Tensor) and moment.shape == parameter.shape:
                 moments[name] = torch.empty_like(parameter).copy_(moment)
+
+
+_ADAMW = {"step", "exp_avg", "exp_avg_sq"}  # what its step reads
+
+
+def _check_moments(optimizer: torch.optim.Optimizer, source: str) -> None:
+    """The next step trusts the shapes of the moments, and one that is not finite would spoil the weights."""
+    for number, (parameter, moments) in enumerate(optimizer.state.items()):
+        named = {f"optimizer.{number}.{name}": moment for name, moment in moments.items() if moment is not None}
+        if isinstance(optimizer, torch.optim.AdamW) and moments and set(moments) != _ADAMW:
+            raise InputError(
+                f"{source}: its optimizer state is damaged, it holds {listed(sorted(map(str, moments)))}; expected "
+                f"{listed(sorted(_ADAMW))}. Use another copy of it"
+            )
+        check_weights(named, source)
+        wrong = [name for name, moment in named.items() if moment.dim() and moment.shape != parameter.shape]
+        if wrong:
+            raise InputError(f"{source}: {listed(wrong)} have not the shape of the parameter: use another copy of it")
 
 
 @dataclass(frozen=True)

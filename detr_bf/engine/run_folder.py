@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from detr_bf import distributed
 from detr_bf.errors import InputError
-from detr_bf.files import remove_unfinished, write_json
+from detr_bf.files import is_folder, remove_unfinished, write_json
 from detr_bf.text import printable
 
 LOCK_SECONDS = 1.0  # to wait for a process that is just ending
@@ -297,7 +297,7 @@ class RunFolder:
 def checkpoint_of(path: str | Path) -> Path:
     """The best checkpoint of a run folder, or its last; a file is itself."""
     folder = RunFolder(Path(path))
-    if not folder.path.is_dir():
+    if not is_folder(folder.path):
         return folder.path
     return folder.best if folder.best.exists() else folder.last
 

@@ -28,7 +28,7 @@ from detr_bf.engine.metrics import EpochMeans, Means, MetricsLog, training_line
 from detr_bf.engine.optimizer import LearningRate, load_optimizer
 from detr_bf.engine.run_folder import RunFolder
 from detr_bf.engine.step import Agreement, TrainingBatch, TrainingStep, agree, gradients_exchanged, in_parallel
-from detr_bf.errors import Interrupted, TrainingError
+from detr_bf.errors import InputError, Interrupted, TrainingError
 from detr_bf.losses import LossReport
 from detr_bf.progress import progress_bar
 from detr_bf.structures import ClassMap
@@ -191,23 +191,33 @@ class Trainer:
                 checkpoint.save(path)
             checkpoint.save(self.folder.last, previous=self.folder.previous)
         except (OSError, RuntimeError) as error:  # torch's writer raises the latter
+            earlier = (
+                "That of an earlier step is there: make room, then go on with the same command and --resume"
+                if self.folder.holds_a_run()
+                else "No checkpoint was written before it: make room, then start again with the same command"
+            )
             raise TrainingError(
-                f"the checkpoint of step {self.progress.step} cannot be written to {self.folder.path} ({error}). The "
-                f"last one that was is whole: make room, then go on with the same command and --resume"
+                f"the checkpoint of step {self.progress.step} cannot be written to {self.folder.path} ({error}). "
+                + earlier
             ) from error
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        state = checkpoint.training
-        assert state is not None, "last.pt always holds the training state"
+        state = checkpoint.state_to_resume(str(self.folder.last))
         load_strict(self.model, checkpoint.model, str(self.folder.last))
         if self.ema is not None:
             load_strict(self.ema.module, checkpoint.weights, str(self.folder.last))
             self.ema.n_averaged.fill_(state["averaged"])
         load_optimizer(self.optimizer, state["optimizer"], str(self.folder.last))
-        if self.scaler.is_enabled() and state["scaler"]:  # empty when the run was not in fp16 before
-            self.scaler.load_state_dict(state["scaler"])
         older = {"best_ap": "best_score"}  # names in earlier checkpoints
-        self.progress = Progress(**{older.get(name, name): value for name, value in state["progress"].items()})
+        try:
+            if self.scaler.is_enabled() and state["scaler"]:  # empty when the run was not in fp16 before
+                self.scaler.load_state_dict(state["scaler"])
+            self.progress = Progress(**{older.get(name, name): value for name, value in state["progress"].items()})
+        except (KeyError, TypeError) as error:
+            raise InputError(
+                f"{self.folder.last}: its training state is of another version or damaged ({error}): start anew with "
+                f"init_from={self.folder.last} and another output_dir"
+            ) from error
         logger.info("resumed at step %d of %d", self.progress.step, self.total_steps)
         seed = mixed_seed(self.settings.seed, self.progress.step, distributed.rank())
         if not restore_rng(state["rng"], seed):

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from detr_bf.errors import InputError
+from detr_bf.files import listed
 from detr_bf.interop import detectron2_names, huggingface, official
 from detr_bf.interop.huggingface import Table, own_resnet
 from detr_bf.interop.layout import Layout
 from detr_bf.interop.rules import Rule, to_ours, to_theirs, unknown_names
+from detr_bf.text import printable
 
 COUNTERS = ("total_params", "total_ops")  # left by a profiler in some released Deformable DETR files
 OURS = ("backbone.body.", "tokens.", "decoder.queries.", "decoder.heads.")  # no foreign name starts like this
@@ -143,7 +145,7 @@ def format_named(name: str) -> Format:
     """
     form = next((form for form in FORMATS if form.name == name), None)
     if form is None:
-        raise InputError(f"no checkpoint format '{name}'; there are: {', '.join(NAMES)}")
+        raise InputError(f"no checkpoint format '{printable(name)}'; there are: {', '.join(NAMES)}")
     return form
 
 
@@ -180,7 +182,7 @@ def from_foreign(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     kept = form.kept(state)
     ours, unknown = to_ours(kept, form.table(kept))
     if unknown:
-        raise InputError(f"{source} looks like {form.title}, but these names are unknown there: {_some(unknown)}")
+        raise InputError(f"{source} looks like {form.title}, but these names are unknown there: {listed(unknown)}")
     return ours
 
 
@@ -194,7 +196,11 @@ def to_foreign(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     kept = form.kept(state)
     theirs, unknown = to_theirs(kept, form.table(kept))
     if unknown:
-        raise InputError(f"{form.title} has no place for these tensors: {_some(unknown)}")
+        hint = ". First write the detector without batch attention (--strip-batchformer), then convert that"
+        raise InputError(
+            f"{form.title} has no place for these tensors: {listed(unknown)}"
+            + (hint if any("batch_former" in tensor.split(".") for tensor in unknown) else "")
+        )
     if missing := form.missing_signs(theirs):
         raise InputError(f"these are not the weights of a whole {form.title} detector: {', '.join(missing)} is missing")
     return theirs
@@ -205,8 +211,3 @@ def without_wrapper(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     prefix = "module."
     wrapped = bool(state) and all(name.startswith(prefix) for name in state)
     return {name.removeprefix(prefix) if wrapped else name: tensor for name, tensor in state.items()}
-
-
-def _some(names: list[str], limit: int = 8) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

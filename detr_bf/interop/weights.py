@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from detr_bf.errors import InputError
-from detr_bf.files import atomic_write, read_safetensors, read_torch
+from detr_bf.files import atomic_write, check_weights, read_safetensors, read_torch
 from detr_bf.interop.formats import format_named, format_of, from_foreign, is_ours, to_foreign, without_wrapper
 
 SUFFIXES = (".pth", ".pt", ".bin", ".safetensors")
@@ -84,12 +84,13 @@ def state_in(content: Any, path: Path) -> dict[str, Tensor]:
     """The state dict in a checkpoint that was read from ``path``, averaged weights first, or the content itself.
 
     Raises:
-        InputError: there is none.
+        InputError: there is none, or it holds what cannot be weights.
     """
     entries = [content.get(name) for name in WRAPPERS] if isinstance(content, Mapping) else []
     state = next((entry for entry in (*entries, content) if _is_state(entry)), None)
     if state is None:
         raise InputError(f"{path} holds no weights: expected names and tensors, by themselves or under 'model'")
+    check_weights(state, str(path), finite=False)
     return without_wrapper(state)
 
 

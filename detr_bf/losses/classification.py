@@ -5,10 +5,13 @@ Shape legend: L decoder layers, R rows, Q queries, K logits, T objects (padded).
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from detr_bf.errors import InputError
 
 
 class Classification(Protocol):
@@ -40,6 +43,19 @@ class Classification(Protocol):
     def is_object(self, logits: Tensor, threshold: float = ...) -> Tensor:
         """logits (..., K) -> bool (...): the query claims an object, with a score above ``threshold``."""
         ...
+
+
+def check_factors(what: str, factors: dict[str, float]) -> None:
+    """Check the costs of a matcher or the weights of a loss.
+
+    Raises:
+        InputError: one is negative, infinite or NaN, or all are 0.
+    """
+    wrong = {name: value for name, value in factors.items() if not 0 <= value < math.inf}
+    if wrong:
+        raise InputError(f"{what}: {', '.join(f'{name}={value}' for name, value in wrong.items())} must be 0 or more")
+    if not any(factors.values()):
+        raise InputError(f"{what}: {', '.join(factors)} are all 0: give one of them a value greater than 0")
 
 
 def gather_labels(values: Tensor, labels: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from detr_bf import distributed
+from detr_bf.errors import InputError
 from detr_bf.losses.classification import gather_labels
 
 
@@ -17,6 +19,10 @@ class CrossEntropy:
     """The last logit is no-object, weighted ``no_object_weight``; the mean divides by the sum of the weights."""
 
     no_object_weight: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.no_object_weight < math.inf:
+            raise InputError(f"CrossEntropy: no_object_weight={self.no_object_weight} must be 0 or more and finite")
 
     def num_logits(self, num_classes: int) -> int:
         return num_classes + 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
 from torchvision.ops import sigmoid_focal_loss
 
+from detr_bf.errors import InputError
 from detr_bf.losses.classification import gather_labels
 
 
@@ -17,6 +19,12 @@ class Focal:
 
     alpha: float = 0.25
     gamma: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.alpha <= 1 and 0 <= self.gamma < math.inf):
+            raise InputError(
+                f"Focal: alpha={self.alpha} must be between 0 and 1, gamma={self.gamma} must be 0 or more and finite"
+            )
 
     def num_logits(self, num_classes: int) -> int:
         return num_classes

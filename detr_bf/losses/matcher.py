@@ -15,7 +15,7 @@ from torch import Tensor
 from torchvision.ops import box_convert
 
 from detr_bf.boxes import generalized_iou
-from detr_bf.losses.classification import Classification, at_least_float32
+from detr_bf.losses.classification import Classification, at_least_float32, check_factors
 from detr_bf.structures import Outputs, Target
 
 STACK_LIMIT = 350_000  # elements of one layer's cost above which stacking all layers is slower than looping
@@ -64,6 +64,10 @@ class HungarianMatcher:
     class_cost: float = 1.0
     bbox_cost: float = 5.0
     giou_cost: float = 2.0
+
+    def __post_init__(self) -> None:
+        costs = {"class_cost": self.class_cost, "bbox_cost": self.bbox_cost, "giou_cost": self.giou_cost}
+        check_factors("HungarianMatcher", costs)
 
     @torch.no_grad()
     def __call__(self, outputs: Outputs, targets: PaddedTargets) -> Matches:

@@ -14,7 +14,7 @@ from torchvision.ops import box_convert
 
 from detr_bf import distributed
 from detr_bf.boxes import generalized_iou
-from detr_bf.losses.classification import Classification, at_least_float32
+from detr_bf.losses.classification import Classification, at_least_float32, check_factors
 from detr_bf.losses.masks import mask_losses, padded_masks
 from detr_bf.losses.matcher import HungarianMatcher, Matches, PaddedTargets
 from detr_bf.losses.report import STREAM_NAMES, LossReport
@@ -37,6 +37,10 @@ class SetCriterion:
     giou_weight: float = 2.0
     mask_weight: float = 1.0
     dice_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        names = ("class_weight", "bbox_weight", "giou_weight", "mask_weight", "dice_weight")
+        check_factors("SetCriterion", {name: getattr(self, name) for name in names})
 
     def __call__(self, outputs: Outputs, targets: Sequence[Target]) -> LossReport:
         """Outputs for the R = num_streams x B rows of B targets; proposals, where there are any, count any object."""

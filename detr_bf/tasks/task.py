@@ -67,13 +67,13 @@ class Task(ABC, Generic[C]):
         precision: torch.dtype,
         source: str,
     ) -> TrainingStep:
-        """A step in training mode with the ``weights`` that ``source`` holds.
+        """A step in training mode with the ``weights`` that ``source`` holds, which may be NaN or infinite.
 
         Raises:
             InputError: they are another model's.
         """
         model = self.build_model(num_classes)
-        load_strict(model, weights, source)
+        load_strict(model, weights, source, finite=False)
         accelerate(model, self.config)
         return TrainingStep(model, self.build_criterion(model), device, precision).to(device).train()
 

@@ -63,3 +63,13 @@ def test_a_masked_autoencoder_gives_all_it_has(tmp_path: Path, caplog: pytest.Lo
 def test_bad_settings_are_refused(setting: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         build_masked_autoencoder(config("batch_former.enabled=true", setting))
+
+
+def test_positions_between_image_sizes_are_those_of_the_new_size() -> None:
+    file, model = build_masked_autoencoder(config()), build_masked_autoencoder(config("data.transforms.size=64"))
+    expected = model.encoder.pos_embed.clone()
+    said = load_fitting(model, file.state_dict(), "a.pt")
+    assert "of another shape, freshly initialised" in said
+    assert "encoder.pos_embed" in said
+    assert torch.equal(model.encoder.pos_embed, expected)
+    assert torch.equal(model.encoder.norm.weight, file.encoder.norm.weight)

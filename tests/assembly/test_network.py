@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 
-from detr_bf.assembly.network import build_network
+from detr_bf.assembly.network import build_network, with_resized_positions
+from detr_bf.engine import load_fitting
 from detr_bf.errors import InputError
 
 VIT = "vit_tiny_patch16_224"
@@ -36,6 +39,8 @@ def refusals() -> Any:
     yield VIT, {"options": TINY | {"act_layer": "no"}}, r"does not take .*'act_layer': 'no'"
     yield "inception_v3", {}, r"colour images of data.transforms.size=32 "
     yield "vgg11", {"drop_path": 0.1}, r"vgg11 does not take .*drop_path_rate"
+    yield "cifar_resnet1000002", {}, r"give a depth of at most four digits"
+    yield "cifar_resnet" + "9" * 5000, {}, r"give a depth of at most four digits"
     yield "cifar_resnet8", {"pretrained": True}, r"cifar_resnet8 has no pretrained: set model.pretrained=false"
     yield "cifar_resnet8", {"dropout": 0.1}, r"cifar_resnet8 has no dropout: set model.dropout=0"
     yield "cifar_resnet8", {"drop_path": 0.1}, r"cifar_resnet8 has no drop_path: set model.drop_path=0"
@@ -106,3 +111,26 @@ def test_only_a_failed_download_speaks_of_pretrained_weights(monkeypatch: pytest
         build("resnet18", pretrained=True)
     with pytest.raises(InputError, match=r"timm has no weights of coatnet_0_224"):
         build("coatnet_0_224", pretrained=True)
+
+
+def test_positions_of_another_image_size_are_interpolated(caplog: pytest.LogCaptureFixture) -> None:
+    file, model = build(options=TINY, image_size=32), build(options=TINY, image_size=64)
+    weights = file.state_dict()
+    weights["pos_embed"] = torch.randn(1, 17, 16)
+    with caplog.at_level(logging.INFO):
+        resized = with_resized_positions(model, weights, "a.pt")
+    assert "init_from a.pt: its pos_embed of 4 x 4 patches is interpolated to 8 x 8" in caplog.text
+    assert "of another shape" not in load_fitting(model, resized, "a.pt")
+    assert torch.equal(model.pos_embed[:, 0], weights["pos_embed"][:, 0]), "the class token has no place"
+    small = F.avg_pool2d(model.pos_embed[0, 1:].T.unflatten(1, (8, 8)), 2)
+    grid = weights["pos_embed"][0, 1:].T.unflatten(1, (4, 4))
+    assert F.cosine_similarity(small.flatten(), grid.flatten(), dim=0) > 0.9
+
+
+@pytest.mark.parametrize("positions", [torch.zeros(1, 17, 8), torch.zeros(1, 16, 16), torch.zeros(3), None])
+def test_positions_that_are_no_grid_are_left_alone(positions: torch.Tensor | None) -> None:
+    model, weights = build(options=TINY, image_size=64), {"a": torch.zeros(2)}
+    weights |= {} if positions is None else {"pos_embed": positions}
+    assert with_resized_positions(model, weights, "a.pt").keys() == weights.keys()
+    assert with_resized_positions(model, weights, "a.pt").get("pos_embed") is positions
+    assert with_resized_positions(torch.nn.Linear(2, 2), weights, "a.pt") == weights

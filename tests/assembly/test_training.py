@@ -2,15 +2,22 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
+from detr_bf.assembly import build_model
 from detr_bf.assembly.image_training import image_learning_rate
-from detr_bf.assembly.training import check_same_classes, learning_rate
+from detr_bf.assembly.run import _num_tokens, check_enough_tokens
+from detr_bf.assembly.training import check_same_classes, learning_rate, metrics_log
 from detr_bf.config import ClassifierConfig, Config, MaskedConfig, load_config
+from detr_bf.data.coco import CocoDetection
 from detr_bf.engine import Checkpoint, RunFolder
 from detr_bf.errors import InputError
 from detr_bf.structures import ClassMap
+from tests.checkpoints import training
 
 FOLDER = RunFolder(Path("run"))
 
@@ -23,29 +30,38 @@ def trained_on(classes: ClassMap) -> Checkpoint:
     return Checkpoint({}, classes.to_dict(), {})
 
 
-@pytest.mark.parametrize("epochs", [1, 5])
-def test_a_run_that_is_over_before_its_warm_up_is_refused(epochs: int) -> None:
-    message = rf"optimizer.warmup_epochs=5: the warm-up of 20 steps is not over when train.epochs={epochs} are"
-    with pytest.raises(InputError, match=message):
-        image_learning_rate(classifier(f"train.epochs={epochs}"), 4)
-    with pytest.raises(InputError, match=r"optimizer.warmup_epochs=40"):
-        image_learning_rate(load_config(None, [f"train.epochs={epochs}"], schema=MaskedConfig), 4)
+@pytest.mark.parametrize(("epochs", "kept"), [(1, 0), (5, 2)])
+def test_a_warm_up_longer_than_the_run_becomes_a_tenth_of_it(
+    epochs: int, kept: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        rate = image_learning_rate(classifier(f"train.epochs={epochs}"), 4)
+    assert rate.warmup_steps == kept
+    said = f"optimizer.warmup_epochs=5: the warm-up of 20 steps would not be over when train.epochs={epochs} are, after"
+    assert said in caplog.text
+    assert f"a tenth of the run, {kept} steps" in caplog.text
+    assert rate(4 * epochs - 1) < 1, "the cosine falls"
+    masked = image_learning_rate(load_config(None, [f"train.epochs={epochs}"], schema=MaskedConfig), 4)
+    assert masked.warmup_steps == kept
 
 
-def test_a_warm_up_in_steps_is_told_in_steps() -> None:
+def test_a_warm_up_in_steps_is_told_in_steps(caplog: pytest.LogCaptureFixture) -> None:
     steps = ("optimizer.warmup_steps=8", "train.epochs=2", "optimizer.drop_epochs=[1]")
-    with pytest.raises(InputError, match=r"optimizer.warmup_steps=8: .*train.epochs=2 are, after 8 steps"):
-        learning_rate(load_config(None, steps), 4)
-    assert learning_rate(load_config(None, steps), 5)(8) == pytest.approx(0.1)
-    with pytest.raises(InputError, match="after 8 steps"):
-        learning_rate(load_config(None, [*steps, "train.accumulate=2"]), 8)
+    with caplog.at_level(logging.WARNING):
+        assert learning_rate(load_config(None, steps), 5)(8) == pytest.approx(0.1)
+    assert not caplog.text, "8 of 10 steps are the user's choice"
+    with caplog.at_level(logging.WARNING):
+        assert learning_rate(load_config(None, [*steps, "train.accumulate=2"]), 8).warmup_steps == 0
+    assert "optimizer.warmup_steps=8: the warm-up of 8 steps" in caplog.text
+    recipe = ("optimizer.warmup_steps=1000", "train.epochs=10", "optimizer.drop_epochs=[9]")
+    assert learning_rate(load_config(None, recipe), 30).warmup_steps == 30
 
 
-def test_a_longer_run_and_one_that_is_cut_short_for_trying_out_may_warm_up() -> None:
+def test_a_longer_run_and_one_that_is_cut_short_for_trying_out_keep_their_warm_up() -> None:
     assert image_learning_rate(classifier("train.epochs=6"), 4)(20) == 1
-    assert image_learning_rate(classifier("train.epochs=1", "train.max_steps=3"), 4).total_steps == 3
-    with pytest.raises(InputError, match="warm-up"):
-        image_learning_rate(classifier("train.epochs=1", "train.max_steps=4"), 4)
+    cut = image_learning_rate(classifier("train.epochs=1", "train.max_steps=3"), 4)
+    assert (cut.total_steps, cut.warmup_steps) == (3, 20)
+    assert image_learning_rate(classifier("train.epochs=1", "train.max_steps=4"), 4).warmup_steps == 0
 
 
 def test_a_cosine_ends_at_the_least_learning_rate() -> None:
@@ -93,6 +109,68 @@ def test_the_first_few_other_classes_are_named() -> None:
     assert "; and 997 more. Resume with the same data, or start anew with init_from=run/last.pt" in said
     assert "class 3 " not in said
     assert "annotation" not in said
+
+
+def test_a_checkpoint_without_training_state_cannot_be_resumed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text("kept")
+    with pytest.raises(InputError, match=r"last\.pt holds weights alone .*init_from="):
+        metrics_log(Config(), folder, trained_on(ClassMap((0,), ("cat",))))
+    assert folder.metrics.read_text() == "kept"
+    broken = Checkpoint({"a": torch.tensor(torch.nan)}, {}, {}, training=training())
+    with pytest.raises(InputError, match=r"last\.pt holds NaN or infinite weights"):
+        metrics_log(Config(), folder, broken)
+    assert folder.metrics.read_text() == "kept"
+
+
+TWO_STAGE = (
+    "model.name=deformable_detr",
+    "model.deformable.two_stage=true",
+    "model.deformable.box_refine=true",
+    "model.backbone.strides=[8,16]",
+    "model.extra_levels=1",
+    "data.transforms.short_sides=[96,64]",
+    "data.transforms.eval_short_side=64",
+    "data.transforms.random_crop=0",
+)
+
+
+def sized(*sizes: tuple[int, int] | None) -> CocoDetection:
+    return cast("CocoDetection", SimpleNamespace(sizes=sizes))
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_too_few_tokens_for_the_queries_of_two_stages_are_refused(split: str) -> None:
+    data = sized((480, 640), (640, 960), None)  # 8 x 11 + 4 x 6 + 2 x 3 tokens of the first
+    few = load_config(None, [*TWO_STAGE, "model.num_queries=300"])
+    with pytest.raises(InputError) as caught:
+        check_enough_tokens(few, data, split)
+    for part in ("model.num_queries=300", f"an image of 640 x 480 of data.{split}, resized to 85 x 64", "has only 118"):
+        assert part in str(caught.value)
+    check_enough_tokens(load_config(None, [*TWO_STAGE, "model.num_queries=118"]), data, split)
+
+
+def test_a_square_crop_may_have_the_fewest_tokens() -> None:
+    crops = load_config(None, [*TWO_STAGE, "model.num_queries=100", "data.transforms.random_crop=0.5"])
+    check_enough_tokens(crops, sized((640, 960)), "val")
+    with pytest.raises(InputError, match=r"a square crop of data\.train, resized to 64 x 64, has only 84"):
+        check_enough_tokens(crops, sized((640, 960)), "train")
+
+
+def test_one_stage_and_unknown_sizes_are_not_refused() -> None:
+    check_enough_tokens(load_config(None, [*TWO_STAGE, "model.deformable.two_stage=false"]), sized((1, 1)), "train")
+    check_enough_tokens(load_config(None, TWO_STAGE), sized(None), "train")
+
+
+@pytest.mark.parametrize("size", [(64, 96), (65, 70)])
+def test_tokens_are_counted_as_the_detector_makes_them(size: tuple[int, int]) -> None:
+    settings = ("model.backbone.name=resnet18", "model.backbone.weights=none", "model.hidden_dim=32")
+    config = load_config(None, [*TWO_STAGE, *settings, "model.num_queries=10", "batch_former.enabled=false"])
+    model = build_model(config, 2)
+    images, mask = torch.zeros(1, 3, *size, dtype=torch.uint8), torch.zeros(1, *size, dtype=torch.bool)
+    with torch.no_grad():
+        tokens = model.tokens(model.backbone(images, mask), mask).tokens
+    assert tokens.shape[1] == _num_tokens(config, size)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ import torch
 import soak
 from attempts import Standing, fingerprints, phase_of_a_kill
 from detr_bf.engine import Checkpoint
+from tests.checkpoints import training
 
 
 def save(path: Path, step: int, weight: float = 0.5) -> None:
-    training = {"progress": {"step": step}}
-    Checkpoint({"w": torch.tensor([weight])}, {"category_ids": [1]}, {}, training=training).save(path)
+    classes = {"category_ids": [1], "names": ["a"]}
+    Checkpoint({"w": torch.tensor([weight])}, classes, {}, training=training(step)).save(path)
 
 
 def record(folder: Path, *steps: int, kind: str = "train") -> None:

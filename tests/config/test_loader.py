@@ -1,10 +1,25 @@
 from __future__ import annotations
 
+import os
+import random
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
+import yaml
 
-from detr_bf.config import Config, config_from_dict, config_to_dict, config_to_yaml, known_keys, load_config
+from detr_bf.config import (
+    ClassifierConfig,
+    Config,
+    config_from_dict,
+    config_to_dict,
+    config_to_yaml,
+    known_keys,
+    load_config,
+    saved_config,
+    schema_of,
+)
+from detr_bf.config.classifier import ClassifierModelConfig
 from detr_bf.errors import InputError
 
 
@@ -68,8 +83,8 @@ def test_round_trips(tmp_path: Path) -> None:
         ("train=5", ["override 'train=5': train is a group of settings (epochs, "]),
         ("data.train=foo", ["data.train is a group of settings (images, annotations, panoptic)"]),
         ("batch_former=null", ["batch_former is a group of settings"]),
-        ("optimizer.lr=inf", ["optimizer.lr must be 0 or more and finite"]),
-        ("optimizer.drop_factor=nan", ["optimizer.drop_factor must be greater than 0 and finite"]),
+        ("optimizer.lr=inf", ["optimizer.lr must be 0 or more and at most 1e30, got inf"]),
+        ("optimizer.drop_factor=nan", ["optimizer.drop_factor must be greater than 0 and at most 1, got nan"]),
         ("seed=99999999999999999999999", ["seed must be"]),
         ("data.transforms.short_sides=[]", ["data.transforms.short_sides must be one or more sizes"]),
         ("data.transforms.crop_short_sides=[0]", ["data.transforms.crop_short_sides must be one or more sizes"]),
@@ -82,6 +97,43 @@ def test_round_trips(tmp_path: Path) -> None:
         ("optimizer.lr=-1", ["0 or more"]),
         ("batch_former.mode=three", ["two_stream, single_stream, duplicate, mini_batch_inference", "'three'"]),
         ("batch_former.layers=[0,", ["cannot be read"]),
+        ("loss.focal_alpha=7", ["loss.focal_alpha must be between 0 and 1, got 7"]),
+        ("loss.focal_gamma=-1", ["loss.focal_gamma must be 0 or more"]),
+        ("loss.matcher.class_cost=nan", ["loss.matcher.class_cost must be 0 or more"]),
+        ("loss.matcher.giou_cost=-2", ["loss.matcher.giou_cost must be 0 or more"]),
+        ("loss.bbox_weight=nan", ["loss.bbox_weight must be 0 or more"]),
+        ("loss.matcher={class_cost: 0, bbox_cost: 0, giou_cost: 0}", ["loss.matcher.class_cost", "are all 0"]),
+        (
+            "loss={class_weight: 0, bbox_weight: 0, giou_weight: 0}",
+            ["bbox_weight, giou_weight are all 0"],
+        ),
+        ("model.dropout=1", ["model.dropout must be between 0 and 1, and less than 1, got 1"]),
+        ("batch_former.dropout=1", ["batch_former.dropout must be", "less than 1"]),
+        ("eval.panoptic.threshold=nan", ["eval.panoptic.threshold must be between 0 and 1, got nan"]),
+        ("model.decoder_layers=1000000", ["model.decoder_layers must be greater than 0 and at most 100, got 1000000"]),
+        ("data.transforms.short_sides=[100000]", ["data.transforms.short_sides must be one or more sizes"]),
+        ("data.transforms.short_sides.0=3", ["data.transforms.short_sides is a list: give all of it"]),
+        ("optimizer.drop_epochs=[-1]", ["optimizer.drop_epochs must be integers from 0"]),
+        ("init_from=https://example.org/a.pth", ["init_from must be a path on this machine", "download it first"]),
+        ("model.backbone.weights=http://a.b/c", ["model.backbone.weights must be a path", "download it first"]),
+        ("output_dir=s3://bucket/run", ["output_dir must be a path on this machine"]),
+        ("output_dir=runs/" + "é" * 128, ["output_dir must be a path on this machine with names of at most 255 bytes"]),
+        ("output_dir=" + "a/" * 3000, ["output_dir must be a path on this machine"]),
+        ('output_dir="a\\0b"', ["output_dir must be a path on this machine", r"a\x00b"]),
+        ("train.epochs=" + "9" * 400, ["train.epochs must be greater than 0 and at most 1e6, got 999"]),
+        ("optimizer.lr=" + "9" * 400, ["optimizer.lr"]),
+        ("train.epochs=" + "9" * 5000, ["train.epochs=999", "cannot be read"]),
+        ("batch_former.layers=" + "[" * 5000, ["cannot be read"]),
+        ("a." * 3000 + "b=1", ["cannot be read"]),
+        ("output_dir=${", ["cannot be read"]),
+        ("output_dir=${nosuch}", ["output_dir", "nosuch"]),
+        ("task=[1]", ["task must be one of detection"]),
+        ("task=\x1b]0;x", [r"override 'task=\x1b]0;x' cannot be read"]),
+        ("task=\n", ["task must be one of"]),
+        ("output_dir=&a [*a]", ["its aliases (*name) stand for more than"]),
+        ("model.backbone.strides=[[1]]", ["model.backbone.strides must be one or more sizes"]),
+        ("train.epochs\n=3", [r"unknown key 'train.epochs\n'"]),
+        ("3=4", ["unknown key '3'"]),
     ],
 )
 def test_wrong_overrides(override: str, parts: list[str]) -> None:
@@ -106,6 +158,19 @@ def test_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
         ("base: missing.yaml\n", "not found"),
         ("base: 5\n", "base must name"),
         ("base:\n", "base must name"),
+        ("5\n", "key: value"),
+        ("just text\n", "key: value"),
+        ("3: 4\n", "the key 3 is no text"),
+        ("null: 4\n", "Incompatible key type"),
+        ("[1]: 4\n", "not valid YAML"),
+        ("task: [detection]\n", "task must be one of"),
+        ("train: &a [*a]\n", r"aliases \(\*name\) stand for more than 100000 values"),
+        ("seed: !!python/object/apply:os.system [true]\n", "not valid YAML"),
+        ("seed: " + "9" * 5000 + "\n", "not valid YAML"),
+        ("output_dir: " + "[" * 5000 + "\n", "not valid YAML"),
+        ("output_dir: " + "x" * 300_000 + "\n", "more than 262144 bytes"),
+        ("base: ${nosuch}\n", "base cannot be read"),
+        ("output_dir: ${\n", "not valid YAML"),
     ],
 )
 def test_broken_files(tmp_path: Path, content: str, message: str) -> None:
@@ -132,3 +197,117 @@ def test_settings_of_older_checkpoints_are_read_by_their_new_names() -> None:
     assert (config.checkpoint.every_steps, config.checkpoint.keep_every) == (7, 2)
     with pytest.raises(InputError, match=r"'train.checkpoint_every' is now called 'checkpoint.every_steps'"):
         load_config(None, ["train.checkpoint_every=3"])
+
+
+def test_a_file_whose_aliases_stand_for_too_much_is_refused_at_once(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [1, 1]", *(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]" for n in range(60))]
+    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
+    with pytest.raises(InputError, match=r"bomb\.yaml: its aliases"):
+        load_config(tmp_path / "bomb.yaml")
+    (tmp_path / "fine.yaml").write_text("seed: &a 7\ntrain: {epochs: *a}\n")
+    assert load_config(tmp_path / "fine.yaml").train.epochs == 7
+
+
+def test_files_that_inherit_ever_more_are_refused(tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"{number}.yaml").write_text(f"base: [{number + 1}.yaml, {number + 1}.yaml]\n")
+    (tmp_path / "20.yaml").write_text("seed: 1\n")
+    with pytest.raises(InputError, match="inherits from more than 100 files"):
+        load_config(tmp_path / "0.yaml")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "folder", "pipe", "nul\0"])
+def test_what_is_no_config_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="config file"):
+        load_config(tmp_path / name)
+
+
+def texts() -> list[str]:
+    """Words that may or may not look like an interpolation."""
+    parts = ["\\", "${", "}", "$", "{", "oc.env:SECRET", ":", "'", " ", "a"]
+    numbers = random.Random(0)
+    return ["".join(numbers.choices(parts, k=numbers.randint(1, 8))) for _ in range(300)]
+
+
+@pytest.fixture
+def secret(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("SECRET", "hunter2")
+    return "${oc.env:SECRET}"
+
+
+def test_a_stored_config_is_plain_data(secret: str, tmp_path: Path) -> None:
+    stored = config_to_dict(Config())
+    stored["output_dir"] = stored["data"]["train"]["images"] = secret
+    config = config_from_dict(stored)
+    assert config.output_dir == config.data.train.images == secret
+    assert config_to_dict(config) == stored, "a converter writes the same text again"
+    (tmp_path / "config.yaml").write_text(f"task: detection\noutput_dir: {secret}\n")
+    assert saved_config(tmp_path / "config.yaml").output_dir == secret
+    assert load_config(tmp_path / "config.yaml").output_dir == "hunter2", "the user's own files may use it"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", "${oc.env:SECRET}"),
+        ("task", "${oc.env:SECRET}"),
+        ("train", "${oc.env:SECRET}"),
+        ("train", {"epochs": "${oc.env:SECRET}"}),
+        ("train", {"${oc.env:SECRET}": 1}),
+        ("${oc.env:SECRET}", 1),
+        ("data", {"transforms": {"short_sides": ["${oc.env:SECRET}"]}}),
+        ("batch_former", {"mode": "${oc.env:SECRET}"}),
+        ("output_dir", ["${oc.env:SECRET}"]),
+        ("train", {"checkpoint_every": "${oc.env:SECRET}"}),
+        ("checkpoint", None),
+        ("checkpoint", 5),
+        ("train", 5),
+        ("train", None),
+        ("base", "${oc.env:SECRET}"),
+        ("output_dir", b"bytes"),
+        (3, 4),
+    ],
+)
+@pytest.mark.usefixtures("secret")
+def test_errors_about_a_stored_config_resolve_nothing(key: str, value: object, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        config_from_dict({key: value}, source="a.pt")
+    assert "hunter2" not in str(caught.value)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({key: value}))
+    with pytest.raises(InputError) as caught:
+        saved_config(tmp_path / "config.yaml")
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("secret")
+def test_text_like_an_interpolation_survives_every_round_trip(tmp_path: Path) -> None:
+    options = {f"name{number}": text for number, text in enumerate(texts())}
+    config = ClassifierConfig(model=ClassifierModelConfig(options=options), output_dir="${oc.env:SECRET}")
+    assert config_from_dict(config_to_dict(config)) == config
+    (tmp_path / "config.yaml").write_text(config_to_yaml(config))
+    assert saved_config(tmp_path / "config.yaml") == config
+    assert load_config(tmp_path / "config.yaml", schema=ClassifierConfig) == config
+
+
+def test_overrides_of_a_stored_config_are_the_users_own(secret: str) -> None:
+    assert config_from_dict({}, [f"output_dir={secret}"]).output_dir == "hunter2"
+
+
+def test_a_home_folder_is_found_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = ("output_dir", "init_from", "data.train.images", "data.val.annotations", "model.backbone.weights")
+    config = load_config(None, [f"{key}=~/x" for key in paths])
+    assert [attrgetter(key)(config) for key in paths] == ["/home/me/x"] * len(paths)
+    assert load_config(None, ["data.root=~/x"], schema=ClassifierConfig).data.root == "/home/me/x"
+    assert load_config(None, ["output_dir=~nobody-of-that-name/x"]).output_dir == "~nobody-of-that-name/x"
+    assert load_config(None, ["output_dir=a~b"]).output_dir == "a~b"
+
+
+def test_the_task_of_a_file_is_known_without_reading_its_values(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("task: classification\n")
+    (tmp_path / "a.yaml").write_text("base: base.yaml\nseed: ${oc.env:NOT_SET}\n")
+    assert schema_of(tmp_path / "a.yaml") is ClassifierConfig
+    (tmp_path / "b.yaml").write_text("seed: 1\n")
+    assert schema_of(tmp_path / "b.yaml") is Config

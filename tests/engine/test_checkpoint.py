@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import copy
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from detr_bf.batchformer import BatchFormerV2
 from detr_bf.engine import Checkpoint, load_checkpoint, load_fitting, load_strict
 from detr_bf.errors import InputError
 from detr_bf.structures import ClassMap
+from tests.checkpoints import training
 
 CLASSES = ClassMap((3, 7, 90), ("cat", "dog", "bird"))
 
@@ -19,11 +24,11 @@ def checkpoint(model: nn.Module, **changes: object) -> Checkpoint:
 
 def test_round_trip(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
-    checkpoint(model, training={"progress": {"step": 4}, "rng": torch.get_rng_state()}).save(tmp_path / "a.pt")
+    checkpoint(model, training=training() | {"rng": torch.get_rng_state()}).save(tmp_path / "a.pt")
     loaded = load_checkpoint(tmp_path / "a.pt")
     assert loaded.classes == CLASSES
     assert torch.equal(loaded.weights["weight"], model.weight)
-    assert loaded.training["progress"] == {"step": 4}
+    assert loaded.training["progress"]["step"] == 4
 
 
 def test_averaged_weights_are_the_ones_to_evaluate_with() -> None:
@@ -84,3 +89,167 @@ def test_files_of_other_programs(tmp_path: Path, content: object) -> None:
     torch.save(content, tmp_path / "other.pt")
     with pytest.raises(InputError, match="not a detr_bf checkpoint"):
         load_checkpoint(tmp_path / "other.pt")
+
+
+def written(path: Path, part: str, value: object) -> Path:
+    """A checkpoint whose ``part``, a dotted name, is ``value``; ... leaves it out."""
+    model = nn.Linear(2, 3)
+    whole = checkpoint(model, training=training())
+    content = copy.deepcopy({field.name: getattr(whole, field.name) for field in fields(whole)})
+    *groups, name = part.split(".")
+    place: Any = content
+    for group in groups:
+        place = place[group]
+    if value is ...:
+        del place[name]
+    else:
+        place[name] = value
+    torch.save(content, path)
+    return path
+
+
+def nested(depth: int) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for _ in range(depth):
+        tree = {"a": tree}
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("format", 2, "is a detr_bf checkpoint of format 2, and this version reads format 1"),
+        ("format", "x\x1b", r"of format x\\x1b, and"),
+        ("format", None, "of format None, and"),
+        ("model", [], "'model' must hold a dictionary, not a list"),
+        ("model", {3: torch.ones(1)}, r"cannot be weights: 3 \(a name of type int\)"),
+        ("model", {"a": torch.ones(1).to_sparse()}, r"cannot be weights: a \(sparse\)"),
+        ("model", {"a": torch.ones(1, device="meta")}, r"cannot be weights: a \(without numbers\)"),
+        ("model", {"a": 3.0}, r"cannot be weights: a \(a value of type float\)"),
+        ("ema", 3, "'ema' must hold a dictionary"),
+        ("ema", {"a": torch.ones(1, dtype=torch.complex64)}, r"cannot be weights: a \(complex\)"),
+        ("config", "detection", "'config' must hold a dictionary"),
+        ("config", {"task": torch.ones(1)}, "'config.task' must hold plain values, not a Tensor"),
+        ("config", {3: 4}, "'config' must hold names of settings that are text"),
+        ("config", nested(200), "must hold at most 30 levels"),
+        ("class_map", None, "'class_map' must hold a dictionary"),
+        ("class_map", {}, "'class_map' must hold lists of equal length"),
+        ("class_map", {"category_ids": [1]}, "'class_map'"),
+        ("class_map", {"category_ids": [1, 2], "names": ["a"]}, "'class_map'"),
+        ("class_map", {"category_ids": [1, 1], "names": ["a", "b"]}, "'class_map'"),
+        ("class_map", {"category_ids": ["1"], "names": ["a"]}, "'class_map'"),
+        ("class_map", {"category_ids": [1], "names": [2]}, "'class_map'"),
+        ("class_map", {"category_ids": [1], "names": ["a"], "is_thing": [1]}, "'class_map'"),
+        ("class_map", {"category_ids": [1], "names": ["a"], "is_thing": [True, True]}, "'class_map'"),
+        ("training", 3, "'training' must hold a dictionary"),
+        ("training.optimizer", ..., "'training.optimizer' must hold a dictionary"),
+        ("training.optimizer.param_groups", [], "'training.optimizer.param_groups'"),
+        ("training.optimizer.param_groups", [{}], "'training.optimizer.param_groups'"),
+        ("training.optimizer.state", [], "'training.optimizer.state'"),
+        ("training.optimizer.state", {0: {"exp_avg": torch.ones(2).to_sparse()}}, r"optimizer.0.exp_avg \(sparse\)"),
+        ("training.scaler", None, "'training.scaler'"),
+        ("training.progress", ..., "'training.progress'"),
+        ("training.progress", {"step": 1}, "'training.progress'"),
+        ("training.progress", {"step": -1, "evaluated_step": 0}, "'training.progress'"),
+        ("training.progress", {"step": 1.5, "evaluated_step": 0}, "'training.progress'"),
+        ("training.progress.best_score", "high", "'training.progress'"),
+        ("training.averaged", None, "'training.averaged'"),
+        ("training.rng", ..., "'training.rng'"),
+        ("training.rng", [3], "'training.rng'"),
+        ("training.rng", [{"cpu": torch.ones(3), "cuda": None}], "'training.rng'"),
+        ("training.rng", [{"cpu": torch.ones(3, dtype=torch.uint8), "cuda": None}], "'training.rng'"),
+    ],
+)
+def test_a_part_of_another_structure_is_refused(tmp_path: Path, part: str, value: object, message: str) -> None:
+    path = written(tmp_path / "a.pt", part, value)
+    with pytest.raises(InputError, match=message) as caught:
+        load_checkpoint(path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_changed_first_byte_is_called_damage(tmp_path: Path) -> None:
+    checkpoint(nn.Linear(2, 3)).save(tmp_path / "a.pt")
+    content = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "a.pt").write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(InputError, match=r"a\.pt is (truncated or )?damaged"):
+        load_checkpoint(tmp_path / "a.pt")
+
+
+def test_a_sound_checkpoint_of_earlier_versions_is_read(tmp_path: Path) -> None:
+    classes = {"category_ids": [3, 1], "names": ["a", "b"]}
+    assert load_checkpoint(written(tmp_path / "a.pt", "class_map", classes)).classes == ClassMap((3, 1), ("a", "b"))
+    assert load_checkpoint(written(tmp_path / "a.pt", "training.rng", torch.get_rng_state())).training is not None
+    progress = {"step": 4, "evaluated_step": 2, "best_ap": 0.5}
+    assert load_checkpoint(written(tmp_path / "a.pt", "training.progress", progress)).training is not None
+
+
+def test_a_stripped_checkpoint_cannot_be_resumed() -> None:
+    stripped = checkpoint(nn.Linear(2, 3))
+    with pytest.raises(InputError, match=r"last\.pt holds weights alone .*init_from=last\.pt"):
+        stripped.state_to_resume("last.pt")
+
+
+def not_finite(model: nn.Module, value: float) -> dict[str, torch.Tensor]:
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights["bias"][1] = value
+    return weights
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_loaded_only_to_reproduce_a_fault(value: float) -> None:
+    model = nn.Linear(2, 3)
+    weights, before = not_finite(model, value), model.bias.detach().clone()
+    for load in (load_strict, load_fitting):
+        with pytest.raises(InputError, match=r"a\.pt holds NaN or infinite weights, .* in bias"):
+            load(model, weights, "a.pt")
+        assert torch.equal(model.bias, before)
+    load_strict(model, weights, "a.pt", finite=False)
+    assert not model.bias.isfinite().all()
+
+
+def test_what_is_left_out_need_not_be_finite() -> None:
+    model = nn.Linear(2, 3)
+    load_fitting(model, {**model.state_dict(), "head": torch.full((2,), torch.nan)}, "a.pt")
+
+
+def batch_former(shared: bool, layers: tuple[int, ...] = (0, 2)) -> nn.Module:
+    former = BatchFormerV2(8, layers=layers, num_encoder_layers=4, shared=shared, heads=2)
+    return nn.ModuleDict({"batch_former": former, "linear": nn.Linear(2, 2)})
+
+
+def mixer(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
+    return model["batch_former"].mixers[name].state_dict()
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_a_shared_mixer_becomes_each_of_several() -> None:
+    file, model = batch_former(shared=True), batch_former(shared=False)
+    said = load_fitting(model, file.state_dict(), "a.pt")
+    for name in ("0", "2"):
+        assert_same(mixer(model, name), mixer(file, "shared"))
+    assert (
+        "of BatchFormerV2, loaded under another name (2): mixers.shared as mixers.0, mixers.shared as mixers.2" in said
+    )
+    assert "freshly" not in said
+    assert "left out" not in said
+
+
+def test_the_first_of_several_mixers_becomes_the_shared_one() -> None:
+    file, model = batch_former(shared=False, layers=(2, 3)), batch_former(shared=True)
+    said = load_fitting(model, file.state_dict(), "a.pt")
+    assert_same(mixer(model, "shared"), mixer(file, "2"))
+    assert "(1): mixers.2 as mixers.shared" in said
+    assert "left out" in said
+    assert "mixers.3." in said
+
+
+def test_mixers_of_other_layers_are_not_exchanged() -> None:
+    file, model = batch_former(shared=False, layers=(0,)), batch_former(shared=False, layers=(2,))
+    said = load_fitting(model, file.state_dict(), "a.pt")
+    assert "another name" not in said
+    assert "freshly initialised" in said

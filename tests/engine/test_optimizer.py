@@ -14,6 +14,7 @@ from detr_bf.engine import LearningRate, build_optimizer, parameter_groups
 from detr_bf.engine.optimizer import image_parameter_groups, load_optimizer
 from detr_bf.errors import InputError
 from detr_bf.vit import add_batchformer, add_batchformer_v2, add_context_broadcasting, add_diverse_patch
+from tests.checkpoints import training
 from tests.vit import tiny
 
 
@@ -228,6 +229,26 @@ def test_another_kind_of_optimizer_is_not_resumed(old: str, new: str) -> None:
     state = build_optimizer(groups, old).state_dict()
     with pytest.raises(InputError, match=rf"last.pt was trained with {old} and optimizer.name is {new}"):
         load_optimizer(build_optimizer(groups, new), state, "last.pt")
+
+
+@pytest.mark.parametrize(
+    ("moment", "message"),
+    [
+        (torch.full((2,), math.nan), r"last.pt holds NaN or infinite weights.* in optimizer\.0\.exp_avg"),
+        (torch.zeros(3), r"last.pt: optimizer\.0\.exp_avg have not the shape of the parameter"),
+        (torch.zeros(2).to_sparse(), r"last.pt holds what cannot be weights: optimizer\.0\.exp_avg \(sparse\)"),
+        (3, r"last.pt holds what cannot be weights: optimizer\.0\.exp_avg \(a value of type int\)"),
+        (..., "last.pt: its optimizer state is damaged, it holds exp_avg_sq, step; expected exp_avg, exp_avg_sq, step"),
+    ],
+)
+def test_moments_that_would_spoil_the_next_step_are_refused(moment: Any, message: str) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    state = training(parameter=parameter)["optimizer"]
+    state["state"][0]["exp_avg"] = moment
+    if moment is ...:
+        del state["state"][0]["exp_avg"]
+    with pytest.raises(InputError, match=message):
+        load_optimizer(build_optimizer([{"params": [parameter], "lr": 0.1}], "adamw"), state, "last.pt")
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])

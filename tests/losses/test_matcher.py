@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, Matches, PaddedTargets, matcher
+from detr_bf.errors import InputError
+from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, Matches, PaddedTargets, SetCriterion, matcher
 from detr_bf.structures import Outputs, Target
 from tests.references.examples import random_outputs, random_targets
 from tests.references.set_criterion import Pairs, focal_cost, image_cost, least_total, match, softmax_cost
@@ -153,6 +155,35 @@ def test_follows_permuted_queries() -> None:
         for row in range(2):
             moved = sorted((order[query].item(), target) for query, target in pairs_of(after, layer, row))
             assert moved == pairs_of(before, layer, row)
+
+
+@pytest.mark.parametrize("name", ["class_cost", "bbox_cost", "giou_cost"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_costs_that_mean_nothing_are_refused(name: str, value: float) -> None:
+    with pytest.raises(InputError, match=rf"HungarianMatcher: {name}={value} must be 0 or more"):
+        HungarianMatcher(CrossEntropy(), **{name: value})
+
+
+def test_a_matcher_without_any_cost_is_refused() -> None:
+    with pytest.raises(InputError, match="class_cost, bbox_cost, giou_cost are all 0"):
+        HungarianMatcher(CrossEntropy(), 0.0, 0.0, 0.0)
+    HungarianMatcher(CrossEntropy(), 0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"alpha": 7.0}, {"alpha": -1.0}, {"alpha": math.nan}, {"gamma": -1.0}, {"gamma": math.nan}]
+)
+def test_focal_losses_that_mean_nothing_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(InputError, match="Focal: alpha="):
+        Focal(**settings)
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_weights_that_mean_nothing_are_refused(value: float) -> None:
+    with pytest.raises(InputError, match="CrossEntropy: no_object_weight="):
+        CrossEntropy(value)
+    with pytest.raises(InputError, match="SetCriterion: dice_weight="):
+        SetCriterion(CrossEntropy(), HungarianMatcher(CrossEntropy()), dice_weight=value)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

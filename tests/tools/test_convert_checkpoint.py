@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from detr_bf.batchformer import BatchFormerV2
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.engine import Checkpoint, load_checkpoint, load_fitting
 from detr_bf.structures import Batch, ClassMap
+from tests.checkpoints import training
 from tests.interop.states import assert_same
 from tests.tools.test_train_net import tool
 
@@ -56,7 +58,7 @@ def checkpoint(*changes: str, average: bool = True) -> Checkpoint:
         class_map=CLASSES.to_dict(),
         config=config_to_dict(config),
         ema=states[1] if average else None,
-        training={"progress": {"step": 4}},
+        training=training(),
     )
 
 
@@ -127,7 +129,14 @@ def test_a_run_folder_stands_for_its_best_checkpoint(tmp_path: Path) -> None:
         (["ours.pt", "ours.pt/out.pth"], "cannot be written"),
         (["ours.pt", "out.pth", "--to", "yolo"], "no checkpoint format 'yolo'; there are: detr, .*hf_detr"),
         (["ours.pt", "out.pth", "--to", "smca"], "official SMCA"),
-        (["ours.pt", "out.pth", "--to", "hf_detr"], r"has no place for these tensors: .*batch_former"),
+        (["ours.pt", "out.pth", "--to", "hf_detr"], r"has no place for these tensors: .*batch_former.*--strip-batch"),
+        (["ours.pt", "out.pth", "--to", "huggingface"], "no checkpoint format 'huggingface'; there are: .*hf_detr"),
+        (["ours.pt", "out.pth", "--to", "a\nb"], r"no checkpoint format 'a\\nb'; there are"),
+        (["https://example.org/a.pth", "out.pth"], "files are not fetched from a URL; download it"),
+        (["n" * 300, "out.pth"], "file not found: nnn"),
+        (["pipe.pth", "out.pth"], "pipe.pth is a FIFO, a socket or a device"),
+        (["nan.pth", "out.pth"], "nan.pth holds NaN or infinite weights.* in tokens.projections.0.weight"),
+        (["nan.pth", "out.pth", "--classes", "contiguous"], "nan.pth holds NaN or infinite weights"),
         (["unknown.pth", "out.pth"], "no known format .*tried: detr, .*closest is detr"),
         (["numbers.pth", "out.pth"], "numbers.pth holds no weights"),
         (["garbage.pth", "out.pth"], "garbage.pth"),
@@ -146,6 +155,11 @@ def test_bad_input_is_one_message_and_leaves_everything_as_it_was(
     saved(tmp_path)
     Path("link.pt").symlink_to("ours.pt")
     Path("folder").mkdir()
+    os.mkfifo("pipe.pth")
+    weights = build_model(load_config(None, [*SETTINGS, "batch_former.enabled=false"]), 91).state_dict()
+    foreign = interop.to_foreign(weights, "detr")
+    foreign["input_proj.weight"].view(-1)[-1] = torch.nan
+    torch.save({"model": foreign}, "nan.pth")
     torch.save({"query_embed.weight": torch.zeros(2), "a.b": torch.zeros(2)}, "unknown.pth")
     torch.save([1, 2], "numbers.pth")
     for name in ("garbage.pth", "garbage.safetensors"):

@@ -14,6 +14,7 @@ from detr_bf import interop
 from detr_bf.backbones.resnet import MEAN, STD
 from detr_bf.engine import checkpoint_of
 from detr_bf.errors import InputError
+from detr_bf.files import check_weights
 
 RESNET = "detectron2_resnet"
 BACKBONES = (".pkl", ".pyth")  # detectron2 finds the place of their tensors by the ends of their names
@@ -77,6 +78,7 @@ class DetrBfCheckpointer(DetectionCheckpointer):
             return content
         content = interop.read_content(path)
         state = interop.state_in(content, path)
+        check_weights(state, filename)
         own = interop.under_our_names(self.model.state_dict(), "the model")
         own_rows = interop.class_rows(own)
         form = interop.format_of(state)

@@ -1,0 +1,144 @@
+"""Every reader of weights finds a changed bit, and everything that loads weights refuses NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import detr_bf
+from detr_bf.assembly import build_model, load_classifier, read_initial_weights, read_network_weights
+from detr_bf.assembly.masked import _initial_weights
+from detr_bf.backbones.weights import load_classifier as load_backbone
+from detr_bf.backbones.weights import read_weights
+from detr_bf.config import Config, config_to_dict, load_config
+from detr_bf.conversion import convert, strip_batch_former
+from detr_bf.detectors import Detector
+from detr_bf.engine import Checkpoint, RunFolder, Trainer, is_checkpoint, load_checkpoint
+from detr_bf.engine.capture import load_capture
+from detr_bf.engine.trainer import Progress
+from detr_bf.errors import InputError, TrainingError
+from detr_bf.interop import read_content
+from detr_bf.structures import ClassMap
+from tests.checkpoints import training
+
+CLASSES = ClassMap((3, 7), ("cat", "dog"))
+SETTINGS = [
+    *("model.hidden_dim=32", "model.heads=2", "model.encoder_layers=1", "model.decoder_layers=1"),
+    *("model.feedforward_dim=32", "model.num_queries=6", "model.backbone.name=resnet18"),
+    *("model.backbone.weights=none", "device=cpu", "batch_former.heads=2"),
+]
+NORM = "decoder.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return load_config(None, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def model(config: Config) -> Detector:
+    return build_model(config, CLASSES.num_classes)
+
+
+@pytest.fixture
+def checkpoint(model: Detector, config: Config) -> Checkpoint:
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return Checkpoint(weights, CLASSES.to_dict(), config_to_dict(config), training=training())
+
+
+def _convert(path: Path) -> object:
+    return convert(path, path.with_name("converted.pt"))
+
+
+def _strip(path: Path) -> object:
+    return strip_batch_former(path, path.with_name("stripped.pt"))
+
+
+READERS: list[Callable[[Path], object]] = [
+    *(load_checkpoint, is_checkpoint, load_capture, read_content, read_initial_weights, read_network_weights),
+    *(_initial_weights, read_weights, load_classifier, detr_bf.load, detr_bf.load_classifier, _convert, _strip),
+]
+
+
+@pytest.mark.parametrize("read", READERS, ids=lambda read: f"{read.__module__}.{read.__qualname__}")
+def test_every_reader_finds_a_changed_bit(
+    tmp_path: Path, checkpoint: Checkpoint, read: Callable[[Path], object]
+) -> None:
+    path = tmp_path / "a.pt"
+    checkpoint.save(path)
+    content = bytearray(path.read_bytes())
+    content[content.index(checkpoint.model[NORM].numpy().tobytes()) + 5] ^= 1
+    path.write_bytes(content)
+    torch.load(path, weights_only=True)  # torch itself does not look
+    with pytest.raises(InputError, match=r"a\.pt is damaged: its part .* is not what was written"):
+        read(path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+@pytest.mark.parametrize("load", [detr_bf.load, _convert, _strip])
+def test_what_uses_weights_refuses_those_that_are_not_finite(
+    tmp_path: Path, checkpoint: Checkpoint, load: Callable[[Path], object], value: float
+) -> None:
+    checkpoint.model[NORM][1] = value
+    checkpoint.save(tmp_path / "a.pt")
+    with pytest.raises(InputError, match=rf"a\.pt holds NaN or infinite weights, .* in {NORM}"):
+        load(tmp_path / "a.pt")
+
+
+def test_a_backbone_refuses_weights_that_are_not_finite() -> None:
+    network = nn.ModuleDict({"conv": nn.Conv2d(3, 2, 1), "fc": nn.Linear(2, 2)})
+    weights = {name: value.clone() for name, value in network.state_dict().items()}
+    weights["fc.bias"][0] = torch.nan
+    load_backbone(network, weights, classifier=("fc",), source="a.pth")  # which is left out
+    weights["conv.bias"][0] = torch.nan
+    with pytest.raises(InputError, match=r"backbone weights a\.pth holds NaN or infinite weights, .* in conv\.bias"):
+        load_backbone(network, weights, classifier=("fc",), source="a.pth")
+
+
+def trainer_of(folder: Path, model: nn.Module, **parts: Any) -> Any:
+    """What the saving and restoring of a trainer touch of it."""
+    optimizer = torch.optim.AdamW([next(model.parameters())], fused=True)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    own = {"model": model, "ema": None, "folder": RunFolder(folder), "class_map": CLASSES, "config": {}}
+    return SimpleNamespace(**own, optimizer=optimizer, scaler=scaler, progress=Progress(step=3), **parts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"weight": torch.full((2, 2), torch.nan), "bias": torch.zeros(2)}}, r"NaN .* in weight"),
+        ({"training": None}, "holds weights alone"),
+        ({"training": training() | {"progress": {"step": 1, "evaluated_step": 0, "unknown": 3}}}, "another version"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    network = nn.Linear(2, 2)
+    state = training(parameter=network.weight)
+    sound = Checkpoint(network.state_dict(), CLASSES.to_dict(), {}, training=state)
+    if changes.get("training"):
+        changes = {"training": state | {"progress": changes["training"]["progress"]}}
+    with pytest.raises(InputError, match=message):
+        Trainer._restore(trainer_of(tmp_path, network), replace(sound, **changes))
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_failing_write_says_whether_there_is_an_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool
+) -> None:
+    if earlier:
+        (tmp_path / "last.pt").touch()
+
+    def full_disk(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    message = "That of an earlier step is there: .*--resume" if earlier else "No checkpoint was written .*start again"
+    with pytest.raises(TrainingError, match=rf"step 3 cannot be written to .*No space.*{message}"):
+        Trainer._write(trainer_of(tmp_path, nn.Linear(2, 2)), training(), ())
