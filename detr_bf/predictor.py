@@ -27,7 +27,7 @@ from detr_bf.assembly import load_classifier as load_classifier_model
 from detr_bf.assembly.classifier_data import build_image_eval_transform
 from detr_bf.config import ClassifierConfig, Config, config_from_dict
 from detr_bf.data.augmentation import EvalTransform
-from detr_bf.data.images import read_image
+from detr_bf.data.images import MAX_PIXELS, read_image
 from detr_bf.data.transforms import Sample, SampleTransform
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, checkpoint_of, load_checkpoint, load_strict
@@ -65,6 +65,7 @@ class Predictor:
     postprocess: Postprocess
     panoptic_postprocess: PanopticPostprocess
     device: torch.device
+    max_pixels: int = MAX_PIXELS  # of an image file
 
     def __call__(self, image: ImageLike) -> Detections:
         """Detect in one image.
@@ -72,7 +73,7 @@ class Predictor:
         Raises:
             InputError: it is no image, or cannot be read.
         """
-        (detections,) = self._detect([self._sample(_pixels(image, "the image"), 0)])
+        (detections,) = self._detect([self._sample(_pixels(image, "the image", self.max_pixels), 0)])
         return detections
 
     @torch.no_grad()
@@ -84,7 +85,7 @@ class Predictor:
         """
         if self.model.mask_head is None:
             raise InputError("this detector has no mask head: train one with model.masks=true, on data with masks")
-        batch = Batch.collate([self._sample(_pixels(image, "the image"), 0)]).to(self.device)
+        batch = Batch.collate([self._sample(_pixels(image, "the image", self.max_pixels), 0)]).to(self.device)
         (found,) = self.panoptic_postprocess(self.model(batch), batch.targets)
         return found
 
@@ -100,7 +101,9 @@ class Predictor:
         return (
             found
             for chunk in _chunks(images, batch_size)
-            for found in self._detect([self._sample(_pixels(image, f"image {n}"), n) for n, image in chunk])
+            for found in self._detect(
+                [self._sample(_pixels(image, f"image {n}", self.max_pixels), n) for n, image in chunk]
+            )
         )
 
     @torch.no_grad()
@@ -128,6 +131,7 @@ class ClassifierPredictor:
     class_map: ClassMap
     transform: EvalTransform
     device: torch.device
+    max_pixels: int = MAX_PIXELS  # of an image file
 
     def __call__(self, image: ImageLike) -> Tensor:
         """Return (K,) float32 on the CPU for one image.
@@ -152,7 +156,9 @@ class ClassifierPredictor:
 
     @torch.no_grad()
     def _classify(self, images: Mapping[str, ImageLike]) -> Iterator[Tensor]:
-        batch = torch.stack([self.transform(_pixels(image, name), 0) for name, image in images.items()])
+        batch = torch.stack(
+            [self.transform(_pixels(image, name, self.max_pixels), 0) for name, image in images.items()]
+        )
         logits: Tensor = self.model(batch.to(self.device))
         for (name, image), each in zip(images.items(), logits.float().softmax(1).cpu(), strict=True):
             if not each.isfinite().all():
@@ -191,7 +197,7 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor | Classi
     Raises:
         InputError: as both, or it predicts nothing of an image.
     """
-    source = checkpoint_of(path)
+    source = checkpoint_of(Path(path).expanduser())
     checkpoint = load_checkpoint(source)
     config = config_from_dict(checkpoint.config, source=f"the config in {source}")
     config.device = device
@@ -215,6 +221,7 @@ def _detector(config: Config, checkpoint: Checkpoint, source: str) -> Predictor:
         postprocess=build_postprocess(config),
         panoptic_postprocess=build_panoptic_postprocess(config, checkpoint.classes),
         device=device_of(config),
+        max_pixels=config.data.max_pixels,
     )
 
 
@@ -222,7 +229,11 @@ def _classifier(config: ClassifierConfig, source: Path) -> ClassifierPredictor:
     device = device_of(config)
     loaded = load_classifier_model(source, device=device)
     return ClassifierPredictor(
-        loaded.model, loaded.class_map, build_image_eval_transform(config.data.transforms), device
+        model=loaded.model,
+        class_map=loaded.class_map,
+        transform=build_image_eval_transform(config.data.transforms),
+        device=device,
+        max_pixels=config.data.max_pixels,
     )
 
 
@@ -237,14 +248,14 @@ def _chunks(images: Iterable[ImageLike], batch_size: int) -> Iterator[list[tuple
     return iter(lambda: list(islice(numbered, batch_size)), [])
 
 
-def _pixels(image: object, name: str) -> Tensor:
+def _pixels(image: object, name: str, max_pixels: int) -> Tensor:
     """(3, H, W) uint8 RGB on the CPU; the docstring of :class:`Predictor` lists what is taken.
 
     Raises:
         InputError: ``image`` is something else, which the message calls ``name``, or its file cannot be read.
     """
     if isinstance(image, (str, os.PathLike)):
-        return read_image(Path(image))
+        return read_image(Path(image), max_pixels=max_pixels)
     if isinstance(image, Tensor):
         return _tensor_pixels(image, name)
     if isinstance(image, PillowImage.Image):

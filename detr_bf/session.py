@@ -150,7 +150,7 @@ def _checked(task: Task[Any], folder: RunFolder) -> Checkpoint | None:
     task.check()
     folder.remove_unfinished()
     if checkpoint is not None:
-        _tell_changes(task.config, checkpoint)
+        _tell_changes(task.config, checkpoint, folder)
     return checkpoint
 
 
@@ -217,9 +217,9 @@ def _describe(folder: RunFolder, config: RunConfig) -> None:
     write_json(folder.machine, machine_info())
 
 
-def _tell_changes(config: RunConfig, checkpoint: Checkpoint) -> None:
+def _tell_changes(config: RunConfig, checkpoint: Checkpoint, folder: RunFolder) -> None:
     """Log which settings differ from those the run was started with."""
-    before = _flat(config_to_dict(config_from_dict(checkpoint.config)))
+    before = _flat(config_to_dict(config_from_dict(checkpoint.config, source=f"the config in {folder.last}")))
     changed = [
         f"{key}: {before[key]} -> {value}"
         for key, value in _flat(config_to_dict(config)).items()
@@ -237,7 +237,7 @@ def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
 
 
 def _check_same_task(config: RunConfig, checkpoint: Checkpoint, folder: RunFolder) -> None:
-    before = config_from_dict(checkpoint.config)
+    before = config_from_dict(checkpoint.config, source=f"the config in {folder.last}")
     if type(before) is not type(config):
         raise InputError(
             f"{folder.last} is of a {type(before).__name__}, not of a {type(config).__name__}: resume with the command "

@@ -24,11 +24,11 @@ from torch import Tensor
 
 import detr_bf
 from detr_bf.cli import run_tool
-from detr_bf.data.images import read_image
+from detr_bf.data.images import FORMATS, read_image
 from detr_bf.engine.logs import setup_logging
 from detr_bf.errors import InputError
 from detr_bf.evaluation import write_panoptic
-from detr_bf.files import write_json
+from detr_bf.files import UNFINISHED, write_json
 from detr_bf.predictor import load_predictor
 from detr_bf.progress import progress_bar
 from detr_bf.report import class_labels, draw_boxes, draw_panoptic, save_picture
@@ -39,7 +39,6 @@ from detr_bf.text import printable
 DETECTION_THRESHOLD = 0.5
 MOST_CLASSES = 5  # of an image
 MOST_ON_SHEET = 60  # images
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")  # of files in folders
 WRITTEN = ".detr_bf_predict.json"  # lists the files in the output folder that this tool has written
 LONGEST_STEM = 150  # bytes of an input's name in the name of its picture
 
@@ -65,8 +64,9 @@ def run(options: argparse.Namespace) -> int:
     if options.threshold is not None and not 0 <= options.threshold <= 1:
         raise InputError(f"--threshold must be a number from 0 to 1, got {options.threshold}")
     output = Output(options.output)
-    images = Images(list(image_files(options.inputs, output.written)))
+    files = list(image_files(options.inputs, output.written))
     predictor = load_predictor(options.checkpoint, options.device)
+    images = Images(files, predictor.max_pixels)
     if isinstance(predictor, detr_bf.ClassifierPredictor):
         if options.panoptic:
             raise InputError(f"{options.checkpoint} is of a classifier, and --panoptic needs a detector with masks")
@@ -87,8 +87,9 @@ def run(options: argparse.Namespace) -> int:
 class Images:
     """The files to predict, and why some of them could not be read."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], max_pixels: int) -> None:
         self.files = files
+        self.max_pixels = max_pixels
         self.unreadable: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[int, Path, Tensor]]:
@@ -99,7 +100,7 @@ class Images:
         """
         for number, file in enumerate(progress_bar(self.files, desc="predicting", unit="image")):
             try:
-                pixels = read_image(file)
+                pixels = read_image(file, max_pixels=self.max_pixels)
             except InputError as error:
                 self.unreadable.append(printable(error, limit=1000))
                 continue
@@ -244,7 +245,10 @@ def image_files(inputs: Sequence[Path], written: set[Path]) -> Iterator[Path]:
         found = sorted(
             file
             for file in path.rglob("*")
-            if file.suffix.lower() in readable and file.is_file() and file.resolve() not in written
+            if file.suffix.lower() in readable
+            and file.is_file()
+            and file.resolve() not in written
+            and not file.name.startswith(UNFINISHED)
         )
         if not found:
             raise InputError(f"no image files in {printable(path)}")

@@ -83,20 +83,24 @@ CLASSIFICATION_CURVES = CurvePlan(
 RECONSTRUCTION_CURVES = CurvePlan(validation_loss=True)
 
 
-def draw_curves(metrics_file: str | Path, output: str | Path, plan: CurvePlan = DETECTION_CURVES) -> None:
+def draw_curves(source: Metrics | str | Path, output: str | Path, plan: CurvePlan = DETECTION_CURVES) -> None:
     """Draw the training loss, its terms and the validation over epochs, those that ``plan`` names.
 
     Long loss curves are drawn faint, with their running mean on top. ``output`` is written atomically; its suffix
     (``.svg``, ``.png`` or ``.pdf``) chooses the format.
 
+    Args:
+        source: the metrics, or their file.
+
     Raises:
         InputError: there are no metrics to draw, or the suffix is another one.
     """
     check_suffix(output, "curves are")
-    metrics = read_metrics(metrics_file)
+    metrics = source if isinstance(source, Metrics) else read_metrics(source)
     if not (metrics.train or metrics.val):
         raise InputError(
-            f"{metrics_file} holds no training and no evaluation record: let the run log at least one step"
+            f"{'the run' if isinstance(source, Metrics) else source} has no training and no evaluation record: let it "
+            "log at least one step"
         )
     save_figure(output, _figure(metrics, plan))
 

@@ -110,7 +110,7 @@ def _curves(run_dir: Path, metrics: Metrics, task: TaskPage) -> str:
     if not (metrics.train or metrics.val):
         return missing(METRICS_FILE, "metrics")
     file = run_dir / CURVES_FILE
-    return drawn(file, task.curves_description, lambda path: draw_curves(run_dir / METRICS_FILE, path, task.curves))
+    return drawn(file, task.curves_description, lambda path: draw_curves(metrics, path, task.curves))
 
 
 def _config(text: str | None) -> str:
