@@ -1,0 +1,120 @@
+"""More than 300 bad inputs, one after another: ``python tests/hostile/bad_inputs.py [--group NAME] [--match TEXT]``.
+
+Prints a table and every failure with its output; exit code 1 if any case failed. Three minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.hostile import battery  # noqa: E402
+
+MODULES = (
+    *("annotations", "panoptic", "images", "classifiers", "checkpoints", "configs", "folders", "commands", "api"),
+    "operators",
+)
+PRELOADED = (
+    *("tools.train_net", "tools.train_classifier", "tools.pretrain_mae", "tools.predict", "tools.check_data"),
+    *("tools.convert_checkpoint", "tools.plan", "tools.replay_capture", "tools.analyze", "tools.make_sample_data"),
+    *("matplotlib.pyplot", "pycocotools.cocoeval", "torchvision", "timm", "detr_bf.vit", "detr_bf.interop"),
+)
+
+
+def all_cases(modules: Sequence[str] = MODULES) -> Iterator[battery.Case]:
+    """Every case of every module."""
+    for name in modules:
+        yield from importlib.import_module(f"tests.hostile.{name}").cases()
+
+
+def preload() -> None:
+    """Import what the cases need, so that their processes start with it; no computation, which would start threads."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def make_ground(folder: Path) -> None:
+    """In a process of its own: threads of torch do not survive a fork."""
+    child = os.fork()
+    if child == 0:
+        code = 70
+        try:
+            from tests.hostile.ground import make_ground as make
+
+            os.environ["DETR_BF_CACHE"] = str(folder.parent / "cache")
+            with open(folder.parent / "ground.log", "w") as log:  # noqa: PTH123
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            make(folder)
+            code = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    if os.waitpid(child, 0)[1] != 0:
+        raise RuntimeError(f"the ground could not be made:\n{(folder.parent / 'ground.log').read_text()[-3000:]}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the battery and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--group", action="append", metavar="NAME", help="only the cases of this group, or more of them"
+    )
+    parser.add_argument("--match", metavar="TEXT", help="only cases whose title holds this")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write how each case went")
+    parser.add_argument("--list", action="store_true", help="print the titles alone")
+    parser.add_argument("--verbose", action="store_true", help="print every case as it ends")
+    options = parser.parse_args(arguments)
+    chosen = [
+        case
+        for case in all_cases()
+        if (not options.group or case.group in options.group) and (not options.match or options.match in case.title)
+    ]
+    titles = [case.title for case in chosen]
+    assert len(set(titles)) == len(titles), (
+        f"two cases of one title: {sorted({t for t in titles if titles.count(t) > 1})}"
+    )
+    if options.list:
+        print("\n".join(titles))
+        return 0
+    preload()
+    scratch = Path(tempfile.mkdtemp(prefix="bad_inputs_")).resolve()
+    try:
+        (scratch / "ground").mkdir()
+        make_ground(scratch / "ground")
+
+        def told(verdict: battery.Verdict) -> None:
+            if not verdict.passed:
+                print(verdict, flush=True)
+            elif options.verbose:
+                print(f"passed {verdict.case} ({verdict.outcome}, {verdict.seconds:.2f} s)", flush=True)
+
+        verdicts = battery.run_battery(chosen, scratch / "ground", scratch, told)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if options.json:
+        options.json.write_text(json.dumps([vars(verdict) for verdict in verdicts], indent=1))
+    print(battery.table(verdicts))
+    return 0 if all(verdict.passed for verdict in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
