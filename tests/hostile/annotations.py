@@ -88,7 +88,7 @@ def mutated(change: Change, split: str = "train", **options: Any) -> Build:
             first = ground.panoptic if options.get("panoptic") else ground.coco
             content = first(first=101)
         replaced = change(content)
-        config = detection(place, **{split: content if replaced is None else replaced}, **options)
+        config = detection(place, **{split: replaced if isinstance(replaced, dict) else content}, **options)
         return lambda: agree(config)
 
     return build
@@ -274,7 +274,7 @@ ODD: dict[str, Change] = {  # accepted or refused, but by doctor and training al
     "iscrowd is missing": drop("annotations", "iscrowd"),
     "iscrowd is true": put("annotations", "iscrowd", True),
     "iscrowd is null": put("annotations", "iscrowd", None),
-    "only crowds": lambda content: [a.update(iscrowd=1) for a in content["annotations"]] and None,
+    "only crowds": lambda content: [a.update(iscrowd=1) for a in content["annotations"]],
     "no annotations": whole("annotations", []),
     "category name is null": put("categories", "name", None),
     "category name is a number": put("categories", "name", 5),
@@ -285,7 +285,6 @@ ODD: dict[str, Change] = {  # accepted or refused, but by doctor and training al
             content["categories"][0].update(id=-3),
             [a.update(category_id=-3) for a in content["annotations"] if a["category_id"] == 3],
         ]
-        and None
     ),
     "2,000 categories": lambda content: content["categories"].extend(
         {"id": i, "name": f"c{i}"} for i in range(100, 2_100)
@@ -295,7 +294,6 @@ ODD: dict[str, Change] = {  # accepted or refused, but by doctor and training al
             content["categories"].insert(0, {"id": 0, "name": "pets", "supercategory": "none"}),
             [c.update(supercategory="pets") for c in content["categories"][1:]],
         ]
-        and None
     ),
 }
 

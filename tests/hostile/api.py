@@ -307,10 +307,14 @@ def cases() -> Iterator[Case]:
     yield from _lower(group)
 
 
+def lower(call: Callable[[Place], Any]) -> Build:
+    return lambda place: lambda: call(place)
+
+
 def _lower(group: str) -> Iterator[Case]:
     """Functions below the top of the package that users call too."""
     for name, call in LOWER.items():
-        yield Case(group, name, (lambda call: lambda place: lambda: call(place))(call), codes=(), raises=OURS_OR_PLAIN)
+        yield Case(group, name, lower(call), codes=(), raises=OURS_OR_PLAIN)
 
 
 def _config(place: Place) -> Any:

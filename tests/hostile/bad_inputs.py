@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -32,19 +33,18 @@ PRELOADED = (
 )
 
 
-def all_cases(modules: Sequence[str] = MODULES) -> Iterator[battery.Case]:
-    """Every case of every module."""
-    for name in modules:
-        yield from importlib.import_module(f"tests.hostile.{name}").cases()
-
-
 def preload() -> None:
     """Import what the cases need, so that their processes start with it; no computation, which would start threads."""
     for name in PRELOADED:
         importlib.import_module(name)
     import torch
 
+    from tests.hostile.images import text_bomb
+    from tests.hostile.panoptic import bomb
+
     torch.set_num_threads(1)
+    bomb()
+    text_bomb()
 
 
 def make_ground(folder: Path) -> None:
@@ -75,31 +75,25 @@ def make_ground(folder: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the battery and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--group", action="append", metavar="NAME", help="only the cases of this group, or more of them"
-    )
+    parser.add_argument("--group", action="append", metavar="NAME", help="only the cases of this group; repeatable")
     parser.add_argument("--match", metavar="TEXT", help="only cases whose title holds this")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th case of each module")
+    parser.add_argument("--module", action="append", metavar="NAME", help="read the cases from here; default all")
+    parser.add_argument("--seconds", type=float, metavar="X", help="that a call may take, instead of each case's own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write how each case went")
     parser.add_argument("--list", action="store_true", help="print the titles alone")
     parser.add_argument("--verbose", action="store_true", help="print every case as it ends")
     options = parser.parse_args(arguments)
-    chosen = [
-        case
-        for case in all_cases()
-        if (not options.group or case.group in options.group) and (not options.match or options.match in case.title)
-    ]
-    titles = [case.title for case in chosen]
-    assert len(set(titles)) == len(titles), (
-        f"two cases of one title: {sorted({t for t in titles if titles.count(t) > 1})}"
-    )
+    chosen = list(chosen_cases(options))
     if options.list:
-        print("\n".join(titles))
+        print("\n".join(case.title for case in chosen))
         return 0
     preload()
     scratch = Path(tempfile.mkdtemp(prefix="bad_inputs_")).resolve()
     try:
         (scratch / "ground").mkdir()
-        make_ground(scratch / "ground")
+        if not options.module or set(options.module) <= set(MODULES):
+            make_ground(scratch / "ground")
 
         def told(verdict: battery.Verdict) -> None:
             if not verdict.passed:
@@ -114,6 +108,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(json.dumps([vars(verdict) for verdict in verdicts], indent=1))
     print(battery.table(verdicts))
     return 0 if all(verdict.passed for verdict in verdicts) else 1
+
+
+def chosen_cases(options: argparse.Namespace) -> Iterator[battery.Case]:
+    """The cases the options ask for; no title occurs twice."""
+    titles: set[str] = set()
+    for name in options.module or MODULES:
+        for number, case in enumerate(importlib.import_module(f"tests.hostile.{name}").cases()):
+            assert case.title not in titles, f"two cases are called {case.title}"
+            titles.add(case.title)
+            wanted = number % options.every == 0 and (not options.group or case.group in options.group)
+            if wanted and (not options.match or options.match in case.title):
+                yield case if options.seconds is None else replace(case, seconds=options.seconds)
 
 
 if __name__ == "__main__":

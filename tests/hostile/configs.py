@@ -171,8 +171,6 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "a device with an escape": ("device=\x1b[2J",),
     "drop epochs of text": ("optimizer.drop_epochs=[a]",),
     "drop epochs negative": ("optimizer.drop_epochs=[-1]",),
-    "extra levels": ("model.extra_levels=3",),
-    "two stages of a detr": ("model.deformable.two_stage=true",),
     "all costs of 0": ("loss.matcher.class_cost=0", "loss.matcher.bbox_cost=0", "loss.matcher.giou_cost=0"),
     "all weights of 0": ("loss.class_weight=0", "loss.bbox_weight=0", "loss.giou_weight=0"),
     "focal alpha of 7": ("loss.classification=focal", "loss.focal_alpha=7"),
@@ -181,7 +179,6 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "batch attention's dropout of 1": ("batch_former.dropout=1",),
     "precision of nothing": ("train.precision=float8",),
     "crops upside down": ("data.transforms.crop_min=500", "data.transforms.crop_max=400"),
-    "an image of one pixel": ("data.transforms.short_sides=[1]", "data.transforms.max_size=1"),
     "masks without maps": ("model.masks=true", "data.train.panoptic=nowhere"),
     "no training data": ("data.train.images=",),
     "no training annotations": ("data.train.annotations=",),
@@ -195,6 +192,7 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "init_from with NUL": ("init_from=a\0b",),
     "two stages with fewer tokens than queries": (
         *("model.name=deformable_detr", "model.deformable.two_stage=true", "model.deformable.box_refine=true"),
+        "model.hidden_dim=32",
         "model.num_queries=5000",
     ),
     "localization without weight": ("plugins.relative_localization.enabled=true",),
@@ -214,6 +212,17 @@ SAID = {  # by override: what must be said beside the key
     "init_from of a web address": "https://127.0.0.1:9/weights.pth",
     "no validation data": "data.val",
     "no training data": "data.train.images",
+    "training data that is a file": "notes.md",
+    "training data of 5,000 letters": "aaaa",
+    "init_from that is missing": "nowhere.pt",
+    "init_from of a folder": "last.pt|init_from",
+    "init_from with NUL": "\\x00",
+    "localization without weight": "weight",
+    "a backbone of timm that is none": "nothing",
+    "classifier: a checkpoint as an option": "checkpoint|/dev/zero",
+    "classifier: both batch attentions": "batchformer",
+    "classifier: an order of other classes": "order",
+    "classifier: an order with a class twice": "order",
     "no training annotations": "data.train.annotations",
 }
 CLASSIFIER_OVERRIDES: dict[str, tuple[str, ...]] = {
@@ -226,9 +235,7 @@ CLASSIFIER_OVERRIDES: dict[str, tuple[str, ...]] = {
     "an option of text": ("model.options=deep",),
     "an option that is huge": ("model.options.embed_dim=1099511627776",),
     "depth of a million": ("model.options.depth=1000000",),
-    "depth of 0": ("model.options.depth=0",),
     "a checkpoint as an option": ("model.options.checkpoint_path=/dev/zero",),
-    "a scriptable option": ("model.options.scriptable=true", "model.options.exportable=x"),
     "data that are none": ("data.name=imagenet22k",),
     "an image size of 2**20": ("data.transforms.size=1048576",),
     "an image size of 1": ("data.transforms.size=1",),
@@ -295,7 +302,11 @@ def cases() -> Iterator[Case]:
     group = "configs"
     for name, content in BOMBS.items():
         # a mistake of the user's that a later key heals, or none at all
-        says = () if name == "a secret where a number stands" else ("config.yaml|nowhere|base|seed",)
+        says = (
+            ()
+            if name == "a secret where a number stands"
+            else ("config.yaml|nowhere|base|seed|config file|data.train",)
+        )
         never = () if name == "a secret where a number stands" else (SECRET,)
         fine = name in ("base 3,000 deep",)
         case = Case(group, name, text(content), says=says, never=never, codes=(2,) if not fine else (0, 2))
@@ -322,7 +333,12 @@ def cases() -> Iterator[Case]:
         )
     for name, settings in CLASSIFIER_OVERRIDES.items():
         key = settings[-1].partition("=")[0]
-        yield Case("overrides", f"classifier: {name}", override(*settings, task="classifier"), says=(_part(key),))
+        yield Case(
+            "overrides",
+            f"classifier: {name}",
+            override(*settings, task="classifier"),
+            says=(SAID.get(f"classifier: {name}", _part(key)),),
+        )
     known = {"seed"}
     for schema, task in ((Config, "detector"), (ClassifierConfig, "classifier"), (MaskedConfig, "masked")):
         yield from out_of_range(schema, task, known)
