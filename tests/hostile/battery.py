@@ -296,13 +296,13 @@ def _of_tool(case: Case, outcome: dict[str, Any], output: str) -> list[str]:
         return [f"traceback: {outcome['type']}: {first[0] if first else ''}"]
     if "Traceback (most recent call last)" in output:
         return ["a traceback is printed"]
+    lines = output.replace("\r", "\n")  # an error stands behind the last state of a progress bar
     code = outcome.get("code")
     faults = [] if code in case.codes else [f"exit code {code}, expected {' or '.join(map(str, case.codes))}"]
-    if code in (1, 2) and not re.search(
-        r"(?m)^(error: |training stopped: |.*: error: |error +\S)|could not|cannot|skipped", output
-    ):
+    said = r"(?m)^(error: |training stopped: |.*: error: |error +\S)|could not|cannot|skipped"
+    if code in (1, 2) and not re.search(said, lines):
         faults.append(f"exit code {code} without an error message")
-    if len(re.findall(r"(?m)^(?:error: |training stopped: |usage: )", output)) > 1 + output.count(NEXT_COMMAND):
+    if len(re.findall(r"(?m)^(?:error: |training stopped: |usage: )", lines)) > 1 + output.count(NEXT_COMMAND):
         faults.append("more than one error message")
     return faults
 
@@ -333,7 +333,7 @@ def unsafe(output: str, never: Sequence[str] = ()) -> list[str]:
         [f"raw characters in the output: {', '.join(f'U+{ord(character):04X}' for character in bad)}"] if bad else []
     )
     faults += ["a line break in a name forges a line"] * any(line.strip() == FORGED for line in text.splitlines())
-    faults += [f"'{word}' leaks into the output" for word in (SECRET, *never) if word in text]
+    faults += [f"'{word}' leaks into the output" for word in dict.fromkeys((SECRET, *never)) if word in text]
     if len(text) > LONGEST:
         faults.append(f"the output has {len(text)} characters")
     return faults
@@ -392,7 +392,9 @@ def compare(case: Case, before: dict[str, str], after: dict[str, str], base: Pat
         path = base / name
         if path.is_file() and path.stat().st_size < 2**24:
             content = path.read_bytes()
-            faults += [f"'{w}' leaks into {name}" for w in (SECRET, *case.never) if w.encode() in content]
+            faults += [
+                f"'{w}' leaks into {name}" for w in dict.fromkeys((SECRET, *case.never)) if w.encode() in content
+            ]
     faults += [f"{name} is missing" for name in case.leaves if not any(fnmatchcase(n, f"work/{name}") for n in after)]
     return faults
 

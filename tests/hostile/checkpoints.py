@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import struct
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.hostile.battery import SECRET, Build, Case, Place
 from tests.hostile.images import predict
 
 Content = dict[str, Any]
+LOGGED = ("run/log.txt", "run/.detr_bf*")  # a refused --resume may stand in the log of the run
 Change = Callable[[Content], Any]
 
 
@@ -29,7 +31,12 @@ def content_of(place: Place, name: str = "detector/last.pt") -> Content:
 def save(content: Any, path: Path) -> None:
     import torch
 
-    torch.save(content, path)
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(50_000)  # what is nested deeply can be saved
+    try:
+        torch.save(content, path)
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def predicting(source: str) -> Callable[[Place], int]:
@@ -364,7 +371,9 @@ CONFIGS: dict[str, Change] = {  # of the stored config
     "a backbone of timm that is none": within("config", "model", "backbone", "name", value="timm:hf-hub:evil/model"),
     "a backbone that is a path": within("config", "model", "backbone", "name", value="timm:../../x"),
     "a setting nested 5,000 deep": within("config", "output_dir", value=None),
-    "an image size of 2**31": within("config", "data", "transforms", "eval_short_side", value=2**31),
+    "an image size of 2**31": lambda content: content["config"]["data"]["transforms"].update(
+        eval_short_side=2**31, max_size=2**31
+    ),
     "a mean that is text": within("config", "model", "backbone", "strides", value="all"),
 }
 INTERPOLATIONS = {
@@ -480,7 +489,8 @@ def _files() -> Iterator[Case]:
         yield Case(group, f"convert: {name}", made(make, converting("bad.pt")), says=("bad.pt",), never=never)
         yield Case(group, f"evaluate: {name}", made(make, evaluating("bad.pt")), says=("bad.pt",), never=never)
         yield Case(group, f"replay: {name}", made(make, replaying("bad.pt")), says=("bad.pt",), never=never)
-        yield Case(group, f"resume: {name}", made(make, resuming, "run/last.pt"), says=("last.pt",), never=never)
+        resumed = made(make, resuming, "run/last.pt")
+        yield Case(group, f"resume: {name}", resumed, says=("last.pt",), never=never, writes=LOGGED)
         load = made(make, loading("bad.pt"))
         yield Case(group, f"load: {name}", load, codes=(), raises=("InputError",), says=("bad.pt",), never=never)
     for name, data in SAFETENSORS.items():
@@ -549,7 +559,10 @@ def _fields() -> Iterator[Case]:
         "nested",
     ):
         change = tensor_change(TENSORS[name])
-        yield Case(group, f"init_from: a tensor is {name}", changed(change, fine_tuning("bad.pt")), says=("bad.pt",))
+        left_out = name in ("sparse", "expanded to a terabyte")  # as of another shape
+        tuned = changed(change, fine_tuning("bad.pt"))
+        codes, writes = ((0, 2), ("tuned",)) if left_out else ((2,), ())
+        yield Case(group, f"init_from: a tensor is {name}", tuned, codes=codes, says=("bad.pt",), writes=writes)
         yield Case(
             group,
             f"load: a tensor is {name}",
@@ -582,6 +595,7 @@ def _fields() -> Iterator[Case]:
             f"resume: a tensor is {name}",
             changed(tensor_change(TENSORS[name]), resuming, target="run/last.pt"),
             says=("last.pt",),
+            writes=LOGGED,
         )
         yield Case(
             group,
@@ -606,13 +620,13 @@ def _fields() -> Iterator[Case]:
     }.items():
         for call, run in (("predict", predicting("bad.pt")), ("init_from", fine_tuning("bad.pt"))):
             lenient = call == "init_from" and (
-                "unknown" in name or "escapes" in name or "letters" in name
+                "unknown" in name or "escapes" in name or "letters" in name or "field" in name
             )  # left out, and said
             yield Case(
                 group,
                 f"{call}: {name}",
                 changed(change, run),
-                codes=(0,) if lenient else (2,),
+                codes=(0, 2) if lenient else (2,),
                 says=("bad.pt",),
                 writes=("tuned",) if lenient else (),
             )
@@ -656,7 +670,7 @@ def foreign(make: Callable[[Any], Any]) -> Change:
 
 
 def _resumed() -> Iterator[Case]:
-    harmless = ("optimizer moments of NaN", "no average", "progress with an unknown key")
+    harmless = ("no average", "scaler is text")
     for name, change in TRAINING.items():
         codes = (0, 1, 2) if name in harmless else (2,)
         build = changed(change, resuming, target="run/last.pt")
@@ -666,7 +680,7 @@ def _resumed() -> Iterator[Case]:
             build,
             codes=codes,
             says=("last.pt",),
-            writes=("run",) if 0 in codes else (),
+            writes=("run",) if 0 in codes else LOGGED,
         )
 
 
