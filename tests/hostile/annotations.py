@@ -11,6 +11,7 @@ from tests.hostile import ground
 from tests.hostile.battery import DISAGREE, NEXT_COMMAND, Build, Case, Place
 
 Content = dict[str, Any]
+HERE = "/the/folder/of/the/case"  # stands for it in the content of an annotation file
 HUGE = int("9" * 400)
 
 
@@ -30,13 +31,14 @@ def detection(
         source = place.ground / f"{kind}{name}"
         path = source / "annotations.json"
         if content is not None:
-            path = place.write(f"{name}.json", content if isinstance(content, (str, bytes)) else dumps(content))
+            text = content if isinstance(content, (str, bytes)) else dumps(content).replace(HERE, str(place.folder))
+            path = place.write(f"{name}.json", text)
         maps = f", panoptic: {source}/panoptic" if panoptic else ""
         lines.append(
             f"  {name}: {{images: {json.dumps(str(folder or source / 'images'))}, annotations: {path}{maps}}}\n"
         )
-    text = ground.MODEL + settings + "data:\n" + "".join(lines) + ground.REST
-    return place.write("config.yaml", text + f"output_dir: {place.folder / 'run'}\n")
+    whole = ground.MODEL + settings + "data:\n" + "".join(lines) + ground.REST
+    return place.write("config.yaml", whole + f"output_dir: {place.folder / 'run'}\n")
 
 
 def dumps(content: Any) -> str:
@@ -262,7 +264,7 @@ ODD: dict[str, Change] = {  # accepted or refused, but by doctor and training al
     "width is a fraction": put("images", "width", 32.0),
     "width is true": put("images", "width", True),
     "no width": drop("images", "width"),
-    "file name is absolute": put("images", "file_name", "/etc/hostname"),
+    "file name is absolute": put("images", "file_name", f"{HERE}/notes.md"),
     "file name leaves the folder": put("images", "file_name", "../../val/images/0101.png"),
     "bbox with negative width": put("annotations", "bbox", [5, 5, -3, 4]),
     "bbox without area": put("annotations", "bbox", [5, 5, 0, 0]),

@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -89,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(case.title for case in chosen))
         return 0
     preload()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     scratch = Path(tempfile.mkdtemp(prefix="bad_inputs_")).resolve()
     try:
         (scratch / "ground").mkdir()

@@ -490,7 +490,7 @@ def _files() -> Iterator[Case]:
         yield Case(group, f"evaluate: {name}", made(make, evaluating("bad.pt")), says=("bad.pt",), never=never)
         yield Case(group, f"replay: {name}", made(make, replaying("bad.pt")), says=("bad.pt",), never=never)
         resumed = made(make, resuming, "run/last.pt")
-        yield Case(group, f"resume: {name}", resumed, says=("last.pt",), never=never, writes=LOGGED)
+        yield Case(group, f"resume: {name}", resumed, says=("last.pt",), never=never, rewrites=LOGGED)
         load = made(make, loading("bad.pt"))
         yield Case(group, f"load: {name}", load, codes=(), raises=("InputError",), says=("bad.pt",), never=never)
     for name, data in SAFETENSORS.items():
@@ -595,7 +595,7 @@ def _fields() -> Iterator[Case]:
             f"resume: a tensor is {name}",
             changed(tensor_change(TENSORS[name]), resuming, target="run/last.pt"),
             says=("last.pt",),
-            writes=LOGGED,
+            rewrites=LOGGED,
         )
         yield Case(
             group,
@@ -655,7 +655,8 @@ def _fields() -> Iterator[Case]:
                 changed(change, run, target=target),
                 codes=(0, 2),
                 never=(SECRET,),
-                writes=("found", "out.pt", "run"),
+                writes=("found", "out.pt"),
+                rewrites=("run",),
             )
 
 
@@ -680,7 +681,7 @@ def _resumed() -> Iterator[Case]:
             build,
             codes=codes,
             says=("last.pt",),
-            writes=("run",) if 0 in codes else LOGGED,
+            rewrites=("run",) if 0 in codes else LOGGED,
         )
 
 

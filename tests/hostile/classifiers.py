@@ -114,7 +114,7 @@ BAD_LISTS: dict[str, tuple[str | bytes, str]] = {
 }
 ODD_LISTS: dict[str, str] = {
     "path leaves the root": GOOD + "../notes.md 0\n",
-    "absolute path": GOOD + "/etc/hostname 1\n",
+    "absolute path": GOOD + "/proc/self/status 1\n",
     "file twice": GOOD + "train/cats/0.png 1\n",
     "byte order mark": "\ufeff" + GOOD,
     "carriage returns": GOOD.replace("\n", "\r\n"),

@@ -28,7 +28,6 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # of each tool
         "an image with NUL": ((*PREDICT, "a\0b.jpg"), "\\x00"),
         "an image of 5,000 letters": ((*PREDICT, "i" * 5000), "iiii"),
         "an image with escapes": ((*PREDICT, "\x1b]0;owned\x07\nFORGED\n.jpg"), "\\x1b"),
-        "an empty image": ((*PREDICT, ""), "image"),
         "a web address": ((*PREDICT, "https://127.0.0.1:9/a.jpg"), "127.0.0.1"),
         "a folder without images": ((*PREDICT, "{G}/cache_of_nothing"), "nothing"),
         "a device that is none": (
@@ -76,6 +75,7 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # of each tool
         "a folder as the target": (("{G}/detector", "."), "."),
         "a target in no folder": (("{G}/detector", "/proc/nowhere/out.pt"), "out.pt"),
         "a target of 300 letters": (("{G}/detector", "o" * 300 + ".pt"), "oooo"),
+        "a target that is a pipe": (("{G}/detector", "pipe"), "pipe"),
         "a target with NUL": (("{G}/detector", "a\0b.pt"), "\\x00"),
         "a target below a file": (("{G}/detector", "notes.md/out.pt"), "notes.md"),
         "a source that is missing": (("nowhere.pt", "out.pt"), "nowhere.pt"),
@@ -127,6 +127,7 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # of each tool
         "a measurement that is a pipe": (("--measured", "pipe"), "pipe"),
         "JSON into a folder": (("--json", "."), "."),
         "JSON below a file": (("--json", "notes.md/plan.json"), "notes.md"),
+        "JSON into a pipe": (("--json", "pipe"), "pipe"),
         "JSON into /proc": (("--json", "/proc/plan.json"), "plan.json"),
         "JSON with NUL": (("--json", "a\0b"), "\\x00"),
         "a config that is missing": (("--config", "nowhere.yaml"), "nowhere.yaml"),
@@ -220,7 +221,7 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # of each tool
         ),
         "a negative seed": (("scenes", "--output", "made", "--seed=-1"), "seed"),
         "an output that is a file": (("scenes", "--output", "notes.md"), "notes.md"),
-        "an output with foreign files": (("scenes", "--output", "."), "."),
+        "an output with foreign files": (("scenes", "--output", "."), "work"),
         "an output in /proc": (("scenes", "--output", "/proc/made", "--num-train", "1", "--num-val", "1"), "made"),
         "an output with NUL": (("scenes", "--output", "a\0b"), "\\x00"),
         "an output of 300 letters": (("scenes", "--output", "m" * 300, "--num-train", "1", "--num-val", "1"), "mmmm"),
@@ -296,13 +297,15 @@ def tool(name: str, arguments: tuple[str, ...]) -> Build:
             "nonsense.json", json.dumps({"rows": [{"precision": [], "batch_size": {}, "step": 5}], "height": "x"})
         )
         place.write("deep.json", "[" * 100_000 + "]" * 100_000)
-        row = {"precision": "float32", "batch_size": 2, "step": {"median": float("nan")}}
+        row = {"precision": "float32", "batch_size": 3, "step": {"median": float("nan")}}
         place.write("nan.json", json.dumps({"rows": [row], "height": 800, "width": 1066, "recipe": "x"}))
         fifo(place.folder / "pipe")
         place.write("more.png", encoded("PNG"))
         image = place.ground / "val" / "images" / "0101.png"
         given = [each.replace("{G}", str(place.ground)).replace("{I}", str(image)) for each in arguments]
         main = importlib.import_module(f"tools.{name}").main
+        if name == "plan" and "--config" not in given:
+            given = ["--config", str(place.ground / "detector.yaml"), *given]
         return lambda: main(given)
 
     return build

@@ -14,6 +14,7 @@ from typing import Any
 from tests.hostile import ground
 from tests.hostile.annotations import detection, train
 from tests.hostile.battery import DISAGREE, NEXT_COMMAND, Build, Case, Place
+from tests.hostile.checkpoints import LOGGED
 from tests.hostile.classifiers import classify
 from tests.hostile.images import predict
 
@@ -215,7 +216,7 @@ def _convert(place: Place) -> int:
 def _samples(place: Place) -> int:
     from tools.make_sample_data import main
 
-    return main(["scenes", "--output", "made", "--num-train", "2", "--num-val", "1"])
+    return main(["scenes", "--output", "made", "--num-train", "2", "--num-val", "1", "--image-size", "512"])
 
 
 BAD_OUTPUTS = {
@@ -300,7 +301,7 @@ def cases() -> Iterator[Case]:
         "resuming beside files of the user's",
         training(run_with_dotfiles, "--resume", "train.epochs=2"),
         codes=(0,),
-        writes=_run_files(),
+        rewrites=_run_files(),
     )
     yield Case(group, "resuming where nothing is", training(nothing, "--resume"), says=("resume",))
     yield Case(group, "resuming where other files are", training(dotfiles("run"), "--resume"), says=("resume",))
@@ -309,13 +310,14 @@ def cases() -> Iterator[Case]:
         "resuming with another model",
         training(run_of_ours, "--resume", "model.hidden_dim=8", "train.epochs=2"),
         says=("hidden_dim|architecture|shape",),
+        rewrites=LOGGED,
     )
     yield Case(
         group,
         "resuming with damaged metrics",
         training(damaged_metrics, "--resume", "train.epochs=2"),
         codes=(0, 2),
-        writes=_run_files(),
+        rewrites=_run_files(),
         says=("metrics.jsonl",),
     )
     yield Case(group, "resuming and evaluating", training(run_of_ours, "--resume", "--eval-only"), says=("--resume",))
@@ -394,9 +396,6 @@ def _tools(group: str) -> Iterator[Case]:
         ),
         "conversion": _convert,
         "sample data": _samples,
-        "planning": lambda place: __import__("tools.plan", fromlist=["main"]).main(
-            ["--config", str(place.ground / "detector.yaml"), "--json", "/dev/full"]
-        ),
     }.items():
         yield Case(
             group,

@@ -15,7 +15,20 @@ import numpy as np
 from PIL import Image
 
 from tests.hostile import ground
-from tests.hostile.annotations import HUGE, Change, Content, agree, detection, drop, entry, fifo, put, sparse, twice
+from tests.hostile.annotations import (
+    HERE,
+    HUGE,
+    Change,
+    Content,
+    agree,
+    detection,
+    drop,
+    entry,
+    fifo,
+    put,
+    sparse,
+    twice,
+)
 from tests.hostile.battery import Build, Case, Place
 
 MASKS = "  masks: true\n"
@@ -143,7 +156,7 @@ BAD: dict[str, tuple[Change, str]] = {
     "iscrowd is a list": (segment("iscrowd", []), "iscrowd"),
     "map name is missing": (drop("annotations", "file_name"), "file_name"),
     "map name is a number": (put("annotations", "file_name", 5), "file_name"),
-    "map name is absolute": (put("annotations", "file_name", "/etc/hostname"), "hostname"),
+    "map name is absolute": (put("annotations", "file_name", f"{HERE}/notes.md"), "notes.md"),
     "map name leaves the folder": (
         put("annotations", "file_name", "../../panoptic_val/panoptic/0101_map.png"),
         "file_name|..|0101_map",
@@ -171,7 +184,7 @@ ODD: dict[str, Change] = {
     "isthing is true": put("categories", "isthing", True),
     "only stuff": lambda c: [x.update(isthing=0) for x in c["categories"]],
     "stuff is named as a thing": put("categories", "name", "cat", 1),
-    "image file name is absolute": put("images", "file_name", "/etc/hostname"),
+    "image file name is absolute": put("images", "file_name", f"{HERE}/notes.md"),
 }
 MAPS: dict[str, tuple[Callable[[Path], Any], tuple[int, ...]]] = {
     "greyscale": (image("L"), (0, 2)),
