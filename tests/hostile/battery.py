@@ -176,7 +176,7 @@ def _live(case: Case, place: Place, writer: int) -> None:
 
 
 def confine(folder: Path) -> bool:
-    """Let this process write below a folder and to /dev/null alone, where the kernel has Landlock (Linux 5.19).
+    """Let this process write below a folder, to /dev/null and shared memory alone, where the kernel has Landlock (Linux 5.19).
 
     A case that goes wrong must not reach the machine: a tool that renames a file over its target would replace a
     device, and the battery may run as root.
@@ -190,7 +190,10 @@ def confine(folder: Path) -> bool:
     rights = write_file | remove_make_and_move | (truncate if abi >= 3 else 0)
     attributes = struct.pack("=Q", rights)
     rules = libc.syscall(create, attributes, len(attributes), 0)
-    for path, allowed in ((folder, rights), (Path(os.devnull), rights & (write_file | truncate))):
+    semaphores = Path("/dev/shm")
+    for path, allowed in ((folder, rights), (semaphores, rights), (Path(os.devnull), write_file | rights & truncate)):
+        if not path.exists():
+            continue
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
         if libc.syscall(add, rules, 1, struct.pack("=Qi", allowed, handle), 0):
             return False
@@ -311,7 +314,10 @@ def judge(case: Case, told: dict[str, Any] | None, output: str) -> list[str]:
     said = output if case.codes else outcome.get("message", "")
     if "type" in outcome or outcome.get("code") not in (0, None):
         faults += [f"nothing is said of '{word}'" for word in case.says if not _holds(said, word)]
-    return faults + unsafe(output if case.codes else f"{_without_traceback(output)}\n{said}", case.never)
+    if case.codes:
+        return faults + unsafe(output, case.never)
+    # the message of an exception is data: whoever prints it makes it safe
+    return faults + unsafe(_without_traceback(output), case.never) + leaks(said, case.never)
 
 
 def _holds(text: str, words: str) -> bool:
@@ -361,10 +367,13 @@ def unsafe(output: str, never: Sequence[str] = ()) -> list[str]:
         [f"raw characters in the output: {', '.join(f'U+{ord(character):04X}' for character in bad)}"] if bad else []
     )
     faults += ["a line break in a name forges a line"] * any(line.strip() == FORGED for line in text.splitlines())
-    faults += [f"'{word}' leaks into the output" for word in dict.fromkeys((SECRET, *never)) if word in text]
-    if len(text) > LONGEST:
-        faults.append(f"the output has {len(text)} characters")
-    return faults
+    return faults + leaks(text, never)
+
+
+def leaks(text: str, never: Sequence[str] = ()) -> list[str]:
+    """What of a text tells too much."""
+    faults = [f"'{word}' leaks into the output" for word in dict.fromkeys((SECRET, *never)) if word in text]
+    return [*faults, f"the output has {len(text)} characters"] if len(text) > LONGEST else faults
 
 
 # ---- files ----
