@@ -176,10 +176,10 @@ def _live(case: Case, place: Place, writer: int) -> None:
 
 
 def confine(folder: Path) -> bool:
-    """Let this process write below a folder, to /dev/null and shared memory alone, where the kernel has Landlock (Linux 5.19).
+    """Let this process write below a folder, to /dev/null and to shared memory alone.
 
     A case that goes wrong must not reach the machine: a tool that renames a file over its target would replace a
-    device, and the battery may run as root.
+    device, and the battery may run as root. False where the kernel has no Landlock (Linux 5.19).
     """
     libc = ctypes.CDLL(None, use_errno=True)
     create, add, restrict, version, no_new_privileges = 444, 445, 446, 1, 38
@@ -333,7 +333,7 @@ def _of_tool(case: Case, outcome: dict[str, Any], output: str) -> list[str]:
     lines = output.replace("\r", "\n")  # an error stands behind the last state of a progress bar
     code = outcome.get("code")
     faults = [] if code in case.codes else [f"exit code {code}, expected {' or '.join(map(str, case.codes))}"]
-    said = r"(?m)^(error: |training stopped: |.*: error: |error +\S)|could not|cannot|skipped"
+    said = r"(?m)(?:^|\])(error: |training stopped: |.*: error: |error +\S)|could not|cannot|skipped"
     if code in (1, 2) and not re.search(said, lines):
         faults.append(f"exit code {code} without an error message")
     if len(re.findall(r"(?m)^(?:error: |training stopped: |usage: )", lines)) > 1 + output.count(NEXT_COMMAND):

@@ -17,7 +17,7 @@ from tests.hostile.battery import SECRET, Build, Case, Place
 from tests.hostile.images import predict
 
 Content = dict[str, Any]
-LOGGED = ("run/log.txt", "run/.detr_bf*")  # a refused --resume may stand in the log of the run
+LOGGED = ("run/log.txt", "run/detr_bf-run.json", "run/.detr_bf*")  # where a refused --resume leaves traces
 Change = Callable[[Content], Any]
 
 

@@ -263,6 +263,7 @@ def cases() -> Iterator[Case]:
         "metrics.jsonl",
         "log.txt",
         "launch.txt",
+        "detr_bf-run.json",
         "*.pt",
         "pictures",
         ".detr_bf*",
@@ -343,10 +344,11 @@ def cases() -> Iterator[Case]:
     yield Case(group, "evaluating nothing", evaluation(nothing), says=("run",))
     yield Case(group, "a second run", second_run, says=("run",), writes=("run",))
     yield Case(group, "resuming beside a live run", resumed_beside_a_live_run, says=("run",), writes=("run",))
-    yield Case(group, "a run that was killed", killed_run, codes=(0,), writes=("run",))
+    yield Case(group, "a run that was killed", killed_run, codes=(0,), rewrites=("run",))
     for name, path in BAD_OUTPUTS.items():
-        yield Case(group, f"output_dir {name}", training(nothing, output=path), says=("output_dir",))
-        yield Case(group, f"predict --output {name}", predicting(nothing, path), says=("output",))
+        word = path[:4] if path.isprintable() else "output|proc|null byte|NUL"  # that names the culprit
+        yield Case(group, f"output_dir {name}", training(nothing, output=path), says=(word,))
+        yield Case(group, f"predict --output {name}", predicting(nothing, path), says=(word,))
     yield Case(
         group,
         "output_dir is a link to itself",
@@ -365,7 +367,18 @@ def cases() -> Iterator[Case]:
 def _run_files() -> tuple[str, ...]:
     """What resuming may change in the folder ``run``."""
     names = ("config.yaml", "report.html", "results.json", "evaluation.json", "machine.json", "metrics.jsonl")
-    more = ("log.txt", "launch.txt", "last.pt", "best.pt", "previous.pt", "pictures", ".detr_bf*", "*.lock", "metrics*")
+    more = (
+        "log.txt",
+        "launch.txt",
+        "detr_bf-run.json",
+        "last.pt",
+        "best.pt",
+        "previous.pt",
+        "pictures",
+        ".detr_bf*",
+        "*.lock",
+        "metrics*",
+    )
     return tuple(f"run/{name}" for name in (*names, *more))
 
 
@@ -375,7 +388,7 @@ def _tools(group: str) -> Iterator[Case]:
         "predict into the working directory",
         predicting(photos, ".", "photos"),
         codes=(0,),
-        writes=("predictions.json", "0*.png"),
+        writes=("predictions.json", "0*.png", ".detr_bf*"),
         leaves=("predictions.json",),
     )
     yield Case(
@@ -383,7 +396,7 @@ def _tools(group: str) -> Iterator[Case]:
         "predict into the folder of the photos",
         predicting(photos, "photos", "photos"),
         codes=(0,),
-        writes=("photos/predictions.json", "photos/0*.png"),
+        writes=("photos/predictions.json", "photos/0*.png", "photos/.detr_bf*"),
         leaves=("photos/predictions.json",),
     )
     yield Case(
