@@ -323,7 +323,13 @@ def cases() -> Iterator[Case]:
     )
     yield Case(group, "resuming and evaluating", training(run_of_ours, "--resume", "--eval-only"), says=("--resume",))
     yield Case(group, "resuming twice over", training(run_of_ours, "--resume", "--auto-resume"), says=("--resume",))
-    yield Case(group, "resuming a detector as a classifier", as_classifier, says=("detect|task|Config|classifi",))
+    yield Case(
+        group,
+        "resuming a detector as a classifier",
+        as_classifier,
+        says=("detect|task|Config|classifi",),
+        rewrites=LOGGED,
+    )
     yield Case(
         group,
         "evaluating a trained run",
