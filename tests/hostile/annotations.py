@@ -397,7 +397,6 @@ def cases() -> Iterator[Case]:
         "iscrowd is '0'",
         "area is a string",
         "area is NaN",
-        "annotation id of 70 bits",
         "image id of 70 bits",
     ):
         yield Case(group, f"validation: {name}", mutated(BAD[name][0], "val"), says=(BAD[name][1],))

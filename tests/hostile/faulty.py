@@ -112,7 +112,7 @@ FAULTS: dict[str, tuple[Callable[[Place], Any], str]] = {
     "a removed file": (removes, "touched: work/.terraform.lock.hcl"),
     "a folder left behind": (leaves, "left behind: work/run"),
     "a temporary file left behind": (leaves_in_tmp, "left behind: tmp/rest"),
-    "a changed ground": (changes_the_ground, "evil_"),
+    "a changed ground": (changes_the_ground, "evil"),
     "an escape": (
         lambda place: refused("error: bad.json \x1b]0;owned\x07"),
         f"{RAW}: U+0007, U+001B",

@@ -1,4 +1,4 @@
-"""The battery of bad inputs: every fourth case always, all of them with ``-m slow``; and the battery itself."""
+"""The battery of bad inputs: every fifth case always, all of them with ``-m slow``; and the battery itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.hostile.bad_inputs import MODULES
 from tests.hostile.faulty import FAULTS, RAISED
 
 SCRIPT = Path(__file__).with_name("bad_inputs.py")
@@ -54,10 +53,23 @@ def test_what_is_right_passes(faulty: dict[str, Any]) -> None:
     assert not any(right.values()), right
 
 
-def test_every_module_has_its_part_of_300_cases_and_more() -> None:
-    listed = run("--list", "--every", EVERY).stdout.splitlines()
-    assert len(listed) > 300
-    assert all(run("--list", "--module", name, "--every", EVERY).stdout.strip() for name in MODULES[:2])
+def test_the_part_that_always_runs_has_more_than_300_cases() -> None:
+    listed = run("--list", "--every", EVERY)
+    assert listed.returncode == 0, listed.stderr
+    titles = listed.stdout.splitlines()
+    assert len(titles) > 300
+    groups = {
+        "annotations",
+        "panoptic",
+        "images",
+        "classifiers",
+        "checkpoints",
+        "configs",
+        "folders",
+        "commands",
+        "api",
+    }
+    assert {title.partition("/")[0] for title in titles} >= groups
 
 
 def test_bad_inputs() -> None:
