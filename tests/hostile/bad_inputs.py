@@ -1,0 +1,128 @@
+"""More than 300 bad inputs, one after another: ``python tests/hostile/bad_inputs.py [--group NAME] [--match TEXT]``.
+
+Prints a table and every failure with its output; exit code 1 if any case failed. Three minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.hostile import battery  # noqa: E402
+
+MODULES = (
+    *("annotations", "panoptic", "images", "classifiers", "checkpoints", "configs", "folders", "commands", "api"),
+    "operators",
+)
+PRELOADED = (
+    *("tools.train_net", "tools.train_classifier", "tools.pretrain_mae", "tools.predict", "tools.check_data"),
+    *("tools.convert_checkpoint", "tools.plan", "tools.replay_capture", "tools.analyze", "tools.make_sample_data"),
+    *("matplotlib.pyplot", "pycocotools.cocoeval", "torchvision", "timm", "detr_bf.vit", "detr_bf.interop"),
+)
+
+
+def preload() -> None:
+    """Import what the cases need, so that their processes start with it; no computation, which would start threads."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    import torch
+
+    from tests.hostile.images import text_bomb
+    from tests.hostile.panoptic import bomb
+
+    torch.set_num_threads(1)
+    bomb()
+    text_bomb()
+
+
+def make_ground(folder: Path) -> None:
+    """In a process of its own: threads of torch do not survive a fork."""
+    child = os.fork()
+    if child == 0:
+        code = 70
+        try:
+            from tests.hostile.ground import make_ground as make
+
+            os.environ["DETR_BF_CACHE"] = str(folder.parent / "cache")
+            with open(folder.parent / "ground.log", "w") as log:  # noqa: PTH123
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            make(folder)
+            code = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    if os.waitpid(child, 0)[1] != 0:
+        raise RuntimeError(f"the ground could not be made:\n{(folder.parent / 'ground.log').read_text()[-3000:]}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the battery and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--group", action="append", metavar="NAME", help="only the cases of this group; repeatable")
+    parser.add_argument("--match", metavar="TEXT", help="only cases whose title holds this")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th case of each module")
+    parser.add_argument("--module", action="append", metavar="NAME", help="read the cases from here; default all")
+    parser.add_argument("--seconds", type=float, metavar="X", help="that a call may take, instead of each case's own")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write how each case went")
+    parser.add_argument("--list", action="store_true", help="print the titles alone")
+    parser.add_argument("--verbose", action="store_true", help="print every case as it ends")
+    options = parser.parse_args(arguments)
+    chosen = list(chosen_cases(options))
+    if options.list:
+        print("\n".join(case.title for case in chosen))
+        return 0
+    preload()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    scratch = Path(tempfile.mkdtemp(prefix="bad_inputs_")).resolve()
+    try:
+        (scratch / "ground").mkdir()
+        if not options.module or set(options.module) <= set(MODULES):
+            make_ground(scratch / "ground")
+
+        def told(verdict: battery.Verdict) -> None:
+            if not verdict.passed:
+                print(verdict, flush=True)
+            elif options.verbose:
+                print(f"passed {verdict.case} ({verdict.outcome}, {verdict.seconds:.2f} s)", flush=True)
+
+        verdicts = battery.run_battery(chosen, scratch / "ground", scratch, told)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if options.json:
+        options.json.write_text(json.dumps([vars(verdict) for verdict in verdicts], indent=1))
+    print(battery.table(verdicts))
+    return 0 if all(verdict.passed for verdict in verdicts) else 1
+
+
+def chosen_cases(options: argparse.Namespace) -> Iterator[battery.Case]:
+    """The cases the options ask for; no title occurs twice."""
+    titles: set[str] = set()
+    for name in options.module or MODULES:
+        for number, case in enumerate(importlib.import_module(f"tests.hostile.{name}").cases()):
+            assert case.title not in titles, f"two cases are called {case.title}"
+            titles.add(case.title)
+            wanted = number % options.every == 0 and (not options.group or case.group in options.group)
+            if wanted and (not options.match or options.match in case.title):
+                yield case if options.seconds is None else replace(case, seconds=options.seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,468 @@
+"""The runner of a battery of bad inputs: each case in a process of its own, watched from outside.
+
+A case builds its files in a fresh folder and calls a tool or a function of the API. The runner forks for every case, so
+that a crash or a hang ends that case alone, and then judges the exit code or exception, everything that was printed,
+and every file in reach: what stood there before must be byte-identical, and what is new must be allowed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import re
+import resource
+import select
+import shutil
+import signal
+import stat
+import struct
+import sys
+import tempfile
+import time
+import traceback
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+SECONDS = 10.0  # of a call; what takes longer hangs
+BUILD_SECONDS = 60.0  # of a case's preparation
+MEMORY = 8 * 2**30  # bytes of address space a case may take beyond what the runner has
+LONGEST = 30_000  # characters of output
+SECRET = "hostile-secret-93f1c7"  # the value of $HOSTILE_SECRET, which no output may show
+FORGED = "FORGED"  # a line that only a line break in a name can make
+NEXT_COMMAND = "==== next command"  # on standard output and standard error, between the commands of a case
+DISAGREE = 99  # exit code of a case whose two commands should have given the same one
+USERS = {  # in the working directory of every case
+    "notes.md": "my notes\n",
+    ".terraform.lock.hcl": "provider {}\n",
+    ".env.production.local": "KEY=value\n",
+    ".eslintrc.base.json": "{}\n",
+}
+CURSOR_UP = "\x1b[A"  # tqdm's, of nested progress bars
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a case lies."""
+
+    folder: Path  # the working directory; holds the files of USERS
+    ground: Path  # what all cases share and none may change
+    base: Path  # holds the folder, $HOME, $TMPDIR and the cache
+
+    def write(self, name: str, content: str | bytes) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
+        return path
+
+    def copy(self, name: str, target: str | None = None) -> Path:
+        """A file or folder of the ground, in the folder of the case."""
+        source, path = self.ground / name, self.folder / (target or Path(name).name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, path) if source.is_dir() else shutil.copy2(source, path)
+        return path
+
+
+Build = Callable[[Place], Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One bad input, and the right answer to it."""
+
+    group: str
+    name: str
+    build: Build  # writes the files and returns the call
+    codes: tuple[int, ...] = (2,)  # exit codes of a tool; empty: a function of the API
+    raises: tuple[str, ...] = ()  # names of the exceptions of a function of the API, subclasses not counted
+    may_return: bool = False  # the function may also return, as may a tool with one of the codes
+    says: tuple[str, ...] = ()  # what output or message must hold, one of the alternatives around "|"
+    never: tuple[str, ...] = ()  # what neither output nor new files may hold
+    writes: tuple[str, ...] = ()  # patterns of what may be new, relative to the folder
+    rewrites: tuple[str, ...] = ()  # of what may be new or other than before
+    leaves: tuple[str, ...] = ()  # what must be there afterwards
+    seconds: float = SECONDS
+
+    @property
+    def title(self) -> str:
+        return f"{self.group}/{self.name}"
+
+
+@dataclass
+class Verdict:
+    """How a case went."""
+
+    case: str
+    faults: list[str] = field(default_factory=list)
+    outcome: str = ""
+    output: str = ""
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return not self.faults
+
+    def __str__(self) -> str:
+        shown = "\n".join(f"    | {shown_line(line)}" for line in self.output.splitlines()[-12:])
+        faults = "\n".join(f"  {shown_line(fault)}" for fault in self.faults)
+        return f"FAILED {self.case} ({shown_line(self.outcome)}, {self.seconds:.1f} s)\n{faults}\n{shown}"
+
+
+def shown_line(text: str) -> str:
+    """One line without control characters; independent of the code under test."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)[:400]
+
+
+# ---- one case ----
+
+
+def run_case(case: Case, ground: Path, scratch: Path) -> Verdict:
+    """Fork, build, call, judge, remove the folder."""
+    base = Path(tempfile.mkdtemp(prefix="case_", dir=scratch))
+    place = Place(base / "work", ground, base)
+    for folder in ("work", "home", "tmp", "cache"):
+        (base / folder).mkdir()
+    for name, text in USERS.items():
+        place.write(name, text)
+    reader, writer = os.pipe()
+    began = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _live(case, place, writer)
+    os.close(writer)
+    verdict = Verdict(case.title)
+    try:
+        outcome = _watch(case, child, reader, place, verdict)
+        verdict.seconds = time.monotonic() - began
+        verdict.output = _output(base)
+        verdict.faults += judge(case, outcome, verdict.output)
+        if outcome is not None:
+            before = outcome.pop("before", None)
+            if before is not None:
+                verdict.faults += compare(case, before, snapshot(base, ground), base)
+        verdict.outcome = _in_words(outcome)
+    finally:
+        os.close(reader)
+        shutil.rmtree(base, ignore_errors=True)
+    return verdict
+
+
+def _live(case: Case, place: Place, writer: int) -> None:
+    """The child: never returns."""
+    status = 0
+    try:
+        os.setsid()
+        _enter(place)
+        call = case.build(place)
+        _tell(writer, {"before": snapshot(place.base, place.ground)})
+        _tell(writer, {"outcome": _call(call)})
+    except BaseException:
+        status = 70
+        _tell(writer, {"broken": traceback.format_exc()})
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except Exception:
+                status = status or 71
+        os._exit(status)
+
+
+def confine(folder: Path) -> bool:
+    """Let this process write below a folder, to /dev/null and to shared memory alone.
+
+    A case that goes wrong must not reach the machine: a tool that renames a file over its target would replace a
+    device, and the battery may run as root. False where the kernel has no Landlock (Linux 5.19).
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    create, add, restrict, version, no_new_privileges = 444, 445, 446, 1, 38
+    abi = libc.syscall(create, None, 0, version)
+    if abi < 2:
+        return False
+    write_file, remove_make_and_move, truncate = 1 << 1, sum(1 << bit for bit in range(4, 14)), 1 << 14
+    rights = write_file | remove_make_and_move | (truncate if abi >= 3 else 0)
+    attributes = struct.pack("=Q", rights)
+    rules = libc.syscall(create, attributes, len(attributes), 0)
+    semaphores = Path("/dev/shm")
+    for path, allowed in ((folder, rights), (semaphores, rights), (Path(os.devnull), write_file | rights & truncate)):
+        if not path.exists():
+            continue
+        handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        if libc.syscall(add, rules, 1, struct.pack("=Qi", allowed, handle), 0):
+            return False
+        os.close(handle)
+    return libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0 and libc.syscall(restrict, rules, 0) == 0
+
+
+def _enter(place: Place) -> None:
+    """The process of a case sees a home, a cache, a folder for temporary files and a secret of its own."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the runner
+    os.chdir(place.folder)
+    confine(place.base)
+    os.environ |= {
+        "HOME": str(place.base / "home"),
+        "TMPDIR": str(place.base / "tmp"),
+        "DETR_BF_CACHE": str(place.base / "cache"),
+        "HOSTILE_SECRET": SECRET,
+    }
+    tempfile.tempdir = None
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(place.base / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, number)
+        errors = "strict" if number == 1 else "backslashreplace"  # as Python opens them in a UTF-8 locale
+        setattr(sys, name, open(number, "w", encoding="utf-8", errors=errors, buffering=1, closefd=False))  # noqa: SIM115
+
+
+def _call(call: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        value = call()
+    except SystemExit as error:
+        if not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+        return {"code": 0 if error.code is None else error.code if isinstance(error.code, int) else 1}
+    except BaseException as error:
+        traceback.print_exc()
+        return {"type": type(error).__name__, "message": str(error)}
+    return {"code": value} if isinstance(value, int) else {"value": repr(value)[:200]}
+
+
+def _tell(writer: int, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    while data:
+        data = data[os.write(writer, data) :]
+
+
+def _watch(case: Case, child: int, reader: int, place: Place, verdict: Verdict) -> dict[str, Any] | None:
+    """What the child told, with how it ended; it is killed when it takes too long."""
+    told: dict[str, Any] = {}
+    data, limit, began = b"", BUILD_SECONDS, time.monotonic()
+    while "outcome" not in told and "broken" not in told:  # what a case started may hold the pipe open
+        left = began + limit - time.monotonic()
+        ready = select.select([reader], [], [], max(left, 0))[0]
+        if not ready:
+            told["hang"] = limit
+            break
+        piece = os.read(reader, 1 << 16)
+        if not piece:
+            break
+        data += piece
+        *lines, data = data.split(b"\n")
+        for line in lines:
+            told |= json.loads(line)
+            if "before" in told and limit == BUILD_SECONDS:
+                limit, began = case.seconds, time.monotonic()
+    if "hang" in told:
+        _kill_group(child)
+    _, status = os.waitpid(child, 0)
+    _kill_group(child)  # what it started and left
+    if os.WIFSIGNALED(status) and "hang" not in told:
+        told["signal"] = os.WTERMSIG(status)
+    elif os.WIFEXITED(status) and os.WEXITSTATUS(status) not in (0, 70) and "outcome" not in told:
+        told["exit"] = os.WEXITSTATUS(status)
+    return told
+
+
+def _kill_group(child: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+
+
+def _output(base: Path) -> str:
+    """What was printed; bytes that are not UTF-8 stay visible as surrogates."""
+    return "".join((base / name).read_bytes().decode("utf-8", "surrogateescape") for name in ("stdout", "stderr"))
+
+
+def _in_words(outcome: dict[str, Any] | None) -> str:
+    if not outcome:
+        return "nothing told"
+    if "outcome" in outcome:
+        told = outcome["outcome"]
+        return f"exit code {told['code']}" if "code" in told else f"{told['type']}" if "type" in told else "returned"
+    return ", ".join(f"{key} {value}" for key, value in outcome.items() if key != "broken") or "broken"
+
+
+# ---- judgement ----
+
+
+def judge(case: Case, told: dict[str, Any] | None, output: str) -> list[str]:
+    """What is wrong with the end of a case and with its output, a sentence each."""
+    if not told:
+        return ["the process of the case said nothing"]
+    if "broken" in told:
+        return [f"the case itself is broken: {told['broken'].strip().splitlines()[-1]}"]
+    if "hang" in told:
+        stage = "the call" if "before" in told else "the preparation"
+        return [f"hang: {stage} took more than {told['hang']:g} s"]
+    if "signal" in told:
+        return [f"crash: signal {told['signal']} ({signal.Signals(told['signal']).name})"]
+    if "exit" in told or "outcome" not in told:
+        return [f"the process ended by itself with {told.get('exit', 'no word')}"]
+    outcome = told["outcome"]
+    faults = _of_tool(case, outcome, output) if case.codes else _of_function(case, outcome)
+    said = output if case.codes else outcome.get("message", "")
+    if "type" in outcome or outcome.get("code") not in (0, None):
+        faults += [f"nothing is said of '{word}'" for word in case.says if not _holds(said, word)]
+    if case.codes:
+        return faults + unsafe(output, case.never)
+    # the message of an exception is data: whoever prints it makes it safe
+    return faults + unsafe(_without_traceback(output), case.never) + leaks(said, case.never)
+
+
+def _holds(text: str, words: str) -> bool:
+    return any(word.lower() in text.lower() for word in words.split("|"))
+
+
+def _of_tool(case: Case, outcome: dict[str, Any], output: str) -> list[str]:
+    if "type" in outcome:
+        first = outcome["message"].strip().splitlines()
+        return [f"traceback: {outcome['type']}: {first[0] if first else ''}"]
+    if "Traceback (most recent call last)" in output:
+        return ["a traceback is printed"]
+    lines = output.replace("\r", "\n")  # an error stands behind the last state of a progress bar
+    code = outcome.get("code")
+    faults = [] if code in case.codes else [f"exit code {code}, expected {' or '.join(map(str, case.codes))}"]
+    said = r"(?m)(?:^|\])(error: |training stopped: |.*: error: |error +\S)|could not|cannot|skipped"
+    if code in (1, 2) and not re.search(said, lines):
+        faults.append(f"exit code {code} without an error message")
+    if len(re.findall(r"(?m)^(?:error: |training stopped: |usage: )", lines)) > 1 + output.count(NEXT_COMMAND):
+        faults.append("more than one error message")
+    return faults
+
+
+def _of_function(case: Case, outcome: dict[str, Any]) -> list[str]:
+    if "type" not in outcome:
+        return (
+            [] if case.may_return else [f"returned {outcome.get('value', outcome.get('code'))}, expected an exception"]
+        )
+    if outcome["type"] not in case.raises:
+        first = [*outcome["message"].strip().splitlines(), ""][0]
+        return [f"{outcome['type']}: {first}; expected {' or '.join(case.raises)}"]
+    if len(outcome["message"].strip()) < 15:
+        return [f"{outcome['type']} without a sentence: {outcome['message']!r}"]
+    return []
+
+
+def _without_traceback(output: str) -> str:
+    return output.split("Traceback (most recent call last)")[0]
+
+
+def unsafe(output: str, never: Sequence[str] = ()) -> list[str]:
+    """What of an output must not reach a terminal: control characters, forged lines, secrets, floods."""
+    text = output.replace(CURSOR_UP, "")
+    kinds = {character: unicodedata.category(character) for character in set(text) if character not in "\n\r\t"}
+    bad = sorted(character for character, kind in kinds.items() if kind in ("Cc", "Cf", "Cs", "Zl", "Zp"))
+    faults = (
+        [f"raw characters in the output: {', '.join(f'U+{ord(character):04X}' for character in bad)}"] if bad else []
+    )
+    faults += ["a line break in a name forges a line"] * any(line.strip() == FORGED for line in text.splitlines())
+    return faults + leaks(text, never)
+
+
+def leaks(text: str, never: Sequence[str] = ()) -> list[str]:
+    """What of a text tells too much."""
+    faults = [f"'{word}' leaks into the output" for word in dict.fromkeys((SECRET, *never)) if word in text]
+    return [*faults, f"the output has {len(text)} characters"] if len(text) > LONGEST else faults
+
+
+# ---- files ----
+
+
+def snapshot(base: Path, ground: Path) -> dict[str, str]:
+    """A line for each file, folder, link and pipe below both, but for caches and what a case prints."""
+    found: dict[str, str] = {}
+    for root, prefix in ((base, ""), (ground, "GROUND/")):
+        pending = [root]
+        while pending:
+            for entry in os.scandir(pending.pop()):
+                path = Path(entry.path)
+                name = prefix + path.relative_to(root).as_posix()
+                if not prefix and name in ("stdout", "stderr", "cache"):
+                    continue
+                found[_encodable(name)] = _fingerprint(path, content=not prefix)
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(path)
+    return found
+
+
+def _encodable(name: str) -> str:
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def _fingerprint(path: Path, content: bool) -> str:
+    """Kind and content; of the ground the time of the last change of anything, which nobody can set back."""
+    status = path.lstat()
+    if not content:
+        return f"{stat.filemode(status.st_mode)}, {status.st_size} bytes, changed at {status.st_ctime_ns}"
+    if stat.S_ISLNK(status.st_mode):
+        return f"link to {_encodable(str(path.readlink()))}"
+    if not stat.S_ISREG(status.st_mode):
+        return f"{stat.filemode(status.st_mode)[0]} {status.st_mode & 0o777:o}"
+    if status.st_size > 2**27:  # sparse
+        return f"file of {status.st_size} bytes, {status.st_mtime_ns}"
+    return f"file of {status.st_size} bytes, {hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
+def compare(case: Case, before: dict[str, str], after: dict[str, str], base: Path) -> list[str]:
+    """What was changed or removed, what is new and not allowed, and secrets in what is new."""
+    faults = [
+        f"touched: {name} was {was}, is {after.get(name, 'gone')}"
+        for name, was in before.items()
+        if after.get(name) != was and not _allowed(name, case.rewrites)
+    ]
+    new = [name for name in after if name not in before]
+    foreign = [name for name in new if not _allowed(name, (*case.writes, *case.rewrites))]
+    if foreign:
+        faults.append(f"left behind: {', '.join(foreign[:8])}{' ...' if len(foreign) > 8 else ''}")
+    for name in new:
+        path = base / name
+        if path.is_file() and path.stat().st_size < 2**24:
+            content = path.read_bytes()
+            faults += [
+                f"'{w}' leaks into {name}" for w in dict.fromkeys((SECRET, *case.never)) if w.encode() in content
+            ]
+    faults += [f"{name} is missing" for name in case.leaves if not any(fnmatchcase(n, f"work/{name}") for n in after)]
+    return faults
+
+
+def _allowed(name: str, patterns: Iterable[str]) -> bool:
+    inside = name.removeprefix("work/")
+    return name != inside and any(fnmatchcase(inside, p) or fnmatchcase(inside, f"{p}/*") for p in patterns)
+
+
+# ---- all of them ----
+
+
+def run_battery(
+    cases: Sequence[Case], ground: Path, scratch: Path, told: Callable[[Verdict], None] | None = None
+) -> list[Verdict]:
+    """Every case, one after another."""
+    verdicts = []
+    for case in cases:
+        verdicts.append(run_case(case, ground, scratch))
+        if told is not None:
+            told(verdicts[-1])
+    return verdicts
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """Passed N of M of each group, and of all."""
+    groups: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        groups.setdefault(verdict.case.partition("/")[0], []).append(verdict)
+    rows = [*groups.items(), ("all", list(verdicts))]
+    return "\n".join(
+        f"{name:<14} passed {sum(v.passed for v in some):>3} of {len(some):>3}   {sum(v.seconds for v in some):6.1f} s"
+        for name, some in rows
+    )

@@ -1,0 +1,318 @@
+"""Arguments of the tools: wrong, missing, contradictory, hostile."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tests.hostile.annotations import fifo
+from tests.hostile.battery import Build, Case, Place
+from tests.hostile.images import encoded
+
+# {G} stands for the ground, {I} for an image of it
+PREDICT = ("--checkpoint", "{G}/detector", "--output", "found", "--device", "cpu")
+ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # of each tool: name -> arguments, what must be said
+    "predict": {
+        "nothing": ((), "required"),
+        "no images": (PREDICT, "required"),
+        "no checkpoint": (("--output", "found", "{I}"), "--checkpoint"),
+        "an unknown option": ((*PREDICT, "{I}", "--wings"), "--wings"),
+        "a threshold of text": ((*PREDICT, "--threshold", "high", "{I}"), "threshold"),
+        "a threshold of NaN": ((*PREDICT, "--threshold", "nan", "{I}"), "threshold"),
+        "a threshold of 2": ((*PREDICT, "--threshold", "2", "{I}"), "threshold"),
+        "a negative threshold": ((*PREDICT, "--threshold=-1", "{I}"), "threshold"),
+        "an infinite threshold": ((*PREDICT, "--threshold", "inf", "{I}"), "threshold"),
+        "an image that is missing": ((*PREDICT, "nowhere.jpg"), "nowhere.jpg"),
+        "an image with NUL": ((*PREDICT, "a\0b.jpg"), "\\x00"),
+        "an image of 5,000 letters": ((*PREDICT, "i" * 5000), "iiii"),
+        "an image with escapes": ((*PREDICT, "\x1b]0;owned\x07\nFORGED\n.jpg"), "\\x1b"),
+        "a web address": ((*PREDICT, "https://127.0.0.1:9/a.jpg"), "127.0.0.1"),
+        "a folder without images": ((*PREDICT, "{G}/cache_of_nothing"), "nothing"),
+        "a device that is none": (
+            ("--checkpoint", "{G}/detector", "--output", "found", "--device", "toaster", "{I}"),
+            "toaster",
+        ),
+        "a device beyond": (
+            ("--checkpoint", "{G}/detector", "--output", "found", "--device", "cuda:99", "{I}"),
+            "cuda:99",
+        ),
+        "a device with escapes": (
+            ("--checkpoint", "{G}/detector", "--output", "found", "--device", "\x1b[2J", "{I}"),
+            "\\x1b",
+        ),
+        "a device on meta": (("--checkpoint", "{G}/detector", "--output", "found", "--device", "meta", "{I}"), "meta"),
+        "masks of a detector without": ((*PREDICT, "--panoptic", "{I}"), "mask"),
+        "masks of a classifier": (
+            ("--checkpoint", "{G}/classifier", "--output", "found", "--panoptic", "{I}"),
+            "classifier",
+        ),
+        "a masked autoencoder": (("--checkpoint", "{G}/masked", "--output", "found", "{I}"), "masked"),
+        "a checkpoint that is missing": (("--checkpoint", "nowhere", "--output", "found", "{I}"), "nowhere"),
+        "a checkpoint in an empty folder": (("--checkpoint", ".", "--output", "found", "{I}"), "last.pt|."),
+        "a checkpoint with NUL": (("--checkpoint", "a\0b", "--output", "found", "{I}"), "\\x00"),
+        "a checkpoint of 5,000 letters": (("--checkpoint", "c" * 5000, "--output", "found", "{I}"), "cccc"),
+        "a checkpoint that is an image": (("--checkpoint", "{I}", "--output", "found", "{I}"), "0101.png"),
+        "a checkpoint that is a config": (
+            ("--checkpoint", "{G}/detector.yaml", "--output", "found", "{I}"),
+            "detector.yaml",
+        ),
+        "a capture as a checkpoint": (("--checkpoint", "{G}/capture.pt", "--output", "found", "{I}"), "capture.pt"),
+    },
+    "convert_checkpoint": {
+        "nothing": ((), "required"),
+        "one argument": (("{G}/detector",), "required"),
+        "an unknown format": (("{G}/detector", "out.pt", "--to", "robbery"), "robbery"),
+        "an unknown format with escapes": (("{G}/detector", "out.pt", "--to", "\x1b[2J"), "\\x1b"),
+        "an unknown ending": (("{G}/detector", "out.docx", "--to", "detr"), "docx"),
+        "no ending": (("{G}/detector", "out"), "out"),
+        "two actions": (("{G}/detector", "out.pt", "--encoder", "--strip-plugins"), "not allowed"),
+        "classes and an action": (("{G}/detector", "out.pt", "--classes", "contiguous", "--encoder"), "--classes"),
+        "classes that are none": (("{G}/detector", "out.pt", "--classes", "many"), "many"),
+        "classes that are not COCO's": (("{G}/detector", "out.pt", "--classes", "ids"), "classes"),
+        "the source as the target": (("{G}/detector/last.pt", "{G}/detector/last.pt"), "last.pt"),
+        "a folder as the target": (("{G}/detector", "."), "."),
+        "a target in no folder": (("{G}/detector", "/proc/nowhere/out.pt"), "out.pt"),
+        "a target of 300 letters": (("{G}/detector", "o" * 300 + ".pt"), "oooo"),
+        "a target that is a pipe": (("{G}/detector", "pipe"), "pipe"),
+        "a target with NUL": (("{G}/detector", "a\0b.pt"), "\\x00"),
+        "a target below a file": (("{G}/detector", "notes.md/out.pt"), "notes.md"),
+        "a source that is missing": (("nowhere.pt", "out.pt"), "nowhere.pt"),
+        "a source that is an image": (("{I}", "out.pt"), "0101.png"),
+        "a source with escapes": (("\x1b[2J.pt", "out.pt"), "\\x1b"),
+        "a classifier as a detector": (("{G}/classifier", "out.pt", "--strip-batchformer"), "classifier"),
+        "a detector as a classifier": (("{G}/detector", "out.pt", "--strip-plugins"), "detector"),
+        "a detector as an autoencoder": (("{G}/detector", "out.pt", "--encoder"), "detector"),
+        "a capture": (("{G}/capture.pt", "out.pt"), "capture.pt"),
+        "names of another architecture": (
+            ("{G}/detector", "out.pt", "--to", "hf_deformable_detr"),
+            "detector|fit|name",
+        ),
+        "names of huggingface with batch attention": (
+            ("{G}/detector", "out.pt", "--to", "hf_detr"),
+            "strip-batchformer",
+        ),
+    },
+    "plan": {
+        "no GPUs": (("--gpus", "0"), "gpus"),
+        "negative GPUs": (("--gpus=-1",), "gpus"),
+        "GPUs of text": (("--gpus", "many"), "gpus"),
+        "2**70 GPUs": (("--gpus", str(2**70)), "gpus"),
+        "a GPU that is none": (("--gpu", "toaster"), "toaster"),
+        "a GPU with escapes": (("--gpu", "\x1b[2J"), "\\x1b"),
+        "memory of NaN": (("--gpu-memory", "nan"), "memory"),
+        "memory of 0": (("--gpu-memory", "0"), "memory"),
+        "negative memory": (("--gpu-memory=-5",), "memory"),
+        "infinite memory": (("--gpu-memory", "inf"), "memory"),
+        "no images": (("--images", "0"), "images"),
+        "negative images": (("--images=-5",), "images"),
+        "no classes": (("--classes", "0"), "classes"),
+        "negative classes": (("--classes=-1",), "classes"),
+        "2**62 classes": (("--classes", str(2**62)), "classes"),
+        "a batch of 0": (("--published-batch", "0"), "batch"),
+        "a step of 0 seconds": (("--seconds-per-step", "0"), "seconds"),
+        "a step of NaN seconds": (("--seconds-per-step", "nan"), "seconds"),
+        "a step of infinite seconds": (("--seconds-per-step", "inf"), "seconds"),
+        "negative TFLOPS": (("--tflops=-1",), "tflops"),
+        "TFLOPS of NaN": (("--tflops", "nan"), "tflops"),
+        "two times": (("--tflops", "5", "--seconds-per-step", "1"), "not allowed"),
+        "a measurement that is missing": (("--measured", "nowhere.json"), "nowhere.json"),
+        "a measurement that is a folder": (("--measured", "."), "."),
+        "a measurement that is a text": (("--measured", "notes.md"), "notes.md"),
+        "a measurement that is binary": (("--measured", "{I}"), "0101.png"),
+        "a measurement of nonsense": (("--measured", "nonsense.json"), "nonsense.json"),
+        "a measurement that is deep": (("--measured", "deep.json"), "deep.json"),
+        "a measurement of NaN": (("--measured", "nan.json"), "nan.json"),
+        "a measurement that is a pipe": (("--measured", "pipe"), "pipe"),
+        "JSON into a folder": (("--json", "."), "."),
+        "JSON below a file": (("--json", "notes.md/plan.json"), "notes.md"),
+        "JSON into a pipe": (("--json", "pipe"), "pipe"),
+        "JSON into /proc": (("--json", "/proc/plan.json"), "plan.json"),
+        "JSON with NUL": (("--json", "a\0b"), "\\x00"),
+        "a config that is missing": (("--config", "nowhere.yaml"), "nowhere.yaml"),
+        "a config of a classifier": (("--config", "{G}/classifier.yaml"), "classification"),
+        "a setting of text": (("train.epochs=many",), "epochs"),
+    },
+    "check_data": {
+        "no data": ((), "data.train|images"),
+        "a config that is missing": (("--config", "nowhere.yaml"), "nowhere.yaml"),
+        "a config that is an image": (("--config", "{I}"), "0101.png"),
+        "a config with NUL": (("--config", "a\0b"), "\\x00"),
+        "an unknown option": (("--wings",), "--wings"),
+        "a setting that is none": (("--config", "{G}/detector.yaml", "wings=4"), "wings"),
+        "a setting of another task": (("--config", "{G}/detector.yaml", "task=classification"), "task|classif"),
+    },
+    "replay_capture": {
+        "nothing": ((), "required"),
+        "a file that is missing": (("nowhere.pt",), "nowhere.pt"),
+        "a file with NUL": (("a\0b",), "\\x00"),
+        "a folder": ((".",), "."),
+        "an image": (("{I}",), "0101.png"),
+        "a precision that is none": (("{G}/capture.pt", "--precision", "float8"), "float8"),
+        "a precision with escapes": (("{G}/capture.pt", "--precision", "\x1b[2J"), "\\x1b"),
+        "a device that is none": (("{G}/capture.pt", "--device", "toaster"), "toaster"),
+    },
+    "analyze": {
+        "nothing": ((), "required"),
+        "no run": (("attention-entropy", "--output", "looked"), "--run"),
+        "an analysis that is none": (("robbery", "--run", "{G}/classifier", "--output", "looked"), "robbery"),
+        "a run that is missing": (("attention-entropy", "--run", "nowhere", "--output", "looked"), "nowhere"),
+        "a run twice": (
+            ("attention-entropy", "--run", "{G}/classifier", "--run", "{G}/classifier", "--output", "looked"),
+            "twice",
+        ),
+        "a run of a detector": (("attention-entropy", "--run", "{G}/detector", "--output", "looked"), "detector"),
+        "a run of an autoencoder": (("attention-entropy", "--run", "{G}/masked", "--output", "looked"), "masked"),
+        "no images": (
+            ("attention-entropy", "--run", "{G}/classifier", "--output", "looked", "--images", "0"),
+            "images",
+        ),
+        "a batch of 0": (
+            ("attention-entropy", "--run", "{G}/classifier", "--output", "looked", "--batch-size", "0"),
+            "batch",
+        ),
+        "a format that is none": (
+            ("attention-entropy", "--run", "{G}/classifier", "--output", "looked", "--format", "docx"),
+            "docx",
+        ),
+        "a format with a path": (
+            ("attention-entropy", "--run", "{G}/classifier", "--output", "looked", "--format", "png/../../x.png"),
+            "png",
+        ),
+        "epsilons of text": (
+            ("fgsm", "--run", "{G}/classifier", "--output", "looked", "--epsilons", "a,b"),
+            "epsilons",
+        ),
+        "epsilons of NaN": (("fgsm", "--run", "{G}/classifier", "--output", "looked", "--epsilons", "nan"), "epsilons"),
+        "negative epsilons": (("fgsm", "--run", "{G}/classifier", "--output", "looked", "--epsilons=-1"), "epsilons"),
+        "no epsilons": (("fgsm", "--run", "{G}/classifier", "--output", "looked", "--epsilons", ""), "epsilons"),
+        "a patch of 0": (("occlusion", "--run", "{G}/classifier", "--output", "looked", "--patch", "0"), "patch"),
+        "a patch of 10,000": (
+            ("occlusion", "--run", "{G}/classifier", "--output", "looked", "--patch", "10000"),
+            "patch",
+        ),
+        "a device that is none": (
+            ("attention-entropy", "--run", "{G}/classifier", "--output", "looked", "--device", "toaster"),
+            "toaster",
+        ),
+        "an output that is a file": (
+            ("attention-entropy", "--run", "{G}/classifier", "--output", "notes.md"),
+            "notes.md",
+        ),
+        "a setting that is none": (
+            ("attention-entropy", "--run", "{G}/classifier", "--output", "looked", "wings=4"),
+            "wings",
+        ),
+        "data that are gone": (
+            ("fgsm", "--run", "{G}/classifier", "--output", "looked", "data.root=nowhere"),
+            "nowhere",
+        ),
+    },
+    "make_sample_data": {
+        "nothing": ((), "required"),
+        "a set that is none": (("robbery", "--output", "made"), "robbery"),
+        "no images": (("scenes", "--output", "made", "--num-train", "0"), "num_train|num-train"),
+        "negative images": (("scenes", "--output", "made", "--num-val=-1"), "num_val|num-val"),
+        "an image size of 3": (("scenes", "--output", "made", "--image-size", "3"), "image_size|image-size"),
+        "an image size of 2**40": (
+            ("scenes", "--output", "made", "--image-size", str(2**40)),
+            "image_size|image-size|size",
+        ),
+        "a negative seed": (("scenes", "--output", "made", "--seed=-1"), "seed"),
+        "an output that is a file": (("scenes", "--output", "notes.md"), "notes.md"),
+        "an output with foreign files": (("scenes", "--output", "."), "work"),
+        "an output in /proc": (("scenes", "--output", "/proc/made", "--num-train", "1", "--num-val", "1"), "made"),
+        "an output with NUL": (("scenes", "--output", "a\0b"), "\\x00"),
+        "an output of 300 letters": (("scenes", "--output", "m" * 300, "--num-train", "1", "--num-val", "1"), "mmmm"),
+    },
+    "train_net": {
+        "nothing": ((), "--config"),
+        "no file behind the option": (("--config",), "--config"),
+        "an unknown option": (("--config", "{G}/detector.yaml", "--wings"), "--wings"),
+        "a config of a classifier": (("--config", "{G}/classifier.yaml"), "train_classifier"),
+        "a config of an autoencoder": (("--config", "{G}/masked.yaml"), "pretrain_mae"),
+        "evaluating and resuming": (
+            ("--config", "{G}/detector.yaml", "output_dir=run", "--eval-only", "--auto-resume"),
+            "exclude",
+        ),
+        "evaluating a classifier": (
+            ("--config", "{G}/detector.yaml", "output_dir=run", "--eval-only", "init_from={G}/classifier"),
+            "classif|architecture|fit",
+        ),
+        "evaluating an autoencoder": (
+            ("--config", "{G}/detector.yaml", "output_dir=run", "--eval-only", "init_from={G}/masked"),
+            "masked|architecture|fit",
+        ),
+        "evaluating a text": (
+            ("--config", "{G}/detector.yaml", "output_dir=run", "--eval-only", "init_from=notes.md"),
+            "notes.md",
+        ),
+        "evaluating another model": (
+            (
+                "--config",
+                "{G}/detector.yaml",
+                "output_dir=run",
+                "--eval-only",
+                "init_from={G}/detector",
+                "model.hidden_dim=8",
+            ),
+            "architecture|shape",
+        ),
+        "starting from a classifier": (
+            ("--config", "{G}/detector.yaml", "output_dir=run", "init_from={G}/classifier"),
+            "fit|classif",
+        ),
+    },
+    "train_classifier": {
+        "a config of a detector": (("--config", "{G}/detector.yaml"), "train_net|detect|unknown"),
+        "evaluating a detector": (
+            ("--config", "{G}/classifier.yaml", "output_dir=run", "--eval-only", "init_from={G}/detector"),
+            "detect|architecture|class",
+        ),
+        "starting from a detector": (
+            ("--config", "{G}/classifier.yaml", "output_dir=run", "init_from={G}/detector"),
+            "fit|detect",
+        ),
+        "starting from a text": (
+            ("--config", "{G}/classifier.yaml", "output_dir=run", "init_from=notes.md"),
+            "notes.md",
+        ),
+    },
+    "pretrain_mae": {
+        "a config of a classifier": (("--config", "{G}/classifier.yaml"), "train_classifier"),
+        "evaluating a detector": (
+            ("--config", "{G}/masked.yaml", "output_dir=run", "--eval-only", "init_from={G}/detector"),
+            "detect|architecture|fit",
+        ),
+    },
+}
+
+
+def tool(name: str, arguments: tuple[str, ...]) -> Build:
+    """The tool with these arguments."""
+
+    def build(place: Place) -> Callable[[], Any]:
+        place.write(
+            "nonsense.json", json.dumps({"rows": [{"precision": [], "batch_size": {}, "step": 5}], "height": "x"})
+        )
+        place.write("deep.json", "[" * 100_000 + "]" * 100_000)
+        row = {"precision": "float32", "batch_size": 3, "step": {"median": float("nan")}}
+        place.write("nan.json", json.dumps({"rows": [row], "height": 800, "width": 1066, "recipe": "x"}))
+        fifo(place.folder / "pipe")
+        place.write("more.png", encoded("PNG"))
+        image = place.ground / "val" / "images" / "0101.png"
+        given = [each.replace("{G}", str(place.ground)).replace("{I}", str(image)) for each in arguments]
+        main = importlib.import_module(f"tools.{name}").main
+        if name == "plan" and "--config" not in given:
+            given = ["--config", str(place.ground / "detector.yaml"), *given]
+        return lambda: main(given)
+
+    return build
+
+
+def cases() -> Iterator[Case]:
+    """All of them."""
+    for name, table in ARGUMENTS.items():
+        for title, (arguments, word) in table.items():
+            yield Case("commands", f"{name}: {title}", tool(name, arguments), says=(word,))

@@ -1,0 +1,462 @@
+"""Output folders: foreign files, odd places, runs that go on, runs in one folder; nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.hostile import ground
+from tests.hostile.annotations import detection, train
+from tests.hostile.battery import DISAGREE, NEXT_COMMAND, Build, Case, Place
+from tests.hostile.checkpoints import LOGGED
+from tests.hostile.classifiers import classify
+from tests.hostile.images import predict
+
+OURS = (  # what a run writes
+    *("config.yaml", "report.html", "results.json", "evaluation.json", "machine.json", "metrics.jsonl", "log.txt"),
+    *("last.pt", "best.pt", "previous.pt", "pictures/validation.png", "pictures/mine.jpg"),
+)
+DOTFILES = {
+    ".terraform.lock.hcl": "provider {}\n",
+    ".env.production.local": "KEY=value\n",
+    ".eslintrc.base.json": "{}\n",
+    ".last.abc.pt": "mine\n",
+    ".config.old.yaml": "mine: 1\n",
+    "notes.md": "mine\n",
+    "photos/holiday.jpg": "not ours\n",
+    "train_images/0001.png": "not ours\n",
+    "eval-notes.txt": "mine\n",
+    "last.pt.bak": "mine\n",
+}
+
+
+def dotfolders(place: Place, folder: str) -> None:
+    for name in (".cache.d.partial", ".git.lock.d", ".venv.3.12"):
+        place.write(f"{folder}/{name}/inside", "mine\n")
+
+
+def training(prepare: Callable[[Place], Any], *settings: str, output: str = "run") -> Build:
+    """Train the detector of the ground into a folder that was prepared."""
+
+    def build(place: Place) -> Callable[[], int]:
+        prepare(place)
+        return lambda: train(place.ground / "detector.yaml", f"output_dir={output}", *settings)
+
+    return build
+
+
+def holding(*names: str, folder: str = "run") -> Callable[[Place], None]:
+    def prepare(place: Place) -> None:
+        for name in names:
+            place.write(f"{folder}/{name}", f"my own {name}\n")
+
+    return prepare
+
+
+def dotfiles(folder: str) -> Callable[[Place], None]:
+    def prepare(place: Place) -> None:
+        for name, content in DOTFILES.items():
+            place.write(f"{folder}/{name}", content)
+        dotfolders(place, folder)
+
+    return prepare
+
+
+def run_of_ours(place: Place) -> None:
+    place.copy("detector", "run")
+
+
+def run_with_dotfiles(place: Place) -> None:
+    run_of_ours(place)
+    dotfiles("run")(place)
+
+
+def link(name: str, target: str, folder: str = "run") -> Callable[[Place], None]:
+    """An output of ours is a link to a file of the user's elsewhere."""
+
+    def prepare(place: Place) -> None:
+        place.write(target, "precious\n")
+        (place.folder / folder).mkdir(exist_ok=True)
+        (place.folder / folder / name).symlink_to(place.folder / target)
+
+    return prepare
+
+
+def second_run(place: Place) -> Callable[[], int]:
+    """A run that is alive holds the folder; another one starts there."""
+    return _beside_a_live_run(place, [])
+
+
+def resumed_beside_a_live_run(place: Place) -> Callable[[], int]:
+    run_of_ours(place)
+    return _beside_a_live_run(place, ["--resume", "train.epochs=2"], ["--resume", "train.epochs=100000"])
+
+
+def _beside_a_live_run(place: Place, arguments: list[str], first: list[str] | None = None) -> Callable[[], int]:
+    config = str(place.ground / "detector.yaml")
+    command = [config, "output_dir=run", *(first or ["train.epochs=100000", "checkpoint.every_steps=1"])]
+    child = os.fork()
+    if child == 0:  # a process of its own, ended with the case
+        os.dup2(os.open(place.base / "tmp" / "live.log", os.O_WRONLY | os.O_CREAT, 0o600), 1)
+        os.dup2(1, 2)
+        code = 1
+        try:
+            code = train(Path(command[0]), *command[1:])
+        finally:
+            os._exit(code)
+    end = time.monotonic() + 50
+    lines = place.folder / "run" / "metrics.jsonl"
+    before = lines.stat().st_size if lines.exists() else 0
+    while not (lines.exists() and lines.stat().st_size > before):
+        if time.monotonic() > end or os.waitpid(child, os.WNOHANG)[0]:
+            raise RuntimeError("the first run did not start")
+        time.sleep(0.05)
+    os.kill(child, __import__("signal").SIGSTOP)  # it holds the folder and changes nothing
+    return lambda: train(Path(config), "output_dir=run", *arguments)
+
+
+def killed_run(place: Place) -> Callable[[], int]:
+    """The lock of a run that was killed is free."""
+    script = (
+        "import os, signal, sys\n"
+        "from detr_bf.engine import metrics\n"
+        "metrics.MetricsLog.__init__ = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from tools.train_net import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    config = str(place.ground / "detector.yaml")
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", script, "--config", config, "output_dir=run"]
+    subprocess.run(
+        command, cwd=place.folder, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, check=False
+    )
+    return lambda: train(Path(config), "output_dir=run")
+
+
+def evaluation(prepare: Callable[[Place], Any], *settings: str) -> Build:
+    return training(prepare, "--eval-only", *settings)
+
+
+def eval_with_own_config(place: Place) -> Callable[[], int]:
+    """A run that was fine-tuned from another, evaluated with its own config.yaml: its own weights count."""
+    command = place.ground / "detector.yaml"
+    settings = [f"init_from={place.ground}/detector", "output_dir=run", "optimizer.lr=0.1"]
+
+    def call() -> int:
+        code = train(command, *settings)
+        print(NEXT_COMMAND, flush=True)
+        trained = json.loads((place.folder / "run" / "evaluation.json").read_text())
+        again = train(place.folder / "run" / "config.yaml", "--eval-only")
+        found = list((place.folder / "run").glob("eval*/evaluation.json"))
+        if code or again or len(found) != 1 or json.loads(found[0].read_text()) != trained:
+            print(f"trained {code}, evaluated {again}, results {found}")
+            return DISAGREE
+        return 0
+
+    return call
+
+
+def missing_output(place: Place) -> Callable[[], int]:
+    config = detection(place)
+    config.write_text("\n".join(line for line in config.read_text().splitlines() if not line.startswith("output_dir")))
+    return lambda: train(config, "output_dir=")
+
+
+def predicting(prepare: Callable[[Place], Any], output: str, *inputs: str) -> Build:
+    def build(place: Place) -> Callable[[], int]:
+        prepare(place)
+        images = inputs or (str(place.ground / "val" / "images"),)
+        return lambda: predict("--checkpoint", place.ground / "detector", "--output", output, *images)
+
+    return build
+
+
+def photos(place: Place) -> None:
+    for name in ("one.png", "two.png"):
+        (place.folder / "photos").mkdir(exist_ok=True)
+        ground.picture().save(place.folder / "photos" / name)
+
+
+def nothing(place: Place) -> None:
+    """Leave the folder as it is."""
+
+
+def full_disk(place: Place) -> None:
+    """Files cannot grow beyond a few kilobytes, as on a full disk."""
+    import resource
+    import signal
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+
+def on_a_full_disk(call: Callable[[Place], int]) -> Build:
+    def build(place: Place) -> Callable[[], int]:
+        def run() -> int:
+            full_disk(place)
+            return call(place)
+
+        return run
+
+    return build
+
+
+def _convert(place: Place) -> int:
+    from tools.convert_checkpoint import main
+
+    return main([str(place.ground / "detector"), "out.pt"])
+
+
+def _samples(place: Place) -> int:
+    from tools.make_sample_data import main
+
+    return main(["scenes", "--output", "made", "--num-train", "2", "--num-val", "1", "--image-size", "512"])
+
+
+BAD_OUTPUTS = {
+    "a file": "notes.md",
+    "below a file": "notes.md/run",
+    "in /proc": "/proc/hostile",
+    "in /dev/null": "/dev/null/run",
+    "of 300 letters": "r" * 300,
+    "of 10,000 letters": "r" * 10_000,
+    "with NUL": "a\0b",
+    "with an escape in /proc": "/proc/\x1b]0;owned\x07\nFORGED\n",
+    "of a surrogate in /proc": "/proc/\udcff",
+}
+
+
+def cases() -> Iterator[Case]:
+    """All of them."""
+    group = "folders"
+    for name in OURS:
+        yield Case(group, f"training beside a foreign {name}", training(holding(name)), says=("run",))
+    for name in ("config.yaml", "report.html", "evaluation.json", "log.txt"):
+        yield Case(
+            group,
+            f"evaluation beside a foreign {name}",
+            evaluation(holding(name), "init_from=run_of_mine.pt"),
+            says=("run",),
+        )
+        linked = training(link(name, "elsewhere/precious.txt"))
+        yield Case(group, f"training over a link called {name}", linked, says=("run",))
+    yield Case(
+        group,
+        "training beside files of the user's",
+        training(dotfiles("run")),
+        codes=(0,),
+        writes=("run",),
+        leaves=("run/report.html",),
+    )
+    here = (
+        "config.yaml",
+        "report.html",
+        "results.json",
+        "evaluation.json",
+        "machine.json",
+        "metrics.jsonl",
+        "log.txt",
+        "launch.txt",
+        "detr_bf-run.json",
+        "*.pt",
+        "pictures",
+        ".detr_bf*",
+        "*.lock",
+        "best*",
+    )
+    yield Case(
+        group,
+        "training in the working directory",
+        training(dotfiles("."), output="."),
+        codes=(0,),
+        writes=here,
+        leaves=("report.html",),
+    )
+    yield Case(
+        group,
+        "bad input in the working directory",
+        training(dotfiles("."), "init_from=nowhere.pt", output="."),
+        says=("nowhere.pt",),
+    )
+    yield Case(
+        group,
+        "bad input beside files of the user's",
+        training(dotfiles("run"), "data.train.annotations=nowhere.json"),
+        says=("nowhere.json",),
+    )
+    yield Case(
+        group,
+        "bad input leaves no folder",
+        training(nothing, "init_from=nowhere.pt", output="a/b/c"),
+        says=("nowhere.pt",),
+    )
+    yield Case(group, "training where a run is", training(run_of_ours), says=("run",))
+    yield Case(
+        group,
+        "resuming beside files of the user's",
+        training(run_with_dotfiles, "--resume", "train.epochs=2"),
+        codes=(0,),
+        rewrites=_run_files(),
+    )
+    yield Case(group, "resuming where nothing is", training(nothing, "--resume"), says=("resume",))
+    yield Case(group, "resuming where other files are", training(dotfiles("run"), "--resume"), says=("resume",))
+    yield Case(
+        group,
+        "resuming with another model",
+        training(run_of_ours, "--resume", "model.hidden_dim=8", "train.epochs=2"),
+        says=("hidden_dim|architecture|shape",),
+        rewrites=LOGGED,
+    )
+    yield Case(
+        group,
+        "resuming with damaged metrics",
+        training(damaged_metrics, "--resume", "train.epochs=2"),
+        codes=(0, 2),
+        rewrites=_run_files(),
+        says=("metrics.jsonl",),
+    )
+    yield Case(group, "resuming and evaluating", training(run_of_ours, "--resume", "--eval-only"), says=("--resume",))
+    yield Case(group, "resuming twice over", training(run_of_ours, "--resume", "--auto-resume"), says=("--resume",))
+    yield Case(
+        group,
+        "resuming a detector as a classifier",
+        as_classifier,
+        says=("detect|task|Config|classifi",),
+        rewrites=LOGGED,
+    )
+    yield Case(
+        group,
+        "evaluating a trained run",
+        evaluation(run_of_ours),
+        codes=(0,),
+        writes=("run/eval*",),
+        leaves=("run/eval*/evaluation.json",),
+    )
+    yield Case(
+        group,
+        "evaluating other weights in a run",
+        evaluating_others,
+        codes=(0,),
+        writes=("run/eval*",),
+        leaves=("run/eval*/evaluation.json",),
+    )
+    yield Case(group, "evaluating a run with its own config", eval_with_own_config, codes=(0,), writes=("run",))
+    yield Case(group, "evaluating nothing", evaluation(nothing), says=("run",))
+    yield Case(group, "a second run", second_run, says=("run",), writes=("run",))
+    yield Case(group, "resuming beside a live run", resumed_beside_a_live_run, says=("run",), writes=("run",))
+    yield Case(group, "a run that was killed", killed_run, codes=(0,), rewrites=("run",))
+    for name, path in BAD_OUTPUTS.items():
+        word = path[:4] if path.isprintable() else "output|proc|null byte|NUL"  # that names the culprit
+        yield Case(group, f"output_dir {name}", training(nothing, output=path), says=(word,))
+        yield Case(group, f"predict --output {name}", predicting(nothing, path), says=(word,))
+    yield Case(
+        group,
+        "output_dir is a link to itself",
+        training(lambda place: (place.folder / "run").symlink_to("run")),
+        says=("output_dir",),
+    )
+    yield Case(
+        group, "output_dir is a pipe", training(lambda place: os.mkfifo(place.folder / "run")), says=("output_dir",)
+    )
+    yield Case(group, "output_dir is empty", missing_output, codes=(0, 2), writes=here)
+    yield Case(group, "output_dir is the home", home, codes=(0,), writes=())
+    yield Case(group, "folders called as outputs", training(folders_of_ours), says=("run",))
+    yield from _tools(group)
+
+
+def _run_files() -> tuple[str, ...]:
+    """What resuming may change in the folder ``run``."""
+    names = ("config.yaml", "report.html", "results.json", "evaluation.json", "machine.json", "metrics.jsonl")
+    more = (
+        "log.txt",
+        "launch.txt",
+        "detr_bf-run.json",
+        "last.pt",
+        "best.pt",
+        "previous.pt",
+        "pictures",
+        ".detr_bf*",
+        "*.lock",
+        "metrics*",
+    )
+    return tuple(f"run/{name}" for name in (*names, *more))
+
+
+def _tools(group: str) -> Iterator[Case]:
+    yield Case(
+        group,
+        "predict into the working directory",
+        predicting(photos, ".", "photos"),
+        codes=(0,),
+        writes=("predictions.json", "0*.png", ".detr_bf*"),
+        leaves=("predictions.json",),
+    )
+    yield Case(
+        group,
+        "predict into the folder of the photos",
+        predicting(photos, "photos", "photos"),
+        codes=(0,),
+        writes=("photos/predictions.json", "photos/0*.png", "photos/.detr_bf*"),
+        leaves=("photos/predictions.json",),
+    )
+    yield Case(
+        group, "predict nothing leaves no folder", predicting(nothing, "found", "nowhere.jpg"), says=("nowhere.jpg",)
+    )
+    for name, call in {
+        "training": lambda place: train(place.ground / "detector.yaml", "output_dir=run"),
+        "prediction": lambda place: predict(
+            "--checkpoint", place.ground / "detector", "--output", "run", place.ground / "val" / "images"
+        ),
+        "conversion": _convert,
+        "sample data": _samples,
+    }.items():
+        yield Case(
+            group,
+            f"full disk: {name}",
+            on_a_full_disk(call),
+            codes=(1, 2),
+            writes=("run",) if name in ("training", "prediction") else (),
+        )
+
+
+def damaged_metrics(place: Place) -> None:
+    run_of_ours(place)
+    place.write("run/metrics.jsonl", b'{"kind": "train", "step": 1}\n[1]\n{broken\n\xff\xfe\n5\n{"kind": "val"')
+
+
+def folders_of_ours(place: Place) -> None:
+    for name in ("config.yaml", "last.pt", "log.txt"):
+        (place.folder / "run" / name).mkdir(parents=True)
+
+
+def as_classifier(place: Place) -> Callable[[], int]:
+    run_of_ours(place)
+    return lambda: classify(place.ground / "classifier.yaml", "output_dir=run", "--resume")
+
+
+def evaluating_others(place: Place) -> Callable[[], int]:
+    run_of_ours(place)
+    other = place.copy(
+        "detector/previous.pt" if (place.ground / "detector/previous.pt").exists() else "detector/last.pt", "other.pt"
+    )
+    return lambda: train(place.ground / "detector.yaml", "output_dir=run", f"init_from={other}", "--eval-only")
+
+
+def home(place: Place) -> Callable[[], int]:
+    """``~`` is the home, and no folder of that name is made."""
+
+    def call() -> int:
+        code = train(place.ground / "detector.yaml", "output_dir=~/x")
+        made = place.base / "home" / "x"
+        there = (made / "report.html").exists()
+        if there:
+            __import__("shutil").rmtree(made)
+        return code if there else DISAGREE
+
+    return call
