@@ -248,7 +248,7 @@ def _chunks(images: Iterable[ImageLike], batch_size: int) -> Iterator[list[tuple
     return iter(lambda: list(islice(numbered, batch_size)), [])
 
 
-def _pixels(image: object, name: str, max_pixels: int) -> Tensor:
+def _pixels(image: object, name: str, max_pixels: int = MAX_PIXELS) -> Tensor:
     """(3, H, W) uint8 RGB on the CPU; the docstring of :class:`Predictor` lists what is taken.
 
     Raises:
