@@ -35,9 +35,16 @@ def atomic_write(path: str | Path, previous: Path | None = None) -> Iterator[Pat
 
     What stood there before becomes ``previous`` if that is given: at every moment one of the two is whole. When the
     body raises, ``path`` is left as it was and the temporary file is removed.
+
+    Raises:
+        InputError: ``path`` is a folder, a FIFO, a socket or a device, which would be replaced by a file.
+        OSError: it cannot be written.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not (path.is_file() or path.is_symlink()):
+        kind = "a folder" if path.is_dir() else "a FIFO, a socket or a device"
+        raise InputError(f"{printable(path)} is {kind}: give the name of a file, new or to be replaced")
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{UNFINISHED}{path.stem[:_STEM]}.", suffix=path.suffix)
     os.close(handle)
     temporary = Path(name)

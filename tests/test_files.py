@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import stat
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,34 @@ def test_content_appears_under_its_name_when_it_is_whole(tmp_path: Path) -> None
         temporary.write_text("whole")
     assert path.read_text() == "whole"
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("kind", ["folder", "FIFO", "device"])
+def test_only_files_are_replaced(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "target.json"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "FIFO":
+        os.mkfifo(path)
+    else:
+        try:
+            os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+        except PermissionError:
+            pytest.skip("only root may make a device")
+    before = path.stat()
+    with pytest.raises(InputError, match=f"{path.name} is a .*{kind}"):
+        write_json(path, {})
+    assert os.path.samestat(path.stat(), before)
+    assert stat.S_IFMT(path.stat().st_mode) == stat.S_IFMT(before.st_mode)
+    assert not list(path.parent.glob(f"{UNFINISHED}*"))
+
+
+def test_a_link_is_replaced_and_its_target_is_not(tmp_path: Path) -> None:
+    (tmp_path / "theirs.json").write_text("theirs")
+    (tmp_path / "link.json").symlink_to(tmp_path / "theirs.json")
+    write_json(tmp_path / "link.json", [1])
+    assert (tmp_path / "theirs.json").read_text() == "theirs"
+    assert json.loads((tmp_path / "link.json").read_text()) == [1]
 
 
 def _write_half(path: Path, error: type[BaseException]) -> None:
