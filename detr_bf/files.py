@@ -42,7 +42,7 @@ def atomic_write(path: str | Path, previous: Path | None = None) -> Iterator[Pat
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not (path.is_file() or path.is_symlink()):
+    if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "a FIFO, a socket or a device"
         raise InputError(f"{printable(path)} is {kind}: give the name of a file, new or to be replaced")
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{UNFINISHED}{path.stem[:_STEM]}.", suffix=path.suffix)

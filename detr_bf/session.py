@@ -19,7 +19,7 @@ from detr_bf import distributed
 from detr_bf.assembly import device_of
 from detr_bf.cli import run_tool
 from detr_bf.config import RunConfig, config_from_dict, config_to_dict, config_to_yaml, load_config
-from detr_bf.engine import Checkpoint, Measured, RunFolder, RunMarker, checkpoint_of, load_checkpoint
+from detr_bf.engine import Checkpoint, Claim, Measured, RunFolder, RunMarker, checkpoint_of, load_checkpoint
 from detr_bf.engine.logs import setup_logging
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.files import write_json, write_text
@@ -61,20 +61,22 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
         TrainingError, Interrupted: see :meth:`detr_bf.engine.Trainer.train`.
     """
     config, folder = task.config, RunFolder(Path(task.config.output_dir))
-
-    def prepare() -> Checkpoint | None:
-        _check_folder(folder, resume, resume_if_possible)
-        folder.mark(RunMarker.of_this_process("training"))
-        setup_logging(folder.log)
-        return _checked(task, folder)
-
-    with distributed.joined(device_of(config), config.train.timeout_minutes), _locked(folder) as keep:
+    with distributed.joined(device_of(config), config.train.timeout_minutes), _locked(folder) as claim:
         setup_logging()
+
+        def prepare() -> Checkpoint | None:
+            checkpoint = _checkpoint_to_resume(folder, resume, resume_if_possible)
+            _begin(folder, claim, RunMarker.of_this_process("training"))
+            _check(task, folder, checkpoint)
+            claim.check_not_made_by_others(folder.metrics, folder.tensorboard)
+            return checkpoint
+
         checkpoint = distributed.on_main(prepare)
         with distributed.failing_together():
             trainer = task.build_trainer(folder, checkpoint)
-        distributed.on_main(lambda: _describe(folder, config))
-        keep()
+            claim.made(folder.metrics, folder.tensorboard, *folder.tensorboard.glob("events.out.tfevents.*"))
+        distributed.on_main(lambda: _describe(folder, claim, config))
+        claim.keep()
         try:
             result = trainer.train()
         finally:
@@ -98,60 +100,80 @@ def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
         evaluated = _evaluation_key(config, source)
         return RunFolder(_evaluation_folder(Path(config.output_dir), source, evaluated))
 
-    def prepare() -> None:
-        folder.check_no_foreign_files()
-        folder.mark(RunMarker.of_this_process("evaluation", _evaluation_key(config, source)))
-        setup_logging(folder.log)
-        folder.remove_unfinished()
-
     with distributed.joined(device_of(config), config.train.timeout_minutes):
         folder = distributed.on_main(find_folder)
-        with _locked(folder) as keep:
+        with _locked(folder) as claim:
             setup_logging()
+
+            def prepare() -> None:
+                folder.check_no_foreign_files()
+                key, marker = _evaluation_key(config, source), folder.read_marker()
+                if marker is not None and marker.evaluated != key:
+                    raise InputError(f"{folder.path} was taken by another evaluation meanwhile: repeat the command")
+                _begin(folder, claim, RunMarker.of_this_process("evaluation", key))
+                folder.remove_unfinished()
+
             distributed.on_main(prepare)
             with distributed.failing_together():
                 model, evaluate = task.build_evaluation(source, folder)
-            distributed.on_main(lambda: _describe(folder, config))
-            keep()
+            distributed.on_main(lambda: _describe(folder, claim, config))
+            claim.keep()
             logger.info("evaluating %s", source)
             return _report(task, folder, evaluate(model), evaluate, model)
 
 
 @contextmanager
-def _locked(folder: RunFolder) -> Iterator[Callable[[], None]]:
-    """Hold the lock of the folder in the main process, see :meth:`RunFolder.locked`; no other process touches it."""
+def _locked(folder: RunFolder) -> Iterator[Claim]:
+    """Hold the lock of the folder, see :meth:`RunFolder.locked`; only the main process touches the folder."""
     with ExitStack() as stack:
-        in_main: list[Callable[[], None]] = []  # its function stays in the process: on_main would send it to the others
-        distributed.on_main(lambda: in_main.append(stack.enter_context(folder.locked())))
-
-        def keep() -> None:
-            for function in in_main:
-                function()
-
-        yield keep
+        claims = [Claim(frozenset())]  # of the other processes; that of the main one stays in it, unlike a result
+        distributed.on_main(lambda: claims.append(stack.enter_context(folder.locked())))
+        yield claims[-1]
 
 
-def _check_folder(folder: RunFolder, resume: bool, resume_if_possible: bool) -> None:
-    """Check that the run may begin, or go on, in the folder."""
-    folder.check_no_foreign_files()
+def _checkpoint_to_resume(folder: RunFolder, resume: bool, resume_if_possible: bool) -> Checkpoint | None:
+    """Check that the run may begin, or go on, in the folder; return the checkpoint that it goes on from.
+
+    Raises:
+        InputError: the folder holds another run, an evaluation, or files of the user.
+    """
     marker = folder.read_marker()
     restarted = distributed.restarts() > 0 and marker is not None and marker.launch == distributed.launch()
+    folder.check_no_evaluation()
     if resume:
         folder.check_resumable()
     elif not (resume_if_possible or restarted):
         folder.check_unused()
+    if marker is None and folder.holds_a_run() and (resume or resume_if_possible):
+        return _newest_checkpoint(folder)  # a copy of a run: its checkpoint tells that it is ours
+    folder.check_no_foreign_files()
+    return _newest_checkpoint(folder) if folder.holds_a_run() else None
 
 
-def _checked(task: Task[Any], folder: RunFolder) -> Checkpoint | None:
-    """Everything that can be known before the model is built, and the checkpoint to go on from."""
-    checkpoint = _newest_checkpoint(folder) if folder.holds_a_run() else None
+def _begin(folder: RunFolder, claim: Claim, marker: RunMarker) -> None:
+    """Mark the folder and log into it.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        folder.mark(marker)
+        claim.made(folder.marker)
+        claim.check_not_made_by_others(folder.log)
+        setup_logging(folder.log)
+        claim.made(folder.log)
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+
+
+def _check(task: Task[Any], folder: RunFolder, checkpoint: Checkpoint | None) -> None:
+    """Check everything that can be known before the model is built."""
     if checkpoint is not None:
         _check_same_task(task.config, checkpoint, folder)
     task.check()
     folder.remove_unfinished()
     if checkpoint is not None:
         _tell_changes(task.config, checkpoint, folder)
-    return checkpoint
 
 
 def _newest_checkpoint(folder: RunFolder) -> Checkpoint:
@@ -212,9 +234,27 @@ def _evaluation_folder(output: Path, source: Path, evaluated: str) -> Path:
         number += 1
 
 
-def _describe(folder: RunFolder, config: RunConfig) -> None:
-    write_text(folder.config, config_to_yaml(config))
-    write_json(folder.machine, machine_info())
+def _describe(folder: RunFolder, claim: Claim, config: RunConfig) -> None:
+    """Write the settings and the machine.
+
+    Raises:
+        InputError: they cannot be written.
+    """
+    claim.check_not_made_by_others(folder.config, folder.machine)
+    try:
+        write_text(folder.config, config_to_yaml(config))
+        claim.made(folder.config)
+        write_json(folder.machine, machine_info())
+        claim.made(folder.machine)
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+
+
+def _not_writable(folder: RunFolder, error: OSError) -> InputError:
+    return InputError(
+        f"output_dir {folder.path} cannot be written ({error.strerror or error}): make room, or choose another folder "
+        "with output_dir=DIR"
+    )
 
 
 def _tell_changes(config: RunConfig, checkpoint: Checkpoint, folder: RunFolder) -> None:

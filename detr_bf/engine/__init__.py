@@ -5,12 +5,13 @@ from detr_bf.engine.detection import Evaluation, PanopticEvaluation
 from detr_bf.engine.evaluate import EvaluationLoop, Measured, Measurement
 from detr_bf.engine.metrics import MetricsLog
 from detr_bf.engine.optimizer import LearningRate, build_optimizer, image_parameter_groups, parameter_groups
-from detr_bf.engine.run_folder import RunFolder, RunMarker, checkpoint_of
+from detr_bf.engine.run_folder import Claim, RunFolder, RunMarker, checkpoint_of
 from detr_bf.engine.step import TrainingStep
 from detr_bf.engine.trainer import Trainer, TrainSettings
 
 __all__ = [
     "Checkpoint",
+    "Claim",
     "Evaluation",
     "EvaluationLoop",
     "LearningRate",

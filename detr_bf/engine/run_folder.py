@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -39,6 +39,57 @@ class RunMarker:
         """Return the marker that this process writes now."""
         since = datetime.now().astimezone().isoformat(timespec="seconds")
         return cls(kind, socket.gethostname(), os.getpid(), since, distributed.launch(), evaluated)
+
+
+class Claim:
+    """Files that this process has made in a folder that it has locked.
+
+    Args:
+        before: files and folders that were there before.
+    """
+
+    def __init__(self, before: frozenset[Path]) -> None:
+        self.kept = False
+        self._before = before
+        self._made: dict[Path, tuple[int, int]] = {}  # device and inode of each
+
+    def made(self, *paths: Path) -> None:
+        """Note files that this process has just written; those that it has replaced or appended to are not its own."""
+        for path in paths:
+            if self._before.isdisjoint((path, path.parent)) and path.exists():
+                self._made[path] = _identity(path)
+
+    def check_not_made_by_others(self, *paths: Path) -> None:
+        """Refuse to write over files that have appeared since the folder was locked.
+
+        Raises:
+            InputError: there is one.
+        """
+        for path in paths:
+            if path not in self._before and path not in self._made and path.exists():
+                raise InputError(
+                    f"{path} was made by another program meanwhile, and would be overwritten: move it away"
+                )
+
+    def keep(self) -> None:
+        """Let the files stay, whatever comes."""
+        self.kept = True
+
+    def remove(self) -> None:
+        """Remove the files unless they are kept; the lock, which was made first, at last."""
+        for path, identity in () if self.kept else reversed(self._made.items()):
+            with suppress(OSError):
+                if _identity(path) != identity:
+                    continue
+                if path.is_dir():
+                    path.rmdir()  # an empty one only
+                else:
+                    path.unlink()
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 @dataclass(frozen=True)
@@ -160,43 +211,35 @@ class RunFolder:
             ) from error
 
     @contextmanager
-    def locked(self) -> Iterator[Callable[[], None]]:
+    def locked(self) -> Iterator[Claim]:
         """Create the folder and lock it within the block against every other process that writes to it.
 
         The kernel releases the lock when the process ends, however it ends. If an InputError ends the block, the files
-        and folders that this process has made are removed, and nothing else is; after the function that the block is
-        given has been called, they stay.
+        in the claim and the folders that this process has made are removed, and nothing else is.
 
         Raises:
             InputError: the folder cannot be written, or another process holds the lock.
         """
         missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-        kept = False
-
-        def keep() -> None:
-            nonlocal kept
-            kept = True
-
+        claim = Claim(frozenset(path for path in (*self._all_names, self.marker, self.lock) if path.exists()))
         try:
             self.create()
-            new = [] if self.lock.exists() else [self.lock]
             with self._lock_held():
-                new += [path for path in self._written_before_training if not path.exists()]
+                claim.made(self.lock)
                 try:
-                    yield keep
+                    yield claim
                 except InputError:
-                    for path in () if kept else new:
-                        _remove_written(path)
+                    claim.remove()
                     raise
         except InputError:
-            for folder in () if kept else missing:
+            for folder in () if claim.kept else missing:
                 with suppress(OSError):
                     folder.rmdir()  # an empty one only
             raise
 
     @contextmanager
     def _lock_held(self) -> Iterator[None]:
-        lock = FileLock(self.lock, timeout=LOCK_SECONDS)
+        lock = FileLock(self.lock, timeout=LOCK_SECONDS, fallback_to_soft=False)
         try:
             lock.acquire()
         except Timeout:
@@ -213,10 +256,6 @@ class RunFolder:
         finally:
             lock.release()
 
-    @property
-    def _written_before_training(self) -> tuple[Path, ...]:
-        return self.log, self.metrics, self.config, self.machine, self.marker, self.tensorboard
-
     def mark(self, marker: RunMarker) -> None:
         """Write the marker; called with the lock held, before any other file is written."""
         write_json(self.marker, asdict(marker))
@@ -229,7 +268,7 @@ class RunFolder:
         """
         try:
             return RunMarker(**json.loads(self.marker.read_bytes()))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise InputError(
@@ -251,14 +290,15 @@ class RunFolder:
             raise InputError(
                 f"output_dir {self.path} is not the folder of a run ({self.marker.name} is missing) and holds "
                 f"{', '.join(map(printable, foreign[:SHOWN]))}{more}, which a run would overwrite: choose another "
-                "folder with output_dir=DIR"
+                "folder with output_dir=DIR, or if it is the copy of a run that holds its last.pt, give --resume"
             )
 
     @property
     def _all_names(self) -> tuple[Path, ...]:
         checkpoints = self.last, self.best, self.previous, self.damaged
         results = self.evaluation, self.results, self.predictions, self.panoptic, self.panoptic_results, self.report
-        return *self._written_before_training, *checkpoints, *results, self.pictures, self.captures
+        others = self.log, self.metrics, self.config, self.machine, self.tensorboard, self.pictures, self.captures
+        return *others, *checkpoints, *results
 
     def remove_unfinished(self) -> None:
         """Remove temporary files that killed processes have left; called with the lock held."""
@@ -269,8 +309,8 @@ class RunFolder:
         """Whether there is a checkpoint to go on from; killed between two renamings a run leaves ``previous`` alone."""
         return self.last.exists() or self.previous.exists()
 
-    def check_unused(self) -> None:
-        """Refuse a folder that holds the checkpoint of a run, or an evaluation.
+    def check_no_evaluation(self) -> None:
+        """Refuse a folder that holds an evaluation.
 
         Raises:
             InputError: it does.
@@ -278,7 +318,14 @@ class RunFolder:
         marker = self.read_marker()
         if marker is not None and marker.kind != "training":
             raise InputError(f"output_dir {self.path} holds an evaluation: choose another folder with output_dir=DIR")
-        if self.holds_a_run():
+
+    def check_unused(self) -> None:
+        """Refuse a folder that holds the checkpoint of a run.
+
+        Raises:
+            InputError: it does.
+        """
+        if self.holds_a_run() and self.marker.exists():
             raise InputError(
                 f"output_dir {self.path} already holds a run: go on with --resume, "
                 "or choose another with output_dir=DIR"
@@ -300,14 +347,3 @@ def checkpoint_of(path: str | Path) -> Path:
     if not is_folder(folder.path):
         return folder.path
     return folder.best if folder.best.exists() else folder.last
-
-
-def _remove_written(path: Path) -> None:
-    """Remove what :class:`RunFolder` names and this process wrote; a folder only if no other file is in it."""
-    with suppress(OSError):
-        if not path.is_dir():
-            path.unlink()
-            return
-        for file in path.glob("events.out.tfevents.*"):  # only TensorBoard's folder is written before training
-            file.unlink()
-        path.rmdir()

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from detr_bf.engine import RunFolder, RunMarker
+from detr_bf.engine import Claim, RunFolder, RunMarker
 from detr_bf.errors import InputError
-from detr_bf.files import atomic_write
+from detr_bf.files import UNFINISHED, atomic_write
 
 HOLD = """
 import multiprocessing, sys, time
@@ -66,22 +66,27 @@ def test_two_folders_of_one_process_do_not_disturb_each_other(tmp_path: Path) ->
         pass
 
 
-def written_by_us(folder: RunFolder) -> None:
+def written_by_us(folder: RunFolder, claim: Claim) -> None:
     folder.mark(RunMarker.of_this_process("training"))
     for path in (folder.log, folder.metrics, folder.config, folder.machine):
         path.write_text("ours")
-    folder.tensorboard.mkdir()
-    (folder.tensorboard / "events.out.tfevents.1").write_text("ours")
+    folder.tensorboard.mkdir(exist_ok=True)
+    events = folder.tensorboard / "events.out.tfevents.1"
+    events.write_text("ours")
+    paths = folder.marker, folder.log, folder.metrics, folder.config, folder.machine, folder.tensorboard, events
+    claim.made(*paths)
 
 
-def end_with(error: BaseException, folder: RunFolder, write: Callable[[RunFolder], None], begun: bool = False) -> None:
+def end_with(
+    error: BaseException, folder: RunFolder, write: Callable[[RunFolder, Claim], None], begun: bool = False
+) -> None:
     """Lock the folder, write into it and end with the error."""
 
     def run() -> None:
-        with folder.locked() as keep:
-            write(folder)
+        with folder.locked() as claim:
+            write(folder, claim)
             if begun:
-                keep()
+                claim.keep()
             raise error
 
     with pytest.raises(type(error)):
@@ -99,8 +104,8 @@ def test_bad_input_removes_what_this_process_wrote_and_nothing_else(tmp_path: Pa
     (tmp_path / "mine.txt").write_text("before")
     names = ("notes.md", "last.pt", "epoch_0003.pt", "results.json", "tensorboard/notes")
 
-    def written_by_both(folder: RunFolder) -> None:
-        written_by_us(folder)
+    def written_by_both(folder: RunFolder, claim: Claim) -> None:
+        written_by_us(folder, claim)
         for name in names:
             (folder.path / name).write_text("theirs")
         (folder.path / "pictures").mkdir()
@@ -120,12 +125,53 @@ def test_bad_input_removes_what_this_process_wrote_and_nothing_else(tmp_path: Pa
 
 def test_bad_input_leaves_what_was_there_before(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    with folder.locked() as keep:
-        written_by_us(folder)
-        keep()
+    with folder.locked() as claim:
+        written_by_us(folder, claim)
+        claim.keep()
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
-    end_with(InputError("bad"), folder, lambda folder: None)
-    assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
+    end_with(InputError("bad"), folder, written_by_us)
+    assert before.keys() == {path for path in folder.path.rglob("*") if path.is_file()}, "written anew, not removed"
+
+
+def test_a_file_that_somebody_puts_in_the_place_of_ours_stays(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+
+    def replaced(folder: RunFolder, claim: Claim) -> None:
+        written_by_us(folder, claim)
+        for path in (folder.config, folder.tensorboard / "events.out.tfevents.2"):
+            (tmp_path / "theirs").write_text("theirs")
+            (tmp_path / "theirs").rename(path)
+
+    end_with(InputError("bad"), folder, replaced)
+    assert {path.name for path in folder.path.rglob("*")} == {"config.yaml", "tensorboard", "events.out.tfevents.2"}
+
+
+def test_a_file_that_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with folder.locked() as claim:
+        folder.log.write_text("ours")
+        claim.made(folder.log)
+        claim.check_not_made_by_others(folder.log, folder.config)
+        folder.config.write_text("theirs")
+        with pytest.raises(InputError, match=r"config\.yaml was made by another program meanwhile"):
+            claim.check_not_made_by_others(folder.log, folder.config)
+        claim.keep()
+    with folder.locked() as claim:
+        claim.check_not_made_by_others(folder.log, folder.config)
+
+
+def test_the_lock_is_removed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed, unlink = [], Path.unlink
+
+    def noted(path: Path, missing_ok: bool = False) -> None:
+        removed.append(path.name)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", noted)
+    end_with(InputError("bad"), RunFolder(tmp_path / "run"), written_by_us)
+    ours = [name for name in removed if not name.startswith(UNFINISHED)]
+    assert ours[-1] == "detr_bf-run.lock"
+    assert len(ours) == 7
 
 
 @pytest.mark.parametrize("error", [InputError("late"), RuntimeError("ours"), KeyboardInterrupt()])

@@ -59,15 +59,51 @@ def test_bad_input_leaves_what_others_saved_meanwhile(
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "report.html", "results.json", "machine.json", "log.txt", "last.pt"])
-@pytest.mark.parametrize("arguments", [[], ["--auto-resume"], ["--resume"]])
+@pytest.mark.parametrize("arguments", [[], ["--auto-resume"]])
 def test_files_of_the_user_with_our_names_are_not_overwritten(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, arguments: list[str]
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).write_text("theirs")
     assert train_net(["--config", str(tiny), *arguments]) == 2
-    assert f"holds {name}, which a run would overwrite" in capsys.readouterr().err
+    no_checkpoint = name == "last.pt" and arguments
+    assert ("is truncated" if no_checkpoint else f"holds {name}, which a run would") in capsys.readouterr().err
     assert contents(tmp_path / "run") == {name: b"theirs"}
+
+
+def test_the_copy_of_a_run_can_be_resumed(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the marker, its checkpoint tells that the folder is ours; without --resume it is refused."""
+    assert train_net(["--config", str(tiny), "train.max_steps=1"]) == 0
+    (tmp_path / "run" / "detr_bf-run.json").unlink()
+    before = contents(tmp_path / "run")
+    assert train_net(["--config", str(tiny), "train.max_steps=2"]) == 2
+    assert "if it is the copy of a run that holds its last.pt, give --resume" in capsys.readouterr().err
+    assert contents(tmp_path / "run") == before
+    assert train_net(["--config", str(tiny), "train.max_steps=2", "--resume"]) == 0
+
+
+def test_an_evaluation_is_no_run_to_resume(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_net(["--config", str(tiny), "train.max_steps=1", f"output_dir={tmp_path / 'parent'}"]) == 0
+    assert train_net(["--config", str(tiny), "--eval-only", f"init_from={tmp_path / 'parent'}"]) == 0
+    before = contents(tmp_path / "run")
+    for arguments in ([], ["--auto-resume"], ["--resume"]):
+        assert train_net(["--config", str(tiny), *arguments]) == 2
+        assert "holds an evaluation" in capsys.readouterr().err
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_full_disk_at_the_start_is_told(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for name in ("detr_bf.engine.run_folder.write_json", "detr_bf.session.write_text"):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, full)
+            assert train_net(["--config", str(tiny), "train.max_steps=1"]) == 2
+        assert "cannot be written (No space left on device)" in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
 
 
 def test_one_run_at_a_time(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,6 @@ when it is finished, so an interrupted build is never taken for a complete one.
 from __future__ import annotations
 
 import io
-import json
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,7 +23,7 @@ from pycocotools import mask as coco_mask
 
 from detr_bf.data.samples.composite import BACKGROUND, Scene, Split
 from detr_bf.errors import InputError
-from detr_bf.files import write_json
+from detr_bf.files import read_json, write_json
 from detr_bf.panoptic_png import MAX_ID, encoded_ids
 from detr_bf.progress import progress_bar
 from detr_bf.text import printable
@@ -33,8 +31,6 @@ from detr_bf.text import printable
 MANIFEST = "dataset.json"
 SPLITS: tuple[Split, ...] = get_args(Split)
 JPEG_QUALITY = 92
-
-_FILES = re.compile(r"dataset\.json|(train|val)(_panoptic)?(\.json|/(train|val)_\d{6,}\.(jpg|png))")
 
 Draw = Callable[[Split, np.random.Generator], Scene]
 
@@ -71,28 +67,28 @@ class Recipe:
 
 
 def already_built(output: Path, recipe: Recipe, panoptic: bool = False) -> bool:
-    """Tell if ``output`` holds the complete set of this recipe, with its panoptic files if it has them.
+    """Return whether ``output`` holds the complete set of this recipe, with its panoptic files if it has them.
 
-    Raises ``InputError`` when it holds anything but a sample set of this name, or another recipe's set of this name and
-    files beside it: a build would replace them.
+    Raises:
+        InputError: it holds anything else; a set is only ever written to a new or empty folder.
     """
     if not output.exists():
         return False
     if not output.is_dir():
-        raise InputError(f"{output} is a file; give a folder for the {recipe.name} data set")
+        raise InputError(f"{printable(output)} is a file; give a folder for the {recipe.name} data set")
+    if not any(output.iterdir()):
+        return False
     manifest = _read_manifest(output)
-    if manifest.get("name") != recipe.name and any(output.iterdir()):
-        raise InputError(f"{output} holds something else than the {recipe.name} data set; give a new or empty folder")
+    if manifest.get("name") != recipe.name:
+        raise InputError(
+            f"{printable(output)} holds something else than the {recipe.name} data set; give a new or empty folder"
+        )
     if manifest == recipe.manifest() and all(_split_is_there(output, recipe, split, panoptic) for split in SPLITS):
         return True
-    names = (path.relative_to(output).as_posix() for path in output.rglob("*") if not path.is_dir())
-    foreign = next((name for name in names if not _FILES.fullmatch(name)), None)
-    if foreign is not None:
-        raise InputError(
-            f"{output} would be replaced by another {recipe.name} data set, but it holds {printable(foreign)}, which "
-            "is not part of it; move that file, or give a new or empty folder"
-        )
-    return False
+    raise InputError(
+        f"{printable(output)} holds a {recipe.name} data set of another recipe, or one that has lost files: give a new "
+        "folder, or delete this one first"
+    )
 
 
 def write_dataset(
@@ -104,7 +100,7 @@ def write_dataset(
     progress: bool = False,
     stuff_names: Sequence[str] = (),
 ) -> Path:
-    """Draw and write every image of a recipe, then replace ``output`` by the result.
+    """Draw and write every image of a recipe to ``output``, a new or empty folder, which appears when all is written.
 
     ``names`` are the class names of things; their category ids count from 1. Where there are ``stuff_names``, whose ids
     follow, panoptic files are written too, and every scene must have ``stuff``. ``draw`` makes one scene; its generator
@@ -117,12 +113,16 @@ def write_dataset(
     except OSError as error:
         raise InputError(f"cannot write to {output.parent}: {error}; give another output folder") from error
     try:
-        partial = working / "new"
-        partial.mkdir()
         for split in SPLITS:
-            _write_split(partial, recipe, names, licence, draw, split, progress, stuff_names)
-        write_json(partial / MANIFEST, recipe.manifest())
-        _replace_folder(output, partial, working / "old")
+            _write_split(working, recipe, names, licence, draw, split, progress, stuff_names)
+        write_json(working / MANIFEST, recipe.manifest())
+        working.chmod(0o755)
+        try:
+            working.rename(output)
+        except OSError as error:
+            if not output.is_dir() or not any(output.iterdir()):
+                raise
+            raise InputError(f"{printable(output)} was filled meanwhile; give a new or empty folder") from error
     finally:
         shutil.rmtree(working, ignore_errors=True)
     return output
@@ -224,7 +224,7 @@ def _panoptic_categories(names: Sequence[str], stuff_names: Sequence[str]) -> li
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json(folder / MANIFEST)
     except (FileNotFoundError, ValueError):
         return {}
     return manifest if isinstance(manifest, dict) else {}
@@ -237,15 +237,3 @@ def _split_is_there(folder: Path, recipe: Recipe, split: Split, panoptic: bool) 
         and sum(1 for _ in place.glob(f"{split}_*")) == recipe.num_images(split)
         for place in folders
     )
-
-
-def _replace_folder(target: Path, source: Path, old: Path) -> None:
-    """Move ``source`` to ``target`` and what was there to ``old``, or back if that fails."""
-    if target.exists():
-        target.rename(old)
-    try:
-        source.rename(target)
-    except BaseException:
-        if old.exists() and not target.exists():
-            old.rename(target)
-        raise

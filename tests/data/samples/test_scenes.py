@@ -163,7 +163,7 @@ def test_a_complete_set_is_kept_and_one_without_a_map_is_not(tmp_path: Path, mon
     monkeypatch.setattr(scenes, "load_glyphs", unwanted)
     assert build_scenes(folder, num_train=1, num_val=1, image_size=64) == folder
     (folder / "val_panoptic" / "val_000000.png").unlink()
-    with pytest.raises(AssertionError, match="built again"):
+    with pytest.raises(InputError, match="lost files"):
         build_scenes(folder, num_train=1, num_val=1, image_size=64)
 
 

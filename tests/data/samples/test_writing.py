@@ -130,28 +130,43 @@ def test_a_set_with_lost_panoptic_files_is_not_complete(tmp_path: Path, lost: st
     folder = build_panoptic(tmp_path / "toy")
     assert already_built(folder, RECIPE, panoptic=True)
     (folder / lost).unlink()
-    assert not already_built(folder, RECIPE, panoptic=True)
+    with pytest.raises(InputError, match="lost files"):
+        already_built(folder, RECIPE, panoptic=True)
 
 
 def test_a_set_without_panoptic_files_is_not_one_with_them(tmp_path: Path) -> None:
-    assert not already_built(build(tmp_path / "toy"), RECIPE, panoptic=True)
+    with pytest.raises(InputError, match="lost files"):
+        already_built(build(tmp_path / "toy"), RECIPE, panoptic=True)
 
 
-def test_a_complete_set_is_recognised_and_another_recipe_is_not(tmp_path: Path) -> None:
+def test_a_complete_set_is_recognised_and_another_recipe_is_refused(tmp_path: Path) -> None:
     folder = build(tmp_path / "toy")
+    (folder / "train" / "notes.md").write_text("theirs")
+    before = contents(folder)
     assert already_built(folder, RECIPE)
-    assert not already_built(folder, Recipe("toy", 1, 3, 2, 32, 1, (0.2, 0.5)))
-    assert not already_built(folder, Recipe("toy", 2, 3, 2, 32, 0, (0.2, 0.5)))
+    for other in (replace(RECIPE, seed=1), replace(RECIPE, version=2), replace(RECIPE, num_train=1)):
+        with pytest.raises(InputError, match=r"another recipe, .*: give a new folder, or delete this one first"):
+            already_built(folder, other)
     assert not already_built(tmp_path / "elsewhere", RECIPE)
+    assert contents(folder) == before
 
 
 @pytest.mark.parametrize("lost", ["train/train_000001.jpg", "val.json"])
 def test_a_set_with_lost_files_is_not_complete(tmp_path: Path, lost: str) -> None:
     folder = build(tmp_path / "toy")
-    before = contents(folder)
     (folder / lost).unlink()
-    assert not already_built(folder, RECIPE)
-    assert contents(build(folder)) == before
+    before = contents(folder)
+    with pytest.raises(InputError, match="lost files"):
+        already_built(folder, RECIPE)
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("manifest", [b"", b"[]", b"[" * 100_000, b"\xff"])
+def test_a_damaged_manifest_is_that_of_no_set(tmp_path: Path, manifest: bytes) -> None:
+    folder = build(tmp_path / "toy")
+    (folder / MANIFEST).write_bytes(manifest)
+    with pytest.raises(InputError, match="something else"):
+        already_built(folder, RECIPE)
 
 
 def test_an_interrupted_build_leaves_no_set_and_is_made_up_for(tmp_path: Path) -> None:
@@ -176,7 +191,6 @@ def test_an_interrupted_build_leaves_no_set_and_is_made_up_for(tmp_path: Path) -
 
 @pytest.mark.parametrize("at", ["train_000002.jpg", "train.json", "val_panoptic.json", "val_000001.png", MANIFEST])
 def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
-    old = contents(build(tmp_path / "toy"))
     for name in (".toy.partial", ".toy.old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.md").write_text("somebody's")
@@ -193,50 +207,26 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match="No space left"):
         build_panoptic(tmp_path / "toy")
     assert {path.name for path in tmp_path.iterdir()} == there
-    assert contents(tmp_path / "toy") == old
     assert all((tmp_path / name / "notes.md").exists() for name in (".toy.partial", ".toy.old"))
 
 
-def test_a_set_that_cannot_be_moved_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = contents(build(tmp_path / "toy"))
-    rename = Path.rename
+def test_a_folder_that_is_filled_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "toy"
 
-    def failing(path: Path, target: Path) -> Path:
-        if path.name == "new":
-            raise OSError(errno.EIO, "Input/output error")
-        return rename(path, target)
+    def filling(split: Split, rng: np.random.Generator) -> Scene:
+        folder.mkdir(exist_ok=True)
+        (folder / "notes.md").write_text("theirs")
+        return draw(split, rng)
 
-    monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(OSError, match="Input/output"):
-        build(tmp_path / "toy", replace(RECIPE, seed=1))
-    assert contents(tmp_path / "toy") == old
-
-
-def test_files_added_to_a_set_are_not_replaced(tmp_path: Path) -> None:
-    folder = build(tmp_path / "toy")
-    (folder / "train" / "notes.md").write_text("mine")
-    assert already_built(folder, RECIPE), "nothing to replace"
-    with pytest.raises(InputError, match=r"it holds train/notes\.md, which is not part of it"):
-        already_built(folder, replace(RECIPE, seed=1))
-
-
-def test_an_interrupted_rebuild_keeps_the_old_set(tmp_path: Path) -> None:
-    folder = build(tmp_path / "toy")
-
-    def broken(split: Split, rng: np.random.Generator) -> Scene:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_dataset(folder, RECIPE, ("a", "b"), LICENCE, broken)
-    assert already_built(folder, RECIPE)
-
-
-def test_other_sizes_replace_the_set(tmp_path: Path) -> None:
-    folder = build(tmp_path / "toy")
-    fewer = Recipe("toy", 1, num_train=1, num_val=1, image_size=32, seed=0, object_size=(0.2, 0.5))
-    build(folder, fewer)
-    assert [path.name for path in (folder / "train").iterdir()] == ["train_000000.jpg"]
+    with pytest.raises(InputError, match="was filled meanwhile"):
+        write_dataset(folder, RECIPE, ("a", "b"), LICENCE, filling)
+    assert contents(folder).keys() == {"notes.md"}
     assert [path.name for path in tmp_path.iterdir()] == ["toy"]
+
+
+def test_an_empty_folder_is_used(tmp_path: Path) -> None:
+    (tmp_path / "toy").mkdir()
+    assert contents(build(tmp_path / "toy")) == contents(build(tmp_path / "other"))
 
 
 def test_folders_of_others_are_refused(tmp_path: Path) -> None:
