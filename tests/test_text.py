@@ -12,6 +12,7 @@ from detr_bf.text import csv_cell, printable, safe_message
     [
         ("cat", "cat"),
         ("größe 猫 é", "größe 猫 é"),
+        ("a\u200cb 👨\u200d👩 so\u00adft", "a\u200cb 👨\u200d👩 so\u00adft"),
         ("a\n0 errors, 0 warnings", r"a\n0 errors, 0 warnings"),
         ("\x1b]0;title\x07", r"\x1b]0;title\x07"),
         ("a\u202egpj.exe", r"a\u202egpj.exe"),
@@ -25,10 +26,14 @@ def test_a_name_is_one_harmless_line(text: str, shown: str) -> None:
     printable(text).encode("utf-8")  # a lone surrogate would be refused
 
 
-def test_a_long_name_is_cut() -> None:
+def test_a_long_name_loses_its_middle() -> None:
     assert printable("x" * 200) == "x" * 200
-    assert printable("x" * 100_000) == "x" * 199 + "…"
-    assert len(printable("\x1b" * 100_000, limit=50)) == 50
+    assert printable("x" * 100_000) == "x" * 99 + "…" + "x" * 100
+    assert printable(f"/data/{'deep/' * 100}photo.jpg").endswith("deep/photo.jpg")
+    for text in ("\x1b" * 100_000, "\x1b" * 15, "a\n" * 30):
+        assert len(printable(text, limit=50)) == 50
+        assert "\x1b" not in printable(text, limit=50)
+        assert "\n" not in printable(text, limit=50)
 
 
 def test_a_message_keeps_its_lines_and_its_length() -> None:

@@ -148,7 +148,7 @@ def _read_result(path: Path, task: TaskPage) -> Any:
 def _parse_json(text: str, path: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise InputError(f"{path} must hold a JSON object, got {type(content).__name__}")

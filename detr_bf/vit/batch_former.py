@@ -75,7 +75,8 @@ class BatchFormerV2Plugin(BatchAttention[BatchFormerV2]):
                 "get_intermediate_layers would mix two streams: call model.plugins['batchformer_v2'].eval() first for "
                 "the features of the images alone, or forward_features for both streams of the last block"
             )
-        return VisionTransformer.forward_intermediates(cast("VisionTransformer", self._host[0]), *args, **kwargs)
+        host = cast("VisionTransformer", self._host[0])
+        return type(host).forward_intermediates(host, *args, **kwargs)
 
     def _hooks(self, vit: Any) -> Iterator[RemovableHandle]:
         for layer in self.batch_former.insertions:
