@@ -21,6 +21,7 @@ from urllib.parse import unquote
 
 from detr_bf.data.images import MAX_PIXELS, ImageSizes, TooLargeError, check_image, image_bytes
 from detr_bf.data.panoptic import SegmentExtent, read_ids, segment_extents
+from detr_bf.errors import InputError
 from detr_bf.files import is_file, read_json, write_json
 from detr_bf.progress import progress_bar
 from detr_bf.text import printable
@@ -227,5 +228,5 @@ def _save(cache_file: Path, records: Mapping[str, FileRecord]) -> None:
     content = {"version": _VERSION, "files": files}
     try:
         write_json(cache_file, content)
-    except OSError as error:
+    except (OSError, InputError) as error:
         log.warning("Cannot write %s (%s): the next check reads all images again.", printable(cache_file), error)
