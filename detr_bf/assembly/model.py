@@ -124,7 +124,7 @@ def build_detector(config: Config, num_classes: int, body: Backbone) -> Detector
 
 
 def _check_num_classes(num_classes: object) -> None:
-    if not isinstance(num_classes, Integral) or not 1 <= num_classes <= MOST_CLASSES:
+    if not isinstance(num_classes, Integral) or not 1 <= int(num_classes) <= MOST_CLASSES:
         shown = printable(repr(num_classes))
         raise InputError(f"num_classes must be a whole number from 1 to {MOST_CLASSES}, got {shown}")
 
