@@ -20,7 +20,7 @@ from detr_bf.config import ClassifierConfig, Config, MaskedConfig, config_from_d
 from detr_bf.config.classifier import PluginsConfig
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, checkpoint_of, is_checkpoint, load_checkpoint, load_strict
-from detr_bf.errors import InputError
+from detr_bf.errors import InputError, naming
 from detr_bf.files import check_weights, is_folder, readable_file
 from detr_bf.structures import Batch, ClassMap
 from detr_bf.vit import without_plugins
@@ -105,7 +105,8 @@ def strip_plugins(source: Path, target: Path) -> str:
     config = config_from_dict(checkpoint.config, source=f"the config in {source}")
     _check_plugins_strippable(config, source)
     num_classes, kept = checkpoint.classes.num_classes, without_plugins(checkpoint.weights)
-    whole, plain = (build_classifier(each, num_classes, pretrained=False) for each in (config, _plain(config)))
+    with naming(f"the config in {source}"):
+        whole, plain = (build_classifier(each, num_classes, pretrained=False) for each in (config, _plain(config)))
     load_strict(whole, checkpoint.weights, str(source))
     load_strict(plain, kept, str(source))
     _check_same_outputs(whole, plain, config, f"{source}: evaluation changes without plug-ins, so nothing was written")
@@ -129,7 +130,8 @@ def write_encoder(source: Path, target: Path) -> str:
     _check_target(source, target)
     checkpoint = _read(source, "masked_autoencoding")
     config = config_from_dict(checkpoint.config, source=f"the config in {source}")
-    whole, plain = build_masked_autoencoder(config), build_masked_autoencoder(config).encoder
+    with naming(f"the config in {source}"):
+        whole, plain = build_masked_autoencoder(config), build_masked_autoencoder(config).encoder
     load_strict(whole, checkpoint.weights, str(source))
     kept = {name.removeprefix(ENCODER): x for name, x in checkpoint.weights.items() if name.startswith(ENCODER)}
     load_strict(plain, kept, str(source))
@@ -267,6 +269,8 @@ def _outputs(checkpoint: Checkpoint, batch: Batch, source: str) -> Iterator[Tens
 
 
 def _model(checkpoint: Checkpoint, source: str) -> Detector:
-    model = build_model(config_from_dict(checkpoint.config), checkpoint.classes.num_classes, pretrained=False)
+    config = config_from_dict(checkpoint.config)
+    with naming(f"the config in {source}"):
+        model = build_model(config, checkpoint.classes.num_classes, pretrained=False)
     load_strict(model, checkpoint.weights, source)
     return model.eval()

@@ -1,5 +1,8 @@
 """The exceptions the command lines turn into exit codes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class Told(BaseException):
     """Its message is meant for the user; ``by_all`` says that every process of a group raises it."""
@@ -13,6 +16,15 @@ class InputError(Told, ValueError):
     The command lines print the message without a traceback and exit with code 2. Everything else that is raised is a
     fault of ours and keeps its traceback.
     """
+
+
+@contextmanager
+def naming(source: str) -> Iterator[None]:
+    """Begin the message of an InputError with ``source``, which is where the refused values were read."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from error
 
 
 class TrainingError(Told, RuntimeError):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from detr_bf.errors import InputError
 from detr_bf.text import printable
@@ -292,21 +292,34 @@ def _mode(path: Path) -> int:
         return 0
 
 
-def check_weights(weights: Mapping[Any, Any], source: str, *, finite: bool = True) -> None:
+def check_weights(
+    weights: Mapping[Any, Any], source: str, *, finite: bool = True, model: nn.Module | None = None
+) -> None:
     """Refuse tensors that no network can be filled with.
 
     Args:
         weights: names to tensors.
         source: the file, for messages.
         finite: also refuse NaN and infinity.
+        model: also refuse integers and booleans for its floating-point tensors; None refuses none.
 
     Raises:
         InputError: a name is no text; or a value is no dense, real tensor with numbers and memory of its own for each;
-            or it is not finite. The tensors are named.
+            or it is not finite, or not floating-point. The tensors are named.
     """
     strange = [f"{name} ({found})" for name, value in weights.items() if (found := _strange(name, value))]
     if strange:
         raise InputError(f"{source} holds what cannot be weights: {listed(strange)}. Expected names and dense tensors")
+    floating = {name for name, value in (model.state_dict() if model else {}).items() if value.is_floating_point()}
+    whole = [
+        f"{name} ({str(value.dtype).removeprefix('torch.')})"
+        for name, value in weights.items()
+        if name in floating and not value.is_floating_point()
+    ]
+    if whole:
+        raise InputError(
+            f"{source}: expected floating-point weights, got {listed(whole)}. Use another copy of the file"
+        )
     broken = [name for name, value in weights.items() if finite and not _is_finite(value)]
     if broken:
         raise InputError(

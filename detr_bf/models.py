@@ -12,6 +12,7 @@ from detr_bf.assembly import build_model
 from detr_bf.config import Config, load_config
 from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
+from detr_bf.text import printable
 
 NOT_MODELS = "base"  # the folder of what recipes inherit
 
@@ -33,12 +34,9 @@ def create_model(
         overrides: ``key=value`` settings as on the command line, ``"model.num_queries=50"``.
 
     Raises:
-        InputError: no such recipe, an unknown setting, weights that cannot be had.
+        InputError: no such recipe, an unknown setting, no number of classes, weights that cannot be had.
     """
-    config = recipe_config(name, overrides)
-    if num_classes < 1:
-        raise InputError(f"num_classes must be 1 or more, got {num_classes}")
-    return build_model(config, num_classes, pretrained=pretrained_backbone)
+    return build_model(recipe_config(name, overrides), num_classes, pretrained=pretrained_backbone)
 
 
 def recipe_config(name: str, overrides: Sequence[str] = ()) -> Config:
@@ -49,9 +47,10 @@ def recipe_config(name: str, overrides: Sequence[str] = ()) -> Config:
     """
     recipes = _recipes()
     if name not in recipes:
-        near = difflib.get_close_matches(name, recipes, n=3, cutoff=0.4)
+        shown = printable(name)
+        near = difflib.get_close_matches(shown, recipes, n=3, cutoff=0.4)
         hint = f"; nearest: {', '.join(near)}" if near else ""
-        raise InputError(f"there is no model '{name}'{hint}. detr_bf.list_models() names all {len(recipes)}")
+        raise InputError(f"there is no model '{shown}'{hint}. detr_bf.list_models() names all {len(recipes)}")
     config: Config = load_config(recipes[name], list(overrides))
     return config
 

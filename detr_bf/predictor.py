@@ -31,7 +31,7 @@ from detr_bf.data.images import MAX_PIXELS, read_image
 from detr_bf.data.transforms import Sample, SampleTransform
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, checkpoint_of, load_checkpoint, load_strict
-from detr_bf.errors import InputError
+from detr_bf.errors import InputError, naming
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.structures import Batch, ClassMap, Detections, PanopticMap, Target
 from detr_bf.text import printable
@@ -57,6 +57,8 @@ class Predictor:
     - a (3, H, W) RGB tensor: uint8, or floating-point from 0 to 1, which is multiplied by 255 and rounded;
     - an (H, W, 3) uint8 RGB array of NumPy;
     - a Pillow image of mode RGB without EXIF rotation.
+
+    None of them may have more than ``max_pixels`` pixels, the run's data.max_pixels.
     """
 
     model: Detector
@@ -65,7 +67,7 @@ class Predictor:
     postprocess: Postprocess
     panoptic_postprocess: PanopticPostprocess
     device: torch.device
-    max_pixels: int = MAX_PIXELS  # of an image file
+    max_pixels: int = MAX_PIXELS  # of an image
 
     def __call__(self, image: ImageLike) -> Detections:
         """Detect in one image.
@@ -131,7 +133,7 @@ class ClassifierPredictor:
     class_map: ClassMap
     transform: EvalTransform
     device: torch.device
-    max_pixels: int = MAX_PIXELS  # of an image file
+    max_pixels: int = MAX_PIXELS  # of an image
 
     def __call__(self, image: ImageLike) -> Tensor:
         """Return (K,) float32 on the CPU for one image.
@@ -212,7 +214,8 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor | Classi
 
 
 def _detector(config: Config, checkpoint: Checkpoint, source: str) -> Predictor:
-    model = build_model(config, checkpoint.classes.num_classes, pretrained=False)
+    with naming(f"the config in {source}"):
+        model = build_model(config, checkpoint.classes.num_classes, pretrained=False)
     load_strict(model, checkpoint.weights, source)
     return Predictor(
         model=model.to(device_of(config)).eval(),
@@ -257,7 +260,7 @@ def _pixels(image: object, name: str, max_pixels: int = MAX_PIXELS) -> Tensor:
     if isinstance(image, (str, os.PathLike)):
         return read_image(Path(image), max_pixels=max_pixels)
     if isinstance(image, Tensor):
-        return _tensor_pixels(image, name)
+        return _tensor_pixels(image, name, max_pixels)
     if isinstance(image, PillowImage.Image):
         if image.mode != "RGB":
             raise InputError(f"{name} is a Pillow image of mode {image.mode}, expected RGB: give image.convert('RGB')")
@@ -269,14 +272,15 @@ def _pixels(image: object, name: str, max_pixels: int = MAX_PIXELS) -> Tensor:
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
             raise InputError(f"{name} is {_described(image)}, expected (H, W, 3) uint8, RGB")
+        _check_extent(image.shape[0], image.shape[1], name, max_pixels)
         return torch.from_numpy(image.copy()).permute(2, 0, 1)
     many = "; give several images to predict" if isinstance(image, Iterable) else ""
     raise InputError(f"{name} is {_described(image)}, but {_IMAGE}{many}")
 
 
-def _tensor_pixels(image: Tensor, name: str) -> Tensor:
-    if image.layout != torch.strided or image.is_meta or image.is_quantized:
-        raise InputError(f"{name} is a sparse, meta or quantized tensor, expected a dense one with values")
+def _tensor_pixels(image: Tensor, name: str, max_pixels: int) -> Tensor:
+    if image.is_nested or image.layout != torch.strided or image.is_meta or image.is_quantized:
+        raise InputError(f"{name} is a nested, sparse, meta or quantized tensor, expected a dense one with values")
     if image.ndim != 3 or image.shape[0] != 3 or image.numel() == 0:
         advice = ""
         if image.ndim == 4:
@@ -284,6 +288,7 @@ def _tensor_pixels(image: Tensor, name: str) -> Tensor:
         elif image.ndim == 3 and image.shape[2] == 3:
             advice = ": give image.permute(2, 0, 1)"
         raise InputError(f"{name} is {_described(image)}, expected (3, H, W), RGB{advice}")
+    _check_extent(image.shape[1], image.shape[2], name, max_pixels)
     pixels = image.detach().cpu().as_subclass(Tensor)
     if pixels.dtype == torch.uint8:
         return pixels
@@ -297,6 +302,14 @@ def _tensor_pixels(image: Tensor, name: str) -> Tensor:
             "by 255, and leave normalisation to the predictor"
         )
     return (pixels * 255).round().to(torch.uint8)
+
+
+def _check_extent(height: int, width: int, name: str, max_pixels: int) -> None:
+    if height * width > max_pixels:
+        raise InputError(
+            f"{name} is of {width} x {height} pixels (width x height), more than max_pixels={max_pixels}: give a "
+            "smaller one, or raise max_pixels"
+        )
 
 
 def _described(image: object) -> str:

@@ -17,8 +17,9 @@ from detr_bf.assembly import build_model, load_classifier, read_initial_weights,
 from detr_bf.assembly.masked import _initial_weights
 from detr_bf.backbones.weights import load_classifier as load_backbone
 from detr_bf.backbones.weights import read_weights
-from detr_bf.config import Config, config_to_dict, load_config
-from detr_bf.conversion import convert, strip_batch_former
+from detr_bf.config import ClassifierConfig, Config, config_to_dict, load_config
+from detr_bf.config.classifier import ClassifierModelConfig
+from detr_bf.conversion import convert, strip_batch_former, strip_plugins
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, RunFolder, Trainer, is_checkpoint, load_checkpoint
 from detr_bf.engine.capture import load_capture
@@ -100,6 +101,45 @@ def test_a_backbone_refuses_weights_that_are_not_finite() -> None:
     weights["conv.bias"][0] = torch.nan
     with pytest.raises(InputError, match=r"backbone weights a\.pth holds NaN or infinite weights, .* in conv\.bias"):
         load_backbone(network, weights, classifier=("fc",), source="a.pth")
+
+
+def test_a_backbone_refuses_weights_that_are_not_floating_point() -> None:
+    network = nn.ModuleDict({"conv": nn.Conv2d(3, 2, 1), "fc": nn.Linear(2, 2)})
+    weights = {name: value.long() for name, value in network.state_dict().items()}
+    with pytest.raises(InputError, match=r"backbone weights a\.pth: expected floating-point weights, got conv\.weight"):
+        load_backbone(network, weights, classifier=("fc",), source="a.pth")
+
+
+@pytest.mark.parametrize("load", [detr_bf.load, _strip])
+@pytest.mark.parametrize(
+    ("group", "settings", "message"),
+    [
+        ("model", {"name": "../../etc/passwd"}, "model.name must be one of"),
+        ("model", {"heads": 3}, "model.heads=3 must divide"),
+    ],
+)
+def test_settings_of_a_file_that_make_no_model_name_the_file(
+    tmp_path: Path,
+    checkpoint: Checkpoint,
+    load: Callable[[Path], object],
+    group: str,
+    settings: dict[str, Any],
+    message: str,
+) -> None:
+    config = checkpoint.config | {group: checkpoint.config[group] | settings}
+    replace(checkpoint, config=config).save(tmp_path / "a.pt")
+    with pytest.raises(InputError, match=rf"^the config in .*a\.pt: {message}"):
+        load(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("load", [detr_bf.load_classifier, lambda path: strip_plugins(path, path.with_name("b.pt"))])
+def test_settings_of_a_file_that_make_no_classifier_name_the_file(
+    tmp_path: Path, load: Callable[[Path], object]
+) -> None:
+    settings = ClassifierConfig(model=ClassifierModelConfig(name="toaster"), device="cpu")
+    Checkpoint({"a": torch.ones(1)}, CLASSES.to_dict(), config_to_dict(settings)).save(tmp_path / "a.pt")
+    with pytest.raises(InputError, match=r"^the config in .*a\.pt: model\.name"):
+        load(tmp_path / "a.pt")
 
 
 def trainer_of(folder: Path, model: nn.Module, **parts: Any) -> Any:

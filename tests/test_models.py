@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import detr_bf
+from detr_bf.assembly.model import build_detector
 from detr_bf.config import load_config
 from detr_bf.errors import InputError
 from detr_bf.structures import Batch
@@ -45,6 +47,22 @@ def test_an_unknown_name_names_the_nearest() -> None:
         detr_bf.create_model("detr_50", num_classes=3)
 
 
-def test_no_classes() -> None:
-    with pytest.raises(InputError, match="num_classes must be 1 or more, got 0"):
-        detr_bf.create_model("detr_r50", num_classes=0)
+def test_a_long_name_is_not_repeated_whole() -> None:
+    with pytest.raises(InputError, match=r"no model '\\x1bmmm") as caught:
+        detr_bf.create_model("\x1b" + "m" * 100_000, num_classes=3)
+    assert len(str(caught.value)) < 400
+
+
+def test_an_override_that_is_no_text() -> None:
+    overrides: Any = [5]
+    with pytest.raises(InputError, match="override '5' is not of the form key=value"):
+        detr_bf.create_model("detr_r50", num_classes=3, overrides=overrides)
+
+
+@pytest.mark.parametrize("num_classes", [0, -1, 2**62, 2.5, float("nan"), "two", None])
+def test_what_is_no_number_of_classes(num_classes: Any) -> None:
+    message = f"num_classes must be a whole number from 1 to 1000000, got {num_classes!r}"
+    with pytest.raises(InputError, match=message):
+        detr_bf.create_model("detr_r50", num_classes=num_classes)
+    with pytest.raises(InputError, match=message):
+        build_detector(load_config(None), num_classes, body=None)  # type: ignore[arg-type]

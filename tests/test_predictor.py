@@ -76,6 +76,8 @@ REFUSED = [
     (PIXELS[0], r"shape \(4, 5\)"),
     (torch.empty(3, 0, 5, dtype=torch.uint8), r"shape \(3, 0, 5\)"),
     (PIXELS.float().to_sparse(), "sparse, meta or quantized"),
+    (torch.nested.nested_tensor([torch.zeros(4, 5)] * 3), "nested, sparse"),
+    (torch.zeros(3, 1, 1).expand(3, 2**19, 2**19), "524288 x 524288 pixels .*, more than max_pixels=178956970"),
     (PIXELS.to("meta"), "sparse, meta or quantized"),
     (ARRAY.astype(np.float32) / 255, r"float32, expected \(H, W, 3\) uint8"),
     (PIXELS.numpy(), r"a NumPy array of shape \(3, 4, 5\)"),
@@ -95,6 +97,13 @@ REFUSED = [
 def test_what_is_no_image_is_refused(image: Any, said: str) -> None:
     with pytest.raises(InputError, match=f"image 3 is .*{said}"):
         _pixels(image, "image 3")
+
+
+@pytest.mark.parametrize("image", [PIXELS, ARRAY, Image.fromarray(ARRAY)], ids=["tensor", "numpy", "pillow"])
+def test_the_limit_of_pixels_holds_in_every_form(image: Any) -> None:
+    _pixels(image, "the image", 20)
+    with pytest.raises(InputError, match=r"^the image is of 5 x 4 pixels \(width x height\), more than max_pixels=19"):
+        _pixels(image, "the image", 19)
 
 
 def predictors() -> list[Any]:

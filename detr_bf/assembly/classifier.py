@@ -21,7 +21,7 @@ from detr_bf.engine import (
     load_checkpoint,
     load_strict,
 )
-from detr_bf.errors import InputError
+from detr_bf.errors import InputError, naming
 from detr_bf.losses import BalancedSoftmax
 from detr_bf.structures import ClassMap
 from detr_bf.vit import (
@@ -173,6 +173,7 @@ def load_classifier(
     config = config_from_dict(checkpoint.config, overrides, source=f"the config in {source}")
     if not isinstance(config, ClassifierConfig):
         raise InputError(f"{source} is a run of the task {config.task}, expected a classifier's")
-    model = build_classifier(config, checkpoint.classes.num_classes, pretrained=False)
+    with naming(f"the config in {source}"):
+        model = build_classifier(config, checkpoint.classes.num_classes, pretrained=False)
     load_strict(model, checkpoint.weights, str(source))
     return LoadedClassifier(model.to(device or device_of(config)).eval(), config, checkpoint.classes)

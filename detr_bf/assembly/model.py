@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
 from detr_bf.losses.classification import Classification
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.structures import ClassMap
+from detr_bf.text import printable
 from detr_bf.vit import PluginCriterion
 
 logger = logging.getLogger(__name__)
 
+MOST_CLASSES = 1_000_000
 FOCAL_PRIOR = 0.01  # score every class starts with (Lin et al. 2017, arXiv 1708.02002, section 4.1)
 
 
@@ -63,8 +66,13 @@ def _own_gpu() -> torch.device:
 
 
 def build_model(config: Config, num_classes: int, *, pretrained: bool = True) -> Detector:
-    """The detector; without ``pretrained`` the backbone's weights are left to a checkpoint."""
+    """The detector; without ``pretrained`` the backbone's weights are left to a checkpoint.
+
+    Raises:
+        InputError: as :func:`build_detector`, or the backbone's weights cannot be had.
+    """
     detector_named(config.model.name)  # before weights are fetched
+    _check_num_classes(num_classes)
     backbone = config.model.backbone
     body = build_backbone(
         backbone.name,
@@ -82,8 +90,9 @@ def build_detector(config: Config, num_classes: int, body: Backbone) -> Detector
     """The detector over a backbone that gives the maps of ``model.backbone.strides``, with a mask head finer ones too.
 
     Raises:
-        InputError: settings that contradict each other, or the backbone's maps.
+        InputError: no number of classes, or settings that contradict each other, or the backbone's maps.
     """
+    _check_num_classes(num_classes)
     model = config.model
     detector = detector_named(model.name)
     classification = build_classification(config)
@@ -112,6 +121,12 @@ def build_detector(config: Config, num_classes: int, body: Backbone) -> Detector
     if config.freeze.detector:
         built.freeze_all_but_masks(keep_dropout=config.freeze.keep_dropout)
     return built
+
+
+def _check_num_classes(num_classes: object) -> None:
+    if not isinstance(num_classes, Integral) or not 1 <= int(num_classes) <= MOST_CLASSES:
+        shown = printable(repr(num_classes))
+        raise InputError(f"num_classes must be a whole number from 1 to {MOST_CLASSES}, got {shown}")
 
 
 def build_mask_head(config: Config, channels: Sequence[int]) -> MaskHead | None:

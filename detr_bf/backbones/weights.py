@@ -52,8 +52,8 @@ def load_classifier(model: nn.Module, state: Mapping[str, Tensor], *, classifier
         source: where ``state`` comes from, for the message.
 
     Raises:
-        InputError: names are missing or unknown, shapes differ or values are not finite; all are listed and ``model``
-            is unchanged.
+        InputError: names are missing or unknown, shapes differ, or values are not finite or not floating-point; all are
+            listed and ``model`` is unchanged.
     """
     check_weights(state, f"backbone weights {source}", finite=False)
     prefixes = tuple(f"{name}." for name in classifier)
@@ -74,7 +74,7 @@ def load_classifier(model: nn.Module, state: Mapping[str, Tensor], *, classifier
             f"backbone weights {source}: they belong to another network. {said} "
             "Choose the backbone.name that they were saved from, or other weights"
         )
-    check_weights(given, f"backbone weights {source}")
+    check_weights(given, f"backbone weights {source}", model=model)
     model.load_state_dict(given, strict=False)
 
 

@@ -34,8 +34,12 @@ class BatchFormerLayer(nn.Module):
 
     def __init__(self, dim: int, *, heads: int = 4, dropout: float = 0.5, num_layers: int = 1) -> None:
         super().__init__()
-        if dim % heads:
+        if heads < 1 or dim % heads:
             raise InputError(f"batch_former.heads={heads} must divide the width {dim}")
+        if not 0 <= dropout < 1:
+            raise InputError(f"batch_former.dropout={dropout} must be 0 or more and less than 1")
+        if num_layers < 1:
+            raise InputError(f"batch_former.num_layers={num_layers} must be 1 or more")
         self.layers = nn.ModuleList(
             BatchEncoderLayer(dim, heads, feedforward_dim=dim, dropout=dropout) for _ in range(num_layers)
         )
@@ -77,7 +81,8 @@ class BatchFormerV2(nn.Module):
             code sees those of one process.
 
     Raises:
-        InputError: no layers, layers that repeat, do not ascend or do not exist, an unknown mode or position.
+        InputError: no layers, layers that repeat, do not ascend or do not exist, an unknown mode or position, heads,
+            dropout or layers of each that no :class:`BatchFormerLayer` can have.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from detr_bf.config.classifier import ClassifierConfig, MaskedConfig
 from detr_bf.config.fields import Rule
 from detr_bf.config.run import RunConfig
 from detr_bf.config.schema import Config
-from detr_bf.errors import InputError
+from detr_bf.errors import InputError, naming
 from detr_bf.text import printable
 
 _RENAMED = {"train.checkpoint_every": "checkpoint.every_steps", "train.keep_every": "checkpoint.keep_every"}
@@ -90,10 +90,8 @@ def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = (), *, sou
     except _UNREADABLE as error:  # text in the place of a number, or an override that cannot be resolved
         key = str(getattr(error, "full_key", None) or "")
         raise InputError(_wrong_type(source, key, _given(tree, key), schema)) from error
-    try:
+    with naming(source):
         _check_values(config)
-    except InputError as error:
-        raise InputError(f"{source}: {error}") from error
     return config
 
 
@@ -148,7 +146,9 @@ def _unescaped(tree: Any) -> Any:
     return re.sub(r"(\\*)\$\{", lambda m: f"{m[1][: len(m[1]) // 2]}${{", tree) if isinstance(tree, str) else tree
 
 
-def _schema_of(tree: dict[str, Any], source: str) -> type[Any]:
+def _schema_of(tree: Any, source: str) -> type[Any]:
+    if not isinstance(tree, dict):
+        raise InputError(f"{source}: expected a dictionary of settings, got {printable(repr(tree))}")
     task = tree.get("task", "detection")  # earlier versions knew no other
     if not isinstance(task, str) or task not in _TOOLS:
         raise InputError(f"{source}: task must be one of {', '.join(_TOOLS)}; got '{printable(task)}'")
@@ -247,7 +247,7 @@ def _extent(node: yaml.Node, known: dict[int, float]) -> float:
 
 def _parse_override(override: str) -> dict[str, Any]:
     shown = printable(override)
-    key, equals, value = override.partition("=")
+    key, equals, value = override.partition("=") if isinstance(override, str) else ("", "", "")
     if not equals or not key.strip():
         raise InputError(f"override '{shown}' is not of the form key=value, train.epochs=12 for instance")
     try:

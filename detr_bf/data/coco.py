@@ -302,6 +302,10 @@ def _check_form(file: Path, content: object) -> bool:
 
 def _check_segments(where: str, annotations: Sequence[Mapping[str, Any]]) -> None:
     for number, entry in enumerate(annotations):
+        try:
+            png_name(entry["file_name"])  # a file outside of the folder is none of the data set's
+        except ValueError as error:
+            raise InputError(f"{where}: annotations[{number}] has {error}") from None
         for place, segment in enumerate(entry["segments_info"]):
             here = f"{where}: annotations[{number}].segments_info[{place}]"
             _check_entry(here, segment, ("id", "category_id"))

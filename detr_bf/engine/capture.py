@@ -18,6 +18,7 @@ from detr_bf.errors import InputError
 from detr_bf.files import atomic_write, check_weights, read_torch
 from detr_bf.labelled import ClassTargets, LabelledImages
 from detr_bf.structures import Batch, ClassMap, Target
+from detr_bf.text import printable
 
 FORMAT = 1
 
@@ -69,9 +70,11 @@ def load_capture(path: Path) -> Capture:
     check_stored(content["config"], content["class_map"], path)
     try:
         check_weights(content["model"], str(path), finite=False)
-        capture = Capture(**content | {"batches": tuple(map(_read, content["batches"]))})
-        Fault.from_dict(capture.fault)
-        sound = is_rng_state(capture.rng) and isinstance(capture.precision, torch.dtype) and capture.scale > 0
+        shown = {name: _shown(content[name]) for name in ("fault", "device", "torch_version")}
+        capture = Capture(**content | shown | {"batches": tuple(map(_read, content["batches"]))})
+        str(Fault.from_dict(capture.fault))
+        sound = bool(capture.batches) and all(_fits(batch, capture.classes.num_classes) for batch in capture.batches)
+        sound &= is_rng_state(capture.rng) and isinstance(capture.precision, torch.dtype) and capture.scale > 0
         sound &= min(capture.step, capture.process + 1, capture.processes, capture.threads) > 0
         sound &= all(isinstance(text, str) for text in (capture.device, capture.torch_version))
     except InputError:
@@ -79,7 +82,9 @@ def load_capture(path: Path) -> Capture:
     except Exception as error:  # whatever a part of another type or structure raises
         raise InputError(f"{path} is no sound capture of detr_bf ({error!r}): use another copy of it") from error
     if not sound:
-        raise InputError(f"{path} is no sound capture of detr_bf: its rng, scale or step is none. Use another copy")
+        raise InputError(
+            f"{path} is no sound capture of detr_bf: its batches, rng, scale or step are none. Use another copy of it"
+        )
     return capture
 
 
@@ -90,9 +95,70 @@ def _written(batch: Any) -> dict[str, Any]:
 def _read(content: Mapping[str, Any]) -> TrainingBatch:
     """Inverse of :func:`_written`; earlier versions knew the batches of detectors alone."""
     values = {name: value for name, value in content.items() if name != "kind"}
-    if content.get("kind", Batch.__name__) == LabelledImages.__name__:
+    kind = content.get("kind", Batch.__name__)
+    if kind == LabelledImages.__name__:
         return LabelledImages(**{**values, "targets": ClassTargets(**values["targets"])})
-    return Batch(**{**values, "targets": tuple(Target(**target) for target in values["targets"])})
+    if kind != Batch.__name__:
+        raise ValueError(f"no batches are of the kind {kind!r}")
+    targets = (Target(**{**target, "file_name": printable(target["file_name"])}) for target in values["targets"])
+    return Batch(**{**values, "targets": tuple(targets)})
+
+
+def _shown(value: Any) -> Any:
+    """Return plain values with every text in them as it is shown."""
+    if isinstance(value, dict):
+        return {_shown(name): _shown(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_shown(each) for each in value]
+    return printable(value) if isinstance(value, str) else value
+
+
+def _fits(batch: TrainingBatch, num_classes: int) -> bool:
+    """Return whether the tensors of a batch have the shapes and types that its class says, and labels of classes."""
+    if isinstance(batch, LabelledImages):
+        images, targets = batch.images, batch.targets
+        rows, shares, patches = len(images), targets.shares, targets.patch_labels
+        return (
+            _is_tensor(images, (rows, 3, *images.shape[2:]), torch.float32)
+            and images.dim() == 4
+            and _are_labels(targets.labels, (rows,), num_classes)
+            and (shares is None or _is_tensor(shares, (rows, num_classes), torch.float32))
+            and (patches is None or _are_labels(patches, (rows, patches.shape[-1]), num_classes))
+            and _is_tensor(batch.places, (rows,), torch.int64)
+        )
+    assert isinstance(batch, Batch), "there are two kinds of batches"
+    rows, _, height, width = batch.images.shape
+    return (
+        _is_tensor(batch.images, (rows, 3, height, width), torch.uint8)
+        and _is_tensor(batch.padding_mask, (rows, height, width), torch.bool)
+        and len(batch.targets) == rows
+        and all(_target_fits(target, height, width, num_classes) for target in batch.targets)
+    )
+
+
+def _target_fits(target: Target, height: int, width: int, num_classes: int) -> bool:
+    count, size, masks = len(target.boxes), target.size, target.masks
+    return (
+        _is_tensor(target.boxes, (count, 4), torch.float32)
+        and _are_labels(target.labels, (count,), num_classes)
+        and 0 < size[0] <= height
+        and 0 < size[1] <= width
+        and (masks is None or _is_tensor(masks, (count, *size), torch.bool))
+    )
+
+
+def _are_labels(labels: Tensor, shape: tuple[int, ...], num_classes: int) -> bool:
+    return _is_tensor(labels, shape, torch.int64) and bool(((labels >= 0) & (labels < num_classes)).all())
+
+
+def _is_tensor(value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Return whether it is a dense tensor of that shape and type with values."""
+    return (
+        isinstance(value, Tensor)
+        and not (value.is_nested or value.is_meta)
+        and value.layout == torch.strided
+        and (value.shape, value.dtype) == (shape, dtype)
+    )
 
 
 def capture_step(

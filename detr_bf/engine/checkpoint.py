@@ -19,6 +19,7 @@ from detr_bf.text import printable
 
 FORMAT = 1
 _DEEPEST = 30  # levels of a stored config
+_MOST = 2**53  # steps and images of a run: up to here a float64 is exact
 _MIXER = re.compile(r"(?P<path>(?:.*\.)?mixers)\.(?P<mixer>shared|\d+)\.(?P<rest>.+)")  # of BatchFormerV2
 
 
@@ -125,7 +126,7 @@ def _check_training(training: Mapping[Any, Any], path: Path) -> None:
     progress = _mapping(training.get("progress"), "training.progress", path)
     steps: Any = [progress.get("step"), progress.get("evaluated_step")]
     numbers = all(value is None or _is_number(value) for value in progress.values())
-    if not (_is_list_of(steps, int) and min(steps) >= 0 and numbers):
+    if not (_is_list_of(steps, int) and numbers and 0 <= steps[1] <= steps[0] <= _MOST):
         raise _misshapen(path, "training.progress", "the numbers 'step' and 'evaluated_step' and others of their kind")
     if not _is_list_of([training.get("averaged")], int):
         raise _misshapen(path, "training.averaged", "a number of steps")
@@ -202,7 +203,8 @@ def load_strict(model: nn.Module, weights: Mapping[str, Tensor], source: str, *,
         finite: refuse NaN and infinite weights; False to reproduce a fault.
 
     Raises:
-        InputError: lists the keys that are missing, unexpected or of another shape, or whose values are not finite.
+        InputError: lists the keys that are missing, unexpected or of another shape, or whose values are not finite or
+            not floating-point where the model's are.
     """
     check_weights(weights, source, finite=False)
     missing, unexpected, other_shape = compare(model, weights)
@@ -214,7 +216,7 @@ def load_strict(model: nn.Module, weights: Mapping[str, Tensor], source: str, *,
             + _lines("of another shape", other_shape)
             + "\nUse the config it was trained with, or init_from=FILE to load what fits."
         )
-    check_weights(weights, source, finite=finite)
+    check_weights(weights, source, finite=finite, model=model)
     model.load_state_dict(weights)
 
 
@@ -227,7 +229,8 @@ def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str, w
         whole_but: the one part of the model that may be left as it is, in whole or in part; None: any may.
 
     Raises:
-        InputError: nothing fits, something outside ``whole_but`` does not, or what fits is not finite.
+        InputError: nothing fits, something outside ``whole_but`` does not, or what fits is not finite or not
+            floating-point where the model's is.
     """
     check_weights(weights, source, finite=False)
     weights, renamed = _mixers_renamed(model, weights)
@@ -244,7 +247,7 @@ def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str, w
                 + _lines("missing or different", lacking)
                 + "\nUse the settings of the model it was trained with, or do not freeze it."
             )
-    check_weights(fitting, source)
+    check_weights(fitting, source, model=model)
     model.load_state_dict(fitting, strict=False)
     return (
         f"init_from {source}: {len(fitting)} of the model's {len(model.state_dict())} tensors loaded"

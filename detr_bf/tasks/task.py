@@ -16,7 +16,7 @@ from detr_bf.config import RunConfig
 from detr_bf.data.doctor import Report
 from detr_bf.engine import Checkpoint, Measured, RunFolder, Trainer, TrainingStep, load_strict
 from detr_bf.engine.step import Criterion
-from detr_bf.errors import InputError
+from detr_bf.errors import InputError, naming
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,8 @@ class Task(ABC, Generic[C]):
         Raises:
             InputError: they are another model's.
         """
-        model = self.build_model(num_classes)
+        with naming(f"the config in {source}"):
+            model = self.build_model(num_classes)
         load_strict(model, weights, source, finite=False)
         accelerate(model, self.config)
         return TrainingStep(model, self.build_criterion(model), device, precision).to(device).train()

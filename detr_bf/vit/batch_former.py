@@ -153,7 +153,7 @@ def add_batchformer_v2(
             shared=shared,
             mode=mode,
             num_layers=num_layers,
-            heads=heads or cast("Any", vit.blocks[0].attn).num_heads,
+            heads=cast("Any", vit.blocks[0].attn).num_heads if heads is None else heads,
             dropout=dropout,
             gather=gather,
         )

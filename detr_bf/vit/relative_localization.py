@@ -115,6 +115,8 @@ class PairPredictor(nn.Module):
 
     def __init__(self, dim: int, *, variant: str, grid: Grid | None, pairs: int, normalize: bool) -> None:
         super().__init__()
+        if pairs < 1:
+            raise InputError(f"pairs must be 1 or more, got {pairs}")
         self.variant = variant
         self.pairs = pairs
         self.normalize = normalize
@@ -266,8 +268,8 @@ def add_relative_localization(
         pool: halve the grid first (:func:`pooled`); None means for a ViT, as published.
 
     Raises:
-        InputError: another model, an unknown variant, no weight for an encoder, classes without a fixed grid, or it has
-            one already.
+        InputError: another model, an unknown variant, no weight for an encoder, no pairs, classes without a fixed grid,
+            or it has one already.
     """
     if variant not in VARIANTS:
         raise InputError(f"variant must be one of {', '.join(VARIANTS)}; got '{variant}'")

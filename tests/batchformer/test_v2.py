@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 
 import pytest
 import torch
@@ -225,6 +226,10 @@ def test_without_mask_padding_padded_entries_take_part() -> None:
         ({"mode": "three_stream"}, "two_stream"),
         ({"position": "inside"}, "before, after"),
         ({"heads": 5}, "divide"),
+        ({"heads": 0}, "divide"),
+        ({"dropout": math.nan}, "dropout=nan must be"),
+        ({"dropout": 1.0}, "dropout=1.0 must be"),
+        ({"num_layers": 0}, "num_layers=0 must be"),
     ],
 )
 def test_wrong_settings_are_refused(changes: dict[str, object], message: str) -> None:

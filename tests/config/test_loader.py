@@ -4,6 +4,7 @@ import os
 import random
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -289,6 +290,12 @@ def test_text_like_an_interpolation_survives_every_round_trip(tmp_path: Path) ->
     (tmp_path / "config.yaml").write_text(config_to_yaml(config))
     assert saved_config(tmp_path / "config.yaml") == config
     assert load_config(tmp_path / "config.yaml", schema=ClassifierConfig) == config
+
+
+@pytest.mark.parametrize("tree", [[1, 2], "task", None])
+def test_a_stored_config_that_is_no_dictionary(tree: Any) -> None:
+    with pytest.raises(InputError, match=r"^a\.pt: expected a dictionary of settings, got "):
+        config_from_dict(tree, source="a.pt")
 
 
 def test_overrides_of_a_stored_config_are_the_users_own(secret: str) -> None:

@@ -90,6 +90,15 @@ def test_what_is_not_panoptic_is_explained(panoptic_folder: Factory, change: dic
         read_annotations(data.annotations)
 
 
+@pytest.mark.parametrize("name", ["../0001_segments.png", "a/../../b.png", "/etc/passwd", "a\0.png"])
+def test_a_map_outside_of_its_folder_is_refused(panoptic_folder: Factory, name: str) -> None:
+    data = panoptic_folder()
+    data.content["annotations"][1]["file_name"] = name
+    data.save()
+    with pytest.raises(InputError, match=r"not a COCO panoptic file: annotations\[1\] has the file name '"):
+        read_annotations(data.annotations)
+
+
 def test_an_annotation_without_segments_info_among_others_is_named(panoptic_folder: Factory) -> None:
     data = panoptic_folder()
     del data.content["annotations"][2]["segments_info"]

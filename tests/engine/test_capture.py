@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from detr_bf.engine.checkpoint import rng_state, set_rng_state
 from detr_bf.engine.fault import Fault, find_fault, tensors_in
 from detr_bf.engine.step import TrainingStep
 from detr_bf.errors import InputError
+from detr_bf.labelled import ClassTargets, LabelledImages
 from detr_bf.structures import Batch, ClassMap
 from tests.detectors import tiny
 from tests.engine.steps import batches, step_of
@@ -146,6 +149,74 @@ def test_other_formats_are_refused(tmp_path: Path) -> None:
     torch.save(content | {"format": 2}, tmp_path / "a.pt")
     with pytest.raises(InputError, match="format 1"):
         load_capture(tmp_path / "a.pt")
+
+
+def first(content: dict[str, Any]) -> dict[str, Any]:
+    """The first batch."""
+    batch: dict[str, Any] = content["batches"][0]
+    return batch
+
+
+UNSOUND: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no batches": lambda content: content.update(batches=[]),
+    "an unknown kind": lambda content: first(content).update(kind="os.system"),
+    "no images": lambda content: first(content).update(images=None),
+    "images on meta": lambda content: first(content).update(images=first(content)["images"].to("meta")),
+    "images of floats": lambda content: first(content).update(images=first(content)["images"].float()),
+    "too small a mask": lambda content: first(content).update(padding_mask=first(content)["padding_mask"][:, :3]),
+    "a target too few": lambda content: first(content).update(targets=first(content)["targets"][:1]),
+    "a label of no class": lambda content: first(content)["targets"][0]["labels"].add_(10_000),
+    "a negative label": lambda content: first(content)["targets"][0]["labels"].sub_(10),
+    "a box too few": lambda content: first(content)["targets"][0].update(boxes=torch.rand(2, 4)),
+    "masks of another size": lambda content: first(content)["targets"][1].update(masks=torch.ones(1, 3, 3).bool()),
+    "an image larger than the batch": lambda content: first(content)["targets"][0].update(size=(33, 48)),
+    "losses of text": lambda content: content["fault"]["losses"][0].update(loss_ce="x"),
+}
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+def test_what_no_step_can_run_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a.pt"
+    capture(step(), batches()).save(path)
+    content = torch.load(path, weights_only=True)
+    UNSOUND[name](content)
+    torch.save(content, path)
+    with pytest.raises(InputError, match=r"a\.pt is no sound capture of detr_bf"):
+        load_capture(path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"images": torch.rand(2, 1, 4, 4)},
+        {"images": torch.rand(2, 3, 16)},
+        {"places": torch.arange(3)},
+        {"targets": ClassTargets(torch.tensor([0, 3]))},
+        {"targets": ClassTargets(torch.tensor([0, 2]), shares=torch.rand(2, 4))},
+        {"targets": ClassTargets(torch.tensor([0, 2]), patch_labels=torch.tensor([[0], [3]]))},
+    ],
+)
+def test_batches_of_classifiers_are_checked_too(tmp_path: Path, changes: dict[str, Any]) -> None:
+    targets = ClassTargets(torch.tensor([0, 2]), torch.rand(2, 3), torch.tensor([[0, 1], [1, 2]]))
+    sound = LabelledImages(torch.rand(2, 3, 4, 4), targets, torch.arange(2))
+    kept = capture(step(), batches())
+    replace(kept, batches=(sound,)).save(tmp_path / "a.pt")
+    assert_same(load_capture(tmp_path / "a.pt").batches, (sound,))
+    replace(kept, batches=(replace(sound, **changes),)).save(tmp_path / "a.pt")
+    with pytest.raises(InputError, match=r"a\.pt is no sound capture"):
+        load_capture(tmp_path / "a.pt")
+
+
+def test_text_of_a_capture_is_made_printable(tmp_path: Path) -> None:
+    kept, text = capture(step(), batches()), "\x1b[2J\nFORGED"
+    fault = kept.fault | {"targets": [text]}
+    (batch,) = kept.batches
+    batch = replace(batch, targets=tuple(replace(target, file_name=text) for target in batch.targets))
+    replace(kept, torch_version=text, device=text, fault=fault, batches=(batch,)).save(tmp_path / "a.pt")
+    loaded = load_capture(tmp_path / "a.pt")
+    shown = r"\x1b[2J\nFORGED"
+    assert (loaded.torch_version, loaded.device, loaded.fault["targets"]) == (shown, shown, [shown])
+    assert loaded.batches[0].names == (shown, shown)
 
 
 def test_damage_is_found_wherever_it_is(tmp_path: Path) -> None:

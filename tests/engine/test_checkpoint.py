@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,8 @@ def nested(depth: int) -> dict[str, Any]:
         ("training.progress", ..., "'training.progress'"),
         ("training.progress", {"step": 1}, "'training.progress'"),
         ("training.progress", {"step": -1, "evaluated_step": 0}, "'training.progress'"),
+        ("training.progress", {"step": 2**70, "evaluated_step": 0}, "'training.progress'"),
+        ("training.progress", {"step": 1, "evaluated_step": 2}, "'training.progress'"),
         ("training.progress", {"step": 1.5, "evaluated_step": 0}, "'training.progress'"),
         ("training.progress.best_score", "high", "'training.progress'"),
         ("training.averaged", None, "'training.averaged'"),
@@ -206,6 +209,20 @@ def test_weights_that_are_not_finite_are_loaded_only_to_reproduce_a_fault(value:
         assert torch.equal(model.bias, before)
     load_strict(model, weights, "a.pt", finite=False)
     assert not model.bias.isfinite().all()
+
+
+@pytest.mark.parametrize("load", [load_strict, load_fitting])
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool])
+def test_weights_that_are_not_floating_point_are_refused(
+    load: Callable[[nn.Module, dict[str, torch.Tensor], str], object], kind: torch.dtype
+) -> None:
+    model = nn.BatchNorm1d(2)  # whose counter of batches is an integer
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    load(model, weights, "a.pt")
+    name = str(kind).removeprefix("torch.")
+    with pytest.raises(InputError, match=rf"^a\.pt: expected floating-point weights, got weight \({name}\)"):
+        load(model, weights | {"weight": weights["weight"].to(kind)}, "a.pt")
+    load(model, weights | {"weight": weights["weight"].half()}, "a.pt")
 
 
 def test_what_is_left_out_need_not_be_finite() -> None:

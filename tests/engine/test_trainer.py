@@ -331,6 +331,7 @@ def test_more_than_that_end_it(tmp_path: Path) -> None:
 
 def test_a_capture_holds_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("detr_bf.engine.capture._read", lambda content: content)  # the batches of a test are its own
+    monkeypatch.setattr("detr_bf.engine.capture._fits", lambda batch, num_classes: True)
     with pytest.raises(TrainingError):
         make(tmp_path, batches=spoilt).train()
     captured = load_capture(tmp_path / "captures" / "step_0000002_process_0.pt")

@@ -187,6 +187,7 @@ def test_images_of_other_processes_are_told_to_be_missing(tmp_path: Path, capsys
         (["a.pt", "--precision", "float64"], "the precision must be one of float32, bf16, fp16; got 'float64'"),
         (["lacking.pt", "--device", "cpu"], "lacking.pt belongs to another architecture"),
         (["newer.pt"], "unknown key 'colour'"),
+        (["three.pt", "--device", "cpu"], "the config in three.pt: model.heads=3 must divide"),
     ],
 )
 def test_bad_input_is_one_message(
@@ -200,6 +201,9 @@ def test_bad_input_is_one_message(
     healthy().save(Path("a.pt"))
     replace(healthy(), model={"a": torch.zeros(1)}).save(Path("lacking.pt"))
     replace(healthy(), config=healthy().config | {"colour": 1}).save(Path("newer.pt"))
+    three = copy.deepcopy(healthy().config)
+    three["model"]["heads"] = 3
+    replace(healthy(), config=three).save(Path("three.pt"))
     torch.save({"model": {}}, "other.pt")
     Path("garbage.pt").write_bytes(b"anything")
     assert run_tool(arguments) == 2

@@ -265,6 +265,15 @@ def test_unusable_readers_are_refused(settings: dict[str, Any], message: str) ->
         add_batchformer(tiny.vit(), **settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"heads": 0}, "heads=0 must divide"), ({"dropout": float("nan")}, "dropout=nan must be")]
+)
+@pytest.mark.parametrize("add", [add_batchformer_v2, add_batchformer])
+def test_settings_that_mean_nothing_are_refused(add: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        add(tiny.vit(), **({"layers": [1]} if add is add_batchformer_v2 else {}), **settings)
+
+
 def test_models_without_classifier_or_with_two_kinds_of_output_are_refused() -> None:
     with pytest.raises(InputError, match="no linear classifier"):
         add_batchformer(timm.create_model("resnet10t", num_classes=0))

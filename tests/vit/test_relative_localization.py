@@ -338,6 +338,7 @@ def test_our_encoder_is_as_before_once_it_is_removed() -> None:
     ("build", "settings", "message"),
     [
         (tiny.vit, {"variant": "l1"}, "abs, signed, ce, reg, all"),
+        (tiny.vit, {"pairs": 0}, "pairs must be 1 or more, got 0"),
         (tiny.encoder, {}, "give one"),
         (tiny.encoder, {"variant": "ce", "weight": 1.0}, "take abs"),
         (tiny.encoder, {"pool": True, "weight": 1.0}, "without pool"),
