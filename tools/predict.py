@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     for line in done:
         print(line)
     if images.unreadable:
-        count = f"{len(images.unreadable)} of {len(images.files)} images were left out"
+        count = f"{len(images.unreadable)} of {len(images.files)} images cannot be read and were left out"
         print(f"{count}:", *images.unreadable, sep="\n  ", file=sys.stderr)
     return 1 if images.unreadable else 0
 

@@ -73,7 +73,7 @@ def test_a_broken_image_is_left_out_and_named(
     printed = capsys.readouterr()
     assert "objects in 3 images" in printed.out
     lines = printed.err.splitlines()
-    assert lines[-6] == "5 of 8 images were left out:"
+    assert lines[-6] == "5 of 8 images cannot be read and were left out:"
     assert "a/xx.jpg cannot be used" in lines[-5]
     assert "c.png cannot be used" in lines[-4]
     assert "d.png does not exist" in lines[-3]

@@ -120,7 +120,7 @@ def write_dataset(
     depends on the seed, the split and the image's index only. ``progress`` shows bars with the time left. Returns
     ``output``.
     """
-    made = make_output_folder(output.parent, "the folder of the output,")
+    made = make_output_folder(output.parent, f"output {printable(output)}: the folder")
     working = Path(tempfile.mkdtemp(prefix=f".{output.name[:_STEM]}.", suffix=".partial", dir=output.parent))
     try:
         partial = working / "new"
