@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from detr_bf import distributed
 from detr_bf.errors import InputError, Interrupted, Told, TrainingError
+from detr_bf.progress import close_bars
 from detr_bf.text import safe_message
 
 PATIENCE = 10.0  # seconds that the first process of a machine has for saying what all will say
@@ -54,6 +55,7 @@ def run_tool(function: Callable[[], int]) -> int:
         file = "" if error.filename is None else f"{error.filename}: "
         return _report(InputError(), f"error: {file}{error.strerror}; {_ADVICE[error.errno]}", 2)
     except KeyboardInterrupt:
+        close_bars()
         print("interrupted", file=sys.stderr)
         return 130
 
@@ -78,5 +80,6 @@ def _report(error: Told, message: str, code: int) -> int:
             return code
         if not distributed.in_group():
             time.sleep(PATIENCE)
+    close_bars()
     print(safe_message(message), file=sys.stderr)
     return code

@@ -21,7 +21,7 @@ from detr_bf.config.classifier import PluginsConfig
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, checkpoint_of, is_checkpoint, load_checkpoint, load_strict
 from detr_bf.errors import InputError, naming
-from detr_bf.files import check_weights, is_folder, readable_file
+from detr_bf.files import check_output_file, check_weights, readable_file
 from detr_bf.structures import Batch, ClassMap
 from detr_bf.vit import without_plugins
 
@@ -161,9 +161,8 @@ def random_batch(config: Config) -> Batch:
 
 
 def _check_target(source: Path, target: Path) -> None:
-    if is_folder(target):
-        raise InputError(f"{target} is a folder: name the file to write")
-    with suppress(OSError):  # there is no target yet, or its name is too long
+    check_output_file(target, "target")
+    with suppress(FileNotFoundError):
         if target.samefile(source):
             raise InputError(f"{target} is the checkpoint that is read: name another file to write")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import pickle
@@ -69,6 +70,92 @@ def _flush_names(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def check_output_file(path: str | Path, option: str) -> None:
+    """Refuse a file named by the user that cannot be written, before the work whose result it is for.
+
+    Args:
+        option: what names it, such as ``--json``, for messages.
+
+    Raises:
+        InputError: no file can have that name, its folder cannot be made or written, or there is something else than a
+            regular file. Nothing is left there.
+    """
+    output_path(path, option)
+    path = Path(path)
+    mode, shown = _mode(path), f"{option} {printable(path)}"
+    if stat.S_ISDIR(mode):
+        raise InputError(f"{shown} is a folder: name the file to write")
+    if mode and not stat.S_ISREG(mode):
+        raise InputError(f"{shown} is {_kind(mode)} and would be replaced: name another file to write")
+    try:
+        remove_empty(_made(path.parent))
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, option, error) from error
+
+
+def check_output_folder(path: str | Path, option: str) -> None:
+    """:func:`make_output_folder`, and remove what it has made."""
+    remove_empty(make_output_folder(path, option))
+
+
+def make_output_folder(path: str | Path, option: str) -> list[Path]:
+    """Make a folder named by the user and prove that files can be written there; return those that were missing.
+
+    Args:
+        option: what names it, such as ``--output``, for messages.
+
+    Returns:
+        The folder and its parents, as far as they were missing, innermost first: for :func:`remove_empty`.
+
+    Raises:
+        InputError: no folder can have that name, there is a file, or none can be written there. No new folder is left.
+    """
+    try:
+        return _made(Path(path))
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, option, error) from error
+
+
+def output_path(path: str | Path, option: str) -> Path:
+    """Return the absolute path, without links, of what the user has named for writing; it may be missing.
+
+    Raises:
+        InputError: no file can have that name, or it may not be looked at.
+    """
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            Path(path).stat()
+        return Path(path).resolve()
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, option, error) from error
+
+
+def remove_empty(folders: Sequence[Path]) -> None:
+    """Remove the folders that are empty, innermost first."""
+    for folder in folders:
+        with suppress(OSError, ValueError):
+            folder.rmdir()
+
+
+def _made(folder: Path) -> list[Path]:
+    missing: list[Path] = []
+    try:
+        if (mode := _mode(folder)) and not stat.S_ISDIR(mode):
+            raise NotADirectoryError(errno.ENOTDIR, f"{printable(folder)} is {_kind(mode)}, not a folder")
+        missing = [each for each in (folder, *folder.parents) if not each.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return missing
+    except (OSError, ValueError):
+        remove_empty(missing)
+        raise
+
+
+def _unwritable(path: str | Path, option: str, error: Exception) -> InputError:
+    reason = printable((error.strerror if isinstance(error, OSError) else None) or error)
+    return InputError(f"{option} {printable(path)} cannot be written ({reason}): choose another place")
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -155,12 +242,16 @@ def read_regular(path: str | Path, limit: int) -> bytes:
         raise ValueError(f"it cannot be read: {error.strerror or error}") from error
 
 
-_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+_KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+
+
+def _kind(mode: int) -> str:
+    return _KINDS.get(stat.S_IFMT(mode), "a device")
 
 
 def _require_regular(status: os.stat_result, limit: int) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"it is {_KINDS.get(stat.S_IFMT(status.st_mode), 'a device')}, expected a regular file")
+        raise ValueError(f"it is {_kind(status.st_mode)}, expected a regular file")
     if status.st_size > limit:
         raise ValueError(f"it has {status.st_size:,} bytes, more than the limit of {limit:,}")
 

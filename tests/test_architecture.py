@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "boxes": {"errors", "text"},
     "panoptic_png": {"errors", "text", "files"},
     "progress": {"distributed", "text"},
-    "cli": {"errors", "text", "distributed"},
+    "cli": {"errors", "text", "distributed", "progress"},
     "config": {"errors", "text"},  # and no torch
     "ops": set(),  # outside the folder of the package, torch only
     "batchformer": {"errors", "distributed", "structures", "ops"},

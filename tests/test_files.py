@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import stat
 import zipfile
 from collections.abc import Callable
@@ -20,19 +21,24 @@ from detr_bf.files import (
     UNFINISHED,
     atomic_write,
     cache_folder,
+    check_output_file,
+    check_output_folder,
     check_sums,
     check_weights,
     is_file,
     is_folder,
+    make_output_folder,
     read_json,
     read_regular,
     read_safetensors,
     read_torch,
     readable_file,
+    remove_empty,
     remove_unfinished,
     write_json,
     write_text,
 )
+from detr_bf.text import printable
 
 
 def test_content_appears_under_its_name_when_it_is_whole(tmp_path: Path) -> None:
@@ -438,3 +444,78 @@ def test_a_name_that_is_too_long_is_no_file_and_no_folder(tmp_path: Path) -> Non
 def test_lone_surrogates_are_written_escaped(tmp_path: Path) -> None:
     write_text(tmp_path / "a", "caf\udce9")
     assert (tmp_path / "a").read_text(encoding="utf-8") == r"caf\udce9"
+
+
+HOPELESS = {  # outputs for which there can be no file and no folder
+    "a\0b": "embedded null byte",
+    "\ud800": "surrogates not allowed",
+    "n" * 300: "File name too long",
+    "notes.md/a/b": "notes.md/a|Not a directory",
+    "loop/a": "symbolic links",
+    "/proc/a": "No such file|Permission denied",
+    "/proc/a/b": "No such file|Permission denied",
+    "/dev/null/a": "device|Not a directory",
+}
+
+
+@pytest.fixture
+def cluttered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[Path]:
+    """Fill the working directory with what is no regular file and one that is; return all of it."""
+    monkeypatch.chdir(tmp_path)
+    Path("notes.md").write_text("mine")
+    Path("folder").mkdir()
+    Path("loop").symlink_to("loop")
+    os.mkfifo("fifo")
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind("socket")
+    return set(Path().rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *((name, f"cannot be written .*({reason}).*: choose another place") for name, reason in HOPELESS.items()),
+        ("folder", "is a folder: name the file to write"),
+        ("fifo", "is a FIFO and would be replaced"),
+        ("socket", "is a socket and would be replaced"),
+        ("/dev/null", "is a device and would be replaced"),
+        ("fifo/a", "cannot be written .fifo is a FIFO, not a folder"),
+    ],
+)
+def test_an_output_file_that_cannot_be_written(cluttered: set[Path], name: str, said: str) -> None:
+    with pytest.raises(InputError, match=said) as caught:
+        check_output_file(name, "--json")
+    assert str(caught.value).startswith(f"--json {printable(name)} ")
+    assert set(Path().rglob("*")) == cluttered
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *HOPELESS.items(),
+        ("notes.md", "notes.md is a file, not a folder"),
+        ("fifo", "fifo is a FIFO, not a folder"),
+        ("/dev/null", "is a device, not a folder"),
+    ],
+)
+def test_an_output_folder_that_cannot_be_written(cluttered: set[Path], name: str, said: str) -> None:
+    with pytest.raises(InputError, match=f"cannot be written .*({said}).*: choose another place") as caught:
+        make_output_folder(name, "--output")
+    assert str(caught.value).startswith(f"--output {printable(name)} ")
+    assert set(Path().rglob("*")) == cluttered
+
+
+@pytest.mark.parametrize("name", ["notes.md", "new.txt", "folder/new.txt", "a/b/new.txt", "\udcff\x1b\n"])
+def test_an_output_file_that_can_be_written_is_not_made_yet(cluttered: set[Path], name: str) -> None:
+    check_output_file(name, "--json")
+    check_output_folder(f"{name}.d", "--output")
+    assert set(Path().rglob("*")) == cluttered
+    assert Path("notes.md").read_text() == "mine"
+
+
+def test_an_output_folder_comes_with_the_parents_that_were_missing(cluttered: set[Path]) -> None:
+    assert make_output_folder("folder/a/b", "--output") == [Path("folder/a/b"), Path("folder/a")]
+    assert make_output_folder("folder/a", "--output") == []
+    Path("folder/a/c").mkdir()
+    remove_empty([Path("folder/a/b"), Path("folder/a")])
+    assert set(Path().rglob("*")) - cluttered == {Path("folder/a"), Path("folder/a/c")}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -382,6 +384,37 @@ def test_a_benchmarks_record_gives_the_time_of_its_own_precision_and_batch(tmp_p
         file.write_text(content)
         with pytest.raises(InputError, match=r"is not what benchmarks/step\.py"):
             read_measured(file, tiny())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"height": "192"}, "192 is no number above 0"),
+        ({"height": 0}, "0 is no number above 0"),
+        ({"width": 2**70}, "is no number above 0"),
+        ({"rows": [{"precision": "float32", "batch_size": 3, "step": {"median": math.nan}}]}, "nan is no number"),
+        ({"rows": [{"precision": "float32", "batch_size": 3, "step": {"median": -1}}]}, "-1 is no number"),
+        ({"rows": [{"precision": "float32", "batch_size": 3, "step": {"median": True}}]}, "True is no number"),
+        ({"rows": [{"precision": [], "batch_size": 3, "step": {"median": 1}}]}, "unhashable"),
+    ],
+)
+def test_a_record_of_nonsense_is_refused_by_the_name_of_its_file(
+    tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    file = tmp_path / "step.json"
+    rows = [{"precision": "float32", "batch_size": 3, "step": {"median": 0.25}}]
+    file.write_text(json.dumps({"recipe": "x", "height": 192, "width": 128, "rows": rows} | change))
+    with pytest.raises(InputError, match=rf"step\.json is not what benchmarks/step\.py .*{said}"):
+        read_measured(file, tiny())
+
+
+def test_a_record_that_is_nested_deeply_or_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(InputError, match=r"deep\.json is not what .*nested too deeply"):
+        read_measured(tmp_path / "deep.json", tiny())
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(InputError, match=r"pipe\.json is not what .*a FIFO"):
+        read_measured(tmp_path / "pipe.json", tiny())
 
 
 def test_half_precision_is_faster_where_there_are_tensor_cores() -> None:

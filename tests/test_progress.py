@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from detr_bf.progress import progress_bar
+from detr_bf.progress import close_bars, progress_bar
 
 
 @pytest.mark.parametrize(("terminal", "refreshes"), [(True, range(50, 10_000)), (False, range(1, 4))])
@@ -22,3 +22,15 @@ def test_the_description_is_one_harmless_line(capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().err
     assert "\x1b" not in printed
     assert "checking \\x1b]0;owned\\x07\\n0 errors" in printed
+
+
+@pytest.mark.parametrize(("leave", "end"), [(True, "\n"), (False, "\r")])
+def test_open_bars_are_closed_once(capsys: pytest.CaptureFixture[str], leave: bool, end: str) -> None:
+    bar = progress_bar(range(3), desc="work", leave=leave)
+    next(iter(bar))
+    close_bars()
+    printed = capsys.readouterr().err
+    assert printed.endswith(end)
+    close_bars()
+    bar.close()
+    assert capsys.readouterr().err == ""

@@ -24,10 +24,10 @@ from detr_bf.config import ClassifierConfig
 from detr_bf.data.loader import make_loader
 from detr_bf.data.sample_key import SampleKey
 from detr_bf.errors import InputError
-from detr_bf.files import write_text
+from detr_bf.files import check_output_file, write_text
 from detr_bf.labelled import LabelledImage, LabelledImages
 from detr_bf.progress import progress_bar
-from detr_bf.report.figures import check_suffix, save_figure
+from detr_bf.report.figures import SUFFIXES, save_figure
 from detr_bf.text import csv_cell, safe_message
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--images", metavar="N", type=int, help="of the validation split, at random; default by NAME")
     parser.add_argument("--batch-size", metavar="N", type=int, default=64, help="default %(default)s")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--format", default="png", help="of the picture: png, svg or pdf; default %(default)s")
+    formats = [suffix[1:] for suffix in SUFFIXES]
+    parser.add_argument("--format", choices=formats, default="png", help="of the picture; default %(default)s")
     parser.add_argument("--epsilons", metavar="A,B,...", help="fgsm: steps in 255ths; default 0,1,2,4,8")
     parser.add_argument("--patch", metavar="N", type=int, help="occlusion: side of a patch in pixels; default by model")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of all runs, as data.root=DIR")
@@ -54,8 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Analyse every run, write the table and the picture."""
-    picture = options.output / f"{options.name}.{options.format}"
-    check_suffix(picture, "pictures are")
+    table, picture = (options.output / f"{options.name}.{suffix}" for suffix in ("csv", options.format))
+    for path in (table, picture):
+        check_output_file(path, "--output")
     if options.batch_size < 1 or (options.images is not None and options.images < 1):
         raise InputError(f"--batch-size and --images must be 1 or more; got {options.batch_size} and {options.images}")
     analysis = ANALYSES[options.name]
@@ -64,9 +66,9 @@ def run(options: argparse.Namespace) -> int:
     }
     figure = analysis.draw(results)
     rows = [{"run": name, **row} for name, result in results.items() for row in result.rows()]
-    write_table(options.output / f"{options.name}.csv", rows)
+    write_table(table, rows)
     save_figure(picture, figure)
-    print(safe_message(f"{len(rows)} rows of {len(results)} runs: {options.output / options.name}.csv, {picture.name}"))
+    print(safe_message(f"{len(rows)} rows of {len(results)} runs: {table}, {picture.name}"))
     return 0
 
 

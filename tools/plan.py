@@ -13,7 +13,7 @@ from pathlib import Path
 
 from detr_bf.cli import run_tool
 from detr_bf.config import load_config
-from detr_bf.files import write_json
+from detr_bf.files import check_output_file, write_json
 from detr_bf.planning import COCO_IMAGES, GPUS, Machine, describe, gpu_named, make_plan, read_measured
 from detr_bf.text import safe_message
 
@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Plan, print, write."""
+    if options.json is not None:
+        check_output_file(options.json, "--json")
     config = load_config(options.config, options.overrides)
     machine = Machine(
         gpus=options.gpus,

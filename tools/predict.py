@@ -11,7 +11,7 @@ written before are replaced in the output folder, which may hold the images, too
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,7 +28,15 @@ from detr_bf.data.images import FORMATS, read_image
 from detr_bf.engine.logs import setup_logging
 from detr_bf.errors import InputError
 from detr_bf.evaluation import write_panoptic
-from detr_bf.files import UNFINISHED, write_json
+from detr_bf.files import (
+    UNFINISHED,
+    check_output_file,
+    check_output_folder,
+    is_folder,
+    read_json,
+    remove_empty,
+    write_json,
+)
 from detr_bf.predictor import load_predictor
 from detr_bf.progress import progress_bar
 from detr_bf.report import class_labels, draw_boxes, draw_panoptic, save_picture
@@ -79,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     for line in done:
         print(line)
     if images.unreadable:
-        count = f"{len(images.unreadable)} of {len(images.files)} images were left out"
+        count = f"{len(images.unreadable)} of {len(images.files)} images cannot be read and were left out"
         print(f"{count}:", *images.unreadable, sep="\n  ", file=sys.stderr)
     return 1 if images.unreadable else 0
 
@@ -118,19 +126,19 @@ class Output:
     """The folder for predictions: only files that this tool has written there before are replaced.
 
     Raises:
-        InputError: it is a file.
+        InputError: files cannot be written there.
     """
 
     def __init__(self, folder: Path) -> None:
-        if folder.exists() and not folder.is_dir():
-            raise InputError(f"--output {printable(folder)} is a file; give a folder, new or not")
+        check_output_folder(folder, "--output")
+        check_output_file(folder / WRITTEN, "--output")
         self.folder = folder
         self._before = _listed(folder / WRITTEN)
 
     @property
     def written(self) -> set[Path]:
         """The files that earlier predictions wrote."""
-        return {self.folder.resolve() / name for name in self._before}
+        return {_real(self.folder) / name for name in self._before}
 
     @contextmanager
     def writing(self, names: Sequence[str], images: Images) -> Iterator[None]:
@@ -139,10 +147,10 @@ class Output:
         Raises:
             InputError: one of the files is an input, or exists and was not written by this tool.
         """
-        inputs = {file.resolve() for file in images.files}
+        inputs = {_real(file) for file in images.files}
         for name in names:
             path, other = self.folder / name, "give another folder with --output"
-            if path.resolve() in inputs:
+            if _real(path) in inputs:
                 raise InputError(f"{printable(path)} is an input and would be replaced; {other}")
             if name not in self._before and (path.exists() or path.is_symlink()):
                 raise InputError(f"{printable(path)} exists and was not written by this tool; move it, or {other}")
@@ -159,9 +167,7 @@ class Output:
                     write_json(self.folder / WRITTEN, there)
                 else:
                     (self.folder / WRITTEN).unlink(missing_ok=True)
-            for folder in new:
-                with suppress(OSError):
-                    folder.rmdir()
+            remove_empty(new)
 
 
 def write_objects(output: Output, predictor: detr_bf.Predictor, images: Images, threshold: float) -> list[str]:
@@ -234,7 +240,10 @@ def write_panoptic_maps(output: Output, predictor: detr_bf.Predictor, images: Im
 
 
 def image_files(inputs: Sequence[Path], written: set[Path]) -> Iterator[Path]:
-    """The files given and the image files of the folders given, by name, without those that are ``written``."""
+    """Yield the files given and the image files of the folders given, by name, without those that are ``written``.
+
+    What is named as an image and is none, such as a link to nowhere, is among them: reading it says why.
+    """
     readable = {suffix for suffix, name in Image.registered_extensions().items() if name in FORMATS}
     for path in inputs:
         if not path.exists():
@@ -246,13 +255,18 @@ def image_files(inputs: Sequence[Path], written: set[Path]) -> Iterator[Path]:
             file
             for file in path.rglob("*")
             if file.suffix.lower() in readable
-            and file.is_file()
-            and file.resolve() not in written
+            and not is_folder(file)
+            and _real(file) not in written
             and not file.name.startswith(UNFINISHED)
         )
         if not found:
             raise InputError(f"no image files in {printable(path)}")
         yield from found
+
+
+def _real(path: Path) -> Path:
+    """Return the path without links; unlike ``Path.resolve`` also of a link to itself."""
+    return Path(os.path.realpath(path))
 
 
 def _stem(file: Path) -> str:
@@ -264,8 +278,8 @@ def _stem(file: Path) -> str:
 def _listed(file: Path) -> set[str]:
     """The names in the list of written files; none if there is no list, or something else in its place."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(file, limit=2**27)
+    except (FileNotFoundError, ValueError):
         return set()
     return {name for name in content if isinstance(name, str)} if isinstance(content, list) else set()
 

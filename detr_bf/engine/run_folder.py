@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from detr_bf import distributed
 from detr_bf.errors import InputError
-from detr_bf.files import is_folder, remove_unfinished, write_json
+from detr_bf.files import is_folder, make_output_folder, remove_unfinished, write_json
 from detr_bf.text import printable
 
 LOCK_SECONDS = 1.0  # to wait for a process that is just ending
@@ -200,15 +199,7 @@ class RunFolder:
         Raises:
             InputError: they cannot.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.path):
-                pass
-        except OSError as error:
-            raise InputError(
-                f"output_dir {self.path} cannot be written ({error.strerror or error}): "
-                "choose another with output_dir=DIR"
-            ) from error
+        make_output_folder(self.path, "output_dir")
 
     @contextmanager
     def locked(self) -> Iterator[Claim]:

@@ -11,6 +11,7 @@ from detr_bf.config.schema import TransformConfig
 from detr_bf.errors import InputError
 from detr_bf.planning.gpus import GPUS, Gpu
 from detr_bf.planning.trace import trace
+from detr_bf.text import printable
 
 GB = 2**30
 COCO_IMAGES = 118_287  # of train2017
@@ -21,6 +22,7 @@ ASPECT = 4 / 3  # of most pictures
 # arXiv 2005.12872, section 4)
 PUBLISHED_EPOCHS, PUBLISHED_GPUS, PUBLISHED_DAYS, PUBLISHED_BATCH = 300, 16, 3, 4
 SECONDS_OF_A_DAY = 86_400
+MAX_SECONDS = 2**20  # of a step
 
 
 @dataclass(frozen=True)
@@ -42,17 +44,21 @@ class Machine:
     tflops: float | None = None  # sustained in training
 
     def __post_init__(self) -> None:
-        for option, value in (
-            ("gpus", self.gpus),
-            ("gpu-memory", self.memory),
-            ("images", self.images),
-            ("classes", self.num_classes),
-            ("published-batch", self.published_batch),
-            ("seconds-per-step", self.seconds_per_step),
-            ("tflops", self.tflops),
+        for option, value, largest in (
+            ("gpus", self.gpus, 2**20),
+            ("gpu-memory", self.memory, 2**20),
+            ("images", self.images, 2**40),
+            ("classes", self.num_classes, 2**20),
+            ("published-batch", self.published_batch, 2**30),
+            ("seconds-per-step", self.seconds_per_step, MAX_SECONDS),
+            ("tflops", self.tflops, 2**30),
         ):
-            if value is not None and not 0 < value < math.inf:
+            if value is None:
+                continue
+            if not 0 < value < math.inf:
                 raise InputError(f"--{option} must be greater than 0 and finite, got {value}")
+            if value > largest:
+                raise InputError(f"--{option} must be at most {largest}, got {printable(value)}")
 
     @property
     def bytes(self) -> float:

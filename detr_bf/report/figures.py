@@ -15,7 +15,7 @@ INK, FAINT = "#3a3f46", "#d9dce1"
 # Okabe and Ito, "Color Universal Design" (2008)
 BLACK, BLUE, ORANGE, GREEN, PINK = "#1c1e22", "#0072b2", "#e69f00", "#009e73", "#cc79a7"
 SKY, VERMILION = "#56b4e9", "#d55e00"
-_SUFFIXES = (".svg", ".png", ".pdf")
+SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def check_suffix(output: str | Path, what: str) -> None:
@@ -24,7 +24,7 @@ def check_suffix(output: str | Path, what: str) -> None:
     Raises:
         InputError: it does not.
     """
-    if Path(output).suffix not in _SUFFIXES:
+    if Path(output).suffix not in SUFFIXES:
         raise InputError(f"{what} written as .svg, .png or .pdf; got '{output}'")
 
 

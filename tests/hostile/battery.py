@@ -330,10 +330,10 @@ def _of_tool(case: Case, outcome: dict[str, Any], output: str) -> list[str]:
         return [f"traceback: {outcome['type']}: {first[0] if first else ''}"]
     if "Traceback (most recent call last)" in output:
         return ["a traceback is printed"]
-    lines = output.replace("\r", "\n")  # an error stands behind the last state of a progress bar
+    lines = output.replace("\r", "\n")  # a progress bar goes back to the start of its line
     code = outcome.get("code")
     faults = [] if code in case.codes else [f"exit code {code}, expected {' or '.join(map(str, case.codes))}"]
-    said = r"(?m)(?:^|\])(error: |training stopped: |.*: error: |error +\S)|could not|cannot|skipped"
+    said = r"(?m)^(error: |training stopped: |.*: error: |error +\S)|could not|cannot|skipped"
     if code in (1, 2) and not re.search(said, lines):
         faults.append(f"exit code {code} without an error message")
     if len(re.findall(r"(?m)^(?:error: |training stopped: |usage: )", lines)) > 1 + output.count(NEXT_COMMAND):

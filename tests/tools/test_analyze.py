@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from detr_bf.analysis import ANALYSES
+from detr_bf.text import printable
 from tools.analyze import main as analyze
 from tools.analyze import named, write_table
 from tools.train_classifier import main as train_classifier
@@ -109,7 +111,6 @@ def test_runs_are_named_by_folder_and_files_by_folder_and_name(runs: Path, tmp_p
         (["grad-cam", "--run", "scales", "--run", "scales"], "the same is given twice"),
         (["fgsm", "--run", "scales", "--epsilons", "one"], "--epsilons must be numbers"),
         (["fgsm", "--run", "scales", "--images", "0"], "--batch-size and --images must be 1 or more"),
-        (["fgsm", "--run", "scales", "--format", "bmp"], "written as .svg, .png or .pdf"),
         (["occlusion", "--run", "scales", "--patch", "3"], "do not fill images of 16 x 16"),
         (["fgsm", "--run", "nowhere"], "nowhere"),
         (["fgsm", "--run", "scales", "data.name=fashion"], "data.name must be one of"),
@@ -126,6 +127,39 @@ def test_bad_input_ends_with_code_2_and_writes_nothing(
     assert analyze([*given, "--output", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("given", ["bmp", "png/../../x.png", "\x1b[2J"])
+def test_a_format_is_one_of_a_list(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        analyze(["fgsm", "--run", str(runs / "scales"), "--output", str(tmp_path / "out"), "--format", given])
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert f"--format: invalid choice: {given!r} (choose from 'svg', 'png', 'pdf')" in printed
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["mine", "/proc/a", "a\0b", "taken"])
+def test_an_output_that_cannot_be_written_is_told_before_the_runs_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").write_text("text")
+    Path("taken/fgsm.csv").mkdir(parents=True)
+    before = set(tmp_path.rglob("*"))
+    assert analyze(["fgsm", "--run", "missing", "--output", name]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --output {printable(name)}/fgsm.csv ")
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_an_error_has_a_line_of_its_own(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where a progress bar is open."""
+    command = ["occlusion", "--run", str(runs / "scales"), "--patch", "3", "--output", str(tmp_path / "out")]
+    assert analyze(command) == 2
+    printed = capsys.readouterr().err
+    assert "occlusion" in printed.split("error:")[0], "the bar"
+    assert re.search(r"[\r\n]error: patches of 3 x 3", printed)
 
 
 def test_text_in_the_table_is_no_formula_and_numbers_stay_numbers(tmp_path: Path) -> None:

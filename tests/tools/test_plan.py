@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,6 +59,10 @@ def test_writes_its_numbers(tiny: Path, tmp_path: Path) -> None:
         (["--gpus", "0"], "--gpus must be greater than 0 and finite, got 0"),
         (["--gpus", "-1"], "--gpus must be greater than 0 and finite, got -1"),
         (["--gpus", "1", "--gpu-memory", "0"], "--gpu-memory must be greater than 0 and finite, got 0.0"),
+        (["--gpus", str(2**70)], f"--gpus must be at most 1048576, got {2**70}"),
+        (["--classes", str(2**62)], f"--classes must be at most 1048576, got {2**62}"),
+        (["--images", str(2**62)], "--images must be at most"),
+        (["--gpu-memory", "1e300"], "--gpu-memory must be at most 1048576, got 1e+300"),
         (["--gpu", "abacus"], "--gpu abacus is not known; known are h200"),
         (["train.batchsize=3"], "unknown key 'train.batchsize'"),
     ],
@@ -70,6 +75,34 @@ def test_bad_input_is_told_in_one_line(
     assert printed.err.startswith("error: ")
     assert message in printed.err
     assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (".", "--json . is a folder: name the file to write"),
+        ("pipe", "--json pipe is a FIFO and would be replaced"),
+        ("/proc/plan.json", "--json /proc/plan.json cannot be written"),
+        ("a\0b", "--json a\\x00b cannot be written"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_told_before_planning(
+    name: str,
+    message: str,
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    before = set(tmp_path.rglob("*"))
+    assert plan(["--config", str(tiny), "--json", name]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: {message}")
+    assert printed.out == ""
+    assert set(tmp_path.rglob("*")) == before
+    assert Path("pipe").is_fifo()
 
 
 @pytest.mark.parametrize("make_config", [classifier_config, masked_config])

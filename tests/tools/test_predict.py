@@ -65,13 +65,20 @@ def test_a_broken_image_is_left_out_and_named(
 ) -> None:
     (photos / "a" / "xx.jpg").write_bytes(b"no image")
     (photos / "c.png").write_bytes(b"")
+    (photos / "d.png").symlink_to("nowhere")
+    (photos / "e.png").symlink_to("e.png")
+    os.mkfifo(photos / "f.png")
+    (photos / "g.png").mkdir()
     assert predict(weights, tmp_path / "out", photos) == 1
     printed = capsys.readouterr()
     assert "objects in 3 images" in printed.out
     lines = printed.err.splitlines()
-    assert lines[-3] == "2 of 5 images were left out:"
-    assert "a/xx.jpg cannot be used" in lines[-2]
-    assert "c.png cannot be used" in lines[-1]
+    assert lines[-6] == "5 of 8 images cannot be read and were left out:"
+    assert "a/xx.jpg cannot be used" in lines[-5]
+    assert "c.png cannot be used" in lines[-4]
+    assert "d.png does not exist" in lines[-3]
+    assert "e.png cannot be used: it cannot be read: Too many levels of symbolic links" in lines[-2]
+    assert "f.png cannot be used: it is a FIFO" in lines[-1]
     assert predicted(tmp_path / "out") == [str(photos / name) for name in ("a/x.png", "a/y.png", "b/x.png")]
     assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"0000_x.png", "0002_y.png", "0003_x.png"}
 
@@ -101,6 +108,46 @@ def test_bad_input_leaves_no_folder(
     assert predict(weights, tmp_path / "new" / "out", *[names.get(argument, argument) for argument in arguments]) == 2
     assert said in capsys.readouterr().err
     assert set(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("/proc/a", "--output /proc/a cannot be written"),
+        ("/proc/\x1b[2J\n", r"--output /proc/\x1b[2J\n cannot be written"),
+        ("/proc/\udcff", r"--output /proc/\udcff cannot be written"),
+        ("a\0b", r"--output a\x00b cannot be written"),
+        ("n" * 300, "File name too long"),
+        ("mine", "mine is a file, not a folder"),
+    ],
+)
+def test_an_output_that_cannot_be_written(
+    photos: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    said: str,
+) -> None:
+    """It is told before the checkpoint is read, which is missing."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine").write_text("text")
+    before = set(tmp_path.rglob("*"))
+    assert predict(Path("missing.pt"), name, photos) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: --output ")
+    assert said in printed
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_list_of_written_files_that_is_no_file_is_not_waited_for(
+    weights: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    os.mkfifo(tmp_path / "out" / module.WRITTEN)
+    assert predict(weights, tmp_path / "out", photos) == 2
+    assert f"{module.WRITTEN} is a FIFO and would be replaced" in capsys.readouterr().err
+    assert (tmp_path / "out" / module.WRITTEN).is_fifo()
 
 
 @pytest.mark.parametrize(

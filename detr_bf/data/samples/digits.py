@@ -25,6 +25,7 @@ from detr_bf.data.samples.composite import (
 )
 from detr_bf.data.samples.writing import SPLITS, Recipe, already_built, write_dataset
 from detr_bf.errors import InputError
+from detr_bf.files import output_path
 
 # Lie inside the scikit-image wheel since 0.24: nothing is downloaded. The textures brick, grass and gravel are left
 # out on purpose: they are the stuff of `scenes`.
@@ -68,7 +69,7 @@ def build_digits(
     category id d + 1. Digits and areas of photographs are disjoint between the splits, whatever the seed. Raises
     ``InputError`` for a missing package, a value out of range or a folder that holds something else.
     """
-    output = Path(output).resolve()
+    output = output_path(output, "output")
     recipe = Recipe("digits", 1, num_train, num_val, image_size, seed, object_size)
     if already_built(output, recipe):
         return output

@@ -17,6 +17,7 @@ from PIL import Image
 from detr_bf.data.samples.composite import Area, Scene, Split, area_of, populate, random_crop
 from detr_bf.data.samples.digits import LICENCE, NAMES, Glyphs, load_glyphs, load_photos, random_digit, split_glyphs
 from detr_bf.data.samples.writing import SPLITS, Recipe, already_built, write_dataset
+from detr_bf.files import output_path
 
 STUFF = ("brick", "grass", "gravel")
 MAX_REGIONS = 3  # an image
@@ -45,7 +46,7 @@ def build_scenes(
     splits, whatever the seed. Raises ``InputError`` for a missing package, a value out of range or a folder that holds
     something else.
     """
-    output = Path(output).resolve()
+    output = output_path(output, "output")
     recipe = Recipe("scenes", 1, num_train, num_val, image_size, seed, object_size)
     if already_built(output, recipe, panoptic=True):
         return output

@@ -24,7 +24,7 @@ from detr_bf.data.samples.composite import (
 from detr_bf.data.samples.debian import Package, unpacked
 from detr_bf.data.samples.writing import SPLITS, Recipe, already_built, write_dataset
 from detr_bf.errors import InputError
-from detr_bf.files import cache_folder
+from detr_bf.files import cache_folder, output_path
 
 STAMPS = Package(
     "tuxpaint-stamps-default", "2022.06.04-1", "6db6c1bfc870a47f1499d6203b083522eacb57c5f9c87d468f2e92eb6d9d5f34"
@@ -150,7 +150,7 @@ def build_stamps(
     keep their long tail. Stamps and areas of photographs are disjoint between the splits, whatever the seed. Raises
     ``InputError`` for packages that cannot be had, a value out of range or a folder that holds something else.
     """
-    output = Path(output).resolve()
+    output = output_path(output, "output")
     recipe = Recipe("stamps", 1, num_train, num_val, image_size, seed, object_size)
     if already_built(output, recipe):
         return output

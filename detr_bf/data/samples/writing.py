@@ -23,7 +23,7 @@ from pycocotools import mask as coco_mask
 
 from detr_bf.data.samples.composite import BACKGROUND, Scene, Split
 from detr_bf.errors import InputError
-from detr_bf.files import read_json, write_json
+from detr_bf.files import make_output_folder, read_json, remove_empty, write_json
 from detr_bf.panoptic_png import MAX_ID, encoded_ids
 from detr_bf.progress import progress_bar
 from detr_bf.text import printable
@@ -31,6 +31,10 @@ from detr_bf.text import printable
 MANIFEST = "dataset.json"
 SPLITS: tuple[Split, ...] = get_args(Split)
 JPEG_QUALITY = 92
+_STEM = 40  # characters of a folder's name that the name of its unfinished build repeats
+
+MAX_IMAGES = 1_000_000  # of a split
+IMAGE_SIZES = range(32, 4097)  # pixels
 
 Draw = Callable[[Split, np.random.Generator], Scene]
 
@@ -48,10 +52,16 @@ class Recipe:
     object_size: tuple[float, float]  # least and largest longer side of an object, in parts of the image side
 
     def __post_init__(self) -> None:
-        if min(self.num_train, self.num_val) < 1:
-            raise InputError(f"num_train is {self.num_train} and num_val is {self.num_val}; both must be at least 1")
-        if self.image_size < 32:
-            raise InputError(f"image_size is {self.image_size} pixels; it must be at least 32")
+        if not 1 <= min(self.num_train, self.num_val) <= max(self.num_train, self.num_val) <= MAX_IMAGES:
+            raise InputError(
+                f"num_train is {self.num_train} and num_val is {self.num_val}; both must be at least 1 and at most "
+                f"{MAX_IMAGES}"
+            )
+        if self.image_size not in IMAGE_SIZES:
+            raise InputError(
+                f"image_size is {self.image_size} pixels; it must be at least {IMAGE_SIZES.start} and at most "
+                f"{IMAGE_SIZES.stop - 1}"
+            )
         if self.seed < 0:
             raise InputError(f"seed is {self.seed}; it must be 0 or larger")
         low, high = self.object_size
@@ -107,11 +117,8 @@ def write_dataset(
     depends on the seed, the split and the image's index only. ``progress`` shows bars with the time left. Returns
     ``output``.
     """
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        working = Path(tempfile.mkdtemp(prefix=f".{output.name[:100]}.", suffix=".partial", dir=output.parent))
-    except OSError as error:
-        raise InputError(f"cannot write to {output.parent}: {error}; give another output folder") from error
+    made = make_output_folder(output.parent, f"output {printable(output)}: the folder")
+    working = Path(tempfile.mkdtemp(prefix=f".{output.name[:_STEM]}.", suffix=".partial", dir=output.parent))
     try:
         for split in SPLITS:
             _write_split(working, recipe, names, licence, draw, split, progress, stuff_names)
@@ -125,6 +132,7 @@ def write_dataset(
             raise InputError(f"{printable(output)} was filled meanwhile; give a new or empty folder") from error
     finally:
         shutil.rmtree(working, ignore_errors=True)
+        remove_empty(made)  # after a failure
     return output
 
 
@@ -224,7 +232,7 @@ def _panoptic_categories(names: Sequence[str], stuff_names: Sequence[str]) -> li
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
-        manifest = read_json(folder / MANIFEST)
+        manifest = read_json(folder / MANIFEST, limit=2**20)
     except (FileNotFoundError, ValueError):
         return {}
     return manifest if isinstance(manifest, dict) else {}

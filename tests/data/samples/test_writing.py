@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 from pycocotools import mask as coco_mask
 
+from detr_bf.data.samples import build_digits, build_scenes, build_stamps
 from detr_bf.data.samples.composite import Scene, Split
 from detr_bf.data.samples.writing import (
     MANIFEST,
@@ -20,6 +24,7 @@ from detr_bf.data.samples.writing import (
     write_dataset,
 )
 from detr_bf.errors import InputError
+from detr_bf.text import printable
 
 RECIPE = Recipe("toy", 1, num_train=3, num_val=2, image_size=32, seed=0, object_size=(0.2, 0.5))
 LICENCE = {"name": "none", "url": ""}
@@ -247,15 +252,46 @@ def test_folders_of_others_are_refused(tmp_path: Path) -> None:
 
 def test_an_output_that_cannot_be_written_is_an_input_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="cannot write"):
+    with pytest.raises(InputError, match=r"output .*/file/toy: the folder .*/file cannot be written .* is a file"):
         build(tmp_path / "file" / "toy")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800", "n" * 300])
+@pytest.mark.parametrize("build_set", [build_digits, build_scenes, build_stamps])
+def test_a_name_that_no_folder_can_have(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, build_set: Callable[[str], Path]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=f"output {re.escape(printable(name))} cannot be written"):
+        build_set(name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_build_leaves_no_folder(tmp_path: Path) -> None:
+    def broken(split: Split, rng: np.random.Generator) -> Scene:
+        raise OSError
+
+    with pytest.raises(OSError):  # noqa: PT011
+        write_dataset(tmp_path / "new" / "toy", RECIPE, ("a", "b"), LICENCE, broken)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_manifest_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "dataset.json")
+    with pytest.raises(InputError, match="something else"):
+        already_built(tmp_path, RECIPE)
 
 
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
         ((0, 2, 32, 0, (0.2, 0.5)), "num_train is 0"),
+        (
+            (3, 2**70, 32, 0, (0.2, 0.5)),
+            f"num_val is {2**70}; both must be at least 1 and at most 1000000",
+        ),
         ((3, 2, 16, 0, (0.2, 0.5)), "image_size is 16"),
+        ((3, 2, 2**40, 0, (0.2, 0.5)), "image_size is 1099511627776 pixels; it must be at least 32 and at most 4096"),
         ((3, 2, 32, -1, (0.2, 0.5)), "seed is -1"),
         ((3, 2, 32, 0, (0.5, 0.2)), "object_size is 0.5 to 0.2"),
         ((3, 2, 32, 0, (0.5, 1.2)), "object_size is 0.5 to 1.2"),
