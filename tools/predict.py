@@ -33,6 +33,7 @@ from detr_bf.files import (
     check_output_file,
     check_output_folder,
     is_folder,
+    make_output_folder,
     read_json,
     remove_empty,
     write_json,
@@ -133,16 +134,17 @@ class Output:
         check_output_folder(folder, "--output")
         check_output_file(folder / WRITTEN, "--output")
         self.folder = folder
-        self._before = _listed(folder / WRITTEN)
+        listed = _listed(folder / WRITTEN)
+        self._before = {name for name, stamp in listed.items() if stamp is not None and _stamp(folder / name) == stamp}
 
     @property
     def written(self) -> set[Path]:
-        """The files that earlier predictions wrote."""
+        """The files that earlier predictions wrote, if nobody has changed them since."""
         return {_real(self.folder) / name for name in self._before}
 
     @contextmanager
     def writing(self, names: Sequence[str], images: Images) -> Iterator[None]:
-        """Claim files for writing; folders that stay empty because of an error are removed.
+        """Check that files may be written, and list those that were; folders that stay empty are removed.
 
         Raises:
             InputError: one of the files is an input, or exists and was not written by this tool.
@@ -156,17 +158,16 @@ class Output:
                 raise InputError(f"{printable(path)} exists and was not written by this tool; move it, or {other}")
         folders = [self.folder, *self.folder.parents]
         new = [self.folder / "panoptic", *folders[: sum(not folder.exists() for folder in folders)]]
-        ours = sorted(self._before.union(names))
+        before = {name: _stamp(self.folder / name) for name in names}
+        make_output_folder(self.folder, "--output")
         try:
-            write_json(self.folder / WRITTEN, ours)
             yield
         finally:
-            there = [name for name in ours if (self.folder / name).is_file()]
+            stamps = {name: _stamp(self.folder / name) for name in names}
+            done = {name: stamp for name, stamp in stamps.items() if stamp not in (None, before[name])}
             with suppress(OSError):
-                if there:
-                    write_json(self.folder / WRITTEN, there)
-                else:
-                    (self.folder / WRITTEN).unlink(missing_ok=True)
+                if done:  # beside what another prediction has listed meanwhile
+                    write_json(self.folder / WRITTEN, _listed(self.folder / WRITTEN) | done)
             remove_empty(new)
 
 
@@ -275,13 +276,22 @@ def _stem(file: Path) -> str:
     return stem.encode()[:LONGEST_STEM].decode(errors="ignore")
 
 
-def _listed(file: Path) -> set[str]:
-    """The names in the list of written files; none if there is no list, or something else in its place."""
+def _listed(file: Path) -> dict[str, list[int]]:
+    """Return the list of written files with their stamps; empty if there is none, or something else in its place."""
     try:
         content = read_json(file, limit=2**27)
     except (FileNotFoundError, ValueError):
-        return set()
-    return {name for name in content if isinstance(name, str)} if isinstance(content, list) else set()
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _stamp(file: Path) -> list[int] | None:
+    """Return size and modification time in nanoseconds; None where there is no such file."""
+    try:
+        status = file.stat()
+    except (OSError, ValueError):
+        return None
+    return [status.st_size, status.st_mtime_ns]
 
 
 def above(detections: Detections, threshold: float) -> Detections:

@@ -67,13 +67,20 @@ def test_hostile_image_files_are_findings(
     assert all(line.isprintable() for line in out.splitlines())
 
 
-@pytest.mark.parametrize("setting", ["data.root=" + "x" * 300, "data.root=/dev/null", "data.train=" + "y" * 300])
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("data.root=" + "x" * 300, "data.root must be a path on this machine with names of at most 255 bytes"),
+        ("data.root=/dev/null", "there is no folder"),
+        ("data.train=" + "y" * 300, "data.train must be a path on this machine with names of at most 255 bytes"),
+    ],
+)
 def test_names_that_cannot_be_are_bad_input(
-    setting: str, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    setting: str, said: str, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["data.name=image_folder", f"data.root={folders}", setting]
     assert run_tool(["--config", str(classifier_config(tmp_path)), *given]) == 2
-    assert "error: there is no folder" in capsys.readouterr().err
+    assert f"error: {said}" in capsys.readouterr().err
 
 
 def test_the_task_may_be_inherited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

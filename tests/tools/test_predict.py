@@ -239,7 +239,54 @@ def test_a_folder_without_permission(
     def denied(path: Path, content: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(module, "write_json", denied)
+    monkeypatch.setattr(module, "make_output_folder", denied)
     assert predict(weights, tmp_path / "out", photos) == 2
     assert "Permission denied; change the permissions or choose another place" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_predictions_that_the_user_has_changed_are_not_replaced(
+    weights: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    for _ in range(2):
+        assert predict(weights, out, photos) == 0
+    (out / "predictions.json").write_text("[]  corrected by hand")
+    assert predict(weights, out, photos) == 2
+    assert "predictions.json exists and was not written by this tool" in capsys.readouterr().err
+    assert (out / "predictions.json").read_text() == "[]  corrected by hand"
+
+
+@pytest.mark.parametrize(
+    "claim", ['{"predictions.json": null}', '{"predictions.json": [5, 1]}', '["predictions.json"]']
+)
+def test_a_list_that_claims_a_file_of_the_user_is_not_believed(
+    weights: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], claim: str
+) -> None:
+    """A killed prediction had listed the files that it was going to write."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / module.WRITTEN).write_text(claim)
+    (out / "predictions.json").write_text("mine!")
+    assert predict(weights, out, photos) == 2
+    assert "predictions.json exists and was not written by this tool" in capsys.readouterr().err
+    assert (out / "predictions.json").read_text() == "mine!"
+
+
+def test_two_predictions_into_one_folder_list_the_files_of_both(
+    weights: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, save, nested = tmp_path / "out", module.save_picture, []
+
+    def meanwhile(path: Path, picture: object) -> None:
+        if not nested:
+            nested.append(path)
+            (out / "9999_z.png").write_bytes(b"another's")
+            stamp = module._stamp(out / "9999_z.png")
+            (out / module.WRITTEN).write_text(json.dumps({"9999_z.png": stamp}))
+        save(path, picture)
+
+    monkeypatch.setattr(module, "save_picture", meanwhile)
+    assert predict(weights, out, photos) == 0
+    listed = json.loads((out / module.WRITTEN).read_text())
+    assert listed.keys() == {path.name for path in out.iterdir()} - {module.WRITTEN}

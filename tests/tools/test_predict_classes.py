@@ -111,7 +111,7 @@ def test_what_cannot_be_predicted(run: Path, tmp_path: Path, capsys: pytest.Capt
         ([str(run), str(image), "--panoptic"], "is of a classifier, and --panoptic needs a detector"),
         ([str(run), str(tmp_path / "text.png")], "text.png cannot be used"),
         ([str(tmp_path / "mae"), str(image)], "is of a masked autoencoder, which knows no classes: train a classifier"),
-        ([str(tmp_path / "broken.pt"), str(image)], "logits are not finite"),
+        ([str(tmp_path / "broken.pt"), str(image)], "holds NaN or infinite weights"),
     ):
         assert predict(["--output", str(tmp_path / "found"), "--checkpoint", *arguments]) == 2
         printed = capsys.readouterr()
