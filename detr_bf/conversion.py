@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,8 +20,8 @@ from detr_bf.assembly.network import ENCODER
 from detr_bf.config import ClassifierConfig, Config, MaskedConfig, config_from_dict, config_to_dict
 from detr_bf.config.classifier import PluginsConfig
 from detr_bf.detectors import Detector
-from detr_bf.engine import Checkpoint, checkpoint_of, is_checkpoint, load_checkpoint, load_strict
-from detr_bf.errors import InputError, naming
+from detr_bf.engine import Checkpoint, build_and_load, checkpoint_of, is_checkpoint, load_checkpoint
+from detr_bf.errors import InputError
 from detr_bf.files import check_output_file, check_weights, readable_file
 from detr_bf.structures import Batch, ClassMap
 from detr_bf.vit import without_plugins
@@ -105,10 +106,8 @@ def strip_plugins(source: Path, target: Path) -> str:
     config = config_from_dict(checkpoint.config, source=f"the config in {source}")
     _check_plugins_strippable(config, source)
     num_classes, kept = checkpoint.classes.num_classes, without_plugins(checkpoint.weights)
-    with naming(f"the config in {source}"):
-        whole, plain = (build_classifier(each, num_classes, pretrained=False) for each in (config, _plain(config)))
-    load_strict(whole, checkpoint.weights, str(source))
-    load_strict(plain, kept, str(source))
+    whole = build_and_load(lambda: build_classifier(config, num_classes, pretrained=False), checkpoint.weights, source)
+    plain = build_and_load(lambda: build_classifier(_plain(config), num_classes, pretrained=False), kept, source)
     _check_same_outputs(whole, plain, config, f"{source}: evaluation changes without plug-ins, so nothing was written")
     _write_for_network(target, kept)
     removed = len(checkpoint.weights) - len(kept)
@@ -130,11 +129,9 @@ def write_encoder(source: Path, target: Path) -> str:
     _check_target(source, target)
     checkpoint = _read(source, "masked_autoencoding")
     config = config_from_dict(checkpoint.config, source=f"the config in {source}")
-    with naming(f"the config in {source}"):
-        whole, plain = build_masked_autoencoder(config), build_masked_autoencoder(config).encoder
-    load_strict(whole, checkpoint.weights, str(source))
+    whole = build_and_load(lambda: build_masked_autoencoder(config), checkpoint.weights, source)
     kept = {name.removeprefix(ENCODER): x for name, x in checkpoint.weights.items() if name.startswith(ENCODER)}
-    load_strict(plain, kept, str(source))
+    plain = build_and_load(lambda: build_masked_autoencoder(config).encoder, kept, source)
     _check_same_outputs(whole.encoder, plain, config, f"{source}: the encoder gives something else by itself")
     _write_for_network(target, kept)
     return f"{len(kept)} tensors of the encoder load into the plain {config.model.name} without classes: {target}"
@@ -269,7 +266,6 @@ def _outputs(checkpoint: Checkpoint, batch: Batch, source: str) -> Iterator[Tens
 
 def _model(checkpoint: Checkpoint, source: str) -> Detector:
     config = config_from_dict(checkpoint.config)
-    with naming(f"the config in {source}"):
-        model = build_model(config, checkpoint.classes.num_classes, pretrained=False)
-    load_strict(model, checkpoint.weights, source)
-    return model.eval()
+    num_classes = checkpoint.classes.num_classes
+    build = partial(build_model, config, num_classes, pretrained=False)
+    return build_and_load(build, checkpoint.weights, source).eval()

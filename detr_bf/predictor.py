@@ -30,8 +30,8 @@ from detr_bf.data.augmentation import EvalTransform
 from detr_bf.data.images import MAX_PIXELS, read_image
 from detr_bf.data.transforms import Sample, SampleTransform
 from detr_bf.detectors import Detector
-from detr_bf.engine import Checkpoint, checkpoint_of, load_checkpoint, load_strict
-from detr_bf.errors import InputError, naming
+from detr_bf.engine import Checkpoint, build_and_load, checkpoint_of, load_checkpoint
+from detr_bf.errors import InputError
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.structures import Batch, ClassMap, Detections, PanopticMap, Target
 from detr_bf.text import printable
@@ -214,9 +214,8 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor | Classi
 
 
 def _detector(config: Config, checkpoint: Checkpoint, source: str) -> Predictor:
-    with naming(f"the config in {source}"):
-        model = build_model(config, checkpoint.classes.num_classes, pretrained=False)
-    load_strict(model, checkpoint.weights, source)
+    num_classes = checkpoint.classes.num_classes
+    model = build_and_load(lambda: build_model(config, num_classes, pretrained=False), checkpoint.weights, source)
     return Predictor(
         model=model.to(device_of(config)).eval(),
         class_map=checkpoint.classes,

@@ -17,11 +17,11 @@ from detr_bf.assembly.network import build_network
 from detr_bf.assembly.plugins import add_context, add_diverse, add_localization, add_v1, add_v2
 from detr_bf.config import ClassifierConfig, config_from_dict
 from detr_bf.engine import (
+    build_and_load,
     checkpoint_of,
     load_checkpoint,
-    load_strict,
 )
-from detr_bf.errors import InputError, naming
+from detr_bf.errors import InputError
 from detr_bf.losses import BalancedSoftmax
 from detr_bf.structures import ClassMap
 from detr_bf.vit import (
@@ -173,7 +173,6 @@ def load_classifier(
     config = config_from_dict(checkpoint.config, overrides, source=f"the config in {source}")
     if not isinstance(config, ClassifierConfig):
         raise InputError(f"{source} is a run of the task {config.task}, expected a classifier's")
-    with naming(f"the config in {source}"):
-        model = build_classifier(config, checkpoint.classes.num_classes, pretrained=False)
-    load_strict(model, checkpoint.weights, str(source))
+    num_classes = checkpoint.classes.num_classes
+    model = build_and_load(lambda: build_classifier(config, num_classes, pretrained=False), checkpoint.weights, source)
     return LoadedClassifier(model.to(device or device_of(config)).eval(), config, checkpoint.classes)

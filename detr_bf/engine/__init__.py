@@ -1,6 +1,13 @@
 """The training loop and what it needs; nothing in here reads a config."""
 
-from detr_bf.engine.checkpoint import Checkpoint, is_checkpoint, load_checkpoint, load_fitting, load_strict
+from detr_bf.engine.checkpoint import (
+    Checkpoint,
+    build_and_load,
+    is_checkpoint,
+    load_checkpoint,
+    load_fitting,
+    load_strict,
+)
 from detr_bf.engine.detection import Evaluation, PanopticEvaluation
 from detr_bf.engine.evaluate import EvaluationLoop, Measured, Measurement
 from detr_bf.engine.metrics import MetricsLog
@@ -24,6 +31,7 @@ __all__ = [
     "TrainSettings",
     "Trainer",
     "TrainingStep",
+    "build_and_load",
     "build_optimizer",
     "checkpoint_of",
     "image_parameter_groups",

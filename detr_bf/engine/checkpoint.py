@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from detr_bf import distributed
-from detr_bf.errors import InputError
+from detr_bf.errors import InputError, naming
 from detr_bf.files import atomic_write, check_weights, listed, read_torch
 from detr_bf.structures import ClassMap
 from detr_bf.text import printable
+
+M = TypeVar("M", bound=nn.Module)
 
 FORMAT = 1
 _DEEPEST = 30  # levels of a stored config
@@ -206,6 +208,31 @@ def load_strict(model: nn.Module, weights: Mapping[str, Tensor], source: str, *,
         InputError: lists the keys that are missing, unexpected or of another shape, or whose values are not finite or
             not floating-point where the model's are.
     """
+    _check_same_tensors(model, weights, source)
+    check_weights(weights, source, finite=finite, model=model)
+    model.load_state_dict(weights)
+
+
+def build_and_load(
+    build: Callable[[], M], weights: Mapping[str, Tensor], source: str | Path, *, finite: bool = True
+) -> M:
+    """Build the model of a stored config and load its weights.
+
+    A file may hold any config: the model is built without memory first (on the meta device), and memory is taken only
+    if its tensors are those of the file.
+
+    Raises:
+        InputError: the config is of no model, or as :func:`load_strict`.
+    """
+    with naming(f"the config in {source}"), torch.device("meta"):
+        outline = build()
+    _check_same_tensors(outline, weights, str(source))
+    model = build()
+    load_strict(model, weights, str(source), finite=finite)
+    return model
+
+
+def _check_same_tensors(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
     check_weights(weights, source, finite=False)
     missing, unexpected, other_shape = compare(model, weights)
     if missing or unexpected or other_shape:
@@ -216,8 +243,6 @@ def load_strict(model: nn.Module, weights: Mapping[str, Tensor], source: str, *,
             + _lines("of another shape", other_shape)
             + "\nUse the config it was trained with, or init_from=FILE to load what fits."
         )
-    check_weights(weights, source, finite=finite, model=model)
-    model.load_state_dict(weights)
 
 
 def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str, whole_but: str | None = None) -> str:

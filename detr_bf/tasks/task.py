@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from detr_bf.assembly.acceleration import accelerate
 from detr_bf.config import RunConfig
 from detr_bf.data.doctor import Report
-from detr_bf.engine import Checkpoint, Measured, RunFolder, Trainer, TrainingStep, load_strict
+from detr_bf.engine import Checkpoint, Measured, RunFolder, Trainer, TrainingStep, build_and_load
 from detr_bf.engine.step import Criterion
-from detr_bf.errors import InputError, naming
+from detr_bf.errors import InputError
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +72,7 @@ class Task(ABC, Generic[C]):
         Raises:
             InputError: they are another model's.
         """
-        with naming(f"the config in {source}"):
-            model = self.build_model(num_classes)
-        load_strict(model, weights, source, finite=False)
+        model = build_and_load(lambda: self.build_model(num_classes), weights, source, finite=False)
         accelerate(model, self.config)
         return TrainingStep(model, self.build_criterion(model), device, precision).to(device).train()
 

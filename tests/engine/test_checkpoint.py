@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.engine import Checkpoint, load_checkpoint, load_fitting, load_strict
+from detr_bf.engine import Checkpoint, build_and_load, load_checkpoint, load_fitting, load_strict
 from detr_bf.errors import InputError
 from detr_bf.structures import ClassMap
 from tests.checkpoints import training
@@ -270,3 +270,22 @@ def test_mixers_of_other_layers_are_not_exchanged() -> None:
     said = load_fitting(model, file.state_dict(), "a.pt")
     assert "another name" not in said
     assert "freshly initialised" in said
+
+
+def test_a_model_is_built_with_memory_only_if_the_weights_are_its_own() -> None:
+    """A stored config may name a model of any size, whatever the weights beside it are."""
+    devices: list[str] = []
+
+    def build() -> nn.Module:
+        model = nn.Linear(3, 2)
+        devices.append(model.weight.device.type)
+        return model
+
+    weights = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
+    model = build_and_load(build, weights, "a.pt")
+    assert devices == ["meta", "cpu"]
+    assert torch.equal(model.get_parameter("weight"), weights["weight"])
+    devices.clear()
+    with pytest.raises(InputError, match=r"a\.pt belongs to another architecture"):
+        build_and_load(build, {**weights, "bias": torch.zeros(3)}, "a.pt")
+    assert devices == ["meta"]
