@@ -143,7 +143,7 @@ def test_settings_of_a_file_that_make_no_classifier_name_the_file(
 
 
 def trainer_of(folder: Path, model: nn.Module, **parts: Any) -> Any:
-    """What the saving and restoring of a trainer touch of it."""
+    """The parts of a trainer that saving and restoring touch."""
     optimizer = torch.optim.AdamW([next(model.parameters())], fused=True)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     own = {"model": model, "ema": None, "folder": RunFolder(folder), "class_map": CLASSES, "config": {}}

@@ -1,4 +1,4 @@
-"""What the predictors take as an image, and what they refuse."""
+"""Images that the predictors take, and those that they refuse."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ def _real(path: Path) -> Path:
 
 
 def _stem(file: Path) -> str:
-    """What a file is called, without the ending, letters that cannot be printed, and what exceeds the limit."""
+    """Return a file's name without suffix, cut to the limit; letters that cannot be printed become underscores."""
     stem = "".join(letter if letter.isprintable() else "_" for letter in file.stem)
     return stem.encode()[:LONGEST_STEM].decode(errors="ignore")
 

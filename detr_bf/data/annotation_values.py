@@ -24,7 +24,7 @@ _text.maxlevel, _text.maxlist, _text.maxdict, _text.maxstring, _text.maxlong, _t
 
 
 class AnnotationValues(NamedTuple):
-    """What is read of an annotation besides its ids and its mask."""
+    """Values of an annotation besides its ids and its mask."""
 
     bbox: list[float]  # x, y, width, height in pixels
     area: float  # pixels

@@ -419,7 +419,7 @@ def _unusable(content: CocoAnnotations, problem: str) -> InputError:
 def _first_problem(
     annotations: Sequence[Mapping[str, Any]], image_ids: Sequence[int], category_ids: Collection[int], maps: bool
 ) -> str | None:
-    """What makes it impossible to build the tables, or to evaluate, if anything does."""
+    """Return the reason why the tables cannot be built, or nothing can be evaluated; None if there is none."""
     listed = set(image_ids)
     if len(listed) < len(image_ids):
         return f"{len(image_ids) - len(listed)} image ids are listed more than once"

@@ -79,7 +79,7 @@ class Split:
 
     @property
     def maps_wanted(self) -> bool:
-        """Whether panoptic maps are trained on and evaluated."""
+        """True if panoptic maps are trained on and evaluated."""
         return self.masks and self.content.maps is not None
 
     @cached_property

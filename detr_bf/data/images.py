@@ -69,7 +69,7 @@ class ImageSizes:
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """What :func:`check_image` finds out about an image file."""
+    """Size and depth of an image file, as :func:`check_image` finds them."""
 
     sizes: ImageSizes
     depth: int | None = None  # of a 16-bit image, which is scaled to 8 bits: those of its values that count

@@ -46,7 +46,7 @@ def _maps_of_no_image(split: Split) -> Iterator[str]:
 
 
 def _sizes_not_given(split: Split) -> Iterator[str]:
-    """Of validation data alone: in training the file tells the size."""
+    """Images without a size; checked in validation data alone, as in training the file tells the size."""
     if split.masks and split.content.maps is None and split.name == "val":
         yield from (image_text(image) for image in split.content.images if annotated_size(image) is None)
 

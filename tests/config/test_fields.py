@@ -18,7 +18,7 @@ SCHEMAS = (Config, ClassifierConfig, MaskedConfig)
 
 
 def numeric(hint: Any) -> bool:
-    """Whether values of a type may be numbers: int, float, Optional, lists and dictionaries of them."""
+    """Return whether values of a type may be numbers: int, float, Optional, lists and dictionaries of them."""
     return hint in (int, float) or any(map(numeric, typing.get_args(hint))) or typing.get_origin(hint) is dict
 
 

@@ -46,7 +46,7 @@ def with_predictor(
 
 
 def _finite(found: Any) -> Any:
-    """What was found, if it is an answer at all."""
+    """Return the result, if it is an answer at all."""
     import torch
 
     for values in (

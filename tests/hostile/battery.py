@@ -49,7 +49,7 @@ CURSOR_UP = "\x1b[A"  # tqdm's, of nested progress bars
 
 @dataclass(frozen=True)
 class Place:
-    """Where a case lies."""
+    """Folders of a case."""
 
     folder: Path  # the working directory; holds the files of USERS
     ground: Path  # what all cases share and none may change
@@ -245,7 +245,7 @@ def _tell(writer: int, message: dict[str, Any]) -> None:
 
 
 def _watch(case: Case, child: int, reader: int, place: Place, verdict: Verdict) -> dict[str, Any] | None:
-    """What the child told, with how it ended; it is killed when it takes too long."""
+    """Return the child's messages and how it ended; it is killed when it takes too long."""
     told: dict[str, Any] = {}
     data, limit, began = b"", BUILD_SECONDS, time.monotonic()
     while "outcome" not in told and "broken" not in told:  # what a case started may hold the pipe open
@@ -280,7 +280,7 @@ def _kill_group(child: int) -> None:
 
 
 def _output(base: Path) -> str:
-    """What was printed; bytes that are not UTF-8 stay visible as surrogates."""
+    """Return the output; bytes that are not UTF-8 stay visible as surrogates."""
     return "".join((base / name).read_bytes().decode("utf-8", "surrogateescape") for name in ("stdout", "stderr"))
 
 
@@ -297,7 +297,7 @@ def _in_words(outcome: dict[str, Any] | None) -> str:
 
 
 def judge(case: Case, told: dict[str, Any] | None, output: str) -> list[str]:
-    """What is wrong with the end of a case and with its output, a sentence each."""
+    """Return the faults in the end of a case and in its output, a sentence each."""
     if not told:
         return ["the process of the case said nothing"]
     if "broken" in told:
@@ -359,7 +359,7 @@ def _without_traceback(output: str) -> str:
 
 
 def unsafe(output: str, never: Sequence[str] = ()) -> list[str]:
-    """What of an output must not reach a terminal: control characters, forged lines, secrets, floods."""
+    """Return the faults of an output on a terminal: control characters, forged lines, secrets, floods."""
     text = output.replace(CURSOR_UP, "")
     kinds = {character: unicodedata.category(character) for character in set(text) if character not in "\n\r\t"}
     bad = sorted(character for character, kind in kinds.items() if kind in ("Cc", "Cf", "Cs", "Zl", "Zp"))
@@ -371,7 +371,7 @@ def unsafe(output: str, never: Sequence[str] = ()) -> list[str]:
 
 
 def leaks(text: str, never: Sequence[str] = ()) -> list[str]:
-    """What of a text tells too much."""
+    """Return the secrets in a text."""
     faults = [f"'{word}' leaks into the output" for word in dict.fromkeys((SECRET, *never)) if word in text]
     return [*faults, f"the output has {len(text)} characters"] if len(text) > LONGEST else faults
 
@@ -415,7 +415,7 @@ def _fingerprint(path: Path, content: bool) -> str:
 
 
 def compare(case: Case, before: dict[str, str], after: dict[str, str], base: Path) -> list[str]:
-    """What was changed or removed, what is new and not allowed, and secrets in what is new."""
+    """Return the files that were changed, removed or made without permission, and secrets in new ones."""
     faults = [
         f"touched: {name} was {was}, is {after.get(name, 'gone')}"
         for name, was in before.items()

@@ -371,7 +371,7 @@ def cases() -> Iterator[Case]:
 
 
 def _run_files() -> tuple[str, ...]:
-    """What resuming may change in the folder ``run``."""
+    """Files that resuming may change in the folder ``run``."""
     names = ("config.yaml", "report.html", "results.json", "evaluation.json", "machine.json", "metrics.jsonl")
     more = (
         "log.txt",

@@ -1,4 +1,4 @@
-"""What all cases share: tiny data sets, configs and trained runs of every task, made once."""
+"""Tiny data sets, configs and trained runs of every task, made once for all cases."""
 
 from __future__ import annotations
 
