@@ -65,8 +65,9 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
         setup_logging()
 
         def prepare() -> Checkpoint | None:
-            checkpoint = _checkpoint_to_resume(folder, resume, resume_if_possible)
+            _check_folder(folder, resume, resume_if_possible)
             _begin(folder, claim, RunMarker.of_this_process("training"))
+            checkpoint = _newest_checkpoint(folder) if folder.holds_a_run() else None
             _check(task, folder, checkpoint)
             claim.check_not_made_by_others(folder.metrics, folder.tensorboard)
             return checkpoint
@@ -131,8 +132,8 @@ def _locked(folder: RunFolder) -> Iterator[Claim]:
         yield claims[-1]
 
 
-def _checkpoint_to_resume(folder: RunFolder, resume: bool, resume_if_possible: bool) -> Checkpoint | None:
-    """Check that the run may begin, or go on, in the folder; return the checkpoint that it goes on from.
+def _check_folder(folder: RunFolder, resume: bool, resume_if_possible: bool) -> None:
+    """Check that the run may begin, or go on, in the folder.
 
     Raises:
         InputError: the folder holds another run, an evaluation, or files of the user.
@@ -145,9 +146,9 @@ def _checkpoint_to_resume(folder: RunFolder, resume: bool, resume_if_possible: b
     elif not (resume_if_possible or restarted):
         folder.check_unused()
     if marker is None and folder.holds_a_run() and (resume or resume_if_possible):
-        return _newest_checkpoint(folder)  # a copy of a run: its checkpoint tells that it is ours
-    folder.check_no_foreign_files()
-    return _newest_checkpoint(folder) if folder.holds_a_run() else None
+        _newest_checkpoint(folder)  # a copy of a run: its checkpoint tells that it is ours
+    else:
+        folder.check_no_foreign_files()
 
 
 def _begin(folder: RunFolder, claim: Claim, marker: RunMarker) -> None:
