@@ -43,9 +43,8 @@ def atomic_write(path: str | Path, previous: Path | None = None) -> Iterator[Pat
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file():
-        kind = "a folder" if path.is_dir() else "a FIFO, a socket or a device"
-        raise InputError(f"{printable(path)} is {kind}: give the name of a file, new or to be replaced")
+    if (mode := _mode(path)) and not stat.S_ISREG(mode):
+        raise InputError(f"{printable(path)} is {_kind(mode)}: give the name of a file, new or to be replaced")
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{UNFINISHED}{path.stem[:_STEM]}.", suffix=path.suffix)
     os.close(handle)
     temporary = Path(name)
@@ -185,14 +184,12 @@ def read_records(path: Path) -> list[tuple[str, dict[str, Any] | None]]:
     Raises:
         InputError: the path is not that of a file that can be read.
     """
-    if not path.exists():
-        return []
-    if not path.is_file():
-        raise InputError(f"{path} must be a file of one JSON object a line; it is something else: move it away")
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror or error}): give the right to read it") from error
+        content = read_regular(path, MAX_JSON_BYTES)
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise InputError(f"{printable(path)} cannot be used: {error}, of one JSON object a line") from error
     lines = content.removesuffix(b"\n").split(b"\n") if content else []
     return [(line.decode("utf-8", errors="replace").rstrip("\r"), _record(line)) for line in lines]
 
@@ -266,9 +263,7 @@ def file_size(path: str | Path) -> int:
 
 def is_file(path: Path) -> bool:
     """Return whether there is a regular file; there is none of a name that is too long or may not be looked at."""
-    with suppress(OSError):
-        return path.is_file()
-    return False
+    return stat.S_ISREG(_mode(path))
 
 
 def read_json(path: str | Path, limit: int = MAX_JSON_BYTES) -> Any:
@@ -363,10 +358,8 @@ def readable_file(path: str | Path) -> Path:
         return path
     if re.match(r"(https?|ftp|s3|hf|gs)://?", str(path)):
         raise InputError(f"{shown}: files are not fetched from a URL; download it and give the path of the file")
-    if stat.S_ISDIR(mode):
-        raise InputError(f"{shown} is a folder, expected a file")
     if mode:
-        raise InputError(f"{shown} is a FIFO, a socket or a device, expected a regular file")
+        raise InputError(f"{shown} is {_kind(mode)}, expected a file")
     raise InputError(f"file not found: {shown}")
 
 
@@ -395,8 +388,8 @@ def check_weights(
         model: also refuse integers and booleans for its floating-point tensors; None refuses none.
 
     Raises:
-        InputError: a name is no text; or a value is no dense, real tensor with numbers and memory of its own for each;
-            or it is not finite, or not floating-point. The tensors are named.
+        InputError: a name is not a string; a value is not a dense tensor of real numbers with memory of its own, or not
+            finite; or an integer tensor stands for a floating-point one. The tensors are named.
     """
     strange = [f"{name} ({found})" for name, value in weights.items() if (found := _strange(name, value))]
     if strange:

@@ -38,7 +38,7 @@ class Outcome:
 
     result: Measured
     folder: Path
-    report: Path | None  # None where it could not be written
+    report: Path | None  # None if it could not be written
     epochs: str = ""  # of training: the last and the best epoch
 
     def __str__(self) -> str:
@@ -97,18 +97,18 @@ def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
     """
     config = task.config
 
-    def find_folder() -> RunFolder:
-        evaluated = _evaluation_key(config, source)
-        return RunFolder(_evaluation_folder(Path(config.output_dir), source, evaluated))
+    def find_folder() -> tuple[RunFolder, str]:
+        key = _evaluation_key(config, source)
+        return RunFolder(_evaluation_folder(Path(config.output_dir), source, key)), key
 
     with distributed.joined(device_of(config), config.train.timeout_minutes):
-        folder = distributed.on_main(find_folder)
+        folder, key = distributed.on_main(find_folder)
         with _locked(folder) as claim:
             setup_logging()
 
             def prepare() -> None:
                 folder.check_no_foreign_files()
-                key, marker = _evaluation_key(config, source), folder.read_marker()
+                marker = folder.read_marker()
                 if marker is not None and marker.evaluated != key:
                     raise InputError(f"{folder.path} was taken by another evaluation meanwhile: repeat the command")
                 _begin(folder, claim, RunMarker.of_this_process("evaluation", key))
@@ -127,9 +127,9 @@ def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
 def _locked(folder: RunFolder) -> Iterator[Claim]:
     """Hold the lock of the folder, see :meth:`RunFolder.locked`; only the main process touches the folder."""
     with ExitStack() as stack:
-        claims = [Claim(frozenset())]  # of the other processes; that of the main one stays in it, unlike a result
+        claims: list[Claim] = []  # not the result of on_main, which all processes would get
         distributed.on_main(lambda: claims.append(stack.enter_context(folder.locked())))
-        yield claims[-1]
+        yield claims[0] if claims else Claim(frozenset())
 
 
 def _check_folder(folder: RunFolder, resume: bool, resume_if_possible: bool) -> None:

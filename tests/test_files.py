@@ -193,7 +193,7 @@ def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path: Path) -
     ("name", "message"),
     [
         ("folder", "folder is a folder, expected a file"),
-        ("pipe", "pipe is a FIFO, a socket or a device"),
+        ("pipe", "pipe is a FIFO, expected a file"),
         ("x" * 300, "file not found: .*xxx"),
         ("nul\0byte", r"file not found: .*nul\\x00byte"),
         ("no/such/file", "file not found"),

@@ -29,7 +29,7 @@ from detr_bf.report.fonts import plain
 
 COLOURS = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, BLACK)
 _CELL = 1.5  # inches, side of an image on a sheet
-_LETTERS = 28  # that have room above it
+_LETTERS = 28  # characters that fit into the title of a cell
 
 
 def run_colours(runs: Mapping[str, object]) -> dict[str, str]:

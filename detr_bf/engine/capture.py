@@ -73,17 +73,18 @@ def load_capture(path: Path) -> Capture:
         shown = {name: _shown(content[name]) for name in ("fault", "device", "torch_version")}
         capture = Capture(**content | shown | {"batches": tuple(map(_read, content["batches"]))})
         str(Fault.from_dict(capture.fault))
-        sound = bool(capture.batches) and all(_fits(batch, capture.classes.num_classes) for batch in capture.batches)
-        sound &= is_rng_state(capture.rng) and isinstance(capture.precision, torch.dtype) and capture.scale > 0
-        sound &= min(capture.step, capture.process + 1, capture.processes, capture.threads) > 0
-        sound &= all(isinstance(text, str) for text in (capture.device, capture.torch_version))
+        valid = bool(capture.batches) and all(_fits(batch, capture.classes.num_classes) for batch in capture.batches)
+        valid &= is_rng_state(capture.rng) and isinstance(capture.precision, torch.dtype) and capture.scale > 0
+        valid &= min(capture.step, capture.process + 1, capture.processes, capture.threads) > 0
+        valid &= all(isinstance(text, str) for text in (capture.device, capture.torch_version))
     except InputError:
         raise
     except Exception as error:  # whatever a part of another type or structure raises
-        raise InputError(f"{path} is no sound capture of detr_bf ({error!r}): use another copy of it") from error
-    if not sound:
+        raise InputError(f"{path} is a damaged capture of detr_bf ({error!r}): use another copy of it") from error
+    if not valid:
         raise InputError(
-            f"{path} is no sound capture of detr_bf: its batches, rng, scale or step are none. Use another copy of it"
+            f"{path} is a damaged capture of detr_bf: its batches, random states, scale or step are not valid. Use "
+            "another copy of it"
         )
     return capture
 

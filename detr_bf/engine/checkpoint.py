@@ -104,22 +104,22 @@ def check_stored(config: Any, class_map: Any, path: Path) -> None:
     ids: Any
     ids, names, things = (classes.get(name) for name in ("category_ids", "names", "is_thing"))
     columns = [column for column in (ids, names, things or None) if column is not None]
-    sound = (
+    valid = (
         _is_list_of(ids, int)
         and _is_list_of(names, str)
         and (not things or _is_list_of(things, bool))
         and len({len(column) for column in columns}) == 1
         and len(set(ids)) == len(ids)
     )
-    if not sound:
-        raise _misshapen(path, "class_map", "lists of equal length: category_ids (distinct integers), names, is_thing")
+    if not valid:
+        raise _malformed(path, "class_map", "lists of equal length: category_ids (distinct integers), names, is_thing")
 
 
 def _check_training(training: Mapping[Any, Any], path: Path) -> None:
     optimizer = _mapping(training.get("optimizer"), "training.optimizer", path)
     groups, state = optimizer.get("param_groups"), optimizer.get("state")
     if not (_is_list_of(groups, dict) and groups and all(_is_list_of(group.get("params"), int) for group in groups)):
-        raise _misshapen(path, "training.optimizer.param_groups", "groups with the numbers of their parameters")
+        raise _malformed(path, "training.optimizer.param_groups", "groups with the numbers of their parameters")
     for number, moments in _mapping(state, "training.optimizer.state", path).items():
         tensors = _mapping(moments, "training.optimizer.state", path).items()
         named = {f"optimizer.{number}.{name}": value for name, value in tensors if isinstance(value, Tensor)}
@@ -129,13 +129,13 @@ def _check_training(training: Mapping[Any, Any], path: Path) -> None:
     steps: Any = [progress.get("step"), progress.get("evaluated_step")]
     numbers = all(value is None or _is_number(value) for value in progress.values())
     if not (_is_list_of(steps, int) and numbers and 0 <= steps[1] <= steps[0] <= _MOST):
-        raise _misshapen(path, "training.progress", "the numbers 'step' and 'evaluated_step' and others of their kind")
+        raise _malformed(path, "training.progress", "the numbers 'step' and 'evaluated_step' and others of their kind")
     if not _is_list_of([training.get("averaged")], int):
-        raise _misshapen(path, "training.averaged", "a number of steps")
+        raise _malformed(path, "training.averaged", "a number of steps")
     rng = training.get("rng")
     states: Any = [{"cpu": rng, "cuda": None}] if isinstance(rng, Tensor) else rng  # a tensor in earlier checkpoints
     if not _is_list_of(states, dict) or not all(map(is_rng_state, states)):
-        raise _misshapen(path, "training.rng", "the generator states of every process")
+        raise _malformed(path, "training.rng", "the generator states of every process")
 
 
 def is_rng_state(state: Any) -> bool:
@@ -156,22 +156,22 @@ def _is_bytes(value: Any) -> bool:
 
 def _check_plain(value: Any, key: str, path: Path, depth: int = 0) -> None:
     if depth > _DEEPEST:
-        raise _misshapen(path, key, f"at most {_DEEPEST} levels")
+        raise _malformed(path, key, f"at most {_DEEPEST} levels")
     if isinstance(value, dict):
         if not all(isinstance(name, str) for name in value):
-            raise _misshapen(path, key, "names of settings that are text")
+            raise _malformed(path, key, "names of settings that are strings")
         for name, each in value.items():
             _check_plain(each, f"{key}.{name}", path, depth + 1)
     elif isinstance(value, (list, tuple)):
         for each in value:
             _check_plain(each, key, path, depth + 1)
     elif not (value is None or isinstance(value, (bool, int, float, str))):
-        raise _misshapen(path, key, f"plain values, not a {type(value).__name__}")
+        raise _malformed(path, key, f"plain values, not a {type(value).__name__}")
 
 
 def _mapping(value: Any, name: str, path: Path) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
-        raise _misshapen(path, name, f"a dictionary, not a {type(value).__name__}")
+        raise _malformed(path, name, f"a dictionary, not a {type(value).__name__}")
     return value
 
 
@@ -186,9 +186,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _misshapen(path: Path, name: str, expected: str) -> InputError:
+def _malformed(path: Path, name: str, expected: str) -> InputError:
     return InputError(
-        f"{path} is no sound checkpoint of detr_bf: '{printable(name)}' must hold {expected}. Use another copy of it"
+        f"{path} is a damaged checkpoint of detr_bf: '{printable(name)}' must hold {expected}. Use another copy of it"
     )
 
 

@@ -13,7 +13,7 @@ from detr_bf.text import safe_message
 
 
 class _Safe(logging.Formatter):
-    """Escapes the control characters of messages and tracebacks; line breaks stay."""
+    """Formatter that escapes the control characters of messages and tracebacks, except line breaks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return safe_message(super().format(record))
@@ -25,7 +25,7 @@ class _Screen(logging.Handler):
 
 
 class _File(logging.FileHandler):
-    """Says once on the screen that it cannot write, where logging would print a traceback for every line."""
+    """File handler that reports a failing write once, where logging would print a traceback for every line."""
 
     _failed = False
 

@@ -175,7 +175,7 @@ _ADAMW = {"step", "exp_avg", "exp_avg_sq"}  # what its step reads
 
 
 def _check_moments(optimizer: torch.optim.Optimizer, source: str) -> None:
-    """The next step trusts the shapes of the moments, and one that is not finite would spoil the weights."""
+    """Refuse moments of another shape than their parameter, which the fused step does not check, or not finite ones."""
     for number, (parameter, moments) in enumerate(optimizer.state.items()):
         named = {f"optimizer.{number}.{name}": moment for name, moment in moments.items() if moment is not None}
         if isinstance(optimizer, torch.optim.AdamW) and moments and set(moments) != _ADAMW:
@@ -186,7 +186,7 @@ def _check_moments(optimizer: torch.optim.Optimizer, source: str) -> None:
         check_weights(named, source)
         wrong = [name for name, moment in named.items() if moment.dim() and moment.shape != parameter.shape]
         if wrong:
-            raise InputError(f"{source}: {listed(wrong)} have not the shape of the parameter: use another copy of it")
+            raise InputError(f"{source}: {listed(wrong)} must have the shape of the parameter: use another copy of it")
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,10 @@ from filelock import FileLock, Timeout
 
 from detr_bf import distributed
 from detr_bf.errors import InputError
-from detr_bf.files import is_folder, make_output_folder, remove_unfinished, write_json
+from detr_bf.files import is_folder, listed, make_output_folder, remove_empty, remove_unfinished, write_json
 from detr_bf.text import printable
 
 LOCK_SECONDS = 1.0  # to wait for a process that is just ending
-SHOWN = 5  # file names that a message lists
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Claim:
         self._made: dict[Path, tuple[int, int]] = {}  # device and inode of each
 
     def made(self, *paths: Path) -> None:
-        """Note files that this process has just written; those that it has replaced or appended to are not its own."""
+        """Note files that this process has just written; files that were there before do not count."""
         for path in paths:
             if self._before.isdisjoint((path, path.parent)) and path.exists():
                 self._made[path] = _identity(path)
@@ -71,11 +70,11 @@ class Claim:
                 )
 
     def keep(self) -> None:
-        """Let the files stay, whatever comes."""
+        """Keep the files, also if an InputError follows."""
         self.kept = True
 
     def remove(self) -> None:
-        """Remove the files unless they are kept; the lock, which was made first, at last."""
+        """Remove the files unless they are kept, in reverse order: the lock, which was made first, is removed last."""
         for path, identity in () if self.kept else reversed(self._made.items()):
             with suppress(OSError):
                 if _identity(path) != identity:
@@ -133,12 +132,12 @@ class RunFolder:
 
     @property
     def marker(self) -> Path:
-        """Marks the folder as one of detr_bf's; holds a :class:`RunMarker`."""
+        """Mark of a folder that detr_bf writes to: a :class:`RunMarker`."""
         return self.path / "detr_bf-run.json"
 
     @property
     def lock(self) -> Path:
-        """Locked by the process that writes to the folder."""
+        """Lock of the process that writes to the folder."""
         return self.path / "detr_bf-run.lock"
 
     @property
@@ -193,13 +192,13 @@ class RunFolder:
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
-    def create(self) -> None:
-        """Make the folder and prove that files can be written there.
+    def create(self) -> list[Path]:
+        """Make the folder as :func:`detr_bf.files.make_output_folder`; return the folders that were missing.
 
         Raises:
-            InputError: they cannot.
+            InputError: files cannot be written there.
         """
-        make_output_folder(self.path, "output_dir")
+        return make_output_folder(self.path, "output_dir")
 
     @contextmanager
     def locked(self) -> Iterator[Claim]:
@@ -211,10 +210,9 @@ class RunFolder:
         Raises:
             InputError: the folder cannot be written, or another process holds the lock.
         """
-        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        made = self.create()
         claim = Claim(frozenset(path for path in (*self._all_names, self.marker, self.lock) if path.exists()))
         try:
-            self.create()
             with self._lock_held():
                 claim.made(self.lock)
                 try:
@@ -223,9 +221,7 @@ class RunFolder:
                     claim.remove()
                     raise
         except InputError:
-            for folder in () if claim.kept else missing:
-                with suppress(OSError):
-                    folder.rmdir()  # an empty one only
+            remove_empty(() if claim.kept else made)
             raise
 
     @contextmanager
@@ -277,10 +273,9 @@ class RunFolder:
         epochs = self.path.glob(self.epoch(0).name.replace("0000", "*"))
         foreign = [path.name for path in (*self._all_names, *epochs) if path.exists() or path.is_symlink()]
         if foreign:
-            more = f" and {len(foreign) - SHOWN} more" if len(foreign) > SHOWN else ""
             raise InputError(
                 f"output_dir {self.path} is not the folder of a run ({self.marker.name} is missing) and holds "
-                f"{', '.join(map(printable, foreign[:SHOWN]))}{more}, which a run would overwrite: choose another "
+                f"{listed(foreign)}, which a run would overwrite: choose another "
                 "folder with output_dir=DIR, or if it is the copy of a run that holds its last.pt, give --resume"
             )
 

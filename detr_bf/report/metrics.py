@@ -61,5 +61,5 @@ def _is_epoch(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """NaN compares as False."""
+    """Return whether it is a finite number that can be drawn."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST

@@ -181,7 +181,7 @@ def test_what_no_step_can_run_is_refused(tmp_path: Path, name: str) -> None:
     content = torch.load(path, weights_only=True)
     UNSOUND[name](content)
     torch.save(content, path)
-    with pytest.raises(InputError, match=r"a\.pt is no sound capture of detr_bf"):
+    with pytest.raises(InputError, match=r"a\.pt is a damaged capture of detr_bf"):
         load_capture(path)
 
 
@@ -203,7 +203,7 @@ def test_batches_of_classifiers_are_checked_too(tmp_path: Path, changes: dict[st
     replace(kept, batches=(sound,)).save(tmp_path / "a.pt")
     assert_same(load_capture(tmp_path / "a.pt").batches, (sound,))
     replace(kept, batches=(replace(sound, **changes),)).save(tmp_path / "a.pt")
-    with pytest.raises(InputError, match=r"a\.pt is no sound capture"):
+    with pytest.raises(InputError, match=r"a\.pt is a damaged capture"):
         load_capture(tmp_path / "a.pt")
 
 

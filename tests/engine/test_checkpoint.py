@@ -131,7 +131,7 @@ def nested(depth: int) -> dict[str, Any]:
         ("ema", {"a": torch.ones(1, dtype=torch.complex64)}, r"cannot be weights: a \(complex\)"),
         ("config", "detection", "'config' must hold a dictionary"),
         ("config", {"task": torch.ones(1)}, "'config.task' must hold plain values, not a Tensor"),
-        ("config", {3: 4}, "'config' must hold names of settings that are text"),
+        ("config", {3: 4}, "'config' must hold names of settings that are strings"),
         ("config", nested(200), "must hold at most 30 levels"),
         ("class_map", None, "'class_map' must hold a dictionary"),
         ("class_map", {}, "'class_map' must hold lists of equal length"),

@@ -235,7 +235,7 @@ def test_another_kind_of_optimizer_is_not_resumed(old: str, new: str) -> None:
     ("moment", "message"),
     [
         (torch.full((2,), math.nan), r"last.pt holds NaN or infinite weights.* in optimizer\.0\.exp_avg"),
-        (torch.zeros(3), r"last.pt: optimizer\.0\.exp_avg have not the shape of the parameter"),
+        (torch.zeros(3), r"last.pt: optimizer\.0\.exp_avg must have the shape of the parameter"),
         (torch.zeros(2).to_sparse(), r"last.pt holds what cannot be weights: optimizer\.0\.exp_avg \(sparse\)"),
         (3, r"last.pt holds what cannot be weights: optimizer\.0\.exp_avg \(a value of type int\)"),
         (..., "last.pt: its optimizer state is damaged, it holds exp_avg_sq, step; expected exp_avg, exp_avg_sq, step"),

@@ -137,7 +137,7 @@ def test_a_run_folder_stands_for_its_best_checkpoint(tmp_path: Path) -> None:
         (["ours.pt", "out.pth", "--to", "a\nb"], r"no checkpoint format 'a\\nb'; there are"),
         (["https://example.org/a.pth", "out.pth"], "files are not fetched from a URL; download it"),
         (["n" * 300, "out.pth"], "file not found: nnn"),
-        (["pipe.pth", "out.pth"], "pipe.pth is a FIFO, a socket or a device"),
+        (["pipe.pth", "out.pth"], "pipe.pth is a FIFO, expected a file"),
         (["nan.pth", "out.pth"], "nan.pth holds NaN or infinite weights.* in tokens.projections.0.weight"),
         (["nan.pth", "out.pth", "--classes", "contiguous"], "nan.pth holds NaN or infinite weights"),
         (["unknown.pth", "out.pth"], "no known format .*tried: detr, .*closest is detr"),
