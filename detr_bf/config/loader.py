@@ -223,7 +223,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"config file {shown} is not valid YAML: {_one_line(error)}") from error
     strange = next((key for key in tree if not isinstance(key, str)), None)
     if strange is not None:
-        raise InputError(f"config file {shown}: the key {printable(repr(strange))} is no text, expected 'key: value'")
+        raise InputError(
+            f"config file {shown}: the key {printable(repr(strange))} must be a string, expected 'key: value'"
+        )
     return typing.cast("dict[str, Any]", tree)
 
 
@@ -272,6 +274,8 @@ def _merge(merged: DictConfig, plain: dict[str, Any], source: str, schema: type[
     tree = DictConfig({})
     try:
         tree = OmegaConf.create(plain)
+        if missing := OmegaConf.missing_keys(tree):  # omegaconf would take the default without a word
+            raise InputError(f"{source}: {', '.join(map(printable, sorted(missing)))} is '???': give a value")
         _check_groups(merged, tree, source)
         return typing.cast(DictConfig, OmegaConf.merge(merged, tree))
     except InputError:
