@@ -162,7 +162,7 @@ def test_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
         ("5\n", "key: value"),
         ("just text\n", "key: value"),
         ("3: 4\n", "the key 3 must be a string"),
-        ("train: {epochs: ???}\nseed: ???\n", "seed, train.epochs is '???': give a value"),
+        ("train:\n  epochs: ???\nseed: ???\n", r"seed, train\.epochs is '\?\?\?': give a value"),
         ("null: 4\n", "Incompatible key type"),
         ("[1]: 4\n", "not valid YAML"),
         ("task: [detection]\n", "task must be one of"),
