@@ -130,5 +130,5 @@ def arguments() -> Any:
 
 
 def path(default: str | None) -> Any:
-    """A file or folder; ``~`` stands for the user's own."""
+    """A file or folder; a leading ``~`` is replaced by the home folder."""
     return field(default=default, metadata={"rule": LOCAL_PATH, "path": True})

@@ -1,7 +1,7 @@
 """The values of COCO annotations: which are valid, and what training and evaluation read in them.
 
-The doctor, the data sets and the evaluators call the same functions, so that what one accepts none of them stumbles
-over. Every function raises :class:`ValueError` for a value that cannot be used; the message does not say where it
+The doctor, the data sets and the evaluators call the same functions, so that they accept the same values. Every
+function raises :class:`ValueError` for a value that cannot be used; the message does not say where it
 stands.
 """
 

@@ -34,7 +34,7 @@ _SMALLEST_LIMIT = 2**26  # bytes that a file may have however few pixels are all
 _DEPTHS = (8, 10, 12, 14, 16)  # bits of the values that 16-bit images hold
 _BITS_PER_SAMPLE = 258  # TIFF tag
 _ORIENTATION = 0x0112  # EXIF tag
-_TRANSPOSITIONS = {  # by its values; ImageOps.exif_transpose would write the EXIF anew, and stumble over broken ones
+_TRANSPOSITIONS = {  # by EXIF value; ImageOps.exif_transpose rewrites the EXIF data and fails on broken ones
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,

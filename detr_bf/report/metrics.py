@@ -46,7 +46,7 @@ def read_metrics(path: str | Path) -> Metrics:
 
 
 def series(records: Iterable[Record], name: str) -> tuple[list[float], list[float]]:
-    """Epochs and values of one quantity; records in which it is absent, null or no number to draw are left out."""
+    """Epochs and values of one quantity; records in which it is absent or not a finite number are left out."""
     points = [(record["epoch"], record[name]) for record in records if _is_number(record.get(name))]
     return [float(epoch) for epoch, _ in points], [float(value) for _, value in points]
 
