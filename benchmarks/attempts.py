@@ -35,7 +35,7 @@ SAID = 3000  # characters of what a run said that are shown
 
 # a server that has imported all there is hands out processes in a moment
 _FORK = multiprocessing.get_context("forkserver")
-_FORK.set_forkserver_preload(["detr_bf.session", "attempts"])
+_FORK.set_forkserver_preload(["detr_bf.run", "attempts"])
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from detr_bf.assembly import build_criterion, build_groups, build_model
-from detr_bf.config import Config, load_config
+from detr_bf.config import DetectionConfig, load_config
 from detr_bf.detectors import Detector
 from detr_bf.engine import build_optimizer
 from detr_bf.losses import CrossEntropy, HungarianMatcher, Matches, PaddedTargets, SetCriterion
@@ -44,7 +44,7 @@ class Preset:
     overrides: tuple[str, ...] = ()
     recipe: Path | None = None
 
-    def config(self, *overrides: str) -> Config:
+    def config(self, *overrides: str) -> DetectionConfig:
         """Random backbone weights: none are downloaded, and time does not depend on them."""
         return load_config(self.recipe, ["model.backbone.weights=none", *self.overrides, *overrides])
 
@@ -175,7 +175,7 @@ def _models(setting: Setting, variants: Mapping[str, str]) -> dict[str, Detector
     return {name: model.to(setting.device) for name, model in models.items()}
 
 
-def make_optimizer(config: Config, model: Detector) -> torch.optim.Optimizer:
+def make_optimizer(config: DetectionConfig, model: Detector) -> torch.optim.Optimizer:
     """That of a training run."""
     return build_optimizer(build_groups(config, model))
 

@@ -21,7 +21,7 @@ from cases import NUM_CLASSES, SEED, Preset, Setting, make_batch, make_optimizer
 from command import CONFIGS, add_image_options, cells, check_rounds, circumstances, make_parser
 from detr_bf.assembly import build_criterion, build_model, device_of
 from detr_bf.cli import run_tool
-from detr_bf.config import Config
+from detr_bf.config import DetectionConfig
 from detr_bf.detectors import Detector
 from detr_bf.files import write_json
 from timing import Spread, paired_ratios
@@ -117,7 +117,7 @@ def _model(setting: Setting) -> Detector:
 
 
 def _step(setting: Setting, model: Detector) -> Any:
-    config: Config = setting.preset.config()
+    config: DetectionConfig = setting.preset.config()
     optimizer, batch = make_optimizer(config, model), make_batch(setting)
     return partial(training_step, model, optimizer, build_criterion(config), batch, config.optimizer.clip_norm)
 

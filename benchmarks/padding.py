@@ -27,7 +27,7 @@ from detr_bf.cli import run_tool
 from detr_bf.config import load_config
 from detr_bf.data.batches import EpochBatches, aspect_buckets
 from detr_bf.data.coco import annotated_size
-from detr_bf.data.sample_key import mixed_seed
+from detr_bf.data.sample_key import derive_seed
 from detr_bf.data.transforms import Sample, SampleTransform, train_transform
 from detr_bf.errors import InputError
 from detr_bf.files import write_json
@@ -141,7 +141,7 @@ def simulated_epochs(sizes: Sizes, seeds: int, epochs: int) -> Iterator[Simulate
     transform = train_transform(**settings)
     for number in range(seeds * epochs):
         seed, epoch = divmod(number, epochs)
-        torch.manual_seed(mixed_seed(seed, epoch))
+        torch.manual_seed(derive_seed(seed, epoch))
         progress = tqdm(sizes.images, desc=f"seed {seed}, epoch {epoch}", unit="image", disable=None, leave=False)
         yield SimulatedEpoch(seed, epoch, np.array([transformed(size, transform) for size in progress]))
 

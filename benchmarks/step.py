@@ -23,7 +23,7 @@ from command import CONFIGS, cells, check_rounds, circumstances, make_parser
 from detr_bf.assembly import build_criterion, build_model, device_of
 from detr_bf.assembly.acceleration import accelerate
 from detr_bf.cli import run_tool
-from detr_bf.config import Config
+from detr_bf.config import DetectionConfig
 from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
 from detr_bf.files import write_json
@@ -256,7 +256,7 @@ class Step:
         with self.watch.inside("loss"):
             return self.criterion(outputs, self.batch.targets).total
 
-    def _timed_parts(self, config: Config) -> SetCriterion:
+    def _timed_parts(self, config: DetectionConfig) -> SetCriterion:
         """Put the watch around the parts of the model; the criterion with the watch around its matcher."""
         model, watch = self.model, self.watch
         for name in ("backbone", "tokens", "encoder", "decoder"):

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from detr_bf import interop
 from detr_bf.assembly import build_classifier, build_masked_autoencoder, build_model
 from detr_bf.assembly.network import ENCODER
-from detr_bf.config import ClassifierConfig, Config, MaskedConfig, config_from_dict, config_to_dict
-from detr_bf.config.classifier import PluginsConfig
+from detr_bf.config import ClassifierConfig, DetectionConfig, MaskedConfig, config_from_dict, config_to_dict
+from detr_bf.config.classification import PluginsConfig
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, build_and_load, checkpoint_of, is_checkpoint, load_checkpoint
 from detr_bf.errors import InputError
 from detr_bf.files import check_output_file, check_weights, readable_file
+from detr_bf.plugins import without_plugins
 from detr_bf.structures import Batch, ClassMap
-from detr_bf.vit import without_plugins
 
 BATCH_FORMER = "batch_former"
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin")
@@ -137,7 +137,7 @@ def write_encoder(source: Path, target: Path) -> str:
     return f"{len(kept)} tensors of the encoder load into the plain {config.model.name} without classes: {target}"
 
 
-def stripped_checkpoint(checkpoint: Checkpoint, config: Config) -> Checkpoint:
+def stripped_checkpoint(checkpoint: Checkpoint, config: DetectionConfig) -> Checkpoint:
     """``checkpoint`` without batch attention and without what only training needs."""
     config = copy.deepcopy(config)
     config.batch_former.enabled = False
@@ -145,7 +145,7 @@ def stripped_checkpoint(checkpoint: Checkpoint, config: Config) -> Checkpoint:
     return replace(checkpoint, model=kept, ema=None, training=None, config=config_to_dict(config))
 
 
-def random_batch(config: Config) -> Batch:
+def random_batch(config: DetectionConfig) -> Batch:
     """Two random images of different sizes, large enough for as many queries as the model has."""
     cells = math.ceil(math.sqrt(config.model.num_queries))
     side = 32 * math.ceil(max(SIDE, min(config.model.backbone.strides) * cells) / 32)
@@ -212,7 +212,7 @@ def _check_plugins_strippable(config: ClassifierConfig, source: Path) -> None:
         raise InputError(
             f"{source} was trained with plugins.context_broadcasting, which is a part of the network in evaluation, "
             "too: without it the outputs would be others. Deploy the run itself (detr_bf.load_classifier), or put it "
-            "into timm's network with detr_bf.vit.add_context_broadcasting"
+            "into timm's network with detr_bf.plugins.add_context_broadcasting"
         )
     if config.model.linear_probe:
         raise InputError(
@@ -237,7 +237,7 @@ def _check_same_outputs(
         raise InputError(message)
 
 
-def _check_strippable(config: Config, source: Path) -> None:
+def _check_strippable(config: DetectionConfig, source: Path) -> None:
     if not config.batch_former.enabled:
         raise InputError(f"{source} was trained without batch attention: there is nothing to strip")
     if config.batch_former.mode == "mini_batch_inference":

@@ -70,7 +70,7 @@ def is_main() -> bool:
 
 
 @contextmanager
-def joined(device: torch.device, timeout_minutes: float) -> Iterator[None]:
+def process_group(device: torch.device, timeout_minutes: float) -> Iterator[None]:
     """Within the block the processes of the launcher form a group: gloo on CPUs, NCCL between GPUs as well.
 
     ``device`` becomes the current one. Who waits longer than the timeout for the others fails. An exception that the
@@ -84,7 +84,7 @@ def joined(device: torch.device, timeout_minutes: float) -> Iterator[None]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
     store, number, count = next(rendezvous("env://", timeout=timeout))
-    store = PrefixStore(name_of_this_start(store, number, count, timeout), store)
+    store = PrefixStore(store_prefix(store, number, count, timeout), store)
     dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timeout)
     global _side_group
     _side_group = dist.new_group(timeout=timeout)
@@ -105,7 +105,7 @@ def side_group() -> Any:
     return _side_group
 
 
-def name_of_this_start(store: Store, number: int, count: int, timeout: timedelta) -> str:
+def store_prefix(store: Store, number: int, count: int, timeout: timedelta) -> str:
     """A name that the ``count`` processes that call this now agree on, and none that died before them knows.
 
     torchrun keeps one store over all starts of a group, and the addresses of dead processes stand in it: whoever reads
@@ -133,7 +133,7 @@ def name_of_this_start(store: Store, number: int, count: int, timeout: timedelta
     return own
 
 
-def total(values: Tensor) -> Tensor:
+def all_reduce_sum(values: Tensor) -> Tensor:
     """The sum over the processes, without gradient; of one process the tensor itself."""
     if world_size() == 1:
         return values.detach()
@@ -142,19 +142,19 @@ def total(values: Tensor) -> Tensor:
     return summed
 
 
-def mean(values: Tensor) -> Tensor:
+def all_reduce_mean(values: Tensor) -> Tensor:
     """The mean over the processes, without gradient."""
-    return total(values) / world_size()
+    return all_reduce_sum(values) / world_size()
 
 
-def take_from_main(tensors: Iterable[Tensor]) -> None:
+def broadcast_from_main(tensors: Iterable[Tensor]) -> None:
     """Overwrite each with that of the main process."""
     if world_size() > 1:
         for tensor in tensors:
             dist.broadcast(tensor, 0)
 
 
-def gathered(value: T) -> list[T] | None:
+def gather_to_main(value: T) -> list[T] | None:
     """What each process gives, in their order, on the main one; None on the others."""
     if world_size() == 1:
         return [value]
@@ -163,7 +163,7 @@ def gathered(value: T) -> list[T] | None:
     return values
 
 
-def known_to_all(value: T) -> list[T]:
+def all_gather_object(value: T) -> list[T]:
     """What each process gives, in their order, on all."""
     if world_size() == 1:
         return [value]
@@ -200,7 +200,7 @@ def failing_together() -> Iterator[None]:
         if world_size() == 1:
             raise
         message = str(error)
-    faults = [fault for fault in dict.fromkeys(known_to_all(message)) if fault is not None]
+    faults = [fault for fault in dict.fromkeys(all_gather_object(message)) if fault is not None]
     if faults:
         raise shared(InputError("\n".join(faults)))
 

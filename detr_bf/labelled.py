@@ -30,7 +30,7 @@ class ClassTargets:
     """What the losses compare with."""
 
     labels: Tensor  # (B,) int64
-    shares: Tensor | None = None  # (B, K) float32 of each class after mixing or smoothing; None: the labels alone
+    soft_labels: Tensor | None = None  # (B, K) float32 of each class after mixing or smoothing; None: the labels alone
     patch_labels: Tensor | None = None  # (B, P) int64, the class of every patch after DiversePatch's CutMix
     epoch: int = 0  # of the training, for weights that change
 
@@ -38,7 +38,7 @@ class ClassTargets:
         """All tensors through a function."""
         return ClassTargets(
             function(self.labels),
-            None if self.shares is None else function(self.shares),
+            None if self.soft_labels is None else function(self.soft_labels),
             None if self.patch_labels is None else function(self.patch_labels),
             self.epoch,
         )

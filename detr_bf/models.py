@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 from detr_bf.assembly import build_model
-from detr_bf.config import Config, load_config
+from detr_bf.config import DetectionConfig, load_config
 from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
 from detr_bf.text import printable
@@ -39,7 +39,7 @@ def create_model(
     return build_model(recipe_config(name, overrides), num_classes, pretrained=pretrained_backbone)
 
 
-def recipe_config(name: str, overrides: Sequence[str] = ()) -> Config:
+def recipe_config(name: str, overrides: Sequence[str] = ()) -> DetectionConfig:
     """The settings of the recipe ``configs/*/NAME.yaml``.
 
     Raises:
@@ -51,7 +51,7 @@ def recipe_config(name: str, overrides: Sequence[str] = ()) -> Config:
         near = difflib.get_close_matches(shown, recipes, n=3, cutoff=0.4)
         hint = f"; nearest: {', '.join(near)}" if near else ""
         raise InputError(f"there is no model '{shown}'{hint}. detr_bf.list_models() names all {len(recipes)}")
-    config: Config = load_config(recipes[name], list(overrides))
+    config: DetectionConfig = load_config(recipes[name], list(overrides))
     return config
 
 

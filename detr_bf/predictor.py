@@ -16,17 +16,11 @@ from PIL import Image as PillowImage
 from torch import Tensor, nn
 from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image
 
-from detr_bf.assembly import (
-    build_eval_transform,
-    build_model,
-    build_panoptic_postprocess,
-    build_postprocess,
-    device_of,
-)
+from detr_bf.assembly import build_eval_transform, build_model, build_panoptic_postprocess, build_postprocess, device_of
 from detr_bf.assembly import load_classifier as load_classifier_model
 from detr_bf.assembly.classifier_data import build_image_eval_transform
-from detr_bf.config import ClassifierConfig, Config, config_from_dict
-from detr_bf.data.augmentation import EvalTransform
+from detr_bf.classification.augmentation import EvalTransform
+from detr_bf.config import ClassifierConfig, DetectionConfig, config_from_dict
 from detr_bf.data.images import MAX_PIXELS, read_image
 from detr_bf.data.transforms import Sample, SampleTransform
 from detr_bf.detectors import Detector
@@ -203,7 +197,7 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor | Classi
     checkpoint = load_checkpoint(source)
     config = config_from_dict(checkpoint.config, source=f"the config in {source}")
     config.device = device
-    if isinstance(config, Config):
+    if isinstance(config, DetectionConfig):
         return _detector(config, checkpoint, str(source))
     if isinstance(config, ClassifierConfig):
         return _classifier(config, source)
@@ -213,7 +207,7 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor | Classi
     )
 
 
-def _detector(config: Config, checkpoint: Checkpoint, source: str) -> Predictor:
+def _detector(config: DetectionConfig, checkpoint: Checkpoint, source: str) -> Predictor:
     num_classes = checkpoint.classes.num_classes
     model = build_and_load(lambda: build_model(config, num_classes, pretrained=False), checkpoint.weights, source)
     return Predictor(

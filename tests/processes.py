@@ -54,7 +54,7 @@ def _member(
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     torch.set_num_threads(1)
     try:
-        with distributed.joined(torch.device("cpu"), timeout_minutes=1):
+        with distributed.process_group(torch.device("cpu"), timeout_minutes=1):
             answer: tuple[Any, str | None] = function(*arguments), None
     except BaseException:
         answer = None, traceback.format_exc()

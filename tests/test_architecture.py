@@ -1,7 +1,7 @@
-"""The floors of the house: which room of ``detr_bf`` may import which, and how long a function or file may get.
+"""Allowed imports between the packages of ``detr_bf``, and the longest functions and files.
 
-A room is a module or package directly under ``detr_bf``, or one of ``SUBLET``, which lie deeper. Imports point down
-only; a room missing from the table fails.
+A package here is a module or package directly under ``detr_bf``, or one of ``NESTED``. Imports point down only; a
+package missing from the table fails.
 """
 
 from __future__ import annotations
@@ -40,7 +40,17 @@ ALLOWED: dict[str, set[str]] = {
     "transformer": {"errors", "structures", "boxes", "batchformer", "layers"},
     "detectors": {"errors", "structures", "boxes", "batchformer", "layers", "backbones", "transformer"},
     "losses": {"errors", "distributed", "structures", "labelled", "boxes"},
-    "vit": {"errors", "distributed", "structures", "labelled", "ops", "batchformer", "layers", "transformer", "losses"},
+    "plugins": {
+        "errors",
+        "distributed",
+        "structures",
+        "labelled",
+        "ops",
+        "batchformer",
+        "layers",
+        "transformer",
+        "losses",
+    },
     "data": GROUND,
     "postprocess": {
         "errors",
@@ -52,16 +62,17 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": GROUND | {"data", "postprocess"},
     "report": GROUND | {"config", "data", "postprocess", "evaluation"},  # it describes the config of a finished run
     "engine": GROUND | MODEL | WORK,
-    "analysis": GROUND | MODEL | WORK | {"vit"},
+    "classification": GROUND | MODEL | WORK | {"plugins", "config", "engine"},
     "interop": {"errors", "text", "structures", "files"},
-    "assembly": GROUND | MODEL | WORK | {"vit", "config", "engine", "interop"},
-    "tasks": GROUND | MODEL | WORK | {"vit", "config", "engine", "interop", "assembly"},
+    "assembly": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "interop"},
+    "tasks": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "interop", "assembly"},
     "conversion": {
+        "classification",
         "errors",
         "text",
         "files",
         "structures",
-        "vit",
+        "plugins",
         "config",
         "detectors",
         "engine",
@@ -69,17 +80,17 @@ ALLOWED: dict[str, set[str]] = {
         "assembly",
     },
     "replay": {"errors", "text", "config", "engine", "assembly", "tasks"},
-    "session": {"errors", "text", "distributed", "files", "cli", "config", "engine", "report", "assembly", "tasks"},
+    "run": {"errors", "text", "distributed", "files", "cli", "config", "engine", "report", "assembly", "tasks"},
     "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
     "models": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
-    "predictor": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
+    "predictor": GROUND | MODEL | WORK | {"classification", "config", "engine", "interop", "assembly"},
     "__init__": {"models", "predictor"},  # the short names of the public interface
     "interop/detectron2": GROUND
     | MODEL
     | WORK
     | {"cli", "config", "engine", "interop", "assembly", "models"},  # and nobody may import it
 }
-SUBLET = {"interop/detectron2"}
+NESTED = {"interop/detectron2"}
 FORBIDDEN_LIBRARIES = {"config": {"torch", "torchvision", "timm"}}
 
 MAX_FUNCTION_LINES = 60
@@ -97,29 +108,29 @@ def imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
 
-def room_of(parts: Sequence[str]) -> str:
-    """The room in which a module lies, given by its folders and its name below ``detr_bf``."""
+def package_of(parts: Sequence[str]) -> str:
+    """The package of a module, given by its folders and its name below ``detr_bf``."""
     deeper = "/".join(parts[:2])
-    return deeper if deeper in SUBLET else parts[0]
+    return deeper if deeper in NESTED else parts[0]
 
 
 def forbidden_imports(source: str, path: str) -> list[str]:
     """One sentence for each import that ``path`` (relative to the package, ``data/coco.py``) may not have."""
     parts = Path(path).with_suffix("").parts
-    room, package = room_of(parts), ".".join(("detr_bf", *parts[:-1]))
-    if room not in ALLOWED:
-        return [f"detr_bf/{path}: the room '{room}' has no line in ALLOWED of tests/test_architecture.py: add one"]
+    owner, package = package_of(parts), ".".join(("detr_bf", *parts[:-1]))
+    if owner not in ALLOWED:
+        return [f"detr_bf/{path}: the package '{owner}' has no line in ALLOWED of tests/test_architecture.py: add one"]
     found = []
     for line, name in imported_names(source, package):
         top, *rest = name.split(".")
         where = f"detr_bf/{path}:{line}"
         if top in OUTSIDE:
             found.append(f"{where}: the package must not import {top}")
-        elif top in FORBIDDEN_LIBRARIES.get(room, ()):
-            found.append(f"{where}: '{room}' must work without {top}")
-        elif top == "detr_bf" and (not rest or room_of(rest) not in ALLOWED[room] | {room}):
-            allowed = ", ".join(sorted(ALLOWED[room])) or "nothing of ours"
-            found.append(f"{where}: '{room}' must not import {name}; it may import {allowed}")
+        elif top in FORBIDDEN_LIBRARIES.get(owner, ()):
+            found.append(f"{where}: '{owner}' must work without {top}")
+        elif top == "detr_bf" and (not rest or package_of(rest) not in ALLOWED[owner] | {owner}):
+            allowed = ", ".join(sorted(ALLOWED[owner])) or "nothing of ours"
+            found.append(f"{where}: '{owner}' must not import {name}; it may import {allowed}")
     return found
 
 
@@ -144,7 +155,7 @@ def test_imports_point_down() -> None:
     files += [(path, path.relative_to(ROOT).as_posix()) for path in python_files(ROOT / "ops")]  # detr_bf.ops
     assert {"structures.py", "ops/library.py"} <= {name for _, name in files}
     faults = [fault for path, name in files for fault in forbidden_imports(path.read_text(encoding="utf-8"), name)]
-    assert not faults, "imports must point down (shape of the house: CONTRIBUTING.md):\n" + "\n".join(faults)
+    assert not faults, "imports must point down (CONTRIBUTING.md):\n" + "\n".join(faults)
 
 
 def test_functions_and_files_are_short() -> None:
@@ -159,9 +170,9 @@ def test_functions_and_files_are_short() -> None:
 
 def test_the_table_has_no_cycle() -> None:
     order = list(ALLOWED)
-    for room, below in ALLOWED.items():
-        assert below <= set(order[: order.index(room)]), (
-            f"'{room}' may only import rooms that stand above it in ALLOWED"
+    for owner, below in ALLOWED.items():
+        assert below <= set(order[: order.index(owner)]), (
+            f"'{owner}' may only import packages that stand above it in ALLOWED"
         )
 
 
@@ -174,11 +185,11 @@ def test_the_table_has_no_cycle() -> None:
         ("engine/loop.py", "def f():\n    from detr_bf import config", "detr_bf.config"),
         ("postprocess.py", "import detr_bf", "detr_bf"),
         ("data/coco.py", "import os, tools.train_net", "tools"),
-        ("config/schema.py", "import torch.nn as nn", "torch"),
+        ("config/detection.py", "import torch.nn as nn", "torch"),
         ("novelty/x.py", "import os", "novelty"),
         ("assembly/run.py", "from detr_bf.interop.detectron2 import recipe", "detr_bf.interop.detectron2.recipe"),
         ("interop/formats.py", "import detr_bf.interop.detectron2.config", "detr_bf.interop.detectron2.config"),
-        ("interop/detectron2/x.py", "from detr_bf.session import train", "detr_bf.session.train"),
+        ("interop/detectron2/x.py", "from detr_bf.run import train", "detr_bf.run.train"),
     ],
 )
 def test_a_forbidden_import_is_found(path: str, source: str, culprit: str) -> None:

@@ -21,10 +21,10 @@ def everything() -> dict[str, Any]:
         "rank": rank,
         "world_size": distributed.world_size(),
         "is_main": distributed.is_main(),
-        "total": distributed.total(torch.tensor([1.0 + rank, 2.0])).tolist(),
-        "mean": distributed.mean(torch.tensor(float(rank))).item(),
-        "gathered": distributed.gathered({"from": rank}),
-        "known": distributed.known_to_all("ab"[rank]),
+        "total": distributed.all_reduce_sum(torch.tensor([1.0 + rank, 2.0])).tolist(),
+        "mean": distributed.all_reduce_mean(torch.tensor(float(rank))).item(),
+        "gathered": distributed.gather_to_main({"from": rank}),
+        "known": distributed.all_gather_object("ab"[rank]),
         "on_main": distributed.on_main(lambda: f"said by {rank}"),
     }
 
@@ -51,13 +51,13 @@ def test_one_process_needs_no_group() -> None:
 
 def test_sums_carry_no_gradient_and_leave_their_argument() -> None:
     value = torch.ones(2, requires_grad=True)
-    assert not distributed.total(value).requires_grad
+    assert not distributed.all_reduce_sum(value).requires_grad
     assert run_together(2, summed_twice) == [[1.0], [1.0]]
 
 
 def summed_twice() -> list[float]:
     value = torch.ones(1)
-    distributed.total(value)
+    distributed.all_reduce_sum(value)
     return value.tolist()
 
 
@@ -102,7 +102,7 @@ def test_a_new_start_agrees_on_a_name_in_spite_of_what_the_dead_left_in_the_stor
         names = []
         for _ in range(3):
             store.set("question/2", "asked by one that died before the answer")
-            starts = [pool.submit(distributed.name_of_this_start, store, n, 3, timeout) for n in (0, 2, 1)]
+            starts = [pool.submit(distributed.store_prefix, store, n, 3, timeout) for n in (0, 2, 1)]
             names.append({start.result() for start in starts})
     assert [len(agreed) for agreed in names] == [1, 1, 1]
     assert len(set.union(*names)) == 3
@@ -110,4 +110,4 @@ def test_a_new_start_agrees_on_a_name_in_spite_of_what_the_dead_left_in_the_stor
 
 def test_processes_that_do_not_come_are_named() -> None:
     with pytest.raises(TrainingError, match=r"processes \[1, 2\] have not come within 0:00:00.1"):
-        distributed.name_of_this_start(dist.HashStore(), 0, 3, timedelta(seconds=0.1))
+        distributed.store_prefix(dist.HashStore(), 0, 3, timedelta(seconds=0.1))

@@ -17,8 +17,8 @@ from detr_bf.assembly import build_model, load_classifier, read_initial_weights,
 from detr_bf.assembly.masked import _initial_weights
 from detr_bf.backbones.weights import load_classifier as load_backbone
 from detr_bf.backbones.weights import read_weights
-from detr_bf.config import ClassifierConfig, Config, config_to_dict, load_config
-from detr_bf.config.classifier import ClassifierModelConfig
+from detr_bf.config import ClassifierConfig, DetectionConfig, config_to_dict, load_config
+from detr_bf.config.classification import ClassifierModelConfig
 from detr_bf.conversion import convert, strip_batch_former, strip_plugins
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, RunFolder, Trainer, is_checkpoint, load_checkpoint
@@ -39,17 +39,17 @@ NORM = "decoder.norm.weight"
 
 
 @pytest.fixture(scope="module")
-def config() -> Config:
+def config() -> DetectionConfig:
     return load_config(None, SETTINGS)
 
 
 @pytest.fixture(scope="module")
-def model(config: Config) -> Detector:
+def model(config: DetectionConfig) -> Detector:
     return build_model(config, CLASSES.num_classes)
 
 
 @pytest.fixture
-def checkpoint(model: Detector, config: Config) -> Checkpoint:
+def checkpoint(model: Detector, config: DetectionConfig) -> Checkpoint:
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     return Checkpoint(weights, CLASSES.to_dict(), config_to_dict(config), training=training())
 

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from detr_bf.assembly import build_classification, build_model
-from detr_bf.config import Config, load_config
+from detr_bf.config import DetectionConfig, load_config
 from detr_bf.engine import build_optimizer
 from detr_bf.errors import InputError
 from detr_bf.planning import GPUS, Gpu, Machine, Plan, describe, gpu_named, make_plan, read_measured, trace
@@ -63,11 +63,11 @@ MASKS = ("model.backbone.strides=[32]", "model.masks=true", "freeze.detector=tru
 NO_GATHER, GATHER = "batch_former.gather=false", "batch_former.gather=true"
 
 
-def tiny(*settings: str) -> Config:
+def tiny(*settings: str) -> DetectionConfig:
     return load_config(None, [*TINY, *settings])
 
 
-def plan_of(config: Config, *, recipe: Config | None = None, **known: object) -> Plan:
+def plan_of(config: DetectionConfig, *, recipe: DetectionConfig | None = None, **known: object) -> Plan:
     return make_plan(config, Machine(**{"gpus": 1, "num_classes": CLASSES, **known}), recipe)
 
 
@@ -75,7 +75,7 @@ def blank(count: int) -> Batch:
     return Batch(torch.zeros(count, 3, *SIZE, dtype=torch.uint8), torch.zeros(count, *SIZE, dtype=torch.bool))
 
 
-def kept_by_a_real_run(config: Config) -> int:
+def kept_by_a_real_run(config: DetectionConfig) -> int:
     """Bytes alive after a forward pass with numbers: what autograd saved, and what the criterion is given and makes."""
     torch.manual_seed(0)
     model = build_model(config, CLASSES, pretrained=False).train()
@@ -131,7 +131,7 @@ def test_recomputation_keeps_what_checkpointed_layers_keep(name: str) -> None:
     assert found.kept + found.recomputed < whole.kept
 
 
-def kept_without_losses(config: Config) -> int:
+def kept_without_losses(config: DetectionConfig) -> int:
     """The model's own forward pass, nothing about it pretended but the numbers."""
     with without_numbers("cpu"):
         model = build_model(config, CLASSES, pretrained=False).train()
@@ -323,7 +323,7 @@ def test_steps_by_hand() -> None:
 
 
 def test_sizes_of_the_published_recipe() -> None:
-    transforms = Config().data.transforms
+    transforms = DetectionConfig().data.transforms
     assert largest_size(transforms) == (800, 1333)
     assert usual_size(transforms) == (640, 853)
     transforms.short_sides, transforms.max_size = [128], 128

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from detr_bf.analysis import ANALYSES, EPSILONS, Analysis, Pixels, Subject
 from detr_bf.assembly import build_classifier_criterion, build_image_splits, device_of, load_classifier
+from detr_bf.classification.analysis import ANALYSES, EPSILONS, Analysis, Pixels, Subject
 from detr_bf.cli import run_tool
 from detr_bf.config import ClassifierConfig
 from detr_bf.data.loader import make_loader

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from detr_bf.config import ClassifierConfig
-from detr_bf.session import training_command
+from detr_bf.run import training_command
 from detr_bf.tasks import ClassificationTask
 
 

@@ -12,23 +12,23 @@ from torch.utils.data import Sampler
 from detr_bf import distributed
 from detr_bf.assembly.network import build_network
 from detr_bf.assembly.training import PRECISIONS, epoch_batches
+from detr_bf.classification.augmentation import EvalTransform, TrainTransform
+from detr_bf.classification.checks import examine_images
+from detr_bf.classification.labelled_images import LabelledImageSet
+from detr_bf.classification.long_tail import kept_places
+from detr_bf.classification.mixing import BatchMix, Mix, MixedBatch, WithKeys
+from detr_bf.classification.sources import LabelledSplits, read_splits, require_no_flips, require_two_classes
 from detr_bf.config import ClassifierConfig, MaskedConfig
-from detr_bf.config.classifier import ImageTransformConfig
-from detr_bf.data.augmentation import EvalTransform, TrainTransform
+from detr_bf.config.classification import ImageTransformConfig
 from detr_bf.data.batches import SameSizeBatches
-from detr_bf.data.doctor import Report
-from detr_bf.data.image_doctor import examine_images
-from detr_bf.data.labelled_images import LabelledImageSet
+from detr_bf.data.checks.annotations import Report
 from detr_bf.data.loader import BatchLoader, make_loader
-from detr_bf.data.long_tail import kept_places
-from detr_bf.data.mixing import BatchMix, Mix, MixedBatch, WithKeys
 from detr_bf.data.sample_key import SampleKey
-from detr_bf.data.sources import LabelledSplits, read_splits, require_no_flips, require_two_classes
 from detr_bf.engine import EvaluationLoop
 from detr_bf.errors import InputError
 from detr_bf.labelled import LabelledImages
+from detr_bf.plugins import mixing_patch_size, patch_cutmix
 from detr_bf.structures import ClassMap
-from detr_bf.vit import mixing_patch_size, patch_cutmix
 
 MakeBatches = Callable[[int, int], Iterator[LabelledImages]]  # epoch, first batch -> the batches from there on
 ImageConfig = ClassifierConfig | MaskedConfig
@@ -190,7 +190,7 @@ class PatchMixing:
             smoothing=self.smoothing,
             generator=torch.Generator().manual_seed(seed),
         )
-        targets = replace(batch.targets, shares=mixed.targets, patch_labels=mixed.patch_labels)
+        targets = replace(batch.targets, soft_labels=mixed.targets, patch_labels=mixed.patch_labels)
         return replace(batch, images=mixed.images, targets=targets)
 
 

@@ -18,10 +18,10 @@ from detr_bf.assembly.model import device_of
 from detr_bf.assembly.network import read_network_weights, with_resized_positions
 from detr_bf.assembly.training import PRECISIONS, check_same_classes
 from detr_bf.assembly.trial import check_batch_norm
+from detr_bf.classification.evaluation import ClassificationEvaluator
 from detr_bf.config import ClassifierConfig
 from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, TrainingStep, load_fitting
 from detr_bf.errors import InputError
-from detr_bf.evaluation import ClassificationEvaluator
 
 logger = logging.getLogger(__name__)
 

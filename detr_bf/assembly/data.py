@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import Sampler
 
-from detr_bf.config import Config
-from detr_bf.config.schema import SplitConfig, TransformConfig
+from detr_bf.config import DetectionConfig
+from detr_bf.config.detection import SplitConfig, TransformConfig
 from detr_bf.data.coco import CocoDetection, Source
 from detr_bf.data.loader import BatchLoader, make_loader
 from detr_bf.data.sample_key import SampleKey
@@ -20,7 +20,7 @@ from detr_bf.errors import InputError
 from detr_bf.structures import Batch, ClassMap
 
 
-def build_train_data(config: Config) -> CocoDetection:
+def build_train_data(config: DetectionConfig) -> CocoDetection:
     """The training split, whose categories become the classes; with masks where the model has a mask head."""
     source = data_source(config, "train")
     return CocoDetection(
@@ -36,7 +36,7 @@ def build_train_data(config: Config) -> CocoDetection:
 
 
 def build_val_data(
-    config: Config, class_map: ClassMap, transform: SampleTransform | None = None, masks: bool = False
+    config: DetectionConfig, class_map: ClassMap, transform: SampleTransform | None = None, masks: bool = False
 ) -> CocoDetection:
     """The validation split with the model's classes; resized for evaluation unless ``transform`` is given."""
     source = data_source(config, "val")
@@ -51,7 +51,7 @@ def build_val_data(
     )
 
 
-def data_source(config: Config, split: str) -> Source:
+def data_source(config: DetectionConfig, split: str) -> Source:
     """Folder, annotation file and, where it is set, panoptic folder of ``train`` or ``val``.
 
     A relative path that does not exist is looked for below $DETECTRON2_DATASETS, if that is set, as it is and without
@@ -86,7 +86,7 @@ def _located(setting: str, given: str) -> Path:
     raise InputError(f"{setting} is {given}, which does not exist; looked for {looked} ($DETECTRON2_DATASETS)")
 
 
-def build_eval_transform(config: Config) -> SampleTransform:
+def build_eval_transform(config: DetectionConfig) -> SampleTransform:
     """Resize only."""
     transforms = config.data.transforms
     return eval_transform(short_side=transforms.eval_short_side, max_size=transforms.max_size)
@@ -105,7 +105,7 @@ def _train_transform(transforms: TransformConfig) -> SampleTransform:
 
 
 def build_loader(
-    config: Config, device: torch.device
+    config: DetectionConfig, device: torch.device
 ) -> Callable[[CocoDetection, Sampler[list[SampleKey]]], BatchLoader[Batch]]:
     """(data, batches) -> loader, with the workers of the config."""
     return partial(make_loader, collate=Batch.collate, workers=config.data.workers, pin_memory=device.type == "cuda")

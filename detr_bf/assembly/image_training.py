@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from detr_bf.assembly.classifier_data import ImageSplits, train_batches
-from detr_bf.assembly.training import differ_in_random_numbers, learning_rate, metrics_log, train_settings
+from detr_bf.assembly.training import learning_rate, metrics_log, seed_per_rank, train_settings
 from detr_bf.config import ClassifierConfig, MaskedConfig, config_to_dict
 from detr_bf.engine import (
     Checkpoint,
@@ -39,7 +39,7 @@ def image_trainer(
     resume_from: Checkpoint | None,
 ) -> Trainer:
     """The trainer of a step whose model is on its device, initialised, and the same in all processes."""
-    differ_in_random_numbers(config)
+    seed_per_rank(config)
     make_batches, batches_per_epoch = train_batches(config, splits, step.device)
     return Trainer(
         step=step,

@@ -17,12 +17,12 @@ from detr_bf.assembly.network import ENCODER, build_network
 from detr_bf.assembly.plugins import layers_of, named
 from detr_bf.assembly.training import PRECISIONS, check_same_classes
 from detr_bf.batchformer import BatchFormerV2
+from detr_bf.classification.masked_autoencoder import MaskedAutoencoder, initialize_as_published
+from detr_bf.classification.masked_loss import MaskedCriterion
+from detr_bf.classification.reconstruction import ReconstructionEvaluator
 from detr_bf.config import MaskedConfig
 from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, TrainingStep, checkpoint_of, load_fitting
-from detr_bf.evaluation import ReconstructionEvaluator
-from detr_bf.losses.masked import MaskedCriterion
-from detr_bf.vit.masked_autoencoder import MaskedAutoencoder, initialize_as_published
-from detr_bf.vit.plugin import chosen
+from detr_bf.plugins.plugin import chosen
 
 logger = logging.getLogger(__name__)
 

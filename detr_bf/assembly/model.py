@@ -16,17 +16,17 @@ from detr_bf import distributed
 from detr_bf.assembly.plugins import add_encoder_plugins, encoder_of
 from detr_bf.backbones import Backbone, build_backbone
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.config import Config, RunConfig
-from detr_bf.config.schema import ModelConfig
+from detr_bf.config import DetectionConfig, RunConfig
+from detr_bf.config.detection import ModelConfig
 from detr_bf.detectors import Detector, MaskHead, Options, detector_named, own_settings
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
 from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
 from detr_bf.losses.classification import Classification
+from detr_bf.plugins import PluginCriterion
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.structures import ClassMap
 from detr_bf.text import printable
-from detr_bf.vit import PluginCriterion
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def _own_gpu() -> torch.device:
     return torch.device("cuda", number)
 
 
-def build_model(config: Config, num_classes: int, *, pretrained: bool = True) -> Detector:
+def build_model(config: DetectionConfig, num_classes: int, *, pretrained: bool = True) -> Detector:
     """The detector; without ``pretrained`` the backbone's weights are left to a checkpoint.
 
     Raises:
@@ -86,7 +86,7 @@ def build_model(config: Config, num_classes: int, *, pretrained: bool = True) ->
     return build_detector(config, num_classes, body)
 
 
-def build_detector(config: Config, num_classes: int, body: Backbone) -> Detector:
+def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) -> Detector:
     """The detector over a backbone that gives the maps of ``model.backbone.strides``, with a mask head finer ones too.
 
     Raises:
@@ -129,7 +129,7 @@ def _check_num_classes(num_classes: object) -> None:
         raise InputError(f"num_classes must be a whole number from 1 to {MOST_CLASSES}, got {shown}")
 
 
-def build_mask_head(config: Config, channels: Sequence[int]) -> MaskHead | None:
+def build_mask_head(config: DetectionConfig, channels: Sequence[int]) -> MaskHead | None:
     """The mask head over feature maps of these ``channels``, or None where it is off.
 
     Raises:
@@ -163,7 +163,7 @@ def _own_settings(detector: Callable[..., Detector], model: ModelConfig) -> dict
     return {name: found[name] for name in names}
 
 
-def build_batch_former(config: Config) -> BatchFormerV2 | None:
+def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | None:
     """Batch attention, or None where it is off."""
     settings = config.batch_former
     if not settings.enabled:
@@ -183,7 +183,7 @@ def build_batch_former(config: Config) -> BatchFormerV2 | None:
     )
 
 
-def build_classification(config: Config) -> Classification:
+def build_classification(config: DetectionConfig) -> Classification:
     """Cross-entropy with no-object, or focal."""
     loss = config.loss
     if loss.classification == "focal":
@@ -191,7 +191,7 @@ def build_classification(config: Config) -> Classification:
     return CrossEntropy(loss.no_object_weight)
 
 
-def build_criterion(config: Config) -> SetCriterion:
+def build_criterion(config: DetectionConfig) -> SetCriterion:
     """Matcher and losses of the outputs."""
     classification, loss = build_classification(config), config.loss
     matcher = HungarianMatcher(classification, loss.matcher.class_cost, loss.matcher.bbox_cost, loss.matcher.giou_cost)
@@ -206,7 +206,7 @@ def build_criterion(config: Config) -> SetCriterion:
     )
 
 
-def build_detector_criterion(config: Config, detector: nn.Module) -> Criterion:
+def build_detector_criterion(config: DetectionConfig, detector: nn.Module) -> Criterion:
     """The set criterion, and what the plug-ins of the detector's encoder add to it."""
     criterion = build_criterion(config)
     if not config.plugins.relative_localization.enabled:
@@ -214,12 +214,12 @@ def build_detector_criterion(config: Config, detector: nn.Module) -> Criterion:
     return PluginCriterion(criterion, encoder_of(detector))
 
 
-def build_postprocess(config: Config) -> Postprocess:
+def build_postprocess(config: DetectionConfig) -> Postprocess:
     """Outputs to detections."""
     return Postprocess(build_classification(config), config.eval.max_detections, config.eval.mask_threshold)
 
 
-def build_panoptic_postprocess(config: Config, class_map: ClassMap) -> PanopticPostprocess:
+def build_panoptic_postprocess(config: DetectionConfig, class_map: ClassMap) -> PanopticPostprocess:
     """Outputs to panoptic maps."""
     settings = config.eval.panoptic
     return PanopticPostprocess(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from detr_bf import interop
 from detr_bf.assembly.trial import MISFIT, try_network
-from detr_bf.backbones.cifar_resnet import cifar_resnet
+from detr_bf.classification.cifar_resnet import cifar_resnet
 from detr_bf.engine import checkpoint_of
 from detr_bf.errors import InputError
 from detr_bf.text import printable

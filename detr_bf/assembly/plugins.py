@@ -11,18 +11,18 @@ from typing import Any, ParamSpec
 
 from torch import nn
 
-from detr_bf.config.classifier import BatchFormerPluginConfig, BatchFormerV2PluginConfig, DiversePatchConfig
+from detr_bf.config.classification import BatchFormerPluginConfig, BatchFormerV2PluginConfig, DiversePatchConfig
+from detr_bf.config.detection import DetectorPluginsConfig
 from detr_bf.config.plugins import ContextBroadcastingConfig, LocalizationConfig
-from detr_bf.config.schema import DetectorPluginsConfig
 from detr_bf.errors import InputError
-from detr_bf.transformer import Encoder
-from detr_bf.vit import (
+from detr_bf.plugins import (
     add_batchformer,
     add_batchformer_v2,
     add_context_broadcasting,
     add_diverse_patch,
     add_relative_localization,
 )
+from detr_bf.transformer import Encoder
 
 P = ParamSpec("P")
 

@@ -23,13 +23,13 @@ from detr_bf.assembly.model import (
 from detr_bf.assembly.training import (
     PRECISIONS,
     check_same_classes,
-    differ_in_random_numbers,
     epoch_batches,
     learning_rate,
     metrics_log,
+    seed_per_rank,
     train_settings,
 )
-from detr_bf.config import Config, config_to_dict
+from detr_bf.config import DetectionConfig, config_to_dict
 from detr_bf.data.batches import SameSizeBatches, aspect_buckets
 from detr_bf.data.coco import CocoDetection
 from detr_bf.data.transforms import resized_size
@@ -54,7 +54,7 @@ from detr_bf.structures import ClassMap
 logger = logging.getLogger(__name__)
 
 
-def build_trainer(config: Config, folder: RunFolder, resume_from: Checkpoint | None = None) -> Trainer:
+def build_trainer(config: DetectionConfig, folder: RunFolder, resume_from: Checkpoint | None = None) -> Trainer:
     """Everything a training run needs, from where ``resume_from`` stands if given."""
     torch.manual_seed(config.seed)  # the same weights in all processes
     device = device_of(config)
@@ -66,7 +66,7 @@ def build_trainer(config: Config, folder: RunFolder, resume_from: Checkpoint | N
         _initialise(model, config)
     accelerate(model, config)
     model.to(device)
-    differ_in_random_numbers(config)
+    seed_per_rank(config)
     batches = epoch_batches(config, len(data), buckets=aspect_buckets(data.sizes, config.data.aspect_buckets))
     batches_per_epoch = len(batches(epoch=0))
     loader = build_loader(config, device)
@@ -86,7 +86,7 @@ def build_trainer(config: Config, folder: RunFolder, resume_from: Checkpoint | N
     )
 
 
-def _initialise(model: Detector, config: Config) -> None:
+def _initialise(model: Detector, config: DetectionConfig) -> None:
     """Load ``init_from``, all of it but the mask head where the detector is frozen."""
     if config.init_from:
         weights = read_initial_weights(Path(config.init_from))
@@ -97,7 +97,7 @@ def _initialise(model: Detector, config: Config) -> None:
         )
 
 
-def check_enough_tokens(config: Config, data: CocoDetection, split: str) -> None:
+def check_enough_tokens(config: DetectionConfig, data: CocoDetection, split: str) -> None:
     """Refuse images whose tokens are fewer than the queries that a two-stage detector takes from them.
 
     Sizes are those that the annotations name, after the transforms; where they name none, nothing is known before the
@@ -124,7 +124,7 @@ def check_enough_tokens(config: Config, data: CocoDetection, split: str) -> None
         )
 
 
-def _num_tokens(config: Config, size: tuple[int, int]) -> int:
+def _num_tokens(config: DetectionConfig, size: tuple[int, int]) -> int:
     """Tokens of an image of that height and width, on all levels."""
     strides = list(config.model.backbone.strides)
     strides += [strides[-1] * 2 ** (level + 1) for level in range(config.model.extra_levels)]
@@ -136,7 +136,9 @@ def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
     return interop.read_weights(checkpoint_of(path))
 
 
-def build_evaluation(config: Config, class_map: ClassMap, device: torch.device, folder: RunFolder) -> Evaluation:
+def build_evaluation(
+    config: DetectionConfig, class_map: ClassMap, device: torch.device, folder: RunFolder
+) -> Evaluation:
     """Evaluation on the validation split; panoptic maps are left in ``folder``."""
     data, source = build_val_data(config, class_map), data_source(config, "val")
     check_enough_tokens(config, data, "val")
@@ -169,7 +171,7 @@ def build_evaluation(config: Config, class_map: ClassMap, device: torch.device, 
     )
 
 
-def _panoptic_evaluation(config: Config, data: CocoDetection, folder: RunFolder) -> PanopticEvaluation | None:
+def _panoptic_evaluation(config: DetectionConfig, data: CocoDetection, folder: RunFolder) -> PanopticEvaluation | None:
     """Where there are masks and panoptic annotations."""
     source = data_source(config, "val")
     if not (config.model.masks and source.panoptic):
@@ -186,7 +188,7 @@ def _panoptic_evaluation(config: Config, data: CocoDetection, folder: RunFolder)
     )
 
 
-def build_groups(config: Config, model: Detector) -> list[dict[str, Any]]:
+def build_groups(config: DetectionConfig, model: Detector) -> list[dict[str, Any]]:
     """The parameters with their learning rates and weight decay."""
     return parameter_groups(
         model,

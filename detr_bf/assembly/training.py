@@ -14,7 +14,7 @@ import torch
 from detr_bf import distributed
 from detr_bf.config import RunConfig
 from detr_bf.data.batches import EpochBatches
-from detr_bf.data.sample_key import mixed_seed
+from detr_bf.data.sample_key import derive_seed
 from detr_bf.engine import Checkpoint, LearningRate, MetricsLog, RunFolder, TrainSettings
 from detr_bf.errors import InputError
 from detr_bf.files import check_weights
@@ -56,11 +56,11 @@ def _described(classes: ClassMap) -> Iterator[str]:
         yield f"'{name}'" + (f" (id {category})" if category != index else "") + ("" if is_thing else " (stuff)")
 
 
-def differ_in_random_numbers(config: RunConfig) -> None:
+def seed_per_rank(config: RunConfig) -> None:
     """Called where all processes have made the same weights: from here on their dropout differs."""
     if distributed.world_size() == 1:
         return
-    torch.manual_seed(mixed_seed(config.seed, distributed.rank()))
+    torch.manual_seed(derive_seed(config.seed, distributed.rank()))
     factors = distributed.world_size(), config.train.batch_size, config.train.accumulate
     logger.info("%d processes x %d images x %d batches = %d images a step", *factors, math.prod(factors))
 

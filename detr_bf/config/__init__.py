@@ -1,6 +1,7 @@
 """Settings: typed dataclasses, YAML files that inherit, ``key=value`` overrides."""
 
-from detr_bf.config.classifier import ClassifierConfig, MaskedConfig
+from detr_bf.config.classification import ClassifierConfig, MaskedConfig
+from detr_bf.config.detection import DetectionConfig
 from detr_bf.config.loader import (
     config_from_dict,
     config_to_dict,
@@ -11,11 +12,10 @@ from detr_bf.config.loader import (
     schema_of,
 )
 from detr_bf.config.run import RunConfig
-from detr_bf.config.schema import Config
 
 __all__ = [
     "ClassifierConfig",
-    "Config",
+    "DetectionConfig",
     "MaskedConfig",
     "RunConfig",
     "config_from_dict",

@@ -21,16 +21,16 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from detr_bf.config.classifier import ClassifierConfig, MaskedConfig
+from detr_bf.config.classification import ClassifierConfig, MaskedConfig
+from detr_bf.config.detection import DetectionConfig
 from detr_bf.config.fields import Rule
 from detr_bf.config.run import RunConfig
-from detr_bf.config.schema import Config
 from detr_bf.errors import InputError, naming
 from detr_bf.text import printable
 
 _RENAMED = {"train.checkpoint_every": "checkpoint.every_steps", "train.keep_every": "checkpoint.keep_every"}
 _TOOLS = {  # by the task of a config: its schema, and the command that trains it
-    "detection": (Config, "tools/train_net.py"),
+    "detection": (DetectionConfig, "tools/train_net.py"),
     "classification": (ClassifierConfig, "tools/train_classifier.py"),
     "masked_autoencoding": (MaskedConfig, "tools/pretrain_mae.py"),
 }
@@ -45,10 +45,10 @@ C = TypeVar("C", bound=RunConfig)
 
 
 @overload
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config: ...
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> DetectionConfig: ...
 @overload
 def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, schema: type[C]) -> C: ...
-def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, schema: type[Any] = Config) -> Any:
+def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, schema: type[Any] = DetectionConfig) -> Any:
     """The defaults, then ``path`` and the files it inherits from, then the overrides, checked and typed.
 
     Raises:
@@ -165,7 +165,7 @@ def config_to_yaml(config: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(config_to_dict(config), "the config")))
 
 
-def known_keys(schema: type[Any] = Config, prefix: str = "") -> Iterator[str]:
+def known_keys(schema: type[Any] = DetectionConfig, prefix: str = "") -> Iterator[str]:
     """Every full key of the schema, ``train.epochs`` for instance."""
     hints = typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from detr_bf.data.sample_key import SampleKey, mixed_seed
+from detr_bf.data.sample_key import SampleKey, derive_seed
 from detr_bf.errors import InputError
 
 
@@ -82,7 +82,7 @@ class EpochBatches(Sampler[list[SampleKey]]):
 
     def _global_batches(self) -> list[Tensor]:
         """All batches of the epoch, places of images without their copies."""
-        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
         order = torch.randperm(self.num_samples, generator=generator)
         if self.buckets is None:
             different = math.ceil(min(self.global_size, self.num_samples) / self.repeats)

@@ -23,11 +23,11 @@ class SampleKey(NamedTuple):
     def mixed_with(self, seed: int, attempt: int = 0) -> int:
         """A 64-bit seed of this sample in a run of that ``seed``; ``attempt`` numbers the choices of a stand-in."""
         if self.copy:
-            return mixed_seed(seed, self.epoch, self.place, attempt, self.copy)
-        return mixed_seed(seed, self.epoch, self.place, *([attempt] if attempt else []))
+            return derive_seed(seed, self.epoch, self.place, attempt, self.copy)
+        return derive_seed(seed, self.epoch, self.place, *([attempt] if attempt else []))
 
 
-def mixed_seed(*parts: int) -> int:
+def derive_seed(*parts: int) -> int:
     """A 64-bit seed from several whole numbers, unrelated for neighbouring ones."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 

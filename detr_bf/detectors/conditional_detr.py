@@ -12,13 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.detectors.detector import Detector
-from detr_bf.detectors.parts import (
-    Options,
-    neutral_box_head,
-    shared_heads,
-    single_level_detector,
-    xavier,
-)
+from detr_bf.detectors.parts import Options, neutral_box_head, shared_heads, single_level_detector, xavier
 from detr_bf.errors import InputError
 from detr_bf.layers import MLP, check_heads, multi_head_attention, sine_of_coordinates
 from detr_bf.structures import Queries, TokenBatch

@@ -11,16 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.detectors.detector import Detector
-from detr_bf.detectors.parts import (
-    Options,
-    class_head,
-    neutral_box_head,
-    position,
-    projection,
-    query_attention,
-    xavier,
-)
-from detr_bf.detectors.proposals import ProposalQueries
+from detr_bf.detectors.parts import Options, class_head, neutral_box_head, position, projection, query_attention, xavier
+from detr_bf.detectors.two_stage import ProposalQueries
 from detr_bf.errors import InputError
 from detr_bf.layers import DeformableAttention
 from detr_bf.structures import Queries, TokenBatch

@@ -12,13 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.detectors.detector import Detector
-from detr_bf.detectors.parts import (
-    Options,
-    query_attention,
-    shared_heads,
-    single_level_detector,
-    xavier,
-)
+from detr_bf.detectors.parts import Options, query_attention, shared_heads, single_level_detector, xavier
 from detr_bf.layers import MLP, MultiHeadAttention
 from detr_bf.structures import Queries, TokenBatch
 from detr_bf.transformer import Decoder, DecoderLayer, LearnedQueries

@@ -118,12 +118,12 @@ def _fits(batch: TrainingBatch, num_classes: int) -> bool:
     """Return whether the tensors of a batch have the shapes and types that its class says, and labels of classes."""
     if isinstance(batch, LabelledImages):
         images, targets = batch.images, batch.targets
-        rows, shares, patches = len(images), targets.shares, targets.patch_labels
+        rows, soft_labels, patches = len(images), targets.soft_labels, targets.patch_labels
         return (
             _is_tensor(images, (rows, 3, *images.shape[2:]), torch.float32)
             and images.dim() == 4
             and _are_labels(targets.labels, (rows,), num_classes)
-            and (shares is None or _is_tensor(shares, (rows, num_classes), torch.float32))
+            and (soft_labels is None or _is_tensor(soft_labels, (rows, num_classes), torch.float32))
             and (patches is None or _are_labels(patches, (rows, patches.shape[-1]), num_classes))
             and _is_tensor(batch.places, (rows,), torch.int64)
         )
@@ -211,6 +211,6 @@ def told_together(capture: Capture, path: Path | None) -> str:
             capture.save(path)
             lines.append(f"captured in {path}; run it again with tools/replay_capture.py")
         text = "\n  ".join(lines)
-    told = [text for text in distributed.known_to_all(text) if text]
+    told = [text for text in distributed.all_gather_object(text) if text]
     where = "\n".join(told) or "run again, everything is finite: the fault depends on the order of sums, or on memory"
     return f"the loss or the gradient of step {capture.step} is not finite\n{where}"

@@ -329,7 +329,7 @@ def training_state(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScale
         "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(),
         "progress": asdict(progress),
-        "rng": distributed.gathered(rng_state()),
+        "rng": distributed.gather_to_main(rng_state()),
     }
 
 

@@ -64,7 +64,7 @@ class Evaluation:
             self.panoptic.write(maps)
         else:
             deque(maps, maxlen=0)  # there are none to write, but the loop runs
-        others = distributed.gathered((boxes.detections, panoptic))
+        others = distributed.gather_to_main((boxes.detections, panoptic))
         return distributed.on_main(lambda: self._summary(boxes, panoptic, others or []))
 
     def _summary(
@@ -107,7 +107,7 @@ class Evaluation:
         if distributed.is_main():
             yield from own
             nothing: list[EncodedMap] = []
-            for maps in (distributed.gathered(nothing) or [])[1:]:
+            for maps in (distributed.gather_to_main(nothing) or [])[1:]:
                 yield from maps
         else:
-            distributed.gathered(list(own))
+            distributed.gather_to_main(list(own))

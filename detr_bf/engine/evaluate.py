@@ -65,7 +65,7 @@ class EvaluationLoop:
                     break
         finally:
             model.train(was_training)
-        if any(distributed.known_to_all(stop)):
+        if any(distributed.all_gather_object(stop)):
             raise EvaluationStopped
 
     @torch.no_grad()
@@ -112,7 +112,7 @@ class Measurement(Generic[E]):
         own = self.make_evaluator()
         for batch, outputs in self.loop(model, should_stop):
             own.update(batch, outputs)
-        everybody = distributed.gathered(own)
+        everybody = distributed.gather_to_main(own)
         return distributed.on_main(lambda: self._summary(everybody or []))
 
     def _summary(self, everybody: list[E]) -> Any:

@@ -71,7 +71,7 @@ class TrainingStep(nn.Module):
         return self.criterion(outputs, moved.targets)
 
 
-def in_parallel(step: TrainingStep, *, unused_parameters: bool = False) -> nn.Module:
+def wrap_ddp(step: TrainingStep, *, unused_parameters: bool = False) -> nn.Module:
     """The step whose gradients become the mean over all processes; of one process the step itself.
 
     Args:
@@ -85,7 +85,7 @@ def in_parallel(step: TrainingStep, *, unused_parameters: bool = False) -> nn.Mo
 
 
 @contextmanager
-def gradients_exchanged(step: nn.Module, exchanged: bool) -> Iterator[None]:
+def sync_gradients(step: nn.Module, exchanged: bool) -> Iterator[None]:
     """Forward and backward passes within the block add to the gradients; they are exchanged only if it says so."""
     if exchanged or not isinstance(step, DistributedDataParallel):
         yield
@@ -94,7 +94,7 @@ def gradients_exchanged(step: nn.Module, exchanged: bool) -> Iterator[None]:
         yield
 
 
-class Agreement(NamedTuple):
+class ReducedFlags(NamedTuple):
     """What all processes know after a batch; each is a sum over them."""
 
     loss: float  # of the finite ones
@@ -104,10 +104,10 @@ class Agreement(NamedTuple):
     replaced: float  # images that could not be read
 
 
-def agree(loss: Tensor, *, stop: bool, save: bool, replaced: int) -> Agreement:
+def reduce_flags(loss: Tensor, *, stop: bool, save: bool, replaced: int) -> ReducedFlags:
     """Exchange what must be decided together, so that nobody waits for one that went another way."""
     value = loss.detach().double()
     finite = value.isfinite()
     said = torch.tensor([stop, save, replaced], dtype=torch.float64, device=loss.device)
     both = torch.stack([torch.where(finite, value, 0.0), (~finite).double()])
-    return Agreement(*distributed.total(torch.cat([both, said])).tolist())
+    return ReducedFlags(*distributed.all_reduce_sum(torch.cat([both, said])).tolist())

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from detr_bf import distributed
 from detr_bf.data.loader import steady
-from detr_bf.data.sample_key import mixed_seed
+from detr_bf.data.sample_key import derive_seed
 from detr_bf.engine.average import AveragedWeights
 from detr_bf.engine.capture import capture_step, told_together
 from detr_bf.engine.checkpoint import Checkpoint, load_strict, restore_rng, rng_state, training_state
@@ -27,7 +27,7 @@ from detr_bf.engine.interrupt import InterruptWatch
 from detr_bf.engine.metrics import EpochMeans, Means, MetricsLog, training_line
 from detr_bf.engine.optimizer import LearningRate, load_optimizer
 from detr_bf.engine.run_folder import RunFolder
-from detr_bf.engine.step import Agreement, TrainingBatch, TrainingStep, agree, gradients_exchanged, in_parallel
+from detr_bf.engine.step import ReducedFlags, TrainingBatch, TrainingStep, reduce_flags, sync_gradients, wrap_ddp
 from detr_bf.errors import InputError, Interrupted, TrainingError
 from detr_bf.losses import LossReport
 from detr_bf.progress import progress_bar
@@ -135,7 +135,7 @@ class Trainer:
             Interrupted: SIGINT or SIGTERM was received; everything is saved.
         """
         self.model.train()
-        self._parallel = in_parallel(self.step, unused_parameters=self.settings.unused_parameters)
+        self._parallel = wrap_ddp(self.step, unused_parameters=self.settings.unused_parameters)
         with self._watch, self._bar() as bar:
             if self.progress.step == 0:
                 self.save()  # so that a run killed from here on can be resumed
@@ -219,7 +219,7 @@ class Trainer:
                 f"init_from={self.folder.last} and another output_dir"
             ) from error
         logger.info("resumed at step %d of %d", self.progress.step, self.total_steps)
-        seed = mixed_seed(self.settings.seed, self.progress.step, distributed.rank())
+        seed = derive_seed(self.settings.seed, self.progress.step, distributed.rank())
         if not restore_rng(state["rng"], seed):
             logger.warning(
                 "the checkpoint is of another number of processes: their random numbers, and with another total batch "
@@ -236,13 +236,13 @@ class Trainer:
         for _ in range(steps):
             yield list(islice(batches, self.settings.accumulate))
 
-    def _step(self, batches: Sequence[TrainingBatch]) -> Agreement:
+    def _step(self, batches: Sequence[TrainingBatch]) -> ReducedFlags:
         """One optimiser step over the mean loss of ``batches``, unless that or its gradient is not finite."""
         rng, statistics = rng_state(), self._statistics()
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * self.learning_rate(self.progress.step)
         for number, batch in enumerate(batches, start=1):
-            with gradients_exchanged(self._parallel, number == len(batches)):
+            with sync_gradients(self._parallel, number == len(batches)):
                 report = self._parallel(batch)
                 agreed = self._agree(report, batch)
                 if agreed.not_finite:
@@ -265,12 +265,12 @@ class Trainer:
         self.progress.step += 1
         return agreed
 
-    def _agree(self, report: LossReport, batch: TrainingBatch) -> Agreement:
+    def _agree(self, report: LossReport, batch: TrainingBatch) -> ReducedFlags:
         """Learn how the others fare, and count the images that could not be read."""
         for message in batch.replaced:
             logger.error("another image takes the place of one that cannot be read: %s", message)
         minutes = (time.monotonic() - self._saved_at) / 60
-        agreed = agree(
+        agreed = reduce_flags(
             report.total,
             stop=self._asked_to_stop(),
             save=distributed.is_main() and minutes >= (self.settings.checkpoint_minutes or math.inf),
@@ -332,7 +332,7 @@ class Trainer:
             )
         logger.warning("%s\nThe step is left out, %d of %d.", message, self.progress.skipped, self.settings.max_skipped)
 
-    def _after_step(self, agreed: Agreement) -> None:
+    def _after_step(self, agreed: ReducedFlags) -> None:
         if self.progress.step % self.settings.log_every == 0:
             self._log_window()
         if agreed.stop or agreed.save or self.progress.step % self.settings.checkpoint_every == 0:
@@ -366,7 +366,7 @@ class Trainer:
 
     def _evaluated(self) -> Measured:
         model = self.evaluation_model
-        distributed.take_from_main(model.buffers())  # norms have seen other images here
+        distributed.broadcast_from_main(model.buffers())  # norms have seen other images here
         try:
             return self.evaluate(model, self._asked_to_stop)
         except EvaluationStopped:
@@ -378,7 +378,7 @@ class Trainer:
 
     def _stop(self) -> None:
         """Called where ``last.pt`` holds all that was done."""
-        numbers = distributed.known_to_all(self._watch.signal_number)
+        numbers = distributed.all_gather_object(self._watch.signal_number)
         raise distributed.shared(
             Interrupted(
                 next(number for number in numbers if number is not None),

@@ -1,24 +1,13 @@
 """COCO average precision, panoptic quality, accuracy of classifiers, and the files that go with them."""
 
-from detr_bf.evaluation.classification import (
-    ClassAccuracy,
-    ClassificationEvaluator,
-    ClassificationResult,
-    Predictions,
-    write_predictions,
-)
 from detr_bf.evaluation.coco import CocoEvaluator, merge_shards, to_coco_results, write_results
 from detr_bf.evaluation.panoptic import PanopticClassResult, PanopticEvaluator, PanopticSummary
 from detr_bf.evaluation.panoptic_file import EncodedMap, PanopticFile, encode, write_encoded, write_panoptic
-from detr_bf.evaluation.reconstruction import ReconstructionEvaluator, ReconstructionResult
 from detr_bf.evaluation.result import Result
 from detr_bf.evaluation.summary import ClassResult, CocoSummary
 
 __all__ = [
-    "ClassAccuracy",
     "ClassResult",
-    "ClassificationEvaluator",
-    "ClassificationResult",
     "CocoEvaluator",
     "CocoSummary",
     "EncodedMap",
@@ -26,15 +15,11 @@ __all__ = [
     "PanopticEvaluator",
     "PanopticFile",
     "PanopticSummary",
-    "Predictions",
-    "ReconstructionEvaluator",
-    "ReconstructionResult",
     "Result",
     "encode",
     "merge_shards",
     "to_coco_results",
     "write_encoded",
     "write_panoptic",
-    "write_predictions",
     "write_results",
 ]

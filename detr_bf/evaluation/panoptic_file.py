@@ -11,15 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from detr_bf.data.annotation_values import (
-    MAX_INT,
-    is_crowd,
-    is_id,
-    png_name,
-    segment_area,
-    segment_id,
-    value_text,
-)
+from detr_bf.data.annotation_values import MAX_INT, is_crowd, is_id, png_name, segment_area, segment_id, value_text
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.panoptic import read_ids
 from detr_bf.errors import InputError

@@ -1,22 +1,17 @@
 """Matching and the set criterion."""
 
-from detr_bf.losses.balanced_softmax import BalancedSoftmax
 from detr_bf.losses.cross_entropy import CrossEntropy
 from detr_bf.losses.focal import Focal
-from detr_bf.losses.masked import MaskedCriterion, Reconstructed
 from detr_bf.losses.matcher import HungarianMatcher, Matches, PaddedTargets
 from detr_bf.losses.report import LossReport
 from detr_bf.losses.set_criterion import SetCriterion
 
 __all__ = [
-    "BalancedSoftmax",
     "CrossEntropy",
     "Focal",
     "HungarianMatcher",
     "LossReport",
-    "MaskedCriterion",
     "Matches",
     "PaddedTargets",
-    "Reconstructed",
     "SetCriterion",
 ]

@@ -67,3 +67,17 @@ def gather_labels(values: Tensor, labels: Tensor) -> Tensor:
 def at_least_float32(values: Tensor) -> Tensor:
     """Half precision as float32, because losses are sums; float64 stays."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def check_labels(labels: Tensor, num_classes: int) -> None:
+    """Labels of any shape, int64; reads them, so on a GPU it waits for them.
+
+    Raises:
+        InputError: one is outside the classes.
+    """
+    outside = labels[(labels < 0) | (labels >= num_classes)]
+    if outside.numel():
+        raise InputError(
+            f"labels must be from 0 to {num_classes - 1} for {num_classes} classes; got {outside.unique().tolist()}: "
+            "build the model with the number of classes of the data set"
+        )

@@ -35,7 +35,7 @@ class CrossEntropy:
         target = torch.where(classes < 0, no_object, classes)
         weight = torch.where(classes < 0, self.no_object_weight, 1.0).to(logits.dtype)
         entropy = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none").view_as(target)
-        return (entropy * weight).sum((1, 2)) / distributed.mean(weight.sum((1, 2)))
+        return (entropy * weight).sum((1, 2)) / distributed.all_reduce_mean(weight.sum((1, 2)))
 
     def scores(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1)[..., :-1]

@@ -125,7 +125,7 @@ def _box_losses(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> t
 def _num_boxes(outputs: Outputs, targets: PaddedTargets) -> Tensor:
     """The objects of one stream, at least 1 among all processes, on average over these: what sums are divided by."""
     here = torch.tensor(sum(targets.counts) / outputs.num_streams, dtype=torch.float64, device=outputs.logits.device)
-    return distributed.total(here).clamp(min=1) / distributed.world_size()
+    return distributed.all_reduce_sum(here).clamp(min=1) / distributed.world_size()
 
 
 def _per_stream(outputs: Outputs, by_row: Tensor) -> Tensor:

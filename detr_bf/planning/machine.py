@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from detr_bf.config import Config
-from detr_bf.config.schema import TransformConfig
+from detr_bf.config import DetectionConfig
+from detr_bf.config.detection import TransformConfig
 from detr_bf.errors import InputError
 from detr_bf.planning.gpus import GPUS, Gpu
 from detr_bf.planning.trace import trace
@@ -65,11 +65,11 @@ class Machine:
         """Memory of a GPU."""
         return GB * (self.gpu.memory if self.memory is None else self.memory)
 
-    def classes(self, config: Config) -> int:
+    def classes(self, config: DetectionConfig) -> int:
         """Of the data."""
         return self.num_classes or (COCO_PANOPTIC_CLASSES if config.data.train.panoptic else COCO_CLASSES)
 
-    def check(self, config: Config) -> None:
+    def check(self, config: DetectionConfig) -> None:
         """Raise InputError for a precision that the GPU does not have."""
         if config.train.precision == "bf16" and not self.gpu.bf16:
             raise InputError(f"train.precision=bf16, which {self.gpu.title} cannot do: use train.precision=fp16")
@@ -96,7 +96,7 @@ def published_seconds_per_step() -> float:
 @cache
 def published_share() -> float:
     """The share of what a V100 can do at best that DETR's published training reached."""
-    config = Config()  # the defaults are that recipe
+    config = DetectionConfig()  # the defaults are that recipe
     config.batch_former.enabled = False
     config.train.batch_size = PUBLISHED_BATCH
     work = trace(config, COCO_CLASSES, usual_size(config.data.transforms)).work

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from detr_bf.config import Config
+from detr_bf.config import DetectionConfig
 from detr_bf.errors import InputError
 from detr_bf.files import listed, read_json
 from detr_bf.planning.machine import MAX_SECONDS, usual_size
@@ -21,7 +21,7 @@ class Measured:
     source: str  # what was measured, in words
 
 
-def read_measured(path: Path, config: Config) -> Measured:
+def read_measured(path: Path, config: DetectionConfig) -> Measured:
     """The row of the config's precision and batch size, in proportion to the pixels of an image.
 
     Raises:

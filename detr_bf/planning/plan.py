@@ -8,14 +8,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from detr_bf.config import Config
-from detr_bf.planning.machine import (
-    SECONDS_OF_A_DAY,
-    Machine,
-    largest_size,
-    published_share,
-    usual_size,
-)
+from detr_bf.config import DetectionConfig
+from detr_bf.planning.machine import SECONDS_OF_A_DAY, Machine, largest_size, published_share, usual_size
 from detr_bf.planning.trace import Trace, trace
 
 CONTEXT = 0.6 * 2**30  # bytes that CUDA and its libraries take for themselves
@@ -132,7 +126,7 @@ class Plan:
         return {**asdict(self), **totals, "disk": {**asdict(self.disk), "total": self.disk.total}}
 
 
-def make_plan(config: Config, machine: Machine, recipe: Config | None = None) -> Plan:
+def make_plan(config: DetectionConfig, machine: Machine, recipe: DetectionConfig | None = None) -> Plan:
     """The plan of a run of ``config``; ``recipe`` is the published one it comes from, if any.
 
     Raises:
@@ -160,12 +154,12 @@ def make_plan(config: Config, machine: Machine, recipe: Config | None = None) ->
     )
 
 
-def trace_of(config: Config, machine: Machine) -> Trace:
+def trace_of(config: DetectionConfig, machine: Machine) -> Trace:
     """At the largest image size."""
     return trace(config, machine.classes(config), largest_size(config.data.transforms), processes=machine.gpus)
 
 
-def memory_of(config: Config, machine: Machine, found: Trace) -> Memory:
+def memory_of(config: DetectionConfig, machine: Machine, found: Trace) -> Memory:
     """Of a GPU at the largest image size."""
     exchange = 2 * max(found.batch_attention, default=0) if _gathers(config, machine) else 0
     parts = {
@@ -179,7 +173,7 @@ def memory_of(config: Config, machine: Machine, found: Trace) -> Memory:
     return Memory(**parts, allowance=CONTEXT + ALLOWANCE * sum(parts.values()))
 
 
-def schedule_of(config: Config, machine: Machine) -> Schedule:
+def schedule_of(config: DetectionConfig, machine: Machine) -> Schedule:
     """As the trainer counts: an incomplete last batch is left out, an incomplete last step is not."""
     train = config.train
     together = machine.gpus * train.batch_size
@@ -189,7 +183,7 @@ def schedule_of(config: Config, machine: Machine) -> Schedule:
     return Schedule(together * train.accumulate, steps_per_epoch, steps, steps / steps_per_epoch)
 
 
-def time_of(config: Config, machine: Machine, schedule: Schedule) -> Time:
+def time_of(config: DetectionConfig, machine: Machine, schedule: Schedule) -> Time:
     """Measured, or estimated at the usual image size."""
     size = usual_size(config.data.transforms)
     usual = trace(config, machine.classes(config), size, processes=machine.gpus)
@@ -204,7 +198,7 @@ def time_of(config: Config, machine: Machine, schedule: Schedule) -> Time:
     return Time(flops, seconds, schedule.steps * seconds / SECONDS_OF_A_DAY, source)
 
 
-def sequence_of(config: Config, machine: Machine) -> Sequence | None:
+def sequence_of(config: DetectionConfig, machine: Machine) -> Sequence | None:
     """None where no images attend to each other."""
     if not config.batch_former.enabled or config.batch_former.mode == "duplicate":
         return None
@@ -213,7 +207,9 @@ def sequence_of(config: Config, machine: Machine) -> Sequence | None:
     return Sequence(alone, gathered, gathered if config.batch_former.gather else alone)
 
 
-def rates_of(config: Config, machine: Machine, schedule: Schedule, recipe: Config | None) -> Rates | None:
+def rates_of(
+    config: DetectionConfig, machine: Machine, schedule: Schedule, recipe: DetectionConfig | None
+) -> Rates | None:
     """None where no published batch is known."""
     if machine.published_batch is not None:
         published, source = machine.published_batch, "--published-batch"
@@ -226,7 +222,7 @@ def rates_of(config: Config, machine: Machine, schedule: Schedule, recipe: Confi
     return Rates(published, source, factor, factor * optimizer.lr, factor * optimizer.backbone_lr)
 
 
-def traffic_of(config: Config, machine: Machine, found: Trace) -> Traffic:
+def traffic_of(config: DetectionConfig, machine: Machine, found: Trace) -> Traffic:
     """Of the largest images. A third of query, key and value comes back, and gradients take both ways again."""
     others = (machine.gpus - 1) / machine.gpus
     exchange = 0.0
@@ -235,7 +231,7 @@ def traffic_of(config: Config, machine: Machine, found: Trace) -> Traffic:
     return Traffic(2 * others * found.sizes.trainable if machine.gpus > 1 else 0.0, exchange)
 
 
-def disk_of(config: Config, found: Trace) -> Disk:
+def disk_of(config: DetectionConfig, found: Trace) -> Disk:
     """Weights, the optimiser's moments and averaged weights; every file of a run holds them."""
     every = config.checkpoint.keep_every
     copies = 2 if config.train.ema.enabled else 1
@@ -244,7 +240,7 @@ def disk_of(config: Config, found: Trace) -> Disk:
     )
 
 
-def helps(config: Config, machine: Machine, needed: float) -> Iterator[Help]:
+def helps(config: DetectionConfig, machine: Machine, needed: float) -> Iterator[Help]:
     """What needs less, each on top of those before that did, until it fits."""
     applied: dict[str, Any] = {}
     for change in _changes(config, machine):
@@ -261,7 +257,7 @@ def helps(config: Config, machine: Machine, needed: float) -> Iterator[Help]:
             return
 
 
-def _changes(config: Config, machine: Machine) -> Iterator[dict[str, Any]]:
+def _changes(config: DetectionConfig, machine: Machine) -> Iterator[dict[str, Any]]:
     """Settings of ``train``: what costs least first."""
     train = config.train
     if train.precision == "float32":
@@ -273,5 +269,5 @@ def _changes(config: Config, machine: Machine) -> Iterator[dict[str, Any]]:
             yield {"batch_size": train.batch_size // parts, "accumulate": train.accumulate * parts}
 
 
-def _gathers(config: Config, machine: Machine) -> bool:
+def _gathers(config: DetectionConfig, machine: Machine) -> bool:
     return config.batch_former.gather and machine.gpus > 1

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from detr_bf.config import Config
+from detr_bf.config import DetectionConfig
 from detr_bf.planning.machine import (
     ASPECT,
     GB,
@@ -27,7 +27,7 @@ from detr_bf.planning.trace import OBJECTS
 CLOSE = 0.9  # of a GPU's memory, from which a plan is called tight
 
 
-def describe(plan: Plan, config: Config, machine: Machine) -> str:
+def describe(plan: Plan, config: DetectionConfig, machine: Machine) -> str:
     """All numbers, what they advise, and what they rest on."""
     train = config.train
     batches = "1 batch" if train.accumulate == 1 else f"{train.accumulate} batches"
@@ -112,7 +112,7 @@ def _time(plan: Plan, machine: Machine) -> Iterator[str]:
     )
 
 
-def _sequence(plan: Plan, config: Config) -> Iterator[str]:
+def _sequence(plan: Plan, config: DetectionConfig) -> Iterator[str]:
     yield ""
     if plan.sequence is None:
         off = "is off" if not config.batch_former.enabled else "mixes nothing with mode duplicate"
@@ -128,7 +128,7 @@ def _spans(sequence: Sequence) -> str:
     return f"{sequence.used} images ({on}, {off})"
 
 
-def _rates(rates: Rates | None, plan: Plan, config: Config) -> Iterator[str]:
+def _rates(rates: Rates | None, plan: Plan, config: DetectionConfig) -> Iterator[str]:
     yield ""
     optimizer = config.optimizer
     if rates is None:
@@ -160,7 +160,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
         )
 
 
-def assumptions(plan: Plan, config: Config, machine: Machine) -> Iterator[str]:
+def assumptions(plan: Plan, config: DetectionConfig, machine: Machine) -> Iterator[str]:
     """Each with its numbers and where they come from."""
     height, width = largest_size(config.data.transforms)
     yield "GB are 2**30 bytes, as on the box of a GPU"
@@ -194,7 +194,7 @@ def assumptions(plan: Plan, config: Config, machine: Machine) -> Iterator[str]:
     yield f"checkpoints: last, previous and best, each with weights{averaged} and both moments"
 
 
-def _assumptions_of_time(time: Time, config: Config, machine: Machine) -> Iterator[str]:
+def _assumptions_of_time(time: Time, config: DetectionConfig, machine: Machine) -> Iterator[str]:
     height, width = usual_size(config.data.transforms)
     yield (
         f"work: images of {height} x {width}, the mean short side and {ASPECT:.2f} : 1, without crops and padding; a "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.assembly import build_classification, build_model
-from detr_bf.config import Config
+from detr_bf.config import DetectionConfig
 from detr_bf.planning.pretence import FusedAttention, autocast, without_numbers
 from detr_bf.planning.recorder import Recorder, Work, bytes_of
 from detr_bf.structures import Batch, Outputs
@@ -65,7 +65,7 @@ class Trace:
 
 
 def trace(
-    config: Config, num_classes: int, size: tuple[int, int], *, device: str = "cuda", processes: int = 1
+    config: DetectionConfig, num_classes: int, size: tuple[int, int], *, device: str = "cuda", processes: int = 1
 ) -> Trace:
     """The forward pass of ``train.batch_size`` images, all of one size (height, width).
 
@@ -116,7 +116,7 @@ def _masks(outputs: Outputs) -> Tensor | None:
     return outputs.masks.of(place, place)
 
 
-def _losses(config: Config, outputs: Outputs) -> list[Tensor]:
+def _losses(config: DetectionConfig, outputs: Outputs) -> list[Tensor]:
     """Those of classification, by far the largest; those of boxes see matched queries alone."""
     classification = build_classification(config)
     found = [outputs] if outputs.proposals is None else [outputs, outputs.proposals]

@@ -1,7 +1,5 @@
 """Everything to look at after a run: pictures, curves and one HTML page."""
 
-from detr_bf.report.class_figures import save_class_accuracies, save_confusion
-from detr_bf.report.classified_sheet import ClassifiedImage, classification_sheet, save_classification_sheet
 from detr_bf.report.comparison import Comparison, Interval, compare, comparison_table, save_comparison
 from detr_bf.report.curves import draw_curves
 from detr_bf.report.drawing import draw_boxes, save_picture, tolerating
@@ -10,18 +8,15 @@ from detr_bf.report.html import write_report
 from detr_bf.report.machine import machine_info
 from detr_bf.report.metrics import Metrics, read_metrics
 from detr_bf.report.panoptic import PanopticSheetRow, draw_panoptic, panoptic_sheet, save_panoptic_sheet
-from detr_bf.report.reconstructions import reconstruction_sheet, save_reconstructions
 from detr_bf.report.sheet import SheetRow, comparison_sheet, save_sheet
 
 __all__ = [
-    "ClassifiedImage",
     "Comparison",
     "Interval",
     "Metrics",
     "PanopticSheetRow",
     "SheetRow",
     "class_labels",
-    "classification_sheet",
     "compare",
     "comparison_sheet",
     "comparison_table",
@@ -31,14 +26,9 @@ __all__ = [
     "machine_info",
     "panoptic_sheet",
     "read_metrics",
-    "reconstruction_sheet",
-    "save_class_accuracies",
-    "save_classification_sheet",
     "save_comparison",
-    "save_confusion",
     "save_panoptic_sheet",
     "save_picture",
-    "save_reconstructions",
     "save_sheet",
     "tolerating",
     "write_report",

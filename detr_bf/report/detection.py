@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from detr_bf.config import Config
-from detr_bf.config.schema import DetectorPluginsConfig
+from detr_bf.config import DetectionConfig
+from detr_bf.config.detection import DetectorPluginsConfig
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
 from detr_bf.evaluation.summary import SIZE_NAMES
 from detr_bf.report.curves import DETECTION_CURVES
@@ -29,7 +29,7 @@ PANOPTIC_SHEET_FILE = "pictures/panoptic.png"
 _SIDE_BY_SIDE = "Validation images with ground truth and predictions side by side"
 
 
-def _sentences(config: Config) -> list[str]:
+def _sentences(config: DetectionConfig) -> list[str]:
     """What was trained."""
     body = f"{config.model.name.upper()} with {config.model.backbone.name}."
     return [body, batch_former_line(config), *encoder_plugins_line(config.plugins)]
@@ -42,7 +42,7 @@ def encoder_plugins_line(plugins: DetectorPluginsConfig) -> Iterator[str]:
         yield f"In the encoder: {'; '.join(names)}."
 
 
-def batch_former_line(config: Config) -> str:
+def batch_former_line(config: DetectionConfig) -> str:
     """One sentence: whether batch attention was on, where, and in which mode."""
     settings = config.batch_former
     if not settings.enabled or not settings.layers:

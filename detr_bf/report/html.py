@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from detr_bf.classification.report import masked
+from detr_bf.classification.report import page as classification
 from detr_bf.config import saved_config
 from detr_bf.errors import InputError
 from detr_bf.files import write_text
-from detr_bf.report import classification, detection, masked
+from detr_bf.report import detection
 from detr_bf.report.curves import draw_curves
 from detr_bf.report.elements import CURVES_FILE, EVALUATION_FILE, METRICS_FILE, drawn, missing, section, shown
 from detr_bf.report.metrics import Metrics, read_metrics, series

@@ -20,15 +20,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as transforms
 
 from detr_bf.errors import InputError
-from detr_bf.report.drawing import (
-    DARK,
-    Colour,
-    class_colour,
-    enlarged,
-    font_size_for,
-    save_picture,
-    text_colour,
-)
+from detr_bf.report.drawing import DARK, Colour, class_colour, enlarged, font_size_for, save_picture, text_colour
 from detr_bf.report.fonts import legible, load_font, shorten
 from detr_bf.report.sheet import GROUND_TRUTH, LABEL_SIZE, Strip, fit, lay_out
 from detr_bf.structures import PanopticMap, Segment

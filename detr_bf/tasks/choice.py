@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from detr_bf.config import ClassifierConfig, Config, MaskedConfig, RunConfig
+from detr_bf.config import ClassifierConfig, DetectionConfig, MaskedConfig, RunConfig
 from detr_bf.tasks.classification import ClassificationTask
 from detr_bf.tasks.detection import DetectionTask
 from detr_bf.tasks.masked import MaskedTask
 from detr_bf.tasks.task import Task
 
 _TASKS: dict[type[RunConfig], type[Task[Any]]] = {
-    Config: DetectionTask,
+    DetectionConfig: DetectionTask,
     ClassifierConfig: ClassificationTask,
     MaskedConfig: MaskedTask,
 }

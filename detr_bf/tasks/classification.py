@@ -19,13 +19,14 @@ from detr_bf.assembly import (
     evaluated_weights,
     read_network_weights,
 )
+from detr_bf.classification.evaluation import ClassificationEvaluator, write_predictions
+from detr_bf.classification.report.sheet import ClassifiedImage, save_classification_sheet
 from detr_bf.config import ClassifierConfig
-from detr_bf.data.doctor import Report
+from detr_bf.data.checks.annotations import Report
 from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, is_checkpoint, load_checkpoint, load_strict
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
-from detr_bf.evaluation import ClassificationEvaluator, write_predictions
-from detr_bf.report import ClassifiedImage, class_labels, save_classification_sheet, tolerating
+from detr_bf.report import class_labels, tolerating
 from detr_bf.structures import ClassMap
 from detr_bf.tasks.pictures import pixels, shown
 from detr_bf.tasks.task import Evaluate, Task

@@ -22,10 +22,10 @@ from detr_bf.assembly import (
     device_of,
     read_initial_weights,
 )
-from detr_bf.config import Config
-from detr_bf.config.schema import SplitConfig
+from detr_bf.config import DetectionConfig
+from detr_bf.config.detection import SplitConfig
+from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.coco import read_annotations
-from detr_bf.data.doctor import Report, examine
 from detr_bf.data.sample_key import SampleKey
 from detr_bf.detectors import detector_named
 from detr_bf.engine import Checkpoint, Evaluation, RunFolder, Trainer, is_checkpoint, load_checkpoint, load_strict
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 CLASS_BIAS = "decoder.heads.classes.0.bias"
 
 
-class DetectionTask(Task[Config]):
+class DetectionTask(Task[DetectionConfig]):
     """Train a detector, or its mask head, on COCO files."""
 
     def examine(self) -> Report:
@@ -93,7 +93,7 @@ class DetectionTask(Task[Config]):
                 save_panoptic_sheet(folder.panoptic_sheet, panoptic_rows, names)
 
 
-def _weights_and_classes(config: Config, source: Path) -> tuple[dict[str, Tensor], ClassMap]:
+def _weights_and_classes(config: DetectionConfig, source: Path) -> tuple[dict[str, Tensor], ClassMap]:
     """A checkpoint of ours says its classes.
 
     Bare weights do not: as many classes as the annotations have are taken to be those, in the order of their ids; more
@@ -124,7 +124,7 @@ def _weights_and_classes(config: Config, source: Path) -> tuple[dict[str, Tensor
     return weights, ClassMap(tuple(range(count)), names, is_thing)
 
 
-def _as_evaluated(config: Config, weights: dict[str, Tensor]) -> tuple[Config, dict[str, Tensor]]:
+def _as_evaluated(config: DetectionConfig, weights: dict[str, Tensor]) -> tuple[DetectionConfig, dict[str, Tensor]]:
     """The model and the weights that evaluation reads.
 
     Relative localization is for training alone, and so is batch attention but for mini-batch inference.
@@ -137,7 +137,7 @@ def _as_evaluated(config: Config, weights: dict[str, Tensor]) -> tuple[Config, d
     return plain, {name: value for name, value in weights.items() if unread.isdisjoint(name.split("."))}
 
 
-def _sheet_rows(config: Config, evaluation: Evaluation) -> Iterator[SheetRow]:
+def _sheet_rows(config: DetectionConfig, evaluation: Evaluation) -> Iterator[SheetRow]:
     """Images spread evenly over the validation split, with what they hold and what was found."""
     found = {detections.image_id: detections for detections in evaluation.detections}
     for image, target in _shown_images(config, evaluation.class_map):
@@ -146,7 +146,7 @@ def _sheet_rows(config: Config, evaluation: Evaluation) -> Iterator[SheetRow]:
         yield SheetRow(image, boxes, target.labels, found[target.image_id], target.file_name)
 
 
-def _panoptic_rows(folder: RunFolder, config: Config, evaluation: Evaluation) -> Iterator[PanopticSheetRow]:
+def _panoptic_rows(folder: RunFolder, config: DetectionConfig, evaluation: Evaluation) -> Iterator[PanopticSheetRow]:
     """The same images with both panoptic maps."""
     class_map, val = evaluation.class_map, data_source(config, "val")
     assert val.panoptic is not None, "there are maps to compare with"
@@ -156,7 +156,7 @@ def _panoptic_rows(folder: RunFolder, config: Config, evaluation: Evaluation) ->
         yield PanopticSheetRow(image, truth[target.image_id], found[target.image_id], target.file_name)
 
 
-def _shown_images(config: Config, class_map: ClassMap) -> Iterator[tuple[Tensor, Target]]:
+def _shown_images(config: DetectionConfig, class_map: ClassMap) -> Iterator[tuple[Tensor, Target]]:
     """Images spread evenly over the validation split, as they are in their files."""
     data = build_val_data(config, class_map, transform=lambda sample: sample)
     for place in torch.linspace(0, len(data) - 1, min(config.eval.pictures, len(data))).tolist():

@@ -17,13 +17,14 @@ from detr_bf.assembly import (
     check_image_data,
     device_of,
 )
+from detr_bf.classification.masked_loss import MaskedCriterion
+from detr_bf.classification.reconstruction import ReconstructionEvaluator
+from detr_bf.classification.report.reconstructions import save_reconstructions
 from detr_bf.config import MaskedConfig
-from detr_bf.data.doctor import Report
+from detr_bf.data.checks.annotations import Report
 from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, load_strict
 from detr_bf.engine.step import Criterion
-from detr_bf.evaluation import ReconstructionEvaluator
-from detr_bf.losses.masked import MaskedCriterion
-from detr_bf.report import save_reconstructions, tolerating
+from detr_bf.report import tolerating
 from detr_bf.tasks.pictures import pixels, shown
 from detr_bf.tasks.task import Evaluate, Task
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from detr_bf.assembly.acceleration import accelerate
 from detr_bf.config import RunConfig
-from detr_bf.data.doctor import Report
+from detr_bf.data.checks.annotations import Report
 from detr_bf.engine import Checkpoint, Measured, RunFolder, Trainer, TrainingStep, build_and_load
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError

@@ -19,9 +19,9 @@ from detr_bf.assembly.classifier_data import (
     train_batches,
     val_loop,
 )
+from detr_bf.classification.mixing import BatchMix
 from detr_bf.config import ClassifierConfig, MaskedConfig, load_config
-from detr_bf.config.classifier import ImageTransformConfig
-from detr_bf.data.mixing import BatchMix
+from detr_bf.config.classification import ImageTransformConfig
 from detr_bf.errors import InputError
 from detr_bf.labelled import ClassTargets, LabelledImages
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from detr_bf.assembly import build_evaluation, build_train_data, data_source
-from detr_bf.config import Config, load_config
+from detr_bf.config import DetectionConfig, load_config
 from detr_bf.data.sample_key import SampleKey
 from detr_bf.engine import RunFolder
 from detr_bf.errors import InputError
@@ -17,7 +17,7 @@ from detr_bf.tasks.detection import DetectionTask
 Factory = Callable[..., SimpleNamespace]
 
 
-def config(prefix: str, *overrides: str) -> Config:
+def config(prefix: str, *overrides: str) -> DetectionConfig:
     """Training on the folder ``train``, evaluation on ``val``, with masks."""
     paths = [
         f"data.{split}.{key}={prefix}{split}/{name}"

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from detr_bf.assembly import build_criterion, build_detector_criterion, build_groups, build_model
 from detr_bf.assembly.acceleration import accelerate
 from detr_bf.assembly.plugins import add_diverse, add_encoder_plugins, add_v1, add_v2, encoder_of
-from detr_bf.config import Config, load_config
-from detr_bf.config.classifier import PluginsConfig
+from detr_bf.config import DetectionConfig, load_config
+from detr_bf.config.classification import PluginsConfig
+from detr_bf.config.detection import DetectorLocalizationConfig, DetectorPluginsConfig
 from detr_bf.config.plugins import ContextBroadcastingConfig
-from detr_bf.config.schema import DetectorLocalizationConfig, DetectorPluginsConfig
 from detr_bf.detectors import Detector
 from detr_bf.engine import load_strict
 from detr_bf.errors import InputError
 from detr_bf.losses import SetCriterion
 from detr_bf.planning import trace
+from detr_bf.plugins import ContextBroadcasting, PluginCriterion, RelativeLocalizationLoss
 from detr_bf.structures import Batch, Outputs, Target
-from detr_bf.vit import ContextBroadcasting, PluginCriterion, RelativeLocalizationLoss
 from tests.detectors.tiny import BLIND_TO_PADDING, DETECTORS, batch_former, images, model, shaken
-from tests.vit import tiny
+from tests.plugins import tiny
 
 SMALL = (
     "model.hidden_dim=32",
@@ -52,7 +52,7 @@ OF_DETECTORS = {
 every_detector = pytest.mark.parametrize("name", DETECTORS)
 
 
-def config(*settings: str) -> Config:
+def config(*settings: str) -> DetectionConfig:
     return load_config(None, [*SMALL, *settings])
 
 

@@ -12,7 +12,7 @@ from detr_bf.assembly import build_model
 from detr_bf.assembly.image_training import image_learning_rate
 from detr_bf.assembly.run import _num_tokens, check_enough_tokens
 from detr_bf.assembly.training import check_same_classes, learning_rate, metrics_log
-from detr_bf.config import ClassifierConfig, Config, MaskedConfig, load_config
+from detr_bf.config import ClassifierConfig, DetectionConfig, MaskedConfig, load_config
 from detr_bf.data.coco import CocoDetection
 from detr_bf.engine import Checkpoint, RunFolder
 from detr_bf.errors import InputError
@@ -86,7 +86,7 @@ def test_a_cosine_ends_at_the_least_learning_rate() -> None:
 def test_steps_that_never_come_are_told(
     settings: tuple[str, ...], warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config: Config = load_config(None, settings)
+    config: DetectionConfig = load_config(None, settings)
     with caplog.at_level(logging.WARNING):
         learning_rate(config, 4)
     assert ("the learning rate never falls" in caplog.text) == warns
@@ -115,11 +115,11 @@ def test_a_checkpoint_without_training_state_cannot_be_resumed(tmp_path: Path) -
     folder = RunFolder(tmp_path)
     folder.metrics.write_text("kept")
     with pytest.raises(InputError, match=r"last\.pt holds weights alone .*init_from="):
-        metrics_log(Config(), folder, trained_on(ClassMap((0,), ("cat",))))
+        metrics_log(DetectionConfig(), folder, trained_on(ClassMap((0,), ("cat",))))
     assert folder.metrics.read_text() == "kept"
     broken = Checkpoint({"a": torch.tensor(torch.nan)}, {}, {}, training=training())
     with pytest.raises(InputError, match=r"last\.pt holds NaN or infinite weights"):
-        metrics_log(Config(), folder, broken)
+        metrics_log(DetectionConfig(), folder, broken)
     assert folder.metrics.read_text() == "kept"
 
 

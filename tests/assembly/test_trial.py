@@ -12,7 +12,7 @@ from detr_bf.assembly.network import build_network
 from detr_bf.assembly.trial import check_batch_norm
 from detr_bf.config import ClassifierConfig, load_config
 from detr_bf.errors import InputError
-from detr_bf.vit import add_batchformer
+from detr_bf.plugins import add_batchformer
 
 PROBE = (
     "model.name=vit_tiny_patch16_224",

@@ -16,7 +16,7 @@ from detr_bf.assembly.classifier_data import train_batches
 from detr_bf.config import ClassifierConfig
 from detr_bf.engine import RunFolder
 from detr_bf.labelled import LabelledImages
-from detr_bf.vit import num_streams
+from detr_bf.plugins import num_streams
 
 TINY = (
     "model.options.patch_size=8",

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from detr_bf.config import ClassifierConfig, Config, MaskedConfig, load_config
+from detr_bf.config import ClassifierConfig, DetectionConfig, MaskedConfig, load_config
 from detr_bf.config.fields import ARGUMENTS, FRACTION, Rule
 from detr_bf.errors import InputError
 
-SCHEMAS = (Config, ClassifierConfig, MaskedConfig)
+SCHEMAS = (DetectionConfig, ClassifierConfig, MaskedConfig)
 
 
 def numeric(hint: Any) -> bool:
@@ -55,7 +55,7 @@ def test_every_number_has_a_range(schema: type[Any], key: str, hint: Any, field:
 
 
 def test_the_walk_sees_what_it_should() -> None:
-    keys = {key for key, hint, _ in fields_of(Config) if numeric(hint)}
+    keys = {key for key, hint, _ in fields_of(DetectionConfig) if numeric(hint)}
     assert {"loss.focal_alpha", "train.max_steps", "data.transforms.short_sides", "batch_former.layers"} <= keys
     assert not {"output_dir", "train.compile", "loss.classification"} & keys
     assert numeric(typing.Optional[list[float]])  # noqa: UP045

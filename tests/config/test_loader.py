@@ -11,7 +11,7 @@ import yaml
 
 from detr_bf.config import (
     ClassifierConfig,
-    Config,
+    DetectionConfig,
     config_from_dict,
     config_to_dict,
     config_to_yaml,
@@ -20,7 +20,7 @@ from detr_bf.config import (
     saved_config,
     schema_of,
 )
-from detr_bf.config.classifier import ClassifierModelConfig
+from detr_bf.config.classification import ClassifierModelConfig
 from detr_bf.errors import InputError
 
 
@@ -192,7 +192,7 @@ def test_missing_file_and_circles(tmp_path: Path) -> None:
 
 
 def test_settings_of_older_checkpoints_are_read_by_their_new_names() -> None:
-    saved = config_to_dict(Config())
+    saved = config_to_dict(DetectionConfig())
     del saved["checkpoint"]
     saved["train"] |= {"checkpoint_every": 7, "keep_every": 2}
     config = config_from_dict(saved)
@@ -240,7 +240,7 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_stored_config_is_plain_data(secret: str, tmp_path: Path) -> None:
-    stored = config_to_dict(Config())
+    stored = config_to_dict(DetectionConfig())
     stored["output_dir"] = stored["data"]["train"]["images"] = secret
     config = config_from_dict(stored)
     assert config.output_dir == config.data.train.images == secret
@@ -318,4 +318,4 @@ def test_the_task_of_a_file_is_known_without_reading_its_values(tmp_path: Path) 
     (tmp_path / "a.yaml").write_text("base: base.yaml\nseed: ${oc.env:NOT_SET}\n")
     assert schema_of(tmp_path / "a.yaml") is ClassifierConfig
     (tmp_path / "b.yaml").write_text("seed: 1\n")
-    assert schema_of(tmp_path / "b.yaml") is Config
+    assert schema_of(tmp_path / "b.yaml") is DetectionConfig

@@ -15,7 +15,7 @@ from torch import nn
 
 from detr_bf.assembly.classifier import build_classifier
 from detr_bf.assembly.masked import build_masked_autoencoder
-from detr_bf.config import ClassifierConfig, Config, MaskedConfig, RunConfig, known_keys, load_config
+from detr_bf.config import ClassifierConfig, DetectionConfig, MaskedConfig, RunConfig, known_keys, load_config
 from detr_bf.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ NUM_CLASSES = 10
 @cache
 def load(name: str) -> Any:
     """A config of its task's type, the same object every time."""
-    return load_config(CONFIGS / name, schema=SCHEMAS.get(name.split("/")[0], Config))
+    return load_config(CONFIGS / name, schema=SCHEMAS.get(name.split("/")[0], DetectionConfig))
 
 
 def base_of(name: str) -> str:
@@ -84,7 +84,7 @@ def rows() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_loads(name: str) -> None:
-    assert type(load(name)) is SCHEMAS.get(name.split("/")[0], Config)
+    assert type(load(name)) is SCHEMAS.get(name.split("/")[0], DetectionConfig)
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.split("/")[0] in SCHEMAS])

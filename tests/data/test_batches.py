@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from detr_bf.data.batches import EpochBatches, SameSizeBatches, aspect_buckets
-from detr_bf.data.sample_key import SampleKey, mixed_seed
+from detr_bf.data.sample_key import SampleKey, derive_seed
 from detr_bf.errors import InputError
 
 
@@ -39,7 +39,7 @@ def test_an_epoch_is_a_seeded_permutation() -> None:
 
 def test_one_process_sees_the_permutation_as_it_is() -> None:
     """So that a run of an earlier version can be resumed."""
-    order = torch.randperm(50, generator=torch.Generator().manual_seed(mixed_seed(0, 3))).tolist()
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(derive_seed(0, 3))).tolist()
     assert places(batches(50, 4)) == order[:48]
 
 
@@ -72,8 +72,8 @@ def test_copies_fill_a_batch_that_is_no_multiple(num_samples: int, size: int) ->
 
 
 def test_random_numbers_of_a_single_copy_are_those_of_earlier_versions() -> None:
-    assert SampleKey(3, 7).mixed_with(5) == mixed_seed(5, 3, 7)
-    assert SampleKey(3, 7).mixed_with(5, 2) == mixed_seed(5, 3, 7, 2)
+    assert SampleKey(3, 7).mixed_with(5) == derive_seed(5, 3, 7)
+    assert SampleKey(3, 7).mixed_with(5, 2) == derive_seed(5, 3, 7, 2)
     seeds = [SampleKey(3, 7, copy).mixed_with(5, attempt) for copy in range(3) for attempt in range(3)]
     assert len(set(seeds)) == 9
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from detr_bf.data.coco import CocoDetection, read_annotations
-from detr_bf.data.sample_key import SampleKey, mixed_seed
+from detr_bf.data.sample_key import SampleKey, derive_seed
 from detr_bf.data.transforms import eval_transform, train_transform
 from detr_bf.errors import InputError
 from detr_bf.structures import ClassMap
@@ -168,9 +168,9 @@ def test_loading_a_sample_leaves_the_global_generator_alone(coco_folder: Factory
 
 
 def test_mixed_seeds_differ() -> None:
-    seeds = {mixed_seed(seed, epoch, place) for seed in range(5) for epoch in range(5) for place in range(20)}
+    seeds = {derive_seed(seed, epoch, place) for seed in range(5) for epoch in range(5) for place in range(20)}
     assert len({seed & 0xFFFFFFFF for seed in seeds}) == 500  # torch's CPU generator uses the lower half
-    assert mixed_seed(1, 23) != mixed_seed(12, 3)
+    assert derive_seed(1, 23) != derive_seed(12, 3)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from detr_bf import distributed
 from detr_bf.detectors import MaskHead
 from detr_bf.engine.checkpoint import rng_state
 from detr_bf.engine.fault import Fault, all_finite, find_fault, tensors_in
-from detr_bf.engine.step import TrainingStep, in_parallel
+from detr_bf.engine.step import TrainingStep, wrap_ddp
 from detr_bf.losses import LossReport
 from detr_bf.structures import Batch, FeatureMap, Outputs, Queries, TokenBatch
 from tests.detectors import tiny
@@ -385,7 +385,7 @@ def test_finite_means_every_number(value: complex) -> None:
 def broken_in_one_process() -> tuple[Fault, bool]:
     """A step whose passes exchange tokens, wrapped as in training; only process 1 has a broken target."""
     step = step_of(tiny.model(dropout=0.0, batch_former=tiny.batch_former(gather=True, dropout=0.0)))
-    parallel = in_parallel(step)
+    parallel = wrap_ddp(step)
     rng, images = rng_state(), batches(2)
     broken = [*images]
     if distributed.rank() == 1:

@@ -13,9 +13,9 @@ from detr_bf.detectors import Options, deformable_detr, detr
 from detr_bf.engine import LearningRate, build_optimizer, parameter_groups
 from detr_bf.engine.optimizer import image_parameter_groups, load_optimizer
 from detr_bf.errors import InputError
-from detr_bf.vit import add_batchformer, add_batchformer_v2, add_context_broadcasting, add_diverse_patch
+from detr_bf.plugins import add_batchformer, add_batchformer_v2, add_context_broadcasting, add_diverse_patch
 from tests.checkpoints import training
-from tests.vit import tiny
+from tests.plugins import tiny
 
 
 def network() -> nn.Module:

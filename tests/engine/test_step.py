@@ -10,7 +10,7 @@ from torch import Tensor
 
 from detr_bf import distributed
 from detr_bf.detectors import MaskHead
-from detr_bf.engine.step import TrainingStep, agree, gradients_exchanged, in_parallel
+from detr_bf.engine.step import TrainingStep, reduce_flags, sync_gradients, wrap_ddp
 from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
 from detr_bf.structures import Batch, Target
 from tests.detectors import tiny
@@ -48,7 +48,7 @@ def gradients(module: torch.nn.Module, parts: list[Batch]) -> dict[str, Tensor]:
     torch.set_default_dtype(torch.float64)
     total = 0.0
     for number, part in enumerate(parts, start=1):
-        with gradients_exchanged(module, number == len(parts)):
+        with sync_gradients(module, number == len(parts)):
             loss = module(part).total / len(parts)
             loss.backward()
             total += loss.item()
@@ -58,7 +58,7 @@ def gradients(module: torch.nn.Module, parts: list[Batch]) -> dict[str, Tensor]:
 
 def of_this_process(options: dict[str, Any], objects: tuple[int, ...], unused: bool = False) -> dict[str, Tensor]:
     start = sum(SIZES[: distributed.rank()])
-    parallel = in_parallel(step(**options), unused_parameters=unused)
+    parallel = wrap_ddp(step(**options), unused_parameters=unused)
     return gradients(parallel, [batch(start, start + SIZES[distributed.rank()], objects)])
 
 
@@ -98,7 +98,7 @@ def without_auxiliary_losses() -> dict[str, Tensor]:
     model = tiny.shaken(tiny.model("deformable_detr_refine", dropout=0.0, aux_loss=False)).double().train()
     criterion = SetCriterion(Focal(), HungarianMatcher(Focal()))
     whole = TrainingStep(model, criterion, torch.device("cpu"), torch.float32)
-    parallel = in_parallel(whole, unused_parameters=True)
+    parallel = wrap_ddp(whole, unused_parameters=True)
     for _ in range(2):  # a parameter without gradient would stop the second
         found = gradients(parallel, [batch(0, 3)])
     return found
@@ -111,7 +111,7 @@ def test_parameters_without_a_gradient_are_allowed_when_told() -> None:
 
 
 def accumulated() -> tuple[dict[str, Tensor], int]:
-    parallel = in_parallel(step("detr"))
+    parallel = wrap_ddp(step("detr"))
     exchanges = 0
 
     def count(state, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations and takes no strings
@@ -139,7 +139,9 @@ def test_accumulation_exchanges_gradients_once() -> None:
 
 def agreed() -> tuple[float, ...]:
     rank = distributed.rank()
-    return tuple(agree(torch.tensor([2.0, float("nan")][rank]), stop=rank == 1, save=rank == 0, replaced=2 * rank))
+    return tuple(
+        reduce_flags(torch.tensor([2.0, float("nan")][rank]), stop=rank == 1, save=rank == 0, replaced=2 * rank)
+    )
 
 
 def test_all_learn_what_one_knows() -> None:

@@ -164,7 +164,7 @@ def plugin(name: str, call: Callable[[Any, Any], Any]) -> tuple[str, Build]:
     def build(place: Place) -> Callable[[], Any]:
         import timm
 
-        from detr_bf import vit
+        from detr_bf import plugins as vit
 
         settings = {"embed_dim": 16, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8, "num_classes": 3}
         model = timm.create_model("vit_tiny_patch16_224", **settings)

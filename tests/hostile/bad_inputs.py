@@ -30,7 +30,7 @@ MODULES = (
 PRELOADED = (
     *("tools.train_net", "tools.train_classifier", "tools.pretrain_mae", "tools.predict", "tools.check_data"),
     *("tools.convert_checkpoint", "tools.plan", "tools.replay_capture", "tools.analyze", "tools.make_sample_data"),
-    *("matplotlib.pyplot", "pycocotools.cocoeval", "torchvision", "timm", "detr_bf.vit", "detr_bf.interop"),
+    *("matplotlib.pyplot", "pycocotools.cocoeval", "torchvision", "timm", "detr_bf.plugins", "detr_bf.interop"),
 )
 
 

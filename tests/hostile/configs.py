@@ -296,8 +296,8 @@ def out_of_range(schema: type[Any], task: str, known: set[str]) -> Iterator[Case
 
 def cases() -> Iterator[Case]:
     """All of them."""
-    from detr_bf.config.classifier import ClassifierConfig, MaskedConfig
-    from detr_bf.config.schema import Config
+    from detr_bf.config.classification import ClassifierConfig, MaskedConfig
+    from detr_bf.config.detection import DetectionConfig
 
     group = "configs"
     for name, content in BOMBS.items():
@@ -340,7 +340,7 @@ def cases() -> Iterator[Case]:
             says=(SAID.get(f"classifier: {name}", _part(key)),),
         )
     known = {"seed"}
-    for schema, task in ((Config, "detector"), (ClassifierConfig, "classifier"), (MaskedConfig, "masked")):
+    for schema, task in ((DetectionConfig, "detector"), (ClassifierConfig, "classifier"), (MaskedConfig, "masked")):
         yield from out_of_range(schema, task, known)
     yield Case("settings", "seed is negative", override("seed=-1"), says=("seed",))
     yield Case(

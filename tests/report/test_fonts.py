@@ -19,20 +19,18 @@ from matplotlib.font_manager import fontManager
 from PIL import Image
 from torch import Tensor
 
-from detr_bf.analysis.figures import Cell, add_legend, draw_sheet, one_plot
+from detr_bf.classification.analysis.figures import Cell, add_legend, draw_sheet, one_plot
+from detr_bf.classification.evaluation import ClassAccuracy, ClassificationResult
+from detr_bf.classification.report.figures import save_class_accuracies, save_confusion
+from detr_bf.classification.report.sheet import ClassifiedImage, save_classification_sheet
 from detr_bf.errors import InputError, Interrupted
-from detr_bf.evaluation import ClassAccuracy, ClassificationResult
 from detr_bf.report import (
-    ClassifiedImage,
     PanopticSheetRow,
     SheetRow,
     class_labels,
     compare,
     fonts,
-    save_class_accuracies,
-    save_classification_sheet,
     save_comparison,
-    save_confusion,
     save_panoptic_sheet,
     save_sheet,
     tolerating,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from detr_bf.config import Config, config_to_yaml
+from detr_bf.config import DetectionConfig, config_to_yaml
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
 from detr_bf.files import write_json, write_text
@@ -49,7 +49,7 @@ def run_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "my run"
     record = {"kind": "train", "step": 1200, "epoch": 3.5, "loss": 2.0}
     write_text(folder / "metrics.jsonl", json.dumps(record) + "\n")
-    write_text(folder / "config.yaml", config_to_yaml(Config(output_dir="<i>here</i>")))
+    write_text(folder / "config.yaml", config_to_yaml(DetectionConfig(output_dir="<i>here</i>")))
     write_json(folder / "evaluation.json", SUMMARY.to_dict())
     write_json(folder / "machine.json", {"CPU": "<fast> & cool", "torch": "2.15.0"})
     save_picture(folder / "pictures" / "validation.png", torch.zeros(3, 4, 4, dtype=torch.uint8))
@@ -139,7 +139,7 @@ def test_broken_inputs_are_named_and_the_old_report_stays(run_dir: Path) -> None
 
 
 def test_batch_former_line() -> None:
-    config = Config()
+    config = DetectionConfig()
     on = replace(config.batch_former, layers=[0, 2], position="after", mode="mini_batch_inference")
     line = batch_former_line(replace(config, batch_former=on))
     assert "after encoder layers 0, 2 with shared weights, mode mini batch inference, 4 heads" in line
@@ -149,7 +149,7 @@ def test_batch_former_line() -> None:
 
 
 def test_plugins_of_the_encoder_are_named() -> None:
-    plugins = Config().plugins
+    plugins = DetectionConfig().plugins
     assert list(encoder_plugins_line(plugins)) == []
     plugins.context_broadcasting.enabled = plugins.relative_localization.enabled = True
     plugins.context_broadcasting.layers, plugins.relative_localization.weight = [5], 0.5
@@ -189,7 +189,7 @@ def test_names_from_outside_have_no_effect_on_the_page(run_dir: Path) -> None:
     per_class = dict.fromkeys(HOSTILE, ClassResult(0.5, 0.8, 10))
     write_json(folder / "evaluation.json", replace(SUMMARY, per_class=per_class).to_dict())
     write_json(folder / "machine.json", {name: name for name in HOSTILE})
-    config = Config(output_dir="</pre><script>", init_from="a\x1b[2J<b>")
+    config = DetectionConfig(output_dir="</pre><script>", init_from="a\x1b[2J<b>")
     write_text(folder / "config.yaml", config_to_yaml(config))
     record = {"kind": "train", "step": 1, "epoch": 1.0, "loss": 2.0, "loss_$\\frac{$<script>": 1.0, "loss_b": 1.0}
     (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")

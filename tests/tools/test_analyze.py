@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from detr_bf.analysis import ANALYSES
+from detr_bf.classification.analysis import ANALYSES
 from detr_bf.text import printable
 from tools.analyze import main as analyze
 from tools.analyze import named, write_table

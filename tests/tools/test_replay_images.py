@@ -93,7 +93,7 @@ def test_the_step_is_that_of_the_run_to_the_last_digit(
     assert SAME in out
 
 
-@pytest.mark.parametrize(("name", "kept"), [("plain", "shares"), ("diverse_patch", "patch_labels")])
+@pytest.mark.parametrize(("name", "kept"), [("plain", "soft_labels"), ("diverse_patch", "patch_labels")])
 def test_mixed_batches_survive_the_file(name: str, kept: str, tmp_path: Path) -> None:
     capture = captured(classifier_config(tmp_path), *VARIANTS[name])
     capture.save(tmp_path / "a.pt")

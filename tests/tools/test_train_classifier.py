@@ -15,7 +15,7 @@ import torch
 
 from detr_bf.config import ClassifierConfig, load_config
 from detr_bf.engine import load_checkpoint
-from detr_bf.vit import without_plugins
+from detr_bf.plugins import without_plugins
 from tests.tools.test_train_net import assert_same
 from tools.pretrain_mae import main as pretrain_mae
 from tools.train_classifier import main as train_classifier

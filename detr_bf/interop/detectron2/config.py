@@ -14,8 +14,8 @@ from typing import Any
 
 from detectron2.config import CfgNode
 
-from detr_bf.config import Config, config_from_dict
-from detr_bf.config.schema import BackboneConfig
+from detr_bf.config import DetectionConfig, config_from_dict
+from detr_bf.config.detection import BackboneConfig
 from detr_bf.errors import InputError
 
 DETECTRON2 = "detectron2"  # MODEL.DETR_BF.BACKBONE.NAME of what build_backbone(cfg) gives
@@ -34,7 +34,7 @@ def add_detr_bf_config(cfg: CfgNode) -> None:
     name ``detectron2`` it is what ``MODEL.BACKBONE`` says, of which the maps of ``STRIDES`` are used.
     """
     import_module("detr_bf.interop.detectron2.meta_arch")  # which imports this module
-    defaults = Config()
+    defaults = DetectionConfig()
     node = CfgNode({"ARCHITECTURE": defaults.model.name, "NUM_CLASSES": 80})
     node.update({name: value for name, value in _node(defaults.model).items() if name not in ("NAME", "MASKS")})
     for section, ours in SECTIONS.items():
@@ -52,7 +52,7 @@ def add_detr_bf_config(cfg: CfgNode) -> None:
     cfg.INPUT.CROP_SHORT_SIDES = (400, 500, 600)  # pixels the shorter side has when the crop is cut
 
 
-def core_config(cfg: CfgNode) -> Config:
+def core_config(cfg: CfgNode) -> DetectionConfig:
     """Our config with what ``cfg`` says of the model and its losses.
 
     Raises:
@@ -71,7 +71,7 @@ def core_config(cfg: CfgNode) -> Config:
     train = {"recompute_encoder": tree.pop("recompute_encoder")}
     model = {"name": tree.pop("architecture"), "masks": cfg.MODEL.MASK_ON, **tree}
     settings = {"model": model, **sections, "eval": evaluation, "train": train}
-    config: Config = config_from_dict(settings, source="MODEL.DETR_BF (in lower case)")
+    config: DetectionConfig = config_from_dict(settings, source="MODEL.DETR_BF (in lower case)")
     return config
 
 

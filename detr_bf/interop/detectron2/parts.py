@@ -15,7 +15,7 @@ from detr_bf.assembly import (
     build_panoptic_postprocess,
     build_postprocess,
 )
-from detr_bf.config import Config
+from detr_bf.config import DetectionConfig
 from detr_bf.errors import InputError
 from detr_bf.interop.detectron2.backbone import Detectron2Backbone
 from detr_bf.postprocess import PanopticPostprocess
@@ -23,7 +23,7 @@ from detr_bf.structures import ClassMap
 
 
 def parts(
-    config: Config,
+    config: DetectionConfig,
     num_classes: int,
     *,
     backbone: nn.Module | None,
@@ -75,7 +75,7 @@ def check_classes(datasets: Iterable[str], num_classes: int) -> None:
             )
 
 
-def _panoptic(config: Config, num_classes: int, dataset: str) -> PanopticPostprocess:
+def _panoptic(config: DetectionConfig, num_classes: int, dataset: str) -> PanopticPostprocess:
     if not config.model.masks:
         raise InputError("panoptic maps need a mask head: set MODEL.MASK_ON True (model.masks=True)")
     metadata = MetadataCatalog.get(dataset)

@@ -15,14 +15,7 @@ from pycocotools import mask as coco_mask
 
 from detr_bf.data.samples import build_digits, build_scenes, build_stamps
 from detr_bf.data.samples.composite import Scene, Split
-from detr_bf.data.samples.writing import (
-    MANIFEST,
-    Recipe,
-    already_built,
-    annotation,
-    panoptic_segments,
-    write_dataset,
-)
+from detr_bf.data.samples.writing import MANIFEST, Recipe, already_built, annotation, panoptic_segments, write_dataset
 from detr_bf.errors import InputError
 from detr_bf.text import printable
 

@@ -9,7 +9,7 @@ pytest.importorskip("detectron2.config")
 
 from detectron2.config import CfgNode, get_cfg
 
-from detr_bf.config import Config, config_to_dict
+from detr_bf.config import DetectionConfig, config_to_dict
 from detr_bf.errors import InputError
 from detr_bf.interop.detectron2 import add_detr_bf_config
 from detr_bf.interop.detectron2.config import core_config
@@ -22,7 +22,7 @@ def with_ours() -> CfgNode:
 
 
 def test_the_defaults_are_ours_without_batch_attention() -> None:
-    wanted = Config()
+    wanted = DetectionConfig()
     wanted.batch_former.enabled = False
     assert config_to_dict(core_config(with_ours())) == config_to_dict(wanted)
 

@@ -14,7 +14,7 @@ pytest.importorskip("detectron2.config")
 from detectron2.config import LazyConfig, get_cfg
 from omegaconf import OmegaConf
 
-from detr_bf.config import Config, load_config
+from detr_bf.config import DetectionConfig, load_config
 from detr_bf.interop.detectron2 import add_detr_bf_config
 from detr_bf.interop.detectron2.config import core_config
 from detr_bf.models import recipe_config
@@ -26,7 +26,7 @@ LAZY = sorted(path for path in (CONFIGS / "lazy").glob("*_r50*.py"))
 IMAGES = 118287  # of COCO train2017
 
 
-def settings_of(config: Config) -> dict[str, Any]:
+def settings_of(config: DetectionConfig) -> dict[str, Any]:
     """What an adapter's model is built of."""
     tree = asdict(config)
     evaluation = {key: tree["eval"][key] for key in ("max_detections", "mask_threshold", "panoptic")}
@@ -34,7 +34,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     return {**kept, "eval": evaluation, "recompute": tree["train"]["recompute_encoder"]}
 
 
-def schedule_of(config: Config, batch: int) -> tuple[int, int, int]:
+def schedule_of(config: DetectionConfig, batch: int) -> tuple[int, int, int]:
     """Steps of an epoch, of training, and up to the drop."""
     epoch = ceil(IMAGES / batch)
     return epoch, epoch * config.train.epochs, epoch * config.optimizer.drop_epochs[0]

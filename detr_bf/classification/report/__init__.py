@@ -1,0 +1,1 @@
+"""Report pages and pictures of classifiers and masked autoencoders."""

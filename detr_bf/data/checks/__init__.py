@@ -1,0 +1,1 @@
+"""Validation of detection data before training."""

@@ -1,0 +1,311 @@
+"""Dense relative localization: how far apart are two tokens? (Liu et al. 2021, NeurIPS, arXiv 2106.03746)
+
+Shape legend: R rows (images, or streams x images), S = H x W tokens of a grid, C channels, M pairs of an image. Axis 0
+of a pair's target is the row, axis 1 the column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from detr_bf.errors import InputError
+from detr_bf.layers import MLP
+from detr_bf.layers.precision import full_precision
+from detr_bf.losses.classification import at_least_float32
+from detr_bf.plugins.plugin import Plugin, patches_of, refused, require_vit
+from detr_bf.structures import TokenBatch
+from detr_bf.transformer import Encoder
+
+VARIANTS = ("abs", "signed", "ce", "reg", "all")
+HIDDEN = 512
+VARIANCE_WEIGHT = 0.001  # alpha of the variant reg
+Grid = tuple[int, int]  # height and width in tokens
+
+
+def sample_pairs(extent: Tensor, pairs: int) -> Tensor:
+    """``extent`` (R, 2), height and width of each image in tokens -> places (R, M, 2, 2) int64: row and column of both.
+
+    All are independent and uniform, so a place may come twice.
+    """
+    share = torch.rand(len(extent), pairs, 2, 2, device=extent.device)
+    return (share * extent[:, None, None]).long()
+
+
+def tokens_at(tokens: Tensor, places: Tensor, width: int) -> Tensor:
+    """Tokens (R, S, C) of a grid ``width`` wide, at places (R, M, 2, 2) -> pairs (R, M, 2C), first one first."""
+    index = (places[..., 0] * width + places[..., 1]).flatten(1)
+    found = tokens.gather(1, index[..., None].expand(-1, -1, tokens.shape[2]))
+    return found.view(*places.shape[:2], 2 * tokens.shape[2])
+
+
+def offsets(places: Tensor) -> Tensor:
+    """Places (R, M, 2, 2) -> first minus second (R, M, 2) int64, in tokens."""
+    return places[:, :, 0] - places[:, :, 1]
+
+
+def distance_loss(predicted: Tensor, target: Tensor) -> Tensor:
+    """(R, M, 2) both -> (): L1, the mean over pairs and axes."""
+    return F.l1_loss(predicted, target)
+
+
+def entropy_loss(logits: Sequence[Tensor], offset: Tensor) -> Tensor:
+    """Logits (R, M, 2k - 1) of each axis, classes are offsets from 1 - k, and offsets (R, M, 2) -> (): their sum."""
+    axes = zip(logits, offset.unbind(-1), strict=True)
+    return torch.stack([F.cross_entropy(axis.flatten(0, 1), _classes(axis, at).flatten()) for axis, at in axes]).sum()
+
+
+def regression_loss(logits: Sequence[Tensor], offset: Tensor) -> Tensor:
+    """As :func:`entropy_loss`, with a regression from the mean and variance of the classes' distribution."""
+    losses = []
+    for axis, at in zip(logits, offset.unbind(-1), strict=True):
+        mean, variance = moments(axis)
+        variance = variance + 1e-8
+        error = (_classes(axis, at) - mean) ** 2 / variance
+        losses.append((error + VARIANCE_WEIGHT * variance.log() / 2).mean())
+    return torch.stack(losses).sum()
+
+
+def moments(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits (..., n) -> mean and variance (...) of the class index under their softmax."""
+    probability, index = logits.softmax(-1), torch.arange(logits.shape[-1], device=logits.device)
+    mean = (probability * index).sum(-1)
+    return mean, (probability * (index - mean[..., None]) ** 2).sum(-1)
+
+
+def _classes(logits: Tensor, offset: Tensor) -> Tensor:
+    return offset + logits.shape[-1] // 2
+
+
+def pooled(tokens: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
+    """(R, S, C) -> a grid of half the size: windows of 3 x 3, 2 apart, from 1 outside, over what is inside.
+
+    14 x 14 becomes 7 x 7.
+    """
+    maps = tokens.transpose(1, 2).unflatten(2, grid)
+    small = F.avg_pool2d(maps, 3, stride=2, padding=1, count_include_pad=False)
+    return small.flatten(2).transpose(1, 2), (small.shape[2], small.shape[3])
+
+
+def ramped(weight: float, epoch: float, epochs: int, ramp: int = 20) -> float:
+    """The released code's weight: rising over the first ``ramp`` epochs, then falling to 0 at the end, linearly."""
+    if epoch <= ramp:
+        return weight * epoch / ramp
+    return weight * (1 - (epoch - ramp) / (epochs - ramp))
+
+
+class PairPredictor(nn.Module):
+    """Predicts the distance of two tokens of one grid, and says how wrong it is.
+
+    Args:
+        dim: channels C.
+        variant: ``abs``, ``signed``, ``ce`` or ``reg``.
+        grid: of the tokens, needed for ``ce`` and ``reg``, whose classes it counts.
+        pairs: M.
+        normalize: distances in parts of the grid's height and width, not in tokens.
+    """
+
+    def __init__(self, dim: int, *, variant: str, grid: Grid | None, pairs: int, normalize: bool) -> None:
+        super().__init__()
+        if pairs < 1:
+            raise InputError(f"pairs must be 1 or more, got {pairs}")
+        self.variant = variant
+        self.pairs = pairs
+        self.normalize = normalize
+        self.grid = grid if variant in ("ce", "reg") else None
+        self.widths = [1, 1] if self.grid is None else [2 * side - 1 for side in self.grid]
+        self.mlp = MLP((2 * dim, HIDDEN, HIDDEN, sum(self.widths)))
+
+    def forward(self, tokens: Tensor, grid: Grid, extent: Tensor | None = None) -> Tensor:
+        """Tokens (R, S, C) -> (), in float32 or better.
+
+        ``extent`` (R, 2): height and width, in tokens, of the part of each image to sample from; None means the grid.
+
+        Raises:
+            InputError: a grid of one token, or another one than the classes were made for.
+        """
+        if max(grid) < 2 or (self.grid is not None and grid != self.grid):
+            expected = "two tokens or more" if self.grid is None else f"{self.grid}"
+            raise InputError(f"relative localization: got a grid of {grid} tokens, expected {expected}")
+        with torch.autocast(tokens.device.type, enabled=False):
+            if extent is None:
+                extent = torch.tensor([grid], device=tokens.device).expand(len(tokens), -1)
+            places = sample_pairs(extent, self.pairs)
+            predicted = at_least_float32(full_precision(self.mlp, tokens_at(tokens, places, grid[1])))
+            return self._loss(predicted, offsets(places), extent)
+
+    def _loss(self, predicted: Tensor, offset: Tensor, extent: Tensor) -> Tensor:
+        if self.variant == "ce":
+            return entropy_loss(predicted.split(self.widths, -1), offset)
+        if self.variant == "reg":
+            return regression_loss(predicted.split(self.widths, -1), offset)
+        target = (offset if self.variant == "signed" else offset.abs()).to(predicted.dtype)
+        return distance_loss(predicted, target / extent[:, None] if self.normalize else target)
+
+
+class RelativeLocalizationLoss(Plugin):
+    """Relative localization on the tokens of the last forward pass in training; evaluation is untouched.
+
+    Tokens are those that leave the last block, before the final norm, and of our encoders the memory. ``weight`` is
+    lambda; set it before each epoch for a schedule such as :func:`ramped`.
+    """
+
+    name = "relative_localization"
+
+    def __init__(self, predictors: Sequence[PairPredictor], *, weight: float, pool: bool, prefix_tokens: int) -> None:
+        super().__init__()
+        self.predictors = nn.ModuleList(predictors)
+        self.weight = weight
+        self.pool = pool
+        self.prefix_tokens = prefix_tokens
+
+    def attach(self, model: nn.Module, sources: Sequence[nn.Module]) -> None:
+        """Hang on the ``sources`` of tokens within ``model``, or, where there are none, on its last tokens."""
+        hooks = self._encoder_hooks if isinstance(model, Encoder) else self._timm_hooks
+        self.join(model, hooks(model, sources))
+
+    def _timm_hooks(self, model: Any, sources: Sequence[nn.Module]) -> Iterator[RemovableHandle]:
+        yield model.patch_embed.register_forward_pre_hook(self._begin)
+        for index, source in enumerate(sources):
+            yield source.register_forward_hook(partial(self._keep_output, index))
+        yield model.norm.register_forward_pre_hook(partial(self._end, not sources))
+
+    def _encoder_hooks(self, model: Any, sources: Sequence[nn.Module]) -> Iterator[RemovableHandle]:
+        yield model.register_forward_pre_hook(self._begin_encoder)
+        for index, source in enumerate(sources):
+            yield source.register_forward_hook(partial(self._keep_output, index))
+        yield model.register_forward_hook(partial(self._end_encoder, not sources))
+
+    # Blocks that are worked out a second time, in the backward pass, must not leave tokens: so there is an end.
+
+    def _begin(self, patch_embed: Any, args: tuple[Tensor, ...]) -> None:
+        if self.training:
+            size = args[0].shape[-2:]
+            self._kept = {"grid": patch_embed.dynamic_feat_size(size), "tokens": {}, "open": True}
+
+    def _begin_encoder(self, encoder: nn.Module, args: tuple[TokenBatch, ...]) -> None:
+        if self.training:
+            self._kept = {"tokens": {}, "open": True}
+
+    def _keep_output(self, index: int, module: nn.Module, args: Any, output: Tensor) -> None:
+        if self._kept.get("open"):
+            self._kept["tokens"][index] = output
+
+    def _end(self, last: bool, norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if self._kept.pop("open", False) and last:
+            self._kept["tokens"][0] = args[0]
+
+    def _end_encoder(self, last: bool, encoder: nn.Module, args: Any, memory: TokenBatch) -> None:
+        if self._kept.pop("open", False):
+            self._kept["memory"] = memory
+            if last:
+                self._kept["tokens"][0] = memory.tokens
+
+    def forward(self, *, weighted: bool = True) -> Tensor:
+        """() in float32: ``weight`` times the loss, or the loss alone, summed over the places it is measured at.
+
+        Raises:
+            InputError: the model was not called in training mode before, or its grid is not one to measure on.
+        """
+        tokens = self._take("tokens")
+        losses = [predict(*self._grid(tokens[index])) for index, predict in enumerate(self.predictors)]
+        self._kept = {}
+        loss = torch.stack(losses).sum()
+        return self.weight * loss if weighted else loss
+
+    def _grid(self, tokens: Tensor) -> tuple[Tensor, Grid, Tensor | None]:
+        """Tokens (R, S, C), the grid they form, and the part of it that each image fills."""
+        if "memory" in self._kept:
+            return _last_level(tokens, self._kept["memory"])
+        if tokens.dim() == 4:  # Swin
+            patches, grid = tokens.flatten(1, 2), (tokens.shape[1], tokens.shape[2])
+        else:
+            patches, grid = patches_of(tokens, self.prefix_tokens), self._kept["grid"]
+        patches, grid = pooled(patches, grid) if self.pool else (patches, grid)
+        return patches, grid, None
+
+
+def _last_level(tokens: Tensor, memory: TokenBatch) -> tuple[Tensor, Grid, Tensor]:
+    """The coarsest level of an encoder's tokens; images fill the upper left of it, the rest is padding.
+
+    Before batch attention makes a second stream of them, tokens are of the first, the clean one, alone.
+    """
+    height, width = memory.static["spatial_shapes"][-1]
+    cells = height * width
+    valid = ~memory.per_sample["padding_mask"][: len(tokens), -cells:].unflatten(1, (height, width))
+    extent = torch.stack([valid.any(2).sum(1), valid.any(1).sum(1)], dim=-1)
+    return tokens[:, -cells:], (height, width), extent
+
+
+def add_relative_localization(
+    model: nn.Module,
+    variant: str = "abs",
+    *,
+    weight: float | None = None,
+    pairs: int = 64,
+    normalize: bool = True,
+    pool: bool | None = None,
+) -> RelativeLocalizationLoss:
+    """Dense relative localization for a timm ViT, DeiT or Swin, or one of our detectors' encoders.
+
+    Call what it returns after the model, and add its loss to the model's.
+
+    Args:
+        model: the bare model.
+        variant: ``abs``, the distance; ``signed``; ``ce``, the offset as a class; ``reg``, a regression from these
+            classes; ``all``, the distance at every block (of Swin: stage), each with a predictor of its own.
+        weight: lambda; None means the published 0.01 of ViT and 0.5 of Swin. For an encoder it must be given.
+        pairs: M, of each image.
+        normalize: distances in parts of the grid; False counts tokens, as the released code does.
+        pool: halve the grid first (:func:`pooled`); None means for a ViT, as published.
+
+    Raises:
+        InputError: another model, an unknown variant, no weight for an encoder, no pairs, classes without a fixed grid,
+            or it has one already.
+    """
+    if variant not in VARIANTS:
+        raise InputError(f"variant must be one of {', '.join(VARIANTS)}; got '{variant}'")
+    pool = isinstance(model, VisionTransformer) if pool is None else pool
+    sources, dims, grid = _layout(model)
+    if pool and grid is not None:
+        grid = ((grid[0] + 1) // 2, (grid[1] + 1) // 2)
+    if weight is None:
+        if isinstance(model, Encoder):
+            raise InputError("no weight was published for detectors: give one, such as weight=0.01")
+        weight = 0.5 if isinstance(model, SwinTransformer) else 0.01
+    if grid is None and (pool or variant in ("ce", "reg")):
+        raise InputError(
+            f"variant={variant}, pool={pool}: classes and pooling need a grid of one size, and a detector's images "
+            "vary: take abs, signed or all, without pool"
+        )
+    every = variant == "all"
+    predictors = [
+        PairPredictor(dim, variant="abs" if every else variant, grid=grid, pairs=pairs, normalize=normalize)
+        for dim in (dims if every else dims[-1:])
+    ]
+    prefix = model.num_prefix_tokens if isinstance(model, VisionTransformer) else 0
+    plugin = RelativeLocalizationLoss(predictors, weight=weight, pool=pool, prefix_tokens=prefix)
+    plugin.attach(model, sources if every else ())
+    return plugin
+
+
+def _layout(model: nn.Module) -> tuple[list[nn.Module], list[int], Grid | None]:
+    """Where tokens come from, with how many channels, and the last grid if it has one size."""
+    if isinstance(model, Encoder):
+        width = next(module.normalized_shape[0] for module in model.modules() if isinstance(module, nn.LayerNorm))
+        return list(model.layers), [width] * len(model.layers), None
+    if isinstance(model, SwinTransformer):
+        height, width = cast("Grid", model.layers[-1].output_resolution)
+        return list(model.layers), [info["num_chs"] for info in model.feature_info], (height, width)
+    if not isinstance(model, VisionTransformer):
+        raise refused(model, "VisionTransformer (ViT, DeiT) or SwinTransformer", "Encoder")
+    vit = require_vit(model)
+    return list(vit.blocks), [vit.embed_dim] * len(vit.blocks), vit.patch_embed.grid_size

@@ -1,0 +1,340 @@
+"""Train or evaluate a task and write everything to its output folder; the training commands call this."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from detr_bf import distributed
+from detr_bf.assembly import device_of
+from detr_bf.cli import run_tool
+from detr_bf.config import RunConfig, config_from_dict, config_to_dict, config_to_yaml, load_config
+from detr_bf.engine import Checkpoint, Claim, Measured, RunFolder, RunMarker, checkpoint_of, load_checkpoint
+from detr_bf.engine.logs import setup_logging
+from detr_bf.errors import InputError, TrainingError
+from detr_bf.files import write_json, write_text
+from detr_bf.report import machine_info, tolerating, write_report
+from detr_bf.tasks import Task
+from detr_bf.text import safe_message
+
+logger = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=RunConfig)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The numbers of a run and where they are shown."""
+
+    result: Measured
+    folder: Path
+    report: Path | None  # None if it could not be written
+    epochs: str = ""  # of training: the last and the best epoch
+
+    def __str__(self) -> str:
+        shown = f"report {self.report}" if self.report else f"no report, see the log; results in {self.folder}"
+        return "  ".join(filter(None, (str(self.result), shown, self.epochs)))
+
+
+def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = False) -> Outcome | None:
+    """Check the data, train, evaluate, report.
+
+    Called by every process of a group; all but the first get None.
+
+    Args:
+        resume: go on from the checkpoint in the folder.
+        resume_if_possible: the same if there is one. A process that torchrun restarts resumes in any case, but only the
+            run that the same torchrun started.
+
+    Raises:
+        InputError: before the first step, for anything the user can mend.
+        TrainingError, Interrupted: see :meth:`detr_bf.engine.Trainer.train`.
+    """
+    config, folder = task.config, RunFolder(Path(task.config.output_dir))
+    with distributed.process_group(device_of(config), config.train.timeout_minutes), _locked(folder) as claim:
+        setup_logging()
+
+        def prepare() -> Checkpoint | None:
+            _check_folder(folder, resume, resume_if_possible)
+            _begin(folder, claim, RunMarker.of_this_process("training"))
+            checkpoint = _newest_checkpoint(folder) if folder.holds_a_run() else None
+            _check(task, folder, checkpoint)
+            claim.check_not_made_by_others(folder.metrics, folder.tensorboard)
+            return checkpoint
+
+        checkpoint = distributed.on_main(prepare)
+        with distributed.failing_together():
+            trainer = task.build_trainer(folder, checkpoint)
+            claim.made(folder.metrics, folder.tensorboard, *folder.tensorboard.glob("events.out.tfevents.*"))
+        distributed.on_main(lambda: _describe(folder, claim, config))
+        claim.keep()
+        try:
+            result = trainer.train()
+        finally:
+            if trainer.metrics is not None:
+                trainer.metrics.close()
+        return _report(task, folder, result, trainer.evaluate, trainer.evaluation_model, trainer.epochs_text)
+
+
+def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
+    """Evaluate ``source``, a checkpoint of ours or foreign weights, with the model and validation data of the task.
+
+    The results are written to ``output_dir``, or to a folder ``eval-NAME`` in it where it holds a run or the evaluation
+    of other weights or settings. Called by every process of a group; all but the first get None.
+
+    Raises:
+        InputError: the weights are another model's.
+    """
+    config = task.config
+
+    def find_folder() -> tuple[RunFolder, str]:
+        key = _evaluation_key(config, source)
+        return RunFolder(_evaluation_folder(Path(config.output_dir), source, key)), key
+
+    with distributed.process_group(device_of(config), config.train.timeout_minutes):
+        folder, key = distributed.on_main(find_folder)
+        with _locked(folder) as claim:
+            setup_logging()
+
+            def prepare() -> None:
+                folder.check_no_foreign_files()
+                marker = folder.read_marker()
+                if marker is not None and marker.evaluated != key:
+                    raise InputError(f"{folder.path} was taken by another evaluation meanwhile: repeat the command")
+                _begin(folder, claim, RunMarker.of_this_process("evaluation", key))
+                folder.remove_unfinished()
+
+            distributed.on_main(prepare)
+            with distributed.failing_together():
+                model, evaluate = task.build_evaluation(source, folder)
+            distributed.on_main(lambda: _describe(folder, claim, config))
+            claim.keep()
+            logger.info("evaluating %s", source)
+            return _report(task, folder, evaluate(model), evaluate, model)
+
+
+@contextmanager
+def _locked(folder: RunFolder) -> Iterator[Claim]:
+    """Hold the lock of the folder, see :meth:`RunFolder.locked`; only the main process touches the folder."""
+    with ExitStack() as stack:
+        claims: list[Claim] = []  # not the result of on_main, which all processes would get
+        distributed.on_main(lambda: claims.append(stack.enter_context(folder.locked())))
+        yield claims[0] if claims else Claim(frozenset())
+
+
+def _check_folder(folder: RunFolder, resume: bool, resume_if_possible: bool) -> None:
+    """Check that the run may begin, or go on, in the folder.
+
+    Raises:
+        InputError: the folder holds another run, an evaluation, or files of the user.
+    """
+    marker = folder.read_marker()
+    restarted = distributed.restarts() > 0 and marker is not None and marker.launch == distributed.launch()
+    folder.check_no_evaluation()
+    if resume:
+        folder.check_resumable()
+    elif not (resume_if_possible or restarted):
+        folder.check_unused()
+    if marker is None and folder.holds_a_run() and (resume or resume_if_possible):
+        _newest_checkpoint(folder)  # a copy of a run: its checkpoint tells that it is ours
+    else:
+        folder.check_no_foreign_files()
+
+
+def _begin(folder: RunFolder, claim: Claim, marker: RunMarker) -> None:
+    """Mark the folder and log into it.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        folder.mark(marker)
+        claim.made(folder.marker)
+        claim.check_not_made_by_others(folder.log)
+        setup_logging(folder.log)
+        claim.made(folder.log)
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+
+
+def _check(task: Task[Any], folder: RunFolder, checkpoint: Checkpoint | None) -> None:
+    """Check everything that can be known before the model is built."""
+    if checkpoint is not None:
+        _check_same_task(task.config, checkpoint, folder)
+    task.check()
+    folder.remove_unfinished()
+    if checkpoint is not None:
+        _tell_changes(task.config, checkpoint, folder)
+
+
+def _newest_checkpoint(folder: RunFolder) -> Checkpoint:
+    """The last one, or where that is damaged or missing the one before it."""
+    try:
+        return load_checkpoint(folder.last)
+    except InputError as error:
+        if not folder.previous.exists():
+            raise
+        checkpoint = load_checkpoint(folder.previous)
+        if folder.last.exists():
+            folder.last.replace(folder.damaged)
+        logger.error("%s\nTraining goes on from %s instead, which is older.", error, folder.previous)
+        return checkpoint
+
+
+def evaluation_source(config: RunConfig, named: bool) -> Path:
+    """Return the checkpoint that ``--eval-only`` evaluates: the run's own best, or last, or what was named instead.
+
+    Args:
+        named: whether ``init_from`` was given on the command line. In a config file it says what training starts from.
+
+    Raises:
+        InputError: there is no such file.
+    """
+    source = checkpoint_of(config.init_from if named and config.init_from else config.output_dir)
+    if not source.is_file():
+        training_only = f"; init_from={config.init_from} of the config file is what training starts from"
+        raise InputError(
+            f"nothing to evaluate: {source} is no checkpoint{training_only if config.init_from and not named else ''}. "
+            "Give output_dir=DIR of a trained run, or name the weights on the command line with init_from=FILE"
+        )
+    return source
+
+
+def _evaluation_key(config: RunConfig, source: Path) -> str:
+    """Return what distinguishes one evaluation from another: a hash of the weights and of all settings."""
+    settings = {key: value for key, value in config_to_dict(config).items() if key not in ("output_dir", "init_from")}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    with source.open("rb") as weights:
+        while chunk := weights.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _evaluation_folder(output: Path, source: Path, evaluated: str) -> Path:
+    """Return ``output`` if it holds no run and no other evaluation, else the first such folder ``output/eval-NAME``."""
+    marker, is_own = RunFolder(output).read_marker(), source.parent.resolve() == output.resolve()
+    if marker.evaluated == evaluated if marker else not is_own:
+        return output
+    name = source.stem if is_own else f"{source.resolve().parent.name}-{source.stem}"
+    name, number = re.sub(r"[^A-Za-z0-9._-]+", "_", name)[:80], 1
+    while True:
+        folder = output / (f"eval-{name}" if number == 1 else f"eval-{name}-{number}")
+        marker = RunFolder(folder).read_marker()
+        if marker.evaluated == evaluated if marker else not folder.exists():
+            return folder
+        number += 1
+
+
+def _describe(folder: RunFolder, claim: Claim, config: RunConfig) -> None:
+    """Write the settings and the machine.
+
+    Raises:
+        InputError: they cannot be written.
+    """
+    claim.check_not_made_by_others(folder.config, folder.machine)
+    try:
+        write_text(folder.config, config_to_yaml(config))
+        claim.made(folder.config)
+        write_json(folder.machine, machine_info())
+        claim.made(folder.machine)
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+
+
+def _not_writable(folder: RunFolder, error: OSError) -> InputError:
+    return InputError(
+        f"output_dir {folder.path} cannot be written ({error.strerror or error}): make room, or choose another folder "
+        "with output_dir=DIR"
+    )
+
+
+def _tell_changes(config: RunConfig, checkpoint: Checkpoint, folder: RunFolder) -> None:
+    """Log which settings differ from those the run was started with."""
+    before = _flat(config_to_dict(config_from_dict(checkpoint.config, source=f"the config in {folder.last}")))
+    changed = [
+        f"{key}: {before[key]} -> {value}"
+        for key, value in _flat(config_to_dict(config)).items()
+        if before[key] != value
+    ]
+    if changed:
+        logger.warning("resuming with other settings than the run was started with: %s", "; ".join(changed))
+
+
+def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _check_same_task(config: RunConfig, checkpoint: Checkpoint, folder: RunFolder) -> None:
+    before = config_from_dict(checkpoint.config, source=f"the config in {folder.last}")
+    if type(before) is not type(config):
+        raise InputError(
+            f"{folder.last} is of a {type(before).__name__}, not of a {type(config).__name__}: resume with the command "
+            "that began it, or choose another folder with output_dir=DIR"
+        )
+
+
+def _report(
+    task: Task[Any], folder: RunFolder, result: Measured, evaluate: Any, model: nn.Module, epochs: str = ""
+) -> Outcome | None:
+    """Results, pictures and the page that shows them, by the main process.
+
+    Raises:
+        TrainingError: the numbers cannot be written. A page that cannot be made is a warning.
+    """
+    if not distributed.is_main():
+        return None
+    try:
+        write_json(folder.evaluation, result.to_dict())
+        task.leave(folder, evaluate, model)
+    except OSError as error:
+        raise TrainingError(
+            f"the results ({result}) cannot be written to {folder.path} ({error.strerror or error}): make room, then "
+            "run the same command with --resume, or with --eval-only if that is what it was"
+        ) from error
+    report = None
+    with tolerating(str(folder.report)):
+        report = write_report(folder.path)
+    return Outcome(result, folder.path, report, epochs)
+
+
+def training_command(
+    make_task: Callable[[C], Task[C]], schema: type[C], description: str | None, arguments: Sequence[str] | None
+) -> int:
+    """The command line of one task: train, resume or evaluate; returns the exit code."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file, configs/demo.yaml for instance")
+    parser.add_argument("--resume", action="store_true", help="go on from output_dir/last.pt")
+    parser.add_argument("--auto-resume", action="store_true", help="the same if it is there, else start")
+    parser.add_argument(
+        "--eval-only", action="store_true", help="evaluate the run in output_dir, or init_from=FILE if given here"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
+    options = parser.parse_intermixed_args(arguments)
+
+    def run() -> int:
+        task = make_task(load_config(options.config, options.overrides, schema=schema))
+        if options.eval_only + options.resume + options.auto_resume > 1:
+            raise InputError("--eval-only, --resume and --auto-resume exclude each other")
+        if options.eval_only:
+            named = any(override.partition("=")[0].strip() == "init_from" for override in options.overrides)
+            outcome = evaluate_only(task, evaluation_source(task.config, named))
+        else:
+            outcome = train(task, resume=options.resume, resume_if_possible=options.auto_resume)
+        if outcome is not None:  # the first process has it
+            print(safe_message(outcome))
+        return 0
+
+    return run_tool(run)

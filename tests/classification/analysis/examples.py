@@ -1,0 +1,54 @@
+"""What the tests of several analyses look at: random labelled images, and models that are known by heart."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from detr_bf.classification.analysis import Pixels
+from detr_bf.labelled import ClassTargets, LabelledImages
+from tests.plugins import tiny
+
+NAMES = tuple(f"class {label}" for label in range(tiny.CLASSES))
+PIXELS = Pixels(mean=(0.4, 0.5, 0.6), std=(0.1, 0.2, 0.3))
+
+
+def batches(*sizes: int, seed: int = 0) -> list[LabelledImages]:
+    """Batches of these sizes; pixels are from black to white, normalised; labels and places are all different."""
+    generator = torch.Generator().manual_seed(seed)
+    mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (PIXELS.mean, PIXELS.std))
+    found, start = [], 0
+    for size in sizes:
+        pixels = torch.rand(size, 3, 32, 32, generator=generator, dtype=torch.float64)
+        places = torch.arange(start, start + size)
+        found.append(LabelledImages((pixels - mean) / std, ClassTargets(places % tiny.CLASSES), places))
+        start += size
+    return found
+
+
+class Convolutional(nn.Module):
+    """Two convolutions, 8 x 8 places of 4 channels at the end, a linear classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 4, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(4, 4, 3, stride=2, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+        )
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(4, tiny.CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.fc(self.pool(self.features(images)).flatten(1))
+
+
+def convolutional() -> Convolutional:
+    torch.manual_seed(0)
+    return Convolutional().double().eval()
+
+
+def all_images(of: list[LabelledImages]) -> Tensor:
+    return torch.cat([batch.images for batch in of])

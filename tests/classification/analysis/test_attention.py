@@ -1,0 +1,162 @@
+"""Entropy and distance of attention against loops over timm's own unfused attention, and where they are known."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from detr_bf.classification.analysis import attention_distance, attention_entropy
+from detr_bf.classification.analysis.attention import measure_attention
+from detr_bf.classification.analysis.attention_distance import draw_attention_distance, patch_distances
+from detr_bf.classification.analysis.attention_entropy import draw_attention_entropy
+from detr_bf.classification.analysis.layers import LayerCurve
+from detr_bf.errors import InputError
+from tests.classification.analysis.examples import all_images, batches
+from tests.plugins import tiny
+
+SIZES = (3, 2)
+GRID = (4, 4)
+
+
+def timms_attention(model: Any, images: Tensor) -> list[Tensor]:
+    """Of every block (R, H, S, S), as timm works it out where it does not fuse it, after the softmax."""
+    found: list[Tensor] = []
+    hooks = []
+    for block in model.blocks:
+        block.attn.fused_attn = False
+        block.attn.attn_drop = nn.Identity()
+        hooks.append(block.attn.attn_drop.register_forward_hook(lambda m, args, output: found.append(output.clone())))
+    with torch.no_grad():
+        model(images)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def make_uniform(model: Any) -> Any:
+    """Queries of 0, so that every token attends to all alike."""
+    for block in model.blocks:
+        nn.init.zeros_(block.attn.qkv.weight[: tiny.DIM])
+        nn.init.zeros_(block.attn.qkv.bias[: tiny.DIM])
+    return model
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"reg_tokens": 2}])
+def test_the_attention_is_that_of_timm_without_fusion(changes: dict[str, Any]) -> None:
+    model, images = tiny.vit(**changes), batches(*SIZES)
+    assert all(cast("Any", block).attn.fused_attn for block in model.blocks)
+    seen = measure_attention(model, images, lambda attention, grid: attention)
+    expected = timms_attention(model, all_images(images))
+    for ours, theirs in zip(seen, expected, strict=True):
+        torch.testing.assert_close(torch.cat(ours), theirs, rtol=1e-12, atol=1e-15)
+
+
+def test_entropy_as_a_loop() -> None:
+    model, images = tiny.deit(), batches(*SIZES)
+    curve = attention_entropy(model, images)
+    for at, attention in zip(curve.layers, timms_attention(model, all_images(images)), strict=True):
+        values = [
+            -sum(a * math.log(a) for a in query if a > 0)
+            for image in attention.tolist()
+            for head in image
+            for query in head
+        ]
+        assert len(values) == sum(SIZES) * tiny.HEADS * (2 + 16)
+        assert at.mean == pytest.approx(sum(values) / len(values), rel=1e-10)
+        assert (at.low, at.high) == pytest.approx(tuple(np.percentile(values, [15, 85])), rel=1e-10)
+    assert curve.bound == pytest.approx(math.log(18)), "class and distillation token count"
+
+
+def test_uniform_attention_has_the_largest_entropy_ln_s() -> None:
+    curve = attention_entropy(make_uniform(tiny.vit()), batches(2))
+    for at in curve.layers:
+        assert (at.mean, at.low, at.high) == pytest.approx((math.log(17),) * 3, rel=1e-12)
+    assert [row["bound"] for row in curve.rows()] == [math.log(17)] * tiny.DEPTH
+
+
+def test_attention_to_one_token_alone_has_entropy_and_distance_0() -> None:
+    model = tiny.vit()
+    for block in model.blocks:  # every key is the same multiple of a huge number but that of the class token's feature
+        attention = cast("Any", block).attn
+        nn.init.zeros_(attention.qkv.weight)
+        attention.k_norm.register_forward_hook(lambda module, args, keys: one_token(keys))
+        attention.q_norm.register_forward_hook(lambda module, args, queries: torch.ones_like(queries))
+    assert [at.mean for at in attention_entropy(model, batches(2)).layers] == [0.0] * tiny.DEPTH
+    assert [at.high for at in attention_distance(model, batches(2)).layers] == [0.0] * tiny.DEPTH
+
+
+def one_token(keys: Tensor) -> Tensor:
+    """Keys of which only the first one counts."""
+    chosen = torch.full_like(keys, -1e4)
+    chosen[:, :, 0] = 1e4
+    return chosen
+
+
+def test_distance_as_a_loop_over_patches() -> None:
+    model, images = tiny.vit(), batches(*SIZES)
+    curve = attention_distance(model, images)
+    height, width = GRID
+    for at, attention in zip(curve.layers, timms_attention(model, all_images(images)), strict=True):
+        values = []
+        for head in attention.flatten(0, 1)[:, 1:, 1:].tolist():
+            for i, query in enumerate(head):
+                values.append(0.0)
+                for j, a in enumerate(query):
+                    if i != j:
+                        rows, columns = abs(i // width - j // width), abs(i % width - j % width)
+                        values[-1] += a * (rows / height + columns / width)
+        assert at.mean == pytest.approx(sum(values) / len(values), rel=1e-10)
+        assert (at.low, at.high) == pytest.approx(tuple(np.percentile(values, [15, 85])), rel=1e-10)
+
+
+def test_distance_of_uniform_attention_is_known() -> None:
+    """Along one axis of k patches the mean distance of two is (k^2 - 1) / (3 k^2); the class token takes its share."""
+    curve = attention_distance(make_uniform(tiny.vit()), batches(2))
+    expected = 16 / 17 * 2 * (4**2 - 1) / (3 * 4**2)
+    assert [at.mean for at in curve.layers] == pytest.approx([expected] * tiny.DEPTH, rel=1e-12)
+
+
+def test_distances_on_a_grid_that_is_not_square() -> None:
+    between = patch_distances((2, 3))
+    assert between.shape == (6, 6)
+    assert between[0, 5].item() == pytest.approx(1 / 2 + 2 / 3)
+    assert between[1, 3].item() == pytest.approx(1 / 2 + 1 / 3)
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model = tiny.vit().train()
+    model.blocks[1].eval()
+    attention_entropy(model, batches(2))
+    assert [block.training for block in model.blocks] == [True, False, True, True]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("analysis", [attention_entropy, attention_distance])
+def test_other_models_and_no_images_are_refused(analysis: Any) -> None:
+    with pytest.raises(InputError, match="expected timm's VisionTransformer"):
+        analysis(tiny.mixer(), batches(2))
+    with pytest.raises(InputError, match="got none"):
+        analysis(tiny.vit(), [])
+    other = tiny.vit()
+    cast("Any", other.blocks[1]).attn = nn.Identity()
+    with pytest.raises(InputError, match=r"\['Identity'\].*timm\.layers\.Attention"):
+        analysis(other, batches(2))
+    empty = timm.create_model("vit_tiny_patch16_224", depth=0, embed_dim=16, num_heads=2, img_size=32, patch_size=8)
+    with pytest.raises(InputError, match="0 blocks"):
+        analysis(empty.double(), batches(2))
+
+
+def test_the_picture_holds_a_line_a_run_and_the_bound() -> None:
+    runs = {"one": attention_entropy(tiny.vit(), batches(2)), "two": attention_entropy(tiny.vit(depth=2), batches(2))}
+    [axes] = draw_attention_entropy(runs).axes
+    assert [line.get_label() for line in axes.lines] == ["one", "two", "upper bound 2.833"]
+    assert [len(line.get_xdata()) for line in axes.lines[:2]] == [tiny.DEPTH, 2]
+    assert list(axes.lines[1].get_ydata()) == [at.mean for at in runs["two"].layers]
+    [axes] = draw_attention_distance({"one": LayerCurve.of([[torch.tensor([1.0, 3.0])]])}).axes
+    assert list(axes.lines[0].get_ydata()) == [2.0]

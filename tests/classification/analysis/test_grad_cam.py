@@ -1,0 +1,159 @@
+"""Grad-CAM against a loop with finite differences, and in networks where the answer is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from detr_bf.classification.analysis import grad_cam
+from detr_bf.classification.analysis.grad_cam import CamImage, CamSheet, class_activation, draw_grad_cam
+from detr_bf.classification.cifar_resnet import cifar_resnet
+from detr_bf.errors import InputError
+from tests.classification.analysis.examples import NAMES, PIXELS, batches, convolutional
+from tests.plugins import tiny
+
+STEP = 1e-6
+SHOWN: dict[str, Any] = {"class_names": NAMES, "pixels": PIXELS}
+
+
+def cam(model: nn.Module, *sizes: int) -> CamSheet:
+    return grad_cam(model, batches(*sizes), **SHOWN)
+
+
+def test_activation_as_a_loop() -> None:
+    generator = torch.Generator().manual_seed(0)
+    maps, gradients = (torch.randn(2, 3, 4, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    for image, found in enumerate(class_activation(maps, gradients)):
+        expected = np.zeros((4, 5))
+        for row in range(4):
+            for column in range(5):
+                for channel in range(3):
+                    expected[row, column] += float(
+                        gradients[image, channel].sum() / 20 * maps[image, channel, row, column]
+                    )
+        expected = np.maximum(expected, 0)
+        np.testing.assert_allclose(found.numpy(), expected / expected.max(), rtol=1e-12)
+
+
+def test_an_image_without_any_heat_stays_0() -> None:
+    assert not class_activation(torch.ones(1, 2, 3, 3), -torch.ones(1, 2, 3, 3)).any()
+    image = CamImage(7, "a", "b", 0.5, np.zeros((4, 4, 3)), np.zeros((3, 3)))
+    assert CamSheet((image,)).rows() == [
+        {"place": 7, "class": "a", "predicted": "b", "probability": 0.5, "centre_row": None, "centre_column": None}
+    ]
+
+
+def test_of_a_network_with_pooling_and_a_linear_layer_it_is_the_class_activation_map() -> None:
+    """There the mean gradient of channel c is its weight over the number of places."""
+    model, [batch] = convolutional(), batches(4)
+    with torch.no_grad():
+        maps = model.features(batch.images)
+        expected = torch.einsum("bchw,bc->bhw", maps, model.fc.weight[batch.targets.labels]).relu()
+        logits = model(batch.images)
+    sheet = cam(model, 4)
+    for image, heat, scores in zip(sheet.images, expected, logits, strict=True):
+        np.testing.assert_allclose(image.heat, (heat / heat.max()).numpy(), rtol=1e-5, atol=1e-7)
+        assert image.predicted == NAMES[int(scores.argmax())]
+        assert image.probability == pytest.approx(float(scores.softmax(0)[NAMES.index(image.name)]))
+    assert [image.place for image in sheet.images] == [0, 1, 2, 3]
+
+
+def test_of_a_vit_it_is_that_of_the_patches_behind_the_last_first_norm() -> None:
+    model, [batch] = tiny.deit(), batches(2)
+    block: Any = model.blocks[-1]
+    with torch.no_grad():
+        tokens = model._pos_embed(model.patch_embed(batch.images))
+        for earlier in model.blocks[:-1]:
+            tokens = earlier(tokens)
+        normed = block.norm1(tokens)
+
+        def scores(changed: Tensor) -> Tensor:
+            after = tokens + block.attn(changed)
+            logits = model.forward_head(model.norm(after + block.mlp(block.norm2(after))))
+            return logits[torch.arange(2), batch.targets.labels]
+
+        gradient = torch.zeros_like(normed)
+        for place in np.ndindex(*normed.shape[1:]):
+            up, down = normed.clone(), normed.clone()
+            up[(slice(None), *place)] += STEP
+            down[(slice(None), *place)] -= STEP
+            gradient[(slice(None), *place)] = (scores(up) - scores(down)) / (2 * STEP)
+    for row, image in enumerate(cam(model, 2).images):
+        weights = gradient[row, 2:].mean(0)
+        heat = torch.stack([(weights * patch).sum().clamp(min=0) for patch in normed[row, 2:]]).view(4, 4)
+        np.testing.assert_allclose(image.heat, (heat / heat.max()).numpy(), atol=1e-5)
+
+
+def test_heat_is_where_the_network_looks() -> None:
+    model = convolutional()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.features[3].weight.fill_(1)
+        model.features[0].weight[0, :, 1, 1] = 1  # brightness
+        model.features[2].weight[0, 0, 1, 1] = 1
+        model.fc.weight.fill_(1)
+    [batch] = batches(1)
+    batch.images.fill_(0)
+    batch.images[:, :, 4:8, 24:28] = 5
+    [image] = grad_cam(model, [batch], **SHOWN).images
+    assert np.argwhere(image.heat > 0).tolist() == [[1, 6]]
+    [row] = CamSheet((image,)).rows()
+    assert (row["centre_row"], row["centre_column"]) == ((1 + 0.5) / 8, (6 + 0.5) / 8)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: timm.create_model("resnet10t", num_classes=tiny.CLASSES),
+        lambda: timm.create_model("legacy_seresnet18", num_classes=tiny.CLASSES),  # its last convolutions see one place
+        lambda: cifar_resnet(20, tiny.CLASSES),
+    ],
+)
+def test_in_residual_networks_it_is_the_class_activation_map_of_the_last_stage(make: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    model, [batch] = make().double().eval(), batches(3)
+    images = F.interpolate(batch.images, size=(64, 64))
+    kept: list[Tensor] = []
+    last_stage = [module for name, module in model.named_children() if name in ("layer4", "stage3", "layer3")][-1]
+    with torch.no_grad(), last_stage.register_forward_hook(lambda module, args, output: kept.append(output)):
+        model(images)
+    weights = nn.init.uniform_(model.get_classifier().weight, -0.5, 1.0)[batch.targets.labels].detach()
+    expected = torch.einsum("bchw,bc->bhw", kept[0], weights).relu()
+    assert expected.any()
+    sheet = grad_cam(model, [replace(batch, images=images)], **SHOWN)
+    for image, heat in zip(sheet.images, expected, strict=True):
+        largest = heat.max() if heat.any() else torch.tensor(1.0)
+        np.testing.assert_allclose(image.heat, (heat / largest).numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_of_convnext_it_is_the_last_stage() -> None:
+    torch.manual_seed(0)
+    model, [batch] = timm.create_model("convnext_atto", num_classes=tiny.CLASSES).double().eval(), batches(2)
+    sheet = grad_cam(model, [replace(batch, images=F.interpolate(batch.images, size=(96, 64)))], **SHOWN)
+    assert [image.heat.shape for image in sheet.images] == [(3, 2)] * 2
+
+
+def test_models_without_a_last_map_are_refused() -> None:
+    for model in (tiny.swin(), tiny.mixer()):
+        with pytest.raises(InputError, match="Grad-CAM needs a convolutional network or timm's VisionTransformer"):
+            cam(model, 2)
+    with pytest.raises(InputError, match="labels must be from 0 to 0"):
+        grad_cam(convolutional(), batches(2), class_names=NAMES[:1], pixels=PIXELS)
+
+
+def test_the_picture_has_a_column_a_run_and_refuses_runs_of_other_images() -> None:
+    runs = {"one": cam(convolutional(), 3), "two": cam(tiny.vit(), 3)}
+    axes = draw_grad_cam(runs).axes
+    assert [ax.get_title().split("\n")[0] for ax in axes[:6]] == ["image", "one", "two"] * 2
+    for other in (cam(tiny.vit(), 2), CamSheet(runs["two"].images[::-1])):
+        with pytest.raises(InputError, match="'one' and 'two' show other images"):
+            draw_grad_cam({"one": runs["one"], "two": other})

@@ -1,0 +1,182 @@
+"""Occlusion and FGSM against loops, with classifiers whose accuracy is known."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from detr_bf.classification.analysis import EPSILONS, Pixels, fgsm, occlusion
+from detr_bf.classification.analysis.fgsm import attack, draw_fgsm, loss_gradient
+from detr_bf.classification.analysis.occlusion import SHARES, draw_occlusion, drop_patches
+from detr_bf.errors import InputError
+from detr_bf.labelled import ClassTargets, LabelledImages
+from tests.classification.analysis.examples import PIXELS, batches, convolutional
+from tests.plugins import tiny
+
+PLAIN = Pixels(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+
+
+class Brightness(nn.Module):
+    """Class 1 where the mean pixel is brighter than ``threshold``."""
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self.threshold = nn.Parameter(torch.tensor(threshold, dtype=torch.float64))
+
+    def forward(self, images: Tensor) -> Tensor:
+        brighter = images.mean((1, 2, 3)) - self.threshold
+        return torch.stack([-brighter, brighter], 1)
+
+
+def grey(*levels: float) -> LabelledImages:
+    images = torch.tensor(levels, dtype=torch.float64).view(-1, 1, 1, 1).expand(-1, 3, 20, 20).clone()
+    return LabelledImages(images, ClassTargets((images[:, 0, 0, 0] > 0.5).long()), torch.arange(len(levels)))
+
+
+def test_dropped_patches_as_a_loop() -> None:
+    [batch] = batches(2)
+    order = torch.stack([torch.randperm(32) for _ in range(2)])
+    fill = torch.tensor([-4.0, 7.0, 9.0], dtype=torch.float64)[:, None, None]
+    found = drop_patches(batch.images, order, 0.3, (8, 4), fill)
+    assert (found != batch.images).any(1).sum((1, 2)).tolist() == [round(0.3 * 32) * 32] * 2
+    for image, original, places in zip(found, batch.images, order.tolist(), strict=True):
+        for number, place in enumerate(places):
+            row, column = 8 * (place // 8), 4 * (place % 8)
+            patch = (slice(None), slice(row, row + 8), slice(column, column + 4))
+            expected = fill.expand(3, 8, 4) if number < 10 else original[patch]
+            torch.testing.assert_close(image[patch], expected, rtol=0, atol=0)
+
+
+def test_black_patches_darken_images_as_they_should() -> None:
+    """An image of one grey loses brightness by the share of black, so every class falls at a known share."""
+    images = grey(0.95, 0.85, 0.75, 0.65, 0.1)
+    curve = occlusion(Brightness(0.5), [images], pixels=PLAIN, patch=2)
+    expected = [
+        sum((level * (1 - share) > 0.5) == (level > 0.5) for level in (0.95, 0.85, 0.75, 0.65, 0.1)) / 5
+        for share in SHARES
+    ]
+    assert curve.accuracies == pytest.approx(expected)
+    assert curve.mean == pytest.approx(sum(expected) / 10)
+    assert (curve.strengths, curve.images) == (SHARES, 5)
+    assert curve.rows()[3] == {"dropped": 0.3, "accuracy": expected[3], "images": 5}
+
+
+def test_black_is_black_in_normalised_images() -> None:
+    seen: list[Tensor] = []
+    model = convolutional()
+    model.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    occlusion(model, batches(2), pixels=PIXELS, patch=8, soft_labels=[0.0, 0.5, 1.0])
+    assert torch.equal(seen[0], batches(2)[0].images)
+    shown = PIXELS.shown(seen[1])
+    assert (shown.abs() < 1e-6).all(-1).sum((1, 2)).tolist() == [32 * 32 / 2] * 2
+    assert PIXELS.shown(seen[2]).abs().max() < 1e-6
+
+
+def test_the_same_patches_are_dropped_every_time_and_other_ones_in_every_image() -> None:
+    def seen(seed: int) -> Tensor:
+        found: list[Tensor] = []
+        model = convolutional()
+        model.register_forward_pre_hook(lambda module, args: found.append(args[0]))
+        occlusion(model, batches(2, 2), pixels=PIXELS, patch=8, soft_labels=[0.3, 0.6], seed=seed)
+        return torch.stack([(PIXELS.shown(images) == 0).all(-1) for images in found])
+
+    first = seen(0)
+    assert torch.equal(first, seen(0))
+    assert not torch.equal(first, seen(1))
+    assert not torch.equal(first[0, 0], first[0, 1])
+    assert not torch.equal(first[0], first[2])
+    assert (first[1] | ~first[0]).all(), "what is dropped stays dropped"
+
+
+@pytest.mark.parametrize(("make", "side"), [(tiny.vit, 8), (convolutional, 2)])
+def test_patches_are_the_models_own_or_a_14th_of_the_image(make: Any, side: int) -> None:
+    seen: list[Tensor] = []
+    model = make()
+    model.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    occlusion(model, batches(1), pixels=PIXELS, soft_labels=[1 / (32 // side) ** 2])
+    black = (PIXELS.shown(seen[0])[0].abs() < 1e-6).all(-1)
+    assert black.sum() == side**2
+    assert black.any(0).sum() == side
+    with pytest.raises(InputError, match="5 x 5 pixels do not fill images of 32 x 32"):
+        occlusion(model, batches(1), pixels=PIXELS, patch=5)
+
+
+def test_attacked_pixels_as_a_loop() -> None:
+    [batch] = batches(2)
+    gradient = torch.randn_like(batch.images)
+    gradient[0, 0, 0] = 0
+    found = attack(batch.images, gradient, 0.3, PIXELS)
+    pixel, after = (PIXELS.shown(images).double() for images in (batch.images, found))
+    for place in [(0, 0, 0), (0, 0, 5), (0, 9, 7), (1, 31, 31), (1, 3, 8)]:
+        for channel in range(3):
+            slope = float(gradient[place[0], channel, place[1], place[2]])
+            step = math.copysign(0.3, slope) if slope else 0.0
+            expected = min(max(float(pixel[(*place, channel)]) + step, 0.0), 1.0)
+            assert float(after[(*place, channel)]) == pytest.approx(expected, abs=1e-6)
+    low, high = (PIXELS.normalised(value, found) for value in (0.0, 1.0))
+    assert (found >= low).all()
+    assert (found <= high).all()
+
+
+def test_the_gradient_is_that_of_the_cross_entropy_of_every_image() -> None:
+    model, [batch] = convolutional(), batches(2)
+    gradient = loss_gradient(model, batch)
+    step = 1e-6
+    for place in [(0, 0, 3, 3), (1, 2, 17, 8), (1, 1, 31, 0)]:
+        up, down = batch.images.clone(), batch.images.clone()
+        up[place] += step
+        down[place] -= step
+        row = place[0]
+        losses = [
+            F.cross_entropy(model(images)[row, None], batch.targets.labels[row, None]).item() for images in (up, down)
+        ]
+        assert gradient[place].item() == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=1e-4, abs=1e-9)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_accuracy_falls_where_the_attack_reaches_the_threshold() -> None:
+    images = grey(0.515, 0.52, 0.53, 0.6, 0.49, 0.2)  # distances to the threshold: 3.8, 5.1, 7.7, 25.5, 2.6, 76.5
+    curve = fgsm(Brightness(0.5), [images], pixels=PLAIN, epsilons=[n / 255 for n in (0, 3, 4, 6, 8, 80)])
+    assert [round(6 * accuracy) for accuracy in curve.accuracies] == [6, 5, 4, 3, 2, 0]
+    assert curve.rows()[1]["epsilon"] == 3 / 255
+
+
+def test_epsilon_0_is_the_accuracy_of_the_model() -> None:
+    model, images = tiny.vit(), batches(4, 3)
+    with torch.no_grad():
+        right = sum(int((model(batch.images).argmax(1) == batch.targets.labels).sum()) for batch in images)
+    curve = fgsm(model, images, pixels=PIXELS)
+    assert curve.accuracies[0] == right / 7
+    assert curve.strengths == EPSILONS
+    assert occlusion(model, images, pixels=PIXELS).accuracies[0] == right / 7
+
+
+@pytest.mark.parametrize("epsilons", [[], [-0.1], [1.5]])
+def test_impossible_epsilons_are_refused(epsilons: list[float]) -> None:
+    with pytest.raises(InputError, match="from 0 to 1"):
+        fgsm(convolutional(), batches(1), pixels=PIXELS, epsilons=epsilons)
+
+
+def test_labels_outside_the_classes_and_no_images_are_refused() -> None:
+    images = LabelledImages(batches(1)[0].images, ClassTargets(torch.tensor([9])), torch.tensor([0]))
+    for analysis in (fgsm, occlusion):
+        with pytest.raises(InputError, match="labels must be from 0 to 4"):
+            analysis(convolutional(), [images], pixels=PIXELS)  # type: ignore[operator]
+        with pytest.raises(InputError, match="got none"):
+            analysis(convolutional(), [], pixels=PIXELS)  # type: ignore[operator]
+
+
+def test_the_pictures_are_in_percent_and_255ths() -> None:
+    curve = fgsm(convolutional(), batches(4), pixels=PIXELS, epsilons=[0, 2 / 255])
+    [axes] = draw_fgsm({"run": curve}).axes
+    assert list(axes.lines[0].get_xdata()) == [0, 2]
+    assert list(axes.lines[0].get_ydata()) == [100 * value for value in curve.accuracies]
+    curve = occlusion(convolutional(), batches(4), pixels=PIXELS, soft_labels=[0.0, 0.5])
+    [axes] = draw_occlusion({"run": curve}).axes
+    assert list(axes.lines[0].get_xdata()) == [0, 50]
+    assert axes.lines[0].get_label() == f"run, mean {100 * curve.mean:.1f}"
