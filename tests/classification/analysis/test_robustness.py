@@ -70,7 +70,7 @@ def test_black_is_black_in_normalised_images() -> None:
     seen: list[Tensor] = []
     model = convolutional()
     model.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    occlusion(model, batches(2), pixels=PIXELS, patch=8, soft_labels=[0.0, 0.5, 1.0])
+    occlusion(model, batches(2), pixels=PIXELS, patch=8, shares=[0.0, 0.5, 1.0])
     assert torch.equal(seen[0], batches(2)[0].images)
     shown = PIXELS.shown(seen[1])
     assert (shown.abs() < 1e-6).all(-1).sum((1, 2)).tolist() == [32 * 32 / 2] * 2
@@ -82,7 +82,7 @@ def test_the_same_patches_are_dropped_every_time_and_other_ones_in_every_image()
         found: list[Tensor] = []
         model = convolutional()
         model.register_forward_pre_hook(lambda module, args: found.append(args[0]))
-        occlusion(model, batches(2, 2), pixels=PIXELS, patch=8, soft_labels=[0.3, 0.6], seed=seed)
+        occlusion(model, batches(2, 2), pixels=PIXELS, patch=8, shares=[0.3, 0.6], seed=seed)
         return torch.stack([(PIXELS.shown(images) == 0).all(-1) for images in found])
 
     first = seen(0)
@@ -98,7 +98,7 @@ def test_patches_are_the_models_own_or_a_14th_of_the_image(make: Any, side: int)
     seen: list[Tensor] = []
     model = make()
     model.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    occlusion(model, batches(1), pixels=PIXELS, soft_labels=[1 / (32 // side) ** 2])
+    occlusion(model, batches(1), pixels=PIXELS, shares=[1 / (32 // side) ** 2])
     black = (PIXELS.shown(seen[0])[0].abs() < 1e-6).all(-1)
     assert black.sum() == side**2
     assert black.any(0).sum() == side
@@ -176,7 +176,7 @@ def test_the_pictures_are_in_percent_and_255ths() -> None:
     [axes] = draw_fgsm({"run": curve}).axes
     assert list(axes.lines[0].get_xdata()) == [0, 2]
     assert list(axes.lines[0].get_ydata()) == [100 * value for value in curve.accuracies]
-    curve = occlusion(convolutional(), batches(4), pixels=PIXELS, soft_labels=[0.0, 0.5])
+    curve = occlusion(convolutional(), batches(4), pixels=PIXELS, shares=[0.0, 0.5])
     [axes] = draw_occlusion({"run": curve}).axes
     assert list(axes.lines[0].get_xdata()) == [0, 50]
     assert axes.lines[0].get_label() == f"run, mean {100 * curve.mean:.1f}"
