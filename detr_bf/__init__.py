@@ -1,7 +1,25 @@
-"""Batch attention (BatchFormerV2) for DETR-family detectors and image classifiers."""
+"""Batch attention (BatchFormerV2) for DETR-family detectors and image classifiers.
 
-from detr_bf.models import create_model, list_models
-from detr_bf.predictor import ClassifierPredictor, Predictor, load, load_classifier
+The public names are imported at their first use, so that ``import detr_bf`` is quick and needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from detr_bf.classification.predictor import ClassifierPredictor
+    from detr_bf.models import create_model, list_models, load, load_classifier
+    from detr_bf.predictor import Predictor
 
 __all__ = ["ClassifierPredictor", "Predictor", "create_model", "list_models", "load", "load_classifier"]
 __version__ = "0.1.0"
+
+_MODULES = {"ClassifierPredictor": "detr_bf.classification.predictor", "Predictor": "detr_bf.predictor"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'detr_bf' has no attribute '{name}'")
+    return getattr(import_module(_MODULES.get(name, "detr_bf.models")), name)

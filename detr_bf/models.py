@@ -1,4 +1,4 @@
-"""The recipes of ``configs/`` as models by name."""
+"""Models by name, new from a recipe or trained from a run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import fnmatch
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from detr_bf.assembly import build_model
-from detr_bf.config import DetectionConfig, load_config
+from detr_bf.config import DetectionConfig, config_from_dict, load_config
 from detr_bf.detectors import Detector
+from detr_bf.engine import checkpoint_of, load_checkpoint
 from detr_bf.errors import InputError
+from detr_bf.predictor import Predictor
+from detr_bf.tasks import task_of
 from detr_bf.text import printable
+
+if TYPE_CHECKING:
+    from detr_bf.classification.predictor import ClassifierPredictor
 
 NOT_MODELS = "base"  # the folder of what recipes inherit
 
@@ -59,3 +66,41 @@ def _recipes() -> dict[str, Path]:
     """Name -> file, of every folder but that of the bases; those of other tasks than detection lie deeper."""
     folder = Path(str(resources.files("detr_bf.configs")))
     return {path.stem: path for path in folder.glob("*/*.yaml") if path.parent.name != NOT_MODELS}
+
+
+def load(path: str | Path, device: str = "auto") -> Predictor:
+    """Return the detector of a checkpoint, or of a run folder's best (else last) checkpoint, in evaluation mode.
+
+    Raises:
+        InputError: the file is missing, damaged or not a checkpoint of ours, or not a detector's.
+    """
+    predictor = load_predictor(path, device)
+    if not isinstance(predictor, Predictor):
+        raise InputError(f"{path} is of a classifier, expected a detector: use detr_bf.load_classifier")
+    return predictor
+
+
+def load_classifier(path: str | Path, device: str = "auto") -> ClassifierPredictor:
+    """Return the classifier of a checkpoint or run folder in evaluation mode.
+
+    Raises:
+        InputError: see :func:`load`, or the checkpoint is not a classifier's.
+    """
+    predictor = load_predictor(path, device)
+    if isinstance(predictor, Predictor):
+        raise InputError(f"{path} is of a detector, expected a classifier: use detr_bf.load")
+    return predictor
+
+
+def load_predictor(path: str | Path, device: str = "auto") -> Predictor | ClassifierPredictor:
+    """Return the detector or classifier of a checkpoint or run folder.
+
+    Raises:
+        InputError: see :func:`load`, or the model predicts nothing, such as a masked autoencoder.
+    """
+    source = checkpoint_of(Path(path).expanduser())
+    checkpoint = load_checkpoint(source)
+    config = config_from_dict(checkpoint.config, source=f"the config in {source}")
+    config.device = device
+    predictor: Predictor | ClassifierPredictor = task_of(config).predictor(checkpoint, source)
+    return predictor

@@ -1,9 +1,9 @@
-"""A trained detector or classifier ready for images."""
+"""A trained detector ready for images."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,24 +13,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image as PillowImage
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image
 
-from detr_bf.assembly import build_eval_transform, build_model, build_panoptic_postprocess, build_postprocess, device_of
-from detr_bf.assembly import load_classifier as load_classifier_model
-from detr_bf.assembly.classifier_data import build_image_eval_transform
-from detr_bf.classification.augmentation import EvalTransform
-from detr_bf.config import ClassifierConfig, DetectionConfig, config_from_dict
 from detr_bf.data.images import MAX_PIXELS, read_image
 from detr_bf.data.transforms import Sample, SampleTransform
 from detr_bf.detectors import Detector
-from detr_bf.engine import Checkpoint, build_and_load, checkpoint_of, load_checkpoint
 from detr_bf.errors import InputError
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.structures import Batch, ClassMap, Detections, PanopticMap, Target
 from detr_bf.text import printable
 
-# What is taken as an image; `_pixels` has the exact rules.
+# What is taken as an image; `image_pixels` has the exact rules.
 ImageLike: TypeAlias = str | Path | Tensor | NDArray[np.uint8] | PillowImage.Image
 _IMAGE = (
     "an image is a path, a (3, H, W) tensor (RGB; uint8, or floating-point from 0 to 1), an (H, W, 3) uint8 NumPy "
@@ -69,7 +63,7 @@ class Predictor:
         Raises:
             InputError: it is no image, or cannot be read.
         """
-        (detections,) = self._detect([self._sample(_pixels(image, "the image", self.max_pixels), 0)])
+        (detections,) = self._detect([self._sample(image_pixels(image, "the image", self.max_pixels), 0)])
         return detections
 
     @torch.no_grad()
@@ -81,7 +75,7 @@ class Predictor:
         """
         if self.model.mask_head is None:
             raise InputError("this detector has no mask head: train one with model.masks=true, on data with masks")
-        batch = Batch.collate([self._sample(_pixels(image, "the image", self.max_pixels), 0)]).to(self.device)
+        batch = Batch.collate([self._sample(image_pixels(image, "the image", self.max_pixels), 0)]).to(self.device)
         (found,) = self.panoptic_postprocess(self.model(batch), batch.targets)
         return found
 
@@ -96,9 +90,9 @@ class Predictor:
         """
         return (
             found
-            for chunk in _chunks(images, batch_size)
+            for chunk in chunks(images, batch_size)
             for found in self._detect(
-                [self._sample(_pixels(image, f"image {n}", self.max_pixels), n) for n, image in chunk]
+                [self._sample(image_pixels(image, f"image {n}", self.max_pixels), n) for n, image in chunk]
             )
         )
 
@@ -116,124 +110,7 @@ class Predictor:
         return resized.as_subclass(Tensor), target
 
 
-@dataclass(frozen=True)
-class ClassifierPredictor:
-    """Images in, the probabilities of the classes out.
-
-    An image is what :class:`Predictor` takes.
-    """
-
-    model: nn.Module
-    class_map: ClassMap
-    transform: EvalTransform
-    device: torch.device
-    max_pixels: int = MAX_PIXELS  # of an image
-
-    def __call__(self, image: ImageLike) -> Tensor:
-        """Return (K,) float32 on the CPU for one image.
-
-        Raises:
-            InputError: it is no image, it cannot be read, or the model's answer is not finite.
-        """
-        (probabilities,) = self._classify({"the image": image})
-        return probabilities
-
-    def predict(self, images: Iterable[ImageLike], batch_size: int = 1) -> Iterator[Tensor]:
-        """As :meth:`__call__` for many images, in their order.
-
-        Raises:
-            InputError: as :meth:`Predictor.predict`, or the model's answer is not finite.
-        """
-        return (
-            found
-            for chunk in _chunks(images, batch_size)
-            for found in self._classify({f"image {number}": image for number, image in chunk})
-        )
-
-    @torch.no_grad()
-    def _classify(self, images: Mapping[str, ImageLike]) -> Iterator[Tensor]:
-        batch = torch.stack(
-            [self.transform(_pixels(image, name, self.max_pixels), 0) for name, image in images.items()]
-        )
-        logits: Tensor = self.model(batch.to(self.device))
-        for (name, image), each in zip(images.items(), logits.float().softmax(1).cpu(), strict=True):
-            if not each.isfinite().all():
-                shown = printable(image) if isinstance(image, (str, os.PathLike)) else name
-                raise InputError(f"{shown}: the model's logits are not finite; train it anew, or take an earlier one")
-            yield each
-
-
-def load(path: str | Path, device: str = "auto") -> Predictor:
-    """The detector of a checkpoint, or of a run folder's best (else last) checkpoint, in evaluation mode.
-
-    Raises:
-        InputError: the file is missing, damaged or not a checkpoint of ours, or not a detector's.
-    """
-    predictor = load_predictor(path, device)
-    if not isinstance(predictor, Predictor):
-        raise InputError(f"{path} is of a classifier, expected a detector: use detr_bf.load_classifier")
-    return predictor
-
-
-def load_classifier(path: str | Path, device: str = "auto") -> ClassifierPredictor:
-    """The classifier of a checkpoint or run folder, as :func:`load`.
-
-    Raises:
-        InputError: as :func:`load`, or not a classifier's.
-    """
-    predictor = load_predictor(path, device)
-    if not isinstance(predictor, ClassifierPredictor):
-        raise InputError(f"{path} is of a detector, expected a classifier: use detr_bf.load")
-    return predictor
-
-
-def load_predictor(path: str | Path, device: str = "auto") -> Predictor | ClassifierPredictor:
-    """As :func:`load` or :func:`load_classifier`, whichever the checkpoint is of.
-
-    Raises:
-        InputError: as both, or it predicts nothing of an image.
-    """
-    source = checkpoint_of(Path(path).expanduser())
-    checkpoint = load_checkpoint(source)
-    config = config_from_dict(checkpoint.config, source=f"the config in {source}")
-    config.device = device
-    if isinstance(config, DetectionConfig):
-        return _detector(config, checkpoint, str(source))
-    if isinstance(config, ClassifierConfig):
-        return _classifier(config, source)
-    raise InputError(
-        f"{path} is of a masked autoencoder, which knows no classes: train a classifier from it with "
-        f"tools/train_classifier.py and init_from={path}, with model.linear_probe=true or without"
-    )
-
-
-def _detector(config: DetectionConfig, checkpoint: Checkpoint, source: str) -> Predictor:
-    num_classes = checkpoint.classes.num_classes
-    model = build_and_load(lambda: build_model(config, num_classes, pretrained=False), checkpoint.weights, source)
-    return Predictor(
-        model=model.to(device_of(config)).eval(),
-        class_map=checkpoint.classes,
-        transform=build_eval_transform(config),
-        postprocess=build_postprocess(config),
-        panoptic_postprocess=build_panoptic_postprocess(config, checkpoint.classes),
-        device=device_of(config),
-        max_pixels=config.data.max_pixels,
-    )
-
-
-def _classifier(config: ClassifierConfig, source: Path) -> ClassifierPredictor:
-    device = device_of(config)
-    loaded = load_classifier_model(source, device=device)
-    return ClassifierPredictor(
-        model=loaded.model,
-        class_map=loaded.class_map,
-        transform=build_image_eval_transform(config.data.transforms),
-        device=device,
-        max_pixels=config.data.max_pixels,
-    )
-
-
-def _chunks(images: Iterable[ImageLike], batch_size: int) -> Iterator[list[tuple[int, ImageLike]]]:
+def chunks(images: Iterable[ImageLike], batch_size: int) -> Iterator[list[tuple[int, ImageLike]]]:
     """Numbered images in lists of ``batch_size``, the last of what is left."""
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise InputError(f"batch_size must be a whole number from 1, got {printable(repr(batch_size))}")
@@ -244,7 +121,7 @@ def _chunks(images: Iterable[ImageLike], batch_size: int) -> Iterator[list[tuple
     return iter(lambda: list(islice(numbered, batch_size)), [])
 
 
-def _pixels(image: object, name: str, max_pixels: int = MAX_PIXELS) -> Tensor:
+def image_pixels(image: object, name: str, max_pixels: int = MAX_PIXELS) -> Tensor:
     """(3, H, W) uint8 RGB on the CPU; the docstring of :class:`Predictor` lists what is taken.
 
     Raises:

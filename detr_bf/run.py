@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
 from detr_bf import distributed
 from detr_bf.assembly import device_of
-from detr_bf.cli import run_tool
-from detr_bf.config import RunConfig, config_from_dict, config_to_dict, config_to_yaml, load_config
+from detr_bf.config import RunConfig, config_from_dict, config_to_dict, config_to_yaml
 from detr_bf.engine import Checkpoint, Claim, Measured, RunFolder, RunMarker, checkpoint_of, load_checkpoint
 from detr_bf.engine.logs import setup_logging
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.files import write_json, write_text
 from detr_bf.report import machine_info, tolerating, write_report
 from detr_bf.tasks import Task
-from detr_bf.text import safe_message
 
 logger = logging.getLogger(__name__)
-
-C = TypeVar("C", bound=RunConfig)
 
 
 @dataclass(frozen=True)
@@ -116,7 +111,9 @@ def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
 
             distributed.on_main(prepare)
             with distributed.failing_together():
-                model, evaluate = task.build_evaluation(source, folder)
+                model, classes = task.load_evaluated(source)
+                evaluate = task.build_evaluation(classes, folder)
+                model.to(device_of(config))
             distributed.on_main(lambda: _describe(folder, claim, config))
             claim.keep()
             logger.info("evaluating %s", source)
@@ -298,7 +295,7 @@ def _report(
         return None
     try:
         write_json(folder.evaluation, result.to_dict())
-        task.leave(folder, evaluate, model)
+        task.write_outputs(folder, evaluate, model)
     except OSError as error:
         raise TrainingError(
             f"the results ({result}) cannot be written to {folder.path} ({error.strerror or error}): make room, then "
@@ -306,35 +303,5 @@ def _report(
         ) from error
     report = None
     with tolerating(str(folder.report)):
-        report = write_report(folder.path)
+        report = write_report(folder.path, task.page)
     return Outcome(result, folder.path, report, epochs)
-
-
-def training_command(
-    make_task: Callable[[C], Task[C]], schema: type[C], description: str | None, arguments: Sequence[str] | None
-) -> int:
-    """The command line of one task: train, resume or evaluate; returns the exit code."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file, configs/demo.yaml for instance")
-    parser.add_argument("--resume", action="store_true", help="go on from output_dir/last.pt")
-    parser.add_argument("--auto-resume", action="store_true", help="the same if it is there, else start")
-    parser.add_argument(
-        "--eval-only", action="store_true", help="evaluate the run in output_dir, or init_from=FILE if given here"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
-    options = parser.parse_intermixed_args(arguments)
-
-    def run() -> int:
-        task = make_task(load_config(options.config, options.overrides, schema=schema))
-        if options.eval_only + options.resume + options.auto_resume > 1:
-            raise InputError("--eval-only, --resume and --auto-resume exclude each other")
-        if options.eval_only:
-            named = any(override.partition("=")[0].strip() == "init_from" for override in options.overrides)
-            outcome = evaluate_only(task, evaluation_source(task.config, named))
-        else:
-            outcome = train(task, resume=options.resume, resume_if_possible=options.auto_resume)
-        if outcome is not None:  # the first process has it
-            print(safe_message(outcome))
-        return 0
-
-    return run_tool(run)

@@ -1,41 +1,8 @@
-"""Run a captured step of training again and say what is not finite, and where it begins.
+"""``detr-bf replay`` from a checkout."""
 
-python tools/replay_capture.py runs/mine/captures/step_00000017_process_0.pt
-python tools/replay_capture.py FILE --device cpu --precision float32    # does full precision cure it?
-
-Exit code 0: it is not finite again; 3: everything is finite now; 2: bad input.
-"""
-
-from __future__ import annotations
-
-import argparse
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
-from detr_bf.cli import run_tool
-from detr_bf.replay import replay
-from detr_bf.text import safe_message
-
-CURED = 3
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", metavar="FILE", type=Path, help="written by a run whose step was not finite")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--precision", help="float32, bf16 or fp16; default: as in the run")
-    parser.add_argument("--anomaly", action="store_true", help="let torch trace the operation whose gradient is NaN")
-    options = parser.parse_args(arguments)
-
-    def run() -> int:
-        outcome = replay(options.file, device=options.device, precision=options.precision, anomaly=options.anomaly)
-        print(safe_message(outcome))
-        return 0 if outcome.reproduced else CURED
-
-    return run_tool(run)
-
+from detr_bf.commands.replay import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""What every training run is made of, whatever it trains."""
+"""Pieces shared by the trainers of all tasks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,26 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from detr_bf import distributed
-from detr_bf.config import RunConfig
+from detr_bf import distributed, interop
+from detr_bf.config import DetectionConfig, RunConfig
+from detr_bf.config.classification import ImageOptimizerConfig
 from detr_bf.data.batches import EpochBatches
 from detr_bf.data.sample_key import derive_seed
-from detr_bf.engine import Checkpoint, LearningRate, MetricsLog, RunFolder, TrainSettings
+from detr_bf.detectors import Detector
+from detr_bf.engine import (
+    Checkpoint,
+    LearningRate,
+    MetricsLog,
+    RunFolder,
+    TrainSettings,
+    checkpoint_of,
+    parameter_groups,
+)
 from detr_bf.errors import InputError
 from detr_bf.files import check_weights
 from detr_bf.structures import ClassMap
@@ -42,7 +53,7 @@ def check_same_classes(class_map: ClassMap, resume_from: Checkpoint | None, fold
 
 
 def _differences(trained: ClassMap, found: ClassMap) -> str:
-    """``class 1 was b, is c; ...``: the first few, counted from 0."""
+    """Return the first few differences: ``class 1 was b, is c; ...``."""
     rows = list(zip_longest(_described(trained), _described(found), fillvalue="absent"))
     differing = [f"class {index} was {was}, is {now}" for index, (was, now) in enumerate(rows) if was != now]
     more = len(differing) - _SHOWN
@@ -50,14 +61,14 @@ def _differences(trained: ClassMap, found: ClassMap) -> str:
 
 
 def _described(classes: ClassMap) -> Iterator[str]:
-    """A name, and of the id what the index does not say."""
+    """Yield the name of each class, with its id if that differs from its index."""
     rows = zip(classes.category_ids, classes.names, classes.is_thing, strict=True)
     for index, (category, name, is_thing) in enumerate(rows):
         yield f"'{name}'" + (f" (id {category})" if category != index else "") + ("" if is_thing else " (stuff)")
 
 
 def seed_per_rank(config: RunConfig) -> None:
-    """Called where all processes have made the same weights: from here on their dropout differs."""
+    """Reseed per rank after identical weight initialisation, so that dropout differs."""
     if distributed.world_size() == 1:
         return
     torch.manual_seed(derive_seed(config.seed, distributed.rank()))
@@ -66,7 +77,7 @@ def seed_per_rank(config: RunConfig) -> None:
 
 
 def epoch_batches(config: RunConfig, num_samples: int, **settings: Any) -> partial[EpochBatches]:
-    """(epoch, start_batch) -> the training batches of this process."""
+    """Return the function (epoch, start_batch) -> training batches of this rank."""
     return partial(
         EpochBatches,
         num_samples,
@@ -78,28 +89,36 @@ def epoch_batches(config: RunConfig, num_samples: int, **settings: Any) -> parti
     )
 
 
-def learning_rate(
-    config: RunConfig, batches_per_epoch: int, *, warmup_epochs: float = 0.0, **settings: Any
-) -> LearningRate:
-    """The schedule over the steps of the run; ``warmup_epochs`` come on top of its warm-up steps.
+def learning_rate(config: RunConfig, batches_per_epoch: int) -> LearningRate:
+    """Return the schedule over the steps of the run; image models add a warm-up in epochs and a final rate above 0.
 
-    A warm-up that is not over when the run is, as that of a recipe in a short fine-tuning, becomes a tenth of all
-    steps, with a warning. A run that ``train.max_steps`` ends for trying out keeps the warm-up of the whole run.
+    A warm-up longer than the run, such as that of a recipe in a short fine-tuning, becomes a tenth of all steps, with a
+    warning. A trial run that ``train.max_steps`` ends keeps the warm-up of the whole run.
     """
     optimizer, steps_per_epoch = config.optimizer, math.ceil(batches_per_epoch / config.train.accumulate)
+    warmup_epochs, min_factor = 0.0, 0.0
+    if isinstance(optimizer, ImageOptimizerConfig):
+        warmup_epochs = optimizer.warmup_epochs
+        min_factor = optimizer.min_lr / optimizer.lr if optimizer.lr else 0.0
     total = config.train.epochs * steps_per_epoch
     steps = min(total, config.train.max_steps or total)
     warmup_steps = optimizer.warmup_steps + round(warmup_epochs * steps_per_epoch)
     if steps == total:
         warmup_steps = _fitting_warmup(config, total, warmup_steps, warmup_epochs)
-        _tell_of_no_drop(config)
+        drops = [epoch for epoch in optimizer.drop_epochs if 0 < epoch < config.train.epochs]
+        if optimizer.schedule == "step" and not drops:
+            logger.warning(
+                "optimizer.schedule=step, optimizer.drop_epochs=%s: the learning rate never falls in train.epochs=%d",
+                list(optimizer.drop_epochs),
+                config.train.epochs,
+            )
     return LearningRate(
         schedule=optimizer.schedule,
         total_steps=steps,
         warmup_steps=warmup_steps,
         drop_steps=tuple(epoch * steps_per_epoch for epoch in optimizer.drop_epochs),
         drop_factor=optimizer.drop_factor,
-        **settings,
+        min_factor=min_factor,
     )
 
 
@@ -120,18 +139,8 @@ def _fitting_warmup(config: RunConfig, total: int, warmup_steps: int, warmup_epo
     return total // 10
 
 
-def _tell_of_no_drop(config: RunConfig) -> None:
-    optimizer, epochs = config.optimizer, config.train.epochs
-    if optimizer.schedule == "step" and not any(0 < epoch < epochs for epoch in optimizer.drop_epochs):
-        logger.warning(
-            "optimizer.schedule=step with optimizer.drop_epochs=%s: the learning rate never falls in train.epochs=%d",
-            list(optimizer.drop_epochs),
-            epochs,
-        )
-
-
 def train_settings(config: RunConfig, num_images: int, *, unused_parameters: bool = False) -> TrainSettings:
-    """What the trainer is told of the config."""
+    """Return the settings of the trainer."""
     train = config.train
     return TrainSettings(
         epochs=train.epochs,
@@ -152,7 +161,7 @@ def train_settings(config: RunConfig, num_images: int, *, unused_parameters: boo
 
 
 def metrics_log(config: RunConfig, folder: RunFolder, resume_from: Checkpoint | None) -> MetricsLog | None:
-    """Of the first process; None in all others."""
+    """Return the log of rank 0; None on the other ranks."""
     if not distributed.is_main():
         return None
     progress = None
@@ -164,3 +173,21 @@ def metrics_log(config: RunConfig, folder: RunFolder, resume_from: Checkpoint | 
         resume_from={"train": progress["step"], "val": progress["evaluated_step"]} if progress else None,
         tensorboard=folder.tensorboard if config.train.tensorboard else None,
     )
+
+
+def build_groups(config: DetectionConfig, model: Detector) -> list[dict[str, Any]]:
+    """Return the parameter groups of a detector with their learning rates and weight decay."""
+    return parameter_groups(
+        model,
+        lr=config.optimizer.lr,
+        backbone_lr=config.optimizer.backbone_lr,
+        weight_decay=config.optimizer.weight_decay,
+        point_lr_factor=config.optimizer.point_lr_factor,
+        batch_former_lr_factor=config.batch_former.lr_factor,
+        batch_former_weight_decay=config.batch_former.weight_decay,
+    )
+
+
+def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint of ours, of a foreign format, or of a file of weights under our names."""
+    return interop.read_weights(checkpoint_of(path))

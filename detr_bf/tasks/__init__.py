@@ -1,9 +1,50 @@
-"""What can be trained: each task says how its data are checked, how its runs are built, and what they leave."""
+"""Tasks: what a config trains, by the name in its ``task`` setting.
 
-from detr_bf.tasks.choice import task_of
-from detr_bf.tasks.classification import ClassificationTask
-from detr_bf.tasks.detection import DetectionTask
-from detr_bf.tasks.masked import MaskedTask
+A task is one module with one subclass of :class:`Task`. Modules are imported when a config asks for them, so that
+training a detector imports nothing that only classifiers need.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from detr_bf.config import RunConfig
+from detr_bf.engine import Checkpoint
+from detr_bf.errors import InputError
 from detr_bf.tasks.task import Task
 
-__all__ = ["ClassificationTask", "DetectionTask", "MaskedTask", "Task", "task_of"]
+TASKS = {  # name -> (module, class)
+    "detection": ("detr_bf.tasks.detection", "DetectionTask"),
+    "classification": ("detr_bf.tasks.classification", "ClassificationTask"),
+    "masked_autoencoding": ("detr_bf.tasks.masked_autoencoding", "MaskedTask"),
+}
+
+__all__ = ["TASKS", "Task", "require_task", "task_class", "task_of"]
+
+
+def task_class(name: str) -> type[Task[Any]]:
+    """Return the class of a task; the config loader has checked the name."""
+    module, cls = TASKS[name]
+    found: type[Task[Any]] = getattr(import_module(module), cls)
+    return found
+
+
+def task_of(config: RunConfig) -> Task[Any]:
+    """Return the task of a config."""
+    return task_class(config.task)(config)
+
+
+def require_task(checkpoint: Checkpoint, name: str, source: Path) -> None:
+    """Refuse a checkpoint of another task.
+
+    Raises:
+        InputError: naming the option of ``detr-bf convert`` for the task that the checkpoint is of.
+    """
+    found = checkpoint.config.get("task")
+    if found in TASKS and found != name:
+        task, expected = task_class(found), task_class(name)
+        raise InputError(
+            f"{source} is a checkpoint of {task.kind}, expected one of {expected.kind}: use {task.deploy_option}"
+        )

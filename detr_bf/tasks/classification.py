@@ -1,91 +1,244 @@
-"""Classifiers: what is done before, with and after their training."""
+"""Classification: training timm's image classifiers, with or without plug-ins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from detr_bf.assembly import (
-    as_evaluated,
+from detr_bf import distributed
+from detr_bf.assembly.classification import (
+    TRAINING_ONLY,
     build_classifier,
     build_classifier_criterion,
-    build_classifier_evaluation,
-    build_classifier_trainer,
+    image_optimizer,
+)
+from detr_bf.assembly.classifier_data import (
+    ImageSplits,
+    build_image_eval_transform,
     build_image_splits,
     check_image_data,
-    device_of,
-    evaluated_weights,
-    read_network_weights,
+    train_batches,
+    val_loop,
 )
+from detr_bf.assembly.model import device_of
+from detr_bf.assembly.network import read_network_weights, with_resized_positions
+from detr_bf.assembly.trial import check_batch_norm
 from detr_bf.classification.evaluation import ClassificationEvaluator, write_predictions
+from detr_bf.classification.labelled_images import LabelledImageSet
+from detr_bf.classification.predictor import ClassifierPredictor
+from detr_bf.classification.report.page import PAGE
 from detr_bf.classification.report.sheet import ClassifiedImage, save_classification_sheet
-from detr_bf.config import ClassifierConfig
+from detr_bf.config import ClassifierConfig, MaskedConfig, config_from_dict
+from detr_bf.config.classification import ImageTransformConfig, PluginsConfig
+from detr_bf.conversion import same_outputs, write_weights
 from detr_bf.data.checks.annotations import Report
-from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, is_checkpoint, load_checkpoint, load_strict
+from detr_bf.data.sample_key import SampleKey
+from detr_bf.engine import (
+    Checkpoint,
+    Measurement,
+    RunFolder,
+    build_and_load,
+    checkpoint_of,
+    is_checkpoint,
+    load_checkpoint,
+    load_fitting,
+    load_strict,
+)
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
+from detr_bf.plugins import without_plugins
+from detr_bf.plugins.plugin import PREFIX
 from detr_bf.report import class_labels, tolerating
 from detr_bf.structures import ClassMap
-from detr_bf.tasks.pictures import pixels, shown
-from detr_bf.tasks.task import Evaluate, Task
+from detr_bf.tasks.task import Evaluate, MakeBatches, Task
+
+logger = logging.getLogger(__name__)
+
+I = TypeVar("I", ClassifierConfig, MaskedConfig)  # noqa: E741
 
 
-class ClassificationTask(Task[ClassifierConfig]):
-    """Train a classifier of timm's, with or without plug-ins."""
+class ImageTask(Task[I]):
+    """Data and optimizer of models that are trained on whole images."""
 
     def examine(self) -> Report:
         return check_image_data(self.config)
 
-    def build_model(self, num_classes: int) -> nn.Module:
-        return build_classifier(self.config, num_classes, pretrained=False)
+    def load_data(self) -> ImageSplits:
+        return build_image_splits(self.config)
 
-    def build_criterion(self, model: nn.Module) -> Criterion:
-        """Balanced Softmax counts the images of the training split, which must be at hand."""
-        balanced = self.config.loss.name == "balanced_softmax"
-        return build_classifier_criterion(
-            self.config, model, build_image_splits(self.config).class_counts if balanced else ()
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return image_optimizer(self.config, model)
+
+    def train_batches(self, data: ImageSplits, device: torch.device) -> tuple[MakeBatches, int, int]:
+        return *train_batches(self.config, data, device), len(data.train)
+
+
+class ClassificationTask(ImageTask[ClassifierConfig]):
+    """A classifier of timm's or a residual network of CIFAR."""
+
+    kind = "a classifier"
+    page = PAGE
+    deploy_option = "--strip-plugins"
+
+    def build_model(self, num_classes: int, *, pretrained: bool = False) -> nn.Module:
+        return build_classifier(self.config, num_classes, pretrained=pretrained)
+
+    def initialize(self, model: nn.Module) -> None:
+        """Load ``init_from``; for a linear probe everything except the head."""
+        config = self.config
+        if config.init_from:
+            weights = with_resized_positions(model, read_network_weights(Path(config.init_from)), config.init_from)
+            logger.info(load_fitting(model, weights, config.init_from, "head" if config.model.linear_probe else None))
+        elif config.model.linear_probe and not config.model.pretrained:
+            raise InputError(
+                "model.linear_probe=true needs a trained network: give init_from=RUN_OR_FILE, or model.pretrained=true"
+            )
+
+    def check_model(self, model: nn.Module, data: ImageSplits) -> None:
+        rows = min(self.config.train.batch_size, len(data.train) // distributed.world_size())
+        check_batch_norm(model, image_size=self.config.data.transforms.size, rows=rows)
+
+    def build_criterion(self, model: nn.Module, class_counts: Sequence[int] | None = None) -> Criterion:
+        """Return the loss; Balanced Softmax reads the training split for the counts, if they are not given."""
+        if class_counts is None:
+            is_balanced = self.config.loss.name == "balanced_softmax"
+            class_counts = self.load_data().class_counts if is_balanced else ()
+        return build_classifier_criterion(self.config, model, class_counts)
+
+    def build_evaluation(self, class_map: ClassMap, folder: RunFolder, data: ImageSplits | None = None) -> Evaluate:
+        splits, settings = data or self.load_data(), self.config.eval
+        if splits.class_map.names != class_map.names:
+            _check_classes(class_map, splits.class_map)
+        evaluator = partial(
+            ClassificationEvaluator, splits.class_map, splits.class_counts, many=settings.many, few=settings.few
         )
+        return Measurement(val_loop(self.config, splits, device_of(self.config)), evaluator)
 
-    def build_trainer(self, folder: RunFolder, resume_from: Checkpoint | None) -> Trainer:
-        return build_classifier_trainer(self.config, folder, resume_from)
+    def load_evaluated(self, source: Path) -> tuple[nn.Module, ClassMap]:
+        classes = load_checkpoint(source).classes if is_checkpoint(source) else self.load_data().class_map
+        plain = copy.deepcopy(self.config)
+        for name in TRAINING_ONLY:
+            getattr(plain.plugins, name).enabled = False
+        model = build_classifier(plain, classes.num_classes, pretrained=False)
+        prefixes = tuple(f"{PREFIX}.{name}." for name in TRAINING_ONLY)
+        weights = {name: x for name, x in read_network_weights(source).items() if not name.startswith(prefixes)}
+        load_strict(model, weights, str(source))
+        return model, classes
 
-    def build_evaluation(self, source: Path, folder: RunFolder) -> tuple[nn.Module, Evaluate]:
-        device, splits = device_of(self.config), build_image_splits(self.config)
-        if is_checkpoint(source):
-            _check_classes(load_checkpoint(source).classes, splits.class_map, source)
-        model = build_classifier(as_evaluated(self.config), splits.class_map.num_classes, pretrained=False)
-        load_strict(model, evaluated_weights(read_network_weights(source)), str(source))
-        return model.to(device), build_classifier_evaluation(self.config, splits, device)
-
-    def leave(self, folder: RunFolder, evaluate: Measurement[ClassificationEvaluator], model: nn.Module) -> None:
-        assert evaluate.evaluator is not None, "the main process has evaluated"
+    def write_outputs(
+        self, folder: RunFolder, evaluate: Measurement[ClassificationEvaluator], model: nn.Module
+    ) -> None:
+        assert evaluate.evaluator is not None, "rank 0 has evaluated"
         write_predictions(folder.predictions, evaluate.evaluator.predictions(), evaluate.evaluator.class_map)
         if not self.config.eval.pictures:
             return
         with tolerating(str(folder.sheet)):
             folder.sheet.unlink(missing_ok=True)
-            if rows := list(self._rows(evaluate.evaluator)):  # none where no logits are finite
+            if rows := list(self._rows(evaluate.evaluator)):  # none if no logits are finite
                 save_classification_sheet(folder.sheet, rows, class_labels(evaluate.evaluator.class_map))
 
     def _rows(self, evaluator: ClassificationEvaluator) -> Iterator[ClassifiedImage]:
-        """The surest mistakes and, for the other half, the surest right answers."""
+        """Yield the most confident wrong predictions, then as many of the most confident right ones."""
         val, found = build_image_splits(self.config).val, evaluator.predictions()
         half = -(-self.config.eval.pictures // 2)
         for row in (*found.most_confident(False, half), *found.most_confident(True, half)):
             image = shown(pixels(val, int(found.places[row])), self.config.data.transforms)
             yield ClassifiedImage(image, int(found.labels[row]), int(found.predicted[row]), float(found.scores[row]))
 
+    def predictor(self, checkpoint: Checkpoint, source: Path) -> ClassifierPredictor:
+        config, device = self.config, device_of(self.config)
+        return ClassifierPredictor(
+            model=self._trained(checkpoint, source).to(device).eval(),
+            class_map=checkpoint.classes,
+            transform=build_image_eval_transform(config.data.transforms),
+            device=device,
+            max_pixels=config.data.max_pixels,
+        )
 
-def _check_classes(trained: ClassMap, found: ClassMap, source: Path) -> None:
-    """Labels are numbered by the data at hand: they must mean what they meant in training."""
-    if trained.names == found.names:
-        return
+    def _trained(self, checkpoint: Checkpoint, source: Path) -> nn.Module:
+        """Return the classifier of a checkpoint with its plug-ins, on the CPU."""
+        return build_and_load(lambda: self.build_model(checkpoint.classes.num_classes), checkpoint.weights, source)
+
+    def deploy(self, checkpoint: Checkpoint, source: Path, target: Path) -> str:
+        """Write the averaged weights, or else the last, for the network alone, under its own names.
+
+        Raises:
+            InputError: evaluation uses more than the network has.
+        """
+        config, num_classes = self.config, checkpoint.classes.num_classes
+        if config.plugins.context_broadcasting.enabled:
+            raise InputError(
+                f"{source} was trained with plugins.context_broadcasting, which evaluation uses too: without it the "
+                "outputs would differ. Deploy the run itself (detr_bf.load_classifier), or add the plug-in to timm's "
+                "network with detr_bf.plugins.add_context_broadcasting"
+            )
+        if config.model.linear_probe:
+            raise InputError(
+                f"{source} was trained with model.linear_probe=true: its head has a batch norm, which the plain "
+                "network does not have. Deploy the run itself (detr_bf.load_classifier)"
+            )
+        plain, kept = replace(config, plugins=PluginsConfig()), without_plugins(checkpoint.weights)
+        bare = build_and_load(lambda: build_classifier(plain, num_classes, pretrained=False), kept, source)
+        if not same_outputs(self._trained(checkpoint, source), bare, random_images(config)):
+            raise InputError(f"{source}: evaluation changes without plug-ins, so nothing was written")
+        write_weights(target, kept)
+        removed = len(checkpoint.weights) - len(kept)
+        return (
+            f"{removed} tensors of plug-ins left out, evaluation is the same to the bit; the other {len(kept)} load "
+            f"into the plain {config.model.name} of {num_classes} classes: {target}"
+        )
+
+
+def read_classifier(
+    source: Path, overrides: Sequence[str] = (), device: torch.device | None = None
+) -> tuple[nn.Module, ClassifierConfig, ClassMap]:
+    """Return the classifier of a run folder or checkpoint in evaluation mode, with its settings and classes.
+
+    Args:
+        overrides: settings to change, such as ``data.root=DIR``.
+
+    Raises:
+        InputError: the source is no checkpoint of a classifier.
+    """
+    checkpoint = load_checkpoint(checkpoint_of(source))
+    config = config_from_dict(checkpoint.config, overrides, source=f"the config in {source}")
+    if not isinstance(config, ClassifierConfig):
+        raise InputError(f"{source} is a run of the task {config.task}, expected classification")
+    model = ClassificationTask(config)._trained(checkpoint, source)
+    return model.to(device or device_of(config)).eval(), config, checkpoint.classes
+
+
+def random_images(config: ClassifierConfig | MaskedConfig) -> Tensor:
+    """Return two random images of the size of the config, (2, 3, H, W) float32."""
+    side = config.data.transforms.size
+    return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+
+
+def pixels(data: LabelledImageSet, index: int) -> Tensor:
+    """Return an image as the model gets it, (3, H, W) float32, normalised."""
+    return data[SampleKey(0, index)].pixels
+
+
+def shown(images: Tensor, transforms: ImageTransformConfig) -> Tensor:
+    """Return normalised images (..., 3, H, W) as uint8."""
+    mean, std = (torch.tensor(values)[:, None, None] for values in (transforms.mean, transforms.std))
+    return ((images.cpu().float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+def _check_classes(trained: ClassMap, found: ClassMap) -> None:
+    """Refuse data with other classes than the weights: labels are indices into the classes of the data."""
     pairs = zip(trained.names, found.names, strict=False)
     first = next((pair for pair in pairs if pair[0] != pair[1]), None)
     difference = f"class '{first[0]}' is '{first[1]}' there" if first else "the others are missing"
     raise InputError(
-        f"{source} was trained on {trained.num_classes} classes, the data has {found.num_classes} and {difference}: "
-        "evaluate on the classes it was trained on"
+        f"the weights were trained on {trained.num_classes} classes, the data has {found.num_classes} and "
+        f"{difference}: evaluate on the classes of the training"
     )

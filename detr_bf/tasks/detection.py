@@ -1,48 +1,85 @@
-"""Detectors: what is done before, with and after their training."""
+"""Detection: training a detector, or its mask head, on COCO files."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.ops import box_convert
 
-from detr_bf.assembly import (
+from detr_bf import distributed
+from detr_bf.assembly.data import build_eval_transform, build_loader, build_train_data, build_val_data, data_source
+from detr_bf.assembly.model import (
     build_classification,
     build_detector_criterion,
-    build_evaluation,
     build_model,
-    build_trainer,
-    build_val_data,
-    data_source,
+    build_panoptic_postprocess,
+    build_postprocess,
     device_of,
-    read_initial_weights,
 )
-from detr_bf.config import DetectionConfig
+from detr_bf.assembly.training import PRECISIONS, build_groups, epoch_batches, read_initial_weights
+from detr_bf.config import DetectionConfig, config_to_dict
 from detr_bf.config.detection import SplitConfig
+from detr_bf.conversion import CHECKPOINT_SUFFIXES, same_outputs, writing
+from detr_bf.data.batches import SameSizeBatches, aspect_buckets
 from detr_bf.data.checks.annotations import Report, examine
-from detr_bf.data.coco import read_annotations
+from detr_bf.data.coco import CocoDetection, read_annotations
 from detr_bf.data.sample_key import SampleKey
-from detr_bf.detectors import detector_named
-from detr_bf.engine import Checkpoint, Evaluation, RunFolder, Trainer, is_checkpoint, load_checkpoint, load_strict
+from detr_bf.data.transforms import resized_size
+from detr_bf.detectors import Detector, detector_named
+from detr_bf.engine import (
+    Checkpoint,
+    Evaluation,
+    EvaluationLoop,
+    PanopticEvaluation,
+    RunFolder,
+    build_and_load,
+    build_optimizer,
+    is_checkpoint,
+    load_checkpoint,
+    load_fitting,
+    load_strict,
+)
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
-from detr_bf.evaluation import PanopticFile, write_results
+from detr_bf.evaluation import (
+    CocoEvaluator,
+    PanopticEvaluator,
+    PanopticFile,
+    encode,
+    write_encoded,
+    write_results,
+)
+from detr_bf.predictor import Predictor
 from detr_bf.report import PanopticSheetRow, SheetRow, class_labels, save_panoptic_sheet, save_sheet, tolerating
-from detr_bf.structures import ClassMap, Target
-from detr_bf.tasks.task import Evaluate, Task
+from detr_bf.report.detection import PAGE
+from detr_bf.structures import Batch, ClassMap, Target
+from detr_bf.tasks.task import Evaluate, MakeBatches, Task
 
 logger = logging.getLogger(__name__)
 
 CLASS_BIAS = "decoder.heads.classes.0.bias"
+BATCH_FORMER = "batch_former"
+RANDOM_SIDE = 256  # least pixels of a side of the random images
 
 
 class DetectionTask(Task[DetectionConfig]):
-    """Train a detector, or its mask head, on COCO files."""
+    """A detector with boxes, and with masks where ``model.masks`` is set."""
+
+    kind = "a detector"
+    page = PAGE
+    deploy_option = "--strip-batchformer"
+
+    @property
+    def unused_parameters(self) -> bool:
+        return not self.config.model.aux_loss
 
     def examine(self) -> Report:
         return examine(
@@ -56,28 +93,59 @@ class DetectionTask(Task[DetectionConfig]):
 
     def check(self) -> None:
         detector_named(self.config.model.name)  # before all images are read
-        for split in ("train", "val"):  # a run that cannot be evaluated would not get a best checkpoint
+        for split in ("train", "val"):  # without a validation split there is no best checkpoint
             data_source(self.config, split)
         super().check()
 
-    def build_model(self, num_classes: int) -> nn.Module:
-        return build_model(self.config, num_classes, pretrained=False)
+    def load_data(self) -> CocoDetection:
+        data = build_train_data(self.config)
+        check_enough_tokens(self.config, data, "train")
+        return data
 
-    def build_criterion(self, model: nn.Module) -> Criterion:
+    def build_model(self, num_classes: int, *, pretrained: bool = False) -> Detector:
+        return build_model(self.config, num_classes, pretrained=pretrained)
+
+    def initialize(self, model: torch.nn.Module) -> None:
+        """Load ``init_from``, except for the mask head if the detector is frozen."""
+        config = self.config
+        if config.init_from:
+            weights = read_initial_weights(Path(config.init_from))
+            logger.info(load_fitting(model, weights, config.init_from, "mask_head" if config.freeze.detector else None))
+        elif config.freeze.detector:
+            raise InputError(
+                "freeze.detector=true needs init_from=RUN_OR_FILE: a detector trained on boxes of these classes"
+            )
+
+    def build_criterion(self, model: torch.nn.Module, class_counts: Sequence[int] | None = None) -> Criterion:
         return build_detector_criterion(self.config, model)
 
-    def build_trainer(self, folder: RunFolder, resume_from: Checkpoint | None) -> Trainer:
-        return build_trainer(self.config, folder, resume_from)
+    def build_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(build_groups(self.config, model))
 
-    def build_evaluation(self, source: Path, folder: RunFolder) -> tuple[nn.Module, Evaluate]:
-        device = device_of(self.config)
+    def train_batches(self, data: CocoDetection, device: torch.device) -> tuple[MakeBatches, int, int]:
+        buckets = aspect_buckets(data.sizes, self.config.data.aspect_buckets)
+        batches = epoch_batches(self.config, len(data), buckets=buckets)
+        loader = build_loader(self.config, device)
+        return (
+            lambda epoch, start: iter(loader(data, batches(epoch=epoch, start_batch=start))),
+            len(batches(epoch=0)),
+            len(data),
+        )
+
+    def build_evaluation(self, class_map: ClassMap, folder: RunFolder, data: CocoDetection | None = None) -> Evaluate:
+        return build_evaluation(self.config, class_map, device_of(self.config), folder)
+
+    def load_evaluated(self, source: Path) -> tuple[Detector, ClassMap]:
         weights, classes = _weights_and_classes(self.config, source)
-        plain, weights = _as_evaluated(self.config, weights)
+        unused = training_only(self.config)
+        plain = copy.deepcopy(self.config)
+        plain.plugins.relative_localization.enabled = False
+        plain.batch_former.enabled = plain.batch_former.enabled and BATCH_FORMER not in unused
         model = build_model(plain, classes.num_classes, pretrained=False)
-        load_strict(model, weights, str(source))
-        return model.to(device), build_evaluation(self.config, classes, device, folder)
+        load_strict(model, _without(weights, unused), str(source))
+        return model, classes
 
-    def leave(self, folder: RunFolder, evaluate: Evaluation, model: nn.Module) -> None:
+    def write_outputs(self, folder: RunFolder, evaluate: Evaluation, model: torch.nn.Module) -> None:
         write_results(folder.results, evaluate.detections, evaluate.class_map)
         if not self.config.eval.pictures:
             return
@@ -91,6 +159,77 @@ class DetectionTask(Task[DetectionConfig]):
                 folder.panoptic_sheet.unlink(missing_ok=True)
                 panoptic_rows = list(_panoptic_rows(folder, self.config, evaluate))
                 save_panoptic_sheet(folder.panoptic_sheet, panoptic_rows, names)
+
+    def predictor(self, checkpoint: Checkpoint, source: Path) -> Predictor:
+        config, classes = self.config, checkpoint.classes
+        model = build_and_load(lambda: self.build_model(classes.num_classes), checkpoint.weights, source)
+        return Predictor(
+            model=model.to(device_of(config)).eval(),
+            class_map=classes,
+            transform=build_eval_transform(config),
+            postprocess=build_postprocess(config),
+            panoptic_postprocess=build_panoptic_postprocess(config, classes),
+            device=device_of(config),
+            max_pixels=config.data.max_pixels,
+        )
+
+    def deploy(self, checkpoint: Checkpoint, source: Path, target: Path) -> str:
+        """Write the checkpoint without batch attention, averaged weights if there are any, and nothing to resume from.
+
+        Raises:
+            InputError: the detector has no batch attention, or evaluation uses it.
+        """
+        if target.suffix not in CHECKPOINT_SUFFIXES:
+            raise InputError(
+                f"{target}: a checkpoint holds more than tensors, so its name must end in "
+                f"{', '.join(CHECKPOINT_SUFFIXES)}"
+            )
+        if not self.config.batch_former.enabled:
+            raise InputError(f"{source} was trained without batch attention: there is nothing to strip")
+        if BATCH_FORMER not in training_only(self.config):
+            raise InputError(
+                f"{source} was trained with batch_former.mode=mini_batch_inference: its evaluation uses batch "
+                "attention and would change without it"
+            )
+        plain = copy.deepcopy(self.config)
+        plain.batch_former.enabled = False
+        kept = _without(checkpoint.weights, {BATCH_FORMER})
+        stripped = replace(checkpoint, model=kept, ema=None, training=None, config=config_to_dict(plain))
+        batch, classes = random_batch(self.config), checkpoint.classes.num_classes
+        whole = build_and_load(lambda: self.build_model(classes), checkpoint.weights, source)
+        bare = build_and_load(lambda: DetectionTask(plain).build_model(classes), kept, source)
+        if not same_outputs(whole, bare, batch):
+            raise InputError(f"{source}: evaluation changes without batch attention, so nothing was written")
+        with writing(target):
+            stripped.save(target)
+        removed = len(checkpoint.weights) - len(kept)
+        return f"{removed} tensors of batch attention left out, evaluation is the same to the bit: {target}"
+
+
+def training_only(config: DetectionConfig) -> set[str]:
+    """Return the names of the modules that evaluation does not use.
+
+    Relative localization is a training loss; batch attention is used only by mini-batch inference.
+    """
+    is_inference = config.batch_former.enabled and config.batch_former.mode == "mini_batch_inference"
+    return {"relative_localization"} | (set() if is_inference else {BATCH_FORMER})
+
+
+def _without(weights: dict[str, Tensor], modules: set[str]) -> dict[str, Tensor]:
+    """Return the weights that belong to none of the modules."""
+    return {name: value for name, value in weights.items() if modules.isdisjoint(name.split("."))}
+
+
+def random_batch(config: DetectionConfig) -> Batch:
+    """Two random images of different sizes, large enough for as many queries as the model has."""
+    cells = math.ceil(math.sqrt(config.model.num_queries))
+    side = 32 * math.ceil(max(RANDOM_SIDE, min(config.model.backbone.strides) * cells) / 32)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (2, 3, side, side + 32), generator=generator, dtype=torch.uint8)
+    padding_mask = torch.zeros(2, side, side + 32, dtype=torch.bool)
+    padding_mask[1, side - 40 :] = True
+    padding_mask[1, :, side - 72 :] = True
+    return Batch(images.masked_fill(padding_mask[:, None], 0), padding_mask)
 
 
 def _weights_and_classes(config: DetectionConfig, source: Path) -> tuple[dict[str, Tensor], ClassMap]:
@@ -124,17 +263,90 @@ def _weights_and_classes(config: DetectionConfig, source: Path) -> tuple[dict[st
     return weights, ClassMap(tuple(range(count)), names, is_thing)
 
 
-def _as_evaluated(config: DetectionConfig, weights: dict[str, Tensor]) -> tuple[DetectionConfig, dict[str, Tensor]]:
-    """The model and the weights that evaluation reads.
+def check_enough_tokens(config: DetectionConfig, data: CocoDetection, split: str) -> None:
+    """Refuse images whose tokens are fewer than the queries that a two-stage detector takes from them.
 
-    Relative localization is for training alone, and so is batch attention but for mini-batch inference.
+    Sizes are those that the annotations name, after the transforms; where they name none, nothing is known before the
+    batch. A batch may pad a small image to the size of a larger one, but it need not.
+
+    Raises:
+        InputError: an image may have too few.
     """
-    plain, unread = copy.deepcopy(config), {"relative_localization"}
-    plain.plugins.relative_localization.enabled = False
-    if not (config.batch_former.enabled and config.batch_former.mode == "mini_batch_inference"):
-        plain.batch_former.enabled = False
-        unread.add("batch_former")
-    return plain, {name: value for name, value in weights.items() if unread.isdisjoint(name.split("."))}
+    if config.model.name != "deformable_detr" or not config.model.deformable.two_stage:
+        return
+    transforms, wanted = config.data.transforms, config.model.num_queries
+    side = min(transforms.short_sides) if split == "train" else transforms.eval_short_side
+    named = [size for size in data.sizes if size is not None and min(size) > 0]
+    sizes = {resized_size(*size, side, transforms.max_size): f"an image of {size[1]} x {size[0]}" for size in named}
+    if split == "train" and transforms.random_crop and max(transforms.crop_short_sides) >= transforms.crop_min:
+        sizes.setdefault((side, side), "a square crop")
+    found, (height, width) = min(((_num_tokens(config, size), size) for size in sizes), default=(wanted, (0, 0)))
+    if found < wanted:
+        setting = "short_sides" if split == "train" else "eval_short_side"
+        raise InputError(
+            f"model.deformable.two_stage=true takes model.num_queries={wanted} queries from the tokens of an image: "
+            f"{sizes[height, width]} of data.{split}, resized to {width} x {height}, has only {found}: lower "
+            f"model.num_queries, or raise data.transforms.{setting}"
+        )
+
+
+def _num_tokens(config: DetectionConfig, size: tuple[int, int]) -> int:
+    """Tokens of an image of that height and width, on all levels."""
+    strides = list(config.model.backbone.strides)
+    strides += [strides[-1] * 2 ** (level + 1) for level in range(config.model.extra_levels)]
+    return sum(math.prod(-(-side // stride) for side in size) for stride in strides)
+
+
+def build_evaluation(
+    config: DetectionConfig, class_map: ClassMap, device: torch.device, folder: RunFolder
+) -> Evaluation:
+    """Evaluation on the validation split; panoptic maps are left in ``folder``."""
+    data, source = build_val_data(config, class_map), data_source(config, "val")
+    check_enough_tokens(config, data, "val")
+    loader = build_loader(config, device)
+    # where the images of a batch see each other, the batch must not depend on their sizes
+    sizes = [(0, 0)] * len(data) if config.batch_former.mode == "mini_batch_inference" else data.sizes
+    batches = partial(
+        SameSizeBatches, sizes, config.eval.batch_size, rank=distributed.rank(), world_size=distributed.world_size()
+    )
+    return Evaluation(
+        loop=EvaluationLoop(
+            make_batches=lambda start: iter(loader(data, batches(start_batch=start))),
+            num_batches=len(batches()),
+            device=device,
+            precision=PRECISIONS[config.train.precision],
+        ),
+        make_evaluator=lambda: CocoEvaluator(
+            source.annotations,
+            class_map,
+            config.eval.engine,
+            config.eval.max_detections,
+            masks=config.model.masks,
+            panoptic=source.panoptic,
+            max_pixels=config.data.max_pixels,
+        ),
+        postprocess=build_postprocess(config),
+        class_map=class_map,
+        masks=config.model.masks,
+        panoptic=_panoptic_evaluation(config, data, folder),
+    )
+
+
+def _panoptic_evaluation(config: DetectionConfig, data: CocoDetection, folder: RunFolder) -> PanopticEvaluation | None:
+    """Where there are masks and panoptic annotations."""
+    source = data_source(config, "val")
+    if not (config.model.masks and source.panoptic):
+        return None
+    return PanopticEvaluation(
+        postprocess=build_panoptic_postprocess(config, data.class_map),
+        make_evaluator=partial(
+            PanopticEvaluator, source.annotations, source.panoptic, data.class_map, config.data.max_pixels
+        ),
+        encode=partial(
+            encode, class_map=data.class_map, file_names=dict(zip(data.image_ids, data.file_names, strict=True))
+        ),
+        write=partial(write_encoded, folder.panoptic_results, folder.panoptic, class_map=data.class_map),
+    )
 
 
 def _sheet_rows(config: DetectionConfig, evaluation: Evaluation) -> Iterator[SheetRow]:

@@ -1,37 +1,31 @@
-"""A classifier with its plug-ins, its losses, its training and its evaluation."""
+"""Networks and losses of classifiers and masked autoencoders."""
 
 from __future__ import annotations
 
-import copy
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from detr_bf.assembly.model import device_of
 from detr_bf.assembly.network import build_network
-from detr_bf.assembly.plugins import add_context, add_diverse, add_localization, add_v1, add_v2
+from detr_bf.assembly.plugins import add_context, add_diverse, add_localization, add_v1, add_v2, layers_of, named
+from detr_bf.batchformer import BatchFormerV2
 from detr_bf.classification.balanced_softmax import BalancedSoftmax
 from detr_bf.classification.criterion import ClassifierCriterion, cross_entropy
-from detr_bf.config import ClassifierConfig, config_from_dict
-from detr_bf.engine import build_and_load, checkpoint_of, load_checkpoint
+from detr_bf.classification.masked_autoencoder import MaskedAutoencoder, initialize_as_published
+from detr_bf.config import ClassifierConfig, MaskedConfig
+from detr_bf.engine import build_optimizer, image_parameter_groups
 from detr_bf.errors import InputError
 from detr_bf.plugins import ramped
-from detr_bf.plugins.plugin import PREFIX
-from detr_bf.structures import ClassMap
+from detr_bf.plugins.plugin import chosen
 
-logger = logging.getLogger(__name__)
-
-# plug-ins that evaluation does not read
+# plug-ins that evaluation does not use
 TRAINING_ONLY = ("batchformer_v2", "batchformer", "diverse_patch", "relative_localization")
 
 
 def build_classifier(config: ClassifierConfig, num_classes: int, *, pretrained: bool = True) -> nn.Module:
-    """The network with its plug-ins; without ``pretrained`` timm's weights are left to a checkpoint.
+    """Return the network with its plug-ins; without ``pretrained`` its weights are to come from a checkpoint.
 
     Raises:
         InputError: timm has no such model, it does not take the options, or a plug-in does not fit it.
@@ -63,12 +57,12 @@ def _check_probe(config: ClassifierConfig) -> None:
 
 
 def make_linear_probe(network: nn.Module, num_classes: int) -> None:
-    """Freeze a timm network in evaluation mode, but for its new head: batch norm without parameters, then linear.
+    """Freeze a timm network in evaluation mode, except for a new head: batch norm without parameters, then linear.
 
-    As in MAE (He et al. 2022, arXiv 2111.06377, appendix A.1).
+    The head of MAE's linear probing (He et al. 2022, arXiv 2111.06377, appendix A.1).
 
     Raises:
-        InputError: the network has no head of that name.
+        InputError: the network has no linear layer called ``head``.
     """
     head: Any = getattr(network, "head", None)
     if not isinstance(head, nn.Linear):
@@ -90,10 +84,10 @@ def _keep_trunk_in_evaluation(network: nn.Module, args: Any) -> None:
 
 
 def add_plugins(network: nn.Module, config: ClassifierConfig, num_classes: int) -> None:
-    """Attach what is enabled.
+    """Add the enabled plug-ins.
 
     Raises:
-        InputError: one does not fit the network.
+        InputError: a plug-in does not fit the network.
     """
     plugins = config.plugins
     add_context(network, plugins.context_broadcasting)
@@ -106,7 +100,7 @@ def add_plugins(network: nn.Module, config: ClassifierConfig, num_classes: int) 
 def build_classifier_criterion(
     config: ClassifierConfig, network: nn.Module, class_counts: Sequence[int]
 ) -> ClassifierCriterion:
-    """Cross-entropy or Balanced Softmax, and the losses of the plug-ins."""
+    """Return cross-entropy or Balanced Softmax with the losses of the plug-ins."""
     loss: Callable[[Tensor, Tensor], Tensor]
     if config.loss.name == "balanced_softmax":
         loss = BalancedSoftmax(class_counts, loss_scale=config.loss.loss_scale)
@@ -128,44 +122,57 @@ def _localization_weight(config: ClassifierConfig, network: nn.Module) -> Callab
     return lambda epoch: ramped(weight, epoch, config.train.epochs, settings.ramp_epochs)
 
 
-def as_evaluated(config: ClassifierConfig) -> ClassifierConfig:
-    """The same without the plug-ins that evaluation does not read."""
-    plain = copy.deepcopy(config)
-    for name in TRAINING_ONLY:
-        getattr(plain.plugins, name).enabled = False
-    return plain
-
-
-def evaluated_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a network of :func:`as_evaluated` has of the weights of any."""
-    prefixes = tuple(f"{PREFIX}.{name}." for name in TRAINING_ONLY)
-    return {name: value for name, value in weights.items() if not name.startswith(prefixes)}
-
-
-@dataclass(frozen=True)
-class LoadedClassifier:
-    """A trained classifier in evaluation mode."""
-
-    model: nn.Module
-    config: ClassifierConfig
-    class_map: ClassMap
-
-
-def load_classifier(
-    source: Path, overrides: Sequence[str] = (), device: torch.device | None = None
-) -> LoadedClassifier:
-    """The classifier of a run folder or checkpoint of ours, with its plug-ins.
-
-    Args:
-        overrides: settings to change, such as ``data.root=DIR``.
+def build_masked_autoencoder(config: MaskedConfig) -> MaskedAutoencoder:
+    """Return the encoder, initialised as published, with the decoder.
 
     Raises:
-        InputError: it is no checkpoint of a classifier.
+        InputError: the encoder is no plain vision transformer, or the decoder's settings do not fit together.
     """
-    checkpoint = load_checkpoint(checkpoint_of(source))
-    config = config_from_dict(checkpoint.config, overrides, source=f"the config in {source}")
-    if not isinstance(config, ClassifierConfig):
-        raise InputError(f"{source} is a run of the task {config.task}, expected a classifier's")
-    num_classes = checkpoint.classes.num_classes
-    model = build_and_load(lambda: build_classifier(config, num_classes, pretrained=False), checkpoint.weights, source)
-    return LoadedClassifier(model.to(device or device_of(config)).eval(), config, checkpoint.classes)
+    model = config.model
+    options = {"global_pool": "token", "class_token": True, **model.options}
+    encoder = build_network(model.name, num_classes=0, image_size=config.data.transforms.size, options=options)
+    initialize_as_published(encoder)
+    return MaskedAutoencoder(
+        encoder,
+        decoder_dim=model.decoder_dim,
+        decoder_depth=model.decoder_depth,
+        decoder_heads=model.decoder_heads,
+        mask_ratio=model.mask_ratio,
+        normalize_pixels=model.normalize_pixels,
+        batch_former=_batch_former(config),
+    )
+
+
+def _batch_former(config: MaskedConfig) -> BatchFormerV2 | None:
+    settings, model = config.batch_former, config.model
+    if not settings.enabled:
+        return None
+    with named("batch_former", settings):
+        return BatchFormerV2(
+            model.decoder_dim,
+            layers=chosen(layers_of(settings.layers), model.decoder_depth),
+            num_encoder_layers=model.decoder_depth,
+            position=settings.position,
+            shared=settings.shared,
+            num_layers=settings.num_layers,
+            heads=settings.heads or model.decoder_heads,
+            dropout=settings.dropout,
+            gather=settings.gather,
+        )
+
+
+def image_optimizer(config: ClassifierConfig | MaskedConfig, network: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of an image model; batch attention has its own learning rate and weight decay."""
+    optimizer = config.optimizer
+    batch_former = config.batch_former if isinstance(config, MaskedConfig) else config.plugins.batch_former
+    groups = image_parameter_groups(
+        network,
+        lr=optimizer.lr,
+        weight_decay=optimizer.weight_decay,
+        decay_vectors=optimizer.decay_vectors,
+        batch_former_lr_factor=batch_former.lr_factor,
+        batch_former_weight_decay=batch_former.weight_decay,
+    )
+    return build_optimizer(
+        groups, optimizer.name, momentum=optimizer.momentum, nesterov=optimizer.nesterov, betas=tuple(optimizer.betas)
+    )

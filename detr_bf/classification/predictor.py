@@ -1,0 +1,64 @@
+"""A trained classifier ready for images."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from detr_bf.classification.augmentation import EvalTransform
+from detr_bf.data.images import MAX_PIXELS
+from detr_bf.errors import InputError
+from detr_bf.predictor import ImageLike, chunks, image_pixels
+from detr_bf.structures import ClassMap
+from detr_bf.text import printable
+
+
+@dataclass(frozen=True)
+class ClassifierPredictor:
+    """Images in, the probabilities of the classes out.
+
+    An image is what :class:`Predictor` takes.
+    """
+
+    model: nn.Module
+    class_map: ClassMap
+    transform: EvalTransform
+    device: torch.device
+    max_pixels: int = MAX_PIXELS  # of an image
+
+    def __call__(self, image: ImageLike) -> Tensor:
+        """Return (K,) float32 on the CPU for one image.
+
+        Raises:
+            InputError: it is no image, it cannot be read, or the model's answer is not finite.
+        """
+        (probabilities,) = self._classify({"the image": image})
+        return probabilities
+
+    def predict(self, images: Iterable[ImageLike], batch_size: int = 1) -> Iterator[Tensor]:
+        """As :meth:`__call__` for many images, in their order.
+
+        Raises:
+            InputError: as :meth:`Predictor.predict`, or the model's answer is not finite.
+        """
+        return (
+            found
+            for chunk in chunks(images, batch_size)
+            for found in self._classify({f"image {number}": image for number, image in chunk})
+        )
+
+    @torch.no_grad()
+    def _classify(self, images: Mapping[str, ImageLike]) -> Iterator[Tensor]:
+        batch = torch.stack(
+            [self.transform(image_pixels(image, name, self.max_pixels), 0) for name, image in images.items()]
+        )
+        logits: Tensor = self.model(batch.to(self.device))
+        for (name, image), each in zip(images.items(), logits.float().softmax(1).cpu(), strict=True):
+            if not each.isfinite().all():
+                shown = printable(image) if isinstance(image, (str, os.PathLike)) else name
+                raise InputError(f"{shown}: the model's logits are not finite; train it anew, or take an earlier one")
+            yield each

@@ -1,0 +1,94 @@
+"""Console command ``detr-bf``: one module per subcommand, imported when it is called.
+
+detr-bf train CONFIG key=value ...       detr-bf evaluate CONFIG output_dir=RUN
+detr-bf predict --checkpoint RUN --output DIR IMAGE_OR_FOLDER ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module, resources
+from pathlib import Path
+
+from detr_bf.errors import InputError
+from detr_bf.text import printable
+
+COMMANDS = {  # name -> (module, function, help)
+    "train": ("train", "main", "train what a config describes, with data checks, evaluation and a report"),
+    "evaluate": ("train", "evaluate", "evaluate a trained run, or weights given as init_from=FILE"),
+    "predict": ("predict", "main", "detect objects in images, or classify them"),
+    "check": ("check", "main", "check the data of a config"),
+    "convert": ("convert", "main", "write a checkpoint in another format, or without training-only weights"),
+    "analyze": ("analyze", "main", "analyse trained classifiers"),
+    "plan": ("plan", "main", "estimate memory, time and learning rates before a run"),
+    "replay": ("replay", "main", "run a captured training step again"),
+    "sample-data": ("sample_data", "main", "build a sample data set"),
+    "recipes": ("recipes", "main", "list the packaged configs"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return its exit code."""
+    lines = [f"  {name:<12} {text}" for name, (_, _, text) in COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="detr-bf",
+        description="Train and use detectors with batch attention, and classifiers with its sibling ideas.",
+        epilog="\n".join(["commands:", *lines, "", "detr-bf COMMAND --help says more about a command."]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command = parser.parse_args(given[:1]).command
+    module, function, _ = COMMANDS[command]
+    sys.argv[0] = f"detr-bf {command}"  # the name in usage messages
+    code: int = getattr(import_module(f"detr_bf.commands.{module}"), function)(given[1:])
+    return code
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add configs, by ``--config`` or as positional arguments, and ``key=value`` overrides."""
+    parser.add_argument(
+        "--config", metavar="CONFIG", nargs="+", action="extend", default=[], help="the same as positional arguments"
+    )
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="CONFIG|key=value",
+        help="YAML files or names of packaged configs, which are merged in order, and settings that replace theirs",
+    )
+
+
+def configs_and_overrides(options: argparse.Namespace) -> tuple[list[Path], list[str]]:
+    """Return the config files and the overrides of a command line.
+
+    Raises:
+        InputError: a config is neither a file nor the name of a packaged config.
+    """
+    given = [*options.config, *options.settings]
+    overrides = [text for text in given if "=" in text and not Path(text).is_file()]
+    return [_config_file(text) for text in given if text not in overrides], overrides
+
+
+def packaged_configs() -> dict[str, Path]:
+    """Return the files of ``configs/`` by name, without the files that only others inherit from."""
+    folder = Path(str(resources.files("detr_bf.configs")))
+    found = (path for path in sorted(folder.rglob("*.yaml")) if "detectron2" not in path.parts)
+    return {path.stem: path for path in found if path.parent.name != "base" and path.stem != "base"}
+
+
+def _config_file(text: str) -> Path:
+    path = Path(text)
+    if path.exists() or path.suffix in (".yaml", ".yml") or len(path.parts) != 1:
+        return path  # the loader reports a missing file
+    known = packaged_configs()
+    if text not in known:
+        near = difflib.get_close_matches(text, known, n=3, cutoff=0.4)
+        hint = f"; nearest names: {', '.join(near)}" if near else ""
+        raise InputError(
+            f"'{printable(text)}' is neither a file nor a packaged config{hint}. 'detr-bf recipes' lists all "
+            f"{len(known)}; settings are given as key=value"
+        )
+    return known[text]

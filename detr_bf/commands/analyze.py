@@ -1,0 +1,167 @@
+"""Look into trained classifiers: writes OUTPUT/NAME.csv and a picture that compares the runs.
+
+detr-bf analyze attention-entropy --run runs/plain --run runs/broadcasting --output pictures
+detr-bf analyze fgsm --run runs/plain --output pictures --images 10000 --epsilons 1,2 data.root=DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset, Sampler
+
+from detr_bf.assembly.classification import build_classifier_criterion
+from detr_bf.assembly.classifier_data import build_image_splits
+from detr_bf.assembly.model import device_of
+from detr_bf.classification.analysis import ANALYSES, EPSILONS, Analysis, Pixels, Subject
+from detr_bf.cli import run_tool
+from detr_bf.config import ClassifierConfig
+from detr_bf.data.loader import make_loader
+from detr_bf.data.sample_key import SampleKey
+from detr_bf.errors import InputError
+from detr_bf.files import check_output_file, write_text
+from detr_bf.labelled import LabelledImage, LabelledImages
+from detr_bf.progress import progress_bar
+from detr_bf.report.figures import SUFFIXES, save_figure
+from detr_bf.tasks.classification import read_classifier
+from detr_bf.text import csv_cell, safe_message
+
+logger = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=ANALYSES, metavar="NAME", help=", ".join(ANALYSES))
+    parser.add_argument(
+        "--run", metavar="RUN_OR_FILE", type=Path, action="append", required=True, help="folder or checkpoint, or more"
+    )
+    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="for the table and the picture")
+    parser.add_argument("--images", metavar="N", type=int, help="of the validation split, at random; default by NAME")
+    parser.add_argument("--batch-size", metavar="N", type=int, default=64, help="default %(default)s")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    formats = [suffix[1:] for suffix in SUFFIXES]
+    parser.add_argument("--format", choices=formats, default="png", help="of the picture; default %(default)s")
+    parser.add_argument("--epsilons", metavar="A,B,...", help="fgsm: steps in 255ths; default 0,1,2,4,8")
+    parser.add_argument("--patch", metavar="N", type=int, help="occlusion: side of a patch in pixels; default by model")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of all runs, as data.root=DIR")
+    options = parser.parse_intermixed_args(arguments)
+    return run_tool(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Analyse every run, write the table and the picture."""
+    table, picture = (options.output / f"{options.name}.{suffix}" for suffix in ("csv", options.format))
+    for path in (table, picture):
+        check_output_file(path, "--output")
+    if options.batch_size < 1 or (options.images is not None and options.images < 1):
+        raise InputError(f"--batch-size and --images must be 1 or more; got {options.batch_size} and {options.images}")
+    analysis = ANALYSES[options.name]
+    results = {
+        name: analysis.run(make_subject(source, analysis, options)) for name, source in named(options.run).items()
+    }
+    figure = analysis.draw(results)
+    rows = [{"run": name, **row} for name, result in results.items() for row in result.rows()]
+    write_table(table, rows)
+    save_figure(picture, figure)
+    print(safe_message(f"{len(rows)} rows of {len(results)} runs: {table}, {picture.name}"))
+    return 0
+
+
+def named(sources: Sequence[Path]) -> dict[str, Path]:
+    """The runs by name: that of the folder, or of a file and its folder; where two are alike, as paths differ."""
+    if len({source.resolve() for source in sources}) < len(sources):
+        raise InputError(f"--run: the same is given twice in {', '.join(map(str, sources))}")
+    names = [f"{source.parent.name}/{source.stem}" if source.is_file() else source.resolve().name for source in sources]
+    return dict(zip(names if len(set(names)) == len(names) else differences(sources), sources, strict=True))
+
+
+def differences(sources: Sequence[Path]) -> list[str]:
+    """What is left of each path without the parts at the beginning and at the end that all have in common."""
+    parts = [list(source.resolve().parts) for source in sources]
+    for end in (0, -1):
+        while all(len(path) > 1 for path in parts) and len({path[end] for path in parts}) == 1:
+            for path in parts:
+                path.pop(end)
+    return ["/".join(path) for path in parts]
+
+
+def make_subject(source: Path, analysis: Analysis, options: argparse.Namespace) -> Subject:
+    """A run's model, with images of its validation split if the analysis looks at any."""
+    device = device_of(ClassifierConfig(device=options.device))
+    model, config, class_map = read_classifier(source, options.overrides, device)
+    pixels = Pixels(config.data.transforms.mean, config.data.transforms.std)
+    if not analysis.images:
+        return Subject(model, (), class_map.names, (), pixels)
+    splits = build_image_splits(config)
+    if splits.class_map != class_map:
+        raise InputError(
+            f"{source} was trained on the classes {', '.join(class_map.names)}, but its data has now "
+            f"{', '.join(splits.class_map.names)}: give the data that it was trained on, as data.root=DIR"
+        )
+    criterion = build_classifier_criterion(config, model, splits.class_counts).to(device)
+    places = some_of(len(splits.val), options.images or analysis.images)
+    return Subject(
+        model=model,
+        batches=load(splits.val, Places(places, options.batch_size), config.data.workers, f"{options.name}, {source}"),
+        class_names=class_map.names,
+        class_counts=splits.class_counts,
+        pixels=pixels,
+        loss=criterion.loss.criterion,
+        epsilons=parse_epsilons(options.epsilons),
+        patch=options.patch,
+    )
+
+
+def some_of(count: int, wanted: int) -> list[int]:
+    """Places of ``wanted`` of ``count`` images, or of all, in a random order that is always the same."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(0))[:wanted].tolist()
+
+
+class Places(Sampler[list[SampleKey]]):
+    """Batches of the images at these places."""
+
+    def __init__(self, places: Sequence[int], batch_size: int) -> None:
+        self.batches = [places[start : start + batch_size] for start in range(0, len(places), batch_size)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        for batch in self.batches:
+            yield [SampleKey(epoch=0, place=place) for place in batch]
+
+
+def load(images: Dataset[LabelledImage], places: Places, workers: int, description: str) -> Iterator[LabelledImages]:
+    """The images at these places, with a progress bar."""
+    loader = make_loader(images, places, collate=LabelledImages.collate, workers=workers)
+    for batch in progress_bar(loader, total=len(places), desc=description, unit="batch", leave=False):
+        for reason in batch.replaced:
+            logger.warning("another image stands in: %s", reason)
+        yield batch
+
+
+def parse_epsilons(text: str | None) -> Sequence[float]:
+    """``0,1,2`` in 255ths."""
+    if text is None:
+        return EPSILONS
+    try:
+        return [float(number) / 255 for number in text.split(",")]
+    except ValueError as error:
+        raise InputError(f"--epsilons must be numbers with commas between them, such as 0,1,2; got '{text}'") from error
+
+
+def write_table(path: Path, rows: Sequence[dict[str, object]]) -> None:
+    """CSV; None is an empty cell, and text is written so that a spreadsheet does not run it."""
+    text = io.StringIO()
+    table = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    table.writeheader()
+    for row in rows:
+        table.writerow({key: csv_cell(safe_message(x)) if isinstance(x, str) else x for key, x in row.items()})
+    write_text(path, text.getvalue())

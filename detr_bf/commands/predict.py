@@ -1,0 +1,317 @@
+"""Detect objects in images, or classify them: draws what is found and writes JSON. With --panoptic: panoptic maps.
+
+detr-bf predict --checkpoint runs/demo --output predictions photo.jpg folder/
+
+A classifier's run gives the five most probable classes of each image: printed, as JSON and on one sheet.
+
+Images that cannot be read are left out and listed at the end, and the exit code is 1. Only files that this tool has
+written before are replaced in the output folder, which may hold the images, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+from torch import Tensor
+
+from detr_bf.cli import run_tool
+from detr_bf.data.images import FORMATS, read_image
+from detr_bf.engine.logs import setup_logging
+from detr_bf.errors import InputError
+from detr_bf.evaluation import write_panoptic
+from detr_bf.files import (
+    UNFINISHED,
+    check_output_file,
+    check_output_folder,
+    is_folder,
+    make_output_folder,
+    read_json,
+    remove_empty,
+    write_json,
+)
+from detr_bf.models import load_predictor
+from detr_bf.predictor import Predictor
+from detr_bf.progress import progress_bar
+from detr_bf.report import class_labels, draw_boxes, draw_panoptic, save_picture
+from detr_bf.report.prediction_sheet import ProbableClasses, save_prediction_sheet
+from detr_bf.structures import ClassMap, Detections, PanopticMap
+from detr_bf.text import printable
+
+if TYPE_CHECKING:
+    from detr_bf.classification.predictor import ClassifierPredictor
+
+DETECTION_THRESHOLD = 0.5
+MOST_CLASSES = 5  # of an image
+MOST_ON_SHEET = 60  # images
+WRITTEN = ".detr_bf_predict.json"  # lists the files in the output folder that this tool has written
+LONGEST_STEM = 150  # bytes of an input's name in the name of its picture
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 1 if images were left out because they cannot be read."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", metavar="RUN_OR_FILE", required=True, help="run folder or checkpoint file")
+    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="for pictures and predictions.json")
+    parser.add_argument(
+        "--threshold", type=float, help=f"least score that is kept (default {DETECTION_THRESHOLD}; of classes 0)"
+    )
+    parser.add_argument("--panoptic", action="store_true", help="panoptic maps instead of boxes (needs a mask head)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("inputs", nargs="+", metavar="IMAGE_OR_FOLDER", type=Path)
+    options = parser.parse_args(arguments)
+    return run_tool(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Predict, write, print."""
+    setup_logging()
+    if options.threshold is not None and not 0 <= options.threshold <= 1:
+        raise InputError(f"--threshold must be a number from 0 to 1, got {options.threshold}")
+    output = Output(options.output)
+    files = list(image_files(options.inputs, output.written))
+    predictor = load_predictor(options.checkpoint, options.device)
+    images = Images(files, predictor.max_pixels)
+    if not isinstance(predictor, Predictor):
+        if options.panoptic:
+            raise InputError(f"{options.checkpoint} is of a classifier, and --panoptic needs a detector with masks")
+        done = write_classes(output, predictor, images, options.threshold or 0.0)
+    elif options.panoptic:
+        done = write_panoptic_maps(output, predictor, images)
+    else:
+        threshold = DETECTION_THRESHOLD if options.threshold is None else options.threshold
+        done = write_objects(output, predictor, images, threshold)
+    for line in done:
+        print(line)
+    if images.unreadable:
+        count = f"{len(images.unreadable)} of {len(images.files)} images cannot be read and were left out"
+        print(f"{count}:", *images.unreadable, sep="\n  ", file=sys.stderr)
+    return 1 if images.unreadable else 0
+
+
+class Images:
+    """The files to predict, and why some of them could not be read."""
+
+    def __init__(self, files: Sequence[Path], max_pixels: int) -> None:
+        self.files = files
+        self.max_pixels = max_pixels
+        self.unreadable: list[str] = []
+
+    def __iter__(self) -> Iterator[tuple[int, Path, Tensor]]:
+        """Yield index, file and pixels of those that can be read.
+
+        Raises:
+            InputError: none can.
+        """
+        for number, file in enumerate(progress_bar(self.files, desc="predicting", unit="image")):
+            try:
+                pixels = read_image(file, max_pixels=self.max_pixels)
+            except InputError as error:
+                self.unreadable.append(printable(error, limit=1000))
+                continue
+            yield number, file, pixels
+        if len(self.unreadable) == len(self.files):
+            lines = self.unreadable if len(self.files) == 1 else ["no image can be read:", *self.unreadable]
+            raise InputError("\n  ".join(lines))
+
+    def picture_names(self) -> dict[int, str]:
+        """Return a name for the picture of each image: its index and what its file is called."""
+        return {number: f"{number:04d}_{_stem(file)}.png" for number, file in enumerate(self.files)}
+
+
+class Output:
+    """The folder for predictions: only files that this tool has written there before are replaced.
+
+    Raises:
+        InputError: files cannot be written there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        check_output_folder(folder, "--output")
+        check_output_file(folder / WRITTEN, "--output")
+        self.folder = folder
+        listed = _listed(folder / WRITTEN)
+        self._before = {name for name, stamp in listed.items() if stamp is not None and _stamp(folder / name) == stamp}
+
+    @property
+    def written(self) -> set[Path]:
+        """The files that earlier predictions wrote, if nobody has changed them since."""
+        return {_real(self.folder) / name for name in self._before}
+
+    @contextmanager
+    def writing(self, names: Sequence[str], images: Images) -> Iterator[None]:
+        """Check that files may be written, and list those that were; folders that stay empty are removed.
+
+        Raises:
+            InputError: one of the files is an input, or exists and was not written by this tool.
+        """
+        inputs = {_real(file) for file in images.files}
+        for name in names:
+            path, other = self.folder / name, "give another folder with --output"
+            if _real(path) in inputs:
+                raise InputError(f"{printable(path)} is an input and would be replaced; {other}")
+            if name not in self._before and (path.exists() or path.is_symlink()):
+                raise InputError(f"{printable(path)} exists and was not written by this tool; move it, or {other}")
+        folders = [self.folder, *self.folder.parents]
+        new = [self.folder / "panoptic", *folders[: sum(not folder.exists() for folder in folders)]]
+        before = {name: _stamp(self.folder / name) for name in names}
+        make_output_folder(self.folder, "--output")
+        try:
+            yield
+        finally:
+            stamps = {name: _stamp(self.folder / name) for name in names}
+            done = {name: stamp for name, stamp in stamps.items() if stamp not in (None, before[name])}
+            with suppress(OSError):
+                if done:  # beside what another prediction has listed meanwhile
+                    write_json(self.folder / WRITTEN, _listed(self.folder / WRITTEN) | done)
+            remove_empty(new)
+
+
+def write_objects(output: Output, predictor: Predictor, images: Images, threshold: float) -> list[str]:
+    """Write a picture of each image and ``predictions.json``; return what to print."""
+    entries = []
+    names, labels = images.picture_names(), class_labels(predictor.class_map)
+    with output.writing([*names.values(), "predictions.json"], images):
+        for number, file, image in images:
+            found = above(predictor(image), threshold)
+            picture = draw_boxes(image, found.boxes, found.labels, labels, found.scores)
+            save_picture(output.folder / names[number], picture)
+            entries.append(as_json(file, found, predictor.class_map))
+        write_json(output.folder / "predictions.json", entries)
+    count = sum(len(entry["objects"]) for entry in entries)
+    return [f"{count} objects in {len(entries)} images: {printable(output.folder)}"]
+
+
+def write_classes(output: Output, predictor: ClassifierPredictor, images: Images, threshold: float) -> list[str]:
+    """Write the most probable classes of each image to ``predictions.json`` and ``sheet.png``; return what to print."""
+    entries: list[dict[str, Any]] = []
+    shown: list[ProbableClasses] = []
+    labels = dict(zip(predictor.class_map.category_ids, class_labels(predictor.class_map), strict=True))
+    with output.writing(["predictions.json", "sheet.png"], images):
+        for _, file, image in images:
+            found = most_probable(predictor(image), predictor.class_map, threshold)
+            entries.append({"file": str(file), "classes": found})
+            if len(shown) < MOST_ON_SHEET:
+                names = tuple(labels[each["category_id"]] for each in found)
+                shown.append(ProbableClasses(image, names, tuple(each["score"] for each in found), file.name))
+        write_json(output.folder / "predictions.json", entries)
+        save_prediction_sheet(output.folder / "sheet.png", shown)
+    lines = [
+        f"{printable(entry['file'], limit=1000)}: "
+        + ", ".join(f"{printable(each['name'])} {each['score']:.1%}" for each in entry["classes"])
+        for entry in entries
+    ]
+    where = printable(output.folder)
+    return [*lines, f"classes of {len(entries)} images, {len(shown)} of them on the sheet: {where}"]
+
+
+def most_probable(probabilities: Tensor, class_map: ClassMap, threshold: float) -> list[dict[str, Any]]:
+    """Of (K,): category id, name and probability of the first few that reach the threshold, best first."""
+    scores, labels = (values.tolist() for values in probabilities.topk(min(MOST_CLASSES, len(probabilities))))
+    return [
+        {"category_id": class_map.category_ids[label], "name": class_map.names[label], "score": score}
+        for score, label in zip(scores, labels, strict=True)
+        if score >= threshold
+    ]
+
+
+def write_panoptic_maps(output: Output, predictor: Predictor, images: Images) -> list[str]:
+    """Write pictures and COCO panoptic results: ``panoptic.json`` with PNG files of segment ids in ``panoptic``.
+
+    ``image_id`` is the index in ``images``, which is the number at the start of the file names.
+    """
+    names, labels = images.picture_names(), class_labels(predictor.class_map)
+    folder = output.folder
+
+    def maps() -> Iterator[PanopticMap]:
+        for number, _, image in images:
+            found = replace(predictor.panoptic(image), image_id=number)
+            save_picture(folder / names[number], draw_panoptic(image, found, labels))
+            yield found
+
+    with output.writing([*names.values(), *(f"panoptic/{name}" for name in names.values()), "panoptic.json"], images):
+        write_panoptic(folder / "panoptic.json", folder / "panoptic", maps(), predictor.class_map, names)
+    return [f"panoptic maps of {len(images.files) - len(images.unreadable)} images: {printable(folder)}"]
+
+
+def image_files(inputs: Sequence[Path], written: set[Path]) -> Iterator[Path]:
+    """Yield the files given and the image files of the folders given, by name, without those that are ``written``.
+
+    What is named as an image and is none, such as a link to nowhere, is among them: reading it says why.
+    """
+    readable = {suffix for suffix, name in Image.registered_extensions().items() if name in FORMATS}
+    for path in inputs:
+        if not path.exists():
+            raise InputError(f"no such file or folder: {printable(path)}")
+        if not path.is_dir():
+            yield path
+            continue
+        found = sorted(
+            file
+            for file in path.rglob("*")
+            if file.suffix.lower() in readable
+            and not is_folder(file)
+            and _real(file) not in written
+            and not file.name.startswith(UNFINISHED)
+        )
+        if not found:
+            raise InputError(f"no image files in {printable(path)}")
+        yield from found
+
+
+def _real(path: Path) -> Path:
+    """Return the path without links; unlike ``Path.resolve`` also of a link to itself."""
+    return Path(os.path.realpath(path))
+
+
+def _stem(file: Path) -> str:
+    """Return a file's name without suffix, cut to the limit; letters that cannot be printed become underscores."""
+    stem = "".join(letter if letter.isprintable() else "_" for letter in file.stem)
+    return stem.encode()[:LONGEST_STEM].decode(errors="ignore")
+
+
+def _listed(file: Path) -> dict[str, list[int]]:
+    """Return the list of written files with their stamps; empty if there is none, or something else in its place."""
+    try:
+        content = read_json(file, limit=2**27)
+    except (FileNotFoundError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _stamp(file: Path) -> list[int] | None:
+    """Return size and modification time in nanoseconds; None where there is no such file."""
+    try:
+        status = file.stat()
+    except (OSError, ValueError):
+        return None
+    return [status.st_size, status.st_mtime_ns]
+
+
+def above(detections: Detections, threshold: float) -> Detections:
+    """Those with a score of at least ``threshold``."""
+    keep = detections.scores >= threshold
+    masks = detections.masks and tuple(mask for mask, kept in zip(detections.masks, keep, strict=True) if kept)
+    boxes, scores, labels = (x[keep] for x in (detections.boxes, detections.scores, detections.labels))
+    return Detections(detections.image_id, boxes, scores, labels, masks)
+
+
+def as_json(file: Path, detections: Detections, class_map: ClassMap) -> dict[str, Any]:
+    """One image's objects with category ids and names of the training annotations, boxes x, y, width, height."""
+    objects: list[dict[str, Any]] = []
+    masks = detections.masks
+    for box, score, label in zip(
+        *(x.tolist() for x in (detections.boxes, detections.scores, detections.labels)), strict=True
+    ):
+        x0, y0, x1, y1 = box
+        category = {"category_id": class_map.category_ids[label], "name": class_map.names[label]}
+        found = {**category, "score": score, "bbox": [x0, y0, x1 - x0, y1 - y0]}
+        objects.append(found if masks is None else {**found, "segmentation": masks[len(objects)]})
+    return {"file": str(file), "objects": objects}

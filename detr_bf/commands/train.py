@@ -1,0 +1,60 @@
+"""Train what a config describes: a detector, a classifier or a masked autoencoder.
+
+detr-bf train detr_r50_bfv2 data.train.images=DIR data.train.annotations=FILE ...
+detr-bf train configs/demo.yaml mine.yaml train.epochs=12 output_dir=runs/mine
+torchrun --nproc-per-node=8 -m detr_bf train detr_r50_bfv2 train.batch_size=2
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from detr_bf.cli import run_tool
+from detr_bf.commands import add_config_arguments, configs_and_overrides
+from detr_bf.config import load_config
+from detr_bf.errors import InputError
+from detr_bf.run import evaluate_only, evaluation_source, train
+from detr_bf.tasks import task_of
+from detr_bf.text import safe_message
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, resume or evaluate, and return the exit code."""
+    parser = _parser(__doc__)
+    parser.add_argument("--resume", action="store_true", help="resume from output_dir/last.pt")
+    parser.add_argument("--auto-resume", action="store_true", help="resume if output_dir has a checkpoint, else start")
+    parser.add_argument("--eval-only", action="store_true", help="evaluate, as detr-bf evaluate does")
+    options = parser.parse_intermixed_args(arguments)
+    return run_tool(lambda: _run(options))
+
+
+def evaluate(arguments: Sequence[str] | None = None) -> int:
+    """Evaluate the run in output_dir, or ``init_from=FILE``, and return the exit code."""
+    parser = _parser("Evaluate the run in output_dir, or the weights given as init_from=FILE.")
+    options = parser.parse_intermixed_args(arguments)
+    options.eval_only, options.resume, options.auto_resume = True, False, False
+    return run_tool(lambda: _run(options))
+
+
+def _parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_config_arguments(parser)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    files, overrides = configs_and_overrides(options)
+    if not files:
+        raise InputError("give a config: a YAML file, or a name that 'detr-bf recipes' lists")
+    if options.eval_only + options.resume + options.auto_resume > 1:
+        raise InputError("--eval-only, --resume and --auto-resume exclude each other")
+    task = task_of(load_config(files, overrides))
+    if options.eval_only:
+        named = any(override.partition("=")[0].strip() == "init_from" for override in overrides)
+        outcome = evaluate_only(task, evaluation_source(task.config, named))
+    else:
+        outcome = train(task, resume=options.resume, resume_if_possible=options.auto_resume)
+    if outcome is not None:  # on rank 0
+        print(safe_message(outcome))
+    return 0

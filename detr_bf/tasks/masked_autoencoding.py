@@ -1,0 +1,115 @@
+"""Masked autoencoding: pre-training a vision transformer (He et al. 2022, arXiv 2111.06377)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+
+from detr_bf import interop
+from detr_bf.assembly.classification import build_masked_autoencoder
+from detr_bf.assembly.classifier_data import ImageSplits, val_loop
+from detr_bf.assembly.model import device_of
+from detr_bf.assembly.network import ENCODER
+from detr_bf.classification.masked_autoencoder import MaskedAutoencoder
+from detr_bf.classification.masked_loss import MaskedCriterion
+from detr_bf.classification.reconstruction import ReconstructionEvaluator
+from detr_bf.classification.report.masked import PAGE
+from detr_bf.classification.report.reconstructions import save_reconstructions
+from detr_bf.config import MaskedConfig
+from detr_bf.conversion import same_outputs, write_weights
+from detr_bf.engine import (
+    Checkpoint,
+    Measurement,
+    RunFolder,
+    build_and_load,
+    checkpoint_of,
+    is_checkpoint,
+    load_checkpoint,
+    load_fitting,
+    load_strict,
+)
+from detr_bf.engine.step import Criterion
+from detr_bf.errors import InputError
+from detr_bf.report import tolerating
+from detr_bf.structures import ClassMap
+from detr_bf.tasks.classification import ImageTask, pixels, random_images, shown
+from detr_bf.tasks.task import Evaluate
+
+logger = logging.getLogger(__name__)
+
+
+class MaskedTask(ImageTask[MaskedConfig]):
+    """A masked autoencoder."""
+
+    kind = "a masked autoencoder"
+    page = PAGE
+    deploy_option = "--encoder"
+
+    def build_model(self, num_classes: int, *, pretrained: bool = False) -> MaskedAutoencoder:
+        """Return the autoencoder; both arguments are ignored."""
+        return build_masked_autoencoder(self.config)
+
+    def initialize(self, model: nn.Module) -> None:
+        """Load ``init_from``: a masked autoencoder, or a plain network as the encoder, without its positions."""
+        if not self.config.init_from:
+            return
+        path = Path(self.config.init_from)
+        weights = interop.read_state(checkpoint_of(path))
+        if not any(name.startswith(ENCODER) for name in weights):
+            if "pos_embed" in weights:
+                logger.info("init_from %s: pos_embed is ignored, a masked autoencoder has fixed sine positions", path)
+            weights = {ENCODER + name: value for name, value in weights.items() if name != "pos_embed"}
+        logger.info(load_fitting(model, weights, self.config.init_from))
+
+    def build_criterion(self, model: nn.Module, class_counts: Sequence[int] | None = None) -> Criterion:
+        return MaskedCriterion()
+
+    def build_evaluation(self, class_map: ClassMap, folder: RunFolder, data: ImageSplits | None = None) -> Evaluate:
+        loop = val_loop(self.config, data or self.load_data(), device_of(self.config))
+        return Measurement(loop, ReconstructionEvaluator)
+
+    def load_evaluated(self, source: Path) -> tuple[nn.Module, ClassMap]:
+        classes = load_checkpoint(source).classes if is_checkpoint(source) else self.load_data().class_map
+        model = self.build_model(classes.num_classes)
+        load_strict(model, interop.read_state(source), str(source))
+        return model, classes
+
+    @torch.no_grad()
+    def write_outputs(
+        self, folder: RunFolder, evaluate: Measurement[ReconstructionEvaluator], model: nn.Module
+    ) -> None:
+        count = self.config.eval.pictures
+        if not count:
+            return
+        with tolerating(str(folder.sheet)):
+            folder.sheet.unlink(missing_ok=True)
+            val, transforms = self.load_data().val, self.config.data.transforms
+            indices = torch.linspace(0, len(val) - 1, min(count, len(val))).round().long().tolist()
+            device = next(model.parameters()).device
+            images = torch.stack([pixels(val, index) for index in indices]).to(device)
+            autoencoder = cast("Any", model.eval())
+            seen, guessed = autoencoder.pictures(images, autoencoder(images))
+            save_reconstructions(folder.sheet, *(shown(batch, transforms) for batch in (images, seen, guessed)))
+
+    def predictor(self, checkpoint: Checkpoint, source: Path) -> NoReturn:
+        raise InputError(
+            f"{source} is of a masked autoencoder, which knows no classes: train a classifier with init_from={source}, "
+            "with model.linear_probe=true or without"
+        )
+
+    def deploy(self, checkpoint: Checkpoint, source: Path, target: Path) -> str:
+        """Write the averaged weights, or else the last, of the encoder for timm's network, under its own names."""
+        whole = build_and_load(lambda: self.build_model(0), checkpoint.weights, source)
+        kept = {name.removeprefix(ENCODER): x for name, x in checkpoint.weights.items() if name.startswith(ENCODER)}
+        encoder = build_and_load(lambda: self.build_model(0).encoder, kept, source)
+        if not same_outputs(whole.encoder, encoder, random_images(self.config)):
+            raise InputError(f"{source}: the encoder alone gives other outputs, so nothing was written")
+        write_weights(target, kept)
+        return (
+            f"{len(kept)} tensors of the encoder load into the plain {self.config.model.name} without classes: {target}"
+        )
