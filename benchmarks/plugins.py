@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from cases import SEED
 from command import check_rounds, circumstances, make_parser
-from detr_bf.assembly import build_classifier, build_classifier_criterion, device_of
+from detr_bf.assembly import device_of
 from detr_bf.assembly.acceleration import accelerate
+from detr_bf.assembly.classification import build_classifier, build_classifier_criterion, image_optimizer
 from detr_bf.assembly.classifier_data import build_mix
-from detr_bf.assembly.image_training import image_optimizer
 from detr_bf.assembly.training import PRECISIONS
 from detr_bf.cli import run_tool
 from detr_bf.config import ClassifierConfig, load_config
@@ -178,7 +178,7 @@ class Step:
         self.step = TrainingStep(self.network, criterion, self.device, PRECISIONS[config.train.precision])
         plugins = config.plugins
         batch_former = plugins.batch_former
-        self.optimizer = image_optimizer(config, self.network, batch_former)
+        self.optimizer = image_optimizer(config, self.network)
         self.clip_norm = config.optimizer.clip_norm
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.step.precision == torch.float16)
         self.mix = build_mix(config, NUM_CLASSES)

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import detr_bf
-from detr_bf.assembly import build_model, load_classifier, read_initial_weights, read_network_weights
-from detr_bf.assembly.masked import _initial_weights
+from detr_bf.assembly import build_model, read_initial_weights
+from detr_bf.assembly.network import read_network_weights
 from detr_bf.backbones.weights import load_classifier as load_backbone
 from detr_bf.backbones.weights import read_weights
+from detr_bf.commands.convert import convert, deploy
 from detr_bf.config import ClassifierConfig, DetectionConfig, config_to_dict, load_config
 from detr_bf.config.classification import ClassifierModelConfig
-from detr_bf.conversion import convert, strip_batch_former, strip_plugins
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, RunFolder, Trainer, is_checkpoint, load_checkpoint
 from detr_bf.engine.capture import load_capture
@@ -27,6 +27,8 @@ from detr_bf.engine.trainer import Progress
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.interop import read_content
 from detr_bf.structures import ClassMap
+from detr_bf.tasks.classification import read_classifier
+from detr_bf.tasks.masked_autoencoding import initial_weights
 from tests.checkpoints import training
 
 CLASSES = ClassMap((3, 7), ("cat", "dog"))
@@ -59,12 +61,12 @@ def _convert(path: Path) -> object:
 
 
 def _strip(path: Path) -> object:
-    return strip_batch_former(path, path.with_name("stripped.pt"))
+    return deploy(path, path.with_name("stripped.pt"), "detection")
 
 
 READERS: list[Callable[[Path], object]] = [
     *(load_checkpoint, is_checkpoint, load_capture, read_content, read_initial_weights, read_network_weights),
-    *(_initial_weights, read_weights, load_classifier, detr_bf.load, detr_bf.load_classifier, _convert, _strip),
+    *(initial_weights, read_weights, read_classifier, detr_bf.load, detr_bf.load_classifier, _convert, _strip),
 ]
 
 
@@ -132,7 +134,9 @@ def test_settings_of_a_file_that_make_no_model_name_the_file(
         load(tmp_path / "a.pt")
 
 
-@pytest.mark.parametrize("load", [detr_bf.load_classifier, lambda path: strip_plugins(path, path.with_name("b.pt"))])
+@pytest.mark.parametrize(
+    "load", [detr_bf.load_classifier, lambda path: deploy(path, path.with_name("b.pt"), "classification")]
+)
 def test_settings_of_a_file_that_make_no_classifier_name_the_file(
     tmp_path: Path, load: Callable[[Path], object]
 ) -> None:

@@ -12,7 +12,8 @@ from PIL import Image
 from torch import nn
 
 from detr_bf.errors import InputError
-from detr_bf.predictor import ClassifierPredictor, Predictor, _pixels
+from detr_bf.classification.predictor import ClassifierPredictor
+from detr_bf.predictor import Predictor, image_pixels
 from detr_bf.structures import ClassMap, Detections
 
 PIXELS = torch.randint(256, (3, 4, 5), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
@@ -40,7 +41,7 @@ def turned() -> Image.Image:
     ids=["uint8", "float", "double", "half", "strides", "numpy", "negative strides", "pillow"],
 )
 def test_the_same_image_in_another_form_has_the_same_pixels(image: Any) -> None:
-    given = _pixels(image, "the image")
+    given = image_pixels(image, "the image")
     assert given.dtype == torch.uint8
     assert not given.requires_grad
     assert torch.equal(given, PIXELS)
@@ -49,12 +50,12 @@ def test_the_same_image_in_another_form_has_the_same_pixels(image: Any) -> None:
 @pytest.mark.parametrize("as_path", [str, Path])
 def test_a_file_is_read(tmp_path: Path, as_path: type) -> None:
     Image.fromarray(ARRAY).save(tmp_path / "a.png")
-    assert torch.equal(_pixels(as_path(tmp_path / "a.png"), "the image"), PIXELS)
+    assert torch.equal(image_pixels(as_path(tmp_path / "a.png"), "the image"), PIXELS)
 
 
 def test_an_array_is_not_changed_through_the_tensor() -> None:
     array = ARRAY.copy()
-    _pixels(array, "the image")[:] = 0
+    image_pixels(array, "the image")[:] = 0
     assert np.array_equal(array, ARRAY)
 
 
@@ -96,14 +97,14 @@ REFUSED = [
 @pytest.mark.parametrize(("image", "said"), REFUSED, ids=range(len(REFUSED)))
 def test_what_is_no_image_is_refused(image: Any, said: str) -> None:
     with pytest.raises(InputError, match=f"image 3 is .*{said}"):
-        _pixels(image, "image 3")
+        image_pixels(image, "image 3")
 
 
 @pytest.mark.parametrize("image", [PIXELS, ARRAY, Image.fromarray(ARRAY)], ids=["tensor", "numpy", "pillow"])
 def test_the_limit_of_pixels_holds_in_every_form(image: Any) -> None:
-    _pixels(image, "the image", 20)
+    image_pixels(image, "the image", 20)
     with pytest.raises(InputError, match=r"^the image is of 5 x 4 pixels \(width x height\), more than max_pixels=19"):
-        _pixels(image, "the image", 19)
+        image_pixels(image, "the image", 19)
 
 
 def predictors() -> list[Any]:

@@ -87,8 +87,9 @@ def convert(source: Path, target: Path, format_name: str | None = None, numberin
         numbering: of COCO's classes, see :func:`detr_bf.interop.renumbered`; None leaves the class heads alone.
 
     Raises:
-        InputError: ``source`` is a checkpoint of another task or of other classes, or see
-            :func:`detr_bf.interop.read_weights`, :func:`detr_bf.interop.write_weights` and :func:`detr_bf.interop.renumbered`; or weights are not finite.
+        InputError: ``source`` is a checkpoint of another task or of other classes, or its weights are not finite; see
+            also :func:`detr_bf.interop.read_weights`, :func:`detr_bf.interop.write_weights` and
+            :func:`detr_bf.interop.renumbered`.
     """
     source = readable_file(checkpoint_of(source))
     check_target(source, target)

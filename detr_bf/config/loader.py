@@ -15,7 +15,7 @@ import re
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -44,19 +44,21 @@ _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, OverflowError
 C = TypeVar("C", bound=RunConfig)
 
 
-@overload
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> DetectionConfig: ...
-@overload
-def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, schema: type[C]) -> C: ...
-def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, schema: type[Any] = DetectionConfig) -> Any:
+def load_config(path: Any, overrides: Sequence[str] = (), *, task: str | None = None, schema: Any = None) -> Any:
     """The defaults, then ``path`` and the files it inherits from, then the overrides, checked and typed.
 
     Raises:
         InputError: a file is missing or is not YAML, a key is unknown, a value has the wrong type or is out of range,
             or the file is of another task than the ``schema``.
     """
+    paths = [] if path is None else [path] if isinstance(path, (str, Path)) else list(path)
+    sources = [s for p in paths for s in _inherited(Path(p), ())]
+    if schema is None:
+        tree: dict[str, Any] = {}
+        for _, inherited in sources:
+            tree |= inherited
+        schema = _schema_of(tree, "config")
     merged = OmegaConf.structured(schema)
-    sources = list(_inherited(Path(path), ())) if path is not None else []
     sources += [(f"override '{printable(override)}'", _parse_override(override)) for override in overrides]
     for source, tree in sources:
         if "task" in tree and _schema_of(tree, source) is not schema:  # it has other settings, which would be unknown

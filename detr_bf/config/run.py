@@ -62,6 +62,7 @@ class LoadingConfig:
 
 @dataclass
 class RunConfig:
+    task: str = ""  # each schema has its own
     output_dir: str = path("runs/default")
     init_from: str | None = path(None)  # checkpoint whose weights are loaded where they fit
     seed: int = seed(42)

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from detr_bf.classification.report import masked
-from detr_bf.classification.report import page as classification
 from detr_bf.config import saved_config
 from detr_bf.errors import InputError
 from detr_bf.files import write_text
@@ -29,14 +27,7 @@ MACHINE_FILE = "machine.json"
 REPORT_FILE = "report.html"
 
 
-_PAGES: Mapping[str, TaskPage] = {
-    "detection": detection.PAGE,
-    "classification": classification.PAGE,
-    "masked_autoencoding": masked.PAGE,
-}
-
-
-def write_report(run_dir: str | Path, title: str = "") -> Path:
+def write_report(run_dir: str | Path, page: TaskPage = detection.PAGE, title: str = "") -> Path:
     """Write ``report.html`` into a run folder from what lies there, and return its path.
 
     Read are ``config.yaml``, ``metrics.jsonl``, ``evaluation.json`` (``to_dict`` of a result),
@@ -57,7 +48,7 @@ def write_report(run_dir: str | Path, title: str = "") -> Path:
         raise InputError(f"run folder not found: {run_dir}. Give the output_dir of a run")
     config_file, machine_file = run_dir / CONFIG_FILE, run_dir / MACHINE_FILE
     config = saved_config(config_file) if config_file.is_file() else None
-    task = _PAGES[config.task if config else "detection"]
+    task = page
     metrics = read_metrics(run_dir / METRICS_FILE) if (run_dir / METRICS_FILE).is_file() else Metrics()
     result = _read_result(run_dir / EVALUATION_FILE, task)
     heading = title or printable(run_dir.resolve().name)

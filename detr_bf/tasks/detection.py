@@ -120,6 +120,7 @@ class DetectionTask(Task[DetectionConfig]):
         return build_detector_criterion(self.config, model)
 
     def build_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        assert isinstance(model, Detector)
         return build_optimizer(build_groups(self.config, model))
 
     def train_batches(self, data: CocoDetection, device: torch.device) -> tuple[MakeBatches, int, int]:

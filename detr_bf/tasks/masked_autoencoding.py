@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from detr_bf import interop
 from detr_bf.assembly.classification import build_masked_autoencoder
@@ -55,16 +55,10 @@ class MaskedTask(ImageTask[MaskedConfig]):
         return build_masked_autoencoder(self.config)
 
     def initialize(self, model: nn.Module) -> None:
-        """Load ``init_from``: a masked autoencoder, or a plain network as the encoder, without its positions."""
-        if not self.config.init_from:
-            return
-        path = Path(self.config.init_from)
-        weights = interop.read_state(checkpoint_of(path))
-        if not any(name.startswith(ENCODER) for name in weights):
-            if "pos_embed" in weights:
-                logger.info("init_from %s: pos_embed is ignored, a masked autoencoder has fixed sine positions", path)
-            weights = {ENCODER + name: value for name, value in weights.items() if name != "pos_embed"}
-        logger.info(load_fitting(model, weights, self.config.init_from))
+        """Load ``init_from`` if it is set."""
+        if self.config.init_from:
+            weights = initial_weights(Path(self.config.init_from))
+            logger.info(load_fitting(model, weights, self.config.init_from))
 
     def build_criterion(self, model: nn.Module, class_counts: Sequence[int] | None = None) -> Criterion:
         return MaskedCriterion()
@@ -113,3 +107,13 @@ class MaskedTask(ImageTask[MaskedConfig]):
         return (
             f"{len(kept)} tensors of the encoder load into the plain {self.config.model.name} without classes: {target}"
         )
+
+
+def initial_weights(path: Path) -> dict[str, Tensor]:
+    """Return the weights of a masked autoencoder, or of a plain network as those of the encoder, without positions."""
+    weights = interop.read_state(checkpoint_of(path))
+    if any(name.startswith(ENCODER) for name in weights):
+        return weights
+    if "pos_embed" in weights:
+        logger.info("init_from %s: pos_embed is ignored, a masked autoencoder has fixed sine positions", path)
+    return {ENCODER + name: value for name, value in weights.items() if name != "pos_embed"}

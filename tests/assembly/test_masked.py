@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from detr_bf.assembly.masked import _initial_weights, build_masked_autoencoder
+from detr_bf.assembly.classification import build_masked_autoencoder
 from detr_bf.config import MaskedConfig, load_config
 from detr_bf.engine import load_fitting
 from detr_bf.errors import InputError
+from detr_bf.tasks.masked_autoencoding import initial_weights
 
 SMALL = (
     "model.name=vit_tiny_patch16_224",
@@ -33,8 +34,8 @@ def test_a_plain_network_fills_the_encoder_but_not_its_fixed_positions(
     other = {key: torch.full_like(value, 0.5) for key, value in model.encoder.state_dict().items()}
     torch.save(other, tmp_path / "plain.pt")
     with caplog.at_level(logging.INFO):
-        load_fitting(model, _initial_weights(tmp_path / "plain.pt"), "plain.pt")
-    assert "pos_embed is left out" in caplog.text
+        load_fitting(model, initial_weights(tmp_path / "plain.pt"), "plain.pt")
+    assert "pos_embed is ignored" in caplog.text
     assert torch.equal(model.encoder.pos_embed, sines)
     assert (model.encoder.blocks[0].mlp.fc1.weight == 0.5).all()
 
@@ -43,7 +44,7 @@ def test_a_masked_autoencoder_gives_all_it_has(tmp_path: Path, caplog: pytest.Lo
     weights = build_masked_autoencoder(config()).state_dict()
     torch.save(weights, tmp_path / "whole.pt")
     with caplog.at_level(logging.INFO):
-        found = _initial_weights(tmp_path / "whole.pt")
+        found = initial_weights(tmp_path / "whole.pt")
     assert found.keys() == weights.keys()
     assert "pos_embed" not in caplog.text
 

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from detr_bf.assembly import build_model
-from detr_bf.assembly.image_training import image_learning_rate
-from detr_bf.assembly.run import _num_tokens, check_enough_tokens
 from detr_bf.assembly.training import check_same_classes, learning_rate, metrics_log
 from detr_bf.config import ClassifierConfig, DetectionConfig, MaskedConfig, load_config
 from detr_bf.data.coco import CocoDetection
 from detr_bf.engine import Checkpoint, RunFolder
 from detr_bf.errors import InputError
 from detr_bf.structures import ClassMap
+from detr_bf.tasks.detection import _num_tokens, check_enough_tokens
 from tests.checkpoints import training
 
 FOLDER = RunFolder(Path("run"))
@@ -35,13 +34,13 @@ def test_a_warm_up_longer_than_the_run_becomes_a_tenth_of_it(
     epochs: int, kept: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        rate = image_learning_rate(classifier(f"train.epochs={epochs}"), 4)
+        rate = learning_rate(classifier(f"train.epochs={epochs}"), 4)
     assert rate.warmup_steps == kept
     said = f"optimizer.warmup_epochs=5: the warm-up of 20 steps would not be over when train.epochs={epochs} are, after"
     assert said in caplog.text
     assert f"a tenth of the run, {kept} steps" in caplog.text
     assert rate(4 * epochs - 1) < 1, "the cosine falls"
-    masked = image_learning_rate(load_config(None, [f"train.epochs={epochs}"], schema=MaskedConfig), 4)
+    masked = learning_rate(load_config(None, [f"train.epochs={epochs}"], schema=MaskedConfig), 4)
     assert masked.warmup_steps == kept
 
 
@@ -58,17 +57,17 @@ def test_a_warm_up_in_steps_is_told_in_steps(caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_longer_run_and_one_that_is_cut_short_for_trying_out_keep_their_warm_up() -> None:
-    assert image_learning_rate(classifier("train.epochs=6"), 4)(20) == 1
-    cut = image_learning_rate(classifier("train.epochs=1", "train.max_steps=3"), 4)
+    assert learning_rate(classifier("train.epochs=6"), 4)(20) == 1
+    cut = learning_rate(classifier("train.epochs=1", "train.max_steps=3"), 4)
     assert (cut.total_steps, cut.warmup_steps) == (3, 20)
-    assert image_learning_rate(classifier("train.epochs=1", "train.max_steps=4"), 4).warmup_steps == 0
+    assert learning_rate(classifier("train.epochs=1", "train.max_steps=4"), 4).warmup_steps == 0
 
 
 def test_a_cosine_ends_at_the_least_learning_rate() -> None:
-    rate = image_learning_rate(classifier("optimizer.lr=0.01", "optimizer.min_lr=0.001", "train.epochs=9"), 4)
+    rate = learning_rate(classifier("optimizer.lr=0.01", "optimizer.min_lr=0.001", "train.epochs=9"), 4)
     assert rate(36) == pytest.approx(0.1)
     still = classifier("optimizer.lr=0", "optimizer.min_lr=0", "train.epochs=9")
-    assert image_learning_rate(still, 4)(30) >= 0
+    assert learning_rate(still, 4)(30) >= 0
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import timm
 import torch
 from torch import nn
 
-from detr_bf.assembly.classifier import build_classifier
+from detr_bf.assembly.classification import build_classifier
 from detr_bf.assembly.network import build_network
 from detr_bf.assembly.trial import check_batch_norm
 from detr_bf.config import ClassifierConfig, load_config

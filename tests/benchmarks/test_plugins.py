@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import plugins
-from detr_bf.assembly import build_classifier_trainer, build_image_splits
-from detr_bf.assembly.classifier_data import train_batches
+from detr_bf.assembly.classifier_data import build_image_splits, train_batches
 from detr_bf.config import ClassifierConfig
 from detr_bf.engine import RunFolder
 from detr_bf.labelled import LabelledImages
 from detr_bf.plugins import num_streams
+from detr_bf.tasks.classification import ClassificationTask
 
 TINY = (
     "model.options.patch_size=8",
@@ -146,7 +146,7 @@ def test_it_is_the_step_of_a_training_run(
     measured.mix = None  # the loader's processes have mixed it
     measured.batch = next(train_batches(config, splits, measured.device)[0](0, 0))
     measured()
-    trainer = build_classifier_trainer(config, RunFolder(tmp_path))
+    trainer = ClassificationTask(config).build_trainer(RunFolder(tmp_path))
     trainer.train()
     assert trainer.progress.step == 1
     weights = measured.network.state_dict()

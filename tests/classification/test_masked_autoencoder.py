@@ -299,7 +299,7 @@ def test_under_autocast_the_loss_is_in_full_precision() -> None:
         assert result.wanted.dtype == result.loss_per_image.dtype == torch.float32
 
 
-def test_initial_weights_are_the_published_ones() -> None:
+def testinitial_weights_are_the_published_ones() -> None:
     model = tiny.vit(num_classes=0, embed_dim=64)
     initialize_as_published(model)
     bound = math.sqrt(6 / (64 + 3 * SIDE**2))

@@ -15,7 +15,7 @@ from tests.hostile.images import BROKEN
 
 def classify(config: Path, *settings: str) -> int:
     """Train a classifier."""
-    from tools.train_classifier import main
+    from tools.train_net import main
 
     return main(["--config", str(config), *settings])
 

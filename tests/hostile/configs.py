@@ -38,7 +38,7 @@ def override(*settings: str, task: str = "detector") -> Build:
     def build(place: Place) -> Callable[[], int]:
         config = place.ground / f"{task}.yaml"
         if task == "masked":
-            from tools.pretrain_mae import main
+            from tools.train_net import main
 
             return lambda: main(["--config", str(config), "output_dir=run", *settings])
         call = train if task == "detector" else classify

@@ -13,7 +13,7 @@ from detr_bf.classification.analysis import ANALYSES
 from detr_bf.text import printable
 from tools.analyze import main as analyze
 from tools.analyze import named, write_table
-from tools.train_classifier import main as train_classifier
+from tools.train_net import main as train_net
 
 TINY = """
 model: {name: vit_tiny_patch16_224, options: {patch_size: 4, embed_dim: 24, depth: 2, num_heads: 2}}
@@ -42,7 +42,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tiny.yaml").write_text(TINY)
     for name, settings in {"batches": V2, "scales": SCALED}.items():
         arguments = ["--config", str(folder / "tiny.yaml"), *settings, f"output_dir={folder / name}"]
-        assert train_classifier(arguments) == 0
+        assert train_net(arguments) == 0
     return folder
 
 

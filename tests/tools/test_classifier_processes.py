@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from detr_bf.config import load_config, schema_of
+from detr_bf.config import load_config
 from detr_bf.engine import RunFolder
 from detr_bf.tasks import Task, task_of
 from tests.processes import run_together
@@ -18,7 +18,7 @@ from tests.tools.image_runs import classifier_config, masked_config
 from tests.tools.launch import Job, left_by, unfinished
 from tests.tools.test_train_classifier import CNN, PLAIN, VARIANTS, VIT
 from tests.tools.test_train_net import assert_same
-from tools.train_classifier import main as train_classifier
+from tools.train_net import main as train_net
 
 TOTAL = 24  # images of a step, five steps an epoch
 ROUNDING = 1e-6  # of weights, in float32; 3e-8 was measured
@@ -38,7 +38,7 @@ def marked(*names: str) -> list[Any]:
 
 
 def task_with(config: str, settings: list[str]) -> Task[Any]:
-    return task_of(load_config(config, settings, schema=schema_of(Path(config))))
+    return task_of(load_config(config, settings))
 
 
 def trained(config: str, settings: list[str], folder: str) -> dict[str, Tensor]:
@@ -96,7 +96,7 @@ def test_everything_else_trains_in_two_processes_that_stay_the_same(name: str, t
 
 def test_an_evaluation_that_is_shared_is_that_of_one_process(tmp_path: Path) -> None:
     config = classifier_config(tmp_path)
-    assert train_classifier(["--config", str(config), *VARIANTS["batchformer"], "train.max_steps=3"]) == 0
+    assert train_net(["--config", str(config), *VARIANTS["batchformer"], "train.max_steps=3"]) == 0
     arguments = str(tmp_path / "run" / "config.yaml"), str(tmp_path / "run" / "last.pt")
     alone = evaluated(*arguments)
     assert alone["num_images"] == 359
@@ -105,22 +105,22 @@ def test_an_evaluation_that_is_shared_is_that_of_one_process(tmp_path: Path) -> 
 
 
 RUNS = {
-    "train_classifier.py": (
+    "classifier": (
         classifier_config,
         (*VARIANTS["batchformer_v2"], "plugins.batchformer_v2.gather=true", "model.dropout=0.1"),
     ),
-    "pretrain_mae.py": (masked_config, ("batch_former.enabled=true", "batch_former.gather=true")),
+    "mae": (masked_config, ("batch_former.enabled=true", "batch_former.gather=true")),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["step:1:5", "writing:0:4"])
-@pytest.mark.parametrize("tool", RUNS)
-def test_a_killed_process_leaves_no_trace(tool: str, moment: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", RUNS)
+def test_a_killed_process_leaves_no_trace(task: str, moment: str, tmp_path: Path) -> None:
     """The launcher starts the group anew, which ends with the same bits, although mixing and dropout are drawn."""
-    make_config, settings = RUNS[tool]
+    make_config, settings = RUNS[task]
     settings = ("train.batch_size=15", "data.workers=1", *settings)
-    job = Job(make_config(tmp_path), tmp_path / "run", settings, restarts=1, fault=f"kill:{moment}", tool=tool)
+    job = Job(make_config(tmp_path), tmp_path / "run", settings, restarts=1, fault=f"kill:{moment}")
     run = job.run()
     assert run.code == 0, run.said
     assert job.marker.exists(), "the fault has struck"

@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from detr_bf.assembly import load_classifier
 from detr_bf.batchformer import BatchFormer
-from detr_bf.config import MaskedConfig, config_to_dict, load_config, schema_of
+from detr_bf.config import config_to_dict, load_config
 from detr_bf.engine import Checkpoint, load_checkpoint
 from detr_bf.structures import ClassMap
 from detr_bf.tasks import task_of
+from detr_bf.tasks.classification import read_classifier
 from tests.checkpoints import training
 from tests.tools.image_runs import classifier_config, masked_config
 from tests.tools.test_train_classifier import CNN, VARIANTS, VIT
 from tests.tools.test_train_net import assert_same, tool
-from tools.train_classifier import main as train_classifier
+from tools.train_net import main as train_net
 
 CLASSES = ClassMap((0, 1, 2), ("cat", "dog", "bird"))
 OPTIONS = {"patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2}
@@ -39,7 +39,7 @@ def convert(*arguments: object) -> int:
 def saved(config: Path, *settings: str, averaged: bool = True) -> Path:
     """A checkpoint in the middle of training, its averaged weights other ones."""
     torch.manual_seed(0)
-    found = load_config(config, settings, schema=schema_of(config))
+    found = load_config(config, settings)
     states = []
     for _ in range(2):
         model = task_of(found).build_model(CLASSES.num_classes)
@@ -74,7 +74,7 @@ def test_a_classifier_without_plugins_is_one_of_timm(
     assert_same(kept, {key: value for key, value in whole.items() if not key.startswith("plugins.")})
     assert capsys.readouterr().out.startswith(f"{len(whole) - len(kept)} tensors of plug-ins left out")
     with torch.no_grad():
-        expected = load_classifier(source).model(images)
+        expected = read_classifier(source)[0](images)
         assert torch.equal(plain_vit(kept, num_classes=3)(images), expected)
 
 
@@ -93,7 +93,7 @@ def test_the_encoder_of_a_masked_autoencoder_is_one_of_timm(images: Tensor, tmp_
     source = saved(masked_config(tmp_path), "batch_former.enabled=true")
     assert convert(source, tmp_path / "encoder.safetensors", "--encoder") == 0
     encoder = plain_vit(load_file(tmp_path / "encoder.safetensors"), num_classes=0)
-    model: Any = task_of(load_config(tmp_path / "masked.yaml", schema=MaskedConfig)).build_model(3)
+    model: Any = task_of(load_config(tmp_path / "masked.yaml")).build_model(3)
     model.load_state_dict(load_checkpoint(source).weights, strict=False)
     with torch.no_grad():
         assert torch.equal(encoder(images), model.eval().encoder(images))
@@ -108,14 +108,14 @@ def test_what_was_written_is_trained_on(tmp_path: Path) -> None:
     for file, settings in ((encoder, ["model.linear_probe=true", "model.drop_path=0"]), (plain, [])):
         folder = tmp_path / file.stem
         settings += [f"init_from={file}", f"output_dir={folder}", "train.max_steps=1", "optimizer.lr=0"]
-        assert train_classifier(["--config", str(config), *settings]) == 0
+        assert train_net(["--config", str(config), *settings]) == 0
         trained, written = load_checkpoint(folder / "last.pt").model, torch.load(file, weights_only=True)
         assert torch.equal(trained["blocks.1.mlp.fc1.weight"], written["blocks.1.mlp.fc1.weight"])
 
 
 def refusals() -> Iterator[tuple[str, tuple[str, ...], list[str], str]]:
     context, probe = VARIANTS["context_broadcasting"], ("model.linear_probe=true",)
-    yield "classifier", context, ["--strip-plugins"], "part of the network in evaluation, too: without it the outputs"
+    yield "classifier", context, ["--strip-plugins"], "which evaluation uses too: without it the outputs"
     yield "classifier", probe, ["--strip-plugins"], "its head has a batch norm"
     yield "classifier", (), [], "is a checkpoint of a classifier, expected one of a detector: use --strip-plugins"
     yield (

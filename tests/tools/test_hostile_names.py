@@ -16,8 +16,6 @@ from detr_bf.report import fonts
 from tests.report.page import Page
 from tests.tools.image_runs import classifier_config, masked_config
 from tests.tools.test_train_net import train_net
-from tools.pretrain_mae import main as pretrain_mae
-from tools.train_classifier import main as train_classifier
 
 
 def failing(*arguments: object, **options: object) -> None:
@@ -64,7 +62,7 @@ def test_a_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             Image.fromarray(pixels).save(folder / "1.png")
     settings = ["data.name=image_folder", f"data.root={tmp_path / 'images'}", "data.per_class=null"]
     settings += ["train.batch_size=5", "train.max_steps=1"]
-    assert train_classifier(["--config", str(classifier_config(tmp_path)), *settings]) == 0
+    assert train_net(["--config", str(classifier_config(tmp_path)), *settings]) == 0
     run = tmp_path / "run"
     for picture in ("validation.png", "confusion.png", "classes.svg"):
         assert (run / "pictures" / picture).is_file(), picture
@@ -75,8 +73,8 @@ def test_a_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("config", "main", "drawing", "folder"),
     [
-        (classifier_config, train_classifier, "detr_bf.tasks.classification.save_classification_sheet", "run"),
-        (masked_config, pretrain_mae, "detr_bf.tasks.masked.save_reconstructions", "mae"),
+        (classifier_config, train_net, "detr_bf.tasks.classification.save_classification_sheet", "run"),
+        (masked_config, train_net, "detr_bf.tasks.masked_autoencoding.save_reconstructions", "mae"),
     ],
 )
 def test_a_failing_picture_is_a_warning(

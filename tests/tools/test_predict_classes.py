@@ -19,8 +19,6 @@ from detr_bf.errors import InputError
 from detr_bf.report.prediction_sheet import ProbableClasses, prediction_sheet
 from tests.tools.image_runs import classifier_config, masked_config
 from tests.tools.test_train_net import tool
-from tools.pretrain_mae import main as pretrain_mae
-from tools.train_classifier import main as train_classifier
 from tools.train_net import main as train_net
 
 NAMES = ("ant", "bee", "cat", "dog", "elk", "fox", "gnu")
@@ -43,7 +41,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     settings = ["data.name=image_folder", f"data.root={tmp_path / 'images'}", "data.per_class=null"]
     settings += ["data.transforms.crop=resized", "data.transforms.eval_crop=0.8", "train.batch_size=14"]
     settings += ["plugins.batchformer_v2.enabled=true", "plugins.batchformer_v2.layers=all", "train.max_steps=2"]
-    assert train_classifier(["--config", str(classifier_config(tmp_path)), *settings]) == 0
+    assert train_net(["--config", str(classifier_config(tmp_path)), *settings]) == 0
     return tmp_path / "run"
 
 
@@ -102,7 +100,7 @@ def test_a_threshold_leaves_classes_out(run: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_predicted(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     image = next((tmp_path / "images" / "val").rglob("*.png"))
     (tmp_path / "text.png").write_text("no image")
-    assert pretrain_mae(["--config", str(masked_config(tmp_path)), "train.max_steps=1"]) == 0
+    assert train_net(["--config", str(masked_config(tmp_path)), "train.max_steps=1"]) == 0
     broken = load_checkpoint(run / "last.pt")
     broken.weights["head.bias"][1] = float("nan")
     broken.save(tmp_path / "broken.pt")

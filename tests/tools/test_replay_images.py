@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from detr_bf.config import load_config, schema_of
+from detr_bf.config import load_config
 from detr_bf.engine import RunFolder
 from detr_bf.engine.capture import Capture, capture_step, load_capture
 from detr_bf.engine.checkpoint import rng_state
@@ -19,8 +19,7 @@ from detr_bf.tasks import task_of
 from tests.tools.image_runs import classifier_config, masked_config
 from tests.tools.test_train_classifier import BALANCED, VARIANTS
 from tests.tools.test_train_net import assert_same, tool
-from tools.pretrain_mae import main as pretrain_mae
-from tools.train_classifier import main as train_classifier
+from tools.train_net import main as train_net
 
 DIVERGING = ["optimizer.lr=1e30", "train.epochs=3", "train.max_skipped=1", "train.ema.enabled=false"]
 SAME = "losses and module are those of the run"
@@ -30,7 +29,7 @@ run_tool: Callable[[Sequence[str]], int] = tool("replay_capture").main
 
 def captured(config: Path, *settings: str) -> Capture:
     """A step of two batches of the second epoch in which nothing is wrong, as a run would keep it."""
-    task = task_of(load_config(config, settings, schema=schema_of(config)))
+    task = task_of(load_config(config, settings))
     trainer = task.build_trainer(RunFolder(config.parent / "healthy"), None)
     batches = list(islice(trainer.make_batches(1, 0), 2))
     given = {"number": 17, "class_map": trainer.class_map, "config": trainer.config}
@@ -60,21 +59,21 @@ def test_what_a_classifier_captures_is_reproduced(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["--config", str(classifier_config(tmp_path)), *VARIANTS[name], *DIVERGING]
-    assert train_classifier(command) == 1
+    assert train_net(command) == 1
     check_reproduced(tmp_path / "run" / "captures", capsys.readouterr().err, capsys)
 
 
 def test_a_run_of_which_nothing_is_finite_in_the_end_leaves_its_report(tmp_path: Path) -> None:
     command = ["--config", str(classifier_config(tmp_path)), *DIVERGING, "train.max_steps=2"]
-    assert train_classifier(command) == 0
+    assert train_net(command) == 0
     assert (tmp_path / "run" / "report.html").exists()
     assert not (tmp_path / "run" / "pictures" / "validation.png").exists(), "there is nothing to show"
-    assert pretrain_mae(["--config", str(masked_config(tmp_path)), *DIVERGING, "train.max_steps=2"]) == 0
+    assert train_net(["--config", str(masked_config(tmp_path)), *DIVERGING, "train.max_steps=2"]) == 0
     assert (tmp_path / "mae" / "report.html").exists()
 
 
 def test_what_a_masked_autoencoder_captures_is_reproduced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert pretrain_mae(["--config", str(masked_config(tmp_path)), "batch_former.enabled=true", *DIVERGING]) == 1
+    assert train_net(["--config", str(masked_config(tmp_path)), "batch_former.enabled=true", *DIVERGING]) == 1
     check_reproduced(tmp_path / "mae" / "captures", capsys.readouterr().err, capsys)
 
 

@@ -17,8 +17,6 @@ from detr_bf.config import ClassifierConfig, load_config
 from detr_bf.engine import load_checkpoint
 from detr_bf.plugins import without_plugins
 from tests.tools.test_train_net import assert_same
-from tools.pretrain_mae import main as pretrain_mae
-from tools.train_classifier import main as train_classifier
 from tools.train_net import main as train_net
 
 TRANSFORMS = (
@@ -90,19 +88,19 @@ def test_it_trains_resumes_to_the_same_bits_and_evaluates(name: str, tiny: Path,
         tiny.write_text(tiny.read_text().replace(VIT, CNN))
     command = ["--config", str(tiny), *VARIANTS[name]]
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    assert train_classifier([*command, f"output_dir={whole}", "train.max_steps=6"]) == 0
-    assert train_classifier([*command, f"output_dir={parted}", "train.max_steps=3"]) == 0
-    assert train_classifier([*command, f"output_dir={parted}", "train.max_steps=6", "--resume"]) == 0
+    assert train_net([*command, f"output_dir={whole}", "train.max_steps=6"]) == 0
+    assert train_net([*command, f"output_dir={parted}", "train.max_steps=3"]) == 0
+    assert train_net([*command, f"output_dir={parted}", "train.max_steps=6", "--resume"]) == 0
     straight, resumed = load_checkpoint(whole / "last.pt"), load_checkpoint(parted / "last.pt")
     assert_same(resumed.model, straight.model)
     assert_same(resumed.weights, straight.weights)
     trained = evaluation(whole)
-    assert train_classifier([*command, f"output_dir={whole}", f"init_from={whole / 'last.pt'}", "--eval-only"]) == 0
+    assert train_net([*command, f"output_dir={whole}", f"init_from={whole / 'last.pt'}", "--eval-only"]) == 0
     assert evaluation(whole) == trained
 
 
 def test_the_state_of_a_trained_vit_is_one_of_timm_but_for_the_plugins(tiny: Path, tmp_path: Path) -> None:
-    assert train_classifier(["--config", str(tiny), *VARIANTS["batchformer_v2"], "train.max_steps=2"]) == 0
+    assert train_net(["--config", str(tiny), *VARIANTS["batchformer_v2"], "train.max_steps=2"]) == 0
     weights = load_checkpoint(tmp_path / "run" / "last.pt").weights
     assert any(name.startswith("plugins.") for name in weights)
     config = load_config(tiny, schema=ClassifierConfig)
@@ -111,7 +109,7 @@ def test_the_state_of_a_trained_vit_is_one_of_timm_but_for_the_plugins(tiny: Pat
 
 
 def test_what_a_run_leaves(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_classifier(["--config", str(tiny), *VARIANTS["batchformer"], "train.max_steps=4"]) == 0
+    assert train_net(["--config", str(tiny), *VARIANTS["batchformer"], "train.max_steps=4"]) == 0
     run = tmp_path / "run"
     result = evaluation(run)
     assert f"top-1 {result['top1']:.3f}" in capsys.readouterr().out
@@ -138,16 +136,15 @@ def test_it_learns_the_digits(average: str, tiny: Path, tmp_path: Path) -> None:
     tiny.write_text(tiny.read_text().replace(VIT, CNN))
     settings = ["data.per_class=null", PLAIN, "train.epochs=6", average, "optimizer.lr=0.01"]
     settings += ["loss.label_smoothing=0", "eval.pictures=0"]
-    assert train_classifier(["--config", str(tiny), *settings]) == 0
+    assert train_net(["--config", str(tiny), *settings]) == 0
     assert evaluation(tmp_path / "run")["top1"] > 0.7  # type: ignore[operator]
 
 
 def test_what_only_training_needs_is_not_asked_for_in_evaluation(tiny: Path, tmp_path: Path) -> None:
     command = ["--config", str(tiny), "train.max_steps=2"]
-    assert train_classifier([*command, *VARIANTS["batchformer_v2"], *VARIANTS["diverse_patch"]]) == 0
+    assert train_net([*command, *VARIANTS["batchformer_v2"], *VARIANTS["diverse_patch"]]) == 0
     assert (
-        train_classifier([*command, "--eval-only", f"output_dir={tmp_path / 'plain'}", f"init_from={tmp_path / 'run'}"])
-        == 0
+        train_net([*command, "--eval-only", f"output_dir={tmp_path / 'plain'}", f"init_from={tmp_path / 'run'}"]) == 0
     )
     assert evaluation(tmp_path / "plain") == evaluation(tmp_path / "run")
 
@@ -155,12 +152,12 @@ def test_what_only_training_needs_is_not_asked_for_in_evaluation(tiny: Path, tmp
 def test_a_run_is_evaluated_on_its_own_classes_alone(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train_classifier(["--config", str(tiny), "train.max_steps=1"]) == 0
+    assert train_net(["--config", str(tiny), "train.max_steps=1"]) == 0
     path = tmp_path / "run" / "last.pt"
     checkpoint = load_checkpoint(path)
     others = replace(checkpoint.classes, names=("nought", *checkpoint.classes.names[1:]))
     replace(checkpoint, class_map=others.to_dict()).save(path)
-    assert train_classifier(["--config", str(tiny), "--eval-only", f"init_from={path}"]) == 2
+    assert train_net(["--config", str(tiny), "--eval-only", f"init_from={path}"]) == 2
     assert "class 'nought' is" in capsys.readouterr().err
 
 
@@ -168,15 +165,15 @@ def test_a_linear_probe_needs_all_of_a_trained_network_and_no_plugin(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["--config", str(tiny), "train.max_steps=1"]
-    assert train_classifier([*command, f"output_dir={tmp_path / 'trunk'}"]) == 0
+    assert train_net([*command, f"output_dir={tmp_path / 'trunk'}"]) == 0
     probe = [*command, "model.linear_probe=true"]
-    assert train_classifier(probe) == 2
+    assert train_net(probe) == 2
     assert "needs a trained network" in capsys.readouterr().err
-    assert train_classifier([*probe, f"init_from={tmp_path / 'trunk'}", "model.options.depth=3"]) == 2
+    assert train_net([*probe, f"init_from={tmp_path / 'trunk'}", "model.options.depth=3"]) == 2
     assert "does not hold all that stays frozen" in capsys.readouterr().err
-    assert train_classifier([*probe, f"init_from={tmp_path / 'trunk'}", *VARIANTS["batchformer_v2"]]) == 2
+    assert train_net([*probe, f"init_from={tmp_path / 'trunk'}", *VARIANTS["batchformer_v2"]]) == 2
     assert "plugins.batchformer_v2 has nothing to do there" in capsys.readouterr().err
-    assert train_classifier([*probe, f"init_from={tmp_path / 'trunk'}"]) == 0
+    assert train_net([*probe, f"init_from={tmp_path / 'trunk'}"]) == 0
 
 
 @pytest.mark.parametrize("with_batch_former", [False, True])
@@ -184,16 +181,16 @@ def test_masked_pre_training_then_a_linear_probe(
     with_batch_former: bool, tiny: Path, masked: Path, tmp_path: Path
 ) -> None:
     command = ["--config", str(masked), f"batch_former.enabled={str(with_batch_former).lower()}"]
-    assert pretrain_mae([*command, "train.max_steps=3"]) == 0
-    assert pretrain_mae([*command, "train.max_steps=6", "--resume"]) == 0
+    assert train_net([*command, "train.max_steps=3"]) == 0
+    assert train_net([*command, "train.max_steps=6", "--resume"]) == 0
     straight = tmp_path / "straight"
-    assert pretrain_mae([*command, "train.max_steps=6", f"output_dir={straight}"]) == 0
+    assert train_net([*command, "train.max_steps=6", f"output_dir={straight}"]) == 0
     assert_same(load_checkpoint(tmp_path / "mae" / "last.pt").model, load_checkpoint(straight / "last.pt").model)
     assert evaluation(straight) == evaluation(tmp_path / "mae")
-    assert pretrain_mae([*command, "--eval-only", f"output_dir={tmp_path / 'again'}", f"init_from={straight}"]) == 0
+    assert train_net([*command, "--eval-only", f"output_dir={tmp_path / 'again'}", f"init_from={straight}"]) == 0
     assert (tmp_path / "mae" / "pictures" / "validation.png").stat().st_size > 1000
     probe = ["--config", str(tiny), "model.linear_probe=true", "model.drop_path=0", f"init_from={straight}"]
-    assert train_classifier([*probe, "train.max_steps=4"]) == 0
+    assert train_net([*probe, "train.max_steps=4"]) == 0
     encoder = load_checkpoint(straight / "last.pt").weights
     probed = load_checkpoint(tmp_path / "run" / "last.pt").model
     frozen = [name for name in probed if not name.startswith("head.")]
@@ -225,7 +222,7 @@ def refusals() -> Iterator[tuple[list[str], str]]:
 def test_bad_input_is_told_before_the_first_step(
     settings: list[str], message: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train_classifier(["--config", str(tiny), *settings]) == 2
+    assert train_net(["--config", str(tiny), *settings]) == 2
     said = capsys.readouterr().err
     assert len(said.splitlines()) < 12, said
     assert re.search(message, said), said
@@ -246,19 +243,13 @@ def test_a_network_that_does_not_fit_is_refused(
     network: str, setting: str, message: str, tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny.write_text(tiny.read_text().replace(VIT, network))
-    assert train_classifier(["--config", str(tiny), setting]) == 2
+    assert train_net(["--config", str(tiny), setting]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_config_of_another_task_names_its_command(
+def test_a_run_of_another_task_is_not_resumed(
     tiny: Path, masked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for command, config, right in (
-        (train_net, tiny, "tools/train_classifier.py"),
-        (train_classifier, masked, "tools/pretrain_mae.py"),
-    ):
-        assert command(["--config", str(config)]) == 2
-        assert f"use {right}" in capsys.readouterr().err
-    assert train_classifier(["--config", str(tiny), "train.max_steps=1"]) == 0
-    assert pretrain_mae(["--config", str(masked), f"output_dir={tmp_path / 'run'}", "--resume"]) == 2
+    assert train_net(["--config", str(tiny), "train.max_steps=1"]) == 0
+    assert train_net(["--config", str(masked), f"output_dir={tmp_path / 'run'}", "--resume"]) == 2
     assert "is of a ClassifierConfig, not of a MaskedConfig" in capsys.readouterr().err
