@@ -62,29 +62,25 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": GROUND | {"data", "postprocess"},
     "report": GROUND | {"config", "data", "postprocess", "evaluation"},  # it describes the config of a finished run
     "engine": GROUND | MODEL | WORK,
-    "classification": GROUND | MODEL | WORK | {"plugins", "config", "engine"},
     "interop": {"errors", "text", "structures", "files"},
+    "predictor": GROUND | MODEL | WORK,
+    "classification": GROUND | MODEL | WORK | {"plugins", "config", "engine", "predictor"},
     "assembly": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "interop"},
-    "tasks": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "interop", "assembly"},
-    "conversion": {
-        "classification",
-        "errors",
-        "text",
-        "files",
-        "structures",
-        "plugins",
-        "config",
-        "detectors",
-        "engine",
-        "interop",
-        "assembly",
-    },
+    "conversion": {"errors", "files", "structures", "interop"},
+    "tasks": GROUND
+    | MODEL
+    | WORK
+    | {"plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"},
     "replay": {"errors", "text", "config", "engine", "assembly", "tasks"},
-    "run": {"errors", "text", "distributed", "files", "cli", "config", "engine", "report", "assembly", "tasks"},
+    "run": {"errors", "text", "distributed", "files", "config", "engine", "report", "assembly", "tasks"},
     "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
-    "models": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
-    "predictor": GROUND | MODEL | WORK | {"classification", "config", "engine", "interop", "assembly"},
-    "__init__": {"models", "predictor"},  # the short names of the public interface
+    "models": {"errors", "text", "config", "detectors", "engine", "assembly", "predictor", "tasks", "classification"},
+    "commands": GROUND
+    | WORK
+    | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}
+    | {"tasks", "replay", "run", "planning", "models"},
+    "__init__": {"models", "predictor", "classification"},  # the public names, imported at their first use
+    "__main__": {"commands"},
     "interop/detectron2": GROUND
     | MODEL
     | WORK
@@ -156,6 +152,44 @@ def test_imports_point_down() -> None:
     assert {"structures.py", "ops/library.py"} <= {name for _, name in files}
     faults = [fault for path, name in files for fault in forbidden_imports(path.read_text(encoding="utf-8"), name)]
     assert not faults, "imports must point down (CONTRIBUTING.md):\n" + "\n".join(faults)
+
+
+def module_graph() -> dict[str, set[str]]:
+    """Module -> the modules of ``detr_bf`` that importing it imports, without imports in functions and for types."""
+    files = {
+        path: "detr_bf." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in python_files(PACKAGE)
+    }
+    names = {name.removesuffix(".__init__") for name in files.values()}
+    graph: dict[str, set[str]] = {}
+    for path, name in files.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found = {
+            f"{node.module}.{alias.name}"
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        } | {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+        parents = {whole.rpartition(".")[0] for whole in found}
+        graph[name.removesuffix(".__init__")] = (found | parents) & names - {name.removesuffix(".__init__")}
+    return graph
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """A package and its own modules count as one: a package imports its modules to re-export their names."""
+    graph = module_graph()
+    assert "detr_bf.detectors.detr" in graph["detr_bf.detectors"]
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"modules import each other: {' -> '.join((*path[path.index(name) :], name))}"
+        if name not in done:
+            for other in graph[name]:
+                if not (name.startswith(f"{other}.") or other == "detr_bf"):
+                    visit(other, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
 
 
 def test_functions_and_files_are_short() -> None:

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from detr_bf.errors import InputError
 from detr_bf.classification.predictor import ClassifierPredictor
+from detr_bf.errors import InputError
 from detr_bf.predictor import Predictor, image_pixels
 from detr_bf.structures import ClassMap, Detections
 

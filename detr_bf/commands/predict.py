@@ -1,11 +1,11 @@
-"""Detect objects in images, or classify them: draws what is found and writes JSON. With --panoptic: panoptic maps.
+"""Detect objects in images, or classify images, and write pictures and JSON; with --panoptic write panoptic maps.
 
 detr-bf predict --checkpoint runs/demo --output predictions photo.jpg folder/
 
-A classifier's run gives the five most probable classes of each image: printed, as JSON and on one sheet.
+With a classifier's run, the five most probable classes of each image are printed and written as JSON and one sheet.
 
-Images that cannot be read are left out and listed at the end, and the exit code is 1. Only files that this tool has
-written before are replaced in the output folder, which may hold the images, too.
+Unreadable images are skipped and listed at the end, and the exit code is 1. In the output folder, which may also hold
+the images, only files that this command wrote before are replaced.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 DETECTION_THRESHOLD = 0.5
 MOST_CLASSES = 5  # of an image
 MOST_ON_SHEET = 60  # images
-WRITTEN = ".detr_bf_predict.json"  # lists the files in the output folder that this tool has written
+WRITTEN = ".detr_bf_predict.json"  # lists the files that this command has written in the output folder
 LONGEST_STEM = 150  # bytes of an input's name in the name of its picture
 
 
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class Images:
-    """The files to predict, and why some of them could not be read."""
+    """Image files, and the reasons why some of them could not be read."""
 
     def __init__(self, files: Sequence[Path], max_pixels: int) -> None:
         self.files = files
@@ -105,10 +105,10 @@ class Images:
         self.unreadable: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[int, Path, Tensor]]:
-        """Yield index, file and pixels of those that can be read.
+        """Yield index, file and pixels of the readable images.
 
         Raises:
-            InputError: none can.
+            InputError: no image is readable.
         """
         for number, file in enumerate(progress_bar(self.files, desc="predicting", unit="image")):
             try:
@@ -122,12 +122,12 @@ class Images:
             raise InputError("\n  ".join(lines))
 
     def picture_names(self) -> dict[int, str]:
-        """Return a name for the picture of each image: its index and what its file is called."""
+        """Return the name of the picture of each image, made of its index and its file name."""
         return {number: f"{number:04d}_{_stem(file)}.png" for number, file in enumerate(self.files)}
 
 
 class Output:
-    """The folder for predictions: only files that this tool has written there before are replaced.
+    """Output folder, in which only files that this command wrote before are replaced.
 
     Raises:
         InputError: files cannot be written there.
@@ -142,15 +142,15 @@ class Output:
 
     @property
     def written(self) -> set[Path]:
-        """The files that earlier predictions wrote, if nobody has changed them since."""
+        """Files that earlier predictions wrote and that have not changed since."""
         return {_real(self.folder) / name for name in self._before}
 
     @contextmanager
     def writing(self, names: Sequence[str], images: Images) -> Iterator[None]:
-        """Check that files may be written, and list those that were; folders that stay empty are removed.
+        """Check that files may be written, and record those that were; new folders that stay empty are removed.
 
         Raises:
-            InputError: one of the files is an input, or exists and was not written by this tool.
+            InputError: a file is an input, or exists and was not written by this command.
         """
         inputs = {_real(file) for file in images.files}
         for name in names:
@@ -158,7 +158,7 @@ class Output:
             if _real(path) in inputs:
                 raise InputError(f"{printable(path)} is an input and would be replaced; {other}")
             if name not in self._before and (path.exists() or path.is_symlink()):
-                raise InputError(f"{printable(path)} exists and was not written by this tool; move it, or {other}")
+                raise InputError(f"{printable(path)} exists and was not written by this command; move it, or {other}")
         folders = [self.folder, *self.folder.parents]
         new = [self.folder / "panoptic", *folders[: sum(not folder.exists() for folder in folders)]]
         before = {name: _stamp(self.folder / name) for name in names}
@@ -169,13 +169,13 @@ class Output:
             stamps = {name: _stamp(self.folder / name) for name in names}
             done = {name: stamp for name, stamp in stamps.items() if stamp not in (None, before[name])}
             with suppress(OSError):
-                if done:  # beside what another prediction has listed meanwhile
+                if done:  # keep the entries of other predictions
                     write_json(self.folder / WRITTEN, _listed(self.folder / WRITTEN) | done)
             remove_empty(new)
 
 
 def write_objects(output: Output, predictor: Predictor, images: Images, threshold: float) -> list[str]:
-    """Write a picture of each image and ``predictions.json``; return what to print."""
+    """Write a picture of each image and ``predictions.json``; return the lines to print."""
     entries = []
     names, labels = images.picture_names(), class_labels(predictor.class_map)
     with output.writing([*names.values(), "predictions.json"], images):
@@ -190,7 +190,7 @@ def write_objects(output: Output, predictor: Predictor, images: Images, threshol
 
 
 def write_classes(output: Output, predictor: ClassifierPredictor, images: Images, threshold: float) -> list[str]:
-    """Write the most probable classes of each image to ``predictions.json`` and ``sheet.png``; return what to print."""
+    """Write the most probable classes of each image as JSON and on a sheet; return the lines to print."""
     entries: list[dict[str, Any]] = []
     shown: list[ProbableClasses] = []
     labels = dict(zip(predictor.class_map.category_ids, class_labels(predictor.class_map), strict=True))
@@ -213,7 +213,7 @@ def write_classes(output: Output, predictor: ClassifierPredictor, images: Images
 
 
 def most_probable(probabilities: Tensor, class_map: ClassMap, threshold: float) -> list[dict[str, Any]]:
-    """Of (K,): category id, name and probability of the first few that reach the threshold, best first."""
+    """Return category id, name and probability of the most probable classes, from probabilities (K,), best first."""
     scores, labels = (values.tolist() for values in probabilities.topk(min(MOST_CLASSES, len(probabilities))))
     return [
         {"category_id": class_map.category_ids[label], "name": class_map.names[label], "score": score}
@@ -242,9 +242,9 @@ def write_panoptic_maps(output: Output, predictor: Predictor, images: Images) ->
 
 
 def image_files(inputs: Sequence[Path], written: set[Path]) -> Iterator[Path]:
-    """Yield the files given and the image files of the folders given, by name, without those that are ``written``.
+    """Yield the given files and the image files of the given folders, by name, without those in ``written``.
 
-    What is named as an image and is none, such as a link to nowhere, is among them: reading it says why.
+    Broken links are included: reading them reports the error.
     """
     readable = {suffix for suffix, name in Image.registered_extensions().items() if name in FORMATS}
     for path in inputs:
@@ -267,18 +267,18 @@ def image_files(inputs: Sequence[Path], written: set[Path]) -> Iterator[Path]:
 
 
 def _real(path: Path) -> Path:
-    """Return the path without links; unlike ``Path.resolve`` also of a link to itself."""
+    """Return the path without links; unlike ``Path.resolve``, this works for a link to itself."""
     return Path(os.path.realpath(path))
 
 
 def _stem(file: Path) -> str:
-    """Return a file's name without suffix, cut to the limit; letters that cannot be printed become underscores."""
+    """Return a file's name without suffix, cut to the limit, with underscores for unprintable letters."""
     stem = "".join(letter if letter.isprintable() else "_" for letter in file.stem)
     return stem.encode()[:LONGEST_STEM].decode(errors="ignore")
 
 
 def _listed(file: Path) -> dict[str, list[int]]:
-    """Return the list of written files with their stamps; empty if there is none, or something else in its place."""
+    """Return the written files with size and time; empty if the list is missing or is not a list."""
     try:
         content = read_json(file, limit=2**27)
     except (FileNotFoundError, ValueError):
@@ -287,7 +287,7 @@ def _listed(file: Path) -> dict[str, list[int]]:
 
 
 def _stamp(file: Path) -> list[int] | None:
-    """Return size and modification time in nanoseconds; None where there is no such file."""
+    """Return size and modification time in nanoseconds; None for a missing file."""
     try:
         status = file.stat()
     except (OSError, ValueError):
@@ -296,7 +296,7 @@ def _stamp(file: Path) -> list[int] | None:
 
 
 def above(detections: Detections, threshold: float) -> Detections:
-    """Those with a score of at least ``threshold``."""
+    """Return the detections with a score of at least ``threshold``."""
     keep = detections.scores >= threshold
     masks = detections.masks and tuple(mask for mask, kept in zip(detections.masks, keep, strict=True) if kept)
     boxes, scores, labels = (x[keep] for x in (detections.boxes, detections.scores, detections.labels))
@@ -304,7 +304,7 @@ def above(detections: Detections, threshold: float) -> Detections:
 
 
 def as_json(file: Path, detections: Detections, class_map: ClassMap) -> dict[str, Any]:
-    """One image's objects with category ids and names of the training annotations, boxes x, y, width, height."""
+    """Return the objects of an image: category id and name, score, box as x, y, width, height, mask."""
     objects: list[dict[str, Any]] = []
     masks = detections.masks
     for box, score, label in zip(

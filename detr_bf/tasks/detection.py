@@ -222,7 +222,7 @@ def _without(weights: dict[str, Tensor], modules: set[str]) -> dict[str, Tensor]
 
 
 def random_batch(config: DetectionConfig) -> Batch:
-    """Two random images of different sizes, large enough for as many queries as the model has."""
+    """Return two random images of different sizes, large enough for the queries of the model."""
     cells = math.ceil(math.sqrt(config.model.num_queries))
     side = 32 * math.ceil(max(RANDOM_SIDE, min(config.model.backbone.strides) * cells) / 32)
     generator = torch.Generator().manual_seed(0)
@@ -234,13 +234,13 @@ def random_batch(config: DetectionConfig) -> Batch:
 
 
 def _weights_and_classes(config: DetectionConfig, source: Path) -> tuple[dict[str, Tensor], ClassMap]:
-    """A checkpoint of ours says its classes.
+    """Return weights and classes; a checkpoint of ours holds its classes, a file of weights does not.
 
-    Bare weights do not: as many classes as the annotations have are taken to be those, in the order of their ids; more
+    Weights with as many classes as the annotations are taken to have those, in the order of the ids; weights with more
     are taken to be numbered by category id, as in the authors' files.
 
     Raises:
-        InputError: neither can be.
+        InputError: the classes cannot be found out.
     """
     if is_checkpoint(source):
         checkpoint = load_checkpoint(source)
@@ -265,13 +265,13 @@ def _weights_and_classes(config: DetectionConfig, source: Path) -> tuple[dict[st
 
 
 def check_enough_tokens(config: DetectionConfig, data: CocoDetection, split: str) -> None:
-    """Refuse images whose tokens are fewer than the queries that a two-stage detector takes from them.
+    """Refuse images with fewer tokens than the queries that a two-stage detector takes from them.
 
-    Sizes are those that the annotations name, after the transforms; where they name none, nothing is known before the
-    batch. A batch may pad a small image to the size of a larger one, but it need not.
+    The sizes are those of the annotations, after the transforms; images without a size are not checked. The padding of
+    a batch may add tokens, but need not.
 
     Raises:
-        InputError: an image may have too few.
+        InputError: an image may have too few tokens.
     """
     if config.model.name != "deformable_detr" or not config.model.deformable.two_stage:
         return
@@ -292,7 +292,7 @@ def check_enough_tokens(config: DetectionConfig, data: CocoDetection, split: str
 
 
 def _num_tokens(config: DetectionConfig, size: tuple[int, int]) -> int:
-    """Tokens of an image of that height and width, on all levels."""
+    """Return the number of tokens of an image of that height and width, on all levels."""
     strides = list(config.model.backbone.strides)
     strides += [strides[-1] * 2 ** (level + 1) for level in range(config.model.extra_levels)]
     return sum(math.prod(-(-side // stride) for side in size) for stride in strides)
@@ -301,11 +301,11 @@ def _num_tokens(config: DetectionConfig, size: tuple[int, int]) -> int:
 def build_evaluation(
     config: DetectionConfig, class_map: ClassMap, device: torch.device, folder: RunFolder
 ) -> Evaluation:
-    """Evaluation on the validation split; panoptic maps are left in ``folder``."""
+    """Return the evaluation on the validation split; it writes panoptic maps to ``folder``."""
     data, source = build_val_data(config, class_map), data_source(config, "val")
     check_enough_tokens(config, data, "val")
     loader = build_loader(config, device)
-    # where the images of a batch see each other, the batch must not depend on their sizes
+    # with mini-batch inference the images of a batch see each other: batches must not depend on their sizes
     sizes = [(0, 0)] * len(data) if config.batch_former.mode == "mini_batch_inference" else data.sizes
     batches = partial(
         SameSizeBatches, sizes, config.eval.batch_size, rank=distributed.rank(), world_size=distributed.world_size()
@@ -334,7 +334,7 @@ def build_evaluation(
 
 
 def _panoptic_evaluation(config: DetectionConfig, data: CocoDetection, folder: RunFolder) -> PanopticEvaluation | None:
-    """Where there are masks and panoptic annotations."""
+    """Return the panoptic evaluation, None without masks or panoptic annotations."""
     source = data_source(config, "val")
     if not (config.model.masks and source.panoptic):
         return None
@@ -351,7 +351,7 @@ def _panoptic_evaluation(config: DetectionConfig, data: CocoDetection, folder: R
 
 
 def _sheet_rows(config: DetectionConfig, evaluation: Evaluation) -> Iterator[SheetRow]:
-    """Images spread evenly over the validation split, with what they hold and what was found."""
+    """Yield images spread evenly over the validation split, with ground truth and detections."""
     found = {detections.image_id: detections for detections in evaluation.detections}
     for image, target in _shown_images(config, evaluation.class_map):
         height, width = target.size
@@ -360,7 +360,7 @@ def _sheet_rows(config: DetectionConfig, evaluation: Evaluation) -> Iterator[She
 
 
 def _panoptic_rows(folder: RunFolder, config: DetectionConfig, evaluation: Evaluation) -> Iterator[PanopticSheetRow]:
-    """The same images with both panoptic maps."""
+    """Yield the same images with both panoptic maps."""
     class_map, val = evaluation.class_map, data_source(config, "val")
     assert val.panoptic is not None, "there are maps to compare with"
     truth = PanopticFile(val.annotations, val.panoptic, class_map, config.data.max_pixels)
@@ -370,7 +370,7 @@ def _panoptic_rows(folder: RunFolder, config: DetectionConfig, evaluation: Evalu
 
 
 def _shown_images(config: DetectionConfig, class_map: ClassMap) -> Iterator[tuple[Tensor, Target]]:
-    """Images spread evenly over the validation split, as they are in their files."""
+    """Yield images spread evenly over the validation split, not resized."""
     data = build_val_data(config, class_map, transform=lambda sample: sample)
-    for place in torch.linspace(0, len(data) - 1, min(config.eval.pictures, len(data))).tolist():
-        yield data[SampleKey(0, round(place))]
+    for index in torch.linspace(0, len(data) - 1, min(config.eval.pictures, len(data))).tolist():
+        yield data[SampleKey(0, round(index))]

@@ -172,7 +172,7 @@ def test_a_file_of_the_user_is_not_replaced(
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("mine")
     assert predict(weights, tmp_path / "out", photos) == 2
-    assert f"{tmp_path / 'out' / name} exists and was not written by this tool" in capsys.readouterr().err
+    assert f"{tmp_path / 'out' / name} exists and was not written by this command" in capsys.readouterr().err
     assert contents(tmp_path / "out") == {name: b"mine"}
 
 
@@ -231,7 +231,7 @@ def test_a_full_disk(
     monkeypatch.undo()
     (out / at).write_text("mine")
     assert predict(weights, out, photos) == 2, "what was planned and never written is not ours"
-    assert "exists and was not written by this tool" in capsys.readouterr().err
+    assert "exists and was not written by this command" in capsys.readouterr().err
 
 
 def test_a_folder_without_permission(
@@ -254,7 +254,7 @@ def test_predictions_that_the_user_has_changed_are_not_replaced(
         assert predict(weights, out, photos) == 0
     (out / "predictions.json").write_text("[]  corrected by hand")
     assert predict(weights, out, photos) == 2
-    assert "predictions.json exists and was not written by this tool" in capsys.readouterr().err
+    assert "predictions.json exists and was not written by this command" in capsys.readouterr().err
     assert (out / "predictions.json").read_text() == "[]  corrected by hand"
 
 
@@ -270,7 +270,7 @@ def test_a_list_that_claims_a_file_of_the_user_is_not_believed(
     (out / module.WRITTEN).write_text(claim)
     (out / "predictions.json").write_text("mine!")
     assert predict(weights, out, photos) == 2
-    assert "predictions.json exists and was not written by this tool" in capsys.readouterr().err
+    assert "predictions.json exists and was not written by this command" in capsys.readouterr().err
     assert (out / "predictions.json").read_text() == "mine!"
 
 

@@ -1,0 +1,76 @@
+"""The console command ``detr-bf``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from detr_bf.commands import COMMANDS, main, packaged_configs
+from tests.tools.test_train_net import records
+
+MOST_MODULES = 110  # of detr_bf that training a detector imports
+TRAIN = """
+import sys
+from detr_bf.commands import main
+code = main(["train", sys.argv[1], "train.max_steps=1"])
+print(*sorted(name for name in sys.modules if name.partition(".")[0] == "detr_bf"))
+raise SystemExit(code)
+"""
+
+
+def test_training_a_detector_imports_nothing_of_classifiers(tiny: Path) -> None:
+    run = subprocess.run([sys.executable, "-c", TRAIN, str(tiny)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    modules = run.stdout.splitlines()[-1].split()
+    assert [name for name in modules if name.startswith("detr_bf.classification")] == []
+    assert "detr_bf.detectors.detr" in modules
+    assert len(modules) <= MOST_MODULES, modules
+
+
+def test_the_package_alone_is_imported_without_torch() -> None:
+    code = "import sys, detr_bf, detr_bf.commands, detr_bf.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert f"usage: detr-bf {command}" in capsys.readouterr().out
+
+
+def test_an_unknown_command_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["trian"])
+    assert stopped.value.code == 2
+    assert "train" in capsys.readouterr().err
+
+
+def test_train_then_evaluate(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Configs and settings may come in any order, and several files compose."""
+    second = tmp_path / "second.yaml"
+    second.write_text("train: {max_steps: 2}\n")
+    assert main(["train", "train.log_every=1", str(tiny), str(second)]) == 0
+    assert [record["step"] for record in records(tmp_path / "run", "train")][-1] == 2
+    capsys.readouterr()
+    assert main(["evaluate", "--config", str(tiny), str(second), "eval.pictures=0"]) == 0
+    assert "AP " in capsys.readouterr().out
+
+
+def test_a_packaged_config_is_found_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "detr_r50_bfv2"]) == 2  # its COCO files are not there
+    assert "data/coco" in capsys.readouterr().err
+    assert main(["train", "detr_r50_bvf2"]) == 2
+    assert "detr_r50_bfv2" in capsys.readouterr().err
+    assert main(["train"]) == 2
+    assert "give a config" in capsys.readouterr().err
+
+
+def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "detr_r50*"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [name for name in packaged_configs() if name.startswith("detr_r50")]
