@@ -176,8 +176,6 @@ class Step:
         self.network = make_network(config).train()
         criterion = build_classifier_criterion(config, self.network, [1] * NUM_CLASSES).to(self.device)
         self.step = TrainingStep(self.network, criterion, self.device, PRECISIONS[config.train.precision])
-        plugins = config.plugins
-        batch_former = plugins.batch_former
         self.optimizer = image_optimizer(config, self.network)
         self.clip_norm = config.optimizer.clip_norm
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.step.precision == torch.float16)

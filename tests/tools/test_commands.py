@@ -55,7 +55,7 @@ def test_train_then_evaluate(tiny: Path, tmp_path: Path, capsys: pytest.CaptureF
     second = tmp_path / "second.yaml"
     second.write_text("train: {max_steps: 2}\n")
     assert main(["train", "train.log_every=1", str(tiny), str(second)]) == 0
-    assert [record["step"] for record in records(tmp_path / "run", "train")][-1] == 2
+    assert [record["step"] for record in records(tmp_path / "run" / "metrics.jsonl", "train")][-1] == 2
     capsys.readouterr()
     assert main(["evaluate", "--config", str(tiny), str(second), "eval.pictures=0"]) == 0
     assert "AP " in capsys.readouterr().out
