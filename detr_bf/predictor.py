@@ -203,7 +203,7 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor | Classi
         return _classifier(config, source)
     raise InputError(
         f"{path} is of a masked autoencoder, which knows no classes: train a classifier from it with "
-        f"tools/train_classifier.py and init_from={path}, with model.linear_probe=true or without"
+        f"tools/train_net.py and init_from={path}, with model.linear_probe=true or without"
     )
 
 

@@ -311,7 +311,7 @@ def _report(
 
 
 def training_command(
-    make_task: Callable[[C], Task[C]], schema: type[C], description: str | None, arguments: Sequence[str] | None
+    make_task: Callable[[C], Task[C]], task_name: str, description: str | None, arguments: Sequence[str] | None
 ) -> int:
     """The command line of one task: train, resume or evaluate; returns the exit code."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -325,7 +325,7 @@ def training_command(
     options = parser.parse_intermixed_args(arguments)
 
     def run() -> int:
-        task = make_task(load_config(options.config, options.overrides, schema=schema))
+        task = make_task(load_config(options.config, options.overrides, task=task_name))
         if options.eval_only + options.resume + options.auto_resume > 1:
             raise InputError("--eval-only, --resume and --auto-resume exclude each other")
         if options.eval_only:

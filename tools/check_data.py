@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from detr_bf.cli import run_tool
-from detr_bf.config import load_config, schema_of
+from detr_bf.config import load_config
 from detr_bf.tasks import task_of
 from detr_bf.text import safe_message
 
@@ -22,18 +20,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
 
     def run() -> int:
-        report = task_of(config_of_any_task(options.config, options.overrides)).examine()
+        report = task_of(load_config(options.config, options.overrides)).examine()
         print(safe_message(report))
         return 2 if report.errors else 0
 
     return run_tool(run)
-
-
-def config_of_any_task(path: str | None, overrides: Sequence[str]) -> Any:
-    """The task is the file's; without a file detection."""
-    if path is None:
-        return load_config(None, overrides)
-    return load_config(path, overrides, schema=schema_of(Path(path)))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     """Plan, print, write."""
     if options.json is not None:
         check_output_file(options.json, "--json")
-    config = load_config(options.config, options.overrides)
+    config = load_config(options.config, options.overrides, task="detection")
     machine = Machine(
         gpus=options.gpus,
         gpu=gpu_named(options.gpu),
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     if options.measured is not None:
         measured = read_measured(options.measured, config)
         machine = replace(machine, seconds_per_step=measured.seconds, seconds_source=measured.source)
-    plan = make_plan(config, machine, load_config(options.config) if options.config else None)
+    plan = make_plan(config, machine, load_config(options.config, task="detection") if options.config else None)
     print(safe_message(describe(plan, config, machine)))
     if options.json is not None:
         write_json(options.json, plan.to_dict())

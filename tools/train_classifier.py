@@ -9,14 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from detr_bf.config import ClassifierConfig
 from detr_bf.run import training_command
 from detr_bf.tasks import ClassificationTask
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    return training_command(ClassificationTask, ClassifierConfig, __doc__, arguments)
+    return training_command(ClassificationTask, "classification", __doc__, arguments)
 
 
 if __name__ == "__main__":

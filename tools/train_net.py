@@ -9,14 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from detr_bf.config import DetectionConfig
 from detr_bf.run import training_command
 from detr_bf.tasks import DetectionTask
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    return training_command(DetectionTask, DetectionConfig, __doc__, arguments)
+    return training_command(DetectionTask, "detection", __doc__, arguments)
 
 
 if __name__ == "__main__":

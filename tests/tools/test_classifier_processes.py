@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from detr_bf.config import load_config, schema_of
+from detr_bf.config import load_config
 from detr_bf.engine import RunFolder
 from detr_bf.tasks import Task, task_of
 from tests.processes import run_together
@@ -38,7 +38,7 @@ def marked(*names: str) -> list[Any]:
 
 
 def task_with(config: str, settings: list[str]) -> Task[Any]:
-    return task_of(load_config(config, settings, schema=schema_of(Path(config))))
+    return task_of(load_config(config, settings))
 
 
 def trained(config: str, settings: list[str], folder: str) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from detr_bf.assembly import load_classifier
 from detr_bf.batchformer import BatchFormer
-from detr_bf.config import MaskedConfig, config_to_dict, load_config, schema_of
+from detr_bf.config import config_to_dict, load_config
 from detr_bf.engine import Checkpoint, load_checkpoint
 from detr_bf.structures import ClassMap
 from detr_bf.tasks import task_of
@@ -39,7 +39,7 @@ def convert(*arguments: object) -> int:
 def saved(config: Path, *settings: str, averaged: bool = True) -> Path:
     """A checkpoint in the middle of training, its averaged weights other ones."""
     torch.manual_seed(0)
-    found = load_config(config, settings, schema=schema_of(config))
+    found = load_config(config, settings)
     states = []
     for _ in range(2):
         model = task_of(found).build_model(CLASSES.num_classes)
@@ -93,7 +93,7 @@ def test_the_encoder_of_a_masked_autoencoder_is_one_of_timm(images: Tensor, tmp_
     source = saved(masked_config(tmp_path), "batch_former.enabled=true")
     assert convert(source, tmp_path / "encoder.safetensors", "--encoder") == 0
     encoder = plain_vit(load_file(tmp_path / "encoder.safetensors"), num_classes=0)
-    model: Any = task_of(load_config(tmp_path / "masked.yaml", schema=MaskedConfig)).build_model(3)
+    model: Any = task_of(load_config(tmp_path / "masked.yaml")).build_model(3)
     model.load_state_dict(load_checkpoint(source).weights, strict=False)
     with torch.no_grad():
         assert torch.equal(encoder(images), model.eval().encoder(images))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from detr_bf.config import load_config, schema_of
+from detr_bf.config import load_config
 from detr_bf.engine import RunFolder
 from detr_bf.engine.capture import Capture, capture_step, load_capture
 from detr_bf.engine.checkpoint import rng_state
@@ -30,7 +30,7 @@ run_tool: Callable[[Sequence[str]], int] = tool("replay_capture").main
 
 def captured(config: Path, *settings: str) -> Capture:
     """A step of two batches of the second epoch in which nothing is wrong, as a run would keep it."""
-    task = task_of(load_config(config, settings, schema=schema_of(config)))
+    task = task_of(load_config(config, settings))
     trainer = task.build_trainer(RunFolder(config.parent / "healthy"), None)
     batches = list(islice(trainer.make_batches(1, 0), 2))
     given = {"number": 17, "class_map": trainer.class_map, "config": trainer.config}
