@@ -46,7 +46,7 @@ class Preset:
 
     def config(self, *overrides: str) -> DetectionConfig:
         """Random backbone weights: none are downloaded, and time does not depend on them."""
-        return load_config(self.recipe, ["model.backbone.weights=none", *self.overrides, *overrides])
+        return load_config(self.recipe, ["model.backbone.weights=none", *self.overrides, *overrides], task="detection")
 
 
 PRESETS = {

@@ -1,13 +1,13 @@
-"""Do the ideas help at a size that a CPU can train? Each variant against its baseline, seed by seed.
+"""Compare each plug-in with its baseline at a size that a CPU can train, with several seeds.
 
 python benchmarks/experiments.py long_tail --output benchmarks/results/long_tail_fashion_cpu.json
 python benchmarks/experiments.py small_data --data garment_pairs --jobs 2
 python benchmarks/experiments.py small_data --size large          # for a GPU
 
-`long_tail`: cross-entropy, Balanced Softmax, and that with BatchFormer. `small_data`: a ViT, with each plug-in, and
-what two of them bring along: `duplicate` is BatchFormerV2's doubled batch alone, `cutmix` is DiversePatch's mixing.
-Every run is one of tools/train_classifier.py with a file of configs/experiments, in a folder of its own under --runs:
-what is finished is not trained again, what was interrupted goes on. Values are of the last epoch's weights.
+`long_tail`: cross-entropy, Balanced Softmax, and Balanced Softmax with BatchFormer. `small_data`: a ViT without and with
+each plug-in, and two controls: `duplicate` is only the doubled batch of BatchFormerV2, `cutmix` only the mixing of
+DiversePatch. Each run is a training command with a file of configs/experiments, in its own folder in --runs: finished
+runs are not repeated, interrupted ones are resumed. The values are those of the last epoch.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from command import CONFIGS, circumstances
 from detr_bf.cli import run_tool
-from detr_bf.config import ClassifierConfig, config_to_dict, load_config, saved_config
+from detr_bf.config import config_to_dict, load_config, saved_config
 from detr_bf.engine import RunFolder
 from detr_bf.errors import InputError
 from detr_bf.files import write_json
 from detr_bf.report.comparison import compare, comparison_table, save_comparison
 
 TRAIN = Path(__file__).parent.parent / "tools" / "train_classifier.py"
-AS_THEY_STAND = "data.transforms.horizontal_flip=0"  # a flipped digit is none, and a flipped pair another class
+AS_THEY_STAND = "data.transforms.horizontal_flip=0"  # flips would change the class
 GREY_DIGITS = (
     "data.transforms.mean=[0.13,0.13,0.13]",
     "data.transforms.std=[0.31,0.31,0.31]",
@@ -45,17 +44,21 @@ FEW_DIGITS = ("data.long_tail.order=[]", "train.batch_size=16", "train.epochs=30
 
 @dataclass(frozen=True)
 class Experiment:
-    """Configs of one folder, the first of which is the baseline."""
+    """Variants of one file of configs/experiments, the first of which is the baseline."""
 
-    variants: tuple[str, ...]
+    variants: Mapping[str, tuple[str, ...]]  # settings by name
     metrics: tuple[str, ...]  # of ClassificationResult, fractions; the first is drawn
-    data: Mapping[str, tuple[str, ...]]  # settings of each data set
+    data: Mapping[str, tuple[str, ...]]  # settings by name of the data set
     large: tuple[str, ...]  # settings for a GPU
 
 
 EXPERIMENTS = {
     "long_tail": Experiment(
-        ("cross_entropy", "balanced_softmax", "balanced_softmax_batchformer"),
+        {
+            "cross_entropy": (),
+            "balanced_softmax": ("loss.name=balanced_softmax",),
+            "balanced_softmax_batchformer": ("loss.name=balanced_softmax", "plugins.batchformer.enabled=true"),
+        },
         ("top1", "many", "medium", "few"),
         {
             "fashion_mnist": (),
@@ -65,15 +68,15 @@ EXPERIMENTS = {
         ("model.name=cifar_resnet32", "model.options.width=16", "train.epochs=60", "train.eval_every=60"),
     ),
     "small_data": Experiment(
-        (
-            "plain",
-            "batchformer_v2",
-            "duplicate",
-            "context_broadcasting",
-            "diverse_patch",
-            "cutmix",
-            "relative_localization",
-        ),
+        {
+            "plain": (),
+            "batchformer_v2": ("plugins.batchformer_v2={enabled: true, layers: all}",),
+            "duplicate": ("plugins.batchformer_v2={enabled: true, layers: all, mode: duplicate}",),
+            "context_broadcasting": ("plugins.context_broadcasting.enabled=true",),
+            "diverse_patch": ("plugins.diverse_patch.enabled=true",),
+            "cutmix": ("data.mix.cutmix=1.0",),
+            "relative_localization": ("plugins.relative_localization={enabled: true, weight: 0.01}",),
+        },
         ("top1",),
         {
             "fashion_mnist": (),
@@ -107,23 +110,25 @@ class Run:
         return [*self.overrides, f"seed={self.seed}", f"output_dir={self.folder.path}"]
 
     def finished(self) -> bool:
-        """Whether the folder holds its result already.
+        """Return True if the folder contains the result of this run.
 
         Raises:
-            InputError: it holds that of a run with other settings.
+            InputError: it contains a run with other settings.
         """
         if not self.folder.config.exists():
             return False
-        asked = config_to_dict(load_config(self.config, self.settings, schema=ClassifierConfig))
+        asked = config_to_dict(load_config(self.config, self.settings))
         if config_to_dict(saved_config(self.folder.config)) != asked:
-            raise InputError(f"{self.folder.path} holds a run with other settings: give another folder with --runs DIR")
+            raise InputError(
+                f"{self.folder.path} contains a run with other settings: give another folder with --runs DIR"
+            )
         return self.folder.evaluation.exists()
 
     def train(self, threads: int) -> None:
-        """Train it in a process of its own.
+        """Train in a new process.
 
         Raises:
-            InputError: it failed; its log says why.
+            InputError: the process failed; the message contains the end of its output.
         """
         command = [sys.executable, str(TRAIN), "--config", str(self.config), "--auto-resume", *self.settings]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
@@ -132,7 +137,7 @@ class Run:
             raise InputError(f"{' '.join(command)} ended with exit code {ended.returncode}:\n{ended.stderr[-2000:]}")
 
     def metrics(self) -> dict[str, float]:
-        """What it measured at its end."""
+        """Return the metrics of the finished run."""
         content = json.loads(self.folder.evaluation.read_text(encoding="utf-8"))
         names = ("top1", "many", "medium", "few", "balanced", "ece", "loss")
         return {name: content[name] for name in names if content[name] is not None}
@@ -164,10 +169,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def planned(options: argparse.Namespace) -> Iterator[Run]:
-    """Every run of the experiment, seed by seed.
+    """Yield every run of the experiment, seed by seed.
 
     Raises:
-        InputError: no such data set, or a number that makes no sense.
+        InputError: an unknown data set, or a number below 1.
     """
     experiment = EXPERIMENTS[options.experiment]
     if options.data not in experiment.data:
@@ -175,16 +180,16 @@ def planned(options: argparse.Namespace) -> Iterator[Run]:
     if min(options.seeds, options.jobs) < 1:
         raise InputError(f"--seeds and --jobs must be 1 or more, got {options.seeds} and {options.jobs}")
     large = experiment.large if options.size == "large" else ()
-    place = options.runs / f"{options.experiment}_{options.data}_{options.size}"
+    folder = options.runs / f"{options.experiment}_{options.data}_{options.size}"
     for seed in range(options.seeds):
-        for variant in experiment.variants:
-            config = CONFIGS / "experiments" / options.experiment / f"{variant}.yaml"
-            overrides = (*experiment.data[options.data], *large, *options.overrides)
-            yield Run(variant, seed, config, RunFolder(place / variant / f"seed_{seed}"), overrides)
+        for variant, settings in experiment.variants.items():
+            config = CONFIGS / "experiments" / f"{options.experiment}.yaml"
+            overrides = (*settings, *experiment.data[options.data], *large, *options.overrides)
+            yield Run(variant, seed, config, RunFolder(folder / variant / f"seed_{seed}"), overrides)
 
 
 def train_all(runs: Sequence[Run], jobs: int) -> None:
-    """Train what is not finished, ``jobs`` at a time; the threads of the machine are shared among them."""
+    """Train the unfinished runs, ``jobs`` at a time; these share the threads of the machine."""
     due = [run for run in runs if not run.finished()]
     threads = max(1, (os.cpu_count() or 1) // jobs)
     with ThreadPoolExecutor(jobs) as pool, tqdm(total=len(due), desc="training", unit="run") as bar:
@@ -193,7 +198,7 @@ def train_all(runs: Sequence[Run], jobs: int) -> None:
 
 
 def report(options: argparse.Namespace, runs: Sequence[Run]) -> None:
-    """Print a table for each metric; write numbers and picture where asked."""
+    """Print a table for each metric; write the numbers and the picture if requested."""
     experiment = EXPERIMENTS[options.experiment]
     measured = [(run, run.metrics()) for run in runs]
     for metric in (name for name in experiment.metrics if all(name in found for _, found in measured)):
@@ -201,18 +206,16 @@ def report(options: argparse.Namespace, runs: Sequence[Run]) -> None:
             variant: [100 * found[metric] for run, found in measured if run.variant == variant]
             for variant in experiment.variants
         }
-        rows = compare(values, experiment.variants[0])
+        rows = compare(values, next(iter(experiment.variants)))
         print(f"\n{comparison_table(rows, f'{metric} (%)')}")
         if options.picture and metric == experiment.metrics[0]:
             save_comparison(options.picture, rows, f"{metric} (%)")
     if options.output:
         found = [{"variant": run.variant, "seed": run.seed, **metrics} for run, metrics in measured]
-        write_json(options.output, {**_stated(options), "runs": found})
-
-
-def _stated(options: argparse.Namespace) -> dict[str, Any]:
-    stated = circumstances(options)
-    return {name: str(value) if isinstance(value, Path) else value for name, value in stated.items()}
+        stated = {
+            name: str(value) if isinstance(value, Path) else value for name, value in circumstances(options).items()
+        }
+        write_json(options.output, {**stated, "runs": found})
 
 
 if __name__ == "__main__":

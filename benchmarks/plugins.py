@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """Measure, print and write row by row: what is measured stays when the rest is interrupted."""
     check_rounds(options.rounds)
-    kind = device_of(load_config(None, [f"device={options.device}"], schema=ClassifierConfig)).type
+    kind = device_of(load_config(None, [f"device={options.device}"], task="classification")).type
     model, batch_size = DEFAULTS[kind]
     options.model = options.model or model
     options.batch_size = batch_size if options.batch_size is None else options.batch_size
@@ -149,7 +149,7 @@ def make_config(options: argparse.Namespace, settings: Sequence[str] = ()) -> Cl
         "data.transforms.size": options.image_size,
     }
     overrides = [f"{key}={value}" for key, value in given.items()]
-    return load_config(None, [*overrides, *options.overrides, *settings], schema=ClassifierConfig)
+    return load_config(None, [*overrides, *options.overrides, *settings], task="classification")
 
 
 def make_network(config: ClassifierConfig) -> nn.Module:

@@ -21,33 +21,33 @@ from detr_bf.text import printable
 if TYPE_CHECKING:
     from detr_bf.classification.predictor import ClassifierPredictor
 
-NOT_MODELS = "base"  # the folder of what recipes inherit
+NOT_MODELS = ("base", "experiments")  # folders in configs/ without detectors; those of other tasks are nested
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """The names :func:`create_model` knows, those that match ``pattern`` (``"*_bfv2"``), sorted."""
+    """Return the sorted names for :func:`create_model` that match ``pattern``, such as ``"*_bfv2"``."""
     return sorted(name for name in _recipes() if fnmatch.fnmatch(name, pattern))
 
 
 def create_model(
     name: str, *, num_classes: int, pretrained_backbone: bool = False, overrides: Sequence[str] = ()
 ) -> Detector:
-    """The detector of the recipe ``configs/*/NAME.yaml``, with fresh weights.
+    """Return the detector of the recipe ``configs/*/NAME.yaml`` with newly initialised weights.
 
     Args:
         name: see :func:`list_models`.
-        num_classes: classes of the data, without no-object.
-        pretrained_backbone: load the backbone weights the recipe names (ImageNet), which may be downloaded.
-        overrides: ``key=value`` settings as on the command line, ``"model.num_queries=50"``.
+        num_classes: number of classes of the data, without no-object.
+        pretrained_backbone: load the backbone weights that the recipe names (ImageNet); may download them.
+        overrides: ``key=value`` settings as on the command line, such as ``"model.num_queries=50"``.
 
     Raises:
-        InputError: no such recipe, an unknown setting, no number of classes, weights that cannot be had.
+        InputError: no such recipe, an unknown setting, an invalid number of classes, or missing weights.
     """
     return build_model(recipe_config(name, overrides), num_classes, pretrained=pretrained_backbone)
 
 
 def recipe_config(name: str, overrides: Sequence[str] = ()) -> DetectionConfig:
-    """The settings of the recipe ``configs/*/NAME.yaml``.
+    """Return the settings of the recipe ``configs/*/NAME.yaml``.
 
     Raises:
         InputError: no such recipe, or an unknown setting.
@@ -58,14 +58,14 @@ def recipe_config(name: str, overrides: Sequence[str] = ()) -> DetectionConfig:
         near = difflib.get_close_matches(shown, recipes, n=3, cutoff=0.4)
         hint = f"; nearest: {', '.join(near)}" if near else ""
         raise InputError(f"there is no model '{shown}'{hint}. detr_bf.list_models() names all {len(recipes)}")
-    config: DetectionConfig = load_config(recipes[name], list(overrides))
+    config: DetectionConfig = load_config(recipes[name], list(overrides), task="detection")
     return config
 
 
 def _recipes() -> dict[str, Path]:
-    """Name -> file, of every folder but that of the bases; those of other tasks than detection lie deeper."""
+    """Return the files of all recipes of detectors by name."""
     folder = Path(str(resources.files("detr_bf.configs")))
-    return {path.stem: path for path in folder.glob("*/*.yaml") if path.parent.name != NOT_MODELS}
+    return {path.stem: path for path in folder.glob("*/*.yaml") if path.parent.name not in NOT_MODELS}
 
 
 def load(path: str | Path, device: str = "auto") -> Predictor:

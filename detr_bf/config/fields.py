@@ -1,7 +1,7 @@
-"""Fields of the schemas whose values the loader checks, each with what is allowed. No torch in here.
+"""Field constructors of the config dataclasses; each attaches the rule that the loader checks. Imports no torch.
 
-Every number has a range, also above: a setting that is too large by a slip would make a run hang, or fill the memory,
-before anything is said.
+Every number has a lower and an upper limit: without the upper one, a mistyped value could hang a run or fill the memory
+without an error message.
 """
 
 from __future__ import annotations
@@ -14,21 +14,28 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be, in words and as a test; ``None`` always passes."""
+    """Allowed values of a setting, as text and as a predicate."""
 
     wanted: str
     holds: Callable[[Any], bool]
+
+    def allows(self, value: Any) -> bool:
+        """Return True if the rule holds, or if the value is None."""
+        try:
+            return value is None or self.holds(value)
+        except TypeError:  # for example a list inside a list
+            return False
 
     @property
     def field(self) -> dict[str, Any]:
         return {"metadata": {"rule": self}}
 
 
-LARGE = 1e6  # the largest weight, cost or factor
-RATE = 1e30  # the largest learning rate: one that is too large ends a run by itself, at once
-STEPS = 10**9  # the most steps, images or pixels
-LAYERS = 100  # the most layers of one kind
-WIDTH = 16_384  # the largest number of channels, and of pixels of a side
+LARGE = 1e6  # maximum of weights, costs and factors
+RATE = 1e30  # maximum learning rate: a run with too large a one stops by itself at its first steps
+STEPS = 10**9  # maximum number of steps, images or pixels
+LAYERS = 100  # maximum number of layers of one kind
+WIDTH = 16_384  # maximum number of channels, and of pixels along one side of an image
 
 
 def _written(number: float) -> str:
@@ -58,7 +65,7 @@ NUMBERS = Rule(
     f"finite numbers of at most {_written(LARGE)}", lambda values: all(abs(value) <= LARGE for value in values)
 )
 LOCAL_PATH = Rule(
-    "a path on this machine with names of at most 255 bytes (a URL is not fetched: download it first, and give the "
+    "a path on this machine with names of at most 255 bytes (URLs are not supported: download it first, and give the "
     "path of the file)",
     lambda value: _is_local_path(value),
 )
@@ -85,7 +92,7 @@ def _plain_arguments(value: Any, key: str = "", level: int = 0) -> bool:
 
 
 def choice(default: str, *others: str) -> Any:
-    """A word of a closed list."""
+    """Return a field for one of a fixed set of words; the first is the default."""
     return field(default=default, metadata={"choices": (default, *others)})
 
 
@@ -102,7 +109,7 @@ def fraction(default: float | None) -> Any:
 
 
 def below_one(default: float | None) -> Any:
-    """A share that must not be whole: with a dropout of 1 nothing is left."""
+    """Return a field for a fraction below 1, such as a dropout rate."""
     return field(default=default, **BELOW_ONE.field)
 
 
@@ -115,20 +122,20 @@ def sizes(*default: int) -> Any:
 
 
 def indices(*default: int) -> Any:
-    """Layers, epochs or classes, counted from 0."""
+    """Return a field for a list of layers, epochs or classes, counted from 0."""
     return field(default_factory=lambda: list(default), **INDICES.field)
 
 
 def numbers(*default: float) -> Any:
-    """Numbers whose meaning the group of settings checks."""
+    """Return a field for a list of finite numbers; its dataclass checks their number and range."""
     return field(default_factory=lambda: list(default), **NUMBERS.field)
 
 
 def arguments() -> Any:
-    """Arguments of a function of another library, by name."""
+    """Return a field for keyword arguments of a function of another library."""
     return field(default_factory=dict, **ARGUMENTS.field)
 
 
 def path(default: str | None) -> Any:
-    """A file or folder; a leading ``~`` is replaced by the home folder."""
+    """Return a field for a file or folder; the loader replaces a leading ``~`` by the home folder."""
     return field(default=default, metadata={"rule": LOCAL_PATH, "path": True})

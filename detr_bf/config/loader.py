@@ -1,8 +1,8 @@
-"""YAML files that inherit, ``key=value`` overrides, and messages that name the mistake.
+"""Loading of configs: YAML files with inheritance, ``key=value`` overrides, and errors that name the wrong key.
 
-A file may start with ``base: other.yaml`` (or a list of files, later ones win), relative to itself; it then states only
-its difference. Values that the user gives may use omegaconf's interpolations, such as ``${oc.env:HOME}``. What a run
-has stored is plain data: there ``${...}`` is text like any other, as a checkpoint may come from somebody else.
+A file may contain ``base: other.yaml``, or a list of files of which later ones win, relative to itself; it then states
+only the differences. Values given by the user may contain omegaconf's interpolations, such as ``${oc.env:HOME}``. In
+configs stored by runs and in checkpoints they are plain text, because a checkpoint may come from a stranger.
 """
 
 from __future__ import annotations
@@ -15,81 +15,86 @@ import re
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from detr_bf.config.classification import ClassifierConfig, MaskedConfig
+from detr_bf.config.classification import ClassifierConfig
 from detr_bf.config.detection import DetectionConfig
-from detr_bf.config.fields import Rule
+from detr_bf.config.masked_autoencoding import MaskedConfig
 from detr_bf.config.run import RunConfig
 from detr_bf.errors import InputError, naming
 from detr_bf.text import printable
 
-_RENAMED = {"train.checkpoint_every": "checkpoint.every_steps", "train.keep_every": "checkpoint.keep_every"}
-_TOOLS = {  # by the task of a config: its schema, and the command that trains it
-    "detection": (DetectionConfig, "tools/train_net.py"),
-    "classification": (ClassifierConfig, "tools/train_classifier.py"),
-    "masked_autoencoding": (MaskedConfig, "tools/pretrain_mae.py"),
+SCHEMAS: dict[str, type[RunConfig]] = {  # by task; the first one is the default
+    "detection": DetectionConfig,
+    "classification": ClassifierConfig,
+    "masked_autoencoding": MaskedConfig,
 }
 _LONGEST = 2**18  # bytes of a config file
-_NODES = 100_000  # values of a config file after its aliases are replaced by what they stand for
-_DEEPEST = 100  # levels of settings
-_FILES = 100  # that a config inherits from
+_NODES = 100_000  # values of a config file after its aliases are expanded
+_DEEPEST = 100  # levels of nested settings
+_FILES = 100  # base files of one config file, counted with repetition
 # Raised by omegaconf and PyYAML, and by Python for numbers of thousands of digits and for deep nesting.
 _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, OverflowError, RecursionError, TypeError)
 
-C = TypeVar("C", bound=RunConfig)
 
+def load_config(
+    path: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = (), *, task: str | None = None
+) -> Any:
+    """Return the checked config of the task that the files name: defaults, then files, then overrides.
 
-def load_config(path: Any, overrides: Sequence[str] = (), *, task: str | None = None, schema: Any = None) -> Any:
-    """The defaults, then ``path`` and the files it inherits from, then the overrides, checked and typed.
+    Args:
+        path: a YAML file, several of which later ones win, each after the files it inherits from, or None.
+        overrides: ``key=value`` settings, which win over the files.
+        task: expected task, also assumed if neither file nor override names one. Without it that is detection.
+
+    Returns:
+        an instance of ``SCHEMAS[task]``. Unless given, its ``output_dir`` is ``runs/NAME`` for the last ``NAME.yaml``.
 
     Raises:
         InputError: a file is missing or is not YAML, a key is unknown, a value has the wrong type or is out of range,
-            or the file is of another task than the ``schema``.
+            or the task is not the expected one.
     """
-    paths = [] if path is None else [path] if isinstance(path, (str, Path)) else list(path)
-    sources = [s for p in paths for s in _inherited(Path(p), ())]
-    if schema is None:
-        tree: dict[str, Any] = {}
-        for _, inherited in sources:
-            tree |= inherited
-        schema = _schema_of(tree, "config")
-    merged = OmegaConf.structured(schema)
+    files = [Path(path)] if isinstance(path, (str, Path)) else [Path(each) for each in path or ()]
+    sources = [source for file in files for source in _inherited(file, ())]
     sources += [(f"override '{printable(override)}'", _parse_override(override)) for override in overrides]
+    schema = SCHEMAS[_task_of(sources, task)]
+    merged = OmegaConf.structured(schema)
+    if files:
+        sources.insert(0, ("the default of output_dir", _escaped({"output_dir": f"runs/{files[-1].stem}"}, "")))
     for source, tree in sources:
-        if "task" in tree and _schema_of(tree, source) is not schema:  # it has other settings, which would be unknown
-            raise InputError(f"{source} is of the task {tree['task']}: use {_TOOLS[tree['task']][1]}")
         merged = _merge(merged, tree, source, schema)
     try:
         config = OmegaConf.to_object(merged)
     except _UNREADABLE as error:
         key = getattr(error, "full_key", None)
-        where = f"config {printable(path)}:{f' {printable(key)}:' if key else ''}"
+        where = f"config {', '.join(map(printable, files)) or None}:{f' {printable(key)}:' if key else ''}"
         raise InputError(f"{where} {_first_line(error)}") from error
     _check_values(config)
     return config
 
 
 def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = (), *, source: str = "the saved config") -> Any:
-    """Inverse of :func:`config_to_dict`, of the task's type; reads older names. Messages name the ``source``.
+    """Inverse of :func:`config_to_dict`; the type of the result is that of the task in ``tree``.
 
-    The tree is plain data, in which nothing is interpolated; the overrides are the user's own.
+    Interpolations are resolved in the overrides, which are the user's own, but not in the tree. Messages name the
+    ``source``.
 
     Raises:
-        InputError: settings it does not know, or as :func:`load_config` for the overrides.
+        InputError: unknown settings, or as :func:`load_config` for the overrides.
     """
-    schema = _schema_of(tree, source)
-    saved = _with_new_names(_escaped(tree, source))
-    merged = _merge(OmegaConf.structured(schema), saved, source, schema)
+    if not isinstance(tree, dict):
+        raise InputError(f"{source}: expected a dictionary of settings, got {printable(repr(tree))}")
+    schema = SCHEMAS[_task_of([(source, tree)], None)]
+    merged = _merge(OmegaConf.structured(schema), _escaped(tree, source), source, schema)
     for override in overrides:
         merged = _merge(merged, _parse_override(override), f"override '{printable(override)}'", schema)
     try:
         config = OmegaConf.to_object(merged)
-    except _UNREADABLE as error:  # text in the place of a number, or an override that cannot be resolved
+    except _UNREADABLE as error:  # text instead of a number, or an override that cannot be resolved
         key = str(getattr(error, "full_key", None) or "")
         raise InputError(_wrong_type(source, key, _given(tree, key), schema)) from error
     with naming(source):
@@ -98,7 +103,7 @@ def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = (), *, sou
 
 
 def saved_config(path: Path) -> Any:
-    """The ``config.yaml`` of a run, of its task's type; reads older names. It is plain data, as a checkpoint's.
+    """Return the config in the ``config.yaml`` of a run, which is read as plain data, as that of a checkpoint.
 
     Raises:
         InputError: as :func:`load_config`.
@@ -106,30 +111,48 @@ def saved_config(path: Path) -> Any:
     return config_from_dict(_unescaped(_read_yaml(path)), source=f"file {printable(path)}")
 
 
-def schema_of(path: Path) -> type[Any]:
-    """Return the schema of the task that a config file, or one that it inherits from, is of.
+def config_to_dict(config: RunConfig) -> dict[str, Any]:
+    """Return plain dictionaries, lists and scalars, for checkpoints."""
+    return dataclasses.asdict(config)
+
+
+def config_to_yaml(config: RunConfig) -> str:
+    """Return the resolved config as YAML that :func:`load_config` reads back to the same values."""
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(config_to_dict(config), "the config")))
+
+
+def known_keys(schema: type[Any] = DetectionConfig, prefix: str = "") -> Iterator[str]:
+    """Yield every full key of the schema, such as ``train.epochs``."""
+    hints = typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from known_keys(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
+def _task_of(sources: Sequence[tuple[str, dict[str, Any]]], expected: str | None) -> str:
+    """Return the task that the sources name.
 
     Raises:
-        InputError: a file is missing, is no YAML, or there is no such task.
+        InputError: there is no such task, or two sources name different ones.
     """
-    tree: dict[str, Any] = {}
-    for _, inherited in _inherited(path, ()):
-        tree |= inherited
-    return _schema_of(tree, f"file {printable(path)}")
-
-
-def _with_new_names(tree: dict[str, Any]) -> dict[str, Any]:
-    """Move settings of older versions to where they are now."""
-    for old, new in _RENAMED.items():
-        (old_group, old_name), (new_group, new_name) = old.split("."), new.split(".")
-        source, target = tree.get(old_group), tree.get(new_group, {})
-        if isinstance(source, dict) and isinstance(target, dict) and old_name in source:
-            tree = {**tree, new_group: {**target, new_name: source.pop(old_name)}}
-    return tree
+    found, owner = expected, ""
+    for source, tree in sources:
+        if "task" not in tree:
+            continue
+        task = tree["task"]
+        if not isinstance(task, str) or task not in SCHEMAS:
+            raise InputError(f"{source}: task must be one of {', '.join(SCHEMAS)}; got '{printable(task)}'")
+        if found not in (None, task):
+            other = f"{owner} is of the task {found}" if owner else f"a config of the task {found} is expected"
+            raise InputError(f"{source} is of the task {task}, but {other}; tools/train_net.py trains every task")
+        found, owner = task, source
+    return found or next(iter(SCHEMAS))
 
 
 def _escaped(tree: Any, source: str, depth: int = 0) -> Any:
-    """Return plain data in which omegaconf finds no interpolation: what looks like one stands for itself."""
+    """Return plain data whose text omegaconf does not interpolate: each ``${`` is escaped."""
     if depth > _DEEPEST:
         raise InputError(f"{source}: its settings are nested too deeply, more than {_DEEPEST} levels")
     if isinstance(tree, dict):
@@ -148,41 +171,15 @@ def _unescaped(tree: Any) -> Any:
     return re.sub(r"(\\*)\$\{", lambda m: f"{m[1][: len(m[1]) // 2]}${{", tree) if isinstance(tree, str) else tree
 
 
-def _schema_of(tree: Any, source: str) -> type[Any]:
-    if not isinstance(tree, dict):
-        raise InputError(f"{source}: expected a dictionary of settings, got {printable(repr(tree))}")
-    task = tree.get("task", "detection")  # earlier versions knew no other
-    if not isinstance(task, str) or task not in _TOOLS:
-        raise InputError(f"{source}: task must be one of {', '.join(_TOOLS)}; got '{printable(task)}'")
-    return _TOOLS[task][0]
-
-
-def config_to_dict(config: RunConfig) -> dict[str, Any]:
-    """Plain dictionaries, lists and scalars, for checkpoints."""
-    return dataclasses.asdict(config)
-
-
-def config_to_yaml(config: RunConfig) -> str:
-    """The resolved config as YAML that :func:`load_config` reads back to the same values."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(config_to_dict(config), "the config")))
-
-
-def known_keys(schema: type[Any] = DetectionConfig, prefix: str = "") -> Iterator[str]:
-    """Every full key of the schema, ``train.epochs`` for instance."""
-    hints = typing.get_type_hints(schema)
-    for field in dataclasses.fields(schema):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from known_keys(hints[field.name], f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name
-
-
 def _inherited(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The files ``path`` inherits from, most basic first, then ``path`` itself."""
+    """Yield the files that ``path`` inherits from, most basic first, then ``path`` itself, each with its settings."""
     shown, tree = printable(path), _read_yaml(path)
     if path.resolve() in chain:
         raise InputError(f"config files inherit in a circle: {' -> '.join(map(printable, (*chain, path)))}")
-    named = _own_value(tree.pop("base", []), f"config file {shown}: base")
+    try:
+        named = OmegaConf.to_container(OmegaConf.create({"": tree.pop("base", [])}), resolve=True)[""]  # type: ignore[call-overload,index]
+    except _UNREADABLE as error:
+        raise InputError(f"config file {shown}: base cannot be read: {_first_line(error)}") from error
     bases = [named] if isinstance(named, str) else named
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise InputError(f"config file {shown}: base must name a file or a list of files, got {printable(repr(bases))}")
@@ -196,33 +193,23 @@ def _inherited(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict[
     yield f"file {shown}", tree
 
 
-def _own_value(value: Any, name: str) -> Any:
-    """Resolve the interpolations in a value that the user gave."""
-    try:
-        return OmegaConf.to_container(OmegaConf.create({"": value}), resolve=True)[""]  # type: ignore[call-overload,index]
-    except _UNREADABLE as error:
-        raise InputError(f"{name} cannot be read: {_first_line(error)}") from error
-
-
 def _read_yaml(path: Path) -> dict[str, Any]:
-    """The settings in a file, whose interpolations are not resolved."""
+    """Return the settings in a file, without resolving interpolations."""
     shown = printable(path)
     try:
         if not path.is_file():
-            raise InputError(
-                f"config file not found: {shown}. Give an existing YAML file, configs/demo.yaml for instance."
-            )
+            raise InputError(f"config file not found: {shown}. Give an existing YAML file, such as configs/demo.yaml.")
         if path.stat().st_size > _LONGEST:
-            raise InputError(f"config file {shown} has more than {_LONGEST} bytes: that is no config")
+            raise InputError(f"config file {shown} has more than {_LONGEST} bytes, which is too large for a config")
         text = path.read_text(encoding="utf-8")
         if not isinstance(_composed(text, f"config file {shown}"), (yaml.MappingNode, type(None))):
-            raise InputError(f"config file {shown} must hold 'key: value' lines")
+            raise InputError(f"config file {shown} must contain 'key: value' lines")
         tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
         assert isinstance(tree, dict), "its root is a mapping"
     except InputError:
         raise
     except (OSError, *_UNREADABLE) as error:
-        raise InputError(f"config file {shown} is not valid YAML: {_one_line(error)}") from error
+        raise InputError(f"config file {shown} is not valid YAML: {printable(' '.join(str(error).split()))}") from error
     strange = next((key for key in tree if not isinstance(key, str)), None)
     if strange is not None:
         raise InputError(
@@ -232,17 +219,17 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _composed(text: str, name: str) -> yaml.Node | None:
-    """Parse YAML without making values of it, and refuse aliases that would fill the memory."""
+    """Parse YAML to nodes and refuse aliases that would fill the memory when they are expanded."""
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if root is not None and _extent(root, {}) > _NODES:
-        raise InputError(f"{name}: its aliases (*name) stand for more than {_NODES} values")
+        raise InputError(f"{name}: its aliases (*name) expand to more than {_NODES} values")
     return root
 
 
 def _extent(node: yaml.Node, known: dict[int, float]) -> float:
-    """The number of values below a node, every alias counted as what it stands for; infinite where it holds itself."""
+    """Return the number of values below a node after expanding aliases; infinite for a node that contains itself."""
     if id(node) not in known:
-        known[id(node)] = float("inf")  # until it is known
+        known[id(node)] = float("inf")  # until it is computed
         children = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else node.value
         below = () if isinstance(node, yaml.ScalarNode) else children
         known[id(node)] = 1 + sum(_extent(child, known) for child in below)
@@ -253,7 +240,7 @@ def _parse_override(override: str) -> dict[str, Any]:
     shown = printable(override)
     key, equals, value = override.partition("=") if isinstance(override, str) else ("", "", "")
     if not equals or not key.strip():
-        raise InputError(f"override '{shown}' is not of the form key=value, train.epochs=12 for instance")
+        raise InputError(f"override '{shown}' is not of the form key=value, such as train.epochs=12")
     try:
         _composed(value, f"override '{shown}'")
         tree = OmegaConf.to_container(OmegaConf.from_dotlist([override]), resolve=False)
@@ -268,15 +255,12 @@ def _first_line(error: Exception) -> str:
     return printable((str(error).splitlines() or [type(error).__name__])[0])
 
 
-def _one_line(error: Exception) -> str:
-    return printable(" ".join(str(error).split()))
-
-
 def _merge(merged: DictConfig, plain: dict[str, Any], source: str, schema: type[Any]) -> DictConfig:
+    """Return the config updated with the settings of one source, whose keys and types are checked."""
     tree = DictConfig({})
     try:
         tree = OmegaConf.create(plain)
-        if missing := OmegaConf.missing_keys(tree):  # omegaconf would take the default without a word
+        if missing := OmegaConf.missing_keys(tree):  # omegaconf would silently use the default
             raise InputError(f"{source}: {', '.join(map(printable, sorted(missing)))} is '???': give a value")
         _check_groups(merged, tree, source)
         return typing.cast(DictConfig, OmegaConf.merge(merged, tree))
@@ -298,7 +282,7 @@ def _wrong_type(source: str, key: str, value: Any, schema: type[Any]) -> str:
 
 
 def _given(tree: Any, key: str) -> Any:
-    """The value under a full key such as ``batch_former.layers[1]``, unresolved; None where there is none."""
+    """Return the unresolved value of a full key such as ``batch_former.layers[1]``; None if there is none."""
     for part in re.findall(r"[^.\[\]]+", key):
         if isinstance(tree, dict):
             tree = tree.get(part)
@@ -310,11 +294,15 @@ def _given(tree: Any, key: str) -> Any:
 
 
 def _check_groups(merged: DictConfig, tree: DictConfig, source: str, prefix: str = "") -> None:
-    """Where the schema has a group of settings, the tree must have one too: omegaconf's own message names no key."""
+    """Check that the tree has a group of settings for each group of the schema; omegaconf's message names no key.
+
+    Raises:
+        InputError: a value is given instead of a group, or a group instead of a list.
+    """
     for key in map(str, tree):
         known = merged.get(key) if key in merged else None
         if isinstance(known, ListConfig) and isinstance(tree._get_node(key), DictConfig):
-            raise InputError(f"{source}: {prefix}{key} is a list: give all of it, {prefix}{key}=[...]")
+            raise InputError(f"{source}: {prefix}{key} is a list: give the whole list, {prefix}{key}=[...]")
         if not isinstance(known, DictConfig):
             continue
         given = tree._get_node(key)
@@ -325,8 +313,6 @@ def _check_groups(merged: DictConfig, tree: DictConfig, source: str, prefix: str
 
 
 def _unknown_key(key: str, source: str, schema: type[Any]) -> str:
-    if key in _RENAMED:
-        return f"{source}: '{key}' is now called '{_RENAMED[key]}'"
     keys = list(known_keys(schema))
     leaf = key.rpartition(".")[2]
     near = [known for known in keys if known.rpartition(".")[2] == leaf]
@@ -337,11 +323,13 @@ def _unknown_key(key: str, source: str, schema: type[Any]) -> str:
     message = f"{source}: unknown key '{printable(key)}'."
     if near:
         message += f" Nearest known keys: {', '.join(near)}."
+    if tasks := [task for task, other in SCHEMAS.items() if other is not schema and key in known_keys(other)]:
+        message += f" It is a setting of task={' and of task='.join(tasks)}."
     return message + f" Known in {prefix.rstrip('.') or 'the config'}: {', '.join(siblings)}."
 
 
 def _expected_type(key: str, schema: type[Any]) -> str:
-    """The schema's type of a full key, in words."""
+    """Return the schema's type of a full key, in words."""
     hint: Any = schema
     for part in key.split("."):
         name, _, index = part.partition("[")
@@ -355,17 +343,13 @@ def _expected_type(key: str, schema: type[Any]) -> str:
     )
 
 
-def _holds(rule: Rule, value: Any) -> bool:
-    try:
-        return rule.holds(value)
-    except TypeError:  # a list within a list, for instance
-        return False
-
-
 def _check_values(group: Any, prefix: str = "") -> None:
-    """Compare every value with what its field allows, and let groups of settings check what belongs together.
+    """Check every value against the rule of its field, then call ``check_values`` of each group that has one.
 
-    In paths ``~`` becomes the user's home folder.
+    A leading ``~`` of a path is replaced by the user's home folder.
+
+    Raises:
+        InputError: a value is not allowed.
     """
     for field in dataclasses.fields(group):
         value, key = getattr(group, field.name), prefix + field.name
@@ -374,9 +358,9 @@ def _check_values(group: Any, prefix: str = "") -> None:
             _check_values(value, f"{key}.")
         if choices and value not in choices:
             raise InputError(f"{key} must be one of {', '.join(choices)}; got '{printable(value)}'")
-        if rule and value is not None and not _holds(rule, value):
+        if rule and not rule.allows(value):
             raise InputError(f"{key} must be {rule.wanted}, got {printable(value)}")
         if field.metadata.get("path") and value:
-            setattr(group, field.name, os.path.expanduser(value))  # noqa: PTH111  an unknown ~user stays as it is
+            setattr(group, field.name, os.path.expanduser(value))  # noqa: PTH111  leaves an unknown ~user unchanged
     if hasattr(group, "check_values"):
         group.check_values(prefix)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from detr_bf.config.plugins import ContextBroadcastingConfig, LocalizationConfig
+from detr_bf.config.run import ContextBroadcastingConfig, LocalizationConfig
 
 
 def context_broadcasting(settings: ContextBroadcastingConfig) -> Iterator[str]:

@@ -20,7 +20,7 @@ from detr_bf.assembly.classifier_data import (
     val_loop,
 )
 from detr_bf.classification.mixing import BatchMix
-from detr_bf.config import ClassifierConfig, MaskedConfig, load_config
+from detr_bf.config import ClassifierConfig, load_config
 from detr_bf.config.classification import ImageTransformConfig
 from detr_bf.errors import InputError
 from detr_bf.labelled import ClassTargets, LabelledImages
@@ -41,14 +41,14 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config_for(root: Path, *overrides: str, schema: type = ClassifierConfig) -> ClassifierConfig:
+def config_for(root: Path, *overrides: str, task: str = "classification") -> ClassifierConfig:
     path = root / "config.yaml"
     if not path.exists():
         path.write_text(
             f"data: {{name: image_folder, root: '{root}', workers: 0, transforms: {{size: 8}}}}\n"
             "train: {batch_size: 4}\neval: {batch_size: 4}\n"
         )
-    return load_config(path, overrides, schema=schema)
+    return load_config(path, overrides, task=task)
 
 
 def epoch(config: ClassifierConfig, number: int = 0, start: int = 0) -> list[LabelledImages]:
@@ -134,11 +134,11 @@ def test_what_mixes(root: Path) -> None:
     diverse = ("plugins.diverse_patch.enabled=true", "model.name=vit_tiny_patch16_224", "model.options={patch_size: 4}")
     assert build_mix(config_for(root, *diverse), 2) == PatchMixing((4, 4), 2, 0.1)
     assert isinstance(build_mix(config_for(root, *diverse, "plugins.diverse_patch.mixing=0"), 2), BatchMix)
-    assert build_mix(config_for(root, schema=MaskedConfig), 2) is None
+    assert build_mix(config_for(root, task="masked_autoencoding"), 2) is None
 
 
 def test_pretraining_sees_images_alone(root: Path) -> None:
-    assert all(batch.targets.soft_labels is None for batch in epoch(config_for(root, schema=MaskedConfig)))
+    assert all(batch.targets.soft_labels is None for batch in epoch(config_for(root, task="masked_autoencoding")))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ SMALL = (
 
 
 def config(*settings: str) -> MaskedConfig:
-    return load_config(None, [*SMALL, *settings], schema=MaskedConfig)
+    return load_config(None, [*SMALL, *settings], task="masked_autoencoding")
 
 
 def test_a_plain_network_fills_the_encoder_but_not_its_fixed_positions(

@@ -10,7 +10,7 @@ import torch
 
 from detr_bf.assembly import build_model
 from detr_bf.assembly.training import check_same_classes, learning_rate, metrics_log
-from detr_bf.config import ClassifierConfig, DetectionConfig, MaskedConfig, load_config
+from detr_bf.config import ClassifierConfig, DetectionConfig, load_config
 from detr_bf.data.coco import CocoDetection
 from detr_bf.engine import Checkpoint, RunFolder
 from detr_bf.errors import InputError
@@ -22,7 +22,7 @@ FOLDER = RunFolder(Path("run"))
 
 
 def classifier(*settings: str) -> ClassifierConfig:
-    return load_config(None, settings, schema=ClassifierConfig)
+    return load_config(None, settings, task="classification")
 
 
 def trained_on(classes: ClassMap) -> Checkpoint:
@@ -40,7 +40,7 @@ def test_a_warm_up_longer_than_the_run_becomes_a_tenth_of_it(
     assert said in caplog.text
     assert f"a tenth of the run, {kept} steps" in caplog.text
     assert rate(4 * epochs - 1) < 1, "the cosine falls"
-    masked = learning_rate(load_config(None, [f"train.epochs={epochs}"], schema=MaskedConfig), 4)
+    masked = learning_rate(load_config(None, [f"train.epochs={epochs}"], task="masked_autoencoding"), 4)
     assert masked.warmup_steps == kept
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from detr_bf.assembly.classification import build_classifier
 from detr_bf.assembly.network import build_network
 from detr_bf.assembly.trial import check_batch_norm
-from detr_bf.config import ClassifierConfig, load_config
+from detr_bf.config import load_config
 from detr_bf.errors import InputError
 from detr_bf.plugins import add_batchformer
 
@@ -48,7 +48,7 @@ def test_two_images_or_more_pixels_are_enough() -> None:
 
 
 def test_a_linear_probe_needs_two_images() -> None:
-    network = build_classifier(load_config(None, PROBE, schema=ClassifierConfig), 2)
+    network = build_classifier(load_config(None, PROBE, task="classification"), 2)
     with pytest.raises(InputError, match="batch norm cannot learn from 1 image"):
         check_batch_norm(network, image_size=16, rows=1)
 

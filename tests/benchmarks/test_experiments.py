@@ -1,4 +1,4 @@
-"""The experiments' command: every run once, a table, a record, and nothing trained twice."""
+"""Experiments: each run once, a table, a record; finished runs are not repeated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from detr_bf.config import ClassifierConfig, load_config
+from detr_bf.config import load_config
 from experiments import CONFIGS, EXPERIMENTS, main
 
 QUICK = ("train.max_steps=1", "eval.pictures=0", "data.check=false")
@@ -18,12 +18,13 @@ def run(tmp_path: Path, *arguments: str) -> int:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_variants_are_the_files_of_their_folder_and_differ_in_one_thing(name: str) -> None:
-    folder = CONFIGS / "experiments" / name
-    assert {path.stem for path in folder.glob("*.yaml")} == {*EXPERIMENTS[name].variants, "base"}
-    base = load_config(folder / "base.yaml", schema=ClassifierConfig)
-    for variant in EXPERIMENTS[name].variants:
-        config = load_config(folder / f"{variant}.yaml", schema=ClassifierConfig)
+def test_variants_differ_from_their_file_in_one_thing(name: str) -> None:
+    path = CONFIGS / "experiments" / f"{name}.yaml"
+    base = load_config(path, task="classification")
+    assert {path.stem for path in path.parent.glob("*.yaml")} == set(EXPERIMENTS)
+    for variant, settings in EXPERIMENTS[name].variants.items():
+        config = load_config(path, settings)
+        assert (config == base) == (settings == ())
         if variant == "cutmix":
             config.data.mix = base.data.mix
         assert (config.data, config.train, config.optimizer) == (base.data, base.train, base.optimizer), variant
@@ -36,20 +37,20 @@ def test_settings_of_every_data_set_and_size_are_known(name: str, size: str) -> 
     experiment = EXPERIMENTS[name]
     for data, settings in experiment.data.items():
         overrides = [*settings, *(experiment.large if size == "large" else ())]
-        config = load_config(CONFIGS / "experiments" / name / "base.yaml", overrides, schema=ClassifierConfig)
+        config = load_config(CONFIGS / "experiments" / f"{name}.yaml", overrides, task="classification")
         assert config.data.name == data
         assert config.train.eval_every == config.train.epochs, "only the last weights are measured"
 
 
-def test_it_trains_what_is_due_and_says_what_came_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unfinished_runs_are_trained_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "record.json"
     arguments = ("long_tail", "--data", "digits", "--jobs", "2", "--seeds", "1", "--output", str(record))
     assert run(tmp_path, *arguments) == 0
-    place = tmp_path / "runs" / "long_tail_digits_small"
-    first = {path: path.stat().st_mtime_ns for path in place.rglob("last.pt")}
+    folder = tmp_path / "runs" / "long_tail_digits_small"
+    first = {path: path.stat().st_mtime_ns for path in folder.rglob("last.pt")}
     assert len(first) == 3
     assert run(tmp_path, *arguments, "--picture", str(tmp_path / "dots.png")) == 0
-    assert {path: path.stat().st_mtime_ns for path in first} == first, "what is finished is not trained again"
+    assert {path: path.stat().st_mtime_ns for path in first} == first, "finished runs are not repeated"
     printed = capsys.readouterr().out
     assert "| balanced_softmax_batchformer |" in printed
     assert "few (%)" in printed
@@ -57,7 +58,7 @@ def test_it_trains_what_is_due_and_says_what_came_out(tmp_path: Path, capsys: py
     assert [(row["variant"], row["seed"]) for row in content["runs"]] == [
         (variant, 0) for variant in EXPERIMENTS["long_tail"].variants
     ]
-    found = json.loads((place / "cross_entropy" / "seed_0" / "evaluation.json").read_text())
+    found = json.loads((folder / "cross_entropy" / "seed_0" / "evaluation.json").read_text())
     assert content["runs"][0]["top1"] == found["top1"]
     assert content["machine"]["torch"]
     assert (tmp_path / "dots.png").stat().st_size > 1000
@@ -65,7 +66,7 @@ def test_it_trains_what_is_due_and_says_what_came_out(tmp_path: Path, capsys: py
     assert "with other settings" in capsys.readouterr().err
 
 
-def test_bad_input_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, "long_tail", "--data", "garment_pairs") == 2
     assert "--data must be one of fashion_mnist, digits, mnist" in capsys.readouterr().err
     assert run(tmp_path, "long_tail", "--seeds", "0") == 2

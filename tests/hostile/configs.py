@@ -296,8 +296,7 @@ def out_of_range(schema: type[Any], task: str, known: set[str]) -> Iterator[Case
 
 def cases() -> Iterator[Case]:
     """All of them."""
-    from detr_bf.config.classification import ClassifierConfig, MaskedConfig
-    from detr_bf.config.detection import DetectionConfig
+    from detr_bf.config import ClassifierConfig, DetectionConfig, MaskedConfig
 
     group = "configs"
     for name, content in BOMBS.items():

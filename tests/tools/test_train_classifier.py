@@ -13,7 +13,7 @@ import pytest
 import timm
 import torch
 
-from detr_bf.config import ClassifierConfig, load_config
+from detr_bf.config import load_config
 from detr_bf.engine import load_checkpoint
 from detr_bf.plugins import without_plugins
 from tests.tools.test_train_net import assert_same
@@ -103,7 +103,7 @@ def test_the_state_of_a_trained_vit_is_one_of_timm_but_for_the_plugins(tiny: Pat
     assert train_net(["--config", str(tiny), *VARIANTS["batchformer_v2"], "train.max_steps=2"]) == 0
     weights = load_checkpoint(tmp_path / "run" / "last.pt").weights
     assert any(name.startswith("plugins.") for name in weights)
-    config = load_config(tiny, schema=ClassifierConfig)
+    config = load_config(tiny)
     model = timm.create_model(config.model.name, num_classes=10, img_size=16, **config.model.options)
     model.load_state_dict(without_plugins(weights))
 

@@ -32,7 +32,7 @@ def recipe(name: str, *, num_classes: int = 80) -> DictConfig:
     Raises:
         InputError: there is no such recipe or file.
     """
-    settings = asdict(load_config(name) if name.endswith(".yaml") else recipe_config(name))
+    settings = asdict(load_config(name, task="detection") if name.endswith(".yaml") else recipe_config(name))
     evaluation = {key: settings["eval"][key] for key in ("max_detections", "mask_threshold", "panoptic")}
     return LazyCall(build_detr_bf)(
         num_classes=num_classes,
