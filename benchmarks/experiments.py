@@ -31,7 +31,7 @@ from detr_bf.config import ClassifierConfig, config_to_dict, load_config, saved_
 from detr_bf.engine import RunFolder
 from detr_bf.errors import InputError
 from detr_bf.files import write_json
-from detr_bf.report.comparison import compare, comparison_table, save_comparison
+from detr_bf.report.comparison import compare_variants, comparison_table, save_comparison
 
 TRAIN = Path(__file__).parent.parent / "tools" / "train_classifier.py"
 AS_THEY_STAND = "data.transforms.horizontal_flip=0"  # a flipped digit is none, and a flipped pair another class
@@ -201,7 +201,7 @@ def report(options: argparse.Namespace, runs: Sequence[Run]) -> None:
             variant: [100 * found[metric] for run, found in measured if run.variant == variant]
             for variant in experiment.variants
         }
-        rows = compare(values, experiment.variants[0])
+        rows = compare_variants(values, experiment.variants[0])
         print(f"\n{comparison_table(rows, f'{metric} (%)')}")
         if options.picture and metric == experiment.metrics[0]:
             save_comparison(options.picture, rows, f"{metric} (%)")

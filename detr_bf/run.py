@@ -306,7 +306,7 @@ def _report(
         ) from error
     report = None
     with tolerating(str(folder.report)):
-        report = write_report(folder.path)
+        report = write_report(folder.path, task.page)
     return Outcome(result, folder.path, report, epochs)
 
 

@@ -20,13 +20,14 @@ from detr_bf.assembly import (
     read_network_weights,
 )
 from detr_bf.classification.evaluation import ClassificationEvaluator, write_predictions
-from detr_bf.classification.report.sheet import ClassifiedImage, save_classification_sheet
+from detr_bf.classification.report.page import CLASSIFICATION_PAGE
+from detr_bf.classification.report.sheet import ClassifiedImage, classification_sheet
 from detr_bf.config import ClassifierConfig
 from detr_bf.data.checks.annotations import Report
 from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, is_checkpoint, load_checkpoint, load_strict
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
-from detr_bf.report import class_labels, tolerating
+from detr_bf.report import class_labels, save_picture, tolerating
 from detr_bf.structures import ClassMap
 from detr_bf.tasks.pictures import pixels, shown
 from detr_bf.tasks.task import Evaluate, Task
@@ -34,6 +35,8 @@ from detr_bf.tasks.task import Evaluate, Task
 
 class ClassificationTask(Task[ClassifierConfig]):
     """Train a classifier of timm's, with or without plug-ins."""
+
+    page = CLASSIFICATION_PAGE
 
     def examine(self) -> Report:
         return check_image_data(self.config)
@@ -67,7 +70,8 @@ class ClassificationTask(Task[ClassifierConfig]):
         with tolerating(str(folder.sheet)):
             folder.sheet.unlink(missing_ok=True)
             if rows := list(self._rows(evaluate.evaluator)):  # none where no logits are finite
-                save_classification_sheet(folder.sheet, rows, class_labels(evaluate.evaluator.class_map))
+                labels = class_labels(evaluate.evaluator.class_map)
+                save_picture(folder.sheet, classification_sheet(rows, labels))
 
     def _rows(self, evaluator: ClassificationEvaluator) -> Iterator[ClassifiedImage]:
         """The surest mistakes and, for the other half, the surest right answers."""

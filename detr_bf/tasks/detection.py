@@ -32,7 +32,16 @@ from detr_bf.engine import Checkpoint, Evaluation, RunFolder, Trainer, is_checkp
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
 from detr_bf.evaluation import PanopticFile, write_results
-from detr_bf.report import PanopticSheetRow, SheetRow, class_labels, save_panoptic_sheet, save_sheet, tolerating
+from detr_bf.report import (
+    DETECTION_PAGE,
+    PanopticSheetRow,
+    SheetRow,
+    class_labels,
+    comparison_sheet,
+    panoptic_sheet,
+    save_picture,
+    tolerating,
+)
 from detr_bf.structures import ClassMap, Target
 from detr_bf.tasks.task import Evaluate, Task
 
@@ -43,6 +52,8 @@ CLASS_BIAS = "decoder.heads.classes.0.bias"
 
 class DetectionTask(Task[DetectionConfig]):
     """Train a detector, or its mask head, on COCO files."""
+
+    page = DETECTION_PAGE
 
     def examine(self) -> Report:
         return examine(
@@ -85,12 +96,12 @@ class DetectionTask(Task[DetectionConfig]):
         with tolerating(str(folder.sheet)):
             folder.sheet.unlink(missing_ok=True)
             rows = list(_sheet_rows(self.config, evaluate))
-            save_sheet(folder.sheet, rows, names, self.config.eval.picture_threshold)
+            save_picture(folder.sheet, comparison_sheet(rows, names, self.config.eval.picture_threshold))
         if evaluate.panoptic:
             with tolerating(str(folder.panoptic_sheet)):
                 folder.panoptic_sheet.unlink(missing_ok=True)
                 panoptic_rows = list(_panoptic_rows(folder, self.config, evaluate))
-                save_panoptic_sheet(folder.panoptic_sheet, panoptic_rows, names)
+                save_picture(folder.panoptic_sheet, panoptic_sheet(panoptic_rows, names))
 
 
 def _weights_and_classes(config: DetectionConfig, source: Path) -> tuple[dict[str, Tensor], ClassMap]:

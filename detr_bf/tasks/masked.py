@@ -19,18 +19,21 @@ from detr_bf.assembly import (
 )
 from detr_bf.classification.masked_loss import MaskedCriterion
 from detr_bf.classification.reconstruction import ReconstructionEvaluator
-from detr_bf.classification.report.reconstructions import save_reconstructions
+from detr_bf.classification.report.page import MASKED_PAGE
+from detr_bf.classification.report.sheet import reconstruction_sheet
 from detr_bf.config import MaskedConfig
 from detr_bf.data.checks.annotations import Report
 from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, load_strict
 from detr_bf.engine.step import Criterion
-from detr_bf.report import tolerating
+from detr_bf.report import save_picture, tolerating
 from detr_bf.tasks.pictures import pixels, shown
 from detr_bf.tasks.task import Evaluate, Task
 
 
 class MaskedTask(Task[MaskedConfig]):
     """Pre-train a vision transformer as a masked autoencoder."""
+
+    page = MASKED_PAGE
 
     def examine(self) -> Report:
         return check_image_data(self.config)
@@ -64,4 +67,5 @@ class MaskedTask(Task[MaskedConfig]):
             images = torch.stack([pixels(val, place) for place in places]).to(device)
             autoencoder = cast("Any", model.eval())
             seen, guessed = autoencoder.pictures(images, autoencoder(images))
-            save_reconstructions(folder.sheet, *(shown(batch, transforms) for batch in (images, seen, guessed)))
+            batches = (shown(batch, transforms) for batch in (images, seen, guessed))
+            save_picture(folder.sheet, reconstruction_sheet(*batches))

@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from detr_bf.data.checks.annotations import Report
 from detr_bf.engine import Checkpoint, Measured, RunFolder, Trainer, TrainingStep, build_and_load
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
+from detr_bf.report import TaskPage
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ class Task(ABC, Generic[C]):
     Args:
         config: all settings.
     """
+
+    page: ClassVar[TaskPage]  # for the report
 
     def __init__(self, config: C) -> None:
         self.config = config
