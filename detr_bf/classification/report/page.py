@@ -93,7 +93,7 @@ def _headline(result: ClassificationResult) -> str:
     ]
     small.append(("Calibration error", percent(result.ece), "15 bins"))
     small.append(("Cross-entropy", number(result.loss), "of the logits"))
-    note = f"Accuracy in percent on {count(result.num_images, 'image')}; many-, medium- and few-shot are means over classes."
+    note = f"Accuracy in percent on {count(result.num_images, 'image')}; many-, medium-, few-shot: means over classes."
     if result.num_not_finite:
         note += f" The logits of {count(result.num_not_finite, 'image')} are not finite; they count as wrong."
     return headline(large, small, note)
