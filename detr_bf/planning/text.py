@@ -20,7 +20,7 @@ from detr_bf.planning.machine import (
     published_share,
     usual_size,
 )
-from detr_bf.planning.plan import ALLOWANCE, CONTEXT, AttentionSpan, Plan, Rates, Time
+from detr_bf.planning.plan import ALLOWANCE, CONTEXT, AttentionSpan, Plan, Rates, Suggestion, Time
 from detr_bf.planning.trace import OBJECTS, kernels_assumed
 
 CLOSE = 0.9  # share of a GPU's memory above which a plan barely fits
@@ -119,7 +119,7 @@ def _sequence(plan: Plan, config: DetectionConfig) -> Iterator[str]:
         return
     yield f"Batch attention spans {_spans(plan.sequence)}; accumulation does not increase this"
     if plan.sequence.used < 2:
-        yield "  each image attends only to itself: raise train.batch_size, or set batch_former.gather=true on more GPUs"
+        yield "  an image attends only to itself: raise train.batch_size, or set batch_former.gather=true on more GPUs"
 
 
 def _spans(sequence: AttentionSpan) -> str:
