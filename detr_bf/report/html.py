@@ -145,7 +145,7 @@ def _config(text: str | None) -> str:
 
 def _machine(text: str | None, path: Path) -> str:
     if text is None:
-        return missing(MACHINE_FILE, "record of its machine")
+        return missing(MACHINE_FILE, "machine information")
     rows = "".join(
         f'<tr><th scope="row">{escaped(name)}</th><td>{escaped(value)}</td></tr>\n'
         for name, value in _parse_json(text, path).items()

@@ -92,7 +92,7 @@ def _headline(result: ClassificationResult) -> str:
         for group in GROUPS
     ]
     small.append(("Calibration error", percent(result.ece), "15 bins"))
-    small.append(("Cross-entropy", number(result.loss), "of the logits"))
+    small.append(("Cross-entropy", number(result.loss), "mean over images"))
     note = f"Accuracy in percent on {count(result.num_images, 'image')}; many-, medium-, few-shot: means over classes."
     if result.num_not_finite:
         note += f" The logits of {count(result.num_not_finite, 'image')} are not finite; they count as wrong."
