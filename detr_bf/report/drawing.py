@@ -157,7 +157,7 @@ def make_marks(boxes: Tensor, labels: Tensor, class_names: Sequence[str], scores
 
 
 def paint_marks(picture: Image.Image, marks: Sequence[Mark], font_size: int) -> None:
-    """Draw all boxes, then all labels, onto ``picture`` in-place; first marks on top, with labels positioned first."""
+    """Draw all boxes, then all labels, onto ``picture``; first marks on top, with labels positioned first."""
     draw = ImageDraw.Draw(picture)
     line = max(2, round(font_size / 6))
     for mark in reversed(marks):
