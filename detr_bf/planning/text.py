@@ -207,8 +207,8 @@ def _assumptions_of_time(time: Time, config: DetectionConfig, machine: Machine) 
         f"in half precision, {gpu.bandwidth:g} GB/s; every operator takes the longer of arithmetic and memory traffic"
     )
     yield (
-        f"{published_share():.0%} of this speed is assumed, as for DETR's published training on V100: {PUBLISHED_EPOCHS} "
-        f"epochs in {PUBLISHED_DAYS} days on {PUBLISHED_GPUS} with {PUBLISHED_BATCH} images each (arXiv 2005.12872), "
+        f"{published_share():.0%} of this speed is assumed, as in DETR's published training on V100: "
+        f"{PUBLISHED_EPOCHS} epochs in {PUBLISHED_DAYS} days on {PUBLISHED_GPUS} with {PUBLISHED_BATCH} images each (arXiv 2005.12872), "
         f"{published_seconds_per_step():.3f} s a step. Evaluation and waiting for data or other GPUs are not included; "
         "expect errors up to a factor of 2, or measure: --seconds-per-step"
     )
