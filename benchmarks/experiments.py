@@ -4,8 +4,8 @@ python benchmarks/experiments.py long_tail --output benchmarks/results/long_tail
 python benchmarks/experiments.py small_data --data garment_pairs --jobs 2
 python benchmarks/experiments.py small_data --size large          # for a GPU
 
-`long_tail`: cross-entropy, Balanced Softmax, and Balanced Softmax with BatchFormer. `small_data`: a ViT without and with
-each plug-in, and two controls: `duplicate` is only the doubled batch of BatchFormerV2, `cutmix` only the mixing of
+`long_tail`: cross-entropy, Balanced Softmax, and Balanced Softmax with BatchFormer. `small_data`: a ViT without and
+with each plug-in, and two controls: `duplicate` is only the doubled batch of BatchFormerV2, `cutmix` only the mixing of
 DiversePatch. Each run is a training command with a file of configs/experiments, in its own folder in --runs: finished
 runs are not repeated, interrupted ones are resumed. The values are those of the last epoch.
 """
@@ -30,9 +30,9 @@ from detr_bf.config import config_to_dict, load_config, saved_config
 from detr_bf.engine import RunFolder
 from detr_bf.errors import InputError
 from detr_bf.files import write_json
-from detr_bf.report.comparison import compare, comparison_table, save_comparison
+from detr_bf.report.comparison import compare_variants, comparison_table, save_comparison
 
-TRAIN = Path(__file__).parent.parent / "tools" / "train_classifier.py"
+TRAIN = Path(__file__).parent.parent / "tools" / "train_net.py"
 AS_THEY_STAND = "data.transforms.horizontal_flip=0"  # flips would change the class
 GREY_DIGITS = (
     "data.transforms.mean=[0.13,0.13,0.13]",
@@ -206,7 +206,7 @@ def report(options: argparse.Namespace, runs: Sequence[Run]) -> None:
             variant: [100 * found[metric] for run, found in measured if run.variant == variant]
             for variant in experiment.variants
         }
-        rows = compare(values, next(iter(experiment.variants)))
+        rows = compare_variants(values, next(iter(experiment.variants)))
         print(f"\n{comparison_table(rows, f'{metric} (%)')}")
         if options.picture and metric == experiment.metrics[0]:
             save_comparison(options.picture, rows, f"{metric} (%)")

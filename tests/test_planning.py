@@ -23,8 +23,7 @@ from detr_bf.errors import InputError
 from detr_bf.planning import GPUS, Gpu, Machine, Plan, describe, gpu_named, make_plan, read_measured, trace
 from detr_bf.planning.machine import largest_size, published_seconds_per_step, published_share, usual_size
 from detr_bf.planning.plan import disk_of, memory_of, schedule_of, trace_of
-from detr_bf.planning.pretence import without_numbers
-from detr_bf.planning.recorder import Recorder, Work
+from detr_bf.planning.trace import Recorder, Work, fake_tensors
 from detr_bf.structures import Batch
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -76,7 +75,7 @@ def blank(count: int) -> Batch:
 
 
 def kept_by_a_real_run(config: DetectionConfig) -> int:
-    """Bytes alive after a forward pass with numbers: what autograd saved, and what the criterion is given and makes."""
+    """Bytes alive after a real forward pass: tensors saved by autograd, and inputs and results of the criterion."""
     torch.manual_seed(0)
     model = build_model(config, CLASSES, pretrained=False).train()
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
@@ -132,8 +131,8 @@ def test_recomputation_keeps_what_checkpointed_layers_keep(name: str) -> None:
 
 
 def kept_without_losses(config: DetectionConfig) -> int:
-    """The model's own forward pass, nothing about it pretended but the numbers."""
-    with without_numbers("cpu"):
+    """The model's own forward pass, only its tensors are fake."""
+    with fake_tensors("cpu"):
         model = build_model(config, CLASSES, pretrained=False).train()
         with Recorder(model) as recorder:
             outputs = model(blank(config.train.batch_size))
@@ -153,7 +152,7 @@ def test_flops_of_matrices_and_convolutions_are_torchs() -> None:
 
 
 def test_flops_of_our_operators_by_hand() -> None:
-    """Three images at 6 x 8 places, 2 heads of 16 channels; over 4 processes each image meets twelve."""
+    """Three images at 6 x 8 positions, 2 heads of 16 channels; over 4 processes each image meets twelve."""
     (attention,) = works("detr", "batch_attention_packed")
     assert attention.flops == 2 * (3 * 3) * 48 * 2 * 16 * 2
     (gathered,) = works("detr", "batch_attention_packed", GATHER, processes=4)
@@ -361,7 +360,7 @@ def test_a_measured_step_and_a_measured_rate_replace_the_estimate() -> None:
 
 
 def test_a_benchmarks_record_gives_the_time_of_its_own_precision_and_batch(tmp_path: Path) -> None:
-    """Of 96 x 128 pixels where twice as many were measured, over two batches."""
+    """Images of 96 x 128 pixels, measured with twice as many pixels, over two batches."""
     file = tmp_path / "step.json"
     step = {"median": 0.25, "low": 0.2, "high": 0.3}
     rows = [
@@ -371,10 +370,10 @@ def test_a_benchmarks_record_gives_the_time_of_its_own_precision_and_batch(tmp_p
     ]
     record = {"recipe": "detr/detr_r50", "height": 192, "width": 128, "rows": rows}
     file.write_text(json.dumps(record))
-    full = read_measured(file, tiny("train.accumulate=2", "data.transforms.short_sides=[96]"))
-    assert full.seconds == pytest.approx(0.25 * 2 / 2)
-    assert "detr/detr_r50 192 x 128" in full.source
-    assert read_measured(file, tiny("train.precision=bf16")).seconds == pytest.approx(0.125 / 2)
+    seconds, source = read_measured(file, tiny("train.accumulate=2", "data.transforms.short_sides=[96]"))
+    assert seconds == pytest.approx(0.25 * 2 / 2)
+    assert "detr/detr_r50 192 x 128" in source
+    assert read_measured(file, tiny("train.precision=bf16"))[0] == pytest.approx(0.125 / 2)
     for size in (4, 64):  # not measured, out of memory
         with pytest.raises(InputError, match=rf"no step of .*=float32 .*={size}; it has float32 3, bf16 3"):
             read_measured(file, tiny(f"train.batch_size={size}"))
@@ -468,10 +467,10 @@ def test_where_nothing_is_enough_it_says_that() -> None:
     assert "beyond that: smaller images" in text
     assert "fits" not in text.replace("does not fit", "")
     modest = tiny("train.batch_size=1", "train.precision=bf16", "train.recompute_encoder=true")
-    assert "nothing in train helps" in describe(make_plan(modest, machine), modest, machine)
+    assert "no setting of train helps" in describe(make_plan(modest, machine), modest, machine)
 
 
-def test_lying_and_upright_images_in_one_batch_are_warned_of() -> None:
+def test_a_batch_of_landscape_and_portrait_images_gives_a_warning() -> None:
     config = tiny("train.batch_size=16")
     plan = plan_of(config)
     assert plan.mixed == pytest.approx(plan.memory.total + 1.1 * plan.memory.activations / 3)
@@ -549,4 +548,4 @@ def test_every_recipe_is_planned(name: str) -> None:
     assert plan.fits or plan.helps
     assert plan.rates is not None
     assert plan.rates.factor == 8
-    assert "What this rests on:" in text
+    assert "Assumptions:" in text

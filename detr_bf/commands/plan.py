@@ -1,4 +1,4 @@
-"""What a training run needs: memory of a GPU, time, disk; what its batch means for batch attention and learning rate.
+"""Estimate what a training run needs: GPU memory, time and disk; report its batch attention and learning rates.
 
 detr-bf plan --config configs/deformable_detr/deformable_detr_r50_bfv2.yaml --gpus 8 train.batch_size=3
 """
@@ -22,25 +22,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_config_arguments(parser)
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="default %(default)s, a process on each")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="one process each; default %(default)s")
     parser.add_argument("--gpu", default="h100", metavar="NAME", help=f"{', '.join(GPUS)}; default %(default)s")
-    parser.add_argument("--gpu-memory", type=float, metavar="GB", help="default as the GPU's data sheet")
-    parser.add_argument("--images", type=int, default=COCO_IMAGES, metavar="N", help="to train on; default COCO's")
-    parser.add_argument("--classes", type=int, metavar="N", help="default COCO's")
+    parser.add_argument("--gpu-memory", type=float, metavar="GB", help="memory of a GPU; default from its data sheet")
     parser.add_argument(
-        "--published-batch", type=int, metavar="N", help="that the learning rate is for; default the file's"
+        "--images", type=int, default=COCO_IMAGES, metavar="N", help="in the training data; default COCO's"
+    )
+    parser.add_argument("--classes", type=int, metavar="N", help="in the training data; default COCO's")
+    parser.add_argument(
+        "--published-batch",
+        type=int,
+        metavar="N",
+        help="total batch of the published rates; default the file's",
     )
     time = parser.add_mutually_exclusive_group()
-    time.add_argument("--seconds-per-step", type=float, metavar="X", help="measured, instead of an estimate")
-    time.add_argument("--measured", type=Path, metavar="FILE", help="what benchmarks/step.py wrote, instead of that")
-    time.add_argument("--tflops", type=float, metavar="X", help="that a GPU sustains, instead of an estimate")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here, in bytes and seconds")
+    time.add_argument("--seconds-per-step", type=float, metavar="X", help="measured step time, instead of an estimate")
+    time.add_argument("--measured", type=Path, metavar="FILE", help="record of benchmarks/step.py, instead of that")
+    time.add_argument("--tflops", type=float, metavar="X", help="rate that a GPU sustains, instead of peak rates")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers, in bytes and seconds")
     options = parser.parse_intermixed_args(arguments)
     return run_tool(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan, print, write."""
+    """Make a plan, print it and write its numbers."""
     if options.json is not None:
         check_output_file(options.json, "--json")
     files, overrides = configs_and_overrides(options)
@@ -56,8 +61,8 @@ def run(options: argparse.Namespace) -> int:
         tflops=options.tflops,
     )
     if options.measured is not None:
-        measured = read_measured(options.measured, config)
-        machine = replace(machine, seconds_per_step=measured.seconds, seconds_source=measured.source)
+        seconds, source = read_measured(options.measured, config)
+        machine = replace(machine, seconds_per_step=seconds, seconds_source=source)
     plan = make_plan(config, machine, load_config(files, task="detection") if files else None)
     print(safe_message(describe(plan, config, machine)))
     if options.json is not None:

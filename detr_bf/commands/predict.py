@@ -40,8 +40,14 @@ from detr_bf.files import (
 from detr_bf.models import load_predictor
 from detr_bf.predictor import Predictor
 from detr_bf.progress import progress_bar
-from detr_bf.report import class_labels, draw_boxes, draw_panoptic, save_picture
-from detr_bf.report.prediction_sheet import ProbableClasses, save_prediction_sheet
+from detr_bf.report import (
+    ProbableClasses,
+    class_labels,
+    draw_boxes,
+    draw_panoptic,
+    prediction_sheet,
+    save_picture,
+)
 from detr_bf.structures import ClassMap, Detections, PanopticMap
 from detr_bf.text import printable
 
@@ -202,7 +208,7 @@ def write_classes(output: Output, predictor: ClassifierPredictor, images: Images
                 names = tuple(labels[each["category_id"]] for each in found)
                 shown.append(ProbableClasses(image, names, tuple(each["score"] for each in found), file.name))
         write_json(output.folder / "predictions.json", entries)
-        save_prediction_sheet(output.folder / "sheet.png", shown)
+        save_picture(output.folder / "sheet.png", prediction_sheet(shown))
     lines = [
         f"{printable(entry['file'], limit=1000)}: "
         + ", ".join(f"{printable(each['name'])} {each['score']:.1%}" for each in entry["classes"])

@@ -1,4 +1,4 @@
-"""Checkpoints of other implementations, read and written."""
+"""Read and write checkpoints of other implementations."""
 
 from detr_bf.interop.classes import COCO_IDS, NUMBERINGS, class_rows, renumbered, renumbered_to
 from detr_bf.interop.formats import NAMES, format_named, format_of, from_foreign, is_ours, to_foreign, without_wrapper

@@ -1,8 +1,8 @@
-"""Class heads whose rows are COCO's category ids, and those whose rows are its classes without gaps.
+"""Convert COCO class heads between rows for category ids and rows for contiguous classes.
 
-The authors' heads have a row for every id: 91 of ids 0 to 90 for boxes and 250 of ids 0 to 249 for panoptic maps, many
-of which no class has; with cross-entropy one more, the last, for no object. The contiguous heads have a row for each of
-the 80 classes, or 133 with the stuff, sorted by id, and the same last row. Weights are under our names.
+The authors' heads have a row for every id: 91 for boxes (ids 0 to 90), 250 for panoptic maps (ids 0 to 249), including
+unused ids; with cross-entropy a last row is added for no object. Contiguous heads have a row for each of the 80
+classes, or 133 with stuff, sorted by id, and the same last row. Weights are under our names.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ STUFF_IDS = (
     *(92, 93, 95, 100, 107, 109, 112, 118, 119, 122, 125, 128, 130, 133, 138, 141, 144, 145, 147, 148, 149, 151),
     *(154, 155, 156, 159, 161, 166, 168, 171, 175, 176, 177, 178, 180, 181, *range(184, 201)),
 )
-COCO_IDS = (THING_IDS, (*THING_IDS, *STUFF_IDS))  # in the order of the contiguous classes, of boxes and panoptic maps
-NEVER = -100.0  # logit of an id that no class has
+COCO_IDS = (
+    THING_IDS,
+    (*THING_IDS, *STUFF_IDS),
+)  # contiguous classes in order: boxes, panoptic maps
+NEVER = -100.0  # bias of unused ids
 _HEAD = re.compile(r"decoder\.(?:heads\.classes\.\d+|queries\.class_head)\.(?:weight|bias)")
 _PROPOSALS = "decoder.queries.class_head."
 
 
 @dataclass(frozen=True)
 class _Table:
-    """The rows of a head of ids, out of ``count``, that a contiguous head has, in its order."""
+    """Rows of a head with ids that belong to the rows of a contiguous head."""
 
-    count: int
-    rows: tuple[int, ...]
+    count: int  # rows with ids
+    rows: tuple[int, ...]  # row for each contiguous class
 
     def contiguous(self, head: Tensor, rows: tuple[int, ...]) -> Tensor:
         return head[torch.tensor(rows)]
 
     def by_id(self, head: Tensor, rows: tuple[int, ...]) -> Tensor:
-        """Ids that no class has get weights of zero and the bias ``NEVER``."""
+        """Expand a contiguous head; unused ids get zero weights and the bias ``NEVER``."""
         whole = head.new_full((self.count, *head.shape[1:]), NEVER if head.dim() == 1 else 0.0)
         whole[torch.tensor(rows)] = head
         return whole
@@ -57,57 +60,55 @@ _BY_COUNT = {
 
 
 def class_rows(weights: Mapping[str, Tensor]) -> int:
-    """How many rows the class heads have.
+    """Return the number of rows of the class heads.
 
     Raises:
-        InputError: there is no class head, or they do not have the same number of rows.
+        InputError: no class head, or class heads of different size.
     """
     found = sorted({len(tensor) for name, tensor in weights.items() if _HEAD.fullmatch(name)})
     if len(found) != 1:
-        said = f"class heads of {found} rows, expected one number" if found else "no class head, expected a detector"
+        said = f"class heads of {found} rows, expected one size" if found else "no class head, expected a detector"
         raise InputError(f"the weights hold {said}: use the weights of one whole detector under our names")
     return found[0]
 
 
 def renumbered(weights: Mapping[str, Tensor], numbering: str) -> dict[str, Tensor]:
-    """The weights with all class heads in the other numbering; nothing else is touched.
+    """Return the weights with all class heads converted to ``numbering``.
 
-    The proposals of two stages keep row 0, which stands for any object in both numberings. Going back from ids to
-    contiguous classes gives what there was, to the bit.
+    Two-stage proposals keep row 0, which means any object in both numberings. Converting from contiguous classes to ids
+    and back is exact.
 
     Args:
-        weights: of a detector on COCO, under our names.
-        numbering: ``contiguous``: 91, 92, 250 or 251 rows become 80, 81, 133 or 134; ``ids``: the other way, where ids
-            that no class has get weights of zero and a bias of ``NEVER``, so that they are never found.
+        weights: weights of a detector on COCO, under our names.
+        numbering: ``contiguous``: 91, 92, 250 or 251 rows become 80, 81, 133 or 134. ``ids``: the inverse; unused ids
+            get zero weights and the bias ``NEVER``, so that they are never predicted.
 
     Raises:
-        InputError: another numbering, or heads of another number of rows.
+        InputError: unknown numbering, or heads with another number of rows.
     """
     if numbering not in NUMBERINGS:
         raise InputError(f"no numbering '{numbering}' of classes: expected {' or '.join(NUMBERINGS)}")
     rows, known = class_rows(weights), _BY_COUNT[numbering]
     if rows not in known:
         other = rows in {count for counts in _BY_COUNT.values() for count in counts}
-        said = f"are those of '{numbering}' already" if other else "belong to neither numbering of COCO's classes"
+        said = f"have the numbering '{numbering}' already" if other else "have neither numbering of COCO's classes"
         raise InputError(
-            f"class heads of {rows} rows {said}: to '{numbering}' go heads of {', '.join(map(str, sorted(known)))} rows"
+            f"class heads of {rows} rows {said}; '{numbering}' is made from {', '.join(map(str, sorted(known)))} rows"
         )
     table = known[rows]
     convert = table.contiguous if numbering == "contiguous" else table.by_id
     return {
-        name: convert(tensor, _rows_of(name, table)) if _HEAD.fullmatch(name) else tensor
+        name: convert(tensor, (0, *table.rows[1:]) if name.startswith(_PROPOSALS) else table.rows)
+        if _HEAD.fullmatch(name)
+        else tensor
         for name, tensor in weights.items()
     }
 
 
 def renumbered_to(weights: Mapping[str, Tensor], rows: int) -> dict[str, Tensor] | None:
-    """The weights with class heads of ``rows`` rows, renumbered where that is what is between; else None."""
+    """Return the weights with class heads of ``rows`` rows, renumbered if necessary; None if impossible."""
     found = class_rows(weights)
     for numbering, known in _BY_COUNT.items():
         if found in known and rows == (len(known[found].rows) if numbering == "contiguous" else known[found].count):
             return renumbered(weights, numbering)
     return dict(weights) if found == rows else None
-
-
-def _rows_of(name: str, table: _Table) -> tuple[int, ...]:
-    return (0, *table.rows[1:]) if name.startswith(_PROPOSALS) else table.rows

@@ -1,4 +1,4 @@
-"""Which foreign format a checkpoint has, and reading and writing it."""
+"""Foreign checkpoint formats: detect, read and write."""
 
 from __future__ import annotations
 
@@ -10,39 +10,32 @@ from torch import Tensor
 
 from detr_bf.errors import InputError
 from detr_bf.files import listed
-from detr_bf.interop import detectron2_names, huggingface, official
+from detr_bf.interop import huggingface, official
 from detr_bf.interop.huggingface import Table, own_resnet
-from detr_bf.interop.layout import Layout
-from detr_bf.interop.rules import Rule, to_ours, to_theirs, unknown_names
+from detr_bf.interop.rules import Layout, NameRule, to_ours, to_theirs, unknown_names
 from detr_bf.text import printable
 
-COUNTERS = ("total_params", "total_ops")  # left by a profiler in some released Deformable DETR files
+COUNTERS = ("total_params", "total_ops")  # of a profiler, in some released Deformable DETR files
 OURS = ("backbone.body.", "tokens.", "decoder.queries.", "decoder.heads.")  # no foreign name starts like this
 
 
 @dataclass(frozen=True)
 class Format:
-    """Names of one foreign implementation.
-
-    ``signs`` are tensors or modules, as regular expressions, that only a checkpoint of this format has, all of them.
-    ``wrapper`` is the entry of a checkpoint in which its own code looks for the weights; None: they are the checkpoint.
-    Names that end in one of ``ignored`` are left out, reading and writing. ``own``: it is our detectors under other
-    names, which have a place for whatever ours have.
-    """
+    """Names of one foreign implementation."""
 
     name: str
-    rules: Callable[[Layout], Iterable[Rule]]
-    signs: tuple[str, ...]
+    rules: Callable[[Layout], Iterable[NameRule]]
+    signs: tuple[str, ...]  # regular expressions of tensors or modules; a checkpoint of this format has all of them
     title: str
-    wrapper: str | None = "model"
-    ignored: tuple[str, ...] = COUNTERS
-    own: bool = False
+    wrapper: str | None = "model"  # key of the weights in a checkpoint; None: the checkpoint is the state dict
+    ignored: tuple[str, ...] = COUNTERS  # suffixes of names that are neither read nor written
+    own: bool = False  # our detectors under other names, with all their tensors
 
     def missing_signs(self, names: Iterable[str]) -> list[str]:
         text = "\n".join(names)
         return [sign for sign in self.signs if not re.search(rf"^{sign}(\.|$)", text, re.MULTILINE)]
 
-    def table(self, state: Mapping[str, Tensor]) -> list[Rule]:
+    def table(self, state: Mapping[str, Tensor]) -> list[NameRule]:
         return list(self.rules(Layout.of(state)))
 
     def kept(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -50,7 +43,7 @@ class Format:
 
 
 def _hugging_face(name: str, rules: Table, signs: tuple[str, ...]) -> Iterator[Format]:
-    """With timm's ResNet, and with the library's own."""
+    """Yield the formats with timm's ResNet and with the library's own."""
     own = r"model\.backbone\.(conv_encoder\.)?model\.embedder"
     for suffix, title, table, more in (("", "", rules, ()), ("_no_timm", " without timm", own_resnet(rules), (own,))):
         yield Format(
@@ -64,19 +57,19 @@ def _hugging_face(name: str, rules: Table, signs: tuple[str, ...]) -> Iterator[F
 
 
 def _detectron2() -> Iterator[Format]:
-    """Detectors inside detectron2: of the adapter, and of DETR's authors."""
+    """Yield the formats inside detectron2: our adapter's and official DETR's."""
     adapter = ("detector.decoder.queries", "detector.decoder.heads.classes")
-    yield Format("detectron2", detectron2_names.adapter, adapter, "detr_bf in detectron2", own=True)
+    yield Format("detectron2", official.detectron2_adapter, adapter, "detr_bf in detectron2", own=True)
     yield Format(
         "detectron2_resnet",
-        detectron2_names.adapter_resnet,
+        official.detectron2_adapter_resnet,
         (*adapter, "detector.backbone.body.stem.conv1"),
         "detr_bf in detectron2 with its ResNet",
         own=True,
     )
     for suffix, table, prefix, more in (
-        ("", detectron2_names.detr, "detr", ()),
-        ("_panoptic", detectron2_names.detr_panoptic, "detr.detr", ("detr.bbox_attention", "detr.mask_head")),
+        ("", official.detectron2_detr, "detr", ()),
+        ("_panoptic", official.detectron2_detr_panoptic, "detr.detr", ("detr.bbox_attention", "detr.mask_head")),
     ):
         yield Format(
             f"detr_detectron2{suffix}",
@@ -138,10 +131,10 @@ NAMES = tuple(form.name for form in FORMATS)
 
 
 def format_named(name: str) -> Format:
-    """The format ``name``.
+    """Return a format by name.
 
     Raises:
-        InputError: there is none.
+        InputError: unknown name.
     """
     form = next((form for form in FORMATS if form.name == name), None)
     if form is None:
@@ -150,18 +143,18 @@ def format_named(name: str) -> Format:
 
 
 def is_ours(state: Mapping[str, Tensor]) -> bool:
-    """Whether the names are those of our detectors."""
+    """Return True if the names are those of our detectors."""
     return any(name.startswith(OURS) for name in state)
 
 
 def format_of(state: Mapping[str, Tensor]) -> Format | None:
-    """The format whose signs are all there, the one with most of them; None where there is none."""
+    """Return the format with the most signs among those with all signs present, or None."""
     complete = [form for form in FORMATS if not form.missing_signs(state)]
     return max(complete, key=lambda form: len(form.signs), default=None)
 
 
 def closest_format(state: Mapping[str, Tensor]) -> str:
-    """For messages: which formats were tried, which of them knows most of the names, and what it misses."""
+    """Describe for messages the formats tried, the one that knows most names, and the signs it misses."""
     unknown = {form: len(unknown_names(state, form.table(state))) for form in FORMATS}
     best = min(FORMATS, key=lambda form: (unknown[form], len(form.missing_signs(state))))
     closest = f"closest is {best.name}, which knows {len(state) - unknown[best]} of the {len(state)} names and misses "
@@ -170,10 +163,10 @@ def closest_format(state: Mapping[str, Tensor]) -> str:
 
 
 def from_foreign(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """A foreign state dict under our names.
+    """Return a foreign state dict under our names.
 
     Raises:
-        InputError: the format is unknown, or a name in it is.
+        InputError: unknown format, or an unknown name in a known format.
     """
     state = without_wrapper(state)
     form = format_of(state)
@@ -187,18 +180,18 @@ def from_foreign(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
 
 
 def to_foreign(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Our state dict under the names of the format ``name``.
+    """Return our state dict under the names of the format ``name``.
 
     Raises:
-        InputError: there is no such format, it has no place for one of our tensors, or its own are not all there.
+        InputError: unknown format, a tensor without a name in it, or tensors of the format are missing.
     """
     form = format_named(name)
     kept = form.kept(state)
     theirs, unknown = to_theirs(kept, form.table(kept))
     if unknown:
-        hint = ". First write the detector without batch attention (--strip-batchformer), then convert that"
+        hint = ". First write the detector without batch attention (--strip-batchformer), then convert the result"
         raise InputError(
-            f"{form.title} has no place for these tensors: {listed(unknown)}"
+            f"{form.title} has no names for these tensors: {listed(unknown)}"
             + (hint if any("batch_former" in tensor.split(".") for tensor in unknown) else "")
         )
     if missing := form.missing_signs(theirs):
@@ -207,7 +200,7 @@ def to_foreign(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
 
 
 def without_wrapper(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without the ``module.`` that torch's data-parallel wrappers put before every name."""
+    """Remove the prefix ``module.`` of torch's data-parallel wrappers, if all names have it."""
     prefix = "module."
     wrapped = bool(state) and all(name.startswith(prefix) for name in state)
     return {name.removeprefix(prefix) if wrapped else name: tensor for name, tensor in state.items()}

@@ -1,7 +1,7 @@
-"""Names of Hugging Face transformers: DETR, Conditional DETR and Deformable DETR.
+"""Name tables of Hugging Face transformers: DETR, Conditional DETR and Deformable DETR.
 
-Written are those of transformers 5; read as well those of transformers 4, which most published files have. The backbone
-is timm's ResNet, with torchvision's names, or their own (the ``no_timm`` files).
+Names of transformers 5 are written and read; names of transformers 4, in most published files, are only read. The
+backbone is timm's ResNet with torchvision's names, or transformers' own (``no_timm`` files).
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
 
-from detr_bf.interop.layout import Layout
 from detr_bf.interop.official import deformable_attention, deformable_heads
-from detr_bf.interop.rules import Rule, rename
+from detr_bf.interop.rules import BODY, Layout, NameRule, rename
 
-BODY = "backbone.body"
-Table = Callable[[Layout], Iterator[Rule]]
+Table = Callable[[Layout], Iterator[NameRule]]
 
 
-def detr(layout: Layout) -> Iterator[Rule]:
+def detr(layout: Layout) -> Iterator[NameRule]:
     """DetrForObjectDetection."""
     yield from _around(layout)
     for theirs, ours in _layers("decoder", layout.decoder_layers):
@@ -26,18 +24,18 @@ def detr(layout: Layout) -> Iterator[Rule]:
         yield from _attention(f"{theirs}.encoder_attn", f"{ours}.cross_attention.attention")
 
 
-def conditional_detr(layout: Layout) -> Iterator[Rule]:
+def conditional_detr(layout: Layout) -> Iterator[NameRule]:
     """ConditionalDetrForObjectDetection."""
     yield from _around(layout)
     yield rename("model.decoder.ref_point_head", "decoder.queries.reference")
     yield rename("model.decoder.query_scale", "decoder.look.scale")
     for theirs, ours in _layers("decoder", layout.decoder_layers):
         for name, part, old in (("self_attn", "self_attention", "sa"), ("encoder_attn", "cross_attention", "ca")):
-            for kind, place in (("content", "content"), ("pos", "position")):
+            for kind, ours_kind in (("content", "content"), ("pos", "position")):
                 for letter, role in (("q", "query"), ("k", "key")):
                     yield rename(
                         f"{theirs}.{name}.{letter}_{kind}_proj",
-                        f"{ours}.{part}.{place}_{role}",
+                        f"{ours}.{part}.{ours_kind}_{role}",
                         older=[f"{theirs}.{old}_{letter}{kind}_proj"],
                     )
             yield rename(f"{theirs}.{name}.v_proj", f"{ours}.{part}.value", older=[f"{theirs}.{old}_v_proj"])
@@ -49,13 +47,13 @@ def conditional_detr(layout: Layout) -> Iterator[Rule]:
         )
 
 
-def deformable_detr(layout: Layout) -> Iterator[Rule]:
-    """DeformableDetrForObjectDetection in all its forms."""
+def deformable_detr(layout: Layout) -> Iterator[NameRule]:
+    """DeformableDetrForObjectDetection in all variants."""
     yield from _backbone()
     yield rename("model.input_proj", "tokens.projections")
     yield rename("model.level_embed", "tokens.level_embedding")
     queries = ("decoder.queries.position.weight", "decoder.queries.content.weight")
-    yield Rule(("model.query_position_embeddings.weight",), queries, dim=1)
+    yield NameRule(("model.query_position_embeddings.weight",), queries, dim=1)
     yield rename("model.reference_points", "decoder.queries.reference")
     yield rename("model.enc_output", "decoder.queries.project")
     yield rename("model.enc_output_norm", "decoder.queries.norm")
@@ -72,18 +70,18 @@ def deformable_detr(layout: Layout) -> Iterator[Rule]:
 
 
 def own_resnet(table: Table) -> Table:
-    """``table`` with transformers' own ResNet as backbone."""
+    """Return ``table`` with transformers' own ResNet as backbone."""
 
     @wraps(table)
-    def with_own_resnet(layout: Layout) -> Iterator[Rule]:
+    def with_own_resnet(layout: Layout) -> Iterator[NameRule]:
         yield from (rule for rule in table(layout) if rule.ours != (BODY,))
         yield from _own_resnet(layout)
 
     return with_own_resnet
 
 
-def _untied(heads: Iterator[Rule], layout: Layout) -> Iterator[Rule]:
-    """Files with refinement may hold one class head, which then is that of all layers."""
+def _untied(heads: Iterator[NameRule], layout: Layout) -> Iterator[NameRule]:
+    """Copy a single class head of a file with refinement to all layers."""
     one = layout.refine and layout.class_heads == 1
     others = tuple(f"decoder.heads.classes.{layer}" for layer in range(1, layout.decoder_layers))
     for rule in heads:
@@ -93,7 +91,7 @@ def _untied(heads: Iterator[Rule], layout: Layout) -> Iterator[Rule]:
             yield rule
 
 
-def _backbone() -> Iterator[Rule]:
+def _backbone() -> Iterator[NameRule]:
     yield rename("model.backbone.model", BODY, older=["model.backbone.conv_encoder.model"])
     for axis in ("column", "row"):
         yield rename(
@@ -103,26 +101,26 @@ def _backbone() -> Iterator[Rule]:
         )
 
 
-def _own_resnet(layout: Layout) -> Iterator[Rule]:
+def _own_resnet(layout: Layout) -> Iterator[NameRule]:
     yield from _convolution("embedder.embedder", "conv1", "bn1")
     for stage in range(4):
         for block in range(layout.backbone_blocks):
             theirs, ours = f"encoder.stages.{stage}.layers.{block}", f"layer{stage + 1}.{block}"
             yield from _convolution(f"{theirs}.shortcut", f"{ours}.downsample.0", f"{ours}.downsample.1")
-            for place in range(3):
-                yield from _convolution(f"{theirs}.layer.{place}", f"{ours}.conv{place + 1}", f"{ours}.bn{place + 1}")
+            for index in range(3):
+                yield from _convolution(f"{theirs}.layer.{index}", f"{ours}.conv{index + 1}", f"{ours}.bn{index + 1}")
 
 
-def _convolution(theirs: str, convolution: str, norm: str) -> Iterator[Rule]:
+def _convolution(theirs: str, convolution: str, norm: str) -> Iterator[NameRule]:
     for part, ours in (("convolution", convolution), ("normalization", norm)):
         older = f"model.backbone.conv_encoder.model.{theirs}.{part}"
         yield rename(f"model.backbone.model.{theirs}.{part}", f"{BODY}.{ours}", older=[older])
 
 
-def _around(layout: Layout) -> Iterator[Rule]:
-    """All but the decoder's attention of the detectors with one feature map."""
+def _around(layout: Layout) -> Iterator[NameRule]:
+    """Yield all rules of detectors with one feature map, except for attention in the decoder."""
     yield from _backbone()
-    for kind in ("weight", "bias"):  # of the convolution alone: theirs has no norm behind it
+    for kind in ("weight", "bias"):  # only the convolution: theirs has no norm after it
         yield rename(f"model.input_projection.{kind}", f"tokens.projections.0.{kind}")
     yield rename("model.query_position_embeddings", "decoder.queries.position")
     for theirs, ours in _layers("encoder", layout.encoder_layers):
@@ -140,24 +138,24 @@ def _layers(name: str, count: int) -> Iterator[tuple[str, str]]:
         yield f"model.{name}.layers.{layer}", f"{name}.layers.{layer}"
 
 
-def _encoder_layer(theirs: str, ours: str) -> Iterator[Rule]:
+def _encoder_layer(theirs: str, ours: str) -> Iterator[NameRule]:
     yield rename(f"{theirs}.self_attn_layer_norm", f"{ours}.attention_residual.norm")
     yield from _feed_forward(theirs, ours)
 
 
-def _decoder_layer(theirs: str, ours: str) -> Iterator[Rule]:
+def _decoder_layer(theirs: str, ours: str) -> Iterator[NameRule]:
     yield rename(f"{theirs}.self_attn_layer_norm", f"{ours}.self_residual.norm")
     yield rename(f"{theirs}.encoder_attn_layer_norm", f"{ours}.cross_residual.norm")
     yield from _feed_forward(theirs, ours)
 
 
-def _feed_forward(theirs: str, ours: str) -> Iterator[Rule]:
+def _feed_forward(theirs: str, ours: str) -> Iterator[NameRule]:
     yield rename(f"{theirs}.mlp.fc1", f"{ours}.feed_forward.expand", older=[f"{theirs}.fc1"])
     yield rename(f"{theirs}.mlp.fc2", f"{ours}.feed_forward.contract", older=[f"{theirs}.fc2"])
     yield rename(f"{theirs}.final_layer_norm", f"{ours}.feed_forward_residual.norm")
 
 
-def _attention(theirs: str, ours: str) -> Iterator[Rule]:
+def _attention(theirs: str, ours: str) -> Iterator[NameRule]:
     for letter, part in (("q", "query"), ("k", "key"), ("v", "value")):
         yield rename(f"{theirs}.{letter}_proj", f"{ours}.{part}")
     yield rename(f"{theirs}.o_proj", f"{ours}.out", older=[f"{theirs}.out_proj"])

@@ -1,17 +1,20 @@
-"""Names of the authors' repositories: DETR, Conditional DETR, SMCA, Deformable DETR and the BatchFormerV2 forks.
+"""Name tables of the authors' repositories and of detectron2.
 
-Where two names of theirs stand for one of ours, their code keeps the same module in two places.
+The repositories are DETR, Conditional DETR, SMCA, Deformable DETR and their BatchFormerV2 forks; two foreign names for
+one of ours mean that their code refers to the same module twice. Inside detectron2 there are our adapter and official
+DETR's wrapper. Detectron2's ResNets are torchvision's under other names if their bottlenecks have the stride in the
+3 x 3 convolution (``MODEL.RESNETS.STRIDE_IN_1X1: False``). This module does not import detectron2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from detr_bf.interop.layout import Layout
-from detr_bf.interop.rules import Rule, rename, within
+from detr_bf.interop.rules import BODY, Layout, NameRule, rename, within
 
 PARTS = ("query", "key", "value")
-MASK_LAYERS, MASK_ADAPTERS = 5, 3  # of the one mask head there is
+MASK_LAYERS, MASK_ADAPTERS = 5, 3  # in the mask head
+ADAPTER = "detector"  # module of the adapter that holds our detector
 CONDITIONAL_SELF = {
     "sa_qcontent_proj": "content_query",
     "sa_qpos_proj": "position_query",
@@ -31,7 +34,7 @@ CONDITIONAL_CROSS = {
 }
 
 
-def detr(layout: Layout) -> Iterator[Rule]:
+def detr(layout: Layout) -> Iterator[NameRule]:
     """facebookresearch/detr, and zhihou7/BatchFormer's fork of it."""
     yield from _around(layout)
     yield rename("query_embed", "decoder.queries.position")
@@ -43,7 +46,7 @@ def detr(layout: Layout) -> Iterator[Rule]:
         yield from _packed(f"{theirs}.multihead_attn", f"{ours}.cross_attention.attention")
 
 
-def detr_panoptic(layout: Layout) -> Iterator[Rule]:
+def detr_panoptic(layout: Layout) -> Iterator[NameRule]:
     """facebookresearch/detr with a mask head: the detector is one of its modules."""
     yield from within("detr", detr(layout))
     yield rename("bbox_attention.q_linear", "mask_head.attention.query")
@@ -56,7 +59,7 @@ def detr_panoptic(layout: Layout) -> Iterator[Rule]:
         yield rename(f"mask_head.adapter{index + 1}", f"mask_head.convolutions.adapters.{index}")
 
 
-def conditional_detr(layout: Layout) -> Iterator[Rule]:
+def conditional_detr(layout: Layout) -> Iterator[NameRule]:
     """Atten4Vis/ConditionalDETR."""
     yield from _around(layout)
     yield rename("query_embed", "decoder.queries.position")
@@ -72,7 +75,7 @@ def conditional_detr(layout: Layout) -> Iterator[Rule]:
             yield rename(f"{theirs}.{name}", f"{ours}.cross_attention.{part}")
 
 
-def smca(layout: Layout) -> Iterator[Rule]:
+def smca(layout: Layout) -> Iterator[NameRule]:
     """gaopengcuhk/SMCA-DETR."""
     yield from _around(layout)
     for theirs, ours in _encoder_layers(layout):
@@ -83,7 +86,7 @@ def smca(layout: Layout) -> Iterator[Rule]:
     yield from _gaussian_decoder(layout)
 
 
-def smca_multi_scale(layout: Layout) -> Iterator[Rule]:
+def smca_multi_scale(layout: Layout) -> Iterator[NameRule]:
     """Multi_scale_SMCA.zip of gaopengcuhk/SMCA-DETR."""
     yield from _backbone()
     for level, width in enumerate((512, 1024, 2048)):
@@ -106,18 +109,20 @@ def smca_multi_scale(layout: Layout) -> Iterator[Rule]:
         for point, name in (("point2", "offset"), ("point3", "scale")):
             for kind in ("weight", "bias"):
                 parts = tuple(f"{ours}.cross_attention.gaussians.{level}.{name}.{kind}" for level in range(4))
-                yield Rule((f"{theirs}.{point}.{kind}",), parts)
+                yield NameRule((f"{theirs}.{point}.{kind}",), parts)
     yield from _batch_former(layout, "encoder.encoder")
     yield from _decoder_norms(layout)
     yield from _gaussian_decoder(layout)
 
 
-def deformable_detr(layout: Layout) -> Iterator[Rule]:
+def deformable_detr(layout: Layout) -> Iterator[NameRule]:
     """fundamentalvision/Deformable-DETR in all its forms, and zhihou7/BatchFormer's fork of it."""
     yield from _backbone()
     yield rename("input_proj", "tokens.projections")
     yield rename("transformer.level_embed", "tokens.level_embedding")
-    yield Rule(("query_embed.weight",), ("decoder.queries.position.weight", "decoder.queries.content.weight"), dim=1)
+    yield NameRule(
+        ("query_embed.weight",), ("decoder.queries.position.weight", "decoder.queries.content.weight"), dim=1
+    )
     yield rename("transformer.reference_points", "decoder.queries.reference")
     yield rename("transformer.enc_output", "decoder.queries.project")
     yield rename("transformer.enc_output_norm", "decoder.queries.norm")
@@ -137,16 +142,37 @@ def deformable_detr(layout: Layout) -> Iterator[Rule]:
     yield from _batch_former(layout, "encoder")
 
 
-def _backbone() -> Iterator[Rule]:
-    yield rename("backbone.0.body", "backbone.body")
+def detectron2_adapter(_: Layout) -> Iterator[NameRule]:
+    """detr_bf.interop.detectron2 with our backbone, or with a detectron2 backbone that we have no table for."""
+    for module in (BODY, "tokens", "encoder", "decoder", "mask_head"):
+        yield rename(f"{ADAPTER}.{module}", module)
 
 
-def _around(layout: Layout) -> Iterator[Rule]:
+def detectron2_adapter_resnet(layout: Layout) -> Iterator[NameRule]:
+    """detr_bf.interop.detectron2 with a ResNet of detectron2."""
+    yield from _with_resnet(detectron2_adapter(layout), f"{ADAPTER}.{BODY}", layout)
+
+
+def detectron2_detr(layout: Layout) -> Iterator[NameRule]:
+    """facebookresearch/detr in d2/."""
+    yield from within("detr", _with_resnet(detr(layout), "backbone.0.backbone", layout))
+
+
+def detectron2_detr_panoptic(layout: Layout) -> Iterator[NameRule]:
+    """facebookresearch/detr in d2/, with a mask head around the detector."""
+    yield from within("detr", _with_resnet(detr_panoptic(layout), "detr.backbone.0.backbone", layout))
+
+
+def _backbone() -> Iterator[NameRule]:
+    yield rename("backbone.0.body", BODY)
+
+
+def _around(layout: Layout) -> Iterator[NameRule]:
     """Backbone, tokens, norms, feed-forward networks and BatchFormer of the detectors with one feature map."""
     yield from _backbone()
     yield rename("backbone.1.col_embed", "tokens.position.column")
     yield rename("backbone.1.row_embed", "tokens.position.row")
-    for kind in ("weight", "bias"):  # of the convolution alone: theirs has no norm behind it
+    for kind in ("weight", "bias"):  # only the convolution: theirs has no norm after it
         yield rename(f"input_proj.{kind}", f"tokens.projections.0.{kind}")
     yield rename("transformer.encoder.norm", "encoder.norm")
     for theirs, ours in _encoder_layers(layout):
@@ -156,7 +182,7 @@ def _around(layout: Layout) -> Iterator[Rule]:
     yield from _batch_former(layout, "encoder")
 
 
-def _decoder_norms(layout: Layout) -> Iterator[Rule]:
+def _decoder_norms(layout: Layout) -> Iterator[NameRule]:
     yield rename("transformer.decoder.norm", "decoder.norm")
     for theirs, ours in _decoder_layers(layout):
         yield from _feed_forward(theirs, ours, norm="norm3")
@@ -164,8 +190,8 @@ def _decoder_norms(layout: Layout) -> Iterator[Rule]:
         yield rename(f"{theirs}.norm2", f"{ours}.cross_residual.norm")
 
 
-def _gaussian_decoder(layout: Layout) -> Iterator[Rule]:
-    """SMCA's decoder, whose first layer's norm ours has in two places."""
+def _gaussian_decoder(layout: Layout) -> Iterator[NameRule]:
+    """SMCA's decoder; our queries also refer to the first layer's norm."""
     yield rename("query_embed", "decoder.queries.position")
     yield rename("transformer.decoder.layers.0.point1", "decoder.queries.reference.1")
     yield from _shared_heads()
@@ -173,41 +199,41 @@ def _gaussian_decoder(layout: Layout) -> Iterator[Rule]:
         yield from _packed(f"{theirs}.self_attn", f"{ours}.self_attention.attention")
         yield from _packed(f"{theirs}.multihead_attn", f"{ours}.cross_attention.attention")
         copies = () if theirs[-2:] != ".0" else ("decoder.queries.reference.0",)
-        yield Rule((f"{theirs}.norm4",), (f"{ours}.cross_attention.norm",), copies=copies)
+        yield NameRule((f"{theirs}.norm4",), (f"{ours}.cross_attention.norm",), copies=copies)
 
 
-def _shared_heads() -> Iterator[Rule]:
+def _shared_heads() -> Iterator[NameRule]:
     yield rename("class_embed", "decoder.heads.classes.0")
     yield rename("bbox_embed", "decoder.heads.boxes.0")
 
 
-def deformable_heads(layout: Layout, decoder: str) -> Iterator[Rule]:
-    """Theirs lists a head for every layer, the same one over and over without refinement; the last is the encoder's."""
+def deformable_heads(layout: Layout, decoder: str) -> Iterator[NameRule]:
+    """Heads in lists: one for each decoder layer (the same one without refinement), then the encoder's."""
     layers = range(layout.decoder_layers)
     for name, ours in (("class_embed", "classes"), ("bbox_embed", "boxes")):
-        places = [name]
+        lists = [name]
         if layout.two_stage or (layout.refine and name == "bbox_embed"):
-            places.append(f"{decoder}.{name}")
+            lists.append(f"{decoder}.{name}")
         if not layout.refine:
             yield rename([f"{name}.{layer}" for layer in layers], f"decoder.heads.{ours}.0")
             continue
         for layer in layers:
-            yield rename([f"{place}.{layer}" for place in places], f"decoder.heads.{ours}.{layer}")
+            yield rename([f"{prefix}.{layer}" for prefix in lists], f"decoder.heads.{ours}.{layer}")
         head = "class_head" if name == "class_embed" else "box_head"
-        yield rename([f"{place}.{layout.decoder_layers}" for place in places], f"decoder.queries.{head}")
+        yield rename([f"{prefix}.{layout.decoder_layers}" for prefix in lists], f"decoder.queries.{head}")
 
 
-def _batch_former(layout: Layout, encoder: str) -> Iterator[Rule]:
-    """One module for all insertions, or one for each encoder layer, which the forks keep in two places."""
+def _batch_former(layout: Layout, encoder: str) -> Iterator[NameRule]:
+    """One module for all insertions, or one for each encoder layer, which the forks store twice."""
     names = [("shared", ["transformer.bf"], ["transformer.encoder.bf"])]
     names += [(str(i), [f"transformer.bf.{i}", f"transformer.encoder.bf.{i}"], []) for i in layout.batch_former_layers]
-    for mixer, places, older in names:
+    for mixer, modules, older in names:
         for depth in range(layout.batch_former_depth):
             below = f".layers.{depth}" if layout.batch_former_depth > 1 else ""
             yield rename(
-                [place + below for place in places],
+                [module + below for module in modules],
                 f"{encoder}.batch_former.mixers.{mixer}.layers.{depth}",
-                older=[place + below for place in older],
+                older=[module + below for module in older],
             )
 
 
@@ -224,22 +250,40 @@ def _layers(name: str, count: int, inside: str = "") -> Iterator[tuple[str, str]
         yield f"transformer.{name}.layers.{layer}", f"{inside}{name}.layers.{layer}"
 
 
-def _feed_forward(theirs: str, ours: str, *, norm: str) -> Iterator[Rule]:
+def _feed_forward(theirs: str, ours: str, *, norm: str) -> Iterator[NameRule]:
     yield rename(f"{theirs}.linear1", f"{ours}.feed_forward.expand")
     yield rename(f"{theirs}.linear2", f"{ours}.feed_forward.contract")
     yield rename(f"{theirs}.{norm}", f"{ours}.feed_forward_residual.norm")
 
 
-def _packed(theirs: str, ours: str) -> Iterator[Rule]:
-    """torch's multi-head attention, three projections in one matrix."""
+def _packed(theirs: str, ours: str) -> Iterator[NameRule]:
+    """Yield the rules of torch's multi-head attention, with three projections in one matrix."""
     for kind in ("weight", "bias"):
-        yield Rule((f"{theirs}.in_proj_{kind}",), tuple(f"{ours}.{part}.{kind}" for part in PARTS))
+        yield NameRule((f"{theirs}.in_proj_{kind}",), tuple(f"{ours}.{part}.{kind}" for part in PARTS))
     yield rename(f"{theirs}.out_proj", f"{ours}.out")
 
 
-def deformable_attention(theirs: str, ours: str) -> Iterator[Rule]:
-    """Modules of one deformable attention."""
+def deformable_attention(theirs: str, ours: str) -> Iterator[NameRule]:
+    """Yield the rules of one deformable attention."""
     yield rename(f"{theirs}.sampling_offsets", f"{ours}.sampling_offsets")
     yield rename(f"{theirs}.attention_weights", f"{ours}.attention_weights")
     yield rename(f"{theirs}.value_proj", f"{ours}.value")
     yield rename(f"{theirs}.output_proj", f"{ours}.out")
+
+
+def _with_resnet(rules: Iterable[NameRule], prefix: str, layout: Layout) -> Iterator[NameRule]:
+    """Replace the backbone in ``rules`` by a ResNet of detectron2 in module ``prefix``."""
+    yield from (rule for rule in rules if rule.ours != (BODY,))
+    yield from _convolution(f"{prefix}.stem.conv1", "conv1", "bn1")
+    for stage in range(1, 5):
+        for block in range(layout.backbone_blocks):
+            theirs, ours = f"{prefix}.res{stage + 1}.{block}", f"layer{stage}.{block}"
+            yield from _convolution(f"{theirs}.shortcut", f"{ours}.downsample.0", f"{ours}.downsample.1")
+            for number in range(1, 4):
+                yield from _convolution(f"{theirs}.conv{number}", f"{ours}.conv{number}", f"{ours}.bn{number}")
+
+
+def _convolution(theirs: str, convolution: str, norm: str) -> Iterator[NameRule]:
+    """Rename a convolution that contains its norm."""
+    yield rename(theirs, f"{BODY}.{convolution}")
+    yield rename(f"{theirs}.norm", f"{BODY}.{norm}")

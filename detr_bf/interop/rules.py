@@ -1,10 +1,11 @@
-"""Name tables between foreign checkpoints and ours, read in both directions.
+"""Rules that rename tensors between foreign checkpoints and ours, in both directions.
 
-A table is a list of rules; a rule names tensors, or modules whose tensors keep their own names below.
+A table is a list of rules. A rule renames a tensor, or a module with all tensors in it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,40 +15,68 @@ from torch import Tensor
 from detr_bf.errors import InputError
 
 State = Mapping[str, Tensor]
+BODY = "backbone.body"  # our name of a backbone's network
 
 
 @dataclass(frozen=True)
-class Rule:
-    """The same tensor, under each name of ``theirs``, is the parts ``ours`` in order along ``dim``.
+class NameRule:
+    """One foreign tensor or module and its counterparts in our models."""
 
-    ``copies`` are further names of ours for the whole of it: a module that stands in two places. ``older`` are names of
-    theirs that are read but not written: those of earlier releases.
-    """
-
-    theirs: tuple[str, ...]
-    ours: tuple[str, ...]
+    theirs: tuple[str, ...]  # all names of it
+    ours: tuple[str, ...]  # our parts, concatenated in this order along dim
     dim: int = 0
-    copies: tuple[str, ...] = ()
-    older: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()  # our other names of the whole tensor: a module that is used twice
+    older: tuple[str, ...] = ()  # foreign names of earlier releases, read but not written
 
 
-def rename(theirs: str | Sequence[str], ours: str, *, older: Sequence[str] = ()) -> Rule:
-    """One of ours, under one name or several of theirs."""
-    return Rule((theirs,) if isinstance(theirs, str) else tuple(theirs), (ours,), older=tuple(older))
+@dataclass(frozen=True)
+class Layout:
+    """Number of layers and variant of a checkpoint, foreign or ours, derived from its names."""
+
+    encoder_layers: int
+    decoder_layers: int
+    refine: bool  # separate box heads for every decoder layer
+    two_stage: bool  # queries from encoder proposals
+    class_heads: int  # length of the list of class heads, 0: no list
+    batch_former_layers: frozenset[int]  # encoder layers with a separate BatchFormer
+    batch_former_depth: int  # layers of one BatchFormer
+    backbone_blocks: int  # blocks of the longest ResNet stage
+
+    @classmethod
+    def of(cls, state: Mapping[str, Tensor]) -> Layout:
+        text = "\n".join(state)
+        two_stage = bool(re.search(r"\b(?:transformer|model)\.enc_output\.|\bdecoder\.queries\.box_head\.", text))
+        own_heads = r"decoder\.bbox_embed\.|decoder\.heads\.boxes\.1\."
+        own = re.findall(r"(?:\btransformer\.bf|\.encoder\.bf|\.mixers)\.(\d+)\.", text)
+        return cls(
+            encoder_layers=_count(r"encoder\.layers\.(\d+)\.", text),
+            decoder_layers=_count(r"decoder\.layers\.(\d+)\.", text),
+            refine=two_stage or bool(re.search(own_heads, text)) or _heads_differ(state),
+            two_stage=two_stage,
+            class_heads=_count(r"(?:\bclass_embed|heads\.classes)\.(\d+)\.", text),
+            batch_former_layers=frozenset(map(int, own)),
+            batch_former_depth=_count(r"(?:\.bf|\.bf\.\d+|\.mixers\.\w+)\.layers\.(\d+)\.", text) or 1,
+            backbone_blocks=_count(r"\bstages\.\d+\.layers\.(\d+)\.|\b(?:layer|res)\d\.(\d+)\.", text),
+        )
 
 
-def within(module: str, rules: Iterable[Rule]) -> Iterator[Rule]:
-    """``rules`` where all of theirs lies in their ``module``."""
+def rename(theirs: str | Sequence[str], ours: str, *, older: Sequence[str] = ()) -> NameRule:
+    """Return the rule for one name of ours with one or several foreign names."""
+    return NameRule((theirs,) if isinstance(theirs, str) else tuple(theirs), (ours,), older=tuple(older))
+
+
+def within(module: str, rules: Iterable[NameRule]) -> Iterator[NameRule]:
+    """Yield ``rules`` with all foreign names inside the foreign ``module``."""
     for rule in rules:
         theirs, older = (tuple(f"{module}.{name}" for name in names) for names in (rule.theirs, rule.older))
         yield replace(rule, theirs=theirs, older=older)
 
 
-def to_ours(state: State, rules: Sequence[Rule]) -> tuple[dict[str, Tensor], list[str]]:
-    """Tensors under our names, and the names no rule knows.
+def to_ours(state: State, rules: Sequence[NameRule]) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the tensors under our names, and the names without a rule.
 
     Raises:
-        InputError: names of theirs that should hold the same tensor do not, or a tensor has no such parts.
+        InputError: foreign names of one tensor hold different values, or a tensor cannot be divided into its parts.
     """
     known = _by_their_name(rules)
     ours: dict[str, Tensor] = {}
@@ -65,8 +94,8 @@ def to_ours(state: State, rules: Sequence[Rule]) -> tuple[dict[str, Tensor], lis
     return ours, unknown
 
 
-def to_theirs(state: State, rules: Sequence[Rule]) -> tuple[dict[str, Tensor], list[str]]:
-    """Inverse of :func:`to_ours`: tensors under their names, and names of ours no rule knows or that lack parts."""
+def to_theirs(state: State, rules: Sequence[NameRule]) -> tuple[dict[str, Tensor], list[str]]:
+    """Invert :func:`to_ours`; return tensors under foreign names, and our names without a rule or without all parts."""
     known = {name: rule for rule in rules for name in (*rule.ours, *rule.copies)}
     theirs: dict[str, Tensor] = {}
     unknown = []
@@ -82,28 +111,24 @@ def to_theirs(state: State, rules: Sequence[Rule]) -> tuple[dict[str, Tensor], l
     return theirs, unknown
 
 
-def unknown_names(names: Iterable[str], rules: Sequence[Rule]) -> list[str]:
-    """The names of theirs that no rule knows."""
+def unknown_names(names: Iterable[str], rules: Sequence[NameRule]) -> list[str]:
+    """Return the foreign names without a rule."""
     known = _by_their_name(rules)
     return [name for name in names if _longest(name, known) is None]
 
 
-def _by_their_name(rules: Sequence[Rule]) -> dict[str, Rule]:
+def _by_their_name(rules: Sequence[NameRule]) -> dict[str, NameRule]:
     return {name: rule for rule in rules for name in (*rule.theirs, *rule.older)}
 
 
-def _longest(name: str, known: Mapping[str, Rule]) -> str | None:
-    return next((prefix for prefix in _prefixes(name) if prefix in known), None)
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    """The name itself and the modules it lies in, from the inside out."""
-    while name:
-        yield name
+def _longest(name: str, known: Mapping[str, NameRule]) -> str | None:
+    """Return the name itself or the innermost of its modules that has a rule."""
+    while name and name not in known:
         name = name.rpartition(".")[0]
+    return name or None
 
 
-def _parts(tensor: Tensor, rule: Rule, name: str) -> Sequence[Tensor]:
+def _parts(tensor: Tensor, rule: NameRule, name: str) -> Sequence[Tensor]:
     count = len(rule.ours)
     if count == 1:
         return [tensor]
@@ -116,3 +141,13 @@ def _put(ours: dict[str, Tensor], name: str, value: Tensor, source: str) -> None
     if name in ours and not value.is_meta and not torch.equal(ours[name], value):
         raise InputError(f"'{source}' should hold the same tensor as another name of this checkpoint, but does not")
     ours[name] = value
+
+
+def _count(pattern: str, text: str) -> int:
+    return max((int(match[match.lastindex or 1]) + 1 for match in re.finditer(pattern, text)), default=0)
+
+
+def _heads_differ(state: Mapping[str, Tensor]) -> bool:
+    """Compare the first two box heads: without refinement the list repeats one head."""
+    first, second = (state.get(f"bbox_embed.{layer}.layers.0.weight") for layer in range(2))
+    return first is not None and second is not None and not first.is_meta and not torch.equal(first, second)

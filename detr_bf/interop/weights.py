@@ -1,4 +1,4 @@
-"""Weights in files, whoever wrote them."""
+"""Read and write weights in files of any known format."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from detr_bf.files import atomic_write, check_weights, read_safetensors, read_to
 from detr_bf.interop.formats import format_named, format_of, from_foreign, is_ours, to_foreign, without_wrapper
 
 SUFFIXES = (".pth", ".pt", ".bin", ".safetensors")
-WRAPPERS = ("ema", "model", "state_dict")  # entries of a checkpoint that hold weights, the best ones first
+WRAPPERS = ("ema", "model", "state_dict")  # entries of a checkpoint that hold weights, averaged weights first
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Weights under our names: of a checkpoint of ours, averaged ones first, or of any foreign format.
+    """Read weights under our names from our or a foreign checkpoint; averaged weights are preferred.
 
     Raises:
-        InputError: the file is missing, damaged, holds no weights, or weights of an unknown format.
+        InputError: the file is missing or damaged, or holds no weights or an unknown format.
     """
     return under_our_names(read_state(path), str(path))
 
 
 def under_our_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """A state dict of ours as it is, or that of any foreign format under our names.
+    """Return a state dict under our names; ``source`` is named in errors.
 
     Raises:
-        InputError: it is of an unknown format.
+        InputError: unknown format.
     """
     if format_of(state) is None and is_ours(state):
         return dict(state)
@@ -39,7 +39,7 @@ def under_our_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tenso
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """Weights under the names they have in the file; averaged ones first.
+    """Read weights under the names in the file; averaged weights are preferred.
 
     Raises:
         InputError: the file is missing, damaged or holds no weights.
@@ -48,7 +48,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 
 def read_content(path: Path) -> Any:
-    """All that is in the file, read without executing anything.
+    """Read the whole content of a file without executing code from it.
 
     Raises:
         InputError: the file is missing or damaged.
@@ -57,21 +57,21 @@ def read_content(path: Path) -> Any:
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor], format_name: str | None = None) -> None:
-    """Write weights, given under our names, atomically; what they look like is said by the format and by the suffix.
+    """Write weights atomically in a foreign format.
 
     Args:
-        path: ``.safetensors`` holds the weights alone; the others what torch saves, with the entries of the format.
-        weights: under our names.
+        path: ``.safetensors`` holds only weights; other suffixes mean torch.save, with the format's wrapper.
+        weights: state dict under our names.
         format_name: None keeps our names.
 
     Raises:
-        InputError: another suffix, no such format, the weights do not fit it, or the file cannot be written.
+        InputError: unknown suffix or format, weights that do not fit the format, or the file cannot be written.
     """
     if path.suffix not in SUFFIXES:
         raise InputError(f"{path}: the name of a file of weights must end in one of {', '.join(SUFFIXES)}")
     named = to_foreign(weights, format_name) if format_name else weights
     wrapper = format_named(format_name).wrapper if format_name else None
-    # one memory each: safetensors refuses tensors that share it, and torch would write all of what a part is cut from
+    # clones share no memory: safetensors rejects shared memory, and torch would write the whole storage of a view
     state = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in named.items()}
     with atomic_write(path) as temporary:
         if path.suffix == ".safetensors":
@@ -81,15 +81,19 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], format_name: str | 
 
 
 def state_in(content: Any, path: Path) -> dict[str, Tensor]:
-    """The state dict in a checkpoint that was read from ``path``, averaged weights first, or the content itself.
+    """Return the state dict in a checkpoint, or the content itself; averaged weights are preferred.
+
+    Args:
+        content: content of a file.
+        path: the file, named in errors.
 
     Raises:
-        InputError: there is none, or it holds what cannot be weights.
+        InputError: no state dict, or values that cannot be weights.
     """
     entries = [content.get(name) for name in WRAPPERS] if isinstance(content, Mapping) else []
     state = next((entry for entry in (*entries, content) if _is_state(entry)), None)
     if state is None:
-        raise InputError(f"{path} holds no weights: expected names and tensors, by themselves or under 'model'")
+        raise InputError(f"{path} holds no weights: expected a dict of tensors, alone or under the key 'model'")
     check_weights(state, str(path), finite=False)
     return without_wrapper(state)
 

@@ -1,4 +1,4 @@
-"""What a training run needs: memory, time, disk, and what its batch means."""
+"""Plan of a training run: memory, time, disk, batch attention, learning rates, and settings that save memory."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from detr_bf.config import DetectionConfig
-from detr_bf.planning.machine import SECONDS_OF_A_DAY, Machine, largest_size, published_share, usual_size
+from detr_bf.planning.machine import SECONDS_PER_DAY, Machine, largest_size, published_share, usual_size
 from detr_bf.planning.trace import Trace, trace
 
-CONTEXT = 0.6 * 2**30  # bytes that CUDA and its libraries take for themselves
-ALLOWANCE = 0.10  # of the rest: workspaces, gradients of activations, fragmentation, NCCL
+CONTEXT = 0.6 * 2**30  # bytes used by CUDA and its libraries
+ALLOWANCE = 0.10  # share of the rest: workspaces, gradients of activations, fragmentation, NCCL
 FILES = 3  # checkpoints of a run: last, previous, best
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one GPU."""
+    """Bytes needed on one GPU."""
 
     weights: float
     gradients: float
-    moments: float  # two of AdamW for each trained parameter
-    averaged: float  # the second copy of the weights, of train.ema
-    activations: float  # of the largest images, with losses
-    exchange: float  # what batch_former.gather holds for a moment
+    moments: float  # two of AdamW for each trainable parameter
+    averaged: float  # averaged weights of train.ema
+    activations: float  # at the largest image size, with losses
+    exchange: float  # temporary memory of batch_former.gather
     allowance: float
 
     @property
@@ -36,7 +36,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Images, steps, epochs."""
+    """Number of images, steps and epochs."""
 
     images_per_step: int  # of all processes and accumulated batches
     steps_per_epoch: int
@@ -46,21 +46,21 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Time:
-    """Of training alone, without evaluation."""
+    """Time of training without evaluation."""
 
-    flops_per_step: float  # of one GPU
+    flops_per_step: float  # on one GPU
     seconds_per_step: float
     days: float
-    source: str  # of the seconds
+    source: str  # origin of seconds_per_step
 
 
 @dataclass(frozen=True)
-class Sequence:
-    """How many images batch attention spans."""
+class AttentionSpan:
+    """Number of images that batch attention spans."""
 
-    alone: int  # those of a process
+    alone: int  # images of one process
     gathered: int  # with batch_former.gather
-    used: int
+    used: int  # with the config's setting
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Rates:
     """Learning rates for this batch by the linear rule; nothing is changed."""
 
     published_batch: int
-    source: str  # of the published batch
+    source: str  # origin of the published batch
     factor: float
     lr: float
     backbone_lr: float
@@ -76,10 +76,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a GPU sends in a step."""
+    """Bytes that one GPU sends in a step."""
 
     gradients: float  # ring all-reduce
-    exchange: float  # of batch attention's tokens and their gradients
+    exchange: float  # tokens of batch attention and their gradients
 
 
 @dataclass(frozen=True)
@@ -95,42 +95,47 @@ class Disk:
 
 
 @dataclass(frozen=True)
-class Help:
-    """A change of settings, on top of those before it, and what is needed then."""
+class Suggestion:
+    """Cumulative changes of settings, and the memory needed with them."""
 
     settings: str
     needed: float  # bytes
     fits: bool
-    sequence: Sequence | None
+    sequence: AttentionSpan | None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything, in bytes and seconds."""
+    """The whole plan, in bytes and seconds."""
 
     fits: bool
     available: float  # bytes of a GPU
     memory: Memory
-    mixed: float  # bytes needed when lying and upright images meet in a batch
-    sequence: Sequence | None  # None without batch attention
+    mixed: float  # peak bytes if a batch mixes landscape and portrait
+    sequence: AttentionSpan | None  # None: without batch attention
     schedule: Schedule
     time: Time
     rates: Rates | None
     traffic: Traffic
     disk: Disk
-    helps: tuple[Help, ...]  # where it does not fit
+    helps: tuple[Suggestion, ...]  # if it does not fit
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, with the totals."""
+        """Return all values with totals, for JSON."""
         totals = {"memory": {**asdict(self.memory), "total": self.memory.total}}
         return {**asdict(self), **totals, "disk": {**asdict(self.disk), "total": self.disk.total}}
 
 
 def make_plan(config: DetectionConfig, machine: Machine, recipe: DetectionConfig | None = None) -> Plan:
-    """The plan of a run of ``config``; ``recipe`` is the published one it comes from, if any.
+    """Plan a run.
+
+    Args:
+        config: settings of the run.
+        machine: GPUs and data of the run.
+        recipe: the published settings that ``config`` is based on, if any.
 
     Raises:
-        InputError: the settings make no detector, or its GPU cannot do the precision.
+        InputError: no detector can be built from the settings, or the GPU does not support the precision.
     """
     machine.check(config)
     found = trace_of(config, machine)
@@ -150,17 +155,17 @@ def make_plan(config: DetectionConfig, machine: Machine, recipe: DetectionConfig
         rates=rates_of(config, machine, schedule, recipe),
         traffic=traffic_of(config, machine, found),
         disk=disk_of(config, found),
-        helps=() if fits else tuple(helps(config, machine, memory.total)),
+        helps=() if fits else tuple(suggestions(config, machine, memory.total)),
     )
 
 
 def trace_of(config: DetectionConfig, machine: Machine) -> Trace:
-    """At the largest image size."""
+    """Trace a step at the largest image size."""
     return trace(config, machine.classes(config), largest_size(config.data.transforms), processes=machine.gpus)
 
 
 def memory_of(config: DetectionConfig, machine: Machine, found: Trace) -> Memory:
-    """Of a GPU at the largest image size."""
+    """Return the memory of one GPU at the largest image size."""
     exchange = 2 * max(found.batch_attention, default=0) if _gathers(config, machine) else 0
     parts = {
         "weights": found.sizes.weights,
@@ -174,7 +179,7 @@ def memory_of(config: DetectionConfig, machine: Machine, found: Trace) -> Memory
 
 
 def schedule_of(config: DetectionConfig, machine: Machine) -> Schedule:
-    """As the trainer counts: an incomplete last batch is left out, an incomplete last step is not."""
+    """Count steps as the trainer does: an incomplete last batch is dropped, an incomplete last step is not."""
     train = config.train
     together = machine.gpus * train.batch_size
     steps_per_epoch = math.ceil((machine.images // together or 1) / train.accumulate)
@@ -184,7 +189,7 @@ def schedule_of(config: DetectionConfig, machine: Machine) -> Schedule:
 
 
 def time_of(config: DetectionConfig, machine: Machine, schedule: Schedule) -> Time:
-    """Measured, or estimated at the usual image size."""
+    """Return the measured step time, or an estimate at the usual image size."""
     size = usual_size(config.data.transforms)
     usual = trace(config, machine.classes(config), size, processes=machine.gpus)
     flops = usual.flops * config.train.accumulate
@@ -195,22 +200,22 @@ def time_of(config: DetectionConfig, machine: Machine, schedule: Schedule) -> Ti
     else:
         least = machine.gpu.least_seconds(usual.work) * config.train.accumulate
         seconds, source = least / published_share(), "estimated"
-    return Time(flops, seconds, schedule.steps * seconds / SECONDS_OF_A_DAY, source)
+    return Time(flops, seconds, schedule.steps * seconds / SECONDS_PER_DAY, source)
 
 
-def sequence_of(config: DetectionConfig, machine: Machine) -> Sequence | None:
-    """None where no images attend to each other."""
+def sequence_of(config: DetectionConfig, machine: Machine) -> AttentionSpan | None:
+    """Return the span of batch attention, None if it is off or in mode duplicate."""
     if not config.batch_former.enabled or config.batch_former.mode == "duplicate":
         return None
     alone = config.train.batch_size
     gathered = alone * machine.gpus
-    return Sequence(alone, gathered, gathered if config.batch_former.gather else alone)
+    return AttentionSpan(alone, gathered, gathered if config.batch_former.gather else alone)
 
 
 def rates_of(
     config: DetectionConfig, machine: Machine, schedule: Schedule, recipe: DetectionConfig | None
 ) -> Rates | None:
-    """None where no published batch is known."""
+    """Return learning rates by the linear rule, None without a published batch."""
     if machine.published_batch is not None:
         published, source = machine.published_batch, "--published-batch"
     elif recipe is not None:
@@ -223,7 +228,10 @@ def rates_of(
 
 
 def traffic_of(config: DetectionConfig, machine: Machine, found: Trace) -> Traffic:
-    """Of the largest images. A third of query, key and value comes back, and gradients take both ways again."""
+    """Return the traffic at the largest image size.
+
+    Batch attention sends query, key and value and receives the result, a third of that; gradients double the sum.
+    """
     others = (machine.gpus - 1) / machine.gpus
     exchange = 0.0
     if _gathers(config, machine):
@@ -232,7 +240,7 @@ def traffic_of(config: DetectionConfig, machine: Machine, found: Trace) -> Traff
 
 
 def disk_of(config: DetectionConfig, found: Trace) -> Disk:
-    """Weights, the optimiser's moments and averaged weights; every file of a run holds them."""
+    """Return the checkpoints' size: weights, averaged weights and moments in each file."""
     every = config.checkpoint.keep_every
     copies = 2 if config.train.ema.enabled else 1
     return Disk(
@@ -240,8 +248,8 @@ def disk_of(config: DetectionConfig, found: Trace) -> Disk:
     )
 
 
-def helps(config: DetectionConfig, machine: Machine, needed: float) -> Iterator[Help]:
-    """What needs less, each on top of those before that did, until it fits."""
+def suggestions(config: DetectionConfig, machine: Machine, needed: float) -> Iterator[Suggestion]:
+    """Yield cumulative changes that need less memory, until the run fits."""
     applied: dict[str, Any] = {}
     for change in _changes(config, machine):
         changed = copy.deepcopy(config)
@@ -252,13 +260,13 @@ def helps(config: DetectionConfig, machine: Machine, needed: float) -> Iterator[
             continue
         needed, applied = total, {**applied, **change}
         settings = " ".join(f"train.{name}={str(value).lower()}" for name, value in applied.items())
-        yield Help(settings, total, total <= machine.bytes, sequence_of(changed, machine))
+        yield Suggestion(settings, total, total <= machine.bytes, sequence_of(changed, machine))
         if total <= machine.bytes:
             return
 
 
 def _changes(config: DetectionConfig, machine: Machine) -> Iterator[dict[str, Any]]:
-    """Settings of ``train``: what costs least first."""
+    """Yield changes of ``train`` settings, the least costly first."""
     train = config.train
     if train.precision == "float32":
         yield {"precision": "bf16" if machine.gpu.bf16 else "fp16"}

@@ -1,4 +1,4 @@
-"""The plan in words."""
+"""Description of a plan in English."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from detr_bf.planning.machine import (
     published_share,
     usual_size,
 )
-from detr_bf.planning.plan import ALLOWANCE, CONTEXT, Help, Plan, Rates, Sequence, Time
-from detr_bf.planning.pretence import kernels_assumed
-from detr_bf.planning.trace import OBJECTS
+from detr_bf.planning.plan import ALLOWANCE, CONTEXT, AttentionSpan, Plan, Rates, Suggestion, Time
+from detr_bf.planning.trace import OBJECTS, kernels_assumed
 
-CLOSE = 0.9  # of a GPU's memory, from which a plan is called tight
+CLOSE = 0.9  # share of a GPU's memory above which a plan barely fits
 
 
 def describe(plan: Plan, config: DetectionConfig, machine: Machine) -> str:
-    """All numbers, what they advise, and what they rest on."""
+    """Return all numbers, advice and assumptions of a plan."""
     train = config.train
     batches = "1 batch" if train.accumulate == 1 else f"{train.accumulate} batches"
     together = f"{train.batch_size} images each, {batches} a step"
@@ -43,7 +42,7 @@ def describe(plan: Plan, config: DetectionConfig, machine: Machine) -> str:
             "",
             f"Checkpoints: {_gb(plan.disk.file)} a file, {_gb(plan.disk.total)} for the run's {plan.disk.files} files",
             "",
-            "What this rests on:",
+            "Assumptions:",
             *(f"  - {line}" for line in assumptions(plan, config, machine)),
         ]
     )
@@ -59,7 +58,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         ("moments of AdamW", memory.moments),
         ("averaged weights (train.ema)", memory.averaged),
         ("activations and losses", memory.activations),
-        ("exchange of batch_former.gather, for a moment", memory.exchange),
+        ("exchange of batch_former.gather, temporary", memory.exchange),
         ("allowance", memory.allowance),
     ):
         if size:
@@ -73,30 +72,30 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"  fits: {_gb(memory.total)} of {_gb(plan.available)}"
     if plan.fits and plan.mixed > plan.available:
         yield (
-            f"  but a batch of lying and upright images is padded to a square: up to {_gb(plan.mixed)}, which does not "
-            "fit. data.aspect_buckets=2 or more keeps them apart"
+            f"  but a batch of landscape and portrait images is padded to a square: up to {_gb(plan.mixed)}, which "
+            "does not fit. Use data.aspect_buckets=2 or more to separate them"
         )
 
 
 def _helps(plan: Plan) -> Iterator[str]:
     if not plan.helps:
-        yield "  nothing in train helps: use smaller images (data.transforms) or a smaller model"
+        yield "  no setting of train helps: use smaller images (data.transforms) or a smaller model"
         return
-    yield "  what helps, one after the other:"
+    yield "  changes that help, each on top of those above:"
     for step in plan.helps:
         verdict = "fits" if step.fits else "does not fit"
-        yield f"    {step.settings}: {_gb(step.needed)}, {verdict}{_shortened(step, plan)}"
+        yield f"    {step.settings}: {_gb(step.needed)}, {verdict}{_shorter_span(step, plan)}"
     if not plan.helps[-1].fits:
         yield "    beyond that: smaller images (data.transforms) or a smaller model"
 
 
-def _shortened(step: Help, plan: Plan) -> str:
-    """What a smaller batch does to batch attention."""
+def _shorter_span(step: Suggestion, plan: Plan) -> str:
+    """Return the effect of a smaller batch on batch attention."""
     if step.sequence is None or step.sequence == plan.sequence:
         return ""
     now, before = step.sequence, plan.sequence
     assert before is not None, "the changes do not switch batch attention on"
-    return f"; batch attention then spans {now.used} images instead of {before.used}, accumulated batches apart"
+    return f"; batch attention then spans {now.used} images instead of {before.used}, each accumulated batch separately"
 
 
 def _time(plan: Plan, machine: Machine) -> Iterator[str]:
@@ -115,15 +114,15 @@ def _time(plan: Plan, machine: Machine) -> Iterator[str]:
 def _sequence(plan: Plan, config: DetectionConfig) -> Iterator[str]:
     yield ""
     if plan.sequence is None:
-        off = "is off" if not config.batch_former.enabled else "mixes nothing with mode duplicate"
+        off = "is off" if not config.batch_former.enabled else "mixes no images in mode duplicate"
         yield f"Batch attention {off}"
         return
-    yield f"Batch attention spans {_spans(plan.sequence)}; accumulation does not lengthen it"
+    yield f"Batch attention spans {_spans(plan.sequence)}; accumulation does not increase this"
     if plan.sequence.used < 2:
-        yield "  one image sees itself alone: use a larger train.batch_size, or batch_former.gather=true on more GPUs"
+        yield "  an image attends only to itself: raise train.batch_size, or set batch_former.gather=true on more GPUs"
 
 
-def _spans(sequence: Sequence) -> str:
+def _spans(sequence: AttentionSpan) -> str:
     on, off = f"with batch_former.gather {sequence.gathered}", f"without {sequence.alone}"
     return f"{sequence.used} images ({on}, {off})"
 
@@ -132,7 +131,7 @@ def _rates(rates: Rates | None, plan: Plan, config: DetectionConfig) -> Iterator
     yield ""
     optimizer = config.optimizer
     if rates is None:
-        yield "Learning rate: no published batch is known to compare with; give --published-batch"
+        yield "Learning rate: no published batch to compare with; give --published-batch"
         return
     images = plan.schedule.images_per_step
     head = f"Learning rate: published for {rates.published_batch} images a step ({rates.source}), here {images}"
@@ -142,10 +141,10 @@ def _rates(rates: Rates | None, plan: Plan, config: DetectionConfig) -> Iterator
     yield f"{head}, x {rates.factor:.4g}"
     yield (
         f"  linear rule: optimizer.lr={rates.lr:.4g} optimizer.backbone_lr={rates.backbone_lr:.4g} instead of "
-        f"{optimizer.lr:g} and {optimizer.backbone_lr:g}; nothing is changed unless you say so"
+        f"{optimizer.lr:g} and {optimizer.backbone_lr:g}; the plan changes no setting"
     )
     if rates.factor > 1:
-        yield "  raise it over the first steps, optimizer.warmup_steps=1000 for instance"
+        yield "  use warm-up, for example optimizer.warmup_steps=1000"
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
@@ -155,40 +154,40 @@ def _traffic(plan: Plan) -> Iterator[str]:
         yield f"Each GPU sends {_gb(traffic.gradients)} of gradients a step"
     if traffic.exchange:
         yield (
-            f"  and {_gb(traffic.exchange)} for batch_former.gather at the largest images; it keeps nothing more for "
-            f"the backward pass, and {_gb(plan.memory.exchange)} for a moment"
+            f"  and {_gb(traffic.exchange)} for batch_former.gather at the largest images; it needs "
+            f"{_gb(plan.memory.exchange)} temporarily, and no more for the backward pass"
         )
 
 
 def assumptions(plan: Plan, config: DetectionConfig, machine: Machine) -> Iterator[str]:
-    """Each with its numbers and where they come from."""
+    """Yield all assumptions with their numbers and sources."""
     height, width = largest_size(config.data.transforms)
-    yield "GB are 2**30 bytes, as on the box of a GPU"
+    yield "GB are 2**30 bytes, as in GPU data sheets"
     yield (
         f"memory: the training forward pass of {config.train.batch_size} images of {height} x {width}, the largest of "
-        f"data.transforms, with {machine.classes(config)} classes (--classes), operator by operator without content; "
-        "weights and moments are float32, gradients lie in DDP's buckets and are not held twice"
+        f"data.transforms, with {machine.classes(config)} classes (--classes), operator by operator on fake tensors; "
+        "weights and moments are float32; gradients are views of DDP's buckets"
     )
     yield (
         f"allowance: {_gb(CONTEXT)} for CUDA and its libraries and {ALLOWANCE:.0%} of the rest for workspaces, NCCL, "
         "gradients of activations and fragmentation: rules of thumb"
     )
     yield (
-        "scaled dot product attention never holds its weights (a fused kernel); our operators are "
+        "scaled dot product attention does not store its weights (fused kernel); our operators are "
         + (
             "the compiled ones"
             if kernels_assumed("cuda")
-            else "plain PyTorch, since the compiled ones are not built here"
+            else "plain PyTorch, because the compiled ones are not built here"
         )
         + "; train.compile may need less"
     )
     if config.model.masks:
         half = config.train.precision != "float32" and not torch.cuda.is_available()
-        yield f"masks: {OBJECTS} objects an image (COCO: 7.3)" + (", worked out in float32" if half else "")
+        yield f"masks: {OBJECTS} objects in an image (COCO: 7.3)" + (", computed in float32" if half else "")
     yield from _assumptions_of_time(plan.time, config, machine)
     yield (
-        "steps: an incomplete last batch is left out; learning rates: the linear rule, made for SGD (Goyal et al. "
-        "2017, arXiv 1706.02677) and no more than a start for AdamW"
+        "steps: an incomplete last batch is dropped; learning rates: the linear rule, made for SGD (Goyal et al. "
+        "2017, arXiv 1706.02677), only a starting point for AdamW"
     )
     averaged = ", their average" if config.train.ema.enabled else ""
     yield f"checkpoints: last, previous and best, each with weights{averaged} and both moments"
@@ -197,8 +196,8 @@ def assumptions(plan: Plan, config: DetectionConfig, machine: Machine) -> Iterat
 def _assumptions_of_time(time: Time, config: DetectionConfig, machine: Machine) -> Iterator[str]:
     height, width = usual_size(config.data.transforms)
     yield (
-        f"work: images of {height} x {width}, the mean short side and {ASPECT:.2f} : 1, without crops and padding; a "
-        "backward pass costs two forward ones; frozen backbone stages are not taken off"
+        f"work: images of {height} x {width}, mean short side, aspect ratio {ASPECT:.2f}, without crops and padding; a "
+        "backward pass costs two forward ones; frozen backbone stages are counted as trained"
     )
     if time.source != "estimated":
         return
@@ -208,10 +207,11 @@ def _assumptions_of_time(time: Time, config: DetectionConfig, machine: Machine) 
         f"in half precision, {gpu.bandwidth:g} GB/s; every operator takes the longer of arithmetic and memory traffic"
     )
     yield (
-        f"of that, {published_share():.0%} is reached, as DETR's published training did on V100s: {PUBLISHED_EPOCHS} "
-        f"epochs in {PUBLISHED_DAYS} days on {PUBLISHED_GPUS} with {PUBLISHED_BATCH} images each (arXiv 2005.12872), "
-        f"{published_seconds_per_step():.3f} s a step. Waiting for data, for other GPUs, and evaluation come on top; "
-        "expect no better than a factor of 2, and measure: --seconds-per-step"
+        f"{published_share():.0%} of this speed is assumed, as in DETR's published training on V100: "
+        f"{PUBLISHED_EPOCHS} epochs in {PUBLISHED_DAYS} days on {PUBLISHED_GPUS} with {PUBLISHED_BATCH} images each "
+        f"(arXiv 2005.12872), "
+        f"{published_seconds_per_step():.3f} s a step. Evaluation and waiting for data or other GPUs are not included; "
+        "expect errors up to a factor of 2, or measure: --seconds-per-step"
     )
 
 

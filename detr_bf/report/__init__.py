@@ -1,23 +1,27 @@
-"""Everything to look at after a run: pictures, curves and one HTML page."""
+"""Pictures, curves and the HTML page of a run."""
 
-from detr_bf.report.comparison import Comparison, Interval, compare, comparison_table, save_comparison
-from detr_bf.report.curves import draw_curves
+from detr_bf.report.comparison import Comparison, Interval, compare_variants, comparison_table, save_comparison
+from detr_bf.report.curves import Metrics, draw_curves, read_metrics
+from detr_bf.report.detection import DETECTION_PAGE
 from detr_bf.report.drawing import draw_boxes, save_picture, tolerating
 from detr_bf.report.fonts import class_labels
 from detr_bf.report.html import write_report
 from detr_bf.report.machine import machine_info
-from detr_bf.report.metrics import Metrics, read_metrics
-from detr_bf.report.panoptic import PanopticSheetRow, draw_panoptic, panoptic_sheet, save_panoptic_sheet
-from detr_bf.report.sheet import SheetRow, comparison_sheet, save_sheet
+from detr_bf.report.page import TaskPage
+from detr_bf.report.panoptic import PanopticSheetRow, draw_panoptic, panoptic_sheet
+from detr_bf.report.sheet import ProbableClasses, SheetRow, comparison_sheet, prediction_sheet
 
 __all__ = [
+    "DETECTION_PAGE",
     "Comparison",
     "Interval",
     "Metrics",
     "PanopticSheetRow",
+    "ProbableClasses",
     "SheetRow",
+    "TaskPage",
     "class_labels",
-    "compare",
+    "compare_variants",
     "comparison_sheet",
     "comparison_table",
     "draw_boxes",
@@ -25,11 +29,10 @@ __all__ = [
     "draw_panoptic",
     "machine_info",
     "panoptic_sheet",
+    "prediction_sheet",
     "read_metrics",
     "save_comparison",
-    "save_panoptic_sheet",
     "save_picture",
-    "save_sheet",
     "tolerating",
     "write_report",
 ]

@@ -1,6 +1,6 @@
-"""Variants of an experiment against their baseline: means over seeds, and paired differences, with their intervals.
+"""Variants of an experiment against a baseline: means over seeds and paired differences, with confidence intervals.
 
-Runs of one seed see the same data in the same order, so what the seed does to both falls out of their difference.
+Runs with the same seed see the same data in the same order, so their difference cancels the effect of the seed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _NOTHING = "—"
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and, on each side of it, how far it is known; None of a single value."""
+    """Mean and half width of its confidence interval; the half width of a single value is None."""
 
     mean: float
     half_width: float | None
 
     @classmethod
     def of(cls, values: Sequence[float], confidence: float = 0.95) -> Interval:
-        """Student's t interval of the mean of independent values."""
+        """Return Student's t interval of the mean of independent values."""
         mean = float(np.mean(values))
         if len(values) < 2:
             return cls(mean, None)
@@ -41,36 +41,38 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the values differ from 0 by more than chance would explain, at the confidence asked for."""
+        """True if the mean differs significantly from 0."""
         return self.half_width is not None and abs(self.mean) > self.half_width
 
     def text(self, digits: int, signed: bool = False) -> str:
-        """``83.5 ± 0.4``."""
+        """Return for example ``83.5 ± 0.4``."""
         width = "" if self.half_width is None else f" ± {self.half_width:.{digits}f}"
         return f"{self.mean:{'+' if signed else ''}.{digits}f}{width}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One variant."""
+    """Results of one variant."""
 
     name: str
-    values: tuple[float, ...]  # one a seed
+    values: tuple[float, ...]  # one for each seed
     mean: Interval
-    difference: Interval | None  # from the baseline, seed by seed; None of the baseline itself
+    difference: Interval | None  # from the baseline, paired by seed; None for the baseline itself
 
 
-def compare(values: Mapping[str, Sequence[float]], baseline: str, confidence: float = 0.95) -> tuple[Comparison, ...]:
-    """Every variant against ``baseline``, in the order given.
+def compare_variants(
+    values: Mapping[str, Sequence[float]], baseline: str, confidence: float = 0.95
+) -> tuple[Comparison, ...]:
+    """Compare every variant with ``baseline``, in the given order.
 
     Args:
-        values: one finite number a seed, of the same seeds in the same order in every variant.
-        baseline: a name in ``values``.
-        confidence: of the intervals, between 0 and 1.
+        values: variant -> one finite number for each seed, the same seeds in the same order for all variants.
+        baseline: a key of ``values``.
+        confidence: confidence level of the intervals, between 0 and 1.
 
     Raises:
-        InputError: the baseline is no variant, a variant has no values or not as many as the baseline, or one is not
-            finite; the confidence is not between 0 and 1.
+        InputError: unknown baseline, a different number of values, no values, a value that is not finite, or a
+            confidence outside 0 to 1.
     """
     if baseline not in values:
         raise InputError(f"the baseline must be one of the variants {', '.join(values)}; got '{baseline}'")
@@ -80,7 +82,7 @@ def compare(values: Mapping[str, Sequence[float]], baseline: str, confidence: fl
     for name, measured in values.items():
         if len(measured) != seeds or not seeds:
             raise InputError(
-                f"'{name}' has {len(measured)} values and the baseline {seeds}: give one of each seed, of the same "
+                f"'{name}' has {len(measured)} values and the baseline {seeds}: give one value for each seed, the same "
                 "seeds in the same order"
             )
         if not all(math.isfinite(value) for value in measured):
@@ -99,12 +101,12 @@ def compare(values: Mapping[str, Sequence[float]], baseline: str, confidence: fl
 
 
 def comparison_table(rows: Sequence[Comparison], measured: str, digits: int = 1) -> str:
-    """A Markdown table; a difference whose interval excludes 0 is bold.
+    """Return a Markdown table; differences whose interval excludes 0 are bold.
 
     Args:
-        rows: of :func:`compare`.
-        measured: title of the column of means, with the unit: ``top-1 (%)``.
-        digits: behind the point.
+        rows: the result of :func:`compare_variants`.
+        measured: title of the column of means, with the unit, for example ``top-1 (%)``.
+        digits: number of decimals.
     """
     lines = [f"| Variant | {_cell(measured)} | Difference, paired | Seeds |", "|:--|--:|--:|--:|"]
     for row in rows:
@@ -115,21 +117,19 @@ def comparison_table(rows: Sequence[Comparison], measured: str, digits: int = 1)
 
 
 def save_comparison(path: str | Path, rows: Sequence[Comparison], measured: str) -> None:
-    """Draw a dot a seed with mean and interval of each variant, and beside it its difference from the baseline.
-
-    The suffix of ``path`` (``.svg``, ``.png`` or ``.pdf``) chooses the format.
+    """Draw all values with mean and interval for each variant, and the difference from the baseline beside them.
 
     Raises:
-        InputError: the suffix is another one.
+        InputError: the suffix of ``path`` is not ``.svg``, ``.png`` or ``.pdf``.
     """
     check_suffix(path, "comparisons are")
     figure = Figure(figsize=(11, 1.5 + 0.55 * len(rows)), layout="constrained", facecolor="white")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    for place, row in enumerate(rows):
-        _plot_seeds(left, place, row.values, "#9aa1ab")
-        _plot_interval(left, place, row.mean, INK if row.difference is None else BLUE)
+    for line, row in enumerate(rows):
+        left.scatter(row.values, np.full(len(row.values), line + 0.2), s=18, color="#9aa1ab", linewidths=0)
+        _plot_interval(left, line, row.mean, INK if row.difference is None else BLUE)
         if row.difference:
-            _plot_interval(right, place, row.difference, _colour_of(row.difference))
+            _plot_interval(right, line, row.difference, _colour_of(row.difference))
     right.axvline(0, color=INK, linewidth=1)
     left.set_yticks(range(len(rows)), [plain(row.name) for row in rows], fontsize=10)
     left.set_ylim(len(rows) - 0.5, -0.5)
@@ -140,19 +140,15 @@ def save_comparison(path: str | Path, rows: Sequence[Comparison], measured: str)
     save_figure(path, figure)
 
 
-def _plot_seeds(axes: Axes, place: int, values: Sequence[float], colour: str) -> None:
-    axes.scatter(values, np.full(len(values), place + 0.2), s=18, color=colour, linewidths=0)
-
-
-def _plot_interval(axes: Axes, place: int, interval: Interval, colour: str) -> None:
+def _plot_interval(axes: Axes, line: int, interval: Interval, colour: str) -> None:
     if interval.half_width is not None:
         ends = interval.mean - interval.half_width, interval.mean + interval.half_width
-        axes.plot(ends, (place, place), color=colour, linewidth=2.4, solid_capstyle="round")
-    axes.scatter([interval.mean], [place], s=52, color=colour, edgecolors="white", linewidths=1, zorder=3)
+        axes.plot(ends, (line, line), color=colour, linewidth=2.4, solid_capstyle="round")
+    axes.scatter([interval.mean], [line], s=52, color=colour, edgecolors="white", linewidths=1, zorder=3)
 
 
 def _colour_of(difference: Interval) -> str:
-    """Green above 0, vermilion below it, grey where the interval holds 0."""
+    """Return green above 0, vermilion below 0, grey if the interval contains 0."""
     if not difference.excludes_zero:
         return "#7b828c"
     return GREEN if difference.mean > 0 else VERMILION

@@ -1,10 +1,13 @@
-"""Curves of a run over its epochs, drawn from its ``metrics.jsonl``."""
+"""Reading ``metrics.jsonl``, and drawing its training and evaluation records as curves over epochs."""
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from detr_bf.errors import InputError
+from detr_bf.files import read_records
 from detr_bf.report.figures import (
     BLACK,
     BLUE,
@@ -28,10 +32,11 @@ from detr_bf.report.figures import (
     title,
 )
 from detr_bf.report.fonts import plain
-from detr_bf.report.metrics import Metrics, Record, read_metrics, series
 
-# name in metrics.jsonl, name in the legend, colour
-_Line = tuple[str, str, str]
+logger = logging.getLogger(__name__)
+
+_Record = dict[str, Any]
+_Line = tuple[str, str, str]  # name in metrics.jsonl, name in the legend, colour
 _TOTAL: tuple[_Line, ...] = (
     ("loss", "total", BLACK),
     ("stream/clean", "clean stream", BLUE),
@@ -40,21 +45,31 @@ _TOTAL: tuple[_Line, ...] = (
 _TERM_COLOURS = (BLACK, ORANGE, GREEN, PINK, SKY, VERMILION, BLUE)
 _TERM_NAMES = {"loss_ce": "cross-entropy", "loss_localization": "relative localization"}
 _TERM = re.compile(r"loss_[a-z][a-z0-9_]{0,30}")
-_REPEATED = re.compile(r".*_(\d+|enc)")  # terms of auxiliary layers and of proposals
-_SMALLEST = 1e-100  # value on a logarithmic axis; what is below counts as 0
-_SMOOTH_FROM = 40  # points; shorter curves are drawn as they are
+_REPEATED = re.compile(r".*_(\d+|enc)")  # terms of auxiliary layers and encoder proposals
+_SMALLEST = 1e-100  # smallest value on a logarithmic axis; smaller ones count as 0
+_SMOOTH_FROM = 40  # points; shorter curves are drawn without a running mean
+_LARGEST = 1e100  # largest absolute value that is drawn: sums and margins stay finite
+_MAX_EPOCH = 1e9
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Training and evaluation records, each in ascending order of unique steps."""
+
+    train: tuple[_Record, ...] = ()
+    val: tuple[_Record, ...] = ()
 
 
 @dataclass(frozen=True)
 class CurvePlan:
-    """What is drawn beside the training loss and that of its streams."""
+    """Curves to draw in addition to the training loss and the loss of each stream."""
 
-    terms: tuple[_Line, ...] = ()  # of the loss, on a linear axis; all others that were logged on a logarithmic one
+    terms: tuple[_Line, ...] = ()  # loss terms on a linear axis; other logged terms get a logarithmic one
     terms_title: str = "Terms"
     others_title: str = "Unweighted terms, logarithmic"
-    scores: tuple[_Line, ...] = ()  # of the validation, fractions
-    groups: tuple[_Line, ...] = ()  # the same of parts of the classes, drawn where there is more than one part
-    validation_loss: bool = False  # beside that of the training
+    scores: tuple[_Line, ...] = ()  # validation scores, fractions
+    groups: tuple[_Line, ...] = ()  # scores of groups of classes, drawn if more than one group was logged
+    validation_loss: bool = False  # in the panel of the training loss
 
 
 DETECTION_CURVES = CurvePlan(
@@ -75,25 +90,20 @@ DETECTION_CURVES = CurvePlan(
         ("AP75", "AP75", PINK),
     ),
 )
-CLASSIFICATION_CURVES = CurvePlan(
-    scores=(("top5", "top-5", SKY), ("top1", "top-1", BLACK)),
-    groups=(("many", "many-shot", BLUE), ("medium", "medium-shot", ORANGE), ("few", "few-shot", VERMILION)),
-    validation_loss=True,
-)
-RECONSTRUCTION_CURVES = CurvePlan(validation_loss=True)
 
 
 def draw_curves(source: Metrics | str | Path, output: str | Path, plan: CurvePlan = DETECTION_CURVES) -> None:
-    """Draw the training loss, its terms and the validation over epochs, those that ``plan`` names.
+    """Draw training loss, loss terms and validation scores over epochs and write the figure atomically.
 
-    Long loss curves are drawn faint, with their running mean on top. ``output`` is written atomically; its suffix
-    (``.svg``, ``.png`` or ``.pdf``) chooses the format.
+    Long loss curves are drawn faint, with their running mean on top.
 
     Args:
-        source: the metrics, or their file.
+        source: the metrics or their file.
+        output: ``.svg``, ``.png`` or ``.pdf``; the suffix chooses the format.
+        plan: names and colours of the curves.
 
     Raises:
-        InputError: there are no metrics to draw, or the suffix is another one.
+        InputError: there are no records to draw, or the suffix is another one.
     """
     check_suffix(output, "curves are")
     metrics = source if isinstance(source, Metrics) else read_metrics(source)
@@ -105,12 +115,50 @@ def draw_curves(source: Metrics | str | Path, output: str | Path, plan: CurvePla
     save_figure(output, _figure(metrics, plan))
 
 
+def read_metrics(path: str | Path) -> Metrics:
+    """Read a metrics file; if a resumed run logged a step twice, the later line counts.
+
+    Lines without a valid kind, step and epoch are left out; a warning gives their number.
+
+    Raises:
+        InputError: the file is missing or cannot be read.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise InputError(f"metrics file not found: {path}. A run writes it into its output folder")
+    lines = [record for _, record in read_records(path)]
+    records = [
+        record
+        for record in lines
+        if record is not None and _is_number(record.get("epoch")) and 0 <= record["epoch"] < _MAX_EPOCH
+    ]
+    if damaged := len(lines) - len(records):
+        logger.warning("%s: %d of %d lines are damaged and left out", path, damaged, len(lines))
+    return Metrics(_by_step(records, "train"), _by_step(records, "val"))
+
+
+def series(records: Iterable[_Record], name: str) -> tuple[list[float], list[float]]:
+    """Return epochs and values of one quantity, without records where it is missing or not a finite number."""
+    points = [(record["epoch"], record[name]) for record in records if _is_number(record.get(name))]
+    return [float(epoch) for epoch, _ in points], [float(value) for _, value in points]
+
+
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean of the last ``window`` values, of fewer at the start; (N,) float64 -> (N,) float64."""
+    """Return the mean of the last ``window`` values, fewer at the start; (N,) float64 -> (N,) float64."""
     sums = np.cumsum(np.concatenate([[0.0], values]))
     last = np.arange(1, len(values) + 1)
     first = np.maximum(last - window, 0)
     return (sums[last] - sums[first]) / (last - first)
+
+
+def _by_step(records: Iterable[_Record], kind: str) -> tuple[_Record, ...]:
+    latest = {record["step"]: record for record in records if record["kind"] == kind}
+    return tuple(latest[step] for step in sorted(latest))
+
+
+def _is_number(value: Any) -> bool:
+    """Check for a finite number that can be drawn."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
 
 
 def _figure(metrics: Metrics, plan: CurvePlan) -> Figure:
@@ -139,7 +187,10 @@ def _figure(metrics: Metrics, plan: CurvePlan) -> Figure:
 
 
 def _further_terms(metrics: Metrics, plan: CurvePlan) -> tuple[_Line, ...]:
-    """Return the logged terms that the plan does not name, in their order; a single one may be the loss itself."""
+    """Return logged terms missing from the plan, in logged order.
+
+    A single term of a plan without terms is left out: it may be the loss itself.
+    """
     planned = {name for name, _, _ in plan.terms}
     names = dict.fromkeys(
         name
@@ -155,8 +206,8 @@ def _further_terms(metrics: Metrics, plan: CurvePlan) -> tuple[_Line, ...]:
     )
 
 
-def _with_weight(records: tuple[Record, ...], name: str) -> str:
-    """Return ``relative localization x 0.01``: the name of a term and the weight that it has in the total, if not 1."""
+def _with_weight(records: tuple[_Record, ...], name: str) -> str:
+    """Return the name of a term with its weight in the total unless it is 1: ``relative localization x 0.01``."""
     text = _TERM_NAMES.get(name) or name.removeprefix("loss_").replace("_", " ")
     weights = series(records, f"weight/{name}")[1]
     low, high = min(weights, default=1.0), max(weights, default=1.0)
@@ -165,7 +216,7 @@ def _with_weight(records: tuple[Record, ...], name: str) -> str:
     return f"{text} x {low:.3g}" + (f" to {high:.3g}" if low != high else "")
 
 
-def _plot_losses(axes: Axes, records: tuple[Record, ...], lines: tuple[_Line, ...]) -> None:
+def _plot_losses(axes: Axes, records: tuple[_Record, ...], lines: tuple[_Line, ...]) -> None:
     for name, label, colour in lines:
         epochs, values = series(records, name)
         if len(values) >= _SMOOTH_FROM:
@@ -181,7 +232,7 @@ def _finish_losses(axes: Axes, text: str) -> None:
 
 
 def _finish_logarithmic(axes: Axes, text: str) -> None:
-    """Make the axis logarithmic, with room for the legend below the curves; values that are not positive are off it."""
+    """Make the axis logarithmic, with the legend below the curves; only positive values are drawn."""
     _finish(axes, text)
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines] or [np.empty(0)])
     values = values[values > _SMALLEST]
@@ -198,7 +249,7 @@ def _finish_logarithmic(axes: Axes, text: str) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _plot_scores(axes: Axes, records: tuple[Record, ...], plan: CurvePlan) -> None:
+def _plot_scores(axes: Axes, records: tuple[_Record, ...], plan: CurvePlan) -> None:
     groups = [line for line in plan.groups if series(records, line[0])[1]]
     highest = 0.0
     for name, label, colour in (*(groups if len(groups) > 1 else ()), *plan.scores):

@@ -1,63 +1,82 @@
-"""What ``report.html`` says of a detector."""
+"""Parts of ``report.html`` for detectors, and sentences about plug-ins that classifiers share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from detr_bf.config import DetectionConfig
 from detr_bf.config.detection import DetectorPluginsConfig
+from detr_bf.config.run import ContextBroadcastingConfig, LocalizationConfig
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
 from detr_bf.evaluation.summary import SIZE_NAMES
 from detr_bf.report.curves import DETECTION_CURVES
-from detr_bf.report.elements import (
+from detr_bf.report.page import (
     EVALUATION_FILE,
     SHEET_FILE,
+    TaskPage,
     count,
     headline,
     missing,
     percent,
     row,
     section,
-    sheet,
     table,
+    validation_sheet,
 )
-from detr_bf.report.shared_plugins import context_broadcasting, relative_localization
-from detr_bf.report.task_page import TaskPage
 
 PANOPTIC_SHEET_FILE = "pictures/panoptic.png"
 _SIDE_BY_SIDE = "Validation images with ground truth and predictions side by side"
 
 
+def context_broadcasting(settings: ContextBroadcastingConfig) -> Iterator[str]:
+    """Yield the name of Context Broadcasting with its blocks, if it is on."""
+    if settings.enabled:
+        yield f"Context Broadcasting in {blocks(settings.layers)}{', scaled' if settings.scaled else ''}"
+
+
+def relative_localization(settings: LocalizationConfig) -> Iterator[str]:
+    """Yield the name of relative localization with its variant and weight, if it is on."""
+    if settings.enabled:
+        weight = "published weight" if settings.weight is None else f"weight {settings.weight:g}"
+        yield f"relative localization ({settings.variant}, {weight})"
+
+
+def blocks(layers: Any) -> str:
+    """Return ``block 7``, ``blocks 0, 3`` or ``upper blocks`` from a plug-in's setting."""
+    if isinstance(layers, str):
+        return f"{layers} blocks"
+    return f"block{'' if len(layers) == 1 else 's'} {', '.join(map(str, layers))}"
+
+
 def _sentences(config: DetectionConfig) -> list[str]:
-    """What was trained."""
     body = f"{config.model.name.upper()} with {config.model.backbone.name}."
     return [body, batch_former_line(config), *encoder_plugins_line(config.plugins)]
 
 
 def encoder_plugins_line(plugins: DetectorPluginsConfig) -> Iterator[str]:
-    """One sentence about those that are on, if any is."""
+    """Yield one sentence about the enabled plug-ins, if there are any."""
     local = relative_localization(plugins.relative_localization)
     if names := [*context_broadcasting(plugins.context_broadcasting), *local]:
         yield f"In the encoder: {'; '.join(names)}."
 
 
 def batch_former_line(config: DetectionConfig) -> str:
-    """One sentence: whether batch attention was on, where, and in which mode."""
+    """Return one sentence with position, mode and settings of batch attention."""
     settings = config.batch_former
     if not settings.enabled or not settings.layers:
         return "BatchFormerV2 is off."
     layers = ", ".join(map(str, settings.layers))
-    place = f"{settings.position} encoder {'layer' if len(settings.layers) == 1 else 'layers'} {layers}"
+    position = f"{settings.position} encoder {'layer' if len(settings.layers) == 1 else 'layers'} {layers}"
     weights = " with shared weights" if settings.shared and len(settings.layers) > 1 else ""
     return (
-        f"BatchFormerV2 {place}{weights}, mode {settings.mode.replace('_', ' ')}, {settings.heads} heads, "
+        f"BatchFormerV2 {position}{weights}, mode {settings.mode.replace('_', ' ')}, {settings.heads} heads, "
         f"dropout {settings.dropout:g}, batches of {config.train.batch_size}."
     )
 
 
 def _results(result: Result | None) -> Iterator[str]:
-    """Sections with the numbers of the last evaluation."""
     if result and result.panoptic:
         yield section("Panoptic segmentation", _panoptic_headline(result.panoptic))
     if result and result.masks:
@@ -68,11 +87,10 @@ def _results(result: Result | None) -> Iterator[str]:
 
 
 def _details(run_dir: Path, result: Result | None) -> Iterator[str]:
-    """Sections with pictures and classes."""
     panoptic = result and result.panoptic
     if panoptic:
-        yield section("Panoptic maps", sheet(run_dir / PANOPTIC_SHEET_FILE, _SIDE_BY_SIDE))
-    yield section("Validation images", sheet(run_dir / SHEET_FILE, _SIDE_BY_SIDE))
+        yield section("Panoptic maps", validation_sheet(run_dir / PANOPTIC_SHEET_FILE, _SIDE_BY_SIDE))
+    yield section("Validation images", validation_sheet(run_dir / SHEET_FILE, _SIDE_BY_SIDE))
     if panoptic:
         yield section("Classes, panoptic", _panoptic_table(panoptic))
     yield section("Classes", _class_table(result.boxes) if result else missing(EVALUATION_FILE, "evaluation"))
@@ -99,8 +117,8 @@ def _headline(summary: CocoSummary | None, kind: str) -> str:
 def _panoptic_headline(summary: PanopticSummary) -> str:
     large = [
         ("PQ", percent(summary.PQ), "panoptic quality"),
-        ("SQ", percent(summary.SQ), "overlap of what was found"),
-        ("RQ", percent(summary.RQ), "F1 of what was found"),
+        ("SQ", percent(summary.SQ), "mean IoU of matches"),
+        ("RQ", percent(summary.RQ), "F1 of matches"),
     ]
     small = [
         (f"{name} {group}", percent(summary.metrics[f"{name}_{suffix}"]), "")
@@ -131,7 +149,8 @@ def _class_row(name: str, result: ClassResult) -> str:
     return row(name, result.AP, (percent(result.AP), percent(result.AP50), f"{result.num_objects:,}"))
 
 
-PAGE = TaskPage(
+DETECTION_PAGE = TaskPage(
+    task="detection",
     curves=DETECTION_CURVES,
     curves_description="Training loss, its terms, and validation AP over epochs",
     read_result=Result.from_dict,

@@ -1,7 +1,7 @@
 """Boxes with legible labels on pictures of any size.
 
-Lines and letters are scaled to the drawn picture and small pictures are enlarged first, so that a 96-pixel image can be
-read as well as a 4000-pixel one. Labels look for a free place near their box and never leave the picture.
+Lines and letters scale with the picture and small pictures are enlarged first, so that labels are legible on images of
+96 and of 4000 pixels. Labels are drawn near their box, inside the picture, and avoid each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 Colour = tuple[int, int, int]
 
-# Okabe and Ito, "Color Universal Design" (2008), without black: told apart with every common colour blindness.
+# Okabe and Ito, "Color Universal Design" (2008), without black: distinct for colour-blind readers.
 _PALETTE: tuple[Colour, ...] = (
     (230, 159, 0),
     (86, 180, 233),
@@ -36,7 +36,7 @@ _PALETTE: tuple[Colour, ...] = (
     (213, 94, 0),
     (204, 121, 167),
 )
-_TINTS = ((0, 0.0), (255, 0.5), (0, 0.4))  # grey level mixed in, and how much of it, once the palette is used up
+_TINTS = ((0, 0.0), (255, 0.5), (0, 0.4))  # grey level and its share, for each repetition of the palette
 DARK: Colour = (20, 22, 26)
 _LIGHT: Colour = (255, 255, 255)
 
@@ -50,11 +50,11 @@ class Rectangle(NamedTuple):
     y1: float
 
     def moved_to(self, x: float, y: float) -> Rectangle:
-        """The same size with its top left corner at (x, y)."""
+        """Return a rectangle of the same size with its top left corner at (x, y)."""
         return Rectangle(x, y, x + self.x1 - self.x0, y + self.y1 - self.y0)
 
     def overlap(self, other: Rectangle) -> float:
-        """Common area in square pixels."""
+        """Return the common area in square pixels."""
         width = min(self.x1, other.x1) - max(self.x0, other.x0)
         height = min(self.y1, other.y1) - max(self.y0, other.y0)
         return max(width, 0.0) * max(height, 0.0)
@@ -70,14 +70,14 @@ class Mark:
 
 
 def class_colour(label: int) -> Colour:
-    """The colour of a class index, the same in every picture; 21 differ, then they come round again."""
+    """Return the colour of a class index, the same in every picture; the colours repeat after 21 classes."""
     red, green, blue = _PALETTE[label % len(_PALETTE)]
     grey, share = _TINTS[label // len(_PALETTE) % len(_TINTS)]
     return tuple(round(value * (1 - share) + grey * share) for value in (red, green, blue))  # type: ignore[return-value]
 
 
 def text_colour(background: Colour) -> Colour:
-    """Dark or light, whichever has the higher contrast (WCAG 2.2, relative luminance)."""
+    """Return dark or light, the one with the higher contrast (WCAG 2.2, relative luminance)."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in background)]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return DARK if luminance > 0.179 else _LIGHT
@@ -97,12 +97,12 @@ def draw_boxes(
         image: (3, H, W) uint8.
         boxes: (N, 4) float, x0, y0, x1, y1 in pixels of ``image``.
         labels: (N,) int64, indices into ``class_names``.
-        class_names: drawn as :func:`~detr_bf.report.fonts.legible` makes them.
-        scores: (N,) float in [0, 1]; written behind the names, and the best get the best places for their labels.
-        min_size: pixels; an image whose longer side is shorter is enlarged to it.
+        class_names: drawn as :func:`~detr_bf.report.fonts.legible` returns them.
+        scores: (N,) float in [0, 1]; written after the names. Labels of high scores are positioned first.
+        min_size: pixels; a smaller image is enlarged until its longer side has this length.
 
     Returns:
-        (3, H', W') uint8, H' and W' in the proportion of H and W.
+        (3, H', W') uint8 with the aspect ratio of H and W.
     """
     picture, scale = enlarged(image, min_size)
     paint_marks(picture, make_marks(boxes * scale, labels, class_names, scores), font_size_for(picture))
@@ -110,20 +110,21 @@ def draw_boxes(
 
 
 def enlarged(image: Tensor, min_size: int) -> tuple[Image.Image, float]:
-    """A picture of (3, H, W) uint8 whose longer side has at least ``min_size`` pixels, and how often larger it is."""
+    """Enlarge (3, H, W) uint8 to a longer side of at least ``min_size`` pixels; return picture and scale factor."""
     picture = transforms.to_pil_image(image)
     scale = max(1.0, min_size / max(picture.size))
-    return picture.resize(_scaled_size(picture.size, scale), Image.Resampling.BICUBIC), scale
+    size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
+    return picture.resize(size, Image.Resampling.BICUBIC), scale
 
 
 def font_size_for(picture: Image.Image) -> int:
-    """Pixels of letters that can be read when the whole picture is looked at."""
+    """Return a font size in pixels that is legible when the whole picture is displayed."""
     return max(14, round(max(picture.size) / 50))
 
 
 @contextmanager
 def tolerating(what: str) -> Iterator[None]:
-    """Log a warning if the block fails: a picture or page that cannot be made or written must not end a finished run.
+    """Log a warning if the block fails: a missing picture or page must not end a finished run.
 
     Args:
         what: the file, named in the warning.
@@ -143,7 +144,7 @@ def save_picture(path: str | Path, picture: Tensor | Image.Image) -> None:
 
 
 def make_marks(boxes: Tensor, labels: Tensor, class_names: Sequence[str], scores: Tensor | None = None) -> list[Mark]:
-    """Boxes (N, 4) with the names, scores and colours of their classes, best score first."""
+    """Return marks of boxes (N, 4) with class names, scores and class colours, highest score first."""
     order = range(len(boxes)) if scores is None else torch.argsort(scores, descending=True, stable=True).tolist()
     marks = []
     for row in order:
@@ -156,7 +157,7 @@ def make_marks(boxes: Tensor, labels: Tensor, class_names: Sequence[str], scores
 
 
 def paint_marks(picture: Image.Image, marks: Sequence[Mark], font_size: int) -> None:
-    """Draw on ``picture`` itself: all boxes, then all labels, the first marks on top and in the best places."""
+    """Draw all boxes, then all labels, onto ``picture``; first marks on top, with labels positioned first."""
     draw = ImageDraw.Draw(picture)
     line = max(2, round(font_size / 6))
     for mark in reversed(marks):
@@ -168,14 +169,14 @@ def paint_marks(picture: Image.Image, marks: Sequence[Mark], font_size: int) -> 
         text = shorten(mark.text, font, picture.width - 2 * padding)
         ascent, descent = font.getmetrics()
         size = (font.getlength(text) + 2 * padding, ascent + descent + padding)
-        spot = _free_spot(mark.box, size, picture.size, placed)
+        spot = _label_position(mark.box, size, picture.size, placed)
         draw.rectangle(spot, fill=mark.colour)
         draw.text((spot.x0 + padding, spot.y0 + padding / 2), text, fill=text_colour(mark.colour), font=font)
         placed.append(spot)
 
 
 def _paint_outline(draw: ImageDraw.ImageDraw, mark: Mark, picture_size: tuple[int, int], line: int) -> None:
-    """The coloured line with a thin dark one on both sides, so that it shows on every background."""
+    """Draw a coloured line between two thin dark ones, visible on every background."""
     width, height = picture_size
     x0, x1 = (min(max(round(x), 0), width - 1) for x in (mark.box.x0, mark.box.x1))
     y0, y1 = (min(max(round(y), 0), height - 1) for y in (mark.box.y0, mark.box.y1))
@@ -183,13 +184,13 @@ def _paint_outline(draw: ImageDraw.ImageDraw, mark: Mark, picture_size: tuple[in
     draw.rectangle((x0, y0, x1, y1), outline=mark.colour, width=line)
 
 
-def _free_spot(
+def _label_position(
     box: Rectangle, size: tuple[float, float], picture_size: tuple[int, int], taken: Iterable[Rectangle]
 ) -> Rectangle:
-    """Where a label goes: the first place near the box that hides no other label, else the one that hides least."""
+    """Return the first position of a label near its box without overlap with other labels, else with the least."""
     width, height = size
-    places = (
-        (box.x0, box.y0 - height),  # on top of the box
+    corners = (
+        (box.x0, box.y0 - height),  # above the box
         (box.x0, box.y1),  # below it
         (box.x0, box.y0),  # inside, at the corners
         (box.x1 - width, box.y1 - height),
@@ -199,11 +200,7 @@ def _free_spot(
     label = Rectangle(0, 0, width, height)
     inside = [
         label.moved_to(min(max(x, 0), picture_size[0] - 1 - width), min(max(y, 0), picture_size[1] - 1 - height))
-        for x, y in places
+        for x, y in corners
     ]
     taken = list(taken)
     return min(inside, key=lambda spot: sum(spot.overlap(other) for other in taken))
-
-
-def _scaled_size(size: tuple[int, int], scale: float) -> tuple[int, int]:
-    return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))

@@ -1,4 +1,4 @@
-"""How every matplotlib figure looks and is written: white paper, few lines, colours told apart by everyone."""
+"""Common style of matplotlib figures: white background, few lines, colours for colour-blind readers."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def check_suffix(output: str | Path, what: str) -> None:
-    """Whether ``output`` ends as a figure must; ``what`` begins the message.
+    """Check the suffix of a figure's file; the message begins with ``what``, for example ``curves are``.
 
     Raises:
-        InputError: it does not.
+        InputError: the suffix is not one of ``SUFFIXES``.
     """
     if Path(output).suffix not in SUFFIXES:
         raise InputError(f"{what} written as .svg, .png or .pdf; got '{output}'")
 
 
 def save_figure(output: str | Path, figure: Figure, dpi: int = 150) -> None:
-    """Atomically write a figure in the format that the suffix, checked before, says.
+    """Atomically write a figure; the suffix, already checked, chooses the format.
 
-    Text from outside in it must come from :func:`~detr_bf.report.fonts.plain`.
+    Text from outside must have passed :func:`~detr_bf.report.fonts.plain`.
     """
     add_fallback_fonts(figure)
     with atomic_write(output) as temporary:
@@ -39,12 +39,12 @@ def save_figure(output: str | Path, figure: Figure, dpi: int = 150) -> None:
 
 
 def title(axes: Axes, text: str) -> None:
-    """Bold, above the left end."""
+    """Set a bold title above the left end of the axes."""
     axes.set_title(text, loc="left", fontsize=11, fontweight="bold", color=INK)
 
 
 def clear_lines(axes: Axes, sides: tuple[str, ...] = ("bottom",)) -> None:
-    """Leave of the frame the ``sides``, faint, and no tick marks."""
+    """Remove tick marks and the frame, except for faint lines at the given ``sides``."""
     axes.tick_params(colors=INK, length=0)
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():

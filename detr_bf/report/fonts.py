@@ -1,7 +1,7 @@
-"""Text from outside made drawable: one line, letters that a font of this machine has, no mathematical notation.
+"""Drawable text from any input: one line, letters that an installed font has, no mathematical notation.
 
-DejaVu Sans, which comes with matplotlib, draws Latin, Greek, Cyrillic and more. For other scripts a font of the machine
-is looked for. Where there is none, the category id stands for the name of a class.
+DejaVu Sans, part of matplotlib, has Latin, Greek, Cyrillic and other letters. For other scripts the installed fonts are
+searched. If none has all letters of a class name, the category id is drawn instead.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 _FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 _REGULAR, _BOLD = (str(_FONTS / name) for name in ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf"))
-_ALWAYS = frozenset(string.ascii_letters + string.digits + string.punctuation + " …")  # what is drawn beside a name
-_PLACEHOLDERS = ("Last Resort",)  # fonts that draw a box for every letter
+_ALWAYS = frozenset(string.ascii_letters + string.digits + string.punctuation + " …")  # drawn beside names
+_PLACEHOLDERS = ("Last Resort",)  # fonts that draw boxes instead of letters
 
 
 def class_labels(class_map: ClassMap) -> tuple[str, ...]:
-    """Return what is drawn for each class: its name, or ``#`` and its category id where no font has all its letters.
+    """Return the label of each class: its name, or ``#`` and its category id if no font has all its letters.
 
-    The latter is logged.
+    The latter is logged as a warning.
     """
     labels = tuple(
         legible(name, f"#{category_id}")
@@ -46,18 +46,18 @@ def class_labels(class_map: ClassMap) -> tuple[str, ...]:
     ]
     if lacking:
         logger.warning(
-            "no font of this machine has all letters of some class names, so pictures show their ids: %s. A font for "
-            "them, such as Noto Sans CJK, brings the names back",
+            "no installed font has all letters of some class names, so pictures show their ids: %s. Install a font "
+            "for them, for example Noto Sans CJK",
             ", ".join(lacking),
         )
     return labels
 
 
 def legible(text: object, spare: str | None = None, limit: int = 200) -> str:
-    """Return ``text`` as one line of at most ``limit`` letters that can be drawn.
+    """Return ``text`` as one drawable line of at most ``limit`` letters.
 
-    A name that no font of this machine can draw, or that is blank, becomes ``spare``. Without ``spare`` its missing
-    letters become escapes such as ``\\u732b``.
+    Blank text, and text that no installed font can draw, becomes ``spare``. Without ``spare``, missing letters become
+    escapes such as ``\\u732b``.
     """
     shown = printable(text, limit)
     if spare is not None and not shown.strip():
@@ -70,16 +70,16 @@ def legible(text: object, spare: str | None = None, limit: int = 200) -> str:
 
 
 def plain(text: object, spare: str | None = None, limit: int = 60) -> str:
-    r"""Return :func:`legible` text for matplotlib: it does not read ``\$`` as mathematics nor hide a leading ``_``.
+    r"""Return :func:`legible` text for matplotlib: ``$`` starts no mathematics, a leading ``_`` is not hidden.
 
-    At most ``limit`` letters, for matplotlib does not cut text and a longer one leaves no room for the plot.
+    At most ``limit`` letters, because matplotlib does not shorten text that is too long for the figure.
     """
     shown = legible(text, spare, limit).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 
 def add_fallback_fonts(figure: Figure) -> None:
-    """Give every text of a figure the fonts that its letters need."""
+    """Set, for every text of a figure, fonts that have all its letters."""
     for text in figure.findobj(Text):
         assert isinstance(text, Text)
         content = text.get_text()
@@ -91,14 +91,14 @@ def add_fallback_fonts(figure: Figure) -> None:
 
 
 def load_font(size: int, bold: bool = False, text: str = "") -> ImageFont.FreeTypeFont:
-    """Return a font of ``size`` pixels for ``text``, which :func:`legible` has returned; DejaVu Sans if it can."""
+    """Return a font of ``size`` pixels for ``text`` from :func:`legible`; DejaVu Sans if it has all letters."""
     path = _font_of(text) or _REGULAR
     return _loaded(_BOLD if bold and path == _REGULAR else path, size)
 
 
 def shorten(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
-    """``text``, cut and ended with an ellipsis where it is wider than ``width`` pixels."""
-    most = min(len(text), max(1, int(width)))  # letters: each is a pixel wide or wider
+    """Return ``text``, shortened with an ellipsis to at most ``width`` pixels."""
+    most = min(len(text), max(1, int(width)))  # letters, each at least one pixel wide
     if most == len(text) and font.getlength(text) <= width:
         return text
     fitting = bisect.bisect_right(range(most), width, key=lambda count: font.getlength(text[:count] + "…"))
@@ -111,7 +111,7 @@ def _loaded(path: str, size: int) -> ImageFont.FreeTypeFont:
 
 
 def _font_of(text: str) -> str | None:
-    """The file of a font with all letters of ``text`` and those drawn beside it; None if there is none."""
+    """Return the file of a font with all letters of ``text`` and of text drawn beside it, or None."""
     letters = frozenset(text)
     if letters <= _letters(_REGULAR):
         return _REGULAR
@@ -121,7 +121,7 @@ def _font_of(text: str) -> str | None:
 
 @functools.cache
 def _entry_with(letters: frozenset[str]) -> FontEntry | None:
-    """The first font of this machine with all of these letters: upright, regular, without serifs if possible."""
+    """Return the first installed font with all of these letters: upright, regular, sans-serif if possible."""
 
     def preference(entry: FontEntry) -> tuple[bool, bool, bool, str]:
         return (
@@ -141,7 +141,7 @@ def _entry_with(letters: frozenset[str]) -> FontEntry | None:
 
 @functools.cache
 def _letters(path: str) -> frozenset[str]:
-    """All letters that the font in a file has; none if it cannot be read."""
+    """Return all letters of a font file; none if it cannot be read."""
     try:
         return frozenset(map(chr, FT2Font(path).get_charmap()))
     except (OSError, RuntimeError):

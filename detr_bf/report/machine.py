@@ -1,4 +1,4 @@
-"""Where and with which versions a run was made."""
+"""Hardware, software versions and command of a run."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ _PACKAGES = ("detr_bf", "torchvision", "timm", "numpy", "scipy", "pycocotools", 
 
 
 def machine_info() -> dict[str, str]:
-    """What a reader needs to judge or repeat a run: name -> value, ready for JSON, in the order to show.
+    """Return command, versions and hardware: name -> value, in the order of the report.
 
-    ``commit`` is there only when this package runs from a git checkout, ``GPU`` and ``CUDA`` only with a GPU.
+    ``commit`` exists only if this package runs from a git checkout, ``GPU`` and ``CUDA`` only with a GPU.
     """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     info = {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "commit": git_commit(Path(__file__).resolve()),
-        "CPU": f"{_cpu_model()}, {_usable_cores()} of {os.cpu_count()} cores usable",
+        "CPU": f"{_cpu_model()}, {cores} of {os.cpu_count()} cores usable",
         **_gpus(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "torch": torch.__version__,  # names the CUDA build, which the package metadata does not
+        "torch": torch.__version__,  # includes the CUDA build, unlike the package metadata
         **{name: _version(name) for name in _PACKAGES},
     }
     return {name: value for name, value in info.items() if value}
 
 
 def git_commit(file: Path) -> str:
-    """The commit of the checkout that tracks ``file``, marked when files were changed; empty if there is none."""
-    if not _git(file.parent, "ls-files", file.name):  # an environment may lie inside another project's checkout
+    """Return the commit of the checkout that tracks ``file``, marked if files have changed; "" if there is none."""
+    if not _git(file.parent, "ls-files", file.name):  # a virtual environment may lie inside another checkout
         return ""
     return _git(file.parent, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= (with local changes)")
 
@@ -54,10 +55,6 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gpus() -> dict[str, str]:

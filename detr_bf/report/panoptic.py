@@ -1,7 +1,7 @@
-"""Pictures of panoptic maps: every segment tinted, outlined and named, void as it was.
+"""Pictures of panoptic maps: every segment tinted, outlined and named; void pixels unchanged.
 
 Shape legend: H x W pixels of the image and its map, h x w pixels of the drawn picture. Segments are numbered from 1 in
-the order of ``PanopticMap.segments``; 0 is no segment.
+the order of ``PanopticMap.segments``; 0 means no segment.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import colorsys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,18 +19,18 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as transforms
 
 from detr_bf.errors import InputError
-from detr_bf.report.drawing import DARK, Colour, class_colour, enlarged, font_size_for, save_picture, text_colour
+from detr_bf.report.drawing import DARK, Colour, class_colour, enlarged, font_size_for, text_colour
 from detr_bf.report.fonts import legible, load_font, shorten
 from detr_bf.report.sheet import GROUND_TRUTH, LABEL_SIZE, Strip, fit, lay_out
 from detr_bf.structures import PanopticMap, Segment
 
-_OPACITY = 0.55  # of a segment's colour over the grey image, whose own colours would mix with it
+_OPACITY = 0.55  # of a segment's colour over the grey image
 _SHADES = (0.0, 0.12, -0.12, 0.06, -0.06)  # lightness added for the segments of one class
 
 
 @dataclass(frozen=True)
 class PanopticSheetRow:
-    """One validation image with its ground truth and what the model made of it."""
+    """One validation image with its true and its predicted panoptic map."""
 
     image: Tensor  # (3, H, W) uint8
     truth: PanopticMap
@@ -40,21 +39,20 @@ class PanopticSheetRow:
 
 
 def draw_panoptic(image: Tensor, panoptic: PanopticMap, names: Sequence[str], min_size: int = 640) -> Tensor:
-    """Tint, outline and name the segments on a copy of an image; a segment's own pixels turn grey under its colour.
+    """Tint, outline and name the segments on a copy of an image, which is grey inside segments.
 
-    The first segment of a class has the class's colour (:func:`~detr_bf.report.drawing.class_colour`), further ones
-    have shades of it: so instances can be told apart, and stuff, with one segment a class, always looks the
-    same. Names stand well inside their segments and never on each other; a segment that has no room for its name has
-    none.
+    The first segment of a class has the class's colour (:func:`~detr_bf.report.drawing.class_colour`), others have
+    shades of it to distinguish instances. Names lie inside their segments without overlap; a segment that is too small
+    for its name has none.
 
     Args:
         image: (3, H, W) uint8.
-        panoptic: of that size.
-        names: of the classes, by contiguous index.
-        min_size: pixels; an image whose longer side is shorter is enlarged to it.
+        panoptic: map of the image's size.
+        names: class names by contiguous index.
+        min_size: pixels; a smaller image is enlarged until its longer side has this length.
 
     Returns:
-        (3, h, w) uint8, h and w in the proportion of H and W.
+        (3, h, w) uint8 with the aspect ratio of H and W.
 
     Raises:
         InputError: image and map have different sizes.
@@ -65,23 +63,18 @@ def draw_panoptic(image: Tensor, panoptic: PanopticMap, names: Sequence[str], mi
 
 
 def panoptic_sheet(rows: Sequence[PanopticSheetRow], names: Sequence[str], pairs_per_line: int = 2) -> Image.Image:
-    """Ground truth at the left, predictions at the right, under titles.
+    """Draw ground truth on the left and predictions on the right.
 
     Raises:
-        InputError: there is no image to show, or one has another size than its maps.
+        InputError: ``rows`` is empty, or an image and its maps have different sizes.
     """
     return lay_out([_paint_pair(row, names) for row in rows], (GROUND_TRUTH, "Predictions"), pairs_per_line)
 
 
-def save_panoptic_sheet(path: str | Path, rows: Sequence[PanopticSheetRow], names: Sequence[str]) -> None:
-    """Atomically write :func:`panoptic_sheet` as PNG."""
-    save_picture(path, panoptic_sheet(rows, names))
-
-
 def segment_colours(segments: Sequence[Segment]) -> list[Colour]:
-    """One colour a segment: the first of a class has its colour, the next ones lighter and darker shades of it.
+    """Return one colour for each segment: the class colour for the first of a class, then shades of it.
 
-    Five of a class differ, then they come round again.
+    The shades repeat after five segments of a class.
     """
     seen: Counter[int] = Counter()
     colours = []
@@ -92,11 +85,14 @@ def segment_colours(segments: Sequence[Segment]) -> list[Colour]:
 
 
 def interior_points(numbers: NDArray[np.int32], sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int] | None]:
-    """Where names of ``sizes`` (width, height in pixels) are centred on segments of a map (h, w): (x, y), or None.
+    """Return the centre (x, y) of each segment's name in a map (h, w), or None if there is no space for it.
 
-    Small segments choose first: the pixel farthest from the segment's boundary (of several, the middle one) among those
-    where the name lies inside the picture and hides no other name. None where no such pixel is left, or the segment is
-    smaller than its name.
+    Small segments choose first. A centre is the pixel farthest from the segment's boundary (of several, the middle one)
+    for which the name lies inside the picture and overlaps no other name.
+
+    Args:
+        numbers: (h, w) segment numbers.
+        sizes: width and height of each name in pixels.
     """
     points: list[tuple[int, int] | None] = [None] * len(sizes)
     areas = np.bincount(numbers.ravel(), minlength=len(sizes) + 1)[1:]
@@ -144,7 +140,7 @@ def _check_size(image: Tensor, panoptic: PanopticMap) -> None:
 
 
 def _paint(picture: Image.Image, panoptic: PanopticMap, names: Sequence[str], font_size: int) -> Image.Image:
-    """A copy of ``picture``, which may be larger or smaller than the map, with the segments drawn on it."""
+    """Return a copy of ``picture``, which may be larger or smaller than the map, with the segments drawn on it."""
     numbers = _numbered(panoptic, picture.size)
     colours = segment_colours(panoptic.segments)
     pixels = np.asarray(picture).copy()
@@ -162,7 +158,7 @@ def _paint(picture: Image.Image, panoptic: PanopticMap, names: Sequence[str], fo
 def _paint_names(
     picture: Image.Image, numbers: NDArray[np.int32], texts: Sequence[str], colours: Sequence[Colour], font_size: int
 ) -> None:
-    """Names on patches of their segments' colours."""
+    """Draw names on rectangles of their segments' colours."""
     padding = max(2, font_size // 5)
     fonts = [load_font(font_size, text=text) for text in texts]
     texts = [shorten(text, font, picture.width - 2 * padding) for text, font in zip(texts, fonts, strict=True)]
@@ -181,7 +177,7 @@ def _paint_names(
 
 
 def _numbered(panoptic: PanopticMap, size: tuple[int, int]) -> NDArray[np.int32]:
-    """The map (h, w) at a picture's size (width, height), segments numbered from 1."""
+    """Return the map scaled to a picture's size (width, height), with segments numbered from 1."""
     ids = panoptic.ids.cpu().numpy()
     numbers = np.zeros(ids.shape, dtype=np.int32)
     for number, segment in enumerate(panoptic.segments, start=1):
@@ -190,7 +186,7 @@ def _numbered(panoptic: PanopticMap, size: tuple[int, int]) -> NDArray[np.int32]
 
 
 def _near_boundary(numbers: NDArray[np.int32], width: int) -> NDArray[np.bool_]:
-    """(h, w) pixels at most ``width`` away from a pixel of another segment or void; the picture's edge is none."""
+    """Return (h, w) bool: pixels at most ``width`` away from another segment or void; picture edges do not count."""
     window = 2 * width + 1
     near: NDArray[np.bool_] = ndimage.maximum_filter(numbers, window) != ndimage.minimum_filter(numbers, window)
     return near

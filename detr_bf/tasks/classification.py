@@ -34,8 +34,8 @@ from detr_bf.assembly.trial import check_batch_norm
 from detr_bf.classification.evaluation import ClassificationEvaluator, write_predictions
 from detr_bf.classification.labelled_images import LabelledImageSet
 from detr_bf.classification.predictor import ClassifierPredictor
-from detr_bf.classification.report.page import PAGE
-from detr_bf.classification.report.sheet import ClassifiedImage, save_classification_sheet
+from detr_bf.classification.report.page import CLASSIFICATION_PAGE
+from detr_bf.classification.report.sheet import ClassifiedImage, classification_sheet
 from detr_bf.config import ClassifierConfig, MaskedConfig, config_from_dict
 from detr_bf.config.classification import ImageTransformConfig, PluginsConfig
 from detr_bf.conversion import same_outputs, write_weights
@@ -56,7 +56,7 @@ from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
 from detr_bf.plugins import without_plugins
 from detr_bf.plugins.plugin import PREFIX
-from detr_bf.report import class_labels, tolerating
+from detr_bf.report import class_labels, save_picture, tolerating
 from detr_bf.structures import ClassMap
 from detr_bf.tasks.task import Evaluate, MakeBatches, Task
 
@@ -85,7 +85,7 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
     """A classifier of timm's or a residual network of CIFAR."""
 
     kind = "a classifier"
-    page = PAGE
+    page = CLASSIFICATION_PAGE
     deploy_option = "--strip-plugins"
 
     def build_model(self, num_classes: int, *, pretrained: bool = False) -> nn.Module:
@@ -143,7 +143,8 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
         with tolerating(str(folder.sheet)):
             folder.sheet.unlink(missing_ok=True)
             if rows := list(self._rows(evaluate.evaluator)):  # none if no logits are finite
-                save_classification_sheet(folder.sheet, rows, class_labels(evaluate.evaluator.class_map))
+                labels = class_labels(evaluate.evaluator.class_map)
+                save_picture(folder.sheet, classification_sheet(rows, labels))
 
     def _rows(self, evaluator: ClassificationEvaluator) -> Iterator[ClassifiedImage]:
         """Yield the most confident wrong predictions, then as many of the most confident right ones."""

@@ -58,8 +58,16 @@ from detr_bf.evaluation import (
     write_results,
 )
 from detr_bf.predictor import Predictor
-from detr_bf.report import PanopticSheetRow, SheetRow, class_labels, save_panoptic_sheet, save_sheet, tolerating
-from detr_bf.report.detection import PAGE
+from detr_bf.report import (
+    DETECTION_PAGE,
+    PanopticSheetRow,
+    SheetRow,
+    class_labels,
+    comparison_sheet,
+    panoptic_sheet,
+    save_picture,
+    tolerating,
+)
 from detr_bf.structures import Batch, ClassMap, Target
 from detr_bf.tasks.task import Evaluate, MakeBatches, Task
 
@@ -74,7 +82,7 @@ class DetectionTask(Task[DetectionConfig]):
     """A detector with boxes, and with masks where ``model.masks`` is set."""
 
     kind = "a detector"
-    page = PAGE
+    page = DETECTION_PAGE
     deploy_option = "--strip-batchformer"
 
     @property
@@ -154,12 +162,12 @@ class DetectionTask(Task[DetectionConfig]):
         with tolerating(str(folder.sheet)):
             folder.sheet.unlink(missing_ok=True)
             rows = list(_sheet_rows(self.config, evaluate))
-            save_sheet(folder.sheet, rows, names, self.config.eval.picture_threshold)
+            save_picture(folder.sheet, comparison_sheet(rows, names, self.config.eval.picture_threshold))
         if evaluate.panoptic:
             with tolerating(str(folder.panoptic_sheet)):
                 folder.panoptic_sheet.unlink(missing_ok=True)
                 panoptic_rows = list(_panoptic_rows(folder, self.config, evaluate))
-                save_panoptic_sheet(folder.panoptic_sheet, panoptic_rows, names)
+                save_picture(folder.panoptic_sheet, panoptic_sheet(panoptic_rows, names))
 
     def predictor(self, checkpoint: Checkpoint, source: Path) -> Predictor:
         config, classes = self.config, checkpoint.classes

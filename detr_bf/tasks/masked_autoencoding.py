@@ -18,8 +18,8 @@ from detr_bf.assembly.network import ENCODER
 from detr_bf.classification.masked_autoencoder import MaskedAutoencoder
 from detr_bf.classification.masked_loss import MaskedCriterion
 from detr_bf.classification.reconstruction import ReconstructionEvaluator
-from detr_bf.classification.report.masked import PAGE
-from detr_bf.classification.report.reconstructions import save_reconstructions
+from detr_bf.classification.report.page import MASKED_PAGE
+from detr_bf.classification.report.sheet import reconstruction_sheet
 from detr_bf.config import MaskedConfig
 from detr_bf.conversion import same_outputs, write_weights
 from detr_bf.engine import (
@@ -35,7 +35,7 @@ from detr_bf.engine import (
 )
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
-from detr_bf.report import tolerating
+from detr_bf.report import save_picture, tolerating
 from detr_bf.structures import ClassMap
 from detr_bf.tasks.classification import ImageTask, pixels, random_images, shown
 from detr_bf.tasks.task import Evaluate
@@ -47,7 +47,7 @@ class MaskedTask(ImageTask[MaskedConfig]):
     """A masked autoencoder."""
 
     kind = "a masked autoencoder"
-    page = PAGE
+    page = MASKED_PAGE
     deploy_option = "--encoder"
 
     def build_model(self, num_classes: int, *, pretrained: bool = False) -> MaskedAutoencoder:
@@ -88,7 +88,8 @@ class MaskedTask(ImageTask[MaskedConfig]):
             images = torch.stack([pixels(val, index) for index in indices]).to(device)
             autoencoder = cast("Any", model.eval())
             seen, guessed = autoencoder.pictures(images, autoencoder(images))
-            save_reconstructions(folder.sheet, *(shown(batch, transforms) for batch in (images, seen, guessed)))
+            seen, guessed = shown(seen, transforms), shown(guessed, transforms)
+            save_picture(folder.sheet, reconstruction_sheet(shown(images, transforms), seen, guessed))
 
     def predictor(self, checkpoint: Checkpoint, source: Path) -> NoReturn:
         raise InputError(

@@ -26,7 +26,7 @@ from detr_bf.data.checks.annotations import Report
 from detr_bf.engine import Checkpoint, Measured, RunFolder, Trainer, TrainingStep, build_and_load
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
-from detr_bf.report.task_page import TaskPage
+from detr_bf.report import TaskPage
 from detr_bf.structures import ClassMap
 
 logger = logging.getLogger(__name__)

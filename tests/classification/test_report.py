@@ -17,8 +17,8 @@ from torchvision.transforms.v2 import functional as transforms
 from detr_bf.classification.evaluation import ClassAccuracy, ClassificationResult
 from detr_bf.classification.report import figures as class_figures
 from detr_bf.classification.report.figures import save_class_accuracies, save_confusion
-from detr_bf.classification.report.page import data_sentence, plugin_names
-from detr_bf.classification.report.sheet import ClassifiedImage, classification_sheet, save_classification_sheet
+from detr_bf.classification.report.page import CLASSIFICATION_PAGE, data_sentence, plugin_names
+from detr_bf.classification.report.sheet import ClassifiedImage, classification_sheet
 from detr_bf.config import ClassifierConfig, config_to_yaml
 from detr_bf.config.classification import (
     BatchFormerPluginConfig,
@@ -65,7 +65,7 @@ def of_classes(count: int) -> ClassificationResult:
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """What would have been written."""
+    """Figures that would have been written."""
     drawn: list[Figure] = []
     monkeypatch.setattr(class_figures, "save_figure", lambda path, figure: drawn.append(figure))
     return drawn
@@ -166,7 +166,8 @@ def test_the_sheet_grows_by_lines_and_takes_images_of_any_shape(tmp_path: Path) 
     assert six[1] == one[1]
     assert seven[0] == six[0]
     assert seven[1] > 1.5 * six[1]
-    save_classification_sheet(tmp_path / "sheet.png", [row, ClassifiedImage(image(9, 300, 50), 2, 0, 0.5)], NAMES)
+    sheet = classification_sheet([row, ClassifiedImage(image(9, 300, 50), 2, 0, 0.5)], NAMES)
+    save_picture(tmp_path / "sheet.png", sheet)
     with Image.open(tmp_path / "sheet.png") as picture:
         assert picture.format == "PNG"
     with pytest.raises(InputError, match="at least one image"):
@@ -188,13 +189,13 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_the_page_holds_everything(run_dir: Path) -> None:
-    page = Page(write_report(run_dir).read_text())
+    page = Page(write_report(run_dir, CLASSIFICATION_PAGE).read_text())
     assert page.tags.count("img") == 4
     assert all(address.startswith("data:image/") for address in page.addresses)
     assert {"confusion.png", "classes.svg", "curves.svg"} <= {path.name for path in (run_dir / "pictures").iterdir()}
     start = page.texts.index("Validation")
     assert page.texts[start + 1 : start + 7] == [
-        *("Top-1", "70.0", "right at once"),
+        *("Top-1", "70.0", "first guess is right"),
         *("Balanced", "65.1", "mean over classes"),
     ]
     for text in ("1 class", "3 classes", "0 classes", "12.3", "0.988", "fast"):
@@ -213,13 +214,13 @@ def test_the_page_holds_everything(run_dir: Path) -> None:
 def test_what_is_missing_or_not_finite_is_said(run_dir: Path) -> None:
     no_numbers = replace(RESULT, num_not_finite=2, loss=None, ece=None, confusion=None, top5=0.25)
     write_json(run_dir / "evaluation.json", no_numbers.to_dict())
-    page = Page(write_report(run_dir).read_text())
+    page = Page(write_report(run_dir, CLASSIFICATION_PAGE).read_text())
     assert any("The logits of 2 images are not finite" in text for text in page.texts)
     assert "25.0" in page.texts
     assert "Confusion" not in page.texts
     (run_dir / "evaluation.json").unlink()
     (run_dir / "pictures" / "validation.png").unlink()
-    texts = Page(write_report(run_dir).read_text()).texts
+    texts = Page(write_report(run_dir, CLASSIFICATION_PAGE).read_text()).texts
     assert sum("evaluation.json is missing" in text for text in texts) == 2
     assert any("pictures/validation.png is missing" in text for text in texts)
 
@@ -227,7 +228,7 @@ def test_what_is_missing_or_not_finite_is_said(run_dir: Path) -> None:
 def test_a_result_of_another_task_is_refused(run_dir: Path) -> None:
     write_json(run_dir / "evaluation.json", {"loss": 1.0, "num_images": 3, "num_not_finite": 0})
     with pytest.raises(InputError, match=r"evaluation\.json is not an evaluation summary"):
-        write_report(run_dir)
+        write_report(run_dir, CLASSIFICATION_PAGE)
 
 
 def test_the_plug_ins_that_are_on_are_named() -> None:
@@ -253,7 +254,7 @@ def test_a_linear_probe_is_called_one(run_dir: Path) -> None:
     config = ClassifierConfig()
     config.model.linear_probe = True
     write_text(run_dir / "config.yaml", config_to_yaml(config))
-    texts = Page(write_report(run_dir).read_text()).texts
+    texts = Page(write_report(run_dir, CLASSIFICATION_PAGE).read_text()).texts
     assert any(text.startswith("Linear probe of deit_small_patch16_224 without plug-ins.") for text in texts)
 
 

@@ -12,11 +12,12 @@ from PIL import Image
 from torchvision.transforms.v2 import functional as transforms
 
 from detr_bf.classification.reconstruction import ReconstructionResult
-from detr_bf.classification.report.reconstructions import reconstruction_sheet, save_reconstructions
+from detr_bf.classification.report.page import MASKED_PAGE
+from detr_bf.classification.report.sheet import reconstruction_sheet
 from detr_bf.config import MaskedConfig, config_to_yaml
 from detr_bf.errors import InputError
 from detr_bf.files import write_json, write_text
-from detr_bf.report import write_report
+from detr_bf.report import save_picture, write_report
 from tests.report.page import Page
 
 
@@ -39,7 +40,7 @@ def test_the_sheet_grows_by_lines(tmp_path: Path) -> None:
     two, three = (reconstruction_sheet(*[pictures(count, 9)] * 3).size for count in (2, 3))
     assert three[0] == two[0]
     assert three[1] > 1.5 * two[1]
-    save_reconstructions(tmp_path / "sheet.png", *[pictures(2, 9)] * 3)
+    save_picture(tmp_path / "sheet.png", reconstruction_sheet(*[pictures(2, 9)] * 3))
     with Image.open(tmp_path / "sheet.png") as picture:
         assert picture.size == two
     with pytest.raises(InputError, match="at least one image"):
@@ -55,8 +56,8 @@ def test_the_page(tmp_path: Path, enabled: bool) -> None:
     write_text(tmp_path / "config.yaml", config_to_yaml(config))
     write_text(tmp_path / "metrics.jsonl", json.dumps({"kind": "train", "step": 7, "epoch": 1, "loss": 2.0}) + "\n")
     write_json(tmp_path / "evaluation.json", ReconstructionResult(0.12345, 1000).to_dict())
-    save_reconstructions(tmp_path / "pictures" / "validation.png", *[pictures(1, 9)] * 3)
-    page = Page(write_report(tmp_path).read_text())
+    save_picture(tmp_path / "pictures" / "validation.png", reconstruction_sheet(*[pictures(1, 9)] * 3))
+    page = Page(write_report(tmp_path, MASKED_PAGE).read_text())
     assert page.tags.count("img") == 2
     assert "0.1235" in page.texts
     everything = " ".join(page.texts)
@@ -70,7 +71,7 @@ def test_the_page(tmp_path: Path, enabled: bool) -> None:
 def test_what_is_missing_or_not_finite_is_said(tmp_path: Path) -> None:
     write_text(tmp_path / "config.yaml", config_to_yaml(MaskedConfig()))
     write_json(tmp_path / "evaluation.json", ReconstructionResult(None, 5, 1).to_dict())
-    texts = Page(write_report(tmp_path).read_text()).texts
+    texts = Page(write_report(tmp_path, MASKED_PAGE).read_text()).texts
     assert any("That of 1 image is not finite." in text for text in texts)
     for name in ("metrics.jsonl", "pictures/validation.png", "machine.json"):
         assert any(name in text and "missing" in text for text in texts), name

@@ -11,11 +11,11 @@ from tests.detectors.tiny import model, shaken
 
 
 def state_of(name: str, **changes: object) -> dict[str, Tensor]:
-    """Of a tiny detector of ours, every tensor random."""
+    """Return the state dict of a tiny detector with random tensors."""
     return shaken(model(name, **changes)).state_dict()
 
 
 def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """The same names with the same tensors, to the bit."""
+    """Assert equal names and bitwise equal tensors."""
     assert actual.keys() == expected.keys()
     assert [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)] == []

@@ -92,11 +92,11 @@ def test_proposals_keep_the_row_of_any_object(by_id: int, contiguous: int, ids: 
         (
             5,
             "contiguous",
-            "of 5 rows belong to neither .*to 'contiguous' go heads of 91, 92, 250, 251 rows",
+            "of 5 rows have neither .*'contiguous' is made from 91, 92, 250, 251 rows",
         ),
-        (90, "ids", "of 90 rows belong to neither .*to 'ids' go heads of 80, 81, 133, 134 rows"),
-        (81, "contiguous", "class heads of 81 rows are those of 'contiguous' already"),
-        (91, "ids", "class heads of 91 rows are those of 'ids' already"),
+        (90, "ids", "of 90 rows have neither .*'ids' is made from 80, 81, 133, 134 rows"),
+        (81, "contiguous", "class heads of 81 rows have the numbering 'contiguous' already"),
+        (91, "ids", "class heads of 91 rows have the numbering 'ids' already"),
         (91, "sorted", "no numbering 'sorted' of classes: expected contiguous or ids"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which format a checkpoint has, and what is said when it has none."""
+"""Detection of formats, and errors for unknown ones."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def test_ours_are_no_foreign_format(name: str) -> None:
     ("name", "form"), [(name, form) for name in DETECTORS for form in NAMES if (name, form) not in PAIRS]
 )
 def test_other_detectors_are_refused(name: str, form: str) -> None:
-    with pytest.raises(InputError, match=r"no place for these tensors|not the weights of a whole"):
+    with pytest.raises(InputError, match=r"no names for these tensors|not the weights of a whole"):
         to_foreign(state_of(name), form)
 
 
 @pytest.mark.parametrize("form", [form for form in NAMES if form.startswith("hf_detr")])
 def test_hugging_face_has_no_batch_attention(form: str) -> None:
-    with pytest.raises(InputError, match=r"no place for these tensors: .*batch_former"):
+    with pytest.raises(InputError, match=r"no names for these tensors: .*batch_former"):
         to_foreign(state_of("detr", batch_former=batch_former()), form)
 
 
@@ -75,7 +75,7 @@ def test_norms_behind_the_projection_have_no_place(form: str) -> None:
 def test_a_backbone_that_is_no_resnet_has_its_place_in_timm_alone() -> None:
     state = state_of("detr") | {"backbone.body.blocks.0.weight": torch.zeros(1)}
     assert "model.backbone.model.blocks.0.weight" in to_foreign(state, "hf_detr")
-    with pytest.raises(InputError, match=r"no place for these tensors: backbone\.body\.blocks\.0\.weight"):
+    with pytest.raises(InputError, match=r"no names for these tensors: backbone\.body\.blocks\.0\.weight"):
         to_foreign(state, "hf_detr_no_timm")
 
 

@@ -166,7 +166,7 @@ def their_outputs(model: nn.Module, images: Batch) -> Outputs:
 
 @contextmanager
 def seen(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
-    """What the modules return within the block, in the order of their ends."""
+    """Record the modules' results inside the block, in the order of their completion."""
     outputs: list[Any] = []
     hooks = [module.register_forward_hook(lambda module, inputs, output: outputs.append(output)) for module in modules]
     yield outputs

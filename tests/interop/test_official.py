@@ -1,4 +1,4 @@
-"""What files of the authors hold beside the plain case, and some names written out by hand."""
+"""Special contents of the authors' files, and some names written out by hand."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_counters_of_a_profiler_are_left_out(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["deformable_detr_refine", "deformable_detr_two_stage"])
 def test_heads_of_refinement_that_are_stored_once(name: str) -> None:
-    """As the files that safetensors' converter made: each tensor has the first of its names."""
+    """Files of safetensors' converter keep only the first name of each tensor."""
     state = state_of(name)
     once = {key: x for key, x in to_foreign(state, "hf_deformable_detr").items() if "decoder.bbox_embed" not in key}
     once = {key: x for key, x in once.items() if "decoder.class_embed" not in key}

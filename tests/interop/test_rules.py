@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from detr_bf.errors import InputError
-from detr_bf.interop.rules import Rule, rename, to_ours, to_theirs
+from detr_bf.interop.rules import NameRule, rename, to_ours, to_theirs
 
-ATTENTION = Rule(("attn.in_proj_weight",), ("query.weight", "key.weight", "value.weight"))
+ATTENTION = NameRule(("attn.in_proj_weight",), ("query.weight", "key.weight", "value.weight"))
+HALVES = NameRule(("p",), ("a", "b"), dim=1)
 TIED = rename(["head.0", "head.1"], "heads.0")
 
 
@@ -30,7 +31,7 @@ def test_names_that_only_start_alike_are_other_names() -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_parts_are_cut_in_order_and_joined_again(dim: int) -> None:
-    rule = Rule(("packed",), ("first", "second", "third"), dim=dim)
+    rule = NameRule(("packed",), ("first", "second", "third"), dim=dim)
     packed = torch.arange(36.0).view(6, 6)
     ours, unknown = to_ours({"packed": packed}, [rule])
     assert unknown == []
@@ -39,8 +40,8 @@ def test_parts_are_cut_in_order_and_joined_again(dim: int) -> None:
     assert same(to_theirs(ours, [rule])[0], {"packed": packed})
 
 
-@pytest.mark.parametrize(("rule", "shape"), [(ATTENTION, (4, 3)), (ATTENTION, ()), (Rule(("p",), ("a", "b"), 1), (2,))])
-def test_what_has_no_such_parts_is_refused(rule: Rule, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("rule", "shape"), [(ATTENTION, (4, 3)), (ATTENTION, ()), (HALVES, (2,))])
+def test_what_has_no_such_parts_is_refused(rule: NameRule, shape: tuple[int, ...]) -> None:
     with pytest.raises(InputError, match=rf"'{rule.theirs[0]}' of shape .* cannot be divided"):
         to_ours({rule.theirs[0]: torch.zeros(shape)}, [rule])
 
@@ -71,8 +72,8 @@ def test_older_names_are_read_and_not_written() -> None:
     assert same(to_theirs(ours, rules)[0], {"fc.bias": ours["expand.bias"]})
 
 
-def test_a_module_that_stands_in_two_places_of_ours() -> None:
-    rule = Rule(("norm4",), ("norm",), copies=("reference.0",))
+def test_a_module_that_ours_uses_twice() -> None:
+    rule = NameRule(("norm4",), ("norm",), copies=("reference.0",))
     weight = torch.randn(2)
     ours = {"norm.weight": weight, "reference.0.weight": weight}
     assert same(to_ours({"norm4.weight": weight}, [rule])[0], ours)

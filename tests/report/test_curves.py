@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from detr_bf.classification.report.page import CLASSIFICATION_PAGE, MASKED_PAGE
 from detr_bf.errors import InputError
 from detr_bf.report import curves, write_report
-from detr_bf.report.curves import draw_curves, running_mean
-from detr_bf.report.metrics import read_metrics, series
+from detr_bf.report.curves import draw_curves, read_metrics, running_mean, series
 from tests.references.damage import DAMAGED_LINES
 
 
@@ -68,7 +68,7 @@ def test_values_of_any_kind_are_drawn_or_left_out(tmp_path: Path, value: str) ->
     odd = ", ".join(f'"{name}": {value}' for name in names)
     lines = [f'{{"kind": "{kind}", "step": 3, "epoch": 0.3, {odd}}}\n' for kind in ("train", "val")]
     path = write(tmp_path / "m.jsonl", train(1, loss_localization=0.5), val(2, 0.5), tail="".join(lines))
-    for plan in (curves.DETECTION_CURVES, curves.CLASSIFICATION_CURVES):
+    for plan in (curves.DETECTION_CURVES, CLASSIFICATION_PAGE.curves):
         draw_curves(path, tmp_path / "curves.png", plan)
         assert (tmp_path / "curves.png").stat().st_size > 10_000
 
@@ -78,8 +78,8 @@ def test_values_of_any_kind_are_drawn_or_left_out(tmp_path: Path, value: str) ->
 )
 def test_names_that_no_term_has_are_not_drawn(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "m.jsonl", train(1, **{name: 1.0, "loss_localization": 0.5}))
-    assert labels(path, curves.CLASSIFICATION_CURVES)[1][1] == ["cross-entropy", "relative localization"]
-    draw_curves(path, tmp_path / "curves.svg", curves.CLASSIFICATION_CURVES)
+    assert labels(path, CLASSIFICATION_PAGE.curves)[1][1] == ["cross-entropy", "relative localization"]
+    draw_curves(path, tmp_path / "curves.svg", CLASSIFICATION_PAGE.curves)
 
 
 def test_a_folder_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_classifier_has_the_terms_it_logged_its_groups_and_the_validation_loss
     scores = {"top1": 0.5, "top5": 0.9, "many": 0.75, "medium": None, "few": 0.25, "loss": 1.5}
     validation = {"kind": "val", "step": 10, "epoch": 1, **scores}
     path = write(tmp_path / "m.jsonl", train(1, loss_diverse_patch=0.1), validation)
-    assert labels(path, curves.CLASSIFICATION_CURVES) == [
+    assert labels(path, CLASSIFICATION_PAGE.curves) == [
         ("Loss", ["total", "validation"]),
         ("Unweighted terms, logarithmic", ["cross-entropy", "diverse patch"]),
         ("Validation (%)", ["many-shot 75.0", "few-shot 25.0", "top-5 90.0", "top-1 50.0"]),
@@ -150,19 +150,19 @@ def test_terms_of_plugins_have_a_logarithmic_panel_that_names_their_weights(tmp_
 def test_a_weight_that_changes_is_named_with_its_range(tmp_path: Path) -> None:
     records = [train(step, loss_localization=0.2, **{"weight/loss_localization": step / 100}) for step in range(4)]
     path = write(tmp_path / "m.jsonl", *records)
-    assert labels(path, curves.CLASSIFICATION_CURVES)[1][1] == ["cross-entropy", "relative localization x 0 to 0.03"]
+    assert labels(path, CLASSIFICATION_PAGE.curves)[1][1] == ["cross-entropy", "relative localization x 0 to 0.03"]
 
 
 def test_a_single_term_and_a_single_group_are_not_drawn(tmp_path: Path) -> None:
     validation = {"kind": "val", "step": 10, "epoch": 1, "top1": 0.5, "top5": None, "many": 0.5}
     path = write(tmp_path / "m.jsonl", train(1), validation)
-    assert labels(path, curves.CLASSIFICATION_CURVES) == [("Loss", ["total"]), ("Validation (%)", ["top-1 50.0"])]
+    assert labels(path, CLASSIFICATION_PAGE.curves) == [("Loss", ["total"]), ("Validation (%)", ["top-1 50.0"])]
 
 
 def test_a_masked_autoencoder_has_losses_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "m.jsonl", train(1), {"kind": "val", "step": 10, "epoch": 1, "loss": 0.75})
-    assert labels(path, curves.RECONSTRUCTION_CURVES) == [("Loss", ["total", "validation"])]
-    draw_curves(path, tmp_path / "curves.svg", curves.RECONSTRUCTION_CURVES)
+    assert labels(path, MASKED_PAGE.curves) == [("Loss", ["total", "validation"])]
+    draw_curves(path, tmp_path / "curves.svg", MASKED_PAGE.curves)
     assert "<svg" in (tmp_path / "curves.svg").read_text()
 
 

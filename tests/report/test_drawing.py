@@ -12,7 +12,7 @@ from torch import Tensor
 from detr_bf.errors import InputError
 from detr_bf.report import drawing
 from detr_bf.report.drawing import Rectangle, class_colour, draw_boxes, save_picture, text_colour
-from detr_bf.report.sheet import SheetRow, comparison_sheet, save_sheet
+from detr_bf.report.sheet import SheetRow, comparison_sheet
 from detr_bf.structures import Detections
 
 NAMES = ["cat", "a rather long class name that cannot fit into a narrow picture", "dog"]
@@ -74,7 +74,7 @@ def test_labels_stay_inside_and_apart() -> None:
         Rectangle(150, 150, 199, 199),
         Rectangle(9, 0, 9, 90),
     ):
-        spot = drawing._free_spot(box, (80, 20), (200, 200), taken)
+        spot = drawing._label_position(box, (80, 20), (200, 200), taken)
         assert spot.x0 >= 0
         assert spot.y0 >= 0
         assert spot.x1 < 200
@@ -139,7 +139,7 @@ def test_sheet_grows_by_lines_of_pairs(tmp_path: Path) -> None:
     assert two[1] == one[1]
     assert three[0] == two[0]
     assert three[1] > 1.6 * two[1]
-    save_sheet(tmp_path / "sheet.png", [row, sheet_row(300, 40, [0.9])], NAMES)
+    save_picture(tmp_path / "sheet.png", comparison_sheet([row, sheet_row(300, 40, [0.9])], NAMES))
     with Image.open(tmp_path / "sheet.png") as picture:
         assert picture.size[0] == two[0]
     with pytest.raises(InputError, match="at least one image"):

@@ -22,24 +22,26 @@ from torch import Tensor
 from detr_bf.classification.analysis.figures import Cell, add_legend, draw_sheet, one_plot
 from detr_bf.classification.evaluation import ClassAccuracy, ClassificationResult
 from detr_bf.classification.report.figures import save_class_accuracies, save_confusion
-from detr_bf.classification.report.sheet import ClassifiedImage, save_classification_sheet
+from detr_bf.classification.report.sheet import ClassifiedImage, classification_sheet
 from detr_bf.errors import InputError, Interrupted
 from detr_bf.report import (
     PanopticSheetRow,
+    ProbableClasses,
     SheetRow,
     class_labels,
-    compare,
+    compare_variants,
+    comparison_sheet,
     fonts,
+    panoptic_sheet,
+    prediction_sheet,
     save_comparison,
-    save_panoptic_sheet,
-    save_sheet,
+    save_picture,
     tolerating,
 )
 from detr_bf.report.drawing import draw_boxes
 from detr_bf.report.figures import save_figure
 from detr_bf.report.fonts import legible, load_font, plain, shorten
 from detr_bf.report.panoptic import draw_panoptic
-from detr_bf.report.prediction_sheet import ProbableClasses, save_prediction_sheet
 from detr_bf.structures import ClassMap, Detections, PanopticMap, Segment
 
 HOSTILE = {
@@ -167,24 +169,25 @@ PANOPTIC = PanopticMap(1, torch.ones(40, 60, dtype=torch.int32), (Segment(1, 0, 
 FOUND = Detections(1, BOX, SCORE, LABEL)
 
 
-def sheet(path: Path, names: list[str]) -> None:
+def save_comparison_sheet(path: Path, names: list[str]) -> None:
     rows = [SheetRow(IMAGE, BOX, LABEL + n, replace(FOUND, labels=LABEL + n), name) for n, name in enumerate(names)]
-    save_sheet(path, rows, names)
+    save_picture(path, comparison_sheet(rows, names))
 
 
-def panoptic_sheet(path: Path, names: list[str]) -> None:
+def save_panoptic_sheet(path: Path, names: list[str]) -> None:
     maps = [replace(PANOPTIC, segments=(Segment(1, n, 2400, n % 2 == 0),)) for n in range(len(names))]
     rows = [PanopticSheetRow(IMAGE, each, each, name) for each, name in zip(maps, names, strict=True)]
-    save_panoptic_sheet(path, rows, names)
+    save_picture(path, panoptic_sheet(rows, names))
 
 
-def classified_sheet(path: Path, names: list[str]) -> None:
+def save_classification_sheet(path: Path, names: list[str]) -> None:
     rows = [ClassifiedImage(IMAGE, n, n and n - 1, 0.9) for n in range(len(names))]
-    save_classification_sheet(path, rows, names)
+    save_picture(path, classification_sheet(rows, names))
 
 
-def prediction_sheet(path: Path, names: list[str]) -> None:
-    save_prediction_sheet(path, [ProbableClasses(IMAGE, (name,), (0.5,), name) for name in names])
+def save_prediction_sheet(path: Path, names: list[str]) -> None:
+    rows = [ProbableClasses(IMAGE, (name,), (0.5,), name) for name in names]
+    save_picture(path, prediction_sheet(rows))
 
 
 def classified(names: list[str]) -> ClassificationResult:
@@ -195,7 +198,7 @@ def classified(names: list[str]) -> ClassificationResult:
 
 
 def comparison(path: Path, names: list[str]) -> None:
-    save_comparison(path, compare({name: [1.0, 2.0] for name in names}, names[0]), r"$\frac{$")
+    save_comparison(path, compare_variants({name: [1.0, 2.0] for name in names}, names[0]), r"$\frac{$")
 
 
 def curves(path: Path, names: list[str]) -> None:
@@ -214,10 +217,10 @@ def analysis_sheet(path: Path, names: list[str]) -> None:
 @pytest.mark.parametrize(
     "draw",
     [
-        sheet,
-        panoptic_sheet,
-        classified_sheet,
-        prediction_sheet,
+        save_comparison_sheet,
+        save_panoptic_sheet,
+        save_classification_sheet,
+        save_prediction_sheet,
         lambda path, names: save_confusion(path, classified(names)),
         lambda path, names: save_class_accuracies(path, classified(names)),
         comparison,

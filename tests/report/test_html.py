@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from detr_bf.config import DetectionConfig, config_to_yaml
+from detr_bf.config import ClassifierConfig, DetectionConfig, config_to_yaml
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
 from detr_bf.files import write_json, write_text
@@ -136,6 +136,12 @@ def test_broken_inputs_are_named_and_the_old_report_stays(run_dir: Path) -> None
     assert path.read_bytes() == before
     with pytest.raises(InputError, match="run folder not found"):
         write_report(run_dir / "nowhere")
+
+
+def test_the_page_of_another_task_is_refused(run_dir: Path) -> None:
+    (run_dir / "config.yaml").write_text(config_to_yaml(ClassifierConfig()))
+    with pytest.raises(InputError, match=r"config\.yaml is of the task classification, the page of detection"):
+        write_report(run_dir)
 
 
 def test_batch_former_line() -> None:

@@ -1,4 +1,4 @@
-"""What is recorded about the machine."""
+"""The record of hardware, versions and command."""
 
 from __future__ import annotations
 

@@ -14,13 +14,12 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as transforms
 
 from detr_bf.errors import InputError
-from detr_bf.report.drawing import DARK, Colour, class_colour
+from detr_bf.report.drawing import DARK, Colour, class_colour, save_picture
 from detr_bf.report.panoptic import (
     PanopticSheetRow,
     draw_panoptic,
     interior_points,
     panoptic_sheet,
-    save_panoptic_sheet,
     segment_colours,
 )
 from detr_bf.structures import PanopticMap, Segment
@@ -192,7 +191,7 @@ def test_sheet_shows_truth_at_the_left_and_predictions_at_the_right(tmp_path: Pa
         patch = has_colour(sheet, class_colour(label))
         assert patch[:, own].sum() > 100
         assert not patch[:, other].any()
-    save_panoptic_sheet(tmp_path / "sheet.png", [row, row, row], NAMES)
+    save_picture(tmp_path / "sheet.png", panoptic_sheet([row, row, row], NAMES))
     with Image.open(tmp_path / "sheet.png") as written:
         assert written.format == "PNG"
         assert written.size[0] > 1.8 * sheet.shape[2]

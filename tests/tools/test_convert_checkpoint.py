@@ -132,7 +132,7 @@ def test_a_run_folder_stands_for_its_best_checkpoint(tmp_path: Path) -> None:
         (["ours.pt", "pipe.pth"], "pipe.pth is a FIFO and would be replaced"),
         (["ours.pt", "out.pth", "--to", "yolo"], "no checkpoint format 'yolo'; there are: detr, .*hf_detr"),
         (["ours.pt", "out.pth", "--to", "smca"], "official SMCA"),
-        (["ours.pt", "out.pth", "--to", "hf_detr"], r"has no place for these tensors: .*batch_former.*--strip-batch"),
+        (["ours.pt", "out.pth", "--to", "hf_detr"], r"has no names for these tensors: .*batch_former.*--strip-batch"),
         (["ours.pt", "out.pth", "--to", "huggingface"], "no checkpoint format 'huggingface'; there are: .*hf_detr"),
         (["ours.pt", "out.pth", "--to", "a\nb"], r"no checkpoint format 'a\\nb'; there are"),
         (["https://example.org/a.pth", "out.pth"], "files are not fetched from a URL; download it"),

@@ -41,7 +41,7 @@ def test_a_detector(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "\x1b" not in (run / "log.txt").read_text(encoding="utf-8")
     no_font = fonts._entry_with(frozenset("猫")) is None  # on this machine
     assert ("pictures show their ids: #90 (猫" in (run / "log.txt").read_text(encoding="utf-8")) == no_font
-    monkeypatch.setattr("detr_bf.tasks.detection.save_sheet", failing)
+    monkeypatch.setattr("detr_bf.tasks.detection.comparison_sheet", failing)
     monkeypatch.setattr("detr_bf.report.html.draw_curves", failing)
     assert train_net(["--config", str(tiny), "train.max_steps=2", "--resume"]) == 0
     assert json.loads((run / "results.json").read_text())
@@ -73,8 +73,8 @@ def test_a_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("config", "main", "drawing", "folder"),
     [
-        (classifier_config, train_net, "detr_bf.tasks.classification.save_classification_sheet", "run"),
-        (masked_config, train_net, "detr_bf.tasks.masked_autoencoding.save_reconstructions", "mae"),
+        (classifier_config, train_net, "detr_bf.tasks.classification.classification_sheet", "run"),
+        (masked_config, train_net, "detr_bf.tasks.masked_autoencoding.reconstruction_sheet", "mae"),
     ],
 )
 def test_a_failing_picture_is_a_warning(

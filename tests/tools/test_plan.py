@@ -28,12 +28,12 @@ def test_prints_every_part_of_the_plan(tiny: Path, capsys: pytest.CaptureFixture
         "averaged weights (train.ema)",
         "Steps: 12 images each, 10 an epoch of 120 images, 30 in 3 epochs",
         "s a step (estimated)",
-        "Batch attention spans 12 images (with batch_former.gather 12, without 3); accumulation does not lengthen it",
+        "Batch attention spans 12 images (with batch_former.gather 12, without 3); accumulation does not increase this",
         "Learning rate: published for 3 images a step (the config file, without overrides), here 12, x 4",
         "of gradients a step",
         "for batch_former.gather at the largest images",
         "Checkpoints: ",
-        "What this rests on:",
+        "Assumptions:",
     ):
         assert part in printed
 

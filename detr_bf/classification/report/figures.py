@@ -1,4 +1,4 @@
-"""Figures of a classifier's result: which classes it confuses, and how well it knows those it saw seldom."""
+"""Figures of a classifier's result: confusion matrix, and accuracy of classes by their number of training images."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ from detr_bf.text import printable
 
 GROUP_COLOURS = {"many": BLUE, "medium": ORANGE, "few": VERMILION}
 _BLUES = LinearSegmentedColormap.from_list("paper to blue", ["#ffffff", "#cfe3f1", "#56a5d3", BLUE, "#003b5e"])
-_MAX_NUMBERS = 20  # classes, up to which the cells of a confusion matrix hold their numbers
-_MAX_NAMES = 100  # classes, up to which their names are written
+_MAX_NUMBERS = 20  # classes; cells and bars of more have no numbers
+_MAX_NAMES = 100  # classes; more have no names
 _NAME_LENGTH = 24  # letters
-_LISTED = 12  # mistakes
+_LISTED = 12  # most frequent mistakes
 
 
 def save_confusion(path: str | Path, result: ClassificationResult) -> None:
-    """Draw the confusion matrix: of the images of each class (a line), the share that was taken for each class.
+    """Draw the confusion matrix: true classes by line, predicted classes by column, shares of the true class.
 
-    Colour grows with the square root of the share, so that small ones are seen. The largest shares of mistakes are
-    listed beside it.
-
-    The suffix of ``path`` (``.png``, ``.svg`` or ``.pdf``) chooses the format.
+    Colour grows with the square root of the share, to show small shares. The most frequent mistakes are listed beside
+    the matrix.
 
     Raises:
-        InputError: the result has none, having more than 100 classes, or the suffix is another one.
+        InputError: the result has no matrix (more than 100 classes), or the suffix of ``path`` is not ``.png``,
+            ``.svg`` or ``.pdf``.
     """
     check_suffix(path, "confusion matrices are")
     if result.confusion is None:
         raise InputError(
-            f"the result has {len(result.per_class)} classes and no confusion matrix: one is drawn of up to 100 classes"
+            f"the result has {len(result.per_class)} classes and no confusion matrix: it exists for up to 100 classes"
         )
     images = np.array([known.images for known in result.per_class.values()])
     shares = np.array(result.confusion, dtype=np.float64) / np.maximum(images, 1)[:, None]
@@ -57,7 +56,7 @@ def save_confusion(path: str | Path, result: ClassificationResult) -> None:
 
 
 def save_class_accuracies(path: str | Path, result: ClassificationResult) -> None:
-    """Draw the accuracy of every class, ordered by its training images, below the number of these.
+    """Draw training images and accuracy of every class, ordered by training images.
 
     Raises:
         InputError: the suffix is not ``.png``, ``.svg`` or ``.pdf``.
@@ -81,16 +80,16 @@ def save_class_accuracies(path: str | Path, result: ClassificationResult) -> Non
 
 
 def shortened(name: str) -> str:
-    """One line of at most 24 letters."""
+    """Return a name as one line of at most 24 letters."""
     name = printable(name)
     return name if len(name) <= _NAME_LENGTH else name[: _NAME_LENGTH - 1].rstrip() + "…"
 
 
 def _name_classes(axes: Axes, names: list[str]) -> None:
-    """On both sides of a confusion matrix."""
+    """Label both axes of a confusion matrix."""
     size = 10 if len(names) <= 12 else max(5.0, 9.0 - len(names) / 20)
-    upright = max(map(len, names)) > 4 or len(names) > _MAX_NUMBERS
-    axes.set_xticks(range(len(names)), names, rotation=90 if upright else 0, fontsize=size)
+    vertical = max(map(len, names)) > 4 or len(names) > _MAX_NUMBERS
+    axes.set_xticks(range(len(names)), names, rotation=90 if vertical else 0, fontsize=size)
     axes.set_yticks(range(len(names)), names, fontsize=size)
     axes.set_xlabel("predicted", color=INK)
     axes.set_ylabel("true", color=INK)
@@ -105,7 +104,7 @@ def _name_classes(axes: Axes, names: list[str]) -> None:
 
 
 def _write_shares(axes: Axes, shares: np.ndarray) -> None:
-    """In every cell that is not empty."""
+    """Write the percentage into every cell above 0."""
     size = 10 if len(shares) <= 12 else 7
     for row, column in np.argwhere(shares > 0):
         share = shares[row, column]
@@ -114,7 +113,7 @@ def _write_shares(axes: Axes, shares: np.ndarray) -> None:
 
 
 def _plot_mistakes(axes: Axes, shares: np.ndarray, names: list[str]) -> None:
-    """The largest shares off the diagonal, the largest above."""
+    """Draw the largest shares off the diagonal as bars, the largest on top."""
     wrong = shares * ~np.eye(len(shares), dtype=bool)
     order = np.argsort(-wrong, axis=None, kind="stable")[:_LISTED]
     found = [(row, column) for row, column in zip(*np.unravel_index(order, wrong.shape), strict=True)]
@@ -122,9 +121,9 @@ def _plot_mistakes(axes: Axes, shares: np.ndarray, names: list[str]) -> None:
     heights = [100 * wrong[pair] for pair in found]
     size = 9 if len(names) <= 30 else 11  # the picture is larger
     axes.barh(range(len(found)), heights, height=0.24, color=VERMILION)
-    for place, ((row, column), height) in enumerate(zip(found, heights, strict=True)):
-        axes.text(0, place - 0.22, f"{names[row]} taken for {names[column]}", va="bottom", fontsize=size, color=INK)
-        axes.text(height, place, f" {height:.1f}", va="center", fontsize=size, color=INK)
+    for line, ((row, column), height) in enumerate(zip(found, heights, strict=True)):
+        axes.text(0, line - 0.22, f"{names[row]} taken for {names[column]}", va="bottom", fontsize=size, color=INK)
+        axes.text(height, line, f" {height:.1f}", va="center", fontsize=size, color=INK)
     axes.set_xlim(0, 1.2 * max(heights, default=1.0))
     axes.set_ylim(_LISTED - 0.4, -0.7)
     axes.set_xticks([])
@@ -139,7 +138,7 @@ def _plot_training_images(axes: Axes, classes: list[ClassAccuracy]) -> None:
     lowest, highest = min(counts), max(counts)
     if lowest > 0 and highest >= 10 * lowest:
         axes.set_yscale("log")
-        axes.set_ylim(0.5 * lowest, highest * (2 * highest / lowest) ** 0.2)  # a fifth more, for the numbers
+        axes.set_ylim(0.5 * lowest, highest * (2 * highest / lowest) ** 0.2)  # space for the numbers
         axes.minorticks_off()
     else:
         axes.set_ylim(0, 1.2 * highest or 1)
@@ -154,14 +153,14 @@ def _plot_training_images(axes: Axes, classes: list[ClassAccuracy]) -> None:
 
 def _plot_accuracies(axes: Axes, classes: list[ClassAccuracy], result: ClassificationResult) -> None:
     for group, colour in GROUP_COLOURS.items():
-        places = [place for place, known in enumerate(classes) if known.group == group]
-        if not places:
+        indices = [index for index, known in enumerate(classes) if known.group == group]
+        if not indices:
             continue
-        accuracies = [classes[place].accuracy for place in places]
+        accuracies = [classes[index].accuracy for index in indices]
         mean = result.metrics[group]
         label = f"{group}-shot" + ("" if mean is None else f" {100 * mean:.1f}")
         heights = [100 * (share or 0) for share in accuracies]
-        bars = axes.bar(places, heights, width=_bar_width(classes), color=colour, label=label)
+        bars = axes.bar(indices, heights, width=_bar_width(classes), color=colour, label=label)
         if len(classes) <= _MAX_NUMBERS:
             _write_above(axes, bars, ["no images" if share is None else f"{100 * share:.1f}" for share in accuracies])
     axes.set_ylim(0, 108)
@@ -176,11 +175,11 @@ def _plot_accuracies(axes: Axes, classes: list[ClassAccuracy], result: Classific
 
 
 def _bar_width(classes: list[ClassAccuracy]) -> float:
-    """Many bars have no room for gaps."""
+    """Return the width of bars, without gaps for many classes."""
     return 0.8 if len(classes) <= _MAX_NAMES else 1.0
 
 
 def _write_above(axes: Axes, bars: BarContainer, texts: list[str]) -> None:
-    """Numbers in place of a scale."""
+    """Write numbers above the bars and remove the scale."""
     axes.bar_label(bars, texts, padding=3, fontsize=9, color=INK)
     axes.set_yticks([])

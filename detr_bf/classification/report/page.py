@@ -1,38 +1,39 @@
-"""What ``report.html`` says of a classifier."""
+"""Parts of ``report.html`` for classifiers and masked autoencoders."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from detr_bf.classification.evaluation import GROUPS, ClassAccuracy, ClassificationResult
+from detr_bf.classification.reconstruction import ReconstructionResult
 from detr_bf.classification.report.figures import save_class_accuracies, save_confusion
-from detr_bf.config import ClassifierConfig
+from detr_bf.config import ClassifierConfig, MaskedConfig
 from detr_bf.config.classification import ImageDataConfig
-from detr_bf.report.curves import CLASSIFICATION_CURVES
-from detr_bf.report.elements import (
+from detr_bf.report.curves import CurvePlan
+from detr_bf.report.detection import blocks, context_broadcasting, relative_localization
+from detr_bf.report.figures import BLACK, BLUE, ORANGE, SKY, VERMILION
+from detr_bf.report.page import (
     EVALUATION_FILE,
     SHEET_FILE,
+    TaskPage,
     count,
-    drawn,
     headline,
     missing,
     number,
     percent,
+    picture,
     row,
     section,
-    sheet,
     table,
+    validation_sheet,
 )
-from detr_bf.report.shared_plugins import blocks, context_broadcasting, relative_localization
-from detr_bf.report.task_page import TaskPage
 
 CONFUSION_FILE = "pictures/confusion.png"
 CLASSES_FILE = "pictures/classes.svg"
 
 
 def _sentences(config: ClassifierConfig) -> list[str]:
-    """What was trained."""
     plugins = plugin_names(config)
     loss = config.loss.name.replace("_", " ")
     added = f"with {'; '.join(plugins)}" if plugins else "without plug-ins"
@@ -41,7 +42,7 @@ def _sentences(config: ClassifierConfig) -> list[str]:
 
 
 def plugin_names(config: ClassifierConfig) -> list[str]:
-    """Those that are on, each with where it is and what it does."""
+    """Return the enabled plug-ins, each with its position and settings."""
     plugins, names = config.plugins, []
     if plugins.batchformer_v2.enabled:
         v2 = plugins.batchformer_v2
@@ -57,48 +58,44 @@ def plugin_names(config: ClassifierConfig) -> list[str]:
 
 
 def data_sentence(data: ImageDataConfig) -> str:
-    """What it was trained on."""
+    """Return one sentence about the training data."""
     details = [f"imbalance {data.long_tail.imbalance:g}"] if data.long_tail.imbalance > 1 else []
     details += [f"at most {data.per_class:,} images a class"] if data.per_class else []
     return f"Data: {', '.join([data.name.replace('_', ' '), *details])}."
 
 
 def _results(result: ClassificationResult | None) -> Iterator[str]:
-    """The numbers of the last evaluation."""
     yield section("Validation", _headline(result) if result else missing(EVALUATION_FILE, "evaluation"))
 
 
 def _details(run_dir: Path, result: ClassificationResult | None) -> Iterator[str]:
-    """Pictures, drawn here from the result, and the classes."""
     if result:
         description = "Accuracy of every class, from those with the most training images to those with the fewest"
-        accuracies = drawn(run_dir / CLASSES_FILE, description, lambda path: save_class_accuracies(path, result))
-        yield section("From many images to few", accuracies)
+        accuracies = picture(run_dir / CLASSES_FILE, description, lambda path: save_class_accuracies(path, result))
+        yield section("Accuracy by number of training images", accuracies)
     if result and result.confusion:
-        description = "Confusion matrix: share of the images of each class that was taken for each class"
-        confusion = drawn(run_dir / CONFUSION_FILE, description, lambda path: save_confusion(path, result))
+        description = "Confusion matrix: share of the images of each true class by predicted class"
+        confusion = picture(run_dir / CONFUSION_FILE, description, lambda path: save_confusion(path, result))
         yield section("Confusion", confusion)
-    description = "Validation images of which the model is most sure, wrongly and rightly"
-    yield section("Validation images", sheet(run_dir / SHEET_FILE, description))
+    description = "Validation images with the most confident mistakes and right answers"
+    yield section("Validation images", validation_sheet(run_dir / SHEET_FILE, description))
     yield section("Classes", _class_table(result) if result else missing(EVALUATION_FILE, "evaluation"))
 
 
 def _headline(result: ClassificationResult) -> str:
-    large = [("Top-1", percent(result.top1), "right at once")]
+    large = [("Top-1", percent(result.top1), "first guess is right")]
     if result.top5 is not None:
-        large.append(("Top-5", percent(result.top5), "right within five"))
+        large.append(("Top-5", percent(result.top5), "one of five is right"))
     large.append(("Balanced", percent(result.balanced), "mean over classes"))
     small = [
         (f"{group.capitalize()}-shot", percent(result.metrics[group]), count(_size(result, group), "class", "classes"))
         for group in GROUPS
     ]
     small.append(("Calibration error", percent(result.ece), "15 bins"))
-    small.append(("Cross-entropy", number(result.loss), "of the logits"))
-    note = (
-        f"Accuracy in percent on {count(result.num_images, 'image')}; many, medium and few shot are means over classes."
-    )
+    small.append(("Cross-entropy", number(result.loss), "mean over images"))
+    note = f"Accuracy in percent on {count(result.num_images, 'image')}; many-, medium-, few-shot: means over classes."
     if result.num_not_finite:
-        note += f" The logits of {count(result.num_not_finite, 'image')} are not finite, which counts as wrong."
+        note += f" The logits of {count(result.num_not_finite, 'image')} are not finite; they count as wrong."
     return headline(large, small, note)
 
 
@@ -107,9 +104,9 @@ def _size(result: ClassificationResult, group: str) -> int:
 
 
 def _class_table(result: ClassificationResult) -> str:
-    """Best first; classes that the split does not hold last."""
+    """Return the table of classes, best first; classes without validation images last."""
     ordered = sorted(result.per_class.items(), key=lambda item: -1.0 if item[1].accuracy is None else item[1].accuracy)
-    titles: Sequence[str] = ("Class", "Accuracy", "Images", "Training images")
+    titles = ("Class", "Accuracy", "Images", "Training images")
     return table(titles, (_class_row(name, known) for name, known in reversed(ordered)))
 
 
@@ -118,11 +115,51 @@ def _class_row(name: str, known: ClassAccuracy) -> str:
     return row(name, known.accuracy, values, f"{known.group}-shot")
 
 
-PAGE = TaskPage(
-    curves=CLASSIFICATION_CURVES,
+def _masked_sentences(config: MaskedConfig) -> list[str]:
+    former = config.batch_former
+    plugins = f"with BatchFormerV2 {former.position} {blocks(former.layers)} of its decoder"
+    plugins = plugins if former.enabled else "without plug-ins"
+    return [
+        f"Masked autoencoder of {config.model.name}, {100 * config.model.mask_ratio:g} % of the patches masked.",
+        f"Decoder of {count(config.model.decoder_depth, 'block')}, {plugins}.",
+        data_sentence(config.data),
+    ]
+
+
+def _masked_results(result: ReconstructionResult | None) -> Iterator[str]:
+    content = missing(EVALUATION_FILE, "evaluation")
+    if result is not None:
+        note = f"Mean squared error over the masked patches of {count(result.num_images, 'image')}."
+        if result.num_not_finite:
+            note += f" That of {count(result.num_not_finite, 'image')} is not finite."
+        content = headline([("Loss", number(result.loss, 4), "masked patches")], [], note)
+    yield section("Validation", content)
+
+
+def _masked_details(run_dir: Path, result: ReconstructionResult | None) -> Iterator[str]:
+    description = "Validation images: original, masked, and reconstruction"
+    yield section("Validation images", validation_sheet(run_dir / SHEET_FILE, description))
+
+
+CLASSIFICATION_PAGE = TaskPage(
+    task="classification",
+    curves=CurvePlan(
+        scores=(("top5", "top-5", SKY), ("top1", "top-1", BLACK)),
+        groups=(("many", "many-shot", BLUE), ("medium", "medium-shot", ORANGE), ("few", "few-shot", VERMILION)),
+        validation_loss=True,
+    ),
     curves_description="Training loss, its terms, and validation accuracy over epochs",
     read_result=ClassificationResult.from_dict,
     sentences=_sentences,
     results=_results,
     details=_details,
+)
+MASKED_PAGE = TaskPage(
+    task="masked_autoencoding",
+    curves=CurvePlan(validation_loss=True),
+    curves_description="Training and validation loss over epochs",
+    read_result=ReconstructionResult.from_dict,
+    sentences=_masked_sentences,
+    results=_masked_results,
+    details=_masked_details,
 )

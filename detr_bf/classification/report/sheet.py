@@ -1,28 +1,27 @@
-"""One picture that shows what a classifier is surest of: its worst mistakes, and what it knows best."""
+"""Sheets of validation images: most confident answers of a classifier, reconstructions of a masked autoencoder."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from PIL import Image, ImageDraw
 from torch import Tensor
 
 from detr_bf.errors import InputError
-from detr_bf.report.drawing import save_picture
 from detr_bf.report.fonts import legible, load_font, shorten
-from detr_bf.report.sheet import FAINT, HEADING, INK, MARGIN, PAPER, fit
+from detr_bf.report.sheet import BORDER, FAINT, HEADING, INK, PAPER, Strip, fit, lay_out
 
 _CELL = 184  # pixels, width and largest height of an image
 _COLUMNS, _GAP = 6, 20
 _TEXT, _LINE = 15, 20  # font size and distance of lines in pixels
-_RIGHT, _WRONG = (0, 122, 89), (190, 62, 0)  # green and vermilion, dark enough to be read on white
+_RECONSTRUCTION_CELL = 240  # pixels
+_RIGHT, _WRONG = (0, 122, 89), (190, 62, 0)  # green and vermilion, dark enough for white paper
 
 
 @dataclass(frozen=True)
 class ClassifiedImage:
-    """One validation image with what it is and what the model takes it for."""
+    """One validation image with its true and its predicted class."""
 
     image: Tensor  # (3, H, W) uint8
     label: int
@@ -35,36 +34,49 @@ class ClassifiedImage:
 
 
 def classification_sheet(rows: Sequence[ClassifiedImage], class_names: Sequence[str]) -> Image.Image:
-    """The mistakes, then the right answers, each in the order given; below an image what it was taken for.
+    """Draw the mistakes above the right answers, each in the given order, with the classes below each image.
 
     Raises:
-        InputError: there is no image to show.
+        InputError: ``rows`` is empty.
     """
     if not rows:
         raise InputError("a sheet needs at least one image, got none")
     wrong, right = ([row for row in rows if row.is_right == is_right] for is_right in (False, True))
     blocks = [
         _paint_block(title, members, class_names)
-        for title, members in (("Surest mistakes", wrong), ("Surest right answers", right))
+        for title, members in (("Most confident mistakes", wrong), ("Most confident right answers", right))
         if members
     ]
-    width = max(block.width for block in blocks) + 2 * MARGIN
-    sheet = Image.new("RGB", (width, sum(block.height + MARGIN for block in blocks) + MARGIN), PAPER)
-    top = MARGIN
+    width = max(block.width for block in blocks) + 2 * BORDER
+    sheet = Image.new("RGB", (width, sum(block.height + BORDER for block in blocks) + BORDER), PAPER)
+    top = BORDER
     for block in blocks:
-        sheet.paste(block, (MARGIN, top))
-        top += block.height + MARGIN
+        sheet.paste(block, (BORDER, top))
+        top += block.height + BORDER
     return sheet
 
 
-def save_classification_sheet(path: str | Path, rows: Sequence[ClassifiedImage], class_names: Sequence[str]) -> None:
-    """Atomically write :func:`classification_sheet` as PNG."""
-    save_picture(path, classification_sheet(rows, class_names))
+def reconstruction_sheet(
+    originals: Tensor, masked: Tensor, reconstructed: Tensor, images_per_line: int = 2
+) -> Image.Image:
+    """Draw three pictures of every image side by side; each argument is (N, 3, H, W) uint8.
+
+    Raises:
+        InputError: N is 0, or the shapes differ.
+    """
+    shapes = [tuple(pictures.shape) for pictures in (originals, masked, reconstructed)]
+    if len(set(shapes)) != 1:
+        raise InputError(f"originals, masked and reconstructed pictures must be of one shape, got {shapes}")
+    strips = [
+        Strip(tuple(fit(picture, _RECONSTRUCTION_CELL)[0] for picture in triple), ("", "", ""))
+        for triple in zip(originals, masked, reconstructed, strict=True)
+    ]
+    return lay_out(strips, ("Original", "Masked", "Reconstruction"), images_per_line, _RECONSTRUCTION_CELL)
 
 
 def _paint_block(title: str, rows: Sequence[ClassifiedImage], class_names: Sequence[str]) -> Image.Image:
     pictures = [fit(row.image, _CELL)[0] for row in rows]
-    text = (2 if all(row.is_right for row in rows) else 3) * _LINE  # of mistakes the true class is told, too
+    text = (2 if all(row.is_right for row in rows) else 3) * _LINE  # mistakes also show the true class
     line = max(picture.height for picture in pictures) + text + 2 * _GAP
     heading = load_font(HEADING, bold=True)
     columns = min(_COLUMNS, len(rows))
@@ -73,9 +85,9 @@ def _paint_block(title: str, rows: Sequence[ClassifiedImage], class_names: Seque
     block = Image.new("RGB", (width, 2 * HEADING + lines * line - _GAP), PAPER)
     draw = ImageDraw.Draw(block)
     draw.text((0, 0), title, fill=INK, font=heading)
-    for place, (row, picture) in enumerate(zip(rows, pictures, strict=True)):
-        left = place % _COLUMNS * (_CELL + _GAP)
-        top = 2 * HEADING + place // _COLUMNS * line
+    for index, (row, picture) in enumerate(zip(rows, pictures, strict=True)):
+        left = index % _COLUMNS * (_CELL + _GAP)
+        top = 2 * HEADING + index // _COLUMNS * line
         block.paste(picture, (left + (_CELL - picture.width) // 2, top))
         _write_below(draw, row, class_names, left, top + picture.height + _TEXT // 2)
     return block
@@ -84,7 +96,7 @@ def _paint_block(title: str, rows: Sequence[ClassifiedImage], class_names: Seque
 def _write_below(
     draw: ImageDraw.ImageDraw, row: ClassifiedImage, class_names: Sequence[str], left: int, top: int
 ) -> None:
-    """The predicted class; where they differ, the true one; the probability of the predicted class."""
+    """Write the predicted class, the true class of a mistake, and the probability of the predicted class."""
     predicted = legible(class_names[row.predicted])
     font = load_font(_TEXT, bold=True, text=predicted)
     draw.text((left, top), shorten(predicted, font, _CELL), _RIGHT if row.is_right else _WRONG, font)

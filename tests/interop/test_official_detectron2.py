@@ -136,7 +136,7 @@ def test_another_backbone_has_its_place_only_where_it_is_ours() -> None:
     state = state_of("detr") | {"backbone.body.blocks.0.weight": torch.zeros(1)}
     assert "detector.backbone.body.blocks.0.weight" in to_foreign(state, "detectron2")
     for form in ("detectron2_resnet", "detr_detectron2"):
-        with pytest.raises(InputError, match=r"no place for these tensors: backbone\.body\.blocks\.0\.weight"):
+        with pytest.raises(InputError, match=r"no names for these tensors: backbone\.body\.blocks\.0\.weight"):
             to_foreign(state, form)
 
 

@@ -1,0 +1,121 @@
+"""Building blocks of ``report.html``: the parts that depend on the task, and small pieces of HTML.
+
+:func:`escaped` is applied to all text here; arguments called ``content`` are HTML already.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from detr_bf.report.curves import CurvePlan
+from detr_bf.report.drawing import tolerating
+from detr_bf.text import printable, safe_message
+
+METRICS_FILE = "metrics.jsonl"
+EVALUATION_FILE = "evaluation.json"
+CURVES_FILE = "pictures/curves.svg"
+SHEET_FILE = "pictures/validation.png"
+_MEDIA_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
+_NO_VALUE = "—"
+
+Card = tuple[str, str, str]  # name, value, note
+
+
+@dataclass(frozen=True)
+class TaskPage:
+    """The parts of ``report.html`` that depend on the task; config and result have the task's types."""
+
+    task: str  # as in the config
+    curves: CurvePlan
+    curves_description: str
+    read_result: Callable[[Mapping[str, Any]], Any]  # inverse of the result's to_dict
+    sentences: Callable[[Any], list[str]]  # config -> summary of what was trained
+    results: Callable[[Any], Iterable[str]]  # result or None -> sections above the curves
+    details: Callable[[Path, Any], Iterable[str]]  # run folder, result or None -> sections below the curves
+
+
+def escaped(text: object) -> str:
+    """Return text as HTML without markup and without control characters."""
+    return escape(safe_message(text))
+
+
+def section(title: str, content: str) -> str:
+    """Return a titled part of the page."""
+    return f"<section><h2>{escaped(title)}</h2>\n{content}</section>"
+
+
+def missing(file_name: str, content_name: str) -> str:
+    """Return the sentence shown instead of a file that the run folder lacks."""
+    return f'<p class="faint">This run has no {escaped(content_name)}: {escaped(file_name)} is missing or empty.</p>'
+
+
+def headline(large: Sequence[Card], small: Sequence[Card], note: str) -> str:
+    """Return the main numbers in large cards, others in small cards, and a note that defines them."""
+    further = f'<div class="cards">{_cards(small)}</div>\n' if small else ""
+    return f'<div class="cards large">{_cards(large)}</div>\n{further}<p class="faint">{escaped(note)}</p>'
+
+
+def table(titles: Sequence[str], rows: Iterable[str]) -> str:
+    """Return rows made by :func:`row` under column titles; the column of bars has no title."""
+    first, *others = (f'<th scope="col">{escaped(title)}</th>' for title in titles)
+    return (
+        f'<div class="scroll"><table>\n<thead><tr>{first}<th></th>{"".join(others)}</tr></thead>\n'
+        f"<tbody>\n{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def row(name: str, share: float | None, values: Iterable[str], kind: str = "") -> str:
+    """Return a table row: name, faint ``kind``, a bar of length ``share`` (0 to 1), and values."""
+    note = f' <span class="faint">{escaped(kind)}</span>' if kind else ""
+    cells = "".join(f"<td>{escaped(value)}</td>" for value in values)
+    return (
+        f'<tr><th scope="row">{escaped(printable(name))}{note}</th>'
+        f'<td class="bar"><i style="width:{100 * (share or 0):.1f}%"></i></td>{cells}</tr>\n'
+    )
+
+
+def picture(path: Path, description: str, draw: Callable[[Path], None] | None = None) -> str:
+    """Return a PNG or SVG file as embedded image, after ``draw(path)`` has written it.
+
+    If that fails, the error is logged and a sentence that says so is returned.
+    """
+    with tolerating(str(path)):
+        if draw is not None:
+            draw(path)
+        content = base64.b64encode(path.read_bytes()).decode("ascii")
+        source = f"data:{_MEDIA_TYPES[path.suffix]};base64,{content}"
+        return f'<figure><img alt="{escaped(description)}" src="{source}"></figure>'
+    return f'<p class="faint">{escaped(path.name)} was not drawn: log.txt has the reason.</p>'
+
+
+def validation_sheet(path: Path, description: str) -> str:
+    """Return the picture of validation images, or a sentence if the run has none."""
+    return picture(path, description) if path.is_file() else missing(SHEET_FILE, "validation pictures")
+
+
+def percent(value: float | None) -> str:
+    """Return a fraction in percent with one decimal; a dash for None."""
+    return _NO_VALUE if value is None else f"{100 * value:.1f}"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a number with ``digits`` decimals; a dash for None."""
+    return _NO_VALUE if value is None else f"{value:.{digits}f}"
+
+
+def count(number: int, noun: str, plural: str = "") -> str:
+    """Return for example ``2 images``; the default plural is the noun with an s."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def _cards(cards: Iterable[Card]) -> str:
+    return "".join(
+        f'<div class="card"><span>{escaped(name)}</span><strong>{escaped(value)}</strong>'
+        f"<small>{escaped(note)}</small></div>"
+        for name, value, note in cards
+    )
