@@ -12,20 +12,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-
-import settings_tables
-
 import detr_bf
 import detr_bf.config
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 project, author, version = "detr_bf", "the detr_bf authors", detr_bf.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "README"
 include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "docs/**"]
 exclude_patterns = ["build", "runs", ".*", "**/.*", "detr_bf", "ops", "tests", "configs", "tools", "requirements"]
-nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?!detr_bf\.).*")]  # names of other libraries: they are not part of this site
 
 html_theme = "furo"  # no script or font is loaded from another host
 html_title = "detr_bf"
@@ -38,8 +34,10 @@ autodoc_preserve_defaults = True
 
 CONTENTS = {
     "Guides": [
-        "docs/fine_tuning",
+        "docs/data",
         "docs/settings",
+        "docs/batch_attention",
+        "docs/fine_tuning",
         "docs/inference",
         "docs/thresholds",
         "docs/faq",
@@ -70,6 +68,8 @@ def _expand(app: Any, name: str, source: list[str]) -> None:
         )
     if not name.startswith("docs/reference/"):
         return
+    import settings_tables  # beside this file
+
     source[0] = re.sub(
         r"<!-- settings: (\w+) -->",
         lambda match: settings_tables.markdown(getattr(detr_bf.config, match[1])),
