@@ -77,7 +77,7 @@ def _expand(app: Any, name: str, source: list[str]) -> None:
     )
     source[0] = re.sub(
         r"<!-- api: ([\w.]+) -->",
-        lambda match: f"```{{eval-rst}}\n.. automodule:: {match[1]}\n   :members:\n```",
+        lambda match: f"```{{eval-rst}}\n.. automodule:: {match[1]}\n   :members:\n   :special-members: __call__\n```",
         source[0],
     )
 

@@ -34,6 +34,8 @@ def settings(schema: type[Any], prefix: str = "") -> Iterator[Setting]:
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         choices, rule = field.metadata.get("choices"), field.metadata.get("rule")
         allowed = ", ".join(choices) if choices else rule.wanted if rule else ""
+        if field.metadata.get("path"):
+            allowed = "a local path"
         declared, comment = _declaration(schema, field.name)
         yield Setting(key, declared, _as_yaml(default), allowed, comment)
 
