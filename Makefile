@@ -14,7 +14,7 @@ too_old = sys.version_info < (3, 10) and "Python 3.10 or newer is needed, $(1) i
 check_version = @$(1) -c 'import sys; sys.exit($(too_old))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-panoptic experiments test lint bench kernels clean other-checkout
+.PHONY: help demo demo-panoptic experiments test lint docs bench kernels clean other-checkout
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.* ## \(.*\)/  make \1\t\2/p' Makefile
@@ -46,6 +46,9 @@ lint: $(STAMP)-dev ## check style, format and types
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
+docs: $(STAMP)-docs ## build the documentation site; warnings are errors: build/docs/index.html
+	$(RUN) -m sphinx -b html -W --keep-going -q -c docs -d build/doctrees . build/docs
+
 bench: $(STAMP)-dev ## measure training steps, inference and matching
 	@$(MAKE) --no-print-directory kernels
 	$(RUN) benchmarks/run.py --output runs/bench.json $(ARGS)
@@ -62,7 +65,7 @@ clean: ## remove build products and tool caches, never data, runs or environment
 
 # An active environment may hold another checkout of this project: then its stamps do not count.
 ifneq ($(shell cat $(STAMP)-source 2>/dev/null),$(CURDIR))
-$(STAMP)-demo $(STAMP)-dev: other-checkout
+$(STAMP)-demo $(STAMP)-dev $(STAMP)-docs: other-checkout
 endif
 
 other-checkout:

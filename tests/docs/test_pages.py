@@ -1,0 +1,145 @@
+"""Markdown pages: links, anchors, named files, setting keys, commands, imports, line length."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from detr_bf.config import ClassifierConfig, DetectionConfig, MaskedConfig, known_keys
+
+ROOT = Path(__file__).parents[2]
+NAMES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
+NAMES += sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))
+NAMED = re.compile(r"\b(?:configs/[\w/-]+\.yaml|(?:tools|docs|benchmarks)/(?!test_)\w+\.(?:py|md|sh|sbatch|png))")
+OWN_FILE = re.compile(r"`((?:detr_bf|tests|docs)/[\w/.-]+)`")
+KEY = re.compile(r"(?<![\w./-])([a-z_]+(?:\.[a-z0-9_]+)+)=")
+QUOTED_KEY = re.compile(
+    r"`((?:model|batch_former|plugins|freeze|loss|data|optimizer|train|checkpoint|eval)\.[a-z0-9_.]+)[`=]"
+)
+COMMANDS = {"train", "evaluate", "predict", "check", "convert", "analyze", "plan", "replay", "sample-data"}
+TASKS = (DetectionConfig, ClassifierConfig, MaskedConfig)
+LONG_LINES = {"CONTRIBUTING.md", "benchmarks/README.md", "docs/detectron2.md", "docs/recipes.md", "docs/any_encoder.md"}
+
+
+@cache
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def prose(name: str) -> str:
+    """Return a page without code blocks and code spans, whose links are not links."""
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", text(name), flags=re.DOTALL | re.MULTILINE))
+
+
+@cache
+def anchors(name: str) -> set[str]:
+    """Return the anchors of a page's headings, as code hosts and MyST derive them."""
+    found: dict[str, int] = {}
+    without_code = re.sub(r"^```.*?^```$", "", text(name), flags=re.DOTALL | re.MULTILINE)
+    for heading in re.findall(r"^#+ (.+)$", without_code, re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", plain.lower()).strip().replace(" ", "-")
+        found[slug] = found.get(slug, -1) + 1
+    return {slug if count == 0 else f"{slug}-{count}" for slug, last in found.items() for count in range(last + 1)}
+
+
+def broken_links(name: str) -> Iterator[str]:
+    for target in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", prose(name)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (ROOT / name).parent / path if path else ROOT / name
+        if not linked.exists() or (anchor and anchor not in anchors(linked.resolve().relative_to(ROOT).as_posix())):
+            yield target
+
+
+def python_blocks() -> list[tuple[str, str]]:
+    return [(name, block) for name in NAMES for block in re.findall(r"```python\n(.*?)```", text(name), re.DOTALL)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_and_anchors_exist(name: str) -> None:
+    assert list(broken_links(name)) == []
+
+
+def test_a_broken_link_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "text", {"README.md": "# A b\n[x](docs/faq.md#no) [y](no.md) [z](#a-b)"}.get)
+    anchors.cache_clear()
+    monkeypatch.setitem(globals(), "anchors", lambda name: {"a-b"} if name == "README.md" else set())
+    assert list(broken_links("README.md")) == ["docs/faq.md#no", "no.md"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_that_a_page_names_exist(name: str) -> None:
+    own = set() if name == "docs/fidelity.md" else set(OWN_FILE.findall(text(name)))  # its files are tested below
+    named = {*NAMED.findall(text(name)), *own}
+    assert not [each for each in sorted(named) if not (ROOT / each).exists()]
+
+
+def test_files_in_the_fidelity_tables_exist() -> None:
+    """Files are named there relative to detr_bf/ and tests/."""
+    named = set(re.findall(r"`([\w/]+\.py)`", text("docs/fidelity.md")))
+    assert len(named) > 30
+    folders = (ROOT, ROOT / "detr_bf", ROOT / "tests")
+    assert not [each for each in sorted(named) if not any((folder / each).exists() for folder in folders)]
+
+
+def test_names_are_found() -> None:
+    found = {name for page in NAMES for name in (*NAMED.findall(text(page)), *OWN_FILE.findall(text(page)))}
+    assert {"configs/demo.yaml", "tools/train_net.py", "docs/recipes.md", "detr_bf/batchformer/v2.py"} <= found
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("CHANGELOG.md", "docs/detectron2.md")])
+def test_setting_keys_exist(name: str) -> None:
+    keys = {key for schema in TASKS for key in known_keys(schema)}
+    groups = {key.rpartition(".")[0] for key in keys}
+    files = (".json", ".yaml", ".py")
+    named = {*KEY.findall(text(name)), *(key for key in QUOTED_KEY.findall(text(name)) if not key.endswith(files))}
+    named -= {key for key in named if key.split(".")[0] in ("arrays", "evaluation")}
+    assert not [key for key in sorted(named) if key not in keys and key.rstrip(".") not in groups]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_and_recipes_exist(name: str) -> None:
+    assert set(re.findall(r"detr-bf ([a-z][\w-]*)", text(name))) <= COMMANDS | {"train|evaluate|predict"}
+    stems = {path.stem for path in (ROOT / "configs").rglob("*.yaml")}
+    recipes = re.findall(r"detr-bf (?:train|evaluate|check|plan) (?:--config )?([a-z]\w+)(?=[\s`])", text(name))
+    assert set(recipes) <= stems
+
+
+@pytest.mark.parametrize(("name", "block"), python_blocks())
+def test_python_examples_compile_and_their_imports_exist(name: str, block: str) -> None:
+    for node in ast.parse(block).body:
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and str(node.module).startswith("detr_bf"):
+            if "detectron2" in str(node.module):
+                continue
+            module = importlib.import_module(str(node.module))
+            assert all(hasattr(module, alias.name) for alias in node.names)
+
+
+def test_python_example_of_batch_attention_runs() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", text("docs/batch_attention.md"), re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(block, "batch_attention.md", "exec"), names)
+    assert names["encoder"].batch_former.insertions == (0,)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - LONG_LINES))
+def test_lines_are_wrapped_at_120_characters(name: str) -> None:
+    lines = text(name).splitlines()
+    assert not [number for number, line in enumerate(lines, 1) if len(line) > 120 and not line.startswith("|")]
+
+
+def test_readme_is_short() -> None:
+    assert len(text("README.md").split()) <= 1300
+
+
+def test_every_page_is_in_the_table_of_contents_of_the_site() -> None:
+    listed = set(re.findall(r'"((?:docs|benchmarks)/[\w/]+|[A-Z]+)"', text("docs/conf.py")))
+    assert {name.removesuffix(".md") for name in NAMES} - {"README"} <= listed
