@@ -25,9 +25,8 @@ from tqdm import tqdm
 from command import circumstances
 from detr_bf.cli import run_tool
 from detr_bf.config import load_config
-from detr_bf.data.batches import EpochBatches, aspect_buckets
+from detr_bf.data.batches import EpochBatches, aspect_buckets, derive_seed
 from detr_bf.data.coco import annotated_size
-from detr_bf.data.sample_key import derive_seed
 from detr_bf.data.transforms import Sample, SampleTransform, train_transform
 from detr_bf.errors import InputError
 from detr_bf.files import write_json
@@ -161,7 +160,7 @@ def shares(sizes: Sizes, epochs: Sequence[SimulatedEpoch], batch_size: int, buck
     for one in epochs:
         content = total = 0
         for batch in EpochBatches(len(sizes.images), batch_size, seed=one.seed, epoch=one.epoch, buckets=groups):
-            images = one.sizes[[key.place for key in batch]]
+            images = one.sizes[[key.index for key in batch]]
             content += int(images.prod(axis=1).sum())
             total += len(images) * int(images.max(axis=0).prod())
         found.append(1 - content / total)

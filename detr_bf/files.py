@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from detr_bf.errors import InputError
-from detr_bf.text import printable
+from detr_bf.text import listed, printable
 
 _ZIP = b"PK\x03\x04"
 
@@ -410,12 +410,6 @@ def check_weights(
             f"{source} holds NaN or infinite weights, so that every answer would be wrong, in {listed(broken)}. Use an "
             "earlier checkpoint, or train again"
         )
-
-
-def listed(names: Sequence[str], limit: int = 8) -> str:
-    """Return the first ``limit`` names, followed by the number of the others."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(map(printable, names[:limit])) + more
 
 
 def _strange(name: Any, value: Any) -> str | None:

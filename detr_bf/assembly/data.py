@@ -12,9 +12,9 @@ from torch.utils.data import Sampler
 
 from detr_bf.config import DetectionConfig
 from detr_bf.config.detection import SplitConfig, TransformConfig
+from detr_bf.data.batches import SampleKey
 from detr_bf.data.coco import CocoDetection, Source
 from detr_bf.data.loader import BatchLoader, make_loader
-from detr_bf.data.sample_key import SampleKey
 from detr_bf.data.transforms import SampleTransform, eval_transform, train_transform
 from detr_bf.errors import InputError
 from detr_bf.structures import Batch, ClassMap

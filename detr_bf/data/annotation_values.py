@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from detr_bf.panoptic_png import MAX_ID
-
+MAX_ID = 256**3 - 1  # of a segment: three bytes in a PNG
 MAX_INT = 2**63 - 1  # an int64, and what the evaluation engines read
 _LARGEST = 1e9  # pixels of a coordinate
 _LARGEST_AREA = 1e10  # pixels; COCO evaluates no larger object

@@ -26,10 +26,9 @@ from detr_bf.data.annotation_values import (
     segment_id,
     value_text,
 )
+from detr_bf.data.batches import SampleKey, read_or_replace
 from detr_bf.data.images import MAX_PIXELS, read_image
-from detr_bf.data.masks import Segmentations, parts_of
-from detr_bf.data.panoptic import MapFile, SegmentMasks, flat_annotations
-from detr_bf.data.sample_key import SampleKey, read_or_replace
+from detr_bf.data.masks import MapFile, Segmentations, SegmentMasks, flat_annotations, parts_of
 from detr_bf.data.transforms import Sample, SampleTransform, has_area, has_pixels
 from detr_bf.errors import InputError
 from detr_bf.files import is_folder, read_json
@@ -217,7 +216,7 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         )
         with torch.random.fork_rng(devices=[]):
             # not torch.manual_seed, which would seed the generators of every accelerator too
-            torch.default_generator.manual_seed(key.mixed_with(self.seed))
+            torch.default_generator.manual_seed(key.sample_seed(self.seed))
             image, boxes, labels, masks = self.transform(sample)
         height, width = image.shape[-2:]
         fractions = box_convert(boxes.as_subclass(Tensor), "xyxy", "cxcywh") / torch.tensor([width, height] * 2)

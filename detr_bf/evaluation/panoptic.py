@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from detr_bf.data.annotation_values import MAX_ID
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.errors import InputError
 from detr_bf.evaluation.panoptic_file import PanopticFile, areas_of, pixels_of_values
-from detr_bf.panoptic_png import MAX_ID
 from detr_bf.structures import ClassMap, PanopticMap, Segment
 
 _METRIC_NAMES = ("PQ", "SQ", "RQ", "PQ_th", "SQ_th", "RQ_th", "PQ_st", "SQ_st", "RQ_st")

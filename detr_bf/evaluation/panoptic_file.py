@@ -11,12 +11,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from detr_bf.data.annotation_values import MAX_INT, is_crowd, is_id, png_name, segment_area, segment_id, value_text
+from detr_bf.data.annotation_values import (
+    MAX_ID,
+    MAX_INT,
+    is_crowd,
+    is_id,
+    png_name,
+    segment_area,
+    segment_id,
+    value_text,
+)
 from detr_bf.data.images import MAX_PIXELS
-from detr_bf.data.panoptic import read_ids
+from detr_bf.data.masks import encoded_ids, read_ids
 from detr_bf.errors import InputError
 from detr_bf.files import atomic_write, is_folder, read_json, write_json
-from detr_bf.panoptic_png import MAX_ID, encoded_ids
 from detr_bf.structures import ClassMap, PanopticMap, Segment
 from detr_bf.text import printable
 

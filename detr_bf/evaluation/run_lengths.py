@@ -10,8 +10,7 @@ from typing import Any
 
 from detr_bf.data.annotation_values import value_text
 from detr_bf.data.coco import CocoAnnotations, annotated_size, check_maps
-from detr_bf.data.masks import Segmentations, parts_of
-from detr_bf.data.panoptic import read_ids
+from detr_bf.data.masks import Segmentations, parts_of, read_ids
 from detr_bf.errors import InputError
 from detr_bf.postprocess import encoded
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from detr_bf.errors import InputError
-from detr_bf.files import listed
 from detr_bf.interop import detectron2_names, huggingface, official
 from detr_bf.interop.huggingface import Table, own_resnet
 from detr_bf.interop.layout import Layout
 from detr_bf.interop.rules import Rule, to_ours, to_theirs, unknown_names
-from detr_bf.text import printable
+from detr_bf.text import listed, printable
 
 COUNTERS = ("total_params", "total_ops")  # left by a profiler in some released Deformable DETR files
 OURS = ("backbone.body.", "tokens.", "decoder.queries.", "decoder.heads.")  # no foreign name starts like this

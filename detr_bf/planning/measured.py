@@ -8,9 +8,9 @@ from typing import Any
 
 from detr_bf.config import DetectionConfig
 from detr_bf.errors import InputError
-from detr_bf.files import listed, read_json
+from detr_bf.files import read_json
 from detr_bf.planning.machine import MAX_SECONDS, usual_size
-from detr_bf.text import printable
+from detr_bf.text import listed, printable
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from detr_bf.assembly import (
 )
 from detr_bf.config import DetectionConfig
 from detr_bf.config.detection import SplitConfig
+from detr_bf.data.batches import SampleKey
 from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.coco import read_annotations
-from detr_bf.data.sample_key import SampleKey
 from detr_bf.detectors import detector_named
 from detr_bf.engine import Checkpoint, Evaluation, RunFolder, Trainer, is_checkpoint, load_checkpoint, load_strict
 from detr_bf.engine.step import Criterion

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from detr_bf.classification.labelled_images import LabelledImageSet
 from detr_bf.config.classification import ImageTransformConfig
-from detr_bf.data.sample_key import SampleKey
+from detr_bf.data.batches import SampleKey
 
 
 def pixels(data: LabelledImageSet, place: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from detr_bf.assembly import build_evaluation, build_train_data, data_source
 from detr_bf.config import DetectionConfig, load_config
-from detr_bf.data.sample_key import SampleKey
+from detr_bf.data.batches import SampleKey
 from detr_bf.engine import RunFolder
 from detr_bf.errors import InputError
 from detr_bf.tasks.detection import DetectionTask

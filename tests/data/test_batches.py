@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from detr_bf.data.batches import EpochBatches, SameSizeBatches, aspect_buckets
-from detr_bf.data.sample_key import SampleKey, derive_seed
+from detr_bf.data.batches import EpochBatches, SameSizeBatches, SampleKey, aspect_buckets, derive_seed
 from detr_bf.errors import InputError
 
 
@@ -19,7 +18,7 @@ def batches(num_samples: int, batch_size: int, **changes: object) -> list[list[S
 
 
 def places(chosen: list[list[SampleKey]]) -> list[int]:
-    return [key.place for batch in chosen for key in batch]
+    return [key.index for batch in chosen for key in batch]
 
 
 def together(num_samples: int, batch_size: int, world_size: int, **changes: object) -> list[list[SampleKey]]:
@@ -47,7 +46,7 @@ def test_repeated_augmentation_shows_fewer_images_several_times_each() -> None:
     chosen = batches(50, 6, repeats=3)
     assert len(chosen) == len(batches(50, 6)) == 8, "an epoch is as long as without"
     for batch in chosen:
-        assert Counter(key.place for key in batch) == dict.fromkeys({key.place for key in batch}, 3)
+        assert Counter(key.index for key in batch) == dict.fromkeys({key.index for key in batch}, 3)
         assert [key.copy for key in batch] == [0, 0, 1, 1, 2, 2]
     assert len(set(places(chosen))) == 16, "no image in two batches"
     assert places(chosen)[:2] == places(batches(50, 6))[:2], "of the same permutation"
@@ -60,7 +59,7 @@ def test_processes_share_the_copies(world_size: int) -> None:
     assert together(50, 4, world_size, repeats=3) == alone
     for rank in range(world_size):
         mine = batches(50, 4, rank=rank, world_size=world_size, repeats=world_size)
-        assert all(len({key.place for key in batch}) == 4 for batch in mine), "all different where copies = processes"
+        assert all(len({key.index for key in batch}) == 4 for batch in mine), "all different where copies = processes"
 
 
 @pytest.mark.parametrize(("num_samples", "size"), [(50, 4), (3, 3), (1, 1)])
@@ -68,13 +67,13 @@ def test_copies_fill_a_batch_that_is_no_multiple(num_samples: int, size: int) ->
     for batch in batches(num_samples, 4, repeats=3):
         assert len(batch) == size
         assert len(set(batch)) == size, "keys differ"
-        assert max(Counter(key.place for key in batch).values()) <= 3
+        assert max(Counter(key.index for key in batch).values()) <= 3
 
 
 def test_random_numbers_of_a_single_copy_are_those_of_earlier_versions() -> None:
-    assert SampleKey(3, 7).mixed_with(5) == derive_seed(5, 3, 7)
-    assert SampleKey(3, 7).mixed_with(5, 2) == derive_seed(5, 3, 7, 2)
-    seeds = [SampleKey(3, 7, copy).mixed_with(5, attempt) for copy in range(3) for attempt in range(3)]
+    assert SampleKey(3, 7).sample_seed(5) == derive_seed(5, 3, 7)
+    assert SampleKey(3, 7).sample_seed(5, 2) == derive_seed(5, 3, 7, 2)
+    seeds = [SampleKey(3, 7, copy).sample_seed(5, attempt) for copy in range(3) for attempt in range(3)]
     assert len(set(seeds)) == 9
 
 
@@ -122,7 +121,7 @@ def test_fewer_images_than_processes_are_refused() -> None:
 
 
 def groups_of(chosen: list[list[SampleKey]], buckets: Sequence[int]) -> list[set[int]]:
-    return [{buckets[key.place] for key in batch} for batch in chosen]
+    return [{buckets[key.index] for key in batch} for batch in chosen]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 7, 60])
@@ -167,12 +166,12 @@ def test_the_order_of_bucketed_batches_is_random() -> None:
 
 def test_evaluation_puts_images_of_one_size_together_and_each_comes_once() -> None:
     sizes = [(4, 6), (6, 4), (4, 6), None, (4, 6), None, (6, 4), (4, 6)]
-    chosen = [[key.place for key in batch] for batch in SameSizeBatches(sizes, 2)]
+    chosen = [[key.index for key in batch] for batch in SameSizeBatches(sizes, 2)]
     assert chosen == [[0, 2], [4, 7], [1, 6], [3], [5]]
-    assert [[key.place for key in batch] for batch in SameSizeBatches(sizes, 1)] == [
+    assert [[key.index for key in batch] for batch in SameSizeBatches(sizes, 1)] == [
         [i] for i in (0, 2, 4, 7, 1, 6, 3, 5)
     ]
-    shares = [[[key.place for key in batch] for batch in SameSizeBatches(sizes, 2, rank, 2)] for rank in range(2)]
+    shares = [[[key.index for key in batch] for batch in SameSizeBatches(sizes, 2, rank, 2)] for rank in range(2)]
     assert shares == [[[0, 2], [1, 6], [5]], [[4, 7], [3]]]
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
+from detr_bf.data.batches import SampleKey, derive_seed
 from detr_bf.data.coco import CocoDetection, read_annotations
-from detr_bf.data.sample_key import SampleKey, derive_seed
 from detr_bf.data.transforms import eval_transform, train_transform
 from detr_bf.errors import InputError
 from detr_bf.structures import ClassMap

@@ -14,7 +14,7 @@ from PIL import Image
 from PIL.ImageFile import ImageFile
 
 from detr_bf.data.images import ImageFacts, ImageSizes, check_image, decode_image, read_image
-from detr_bf.data.panoptic import read_ids
+from detr_bf.data.masks import read_ids
 from detr_bf.errors import InputError
 
 RED, BLUE = (220, 20, 20), (20, 20, 220)

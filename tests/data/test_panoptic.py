@@ -14,14 +14,12 @@ from torchvision.ops import box_convert
 
 from detr_bf.assembly import build_train_data, build_val_data, data_source
 from detr_bf.config import load_config
-from detr_bf.data.batches import EpochBatches
+from detr_bf.data.batches import EpochBatches, SampleKey
 from detr_bf.data.coco import CocoDetection, read_annotations
 from detr_bf.data.loader import make_loader
-from detr_bf.data.panoptic import SegmentExtent, read_ids, segment_extents
-from detr_bf.data.sample_key import SampleKey
+from detr_bf.data.masks import SegmentExtent, encoded_ids, read_ids, segment_extents
 from detr_bf.data.transforms import eval_transform, train_transform
 from detr_bf.errors import InputError
-from detr_bf.panoptic_png import write_ids
 from detr_bf.structures import Batch, ClassMap, Target
 
 Factory = Callable[..., SimpleNamespace]
@@ -151,7 +149,7 @@ def test_segments_without_a_pixel_are_dropped_in_step(panoptic_folder: Factory) 
     ids = segment_ids(data)
     second = objects(data)[1]
     ids[ids == second["id"]] = 0
-    write_ids(data.panoptic / "0001_segments.png", ids)
+    (data.panoptic / "0001_segments.png").write_bytes(encoded_ids(ids))
     found = target(data)
     assert found.labels.tolist() == [0, 2, 3]
     for mask, segment in zip(found.masks, [objects(data)[i] for i in (0, 2, 3)], strict=True):
@@ -179,7 +177,7 @@ def test_segment_ids_mean_something_in_their_image_alone(panoptic_folder: Factor
         for number, segment in enumerate(annotation["segments_info"], start=1):
             ids[ids == segment["id"]] = number
             segment["id"] = number
-        write_ids(path, ids)
+        path.write_bytes(encoded_ids(ids))
     data.save()
     for place in range(2):
         ids = segment_ids(data, place)

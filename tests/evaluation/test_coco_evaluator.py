@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from detr_bf.data.panoptic import read_ids
+from detr_bf.data.masks import read_ids
 from detr_bf.errors import InputError
 from detr_bf.evaluation import CocoEvaluator, CocoSummary, engines, merge_shards, to_coco_results, write_results
 from detr_bf.evaluation import coco as coco_module

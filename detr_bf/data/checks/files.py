@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 from urllib.parse import unquote
 
 from detr_bf.data.images import MAX_PIXELS, ImageSizes, TooLargeError, check_image, image_bytes
-from detr_bf.data.panoptic import SegmentExtent, read_ids, segment_extents
+from detr_bf.data.masks import SegmentExtent, read_ids, segment_extents
 from detr_bf.errors import InputError
 from detr_bf.files import is_file, read_json, write_json
 from detr_bf.progress import progress_bar

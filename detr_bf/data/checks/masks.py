@@ -10,8 +10,7 @@ from typing import Any
 from detr_bf.data.annotation_values import is_box, is_id, png_name, value_text
 from detr_bf.data.checks.report import Check, Split, annotation_text, box_text, image_text, repeated
 from detr_bf.data.coco import annotated_size
-from detr_bf.data.masks import parts_of
-from detr_bf.data.panoptic import MapFile, SegmentExtent
+from detr_bf.data.masks import MapFile, SegmentExtent, parts_of
 from detr_bf.text import printable
 
 _TOLERANCE = 1.0  # pixels by which a side of a box may lie beside the mask's before it is worth a warning

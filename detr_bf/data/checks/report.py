@@ -13,7 +13,7 @@ from typing import Any, Literal
 from detr_bf.data.annotation_values import is_crowd, value_text
 from detr_bf.data.checks.files import ImageRecord, MapRecord
 from detr_bf.data.coco import CocoAnnotations, annotated_size
-from detr_bf.data.panoptic import MapFile, SegmentExtent
+from detr_bf.data.masks import MapFile, SegmentExtent
 from detr_bf.text import printable
 
 _LONGEST_EXAMPLE = 2000  # characters

@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from pycocotools import mask as coco_mask
 
+from detr_bf.data.annotation_values import MAX_ID
+from detr_bf.data.masks import encoded_ids
 from detr_bf.data.samples.composite import BACKGROUND, Scene, Split
 from detr_bf.errors import InputError
 from detr_bf.files import make_output_folder, read_json, remove_empty, write_json
-from detr_bf.panoptic_png import MAX_ID, encoded_ids
 from detr_bf.progress import progress_bar
 from detr_bf.text import printable
 

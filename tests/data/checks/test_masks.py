@@ -12,9 +12,8 @@ from PIL import Image
 from detr_bf.data.checks import files as file_check
 from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.coco import Source
-from detr_bf.data.panoptic import read_ids
+from detr_bf.data.masks import encoded_ids, read_ids
 from detr_bf.errors import InputError
-from detr_bf.panoptic_png import write_ids
 
 Factory = Callable[..., SimpleNamespace]
 FIRST = "0001_segments.png"
@@ -36,7 +35,7 @@ class Clinic:
         """Give the pixels of one id in the first PNG to another."""
         ids = read_ids(self.data.panoptic / FIRST)
         ids[ids == old] = new
-        write_ids(self.data.panoptic / FIRST, ids)
+        (self.data.panoptic / FIRST).write_bytes(encoded_ids(ids))
 
     def examine(self, masks: bool = True) -> Report:
         self.data.save()
@@ -91,7 +90,7 @@ def test_one_segment_id_in_several_images_is_fine(clinic: Clinic) -> None:
     path = clinic.data.panoptic / second["file_name"]
     ids = read_ids(path)
     ids[ids == old] = new
-    write_ids(path, ids)
+    path.write_bytes(encoded_ids(ids))
     second["segments_info"][0]["id"] = new
     assert clinic.findings() == []
 
@@ -134,7 +133,7 @@ def test_a_grey_png_is_unreadable(clinic: Clinic) -> None:
 
 def test_png_size_differs(clinic: Clinic) -> None:
     ids = read_ids(clinic.data.panoptic / FIRST)
-    write_ids(clinic.data.panoptic / FIRST, torch.nn.functional.pad(ids, (0, 1)))
+    (clinic.data.panoptic / FIRST).write_bytes(encoded_ids(torch.nn.functional.pad(ids, (0, 1))))
     assert clinic.findings() == [("error", "png-size-differs", 1)]
     assert clinic.examine().errors[0].example == f"image 1, {FIRST}: 65 x 48 pixels, the image has 64 x 48"
 
