@@ -169,6 +169,7 @@ class TransformConfig:
     crop_short_sides: list[int] = sizes(400, 500, 600)
     crop_min: int = positive(384, WIDTH)
     crop_max: int = positive(600, WIDTH)
+    extra: list[str] = field(default_factory=list)  # further training transforms: names of data.transforms.TRANSFORMS
 
     def check_values(self, prefix: str) -> None:
         if self.crop_min > self.crop_max:

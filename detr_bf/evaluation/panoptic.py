@@ -6,14 +6,12 @@ order of the sums follow COCO's panopticapi run in one process over ascending im
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,58 +19,10 @@ from detr_bf.data.annotation_values import MAX_ID
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.errors import InputError
 from detr_bf.evaluation.panoptic_file import PanopticFile, areas_of, pixels_of_values
+from detr_bf.evaluation.results import PANOPTIC_METRIC_NAMES, PanopticClassResult, PanopticSummary
 from detr_bf.structures import ClassMap, PanopticMap, Segment
 
-_METRIC_NAMES = ("PQ", "SQ", "RQ", "PQ_th", "SQ_th", "RQ_th", "PQ_st", "SQ_st", "RQ_st")
 _PAIR = MAX_ID + 1  # a pair of ids as one number: id of the truth * _PAIR + id of the prediction
-
-
-@dataclass(frozen=True)
-class PanopticClassResult:
-    """One class; the three numbers are fractions, None where it has neither ground truth nor predictions."""
-
-    PQ: float | None
-    SQ: float | None
-    RQ: float | None
-    tp: int  # segments
-    fp: int
-    fn: int
-    is_thing: bool
-
-
-@dataclass(frozen=True)
-class PanopticSummary:
-    """Panoptic, segmentation and recognition quality: fractions, means over classes, None where there is no class.
-
-    A class without ground truth and predictions enters no mean.
-    """
-
-    PQ: float | None
-    SQ: float | None
-    RQ: float | None
-    PQ_th: float | None  # things
-    SQ_th: float | None
-    RQ_th: float | None
-    PQ_st: float | None  # stuff
-    SQ_st: float | None
-    RQ_st: float | None
-    per_class: Mapping[str, PanopticClassResult]  # by class name, in the order of the class map
-    num_images: int
-
-    @property
-    def metrics(self) -> dict[str, float | None]:
-        """The nine numbers by name."""
-        return {name: getattr(self, name) for name in _METRIC_NAMES}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries and numbers, ready for JSON."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> PanopticSummary:
-        """Inverse of :meth:`to_dict`."""
-        per_class = {name: PanopticClassResult(**result) for name, result in state["per_class"].items()}
-        return cls(**{**state, "per_class": per_class})
 
 
 class PanopticEvaluator:
@@ -226,7 +176,7 @@ def _nine_numbers(results: Iterable[PanopticClassResult]) -> dict[str, float | N
     things, stuff = ([result for result in seen if result.is_thing == is_thing] for is_thing in (True, False))
     columns = ([getattr(r, name) for r in group] for group in (seen, things, stuff) for name in ("PQ", "SQ", "RQ"))
     means = (_sum(values) / len(values) if values else None for values in columns)
-    return dict(zip(_METRIC_NAMES, means, strict=True))
+    return dict(zip(PANOPTIC_METRIC_NAMES, means, strict=True))
 
 
 def _sum(values: Iterable[float]) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 from detr_bf.config import DetectionConfig
 from detr_bf.config.detection import DetectorPluginsConfig
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
-from detr_bf.evaluation.summary import SIZE_NAMES
+from detr_bf.evaluation.results import SIZE_NAMES
 from detr_bf.report.curves import DETECTION_CURVES
 from detr_bf.report.elements import (
     EVALUATION_FILE,

@@ -61,10 +61,10 @@ def test_a_folder_called_data_there_comes_first(root: Path) -> None:
 def test_a_missing_path_says_where_it_was_looked_for(root: Path) -> None:
     with pytest.raises(InputError) as told:
         data_source(config("data/coco/"), "val")
-    places = [f"{root}/elsewhere/data/coco/val/images", f"{root}/data/coco/val/images", f"{root}/coco/val/images"]
+    candidates = [f"{root}/elsewhere/data/coco/val/images", f"{root}/data/coco/val/images", f"{root}/coco/val/images"]
     assert str(told.value) == (
         "data.val.images is data/coco/val/images, which does not exist; "
-        f"looked for {', '.join(places)} ($DETECTRON2_DATASETS)"
+        f"looked for {', '.join(candidates)} ($DETECTRON2_DATASETS)"
     )
 
 

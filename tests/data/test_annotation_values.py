@@ -166,7 +166,7 @@ def test_two_images_that_differ_in_their_extension_alone(panoptic_folder: Factor
     [error] = examine(source, None, num_queries=10, masks=True, cache_dir=tmp_path / "cache").errors
     assert (error.code, error.count) == ("output-name-repeated", 1)
     assert error.example == "image 2, 0001.bmp and image 1, 0001.png"
-    with pytest.raises(InputError, match="images 1 and 2 have one name"):
+    with pytest.raises(InputError, match="images 1 and 2 would give result PNGs of the same name"):
         CocoDetection(data.images, data.annotations, RESIZE, masks=True, panoptic=data.panoptic)
 
 
