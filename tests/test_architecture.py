@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "ops": set(),  # outside the folder of the package, torch only
     "batchformer": {"errors", "distributed", "structures", "ops"},
     "layers": {"errors", "ops"},
-    "backbones": {"errors", "structures", "files"},
+    "backbones": {"errors", "text", "structures", "files"},
     "transformer": {"errors", "structures", "boxes", "batchformer", "layers"},
     "detectors": {"errors", "structures", "boxes", "batchformer", "layers", "backbones", "transformer"},
     "losses": {"errors", "distributed", "structures", "labelled", "boxes"},

@@ -474,7 +474,7 @@ def cluttered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[Path]:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        *((name, f"cannot be written .*({reason}).*: choose another place") for name, reason in HOPELESS.items()),
+        *((name, f"cannot be written .*({reason}).*: choose another path") for name, reason in HOPELESS.items()),
         ("folder", "is a folder: name the file to write"),
         ("fifo", "is a FIFO and would be replaced"),
         ("socket", "is a socket and would be replaced"),
@@ -499,7 +499,7 @@ def test_an_output_file_that_cannot_be_written(cluttered: set[Path], name: str, 
     ],
 )
 def test_an_output_folder_that_cannot_be_written(cluttered: set[Path], name: str, said: str) -> None:
-    with pytest.raises(InputError, match=f"cannot be written .*({said}).*: choose another place") as caught:
+    with pytest.raises(InputError, match=f"cannot be written .*({said}).*: choose another path") as caught:
         make_output_folder(name, "--output")
     assert str(caught.value).startswith(f"--output {printable(name)} ")
     assert set(Path().rglob("*")) == cluttered

@@ -217,7 +217,7 @@ def test_valid_values_are_returned_as_they_are() -> None:
     assert object_area({"bbox": [1, 2, 3, 4], "area": 7}) == 7
     assert is_crowd({"iscrowd": 1})
     assert png_name("a/b.tar.jpg") == "a/b.tar.png"
-    with pytest.raises(ValueError, match="no name of a PNG"):
+    with pytest.raises(ValueError, match="cannot be turned into the name of a PNG"):
         png_name("x" * 255)
 
 

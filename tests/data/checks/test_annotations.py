@@ -16,7 +16,7 @@ from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.coco import Source
 
 Factory = Callable[..., SimpleNamespace]
-TOOL = Path(__file__).parents[2] / "tools" / "check_data.py"
+TOOL = Path(__file__).parents[3] / "tools" / "check_data.py"
 
 
 def split(data: SimpleNamespace) -> Source:
