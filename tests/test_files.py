@@ -154,8 +154,8 @@ def test_every_changed_bit_of_a_tensor_is_found(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     whole = saved(path)
     start = whole.index(torch.arange(1000.0).numpy().tobytes())
-    for place in range(start, start + 4000, 97):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    for index in range(start, start + 4000, 97):
+        path.write_bytes(whole[:index] + bytes([whole[index] ^ 1]) + whole[index + 1 :])
         with pytest.raises(InputError, match=r"a\.pt is (truncated or )?damaged"):
             check_sums(path)
 
@@ -164,8 +164,8 @@ def test_every_changed_bit_of_a_tensor_is_found_by_reading(tmp_path: Path) -> No
     """Initial weights, backbones and foreign checkpoints are read by it."""
     path = tmp_path / "a.pt"
     whole = saved(path)
-    place = whole.index(torch.arange(1000.0).numpy().tobytes()) + 2345
-    path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    index = whole.index(torch.arange(1000.0).numpy().tobytes()) + 2345
+    path.write_bytes(whole[:index] + bytes([whole[index] ^ 1]) + whole[index + 1 :])
     torch.load(path, weights_only=True)
     with pytest.raises(InputError, match=r"a\.pt is (truncated or )?damaged"):
         read_torch(path)
@@ -271,8 +271,8 @@ def test_a_changed_bit_anywhere_is_found_or_does_no_harm(tmp_path: Path) -> None
     path = tmp_path / "a.pt"
     whole = saved(path)
     found = 0
-    for place in range(0, len(whole), 11):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+    for index in range(0, len(whole), 11):
+        path.write_bytes(whole[:index] + bytes([whole[index] ^ 16]) + whole[index + 1 :])
         try:
             check_sums(path)
             content = read_torch(path)

@@ -1,4 +1,4 @@
-"""Examine the data sets of a config of any task and print what is wrong with them; exit code 2 if there are errors."""
+"""Check the data sets of a config of any task and print all errors and warnings; exit code 2 if there are errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def config_of_any_task(path: str | None, overrides: Sequence[str]) -> Any:
-    """The task is the file's; without a file detection."""
+    """Load a config of the task that the file names; detection without a file."""
     if path is None:
         return load_config(None, overrides)
     return load_config(path, overrides, schema=schema_of(Path(path)))

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, or 2 for bad input."""
     parser = argparse.ArgumentParser(description="Build a sample data set of composites (COCO JSON and image files).")
     parser.add_argument("name", choices=sorted(SETS), help=MEANING)
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new or empty folder, or the same set built earlier")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder, or the same set")
     for option, meaning in OPTIONS.items():
         parser.add_argument(
             f"--{option.replace('_', '-')}", type=int, metavar="N", help=f"{meaning}, default: the set's own"

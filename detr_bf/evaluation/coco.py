@@ -13,7 +13,7 @@ import contextlib
 import importlib.util
 import io
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -27,7 +27,7 @@ from detr_bf.data.coco import CocoAnnotations, annotated_size, check_maps, read_
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.masks import Segmentations, parts_of, read_ids
 from detr_bf.errors import InputError
-from detr_bf.evaluation.results import METRIC_NAMES, SIZE_NAMES, ClassResult, CocoSummary
+from detr_bf.evaluation.results import METRIC_NAMES, ClassResult, CocoSummary
 from detr_bf.files import write_json
 from detr_bf.postprocess import encoded
 from detr_bf.structures import ClassMap, Detections
@@ -146,7 +146,10 @@ class CocoEvaluator:
         return CocoSummary(
             **_twelve_numbers(curves),
             per_class=_per_class(curves, objects, classes),
-            num_objects_by_size=_count_sizes(objects),
+            num_objects_by_size={  # like the metric, an object exactly on a bound counts on both sides
+                name: sum(low <= annotation["area"] <= high for annotation in objects)
+                for name, (low, high) in _SIZE_BOUNDS.items()
+            },
             num_images=len(self._detections),
             num_detections=len(results),
             max_detections=self.max_detections,
@@ -228,23 +231,19 @@ def with_run_lengths(content: CocoAnnotations, panoptic: Path | None, max_pixels
         InputError: a file or a mask cannot be read, or the size of an image is not known.
     """
     check_maps(content, panoptic, masks=True)
-    found = _of_maps(content, panoptic, max_pixels) if panoptic is not None else _of_segmentations(content)
-    return replace(content, annotations=list(found))
-
-
-def _of_maps(content: CocoAnnotations, folder: Path, max_pixels: int) -> Iterator[dict[str, Any]]:
-    # the segments of an image are consecutive
+    if panoptic is None:
+        sizes = {image["id"]: annotated_size(image) for image in content.images}
+        found = [
+            {**annotation, "segmentation": _run_lengths_of(annotation, sizes[annotation["image_id"]])}
+            for annotation in content.annotations
+            if annotation["image_id"] in sizes  # others are not evaluated
+        ]
+        return replace(content, annotations=found)
+    found = []
     for file_name, segments in groupby(content.annotations, key=lambda segment: segment["file_name"]):
-        ids = read_ids(folder / file_name, max_pixels)
-        for segment in segments:
-            yield {**segment, "segmentation": encoded((ids == segment["id"])[None])[0]}
-
-
-def _of_segmentations(content: CocoAnnotations) -> Iterator[dict[str, Any]]:
-    sizes = {image["id"]: annotated_size(image) for image in content.images}
-    for annotation in content.annotations:
-        if annotation["image_id"] in sizes:  # others are not evaluated
-            yield {**annotation, "segmentation": _run_lengths_of(annotation, sizes[annotation["image_id"]])}
+        ids = read_ids(panoptic / file_name, max_pixels)  # the segments of an image are consecutive
+        found += [{**segment, "segmentation": encoded((ids == segment["id"])[None])[0]} for segment in segments]
+    return replace(content, annotations=found)
 
 
 def _run_lengths_of(annotation: Mapping[str, Any], size: tuple[int, int] | None) -> dict[str, Any]:
@@ -358,14 +357,6 @@ def _per_class(curves: Curves, objects: Iterable[Mapping[str, Any]], class_map: 
         precision = curves.precision[:, :, columns[category_id], 0, 2]  # (T, R)
         per_class[name] = ClassResult(_mean_valid(precision), _mean_valid(precision[_IOU_50]), objects_of[category_id])
     return per_class
-
-
-def _count_sizes(objects: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Like the metric, an object exactly on a bound counts on both sides."""
-    return {
-        name: sum(low <= annotation["area"] <= high for annotation in objects)
-        for name, (low, high) in ((name, _SIZE_BOUNDS[name]) for name in SIZE_NAMES)
-    }
 
 
 def resolve_engine(engine: str) -> str:

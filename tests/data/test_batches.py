@@ -17,7 +17,7 @@ def batches(num_samples: int, batch_size: int, **changes: object) -> list[list[S
     return list(EpochBatches(num_samples, batch_size, **settings))
 
 
-def places(chosen: list[list[SampleKey]]) -> list[int]:
+def indices(chosen: list[list[SampleKey]]) -> list[int]:
     return [key.index for batch in chosen for key in batch]
 
 
@@ -28,18 +28,18 @@ def together(num_samples: int, batch_size: int, world_size: int, **changes: obje
 
 
 def test_an_epoch_is_a_seeded_permutation() -> None:
-    order = places(batches(50, 5))
+    order = indices(batches(50, 5))
     assert sorted(order) == list(range(50))
-    assert order == places(batches(50, 5))
-    assert order != places(batches(50, 5, epoch=4))
-    assert order != places(batches(50, 5, seed=1))
+    assert order == indices(batches(50, 5))
+    assert order != indices(batches(50, 5, epoch=4))
+    assert order != indices(batches(50, 5, seed=1))
     assert {key.epoch for batch in batches(50, 5) for key in batch} == {3}
 
 
 def test_one_process_sees_the_permutation_as_it_is() -> None:
     """So that a run of an earlier version can be resumed."""
     order = torch.randperm(50, generator=torch.Generator().manual_seed(derive_seed(0, 3))).tolist()
-    assert places(batches(50, 4)) == order[:48]
+    assert indices(batches(50, 4)) == order[:48]
 
 
 def test_repeated_augmentation_shows_fewer_images_several_times_each() -> None:
@@ -48,8 +48,8 @@ def test_repeated_augmentation_shows_fewer_images_several_times_each() -> None:
     for batch in chosen:
         assert Counter(key.index for key in batch) == dict.fromkeys({key.index for key in batch}, 3)
         assert [key.copy for key in batch] == [0, 0, 1, 1, 2, 2]
-    assert len(set(places(chosen))) == 16, "no image in two batches"
-    assert places(chosen)[:2] == places(batches(50, 6))[:2], "of the same permutation"
+    assert len(set(indices(chosen))) == 16, "no image in two batches"
+    assert indices(chosen)[:2] == indices(batches(50, 6))[:2], "of the same permutation"
     assert batches(50, 6, repeats=3, start_batch=5) == chosen[5:]
 
 
@@ -77,7 +77,7 @@ def test_random_numbers_of_a_single_copy_are_those_of_earlier_versions() -> None
     assert len(set(seeds)) == 9
 
 
-BUCKETS = [place * 7 % 3 for place in range(50)]
+BUCKETS = [index * 7 % 3 for index in range(50)]
 
 
 @pytest.mark.parametrize("buckets", [None, BUCKETS])
@@ -110,8 +110,8 @@ def test_processes_see_together_what_one_sees_with_as_many_images(world_size: in
 def test_a_single_incomplete_batch_is_dealt_out_evenly(num_samples: int, shares: list[int]) -> None:
     dealt = [batches(num_samples, 4, rank=rank, world_size=3) for rank in range(3)]
     assert [[len(batch) for batch in process] for process in dealt] == [[share] for share in shares]
-    assert [places(process) for process in dealt] == [
-        part.tolist() for part in np.array_split(places(batches(num_samples, 12)), 3)
+    assert [indices(process) for process in dealt] == [
+        part.tolist() for part in np.array_split(indices(batches(num_samples, 12)), 3)
     ]
 
 
@@ -128,7 +128,7 @@ def groups_of(chosen: list[list[SampleKey]], buckets: Sequence[int]) -> list[set
 def test_buckets_change_neither_the_number_of_batches_nor_that_an_image_comes_once(batch_size: int) -> None:
     chosen = batches(50, batch_size, buckets=BUCKETS)
     assert [len(batch) for batch in chosen] == [len(batch) for batch in batches(50, batch_size)]
-    assert max(Counter(places(chosen)).values()) == 1
+    assert max(Counter(indices(chosen)).values()) == 1
 
 
 def test_batches_are_of_one_bucket_but_for_what_is_left_over() -> None:
@@ -147,7 +147,7 @@ def test_neighbouring_buckets_share_what_is_left_over() -> None:
 
 def test_chance_decides_which_images_are_left_out() -> None:
     buckets = [0] * 3 + [1] * 3
-    seen = [places(batches(6, 4, epoch=epoch, buckets=buckets)) for epoch in range(100)]
+    seen = [indices(batches(6, 4, epoch=epoch, buckets=buckets)) for epoch in range(100)]
     missing = Counter(chain(*(set(range(6)).difference(four) for four in seen)))
     assert set(missing) == set(range(6)), "each image in some epoch"
     assert min(missing.values()) > 15, "33 times on average"
@@ -176,7 +176,7 @@ def test_evaluation_puts_images_of_one_size_together_and_each_comes_once() -> No
 
 
 def test_evaluation_resumes_at_any_batch_of_a_process() -> None:
-    sizes = [(4, place // 3) for place in range(20)]
+    sizes = [(4, index // 3) for index in range(20)]
     whole = SameSizeBatches(sizes, 2, 1, 3)
     rest = SameSizeBatches(sizes, 2, 1, 3, start_batch=2)
     assert list(rest) == list(whole)[2:]

@@ -31,17 +31,17 @@ def dataset(data: SimpleNamespace, **changes: object) -> CocoDetection:
     return CocoDetection(data.images, data.annotations, **settings)
 
 
-def target(data: SimpleNamespace, place: int = 0, **changes: object) -> Target:
-    return dataset(data, **changes)[SampleKey(0, place)][1]
+def target(data: SimpleNamespace, index: int = 0, **changes: object) -> Target:
+    return dataset(data, **changes)[SampleKey(0, index)][1]
 
 
-def objects(data: SimpleNamespace, place: int = 0) -> list[dict[str, object]]:
+def objects(data: SimpleNamespace, index: int = 0) -> list[dict[str, object]]:
     """The segments of an image that are not crowds, as they stand in the JSON."""
-    return [segment for segment in data.content["annotations"][place]["segments_info"] if not segment["iscrowd"]]
+    return [segment for segment in data.content["annotations"][index]["segments_info"] if not segment["iscrowd"]]
 
 
-def segment_ids(data: SimpleNamespace, place: int = 0) -> Tensor:
-    return read_ids(data.panoptic / data.content["annotations"][place]["file_name"])
+def segment_ids(data: SimpleNamespace, index: int = 0) -> Tensor:
+    return read_ids(data.panoptic / data.content["annotations"][index]["file_name"])
 
 
 def corners(found: Target) -> Tensor:
@@ -121,15 +121,15 @@ def test_a_panoptic_folder_changes_nothing_without_masks(panoptic_folder: Factor
     assert given.masks is None
 
 
-@pytest.mark.parametrize("place", range(4))
-def test_masks_are_the_pixels_of_the_segments(panoptic_folder: Factory, place: int) -> None:
+@pytest.mark.parametrize("index", range(4))
+def test_masks_are_the_pixels_of_the_segments(panoptic_folder: Factory, index: int) -> None:
     data = panoptic_folder()
-    found, ids = target(data, place), segment_ids(data, place)
+    found, ids = target(data, index), segment_ids(data, index)
     assert found.masks is not None
     assert type(found.masks) is Tensor
     assert found.masks.dtype == torch.bool
     assert found.masks.shape == (4, 48, 64)
-    for mask, segment in zip(found.masks, objects(data, place), strict=True):
+    for mask, segment in zip(found.masks, objects(data, index), strict=True):
         assert torch.equal(mask, ids == segment["id"])
         assert mask.sum() == segment["area"]
 
@@ -179,18 +179,18 @@ def test_segment_ids_mean_something_in_their_image_alone(panoptic_folder: Factor
             segment["id"] = number
         path.write_bytes(encoded_ids(ids))
     data.save()
-    for place in range(2):
-        ids = segment_ids(data, place)
-        for mask, segment in zip(target(data, place).masks, objects(data, place), strict=True):
+    for index in range(2):
+        ids = segment_ids(data, index)
+        for mask, segment in zip(target(data, index).masks, objects(data, index), strict=True):
             assert torch.equal(mask, ids == segment["id"])
 
 
 def test_annotations_may_come_in_any_order(panoptic_folder: Factory) -> None:
     data = panoptic_folder()
-    before = [target(data, place).masks for place in range(4)]
+    before = [target(data, index).masks for index in range(4)]
     data.content["annotations"].reverse()
     data.save()
-    assert all(torch.equal(target(data, place).masks, masks) for place, masks in enumerate(before))
+    assert all(torch.equal(target(data, index).masks, masks) for index, masks in enumerate(before))
 
 
 def test_masks_have_the_size_of_the_resized_image(panoptic_folder: Factory) -> None:
@@ -217,8 +217,8 @@ TRAINING = train_transform(
 def test_augmented_masks_lie_on_the_colour_of_their_class(panoptic_folder: Factory, epoch: int) -> None:
     colours = torch.tensor([[250, 120, 20], [20, 250, 120], [60, 60, 200], [150, 150, 150], [0, 0, 0]]).float()
     samples = dataset(panoptic_folder(), transform=TRAINING)
-    for place in range(4):
-        image, found = samples[SampleKey(epoch, place)]
+    for index in range(4):
+        image, found = samples[SampleKey(epoch, index)]
         assert found.masks.shape == (len(found.labels), *found.size)
         assert len(found.boxes) == len(found.labels)
         for mask, label in zip(found.masks, found.labels.tolist(), strict=True):

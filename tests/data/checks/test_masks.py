@@ -85,7 +85,7 @@ def test_repeated_segment_id(clinic: Clinic) -> None:
 
 
 def test_one_segment_id_in_several_images_is_fine(clinic: Clinic) -> None:
-    first, second = (clinic.data.content["annotations"][place] for place in (0, 1))
+    first, second = (clinic.data.content["annotations"][index] for index in (0, 1))
     old, new = second["segments_info"][0]["id"], first["segments_info"][0]["id"]
     path = clinic.data.panoptic / second["file_name"]
     ids = read_ids(path)
@@ -171,9 +171,9 @@ def test_an_area_that_differs(clinic: Clinic) -> None:
 @pytest.mark.parametrize("side", range(4))
 def test_a_box_that_differs_by_more_than_a_pixel(clinic: Clinic, side: int) -> None:
     bbox = list(clinic.segments[0]["bbox"])
-    clinic.segments[0]["bbox"] = [value - (place == side) for place, value in enumerate(bbox)]
+    clinic.segments[0]["bbox"] = [value - (index == side) for index, value in enumerate(bbox)]
     assert clinic.findings() == []
-    clinic.segments[0]["bbox"] = [value - 1.5 * (place == side) for place, value in enumerate(bbox)]
+    clinic.segments[0]["bbox"] = [value - 1.5 * (index == side) for index, value in enumerate(bbox)]
     assert clinic.findings() == [("warning", "box-differs", 1)]
     assert clinic.examine().warnings[0].example.endswith(f"the PNG has {bbox}")
 

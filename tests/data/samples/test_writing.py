@@ -216,7 +216,7 @@ def test_a_folder_that_is_filled_meanwhile_is_left_alone(tmp_path: Path) -> None
         (folder / "notes.md").write_text("theirs")
         return draw(split, rng)
 
-    with pytest.raises(InputError, match="was filled meanwhile"):
+    with pytest.raises(InputError, match="was filled by another process"):
         write_dataset(folder, RECIPE, ("a", "b"), LICENCE, filling)
     assert contents(folder).keys() == {"notes.md"}
     assert [path.name for path in tmp_path.iterdir()] == ["toy"]
