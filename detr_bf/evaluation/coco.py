@@ -207,9 +207,9 @@ def load_ground_truth(
         content = with_run_lengths(content, panoptic, max_pixels)
     sizes = {image["id"]: annotated_size(image) for image in content.images}
     image_ids = sizes.keys()
-    listed = [annotation for annotation in content.annotations if annotation["image_id"] in image_ids]
+    kept = [annotation for annotation in content.annotations if annotation["image_id"] in image_ids]
     _check_categories(content, class_map)
-    _check_known(path, listed, class_map)
+    _check_known(path, kept, class_map)
     names = dict(zip(class_map.category_ids, class_map.names, strict=True))
     return {
         # pycocotools needs a size if there are masks; run lengths have their own, so 0 is fine if it is not known
@@ -217,7 +217,7 @@ def load_ground_truth(
             {"id": i, "height": height, "width": width}
             for i, (height, width) in ((i, sizes[i] or (0, 0)) for i in sorted(image_ids))
         ],
-        "annotations": [_complete(path, annotation, number, masks) for number, annotation in enumerate(listed, 1)],
+        "annotations": [_complete(path, annotation, number, masks) for number, annotation in enumerate(kept, 1)],
         "categories": [{"id": category_id, "name": names[category_id]} for category_id in sorted(names)],
     }
 
@@ -278,8 +278,8 @@ def _complete(path: Path, annotation: Mapping[str, Any], number: int, masks: boo
 
 def _check_categories(content: CocoAnnotations, class_map: ClassMap) -> None:
     known = dict(zip(class_map.category_ids, class_map.names, strict=True))
-    listed = content.class_map
-    for category_id, name in zip(listed.category_ids, listed.names, strict=True):
+    found = content.class_map
+    for category_id, name in zip(found.category_ids, found.names, strict=True):
         if known.get(category_id, name) != name:
             raise InputError(
                 f"{printable(content.path)} calls category id {category_id} '{name}', the model was trained with it as "
