@@ -6,7 +6,8 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ ATTEMPTS = 20  # images tried for one sample
 T = TypeVar("T")
 
 
-class SampleKey(NamedTuple):
+@dataclass(frozen=True)
+class SampleKey:
     """Item that a batch sampler requests from a data set; the augmentation depends on all three numbers."""
 
     epoch: int
