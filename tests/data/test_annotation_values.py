@@ -1,4 +1,4 @@
-"""Values of annotations: doctor, data set and evaluators agree on which can be used."""
+"""Values of annotations: data checks, data set and evaluators accept the same ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BAD_VALUES = [
 
 
 @pytest.mark.parametrize(("change", "code"), BAD_VALUES)
-def test_the_doctor_finds_what_data_set_and_evaluation_refuse(
+def test_the_checks_find_what_data_set_and_evaluation_refuse(
     coco_folder: Factory, tmp_path: Path, change: dict[str, Any], code: str
 ) -> None:
     data, clean = coco_folder(name="val", first_image_id=101), coco_folder()
@@ -76,7 +76,7 @@ def test_the_doctor_finds_what_data_set_and_evaluation_refuse(
         {"segmentation": "none"},
     ],
 )
-def test_what_the_doctor_accepts_is_evaluated(
+def test_values_that_the_checks_accept_are_evaluated(
     coco_folder: Factory, tmp_path: Path, change: dict[str, Any], engine: str
 ) -> None:
     pytest.importorskip(engine)
@@ -119,7 +119,7 @@ BAD_SEGMENTS = [
 
 @pytest.mark.parametrize(("change", "code"), BAD_SEGMENTS)
 @pytest.mark.parametrize("absent", [False, True])
-def test_the_doctor_finds_what_panoptic_evaluation_refuses(
+def test_the_checks_find_what_panoptic_evaluation_refuses(
     panoptic_folder: Factory, tmp_path: Path, change: dict[str, Any], code: str, absent: bool
 ) -> None:
     data = panoptic_folder()

@@ -22,7 +22,7 @@ def indices(chosen: list[list[SampleKey]]) -> list[int]:
 
 
 def together(num_samples: int, batch_size: int, world_size: int, **changes: object) -> list[list[SampleKey]]:
-    """What all processes see, batch by batch."""
+    """Keys of all ranks, batch by batch."""
     shares = [batches(num_samples, batch_size, rank=r, world_size=world_size, **changes) for r in range(world_size)]
     return [list(chain(*batch)) for batch in zip(*shares, strict=True)]
 
