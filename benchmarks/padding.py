@@ -1,9 +1,9 @@
-"""How much of the training batches is padding, without and with groups of similar width / height (data.aspect_buckets).
+"""Share of padding in the training batches, with and without buckets of similar width / height (data.aspect_buckets).
 
 python benchmarks/padding.py --annotations captions_val2017.json --output benchmarks/results/padding.json
 
-DETR's training transforms run on images without pixels. By default the sizes are those of the 5,000 images of COCO
-val2017 that the last command left in the results; any COCO JSON whose images have width and height will do.
+DETR's training transforms run on meta tensors. The default sizes are those of the 5,000 images of COCO val2017, which
+this command saved in the results; any COCO JSON whose images have width and height works.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from tqdm import tqdm
 from command import circumstances
 from detr_bf.cli import run_tool
 from detr_bf.config import load_config
-from detr_bf.data.batches import EpochBatches, aspect_buckets
+from detr_bf.data.batches import EpochBatches, aspect_buckets, derive_seed
 from detr_bf.data.coco import annotated_size
-from detr_bf.data.sample_key import derive_seed
 from detr_bf.data.transforms import Sample, SampleTransform, train_transform
 from detr_bf.errors import InputError
 from detr_bf.files import write_json
@@ -38,17 +37,17 @@ RECORD = Path(__file__).parent / "results" / "padding.json"
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a data set's images."""
+    """Image sizes of a data set."""
 
     source: str
     images: list[tuple[int, int]]  # (height, width) in pixels, ascending
 
     @classmethod
     def read(cls, path: Path) -> Sizes:
-        """From a COCO JSON, or from what this benchmark wrote.
+        """Read a COCO JSON, or an output of this benchmark.
 
         Raises:
-            InputError: it is neither, or not all images have a size.
+            InputError: the file is neither, or an image has no size.
         """
         try:
             content = json.loads(path.read_bytes())
@@ -68,19 +67,19 @@ class Sizes:
         return cls(path.name, known)
 
     def counts(self) -> list[tuple[int, int, int]]:
-        """(height, width, number of images)."""
+        """Return (height, width, number of images) of each size."""
         return [(*size, count) for size, count in Counter(self.images).items()]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """Line of the table."""
 
     batch_size: int
     buckets: int
-    mean: float  # share of the batches' pixels that is padding
+    mean: float  # share of padding in the batches' pixels
     spread: Spread  # over the epochs
-    pixels: float  # of all batches, padding included, by those without buckets
+    pixels: float  # of all batches, including padding, relative to those without buckets
 
     def __str__(self) -> str:
         low, high = self.spread.low, self.spread.high
@@ -120,22 +119,13 @@ def run(options: argparse.Namespace) -> int:
             rows.append(Row(batch_size, buckets, statistics.fmean(found), Spread.of(found), pixels))
             print(rows[-1], flush=True)
     if options.output is not None:
-        told = {**circumstances(options), "annotations": str(options.annotations), "source": sizes.source}
-        write_json(options.output, {**told, "rows": [asdict(row) for row in rows], "sizes": sizes.counts()})
+        setup = {**circumstances(options), "annotations": str(options.annotations), "source": sizes.source}
+        write_json(options.output, {**setup, "rows": [asdict(row) for row in rows], "sizes": sizes.counts()})
     return 0
 
 
-@dataclass(frozen=True)
-class SimulatedEpoch:
-    """What the transforms made of the images in one epoch."""
-
-    seed: int
-    epoch: int
-    sizes: np.ndarray  # (images, 2) height, width in pixels
-
-
-def simulated_epochs(sizes: Sizes, seeds: int, epochs: int) -> Iterator[SimulatedEpoch]:
-    """Every image through the training transforms, with DETR's settings."""
+def simulated_epochs(sizes: Sizes, seeds: int, epochs: int) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Return seed, epoch and the sizes (images, 2) of all images after DETR's training transforms."""
     settings = asdict(load_config(None, []).data.transforms)
     del settings["eval_short_side"]
     transform = train_transform(**settings)
@@ -143,25 +133,25 @@ def simulated_epochs(sizes: Sizes, seeds: int, epochs: int) -> Iterator[Simulate
         seed, epoch = divmod(number, epochs)
         torch.manual_seed(derive_seed(seed, epoch))
         progress = tqdm(sizes.images, desc=f"seed {seed}, epoch {epoch}", unit="image", disable=None, leave=False)
-        yield SimulatedEpoch(seed, epoch, np.array([transformed(size, transform) for size in progress]))
+        yield seed, epoch, np.array([transformed(size, transform) for size in progress])
 
 
 def transformed(size: tuple[int, int], transform: SampleTransform) -> tuple[int, int]:
-    """(height, width) that an image of ``size`` has after the transform."""
+    """Return (height, width) of an image of ``size`` after the transform."""
     image = Image(torch.empty(3, *size, dtype=torch.uint8, device="meta"))
     boxes = BoundingBoxes(torch.zeros(0, 4), format=BoundingBoxFormat.XYXY, canvas_size=size)
     height, width = transform(Sample(image, boxes, torch.zeros(0, dtype=torch.int64))).image.shape[-2:]
     return height, width
 
 
-def shares(sizes: Sizes, epochs: Sequence[SimulatedEpoch], batch_size: int, buckets: int) -> list[float]:
-    """The share of padding in each epoch, all of its batches taken together."""
+def shares(sizes: Sizes, epochs: Sequence[tuple[int, int, np.ndarray]], batch_size: int, buckets: int) -> list[float]:
+    """Return the share of padding in all batches of each epoch."""
     groups = aspect_buckets(sizes.images, buckets)
     found = []
-    for one in epochs:
+    for seed, epoch, transformed_sizes in epochs:
         content = total = 0
-        for batch in EpochBatches(len(sizes.images), batch_size, seed=one.seed, epoch=one.epoch, buckets=groups):
-            images = one.sizes[[key.place for key in batch]]
+        for batch in EpochBatches(len(sizes.images), batch_size, seed=seed, epoch=epoch, buckets=groups):
+            images = transformed_sizes[[key.index for key in batch]]
             content += int(images.prod(axis=1).sum())
             total += len(images) * int(images.max(axis=0).prod())
         found.append(1 - content / total)

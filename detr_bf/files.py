@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, read without executing anything."""
+"""Atomic writing of files, and reading that never executes code or waits for another process."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from detr_bf.errors import InputError
-from detr_bf.text import printable
+from detr_bf.text import listed, printable
 
 _ZIP = b"PK\x03\x04"
 
-UNFINISHED = ".detr_bf-unfinished-"  # temporary files begin with this, and no other files are ever removed as such
-_STEM = 40  # characters of a file's name that its temporary name repeats; names are limited to 255 bytes
-MAX_JSON_BYTES = 2**33  # of an annotation file; the largest that are published have about 2**31
+UNFINISHED = ".detr_bf-unfinished-"  # prefix of temporary files; only files with it are removed
+_STEM = 40  # characters of the file name in the temporary name, which is limited to 255 bytes
+MAX_JSON_BYTES = 2**33  # limit of an annotation file; the largest published ones have about 2**31
 
 
 @contextmanager
 def atomic_write(path: str | Path, previous: Path | None = None) -> Iterator[Path]:
-    """Give a temporary path beside ``path``; on success it is flushed to disk and moved over ``path``.
+    """Context manager with a temporary path next to ``path``; on success it is flushed to disk and replaces ``path``.
 
-    What stood there before becomes ``previous`` if that is given: at every moment one of the two is whole. When the
-    body raises, ``path`` is left as it was and the temporary file is removed.
+    If given, ``previous`` gets the replaced file: one of the two is complete at any time. If the body raises, ``path``
+    is not changed and the temporary file is removed.
 
     Raises:
-        InputError: ``path`` is a folder, a FIFO, a socket or a device, which would be replaced by a file.
+        InputError: ``path`` is a folder, a FIFO, a socket or a device, which a file would replace.
         OSError: it cannot be written.
     """
     path = Path(path)
@@ -56,30 +56,25 @@ def atomic_write(path: str | Path, previous: Path | None = None) -> Iterator[Pat
         if previous is not None and path.exists():
             path.replace(previous)
         temporary.replace(path)
-        _flush_names(path.parent)
+        with suppress(OSError):  # flush the folder, too, where it can be opened: the new name survives a power loss
+            handle = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _flush_names(folder: Path) -> None:
-    """Make a renaming outlive a loss of power, on systems where folders can be opened."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 def check_output_file(path: str | Path, option: str) -> None:
-    """Refuse a file named by the user that cannot be written, before the work whose result it is for.
+    """Check before a long computation that the user's output file can be written; leaves nothing behind.
 
     Args:
-        option: what names it, such as ``--json``, for messages.
+        path: of the output file.
+        option: its command-line option, such as ``--json``, for messages.
 
     Raises:
-        InputError: no file can have that name, its folder cannot be made or written, or there is something else than a
-            regular file. Nothing is left there.
+        InputError: the name is not valid, its folder cannot be made or written, or the path is not a regular file.
     """
     output_path(path, option)
     path = Path(path)
@@ -95,21 +90,22 @@ def check_output_file(path: str | Path, option: str) -> None:
 
 
 def check_output_folder(path: str | Path, option: str) -> None:
-    """:func:`make_output_folder`, and remove what it has made."""
+    """Check that the user's output folder can be written, as :func:`make_output_folder`; leaves nothing behind."""
     remove_empty(make_output_folder(path, option))
 
 
 def make_output_folder(path: str | Path, option: str) -> list[Path]:
-    """Make a folder named by the user and prove that files can be written there; return those that were missing.
+    """Make the user's output folder and check that files can be written there.
 
     Args:
-        option: what names it, such as ``--output``, for messages.
+        path: of the folder.
+        option: its command-line option, such as ``--output``, for messages.
 
     Returns:
-        The folder and its parents, as far as they were missing, innermost first: for :func:`remove_empty`.
+        The new folders, innermost first, for :func:`remove_empty`.
 
     Raises:
-        InputError: no folder can have that name, there is a file, or none can be written there. No new folder is left.
+        InputError: the name is not valid, it is a file, or no file can be written there. No new folder is left.
     """
     try:
         return _made(Path(path))
@@ -118,10 +114,10 @@ def make_output_folder(path: str | Path, option: str) -> list[Path]:
 
 
 def output_path(path: str | Path, option: str) -> Path:
-    """Return the absolute path, without links, of what the user has named for writing; it may be missing.
+    """Return the absolute path of the user's output, with links resolved; it may be missing.
 
     Raises:
-        InputError: no file can have that name, or it may not be looked at.
+        InputError: the name is not valid, or the path cannot be accessed.
     """
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -132,7 +128,7 @@ def output_path(path: str | Path, option: str) -> Path:
 
 
 def remove_empty(folders: Sequence[Path]) -> None:
-    """Remove the folders that are empty, innermost first."""
+    """Remove the empty folders of a list, innermost first."""
     for folder in folders:
         with suppress(OSError, ValueError):
             folder.rmdir()
@@ -154,13 +150,13 @@ def _made(folder: Path) -> list[Path]:
 
 def _unwritable(path: str | Path, option: str, error: Exception) -> InputError:
     reason = printable((error.strerror if isinstance(error, OSError) else None) or error)
-    return InputError(f"{option} {printable(path)} cannot be written ({reason}): choose another place")
+    return InputError(f"{option} {printable(path)} cannot be written ({reason}): choose another path")
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the temporary files of :func:`atomic_write` that killed processes have left in a folder.
+    """Remove temporary files of :func:`atomic_write` that killed processes left in a folder.
 
-    No process may be writing to the folder. Folders and links of such a name are left alone.
+    No process may be writing to the folder. Folders and links with such a name are kept.
     """
     for path in folder.glob(f"{UNFINISHED}*"):
         if path.is_file() and not path.is_symlink():
@@ -168,28 +164,28 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def cache_folder(name: str) -> Path:
-    """The folder ``name`` for what can be made again: below $DETR_BF_CACHE, by default ``~/.cache/detr_bf``."""
+    """Return the cache folder ``name`` below $DETR_BF_CACHE, by default ``~/.cache/detr_bf``."""
     return Path(os.environ.get("DETR_BF_CACHE") or Path.home() / ".cache" / "detr_bf").expanduser() / name
 
 
-_MAX_STEP = 2**53  # of a run; larger ones are garbage
+_MAX_STEP = 2**53  # of a run; larger ones are not valid
 
 
 def read_records(path: Path) -> list[tuple[str, dict[str, Any] | None]]:
-    """Return the lines of a run's ``metrics.jsonl`` and their records, in order; none of a file that is missing.
+    """Return the lines of a run's ``metrics.jsonl`` with their records, in order; empty if the file is missing.
 
-    A record is a JSON object with ``kind``, ``train`` or ``val``, and ``step``, an integer from 0. A line that holds
-    none comes with None, such as one that a killed run left unfinished.
+    A record is a JSON object with ``kind``, ``train`` or ``val``, and ``step``, an integer from 0. A line without a
+    valid record, such as the last line of a killed run, is returned with None.
 
     Raises:
-        InputError: the path is not that of a file that can be read.
+        InputError: the file cannot be read.
     """
     try:
         content = read_regular(path, MAX_JSON_BYTES)
     except FileNotFoundError:
         return []
     except ValueError as error:
-        raise InputError(f"{printable(path)} cannot be used: {error}, of one JSON object a line") from error
+        raise InputError(f"{printable(path)} cannot be used: {error} of one JSON object a line") from error
     lines = content.removesuffix(b"\n").split(b"\n") if content else []
     return [(line.decode("utf-8", errors="replace").rstrip("\r"), _record(line)) for line in lines]
 
@@ -197,7 +193,7 @@ def read_records(path: Path) -> list[tuple[str, dict[str, Any] | None]]:
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError):  # no UTF-8, no JSON, a number of thousands of digits, or nested too deeply
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, a number of thousands of digits, or nested too deeply
         return None
     if not isinstance(record, dict) or record.get("kind") not in ("train", "val"):
         return None
@@ -212,22 +208,22 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Atomically write ``value`` as JSON; non-finite numbers are refused because they are not JSON."""
+    """Atomically write ``value`` as JSON; ValueError for non-finite numbers, which are not JSON."""
     write_text(path, json.dumps(value, allow_nan=False, indent=None) + "\n")
 
 
 def read_regular(path: str | Path, limit: int) -> bytes:
-    """Return the content of a regular file of at most ``limit`` bytes; nothing else is read, or waited for.
+    """Return the content of a regular file of at most ``limit`` bytes; never waits for another process.
 
     Raises:
-        FileNotFoundError: there is no file of that name.
-        ValueError: it is a folder, a FIFO, a socket or a device, it is larger, it may not be read, or there can be no
-            such name; the message does not name the file.
+        FileNotFoundError: there is no such file.
+        ValueError: it is a folder, a FIFO, a socket or a device, it is too large, it cannot be read, or its name is not
+            valid; the message does not name the file.
     """
     try:
         if b"\0" in os.fsencode(path):
             raise ValueError("no file name can hold a NUL character")
-        _require_regular(Path(path).stat(), limit)  # before opening, for that alone moves a device
+        _require_regular(Path(path).stat(), limit)  # before opening, which may have an effect on a device
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             _require_regular(os.fstat(file.fileno()), limit)
             return file.read()
@@ -254,7 +250,7 @@ def _require_regular(status: os.stat_result, limit: int) -> None:
 
 
 def file_size(path: str | Path) -> int:
-    """Return the bytes of a regular file, 0 for anything else, which :func:`read_regular` refuses."""
+    """Return the size of a regular file in bytes, 0 for anything else."""
     with suppress(OSError, ValueError):
         status = Path(path).stat()
         return status.st_size if stat.S_ISREG(status.st_mode) else 0
@@ -262,7 +258,7 @@ def file_size(path: str | Path) -> int:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether there is a regular file; there is none of a name that is too long or may not be looked at."""
+    """Return True for a regular file; False if the name is too long or cannot be accessed."""
     return stat.S_ISREG(_mode(path))
 
 
@@ -270,7 +266,7 @@ def read_json(path: str | Path, limit: int = MAX_JSON_BYTES) -> Any:
     """Return the value in a JSON file of at most ``limit`` bytes.
 
     Raises:
-        FileNotFoundError: there is no file of that name.
+        FileNotFoundError: there is no such file.
         ValueError: it cannot be read (:func:`read_regular`), is not JSON, or is nested too deeply.
     """
     data = read_regular(path, limit)
@@ -281,16 +277,17 @@ def read_json(path: str | Path, limit: int = MAX_JSON_BYTES) -> Any:
 
 
 def read_torch(path: str | Path, *, own: bool = False) -> Any:
-    """Return the content of a file of ``torch.save`` on the CPU: tensors and plain values, or command lines of them.
+    """Return the content of a file of ``torch.save`` on the CPU: tensors and plain values.
 
-    The checkpoints of DETR and its successors hold their ``argparse.Namespace``, which executes nothing. The checksums
-    of zip archives, which torch has written since 1.6, are compared; older files have none.
+    ``argparse.Namespace`` is allowed, because checkpoints of DETR and its successors have one. The checksums of zip
+    archives (torch 1.6 and later) are compared; older files have none.
 
     Args:
-        own: it is a file of ours, which is a zip archive in any case.
+        path: of the file.
+        own: the file was written by this package and must be a zip archive.
 
     Raises:
-        InputError: the file is missing, damaged, or holds objects whose loading could execute code.
+        InputError: the file is missing, damaged, or holds objects that could execute code when loaded.
     """
     path = readable_file(path)
     try:
@@ -308,7 +305,7 @@ def read_torch(path: str | Path, *, own: bool = False) -> Any:
             "could execute code; nothing was executed. If you trust its origin, load it yourself and save its state "
             "dict alone"
         ) from error
-    except Exception as error:  # the unpickler meets garbage with almost any of them
+    except Exception as error:  # a damaged file can make the unpickler raise almost anything
         raise InputError(f"{path} is truncated or damaged ({_reason(error)}): use another copy of it") from error
 
 
@@ -316,16 +313,16 @@ def check_sums(path: Path) -> None:
     """Compare every part of a zip archive of ``torch.save`` with its CRC-32.
 
     Raises:
-        InputError: the file is missing, cut off, no such archive, or a bit of it has changed.
+        InputError: the file is missing, truncated, not a zip archive, or damaged.
     """
     path = readable_file(path)
     try:
         with zipfile.ZipFile(path) as parts:
             listed = parts.infolist()
-            # torch takes an entry with attributes for a folder, and itself never compresses: a bomb would
+            # torch treats entries with attributes as folders and never compresses; a zip bomb is compressed
             changed = [part.filename for part in listed if part.external_attr or part.compress_type]
             damaged = next(iter(changed), None) or parts.testzip()
-    except Exception as error:  # a file of garbage meets almost any of them
+    except Exception as error:  # a damaged file can raise almost anything
         raise InputError(f"{path} is truncated or damaged ({_reason(error)}): use another copy of it") from error
     if damaged is not None:
         raise InputError(
@@ -342,15 +339,15 @@ def read_safetensors(path: str | Path) -> dict[str, Tensor]:
     path = readable_file(path)
     try:
         return load_file(path)
-    except Exception as error:  # SafetensorError, OSError, and whatever torch says of a type it does not know
+    except Exception as error:  # SafetensorError, OSError, and errors of torch for unknown types
         raise InputError(f"{path}: not a readable safetensors file ({_reason(error)}); get the file again") from error
 
 
 def readable_file(path: str | Path) -> Path:
-    """Return the path of a regular file, which can be opened without waiting for another process.
+    """Return the path of a regular file.
 
     Raises:
-        InputError: there is no such file, or it is a URL, a folder, a FIFO or a device.
+        InputError: the file is missing, or the path is a URL, a folder, a FIFO or a device.
     """
     path = Path(path)
     shown, mode = printable(path), _mode(path)
@@ -364,12 +361,12 @@ def readable_file(path: str | Path) -> Path:
 
 
 def is_folder(path: str | Path) -> bool:
-    """Return whether it is a folder; a name that is too long for the system is none."""
+    """Return True for a folder; False if the name is too long for the system."""
     return stat.S_ISDIR(_mode(Path(path)))
 
 
 def _mode(path: Path) -> int:
-    """Return the type and permissions of a file; 0 where there is none."""
+    """Return the type and permissions of a file; 0 if there is none."""
     try:
         return path.stat().st_mode
     except (OSError, ValueError):  # the latter for a null byte in the name
@@ -379,17 +376,17 @@ def _mode(path: Path) -> int:
 def check_weights(
     weights: Mapping[Any, Any], source: str, *, finite: bool = True, model: nn.Module | None = None
 ) -> None:
-    """Refuse tensors that no network can be filled with.
+    """Check that tensors can be loaded as the weights of a network.
 
     Args:
         weights: names to tensors.
         source: the file, for messages.
         finite: also refuse NaN and infinity.
-        model: also refuse integers and booleans for its floating-point tensors; None refuses none.
+        model: also refuse integers and booleans for its floating-point tensors; None allows them.
 
     Raises:
-        InputError: a name is not a string; a value is not a dense tensor of real numbers with memory of its own, or not
-            finite; or an integer tensor stands for a floating-point one. The tensors are named.
+        InputError: a name is not a string; a value is not finite or not a dense tensor of real numbers with its own
+            memory; an integer tensor replaces a floating-point one. The message names the tensors.
     """
     strange = [f"{name} ({found})" for name, value in weights.items() if (found := _strange(name, value))]
     if strange:
@@ -407,19 +404,13 @@ def check_weights(
     broken = [name for name, value in weights.items() if finite and not _is_finite(value)]
     if broken:
         raise InputError(
-            f"{source} holds NaN or infinite weights, so that every answer would be wrong, in {listed(broken)}. Use an "
+            f"{source} holds NaN or infinite weights, which give wrong results, in {listed(broken)}. Use an "
             "earlier checkpoint, or train again"
         )
 
 
-def listed(names: Sequence[str], limit: int = 8) -> str:
-    """Return the first ``limit`` names, followed by the number of the others."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(map(printable, names[:limit])) + more
-
-
 def _strange(name: Any, value: Any) -> str | None:
-    """Return the reason why it is not a weight, or None."""
+    """Return the reason why the value is not a weight, or None."""
     if not isinstance(name, str):
         return f"a name of type {type(name).__name__}"
     if not isinstance(value, Tensor):

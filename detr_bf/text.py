@@ -1,20 +1,22 @@
-"""Text from outside (names, keys, messages of libraries) made safe for a terminal, a log, a table or a CSV file."""
+"""Escaping and shortening of text from outside (names, keys, library messages) for terminals, logs and CSV files."""
 
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterable
+from itertools import islice
 
-_LONGEST = 200  # characters of a name that are shown
+_LONGEST = 200  # characters
 _JOINERS = "\u200c\u200d\u00ad"  # zero-width non-joiner and joiner, soft hyphen
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # a spreadsheet runs a cell that begins with one of these
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # a spreadsheet executes a cell that begins with one of these
 
 
 def printable(text: object, limit: int = _LONGEST) -> str:
     """Return ``str(text)`` as one line without control characters, at most ``limit`` characters long.
 
     Control characters, line breaks, format characters that reorder text and lone surrogates become backslash escapes
-    such as ``\\n``, ``\\x1b`` and ``\\u202e``; joiners, which some scripts and emoji need, stay. Longer text loses its
-    middle to an ellipsis, so that of a path the file's name stays.
+    such as ``\\n``, ``\\x1b`` and ``\\u202e``; joiners, which some scripts and emoji need, stay. In longer text an
+    ellipsis replaces the middle, so a path keeps its file name.
     """
     whole = str(text)
     if len(whole) > limit:  # escapes only lengthen it
@@ -26,13 +28,26 @@ def printable(text: object, limit: int = _LONGEST) -> str:
     return f"{shown[: limit - half - 1]}…{shown[len(shown) - half :]}"
 
 
+def listed(items: Iterable[object], limit: int = 8, *, total: int | None = None, separator: str = ", ") -> str:
+    """Return the first ``limit`` items as printable text, followed by the number of the others.
+
+    ``total`` is the number of items; if given, only the first ones are taken from ``items``.
+    """
+    if total is None:
+        items = list(items)
+        total = len(items)
+    few = [printable(item) for item in islice(items, limit)]
+    more = f" and {total - len(few)} more" if total > len(few) else ""
+    return separator.join(few) + more
+
+
 def safe_message(text: object) -> str:
-    """Return ``str(text)`` escaped as by :func:`printable`, but with its line breaks and of any length."""
+    """Return ``str(text)`` escaped as in :func:`printable`, with its line breaks and in full length."""
     return "".join(letter if letter == "\n" else _escaped(letter) for letter in str(text))
 
 
 def csv_cell(text: str) -> str:
-    """Return ``text`` for a CSV file; an apostrophe before it stops spreadsheets from running it as a formula."""
+    """Return ``text`` for a CSV file, with an apostrophe before text that a spreadsheet would execute as a formula."""
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
+from detr_bf.data.masks import encoded_ids
 from detr_bf.ops import library
-from detr_bf.panoptic_png import write_ids
 from tests.kernels import needs_kernels
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
@@ -116,6 +116,7 @@ def panoptic_folder(tmp_path: Path) -> Callable[..., SimpleNamespace]:
     ) -> SimpleNamespace:
         folder = tmp_path / name
         (folder / "images").mkdir(parents=True)
+        (folder / "panoptic").mkdir()
         content: dict[str, Any] = {
             "images": [],
             "annotations": [],
@@ -129,7 +130,7 @@ def panoptic_folder(tmp_path: Path) -> Callable[..., SimpleNamespace]:
             ids, segments = _segments(*size, image_id)
             _coloured(ids, segments, image_id).save(folder / "images" / file_name)
             map_name = f"{image_id:04d}_segments.png"
-            write_ids(folder / "panoptic" / map_name, torch.from_numpy(ids))
+            (folder / "panoptic" / map_name).write_bytes(encoded_ids(torch.from_numpy(ids)))
             content["images"].append({"id": image_id, "file_name": file_name, "width": size[0], "height": size[1]})
             content["annotations"].append({"image_id": image_id, "file_name": map_name, "segments_info": segments})
         annotations = folder / "panoptic.json"

@@ -154,8 +154,8 @@ def test_every_changed_bit_of_a_tensor_is_found(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     whole = saved(path)
     start = whole.index(torch.arange(1000.0).numpy().tobytes())
-    for place in range(start, start + 4000, 97):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    for index in range(start, start + 4000, 97):
+        path.write_bytes(whole[:index] + bytes([whole[index] ^ 1]) + whole[index + 1 :])
         with pytest.raises(InputError, match=r"a\.pt is (truncated or )?damaged"):
             check_sums(path)
 
@@ -164,8 +164,8 @@ def test_every_changed_bit_of_a_tensor_is_found_by_reading(tmp_path: Path) -> No
     """Initial weights, backbones and foreign checkpoints are read by it."""
     path = tmp_path / "a.pt"
     whole = saved(path)
-    place = whole.index(torch.arange(1000.0).numpy().tobytes()) + 2345
-    path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    index = whole.index(torch.arange(1000.0).numpy().tobytes()) + 2345
+    path.write_bytes(whole[:index] + bytes([whole[index] ^ 1]) + whole[index + 1 :])
     torch.load(path, weights_only=True)
     with pytest.raises(InputError, match=r"a\.pt is (truncated or )?damaged"):
         read_torch(path)
@@ -271,8 +271,8 @@ def test_a_changed_bit_anywhere_is_found_or_does_no_harm(tmp_path: Path) -> None
     path = tmp_path / "a.pt"
     whole = saved(path)
     found = 0
-    for place in range(0, len(whole), 11):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+    for index in range(0, len(whole), 11):
+        path.write_bytes(whole[:index] + bytes([whole[index] ^ 16]) + whole[index + 1 :])
         try:
             check_sums(path)
             content = read_torch(path)
@@ -474,7 +474,7 @@ def cluttered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[Path]:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        *((name, f"cannot be written .*({reason}).*: choose another place") for name, reason in HOPELESS.items()),
+        *((name, f"cannot be written .*({reason}).*: choose another path") for name, reason in HOPELESS.items()),
         ("folder", "is a folder: name the file to write"),
         ("fifo", "is a FIFO and would be replaced"),
         ("socket", "is a socket and would be replaced"),
@@ -499,7 +499,7 @@ def test_an_output_file_that_cannot_be_written(cluttered: set[Path], name: str, 
     ],
 )
 def test_an_output_folder_that_cannot_be_written(cluttered: set[Path], name: str, said: str) -> None:
-    with pytest.raises(InputError, match=f"cannot be written .*({said}).*: choose another place") as caught:
+    with pytest.raises(InputError, match=f"cannot be written .*({said}).*: choose another path") as caught:
         make_output_folder(name, "--output")
     assert str(caught.value).startswith(f"--output {printable(name)} ")
     assert set(Path().rglob("*")) == cluttered

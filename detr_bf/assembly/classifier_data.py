@@ -20,10 +20,9 @@ from detr_bf.classification.mixing import BatchMix, Mix, MixedBatch, WithKeys
 from detr_bf.classification.sources import LabelledSplits, read_splits, require_no_flips, require_two_classes
 from detr_bf.config import ClassifierConfig, MaskedConfig
 from detr_bf.config.classification import ImageTransformConfig
-from detr_bf.data.batches import SameSizeBatches
+from detr_bf.data.batches import SameSizeBatches, SampleKey
 from detr_bf.data.checks.annotations import Report
 from detr_bf.data.loader import BatchLoader, make_loader
-from detr_bf.data.sample_key import SampleKey
 from detr_bf.engine import EvaluationLoop
 from detr_bf.errors import InputError
 from detr_bf.labelled import LabelledImages

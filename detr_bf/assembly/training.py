@@ -15,8 +15,7 @@ import torch
 from detr_bf import distributed, interop
 from detr_bf.config import DetectionConfig, RunConfig
 from detr_bf.config.classification import ImageOptimizerConfig
-from detr_bf.data.batches import EpochBatches
-from detr_bf.data.sample_key import derive_seed
+from detr_bf.data.batches import EpochBatches, derive_seed
 from detr_bf.detectors import Detector
 from detr_bf.engine import (
     Checkpoint,
@@ -30,10 +29,9 @@ from detr_bf.engine import (
 from detr_bf.errors import InputError
 from detr_bf.files import check_weights
 from detr_bf.structures import ClassMap
+from detr_bf.text import listed
 
 logger = logging.getLogger(__name__)
-
-_SHOWN = 3  # classes that a message names
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,8 +54,7 @@ def _differences(trained: ClassMap, found: ClassMap) -> str:
     """Return the first few differences: ``class 1 was b, is c; ...``."""
     rows = list(zip_longest(_described(trained), _described(found), fillvalue="absent"))
     differing = [f"class {index} was {was}, is {now}" for index, (was, now) in enumerate(rows) if was != now]
-    more = len(differing) - _SHOWN
-    return "; ".join(differing[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+    return listed(differing, 3, separator="; ")
 
 
 def _described(classes: ClassMap) -> Iterator[str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from detr_bf.errors import InputError
-from detr_bf.files import check_weights, listed, read_safetensors, read_torch, readable_file
+from detr_bf.files import check_weights, read_safetensors, read_torch, readable_file
+from detr_bf.text import listed
 
 NESTED_UNDER = ("state_dict", "model")  # where training scripts put the weights in their checkpoints
 

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 from detr_bf.classification.augmentation import ImageTransform
 from detr_bf.classification.sources.splits import ArrayImages, Images, LabelledSplit
-from detr_bf.data.sample_key import SampleKey, read_or_replace
+from detr_bf.data.batches import SampleKey, read_or_replace
 from detr_bf.errors import InputError
 from detr_bf.labelled import LabelledImage
 from detr_bf.structures import ClassMap
@@ -51,7 +51,7 @@ class LabelledImageSet(Dataset[LabelledImage]):
         place, pixels, replaced = read_or_replace(
             self.images.read, key, len(self), seed=self.seed, replace=self.replace_unreadable
         )
-        image = self.transform(pixels, key.mixed_with(self.seed))
+        image = self.transform(pixels, key.sample_seed(self.seed))
         return LabelledImage(image, self.labels[place], place, key.epoch, replaced)
 
     @property

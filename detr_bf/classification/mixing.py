@@ -9,7 +9,7 @@ from timm.data.mixup import Mixup, mixup_target
 from torch.utils.data import Dataset
 
 from detr_bf.classification.randomness import seeded
-from detr_bf.data.sample_key import SampleKey, derive_seed
+from detr_bf.data.batches import SampleKey, derive_seed
 from detr_bf.errors import InputError
 from detr_bf.labelled import LabelledImage, LabelledImages
 
@@ -76,4 +76,4 @@ class MixedBatch:
     def __call__(self, samples: list[KeyedSample]) -> LabelledImages:
         batch = LabelledImages.collate([sample for _, sample in samples])
         first = samples[0][0]
-        return self.mix(batch, derive_seed(first.mixed_with(self.seed), _MIXING))
+        return self.mix(batch, derive_seed(first.sample_seed(self.seed), _MIXING))

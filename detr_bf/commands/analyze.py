@@ -22,8 +22,8 @@ from detr_bf.assembly.model import device_of
 from detr_bf.classification.analysis import ANALYSES, EPSILONS, Analysis, Pixels, Subject
 from detr_bf.cli import run_tool
 from detr_bf.config import ClassifierConfig
+from detr_bf.data.batches import SampleKey
 from detr_bf.data.loader import make_loader
-from detr_bf.data.sample_key import SampleKey
 from detr_bf.errors import InputError
 from detr_bf.files import check_output_file, write_text
 from detr_bf.labelled import LabelledImage, LabelledImages
@@ -135,7 +135,7 @@ class Places(Sampler[list[SampleKey]]):
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         for batch in self.batches:
-            yield [SampleKey(epoch=0, place=place) for place in batch]
+            yield [SampleKey(epoch=0, index=index) for index in batch]
 
 
 def load(images: Dataset[LabelledImage], places: Places, workers: int, description: str) -> Iterator[LabelledImages]:

@@ -1,4 +1,4 @@
-"""Check the data of a config and print the problems; exit code 2 if there are errors."""
+"""Check the data of a config and print all errors and warnings; exit code 2 if there are errors."""
 
 from __future__ import annotations
 

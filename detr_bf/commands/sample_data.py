@@ -1,7 +1,6 @@
 """Build a sample data set of composites as COCO JSON and image files.
 
 detr-bf sample-data digits --output data/digits
-detr-bf sample-data stamps --output data/stamps
 detr-bf sample-data scenes --output data/scenes
 """
 
@@ -12,20 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from detr_bf.cli import run_tool
-from detr_bf.data.samples import build_digits, build_scenes, build_stamps, digits, stamps
+from detr_bf.data.samples import build_digits, build_scenes, digits
 from detr_bf.data.samples.writing import MANIFEST
 from detr_bf.text import printable
 
-SETS = {
-    "digits": (build_digits, digits.LICENCE),
-    "scenes": (build_scenes, digits.LICENCE),
-    "stamps": (build_stamps, stamps.LICENCE),
-}
-MEANING = "digits: MNIST on photographs; scenes: the same on textures, panoptic; stamps: Tux Paint's cut-outs"
+SETS = {"digits": build_digits, "scenes": build_scenes}
+MEANING = "digits: MNIST on photographs; scenes: MNIST on textures, panoptic"
 OPTIONS = {
     "num_train": "training images",
     "num_val": "validation images",
-    "image_size": "pixels",
+    "image_size": "pixels of a side",
     "seed": "0 or larger",
 }
 
@@ -34,13 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, or 2 for bad input."""
     parser = argparse.ArgumentParser(description="Build a sample data set of composites (COCO JSON and image files).")
     parser.add_argument("name", choices=sorted(SETS), help=MEANING)
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder, or one made before")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder, or the same set")
     for option, meaning in OPTIONS.items():
         parser.add_argument(
-            f"--{option.replace('_', '-')}", type=int, metavar="N", help=f"{meaning} (a set's own default)"
+            f"--{option.replace('_', '-')}", type=int, metavar="N", help=f"{meaning}, default: the set's own"
         )
     given = vars(parser.parse_args(arguments))
-    build, licence = SETS[given["name"]]
+    build, licence = SETS[given["name"]], digits.LICENCE
 
     def run() -> int:
         folder = build(given["output"], progress=True, **{key: given[key] for key in OPTIONS if given[key] is not None})

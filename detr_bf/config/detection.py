@@ -187,6 +187,9 @@ class TransformConfig:
     crop_short_sides: list[int] = sizes(400, 500, 600)  # shorter side before the crop, one is drawn per image
     crop_min: int = positive(384, WIDTH)  # minimum side of the crop
     crop_max: int = positive(600, WIDTH)  # maximum side of the crop
+    extra: list[str] = field(
+        default_factory=list
+    )  # additional training transforms, names in data.transforms.TRANSFORMS
 
     def check_values(self, prefix: str) -> None:
         if self.crop_min > self.crop_max:

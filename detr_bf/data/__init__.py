@@ -1,1 +1,1 @@
-"""Image files and COCO annotations to batches, and the checks before the first step."""
+"""Detection data: COCO files and images, transforms, batches, loader, checks and sample data sets."""

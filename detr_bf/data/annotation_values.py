@@ -1,8 +1,7 @@
-"""The values of COCO annotations: which are valid, and what training and evaluation read in them.
+"""Values of COCO annotations, read and validated.
 
-The doctor, the data sets and the evaluators call the same functions, so that they accept the same values. Every
-function raises :class:`ValueError` for a value that cannot be used; the message does not say where it
-stands.
+The data checks, the data sets and the evaluators call these functions, so they accept the same values. Every function
+raises :class:`ValueError` for an invalid value; the message does not name the annotation.
 """
 
 from __future__ import annotations
@@ -12,19 +11,18 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from detr_bf.panoptic_png import MAX_ID
-
-MAX_INT = 2**63 - 1  # an int64, and what the evaluation engines read
+MAX_ID = 256**3 - 1  # of a segment: three bytes in a PNG
+MAX_INT = 2**63 - 1  # an int64, the largest id that the evaluation engines read
 _LARGEST = 1e9  # pixels of a coordinate
-_LARGEST_AREA = 1e10  # pixels; COCO evaluates no larger object
-_LONGEST_NAME = 255  # bytes of a file's name, on nearly every file system
+_LARGEST_AREA = 1e10  # pixels; upper limit of COCO's evaluation
+_LONGEST_NAME = 255  # bytes; limit of nearly every file system
 
 _text = reprlib.Repr()
 _text.maxlevel, _text.maxlist, _text.maxdict, _text.maxstring, _text.maxlong, _text.maxother = 3, 8, 8, 60, 60, 60
 
 
 class AnnotationValues(NamedTuple):
-    """Values of an annotation besides its ids and its mask."""
+    """Values of an annotation without its ids and its mask."""
 
     bbox: list[float]  # x, y, width, height in pixels
     area: float  # pixels
@@ -36,29 +34,29 @@ def annotation_values(annotation: Mapping[str, Any], *, pixels: bool = False) ->
 
     Args:
         annotation: of a detection file, or a segment of a panoptic one.
-        pixels: it is a segment of which panoptic quality is measured, and must have an area and ``iscrowd``.
+        pixels: the annotation is a panoptic segment, which must have an area and ``iscrowd``.
     """
     area = segment_area(annotation) if pixels else object_area(annotation)
     return AnnotationValues(box_of(annotation), area, is_crowd(annotation, required=pixels))
 
 
 def value_text(value: object) -> str:
-    """Return any value of a JSON file in at most some hundred characters."""
+    """Return a value of a JSON file as text of at most a few hundred characters."""
     return _text.repr(value)
 
 
 def is_number(value: object, lowest: float = -_LARGEST, highest: float = _LARGEST) -> bool:
-    """Return whether it is a number (no bool) between the bounds; NaN is between none."""
+    """Return True for a number (not a bool, not NaN) between the bounds."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and lowest <= value <= highest
 
 
 def is_id(value: object, lowest: int = 0, highest: int = MAX_INT) -> bool:
-    """Return whether it is a whole number between the bounds."""
+    """Return True for an integer (not a bool) between the bounds."""
     return isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest
 
 
 def is_box(bbox: object) -> bool:
-    """Return whether it is a list of four finite numbers."""
+    """Return True for a list of four finite numbers."""
     return isinstance(bbox, list) and len(bbox) == 4 and all(map(is_number, bbox))
 
 
@@ -73,7 +71,7 @@ def box_of(annotation: Mapping[str, Any]) -> list[float]:
 
 
 def object_area(annotation: Mapping[str, Any]) -> float:
-    """Return the area in pixels, where none is given that of the box."""
+    """Return the area in pixels; the area of the box if none is given."""
     area = annotation.get("area")
     if area is None:
         _, _, width, height = box_of(annotation)
@@ -92,7 +90,7 @@ def segment_area(segment: Mapping[str, Any]) -> int:
 
 
 def is_crowd(annotation: Mapping[str, Any], required: bool = False) -> bool:
-    """Return whether it is a crowd region; it is none where nothing is said, which it must be if ``required``."""
+    """Return ``iscrowd``; False if it is missing, which is an error if ``required``."""
     value = annotation.get("iscrowd")
     if (value is not None or required) and not (isinstance(value, (int, float)) and value in (0, 1)):
         raise ValueError(f"iscrowd {value_text(value)}, expected 0 or 1")
@@ -100,18 +98,18 @@ def is_crowd(annotation: Mapping[str, Any], required: bool = False) -> bool:
 
 
 def segment_id(segment: Mapping[str, Any]) -> int:
-    """Return the id of a panoptic segment, which its pixels have in the PNG."""
+    """Return the id of a panoptic segment, the value of its pixels in the PNG."""
     if not is_id(segment.get("id"), 1, MAX_ID):
-        raise ValueError(f"id is {value_text(segment.get('id'))}, expected 1 to {MAX_ID}: a PNG's pixel has no other")
+        raise ValueError(f"id is {value_text(segment.get('id'))}, expected 1 to {MAX_ID}, the range of a PNG's pixels")
     return int(segment["id"])
 
 
 def png_name(file_name: str) -> str:
-    """Return the name under which the panoptic map of an image is written, relative to the folder of the results."""
+    """Return the name of the result PNG of an image, relative to the folder of the results."""
     name = PurePosixPath(file_name)
     if not name.name or name.is_absolute() or ".." in name.parts:
         raise ValueError(f"the file name {value_text(file_name)}, expected a relative one without '..'")
     written = name.with_suffix(".png")
     if "\0" in file_name or len(written.name.encode(errors="surrogatepass")) > _LONGEST_NAME:
-        raise ValueError(f"the file name {value_text(file_name)}, of which no name of a PNG file can be made")
+        raise ValueError(f"the file name {value_text(file_name)}, which cannot be turned into the name of a PNG file")
     return str(written)

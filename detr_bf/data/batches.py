@@ -1,38 +1,101 @@
-"""Which images make up which batch, of one process or of several that train together."""
+"""Sample keys, and the batch samplers of training and evaluation for one process or several ranks."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from detr_bf.data.sample_key import SampleKey, derive_seed
 from detr_bf.errors import InputError
+
+ATTEMPTS = 20  # images tried for one sample
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SampleKey:
+    """Item that a batch sampler requests from a data set; the augmentation depends on all three numbers."""
+
+    epoch: int
+    index: int  # in the data set, from 0
+    copy: int = 0  # with repeated augmentation: number of the copy, each augmented in its own way
+
+    def sample_seed(self, seed: int, attempt: int = 0) -> int:
+        """Return the 64-bit seed of this sample in a run of that ``seed``; ``attempt`` counts the replacements."""
+        if self.copy:
+            return derive_seed(seed, self.epoch, self.index, attempt, self.copy)
+        return derive_seed(seed, self.epoch, self.index, *([attempt] if attempt else []))
+
+
+def derive_seed(*parts: int) -> int:
+    """Return a 64-bit seed computed from several integers; neighbouring integers give unrelated seeds."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def read_or_replace(
+    read: Callable[[int], T], key: SampleKey, count: int, *, seed: int, replace: bool
+) -> tuple[int, T, str]:
+    """Read the sample of a key, or a replacement if it is not readable.
+
+    Args:
+        read: index -> sample, or :class:`InputError`.
+        key: the sample to read.
+        count: samples in the data set.
+        seed: of the run.
+        replace: allow replacements: random samples, a function of (seed, key).
+
+    Returns:
+        Index of the sample that was read, the sample, and the error message of the first one ("" if it was readable).
+
+    Raises:
+        InputError: the sample cannot be read; with ``replace``, ``ATTEMPTS`` - 1 others cannot be read either.
+    """
+    index, fault = key.index, ""
+    for attempt in range(1, ATTEMPTS):
+        try:
+            return index, read(index), fault
+        except InputError as error:
+            if not replace:
+                raise
+            fault = fault or str(error)
+        index = key.sample_seed(seed, attempt) % count
+    return index, read(index), fault
 
 
 class EpochBatches(Sampler[list[SampleKey]]):
-    """Training batches of one epoch from ``start_batch`` on, as process ``rank`` of ``world_size`` sees them.
+    """Training batches of one epoch from ``start_batch`` on, for one ``rank`` of ``world_size``.
 
-    A global batch is ``world_size`` times ``batch_size`` images, of which the processes take consecutive slices. What
-    the global batches are and their order is a function of (seed, epoch) and of their size alone, so that two processes
-    see together what one sees with twice the batch size. Images of an incomplete last batch are left out, unless it is
-    the only one: then they are dealt out as evenly as possible.
+    A global batch has ``world_size`` x ``batch_size`` images; every rank takes a consecutive slice. The global batches
+    and their order are a function of (seed, epoch) and of the global batch size alone, so two ranks together load the
+    images that one process with twice the batch size loads. The images of an incomplete last batch are left out. If it
+    is the only batch, it is split among the ranks as evenly as possible.
 
     Args:
-        buckets: a number for each sample; images of a batch then have the same one, except in the few batches of what
-            is left over. The order of the batches is random.
-        repeats: copies of an image in a global batch, each with a key of its own (repeated augmentation, Hoffer et al.
-            2020, arXiv 1901.09335). An epoch has as many batches as without, and so a share of the images only. First
-            come all first copies, then all second ones, so that the processes mostly see different images. Where the
-            size of the global batch is not a multiple, the last copies of some images are left out.
+        num_samples: images in the data set.
+        batch_size: images of one rank.
+        seed: of the run.
+        epoch: from 0.
+        start_batch: number of batches to skip, after a resume.
+        rank: of this process.
+        world_size: number of ranks.
+        buckets: a bucket number for each sample. All images of a batch have the same number, except in a few batches
+            made of the remaining images. The order of the batches is random.
+        repeats: copies of an image in a global batch, each with its own key (repeated augmentation, Hoffer et al.
+            2020, arXiv 1901.09335). The number of batches does not change, so an epoch uses only a part of the images.
+            All first copies come before all second copies, so the ranks mostly get different images. If the global
+            batch size is not a multiple, some images have one copy less.
 
     Raises:
-        InputError: a batch size below 1, or fewer images than processes.
+        InputError: a batch size below 1, or fewer images than ranks.
     """
 
     def __init__(
@@ -70,18 +133,18 @@ class EpochBatches(Sampler[list[SampleKey]]):
         self.num_batches = num_samples // self.global_size or 1
 
     def __len__(self) -> int:
-        """Batches still to come."""
+        """Return the number of remaining batches."""
         return max(0, self.num_batches - self.start_batch)
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
-        for places in self._global_batches()[self.start_batch :]:
+        for indices in self._global_batches()[self.start_batch :]:
             size = min(self.global_size, self.num_samples)
-            keys = [SampleKey(self.epoch, place, copy) for copy in range(self.repeats) for place in places.tolist()]
+            keys = [SampleKey(self.epoch, index, copy) for copy in range(self.repeats) for index in indices.tolist()]
             mine = torch.tensor_split(torch.arange(min(size, len(keys))), self.world_size)[self.rank]
             yield [keys[number] for number in mine.tolist()]
 
     def _global_batches(self) -> list[Tensor]:
-        """All batches of the epoch, places of images without their copies."""
+        """Return the image indices of all global batches of the epoch, without copies."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
         order = torch.randperm(self.num_samples, generator=generator)
         if self.buckets is None:
@@ -91,27 +154,27 @@ class EpochBatches(Sampler[list[SampleKey]]):
         return [batches[number] for number in torch.randperm(self.num_batches, generator=generator).tolist()]
 
     def _bucketed(self, order: Sequence[int], buckets: Sequence[int]) -> list[Tensor]:
-        """A batch whenever a bucket has enough images; neighbouring buckets share batches of what is left over."""
+        """Return one batch for every full bucket; the remaining images of neighbouring buckets share batches."""
         batches: list[list[int]] = []
         waiting: dict[int, list[int]] = defaultdict(list)
-        for place in order:
-            bucket = buckets[place]
-            waiting[bucket].append(place)
+        for index in order:
+            bucket = buckets[index]
+            waiting[bucket].append(index)
             if len(waiting[bucket]) == self.global_size:
                 batches.append(waiting.pop(bucket))
-        left = {place for places in waiting.values() for place in places}
+        left = {index for indices in waiting.values() for index in indices}
         wanted = (self.num_batches - len(batches)) * self.global_size
-        mixed = [place for place in order if place in left][:wanted]  # chance, not its bucket, leaves an image out
-        mixed.sort(key=lambda place: buckets[place])
+        mixed = [index for index in order if index in left][:wanted]  # images left out are random, of any bucket
+        mixed.sort(key=lambda index: buckets[index])
         batches += [mixed[start : start + self.global_size] for start in range(0, len(mixed), self.global_size)]
         return [torch.tensor(batch) for batch in batches]
 
 
 class SameSizeBatches(Sampler[list[SampleKey]]):
-    """Evaluation batches: every image once, and only images of one size together, so that nothing is padded.
+    """Evaluation batches without padding: every image once, and only images of one size in a batch.
 
-    Process ``rank`` of ``world_size`` takes every ``world_size``-th batch, from ``start_batch`` of its own on.
-    ``sizes`` are (height, width) or None where it is not known; such an image comes alone.
+    ``rank`` takes every ``world_size``-th batch, from its own batch ``start_batch`` on. ``sizes`` are (height, width),
+    or None if not known; such an image is a batch of its own.
     """
 
     def __init__(
@@ -125,8 +188,8 @@ class SameSizeBatches(Sampler[list[SampleKey]]):
         assert 0 <= rank < world_size
         _check_batch_size(batch_size)
         groups: dict[object, list[SampleKey]] = defaultdict(list)
-        for place, size in enumerate(sizes):
-            groups[size or place].append(SampleKey(0, place))
+        for index, size in enumerate(sizes):
+            groups[size or index].append(SampleKey(0, index))
         batches = [
             group[start : start + batch_size] for group in groups.values() for start in range(0, len(group), batch_size)
         ]
@@ -140,15 +203,16 @@ class SameSizeBatches(Sampler[list[SampleKey]]):
 
 
 def aspect_buckets(sizes: Sequence[tuple[int, int] | None], count: int) -> list[int] | None:
-    """``count`` groups of images of similar width / height, numbered from the tallest to the widest.
+    """Return a bucket number for each image: ``count`` groups of similar width / height, from tallest to widest.
 
-    They are about equally large, as far as images of one ratio, which stay together, allow. None for one group.
+    The groups have about the same number of images; images of one ratio stay together. None if ``count`` is 1.
 
     Args:
-        sizes: (height, width) in pixels, or None where it is not known.
+        sizes: (height, width) in pixels, or None if not known.
+        count: number of buckets.
 
     Raises:
-        InputError: a count below 1, or a size that is not known.
+        InputError: a count below 1, or an unknown size.
     """
     if count < 1:
         raise InputError(f"data.aspect_buckets must be 1 or more, got {count}")
@@ -162,7 +226,7 @@ def aspect_buckets(sizes: Sequence[tuple[int, int] | None], count: int) -> list[
         )
     ratios = [width / height for height, width in known]
     _, which, images = np.unique(ratios, return_inverse=True, return_counts=True)
-    middle = images.cumsum() - images / 2  # of each ratio, in the images sorted by ratio
+    middle = images.cumsum() - images / 2  # rank of each ratio among the images sorted by ratio
     return (middle * count // len(ratios)).astype(int)[which].tolist()
 
 

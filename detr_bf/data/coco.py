@@ -1,4 +1,4 @@
-"""COCO-format data: reading an annotation file, and the dataset that turns it into training samples."""
+"""COCO annotation files, and the data set of images with their targets."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ from detr_bf.data.annotation_values import (
     segment_id,
     value_text,
 )
+from detr_bf.data.batches import SampleKey, read_or_replace
 from detr_bf.data.images import MAX_PIXELS, read_image
-from detr_bf.data.masks import Segmentations, parts_of
-from detr_bf.data.panoptic import MapFile, SegmentMasks, flat_annotations
-from detr_bf.data.sample_key import SampleKey, read_or_replace
+from detr_bf.data.masks import MapFile, Segmentations, SegmentMasks, flat_annotations, parts_of
 from detr_bf.data.transforms import Sample, SampleTransform, has_area, has_pixels
 from detr_bf.errors import InputError
 from detr_bf.files import is_folder, read_json
@@ -41,33 +40,33 @@ logger = logging.getLogger(__name__)
 _PARTS = ("images", "annotations", "categories")
 _REQUIRED = {"images": ("id", "file_name"), "annotations": ("image_id", "category_id"), "categories": ("id",)}
 _REQUIRED_PANOPTIC = {**_REQUIRED, "annotations": ("image_id", "file_name", "segments_info")}
-_KINDS = {"file_name": (str, "a string"), "segments_info": (list, "a list")}  # of values; the rest are whole numbers
+_KINDS = {"file_name": (str, "a string"), "segments_info": (list, "a list")}  # other values are whole numbers
 
 
 @dataclass(frozen=True)
 class CocoAnnotations:
-    """The three lists of a COCO file, as they stand there; :func:`read_annotations` checked their form.
+    """Unchanged lists of a COCO file whose form :func:`read_annotations` has checked.
 
-    Of a panoptic file ``annotations`` are the segments (:func:`flat_annotations`).
+    The ``annotations`` of a panoptic file are its segments (:func:`flat_annotations`).
     """
 
     path: Path
     images: Sequence[Mapping[str, Any]]
     annotations: Sequence[Mapping[str, Any]]
     categories: Sequence[Mapping[str, Any]]
-    maps: tuple[MapFile, ...] | None = None  # the PNGs of a panoptic file; None for a detection file
+    maps: tuple[MapFile, ...] | None = None  # PNGs of a panoptic file; None for a detection file
 
     @cached_property
     def class_map(self) -> ClassMap:
-        """The classes: all categories but :attr:`parents`."""
+        """Classes: all categories except :attr:`parents`."""
         parents = {category["id"] for category in self.parents}
         return ClassMap.from_categories([category for category in self.categories if category["id"] not in parents])
 
     @cached_property
     def parents(self) -> tuple[Mapping[str, Any], ...]:
-        """Categories that only group others, as Roboflow exports them: no annotation uses them, others name them.
+        """Categories without annotations that are the ``supercategory`` of others, as in Roboflow exports.
 
-        A category of its own ``supercategory`` (COCO's person) is named by itself alone and is none of them.
+        A category that is only its own ``supercategory`` (COCO's person) is not a parent.
         """
         used = {annotation["category_id"] for annotation in self.annotations}
         named = Counter(name for c in self.categories if isinstance(name := c.get("supercategory"), str))
@@ -82,18 +81,20 @@ class CocoAnnotations:
 
 
 class Source(NamedTuple):
-    """Where a split lies."""
+    """Paths of one split."""
 
     images: Path  # folder
     annotations: Path  # COCO JSON, detection or panoptic
-    panoptic: Path | None = None  # folder of the PNGs of a panoptic file; boxes do not need it
+    panoptic: Path | None = None  # folder with the PNGs of a panoptic file; not needed for boxes
 
 
 def read_annotations(path: Path) -> CocoAnnotations:
-    """Read a COCO file and check its form, not its values (the doctor does that).
+    """Read a COCO file and check its form; ``data/checks`` checks its values.
 
-    A file is panoptic when its annotations have ``segments_info``, and a detection file otherwise. Raises
-    :class:`InputError` when the file is missing, is not JSON, or lacks what every such file has.
+    A file whose annotations have ``segments_info`` is a panoptic file, any other a detection file.
+
+    Raises:
+        InputError: the file is missing, is not JSON, or lacks a required key.
     """
     try:
         content = read_json(path)
@@ -112,7 +113,7 @@ def read_annotations(path: Path) -> CocoAnnotations:
 
 
 def check_maps(content: CocoAnnotations, folder: Path | None, masks: bool) -> None:
-    """Raise :class:`InputError` unless the folder of panoptic PNGs belongs to the file, and is there for ``masks``."""
+    """Raise :class:`InputError` if a panoptic file lacks its PNG folder for ``masks``, or the folder does not fit."""
     where = printable(content.path)
     if folder is None:
         if masks and content.maps is not None:
@@ -130,7 +131,11 @@ def check_maps(content: CocoAnnotations, folder: Path | None, masks: bool) -> No
 
 
 def annotated_size(image: Mapping[str, Any]) -> tuple[int, int] | None:
-    """(height, width) that an entry of ``images`` names, if it does; :class:`InputError` if they are not numbers."""
+    """Return (height, width) of an entry of ``images``, or None if missing.
+
+    Raises:
+        InputError: they are not numbers.
+    """
     height, width = image.get("height"), image.get("width")
     if height is None or width is None:
         return None
@@ -143,32 +148,34 @@ def annotated_size(image: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 class _MaskSource(Protocol):
-    """Where the masks of the objects come from."""
+    """Source of the objects' masks: :class:`Segmentations` or :class:`SegmentMasks`."""
 
     def read(self, index: int, rows: slice, size: tuple[int, int]) -> Tensor:
-        """Masks (T, h, w) uint8 of the objects in ``rows``, those of the image at ``index``, of ``size`` (h, w).
+        """Return masks (T, h, w) uint8 of the objects in ``rows``, for the image at ``index``, of ``size`` (h, w).
 
         Raises:
-            ValueError: they cannot be read, or have another size.
+            InputError: a PNG cannot be read.
+            ValueError: the masks are invalid or have another size.
         """
 
 
 class CocoDetection(Dataset[tuple[Tensor, Target]]):
-    """Images of a folder with the objects of a COCO file; sample = (3, h, w) uint8 image and its :class:`Target`.
+    """Data set of images and the objects of a COCO file; a sample is a (3, h, w) uint8 image and its :class:`Target`.
 
     Crowd regions (``iscrowd`` 1) are left out, boxes are clipped to the image, boxes without area are dropped, and
-    images without objects are kept. Without ``class_map`` it is made from the file's categories; validation data
-    gets the map of the training data.
+    images without objects are kept. ``class_map`` defaults to the file's categories; validation data gets the map of
+    the training data.
 
-    With ``masks`` the targets have masks: of a panoptic file the pixels of the PNGs in the folder ``panoptic``, whose
-    extents are the boxes then; of a detection file its polygons and run lengths. Objects without a pixel are dropped.
+    With ``masks`` the targets have masks. For a panoptic file these are the pixels of the PNGs in the folder
+    ``panoptic``, and the boxes are computed from them. For a detection file they are its polygons and run lengths.
+    Objects without a pixel are dropped.
 
-    Augmentation is a function of (seed, epoch, index) alone, whichever process loads the sample, and leaves torch's
-    generators as they were. With ``replace_unreadable`` a random image, a function of the same, stands in for one whose
-    image or mask file cannot be read; it is augmented as that one would have been, so that it does not come twice alike
-    in an epoch.
+    The augmentation is a function of (seed, epoch, index), independent of the process that loads the sample, and does
+    not change the state of torch's generators. With ``replace_unreadable`` a random image, a function of the same
+    numbers, replaces one whose image or mask file cannot be read. It is augmented with the seed of the replaced image.
 
-    Raises :class:`InputError` for anything wrong with the files that would spoil training; the doctor lists it all.
+    Raises:
+        InputError: the files have an error that would affect training; tools/check_data.py lists all of them.
     """
 
     def __init__(
@@ -191,7 +198,7 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         self.class_map = class_map if class_map is not None else content.class_map
         if class_map is None and content.parents:
             names = printable(", ".join(str(category["name"]) for category in content.parents))
-            logger.info("%s: no class is made of %s, which only groups others", printable(annotations), names)
+            logger.info("%s: no class for the supercategories %s, which have no objects", printable(annotations), names)
         self.seed = seed
         self.replace_unreadable = replace_unreadable
         self.max_pixels = max_pixels
@@ -216,8 +223,8 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
             self._read, key, len(self), seed=self.seed, replace=self.replace_unreadable
         )
         with torch.random.fork_rng(devices=[]):
-            # not torch.manual_seed, which would seed the generators of every accelerator too
-            torch.default_generator.manual_seed(key.mixed_with(self.seed))
+            # not torch.manual_seed, which also seeds the generators of the accelerators
+            torch.default_generator.manual_seed(key.sample_seed(self.seed))
             image, boxes, labels, masks = self.transform(sample)
         height, width = image.shape[-2:]
         fractions = box_convert(boxes.as_subclass(Tensor), "xyxy", "cxcywh") / torch.tensor([width, height] * 2)
@@ -238,25 +245,25 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         return Sample(Image(pixels), *self._objects(index, (pixels.shape[-2], pixels.shape[-1])))
 
     def _objects(self, index: int, size: tuple[int, int]) -> tuple[BoundingBoxes, Tensor, Mask | None]:
-        """Boxes (T, 4) in pixels, clipped to ``size`` (height, width), labels (T,) and masks (T, height, width)."""
+        """Return boxes (T, 4) in pixels, clipped to ``size`` (h, w), labels (T,) and masks (T, h, w)."""
         rows = slice(int(self._starts[index]), int(self._starts[index + 1]))
         boxes, labels, masks = clip_boxes_to_image(self._boxes[rows], size), self._labels[rows], None
         if self._masks is not None:
-            masks = self._read_masks(self._masks, index, rows, size)
+            try:
+                masks = self._masks.read(index, rows, size)
+            except ValueError as error:
+                image = f"image {self.image_ids[index]}, {printable(self.file_names[index])}"
+                raise InputError(
+                    f"{image} has no usable masks: {error}; correct its annotation or remove the image"
+                ) from error
             seen = has_pixels(masks)
             boxes, labels, masks = boxes[seen], labels[seen], masks[seen]
             if self._boxes_of_masks:
-                boxes = _extents(masks)
+                boxes = masks_to_boxes(masks)
+                boxes[:, 2:] += 1  # from the index of the last pixel to its end
         keep = has_area(boxes)
         boxes = BoundingBoxes(boxes[keep], format=BoundingBoxFormat.XYXY, canvas_size=size)
         return boxes, labels[keep], None if masks is None else Mask(masks[keep])
-
-    def _read_masks(self, source: _MaskSource, index: int, rows: slice, size: tuple[int, int]) -> Tensor:
-        try:
-            return source.read(index, rows, size)
-        except ValueError as error:
-            image = f"image {self.image_ids[index]}, {printable(self.file_names[index])}"
-            raise InputError(f"{image} has no usable masks: {error}; mend its annotation or drop the image") from error
 
 
 def check_folder(images: Path) -> None:
@@ -266,11 +273,12 @@ def check_folder(images: Path) -> None:
 
 
 def _check_form(file: Path, content: object) -> bool:
-    """Whether the file is panoptic; :class:`InputError` if it is no COCO file."""
+    """Return True for a panoptic file; raise :class:`InputError` if the file is not a COCO file."""
     path = printable(file)
     where = f"{path} is not a COCO detection file"
     if isinstance(content, list):
-        hint = ": it looks like detection results, which are not annotations" if _are_results(content) else ""
+        is_results = content and isinstance(content[0], dict) and "score" in content[0]
+        hint = ": it looks like detection results, which are not annotations" if is_results else ""
         raise InputError(f"{where}: expected an object with {', '.join(_PARTS)}, got a list{hint}")
     if not isinstance(content, dict):
         raise InputError(f"{where}: expected an object with {', '.join(_PARTS)}, got {type(content).__name__}")
@@ -303,11 +311,11 @@ def _check_form(file: Path, content: object) -> bool:
 def _check_segments(where: str, annotations: Sequence[Mapping[str, Any]]) -> None:
     for number, entry in enumerate(annotations):
         try:
-            png_name(entry["file_name"])  # a file outside of the folder is none of the data set's
+            png_name(entry["file_name"])  # refuses paths outside the folder
         except ValueError as error:
             raise InputError(f"{where}: annotations[{number}] has {error}") from None
-        for place, segment in enumerate(entry["segments_info"]):
-            here = f"{where}: annotations[{number}].segments_info[{place}]"
+        for index, segment in enumerate(entry["segments_info"]):
+            here = f"{where}: annotations[{number}].segments_info[{index}]"
             _check_entry(here, segment, ("id", "category_id"))
             try:
                 segment_id(segment)
@@ -327,52 +335,50 @@ def _check_entry(where: str, entry: object, required: Sequence[str]) -> None:
             raise InputError(f"{where}: {key} is {value_text(value)}, expected {expected}")
 
 
-def _are_results(content: list[Any]) -> bool:
-    return bool(content) and isinstance(content[0], dict) and "score" in content[0]
-
-
 def _ordered_objects(
     content: CocoAnnotations, image_ids: Sequence[int], category_ids: Collection[int], maps: bool
 ) -> list[Mapping[str, Any]]:
-    """All annotations but crowds, in the order of the images; :class:`InputError` for those that cannot be used."""
-    place = {image_id: index for index, image_id in enumerate(image_ids)}
+    """Return all annotations except crowds, in the order of the images; :class:`InputError` if one is not usable."""
+    order = {image_id: index for index, image_id in enumerate(image_ids)}
     problem = _first_problem(content.annotations, image_ids, category_ids, maps)
     if problem:
         raise _unusable(content, problem)
     objects = [annotation for annotation in content.annotations if not is_crowd(annotation)]
-    return sorted(objects, key=lambda annotation: place[annotation["image_id"]])
+    return sorted(objects, key=lambda annotation: order[annotation["image_id"]])
 
 
 def _object_tables(
     objects: Sequence[Mapping[str, Any]], image_ids: Sequence[int], class_map: ClassMap
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All objects as three tensors, in the order of the images.
+    """Return all objects as three tensors, in the order of the images.
 
-    Boxes (N, 4) float32 x0, y0, x1, y1 in pixels of the original image, class indices (N,), and where each image's
-    rows start (images + 1,). Tensors, not dicts: of COCO's 860,000 Python objects every worker would end up with a
-    copy, because reading them changes their reference counts.
+    Boxes (N, 4) float32 x0, y0, x1, y1 in pixels of the original image, class indices (N,), and the first row of each
+    image (images + 1,). With COCO's 860,000 Python objects instead of tensors every worker would get its own copy,
+    because reading changes their reference counts.
     """
-    place = {image_id: index for index, image_id in enumerate(image_ids)}
+    index_of = {image_id: index for index, image_id in enumerate(image_ids)}
     corners = torch.tensor([annotation["bbox"] for annotation in objects], dtype=torch.float64).reshape(-1, 4)
     boxes = box_convert(corners, "xywh", "xyxy").float()
     labels = torch.tensor([class_map.index[annotation["category_id"]] for annotation in objects], dtype=torch.int64)
-    places = torch.tensor([place[annotation["image_id"]] for annotation in objects], dtype=torch.int64)
-    return boxes, labels, torch.searchsorted(places, torch.arange(len(image_ids) + 1))
+    indices = torch.tensor([index_of[annotation["image_id"]] for annotation in objects], dtype=torch.int64)
+    return boxes, labels, torch.searchsorted(indices, torch.arange(len(image_ids) + 1))
 
 
 def _segment_masks(
     content: CocoAnnotations, objects: Sequence[Mapping[str, Any]], folder: Path, max_pixels: int
 ) -> SegmentMasks:
-    """The masks of a panoptic file; every image must have one PNG, and every segment its own id there.
+    """Return the masks of a panoptic file.
 
-    The maps that are found must have names of their own, too.
+    Raises:
+        InputError: an image has no PNG or several, two segments of an image have the same id, or the PNGs of two
+            images' results would have the same name.
     """
     files = dict(content.maps or ())
     if len(files) < len(content.maps or ()):
         raise _unusable(content, "several annotations are for one image")
     for image in content.images:
         if image["id"] not in files:
-            raise _unusable(content, f"image {image['id']} has no annotation, so that its masks are not known")
+            raise _unusable(content, f"image {image['id']} has no annotation, so its masks are unknown")
     names: dict[str, int] = {}
     for image in content.images:
         try:
@@ -380,7 +386,7 @@ def _segment_masks(
         except ValueError as error:
             raise _unusable(content, f"image {image['id']} has {error}") from None
         if other != image["id"]:
-            raise _unusable(content, f"the panoptic PNGs found for the images {other} and {image['id']} have one name")
+            raise _unusable(content, f"the images {other} and {image['id']} would give result PNGs of the same name")
     if len({(segment["image_id"], segment["id"]) for segment in content.annotations}) < len(content.annotations):
         raise _unusable(content, "several segments of an image have the same id")
     ids = torch.tensor([segment["id"] for segment in objects], dtype=torch.int32)
@@ -392,7 +398,7 @@ def _segmentations(
     objects: Sequence[Mapping[str, Any]],
     sizes: Mapping[int, tuple[int, int] | None],
 ) -> Segmentations:
-    """The masks of a detection file; ``sizes`` of the images by id, where the file names them."""
+    """Return the masks of a detection file; ``sizes`` are (height, width) by image id, or None if not given."""
     parts = []
     for annotation in objects:
         image_id = annotation["image_id"]
@@ -401,13 +407,6 @@ def _segmentations(
         except ValueError as error:
             raise _unusable(content, f"annotation {annotation.get('id')} of image {image_id}: {error}") from None
     return Segmentations(parts)
-
-
-def _extents(masks: Tensor) -> Tensor:
-    """(T, 4) float32 x0, y0, x1, y1 that hold all pixels of masks (T, h, w), none of which is empty."""
-    boxes = masks_to_boxes(masks)
-    boxes[:, 2:] += 1  # from the last pixel to its end
-    return boxes
 
 
 def _unusable(content: CocoAnnotations, problem: str) -> InputError:
@@ -419,7 +418,7 @@ def _unusable(content: CocoAnnotations, problem: str) -> InputError:
 def _first_problem(
     annotations: Sequence[Mapping[str, Any]], image_ids: Sequence[int], category_ids: Collection[int], maps: bool
 ) -> str | None:
-    """Return the reason why the tables cannot be built, or nothing can be evaluated; None if there is none."""
+    """Return the first error that makes the annotations unusable for training or evaluation, or None."""
     listed = set(image_ids)
     if len(listed) < len(image_ids):
         return f"{len(image_ids) - len(listed)} image ids are listed more than once"

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data._utils import signal_handling
 
-from detr_bf.data.sample_key import SampleKey
+from detr_bf.data.batches import SampleKey
 from detr_bf.errors import InputError, TrainingError
 
 logger = logging.getLogger(__name__)

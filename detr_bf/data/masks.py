@@ -1,40 +1,49 @@
-"""Instance masks of COCO detection files: kept compactly, drawn when a sample is loaded.
+"""Masks of the objects in COCO files, stored compactly and decoded when a sample is loaded.
 
-Formats: https://cocodataset.org/#format-data, ``segmentation``; run lengths as in ``pycocotools.mask``.
+Detection files hold polygons or run lengths, panoptic files refer to PNGs of segment ids.
+Formats: https://cocodataset.org/#format-data, "Object Detection" and "Panoptic Segmentation"; run lengths as in
+``pycocotools.mask``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from pycocotools import mask as coco_mask
+from scipy import ndimage
 from torch import Tensor
 
-from detr_bf.data.annotation_values import is_id, value_text
+from detr_bf.data.annotation_values import MAX_ID, is_id, value_text
+from detr_bf.data.images import MAX_PIXELS, image_bytes, is_deep, open_image
+from detr_bf.errors import InputError
+from detr_bf.text import printable
 
-_MIN_NUMBERS = 6  # x and y of the three corners that a polygon needs to enclose anything
-_FARTHEST = 1e6  # pixels; pycocotools takes memory for every pixel that an outline passes
+_MIN_NUMBERS = 6  # x and y of the three corners of the smallest polygon
+_FARTHEST = 1e6  # pixels; pycocotools allocates memory for every pixel on an outline
 _MAX_MASK = 2**32 - 1  # pixels; pycocotools counts them with 32 bits
 _MAX_CHARACTERS = 7  # of one number in compressed run lengths, five bits each
 
 
 class Part(NamedTuple):
-    """One piece of a segmentation as bytes."""
+    """One polygon or one run-length mask of a segmentation, as bytes."""
 
     data: bytes  # float64 x, y of a polygon, or compressed run lengths
-    size: tuple[int, int]  # (height, width) of the image the run lengths are for; (0, 0) for a polygon
+    size: tuple[int, int]  # (height, width) of the run lengths' image; (0, 0) for a polygon
 
 
 class Segmentations:
-    """The masks of many objects as one string of bytes and three tensors.
+    """Masks of many objects of a detection file, stored as one byte string and three tensors.
 
-    Not as lists: COCO has tens of millions of coordinates, and of Python objects every worker would end up with a copy.
+    Python lists of COCO's tens of millions of coordinates would be copied into every worker process.
 
     Args:
-        parts: what :func:`parts_of` made of each object's segmentation.
+        parts: for each object, the result of :func:`parts_of`.
     """
 
     def __init__(self, parts: Iterable[tuple[Part, ...]]) -> None:
@@ -46,7 +55,9 @@ class Segmentations:
         self._part_starts = _starts(map(len, objects))  # (objects + 1,)
 
     def read(self, index: int, rows: slice, size: tuple[int, int]) -> Tensor:
-        """Masks (T, h, w) uint8 of the objects in ``rows``, for an image of ``size`` (h, w).
+        """Return masks (T, h, w) uint8 of the objects in ``rows``, for an image of ``size`` (h, w).
+
+        ``index`` of the image is not used.
 
         Raises:
             ValueError: run lengths are for an image of another size.
@@ -57,7 +68,7 @@ class Segmentations:
         return torch.from_numpy(masks)
 
     def _run_lengths(self, number: int, size: tuple[int, int]) -> dict[str, Any]:
-        """All parts of an object in one mask, compressed."""
+        """Return the union of all parts of an object as compressed run lengths."""
         found = []
         for part in range(int(self._part_starts[number]), int(self._part_starts[number + 1])):
             data = self._bytes[int(self._byte_starts[part]) : int(self._byte_starts[part + 1])]
@@ -71,16 +82,15 @@ class Segmentations:
 
 
 def parts_of(segmentation: object, size: tuple[int, int] | None = None) -> tuple[Part, ...]:
-    """The pieces of a COCO ``segmentation``: polygons, or run lengths, compressed or not.
+    """Return the parts of a COCO ``segmentation``: polygons, or run lengths, compressed or not.
 
-    Polygons of fewer than three corners enclose nothing and are left out. ``size`` is the (height, width) of the image,
-    where it is known.
+    Polygons of fewer than three corners are left out. ``size`` is the (height, width) of the image, if known.
 
     Raises:
-        ValueError: no mask can be made of it; the message says why.
+        ValueError: the segmentation is not valid.
     """
     if isinstance(segmentation, dict):
-        return (_run_lengths(segmentation, size),)
+        return (_run_length_part(segmentation, size),)
     if not isinstance(segmentation, list):
         given = "none" if segmentation is None else type(segmentation).__name__
         raise ValueError(f"segmentation is {given}, expected a list of polygons or run lengths")
@@ -92,7 +102,7 @@ def parts_of(segmentation: object, size: tuple[int, int] | None = None) -> tuple
 
 
 def _polygon(points: object) -> np.ndarray:
-    """(2 x corners,) float64."""
+    """Return the coordinates as a float64 array (2 x corners,)."""
     try:
         array = np.array(points if isinstance(points, list) else None)
     except ValueError:  # lists of different lengths
@@ -103,7 +113,7 @@ def _polygon(points: object) -> np.ndarray:
     return array.astype(np.float64)
 
 
-def _run_lengths(segmentation: dict[str, Any], size: tuple[int, int] | None) -> Part:
+def _run_length_part(segmentation: dict[str, Any], size: tuple[int, int] | None) -> Part:
     given, counts = segmentation.get("size"), segmentation.get("counts")
     if not (isinstance(given, list) and len(given) == 2 and all(is_id(side, 1) for side in given)):
         raise ValueError(f"run lengths of size {value_text(given)}, expected [height, width] in pixels")
@@ -117,7 +127,7 @@ def _run_lengths(segmentation: dict[str, Any], size: tuple[int, int] | None) -> 
     elif isinstance(counts, list) and all(type(length) is int for length in counts):
         lengths = counts
     else:
-        raise ValueError(f"counts are {value_text(counts)}, expected whole numbers or a string of compressed ones")
+        raise ValueError(f"counts are {value_text(counts)}, expected whole numbers or a compressed string")
     if min(lengths, default=0) < 0 or sum(lengths) != height * width:
         raise ValueError(
             f"run lengths cover {sum(lengths)} pixels, expected lengths of 0 or more that cover {height * width}"
@@ -128,10 +138,10 @@ def _run_lengths(segmentation: dict[str, Any], size: tuple[int, int] | None) -> 
 
 
 def _decompressed(counts: str) -> list[int]:
-    """The lengths that compressed run lengths stand for; pycocotools would read beyond what does not add up.
+    """Decode compressed run lengths, with checks: pycocotools would read beyond the end of invalid ones.
 
-    A character is 48 + five bits of a number, lowest first, + 32 if more follow; the highest bit is the sign. From the
-    fourth number on, it is the difference to the last but one.
+    A character is 48 + five bits of a number, lowest bits first, + 32 if more follow; the highest bit is the sign. From
+    the fourth number on, the difference to the last number but one is stored.
     """
     codes = np.frombuffer(counts.encode("ascii", errors="replace"), dtype=np.uint8).astype(np.int64) - 48
     ends = np.flatnonzero(codes < 32)
@@ -141,22 +151,130 @@ def _decompressed(counts: str) -> list[int]:
     characters = ends - begins + 1
     if characters.max() > _MAX_CHARACTERS:
         raise ValueError(f"counts {value_text(counts)} hold a number of more than {_MAX_CHARACTERS * 5} bits")
-    place = np.arange(len(codes)) - np.repeat(begins, characters)
-    numbers = np.add.reduceat((codes & 31) << 5 * place, begins)
+    digit = np.arange(len(codes)) - np.repeat(begins, characters)
+    numbers = np.add.reduceat((codes & 31) << 5 * digit, begins)
     numbers -= np.where(codes[ends] & 16, np.int64(1) << 5 * characters, 0)
     for first in (1, 2):
         numbers[first::2] = numbers[first::2].cumsum()
     return numbers.tolist()
 
 
-def _check_size(made_for: tuple[int, int], size: tuple[int, int]) -> None:
-    if made_for != size:
+def _check_size(mask: tuple[int, int], image: tuple[int, int]) -> None:
+    if mask != image:
         raise ValueError(
-            f"run lengths are for {made_for[1]} x {made_for[0]} pixels (width x height), "
-            f"the image has {size[1]} x {size[0]}"
+            f"run lengths are for {mask[1]} x {mask[0]} pixels (width x height), the image has {image[1]} x {image[0]}"
         )
 
 
 def _starts(lengths: Iterable[int]) -> Tensor:
-    """Where pieces of these lengths start, and where the last one ends."""
+    """Return the start of each part, and the end of the last one."""
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(dim=0)
+
+
+class MapFile(NamedTuple):
+    """PNG of segment ids of one image."""
+
+    image_id: int
+    file_name: str
+
+
+class SegmentExtent(NamedTuple):
+    """Area and bounding box of one segment id in a PNG."""
+
+    id: int
+    area: int  # pixels
+    x0: int
+    y0: int
+    x1: int  # last column + 1
+    y1: int  # last row + 1
+
+
+def flat_annotations(entries: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], tuple[MapFile, ...]]:
+    """Return the annotations of a panoptic file as one annotation a segment, as in a detection file, and its PNGs.
+
+    ``id`` is the segment's, unique only within its image; ``file_name`` is the PNG's.
+    """
+    entries = list(entries)
+    annotations = [
+        {**segment, "image_id": entry["image_id"], "file_name": entry["file_name"]}
+        for entry in entries
+        for segment in entry["segments_info"]
+    ]
+    return annotations, tuple(MapFile(entry["image_id"], entry["file_name"]) for entry in entries)
+
+
+def read_ids(path: Path, max_pixels: int = MAX_PIXELS) -> Tensor:
+    """Return the (H, W) int32 segment ids of a PNG, R + 256 G + 65,536 B; 0 is no segment.
+
+    Raises:
+        InputError: the file is missing, cannot be read, has more than ``max_pixels`` pixels or no three 8-bit channels.
+    """
+    try:
+        data = image_bytes(path, max_pixels)
+        image = open_image(data, max_pixels)
+    except FileNotFoundError:
+        raise InputError(f"there is no panoptic PNG {printable(path)}") from None
+    except ValueError as error:
+        raise InputError(f"the panoptic PNG {printable(path)} cannot be read: {error}") from error
+    if image.mode not in ("RGB", "RGBA") or is_deep(image, data):
+        kind = f"{image.mode} image of 16 bits" if is_deep(image, data) else f"{image.mode} image"
+        raise InputError(
+            f"{printable(path)} is a {kind}; a COCO panoptic PNG is RGB of 8 bits, its ids R + 256 G + 65536 B"
+        )
+    pixels = np.asarray(image)[..., :3].astype(np.int32)
+    return torch.from_numpy(pixels @ np.array([1, 256, 65536], dtype=np.int32))
+
+
+def encoded_ids(ids: Tensor) -> bytes:
+    """Return (H, W) segment ids as the bytes of a PNG, the inverse of :func:`read_ids`."""
+    assert 0 <= int(ids.min()) <= int(ids.max()) <= MAX_ID, "a PNG holds ids of three bytes"
+    pixels = torch.stack([ids & 255, ids >> 8 & 255, ids >> 16 & 255], dim=-1).to(torch.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.cpu().numpy()).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+class SegmentMasks:
+    """Masks of many segments of a panoptic file: the pixels of a PNG that have the segment's id.
+
+    Args:
+        folder: of the PNGs.
+        files: name of the PNG of each image.
+        ids: (N,) int32 ids of all segments.
+        max_pixels: limit for a PNG.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[str], ids: Tensor, max_pixels: int = MAX_PIXELS) -> None:
+        self._folder = folder
+        self._files = list(files)
+        self._ids = ids
+        self._max_pixels = max_pixels
+
+    def read(self, index: int, rows: slice, size: tuple[int, int]) -> Tensor:
+        """Return masks (T, h, w) uint8 of the segments in ``rows``, for the image at ``index``, of ``size`` (h, w).
+
+        Raises:
+            InputError: the PNG is missing or cannot be read.
+            ValueError: the PNG has another size.
+        """
+        path = self._folder / self._files[index]
+        pixels = read_ids(path, self._max_pixels)
+        if pixels.shape != size:
+            height, width = pixels.shape
+            raise ValueError(
+                f"the panoptic PNG {printable(path)} has {width} x {height} pixels (width x height), "
+                f"the image has {size[1]} x {size[0]}"
+            )
+        return (pixels == self._ids[rows, None, None]).to(torch.uint8)
+
+
+def segment_extents(ids: Tensor) -> tuple[SegmentExtent, ...]:
+    """Return the extents of all segments in (H, W) ids, by ascending id, without void (0)."""
+    values, inverse = np.unique(ids.numpy(), return_inverse=True)
+    areas = np.bincount(inverse.ravel())
+    boxes = ndimage.find_objects(inverse.reshape(ids.shape) + 1)
+    return tuple(
+        SegmentExtent(int(value), int(area), columns.start, rows.start, columns.stop, rows.stop)
+        for value, area, (rows, columns) in zip(values, areas, boxes, strict=True)
+        if value
+    )

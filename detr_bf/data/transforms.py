@@ -1,6 +1,7 @@
 """DETR's training and evaluation transforms (Carion et al. 2020, arXiv 2005.12872, section 4, "Technical details").
 
-A :class:`Sample` goes in and comes out. All randomness comes from torch's global CPU generator.
+Every transform maps a :class:`Sample` to a :class:`Sample` and takes its random numbers from torch's global CPU
+generator. To add a training transform, enter it in :data:`TRANSFORMS` and name it in ``data.transforms.extra``.
 """
 
 from __future__ import annotations
@@ -14,17 +15,26 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 from torchvision.tv_tensors import BoundingBoxes, Image, Mask, wrap
 
+from detr_bf.errors import InputError
+from detr_bf.text import printable
+
 
 class Sample(NamedTuple):
-    """An image with its T objects; a named tuple, because torchvision's transforms look into those."""
+    """Image with its T objects; torchvision's transforms accept named tuples of tv_tensors."""
 
     image: Image  # (3, h, w) uint8
     boxes: BoundingBoxes  # (T, 4) float32, x0, y0, x1, y1 in pixels
     labels: Tensor  # (T,)
-    masks: Mask | None = None  # (T, h, w) uint8, 1 on the object; resized to the nearest pixel
+    masks: Mask | None = None  # (T, h, w) uint8, 1 on the object; resized with nearest-neighbour interpolation
 
 
 SampleTransform = Callable[[Sample], Sample]
+
+# Further training transforms by name, applied in the order of ``data.transforms.extra`` after the standard ones. They
+# keep the image uint8, and drop the objects of which they leave nothing.
+TRANSFORMS: dict[str, SampleTransform] = {
+    "photometric_distort": v2.RandomPhotometricDistort(),
+}
 
 
 def train_transform(
@@ -36,16 +46,26 @@ def train_transform(
     crop_short_sides: Sequence[int],
     crop_min: int,
     crop_max: int,
+    extra: Sequence[str] = (),
 ) -> SampleTransform:
-    """Flip with probability ``horizontal_flip``, then resize; with probability ``random_crop`` crop before that.
+    """Flip with probability ``horizontal_flip``, then resize; with probability ``random_crop`` crop before the resize.
 
-    The crop is taken from the image resized to one of ``crop_short_sides``. Sizes in pixels.
+    The crop is taken from the image resized to one of ``crop_short_sides``. Sizes in pixels. ``extra`` names
+    transforms of :data:`TRANSFORMS` to apply at the end.
+
+    Raises:
+        InputError: a name of ``extra`` is not in :data:`TRANSFORMS`.
     """
+    unknown = [name for name in extra if name not in TRANSFORMS]
+    if unknown:
+        raise InputError(
+            f"data.transforms.extra names the unknown transform '{printable(unknown[0])}', expected names of "
+            f"detr_bf.data.transforms.TRANSFORMS: {', '.join(sorted(TRANSFORMS))}"
+        )
     resize = RandomResize(short_sides, max_size)
     crop = v2.Compose([RandomResize(crop_short_sides), RandomSizeCrop(crop_min, crop_max), resize])
-    return v2.Compose(
-        [v2.RandomHorizontalFlip(horizontal_flip), v2.RandomChoice([resize, crop], p=[1 - random_crop, random_crop])]
-    )
+    resize_or_crop = v2.RandomChoice([resize, crop], p=[1 - random_crop, random_crop])
+    return v2.Compose([v2.RandomHorizontalFlip(horizontal_flip), resize_or_crop, *(TRANSFORMS[name] for name in extra)])
 
 
 def eval_transform(*, short_side: int, max_size: int) -> SampleTransform:
@@ -54,11 +74,11 @@ def eval_transform(*, short_side: int, max_size: int) -> SampleTransform:
 
 
 def resized_size(height: int, width: int, short_side: int, max_size: int | None = None) -> tuple[int, int]:
-    """(height, width) after the shorter side became ``short_side``, the aspect ratio kept, the longer side cut off.
+    """Return (height, width) after resizing the shorter side to ``short_side``, with the aspect ratio kept.
 
-    If the longer side would exceed ``max_size``, the shorter side is lowered to the nearest whole pixel that fits.
-    Like DETR, and unlike torchvision, the longer side is then computed from that rounded number, so that it may
-    miss ``max_size`` by a few pixels either way.
+    If the longer side would exceed ``max_size``, the shorter side is reduced and rounded to whole pixels. As in DETR,
+    and unlike in torchvision, the longer side is then computed from that rounded number and rounded down, so it may
+    differ from ``max_size`` by a few pixels.
     """
     short, long = min(height, width), max(height, width)
     if max_size is not None and long / short * short_side > max_size:
@@ -85,10 +105,10 @@ class RandomResize(v2.Transform):
 
 
 class RandomSizeCrop(nn.Module):
-    """Cut out a rectangle whose sides are whole pixels between ``min_size`` and ``max_size``, all equally likely.
+    """Crop a random rectangle; each side is uniform between ``min_size`` and ``max_size`` pixels.
 
-    An image smaller than a bound is the bound. Boxes are clipped to the crop. Objects whose box is left without area
-    are removed, and with masks those of which no pixel is left.
+    The image's own side replaces a bound that exceeds it. Boxes are clipped to the crop. Objects whose box has no area
+    left are removed, and objects whose mask has no pixel left.
     """
 
     def __init__(self, min_size: int, max_size: int) -> None:
@@ -113,15 +133,15 @@ class RandomSizeCrop(nn.Module):
 
 
 def has_area(boxes: Tensor) -> Tensor:
-    """(T,) bool: whether corners (T, 4) enclose anything."""
+    """Return (T,) bool: the boxes (T, 4) x0, y0, x1, y1 with an area."""
     return (boxes[:, 2:] > boxes[:, :2]).all(dim=1)
 
 
 def has_pixels(masks: Tensor) -> Tensor:
-    """(T,) bool: whether masks (T, h, w) hold anything."""
+    """Return (T,) bool: the masks (T, h, w) with at least one pixel."""
     return masks.flatten(1).any(dim=1).bool()  # any() of uint8 is uint8
 
 
 def _uniform(low: int, high: int) -> int:
-    """A whole number between both bounds, inclusive."""
+    """Return a random integer between both bounds, inclusive."""
     return int(torch.randint(low, high + 1, ()))

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from detr_bf import distributed
 from detr_bf.errors import InputError, naming
-from detr_bf.files import atomic_write, check_weights, listed, read_torch
+from detr_bf.files import atomic_write, check_weights, read_torch
 from detr_bf.structures import ClassMap
-from detr_bf.text import printable
+from detr_bf.text import listed, printable
 
 M = TypeVar("M", bound=nn.Module)
 

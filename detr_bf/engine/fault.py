@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from detr_bf.engine.checkpoint import rng_state, set_rng_state
 from detr_bf.engine.step import TrainingBatch, TrainingStep
 from detr_bf.losses import LossReport
-
-SHOWN = 5  # names told before "..."
+from detr_bf.text import listed
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class BadModule:
     def __str__(self) -> str:
         name = self.name or "the model itself"
         inputs = "its inputs are finite" if self.clean_inputs else "its inputs are not finite either"
-        state = f"; not finite in it: {_some(self.state)}" if self.state else ""
+        state = f"; not finite in it: {listed(self.state)}" if self.state else ""
         return f"{name} ({self.kind}), batch {self.batch}, call {self.call}: {inputs}{state}"
 
 
@@ -69,9 +68,9 @@ class Fault:
             terms = ", ".join(f"{name} {value:.6g}" for name, value in losses.items() if name != "total")
             lines.append(f"batch {number}: loss {losses['total']:.6g} ({terms})")
         if self.targets:
-            lines.append(f"data that are not finite in {_some(self.targets)}")
+            lines.append(f"data that are not finite in {listed(self.targets)}")
         if self.parameters:
-            lines.append(f"parameters that are not finite: {_some(self.parameters)}")
+            lines.append(f"parameters that are not finite: {listed(self.parameters)}")
         lines.append(f"first module whose output is not finite: {self.module or 'none'}")
         return lines
 
@@ -79,7 +78,7 @@ class Fault:
         """What the backward pass showed, a line each; none where it was not run."""
         if self.gradients is None:
             return []
-        lines = [f"gradient norm {self.gradient_norm:.6g}; not finite: {_some(self.gradients) or 'no gradient'}"]
+        lines = [f"gradient norm {self.gradient_norm:.6g}; not finite: {listed(self.gradients) or 'no gradient'}"]
         if self.broken_behind is not None:
             lines.append(f"the gradient that comes to the output of {self.broken_behind} is not finite already")
         return lines
@@ -235,8 +234,3 @@ def _bad_state(module: nn.Module, prefix: str = "") -> list[str]:
         tensors = [*part.named_parameters(recurse=False), *(() if unread else part.named_buffers(recurse=False))]
         bad += [f"{place}.{name}".lstrip(".") for name, tensor in tensors if not all_finite(tensor)]
     return bad
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f", ... ({len(names)} in all)" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more

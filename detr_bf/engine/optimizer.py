@@ -13,7 +13,8 @@ from torch import nn
 
 from detr_bf.batchformer import BatchFormer, BatchFormerV2
 from detr_bf.errors import InputError
-from detr_bf.files import check_weights, listed
+from detr_bf.files import check_weights
+from detr_bf.text import listed
 
 SCALES = "context_broadcasting.scales"  # how the names of the modules that hold them end
 

@@ -15,8 +15,8 @@ from filelock import FileLock, Timeout
 
 from detr_bf import distributed
 from detr_bf.errors import InputError
-from detr_bf.files import is_folder, listed, make_output_folder, remove_empty, remove_unfinished, write_json
-from detr_bf.text import printable
+from detr_bf.files import is_folder, make_output_folder, remove_empty, remove_unfinished, write_json
+from detr_bf.text import listed, printable
 
 LOCK_SECONDS = 1.0  # to wait for a process that is just ending
 

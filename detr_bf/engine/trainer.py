@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm import tqdm
 
 from detr_bf import distributed
+from detr_bf.data.batches import derive_seed
 from detr_bf.data.loader import steady
-from detr_bf.data.sample_key import derive_seed
 from detr_bf.engine.average import AveragedWeights
 from detr_bf.engine.capture import capture_step, told_together
 from detr_bf.engine.checkpoint import Checkpoint, load_strict, restore_rng, rng_state, training_state

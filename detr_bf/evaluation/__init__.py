@@ -1,10 +1,9 @@
-"""COCO average precision, panoptic quality, accuracy of classifiers, and the files that go with them."""
+"""COCO average precision, panoptic quality, and the result files of both."""
 
 from detr_bf.evaluation.coco import CocoEvaluator, merge_shards, to_coco_results, write_results
-from detr_bf.evaluation.panoptic import PanopticClassResult, PanopticEvaluator, PanopticSummary
+from detr_bf.evaluation.panoptic import PanopticEvaluator
 from detr_bf.evaluation.panoptic_file import EncodedMap, PanopticFile, encode, write_encoded, write_panoptic
-from detr_bf.evaluation.result import Result
-from detr_bf.evaluation.summary import ClassResult, CocoSummary
+from detr_bf.evaluation.results import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
 
 __all__ = [
     "ClassResult",

@@ -1,7 +1,7 @@
-"""COCO average precision of boxes and masks: one thin adapter over pycocotools and hotcoco.
+"""COCO average precision of boxes and masks with pycocotools or hotcoco.
 
-The engines match and accumulate; the twelve numbers are read here, once, from the precision and recall arrays, so that
-they mean the same whichever engine ran. Definitions: https://cocodataset.org/#detection-eval; ``pycocotools.cocoeval``.
+The engine (bit-identical either way) matches and accumulates; the twelve metrics are computed here from its precision
+and recall arrays. Definitions: https://cocodataset.org/#detection-eval; ``pycocotools.cocoeval``.
 
 Shape legend: T IoU thresholds, R recall thresholds, K classes, A size ranges (all, small, medium, large),
 M detection limits.
@@ -9,47 +9,60 @@ M detection limits.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from detr_bf.data.annotation_values import annotation_values
-from detr_bf.data.coco import CocoAnnotations, annotated_size, read_annotations
+from detr_bf.data.annotation_values import annotation_values, value_text
+from detr_bf.data.coco import CocoAnnotations, annotated_size, check_maps, read_annotations
 from detr_bf.data.images import MAX_PIXELS
+from detr_bf.data.masks import Segmentations, parts_of, read_ids
 from detr_bf.errors import InputError
-from detr_bf.evaluation.engines import Curves, match_and_accumulate, resolve_engine
-from detr_bf.evaluation.run_lengths import with_run_lengths
-from detr_bf.evaluation.summary import METRIC_NAMES, SIZE_NAMES, ClassResult, CocoSummary
+from detr_bf.evaluation.results import METRIC_NAMES, ClassResult, CocoSummary
 from detr_bf.files import write_json
+from detr_bf.postprocess import encoded
 from detr_bf.structures import ClassMap, Detections
-from detr_bf.text import printable
+from detr_bf.text import listed, printable
 
+ENGINES = ("auto", "pycocotools", "hotcoco")
 _IOU_50, _IOU_75 = 0, 5  # positions in the engines' thresholds 0.50, 0.55, ..., 0.95
 _SIZE_BOUNDS = {"small": (0, 32**2), "medium": (32**2, 96**2), "large": (96**2, 1e10)}  # pixels, both ends included
 
 
-class CocoEvaluator:
-    """Collects the detections of a split, every image once, and measures them against its annotation file.
+class Curves(NamedTuple):
+    """Curves accumulated by an engine; -1 if a class or size has no ground truth. K is sorted by category id."""
 
-    The file may lack ``area`` (width x height of the box is taken), ``iscrowd`` (0) and ``id`` of the annotations: they
-    are filled in on a copy. Ids are always renumbered there, because the metric reads annotation id 0 as "no match".
+    precision: np.ndarray  # (T, R, K, A, M) float64
+    recall: np.ndarray  # (T, K, A, M) float64
+
+
+class CocoEvaluator:
+    """Collector of the detections of a split, every image once, that computes their COCO metrics.
+
+    The annotations may lack ``area`` (then width x height of the box), ``iscrowd`` (then 0) and ``id``; they are set in
+    a copy. Ids are always renumbered there, because the metric reads annotation id 0 as "no match".
 
     Args:
         annotations: COCO JSON with ``images``, ``annotations`` and ``categories``.
         class_map: the model's classes; ``Detections.labels`` index into it.
-        engine: ``auto`` takes hotcoco when it is installed, else pycocotools; their results are bit-identical.
-        max_detections: counted per class and image, best scores first, as COCO does.
+        engine: ``auto`` is hotcoco if installed, else pycocotools; their results are bit-identical.
+        max_detections: limit per class and image, highest scores first.
         masks: read the masks of the ground truth too, for :meth:`summarize_masks`.
         panoptic: folder of the PNG files of a panoptic JSON.
-        max_pixels: that one of them may have.
+        max_pixels: limit for one of them.
 
     Raises:
-        InputError: the file is missing or is not COCO, a value in it cannot be used, its categories contradict
-            ``class_map``, the engine is unknown or not installed.
+        InputError: the file is missing, is not COCO or has an invalid value, its categories contradict ``class_map``,
+            or the engine is unknown or not installed.
     """
 
     def __init__(
@@ -97,11 +110,11 @@ class CocoEvaluator:
 
     @property
     def detections(self) -> list[Detections]:
-        """All that was collected, in the order it came."""
+        """Return all detections in the order of the updates."""
         return list(self._detections.values())
 
     def summarize(self, partial: bool = False) -> CocoSummary:
-        """The numbers of the boxes for all images of the file; with ``partial``, for those seen so far only.
+        """Return the metrics of the boxes for all images of the file; with ``partial``, for those added so far only.
 
         Raises:
             InputError: images are missing and ``partial`` is False.
@@ -109,22 +122,21 @@ class CocoEvaluator:
         return self._summary("bbox", self.class_map, partial)
 
     def summarize_masks(self, partial: bool = False) -> CocoSummary:
-        """The same numbers by the IoU of masks, of the classes that are things.
+        """Return the same metrics by the IoU of masks, for the thing classes.
 
-        The evaluator must have been made with ``masks`` and have been given detections with masks.
+        Needs an evaluator with ``masks`` and detections with masks.
         """
         classes = zip(self.class_map.category_ids, self.class_map.names, self.class_map.is_thing, strict=True)
         things = [(category_id, name) for category_id, name, is_thing in classes if is_thing]
         return self._summary("segm", ClassMap(tuple(i for i, _ in things), tuple(name for _, name in things)), partial)
 
     def _summary(self, kind: str, classes: ClassMap, partial: bool) -> CocoSummary:
-        """By the IoU of ``kind``, of these ``classes``."""
+        """Return the metrics of ``classes`` by the IoU of ``kind``, ``bbox`` or ``segm``."""
         missing = [image_id for image_id in self._image_ids if image_id not in self._detections]
         if missing and not partial:
             raise InputError(
-                f"{len(missing)} of {len(self._image_ids)} images were not evaluated (image ids "
-                f"{', '.join(map(str, missing[:5]))}{', ...' if len(missing) > 5 else ''}): "
-                "run them all, or ask for summarize(partial=True)"
+                f"{len(missing)} of {len(self._image_ids)} images were not evaluated (image ids {listed(missing)}): "
+                "evaluate all images, or call summarize(partial=True)"
             )
         ground_truth = _restrict(self._ground_truth, self._detections.keys(), classes)
         results = _of_kind(kind, to_coco_results(self.detections, self.class_map), classes)
@@ -134,7 +146,10 @@ class CocoEvaluator:
         return CocoSummary(
             **_twelve_numbers(curves),
             per_class=_per_class(curves, objects, classes),
-            num_objects_by_size=_count_sizes(objects),
+            num_objects_by_size={  # like the metric, an object exactly on a bound counts on both sides
+                name: sum(low <= annotation["area"] <= high for annotation in objects)
+                for name, (low, high) in _SIZE_BOUNDS.items()
+            },
             num_images=len(self._detections),
             num_detections=len(results),
             max_detections=self.max_detections,
@@ -143,9 +158,9 @@ class CocoEvaluator:
 
 
 def merge_shards(shards: Iterable[Sequence[Detections]]) -> list[Detections]:
-    """Join the detections of several processes, ordered by image id.
+    """Join the detections of several ranks, ordered by image id.
 
-    A distributed sampler repeats images to fill its last round: the first result of an image id stays, the rest go.
+    A distributed sampler repeats images to fill its last batches; the first result of each image id is kept.
     """
     by_image: dict[int, Detections] = {}
     for shard in shards:
@@ -155,7 +170,7 @@ def merge_shards(shards: Iterable[Sequence[Detections]]) -> list[Detections]:
 
 
 def to_coco_results(detections: Iterable[Detections], class_map: ClassMap) -> list[dict[str, Any]]:
-    """COCO's results format: category ids of the annotation file, boxes x, y, width, height in pixels, masks as RLE."""
+    """Return COCO results: category ids of the annotation file, boxes x, y, width, height in pixels, masks as RLE."""
     results = []
     for image in detections:
         corners = image.boxes.detach().to("cpu", torch.float64)
@@ -182,7 +197,7 @@ def load_ground_truth(
     panoptic: Path | None = None,
     max_pixels: int = MAX_PIXELS,
 ) -> dict[str, Any]:
-    """Read a COCO file into a fresh, complete and minimal data set (see :class:`CocoEvaluator`).
+    """Read a COCO file and return it with complete annotations and only the keys that the engines need.
 
     Raises:
         InputError: the file is missing, is not COCO, or contradicts ``class_map``; a mask cannot be read.
@@ -192,21 +207,54 @@ def load_ground_truth(
         content = with_run_lengths(content, panoptic, max_pixels)
     sizes = {image["id"]: annotated_size(image) for image in content.images}
     image_ids = sizes.keys()
-    listed = [annotation for annotation in content.annotations if annotation["image_id"] in image_ids]
+    kept = [annotation for annotation in content.annotations if annotation["image_id"] in image_ids]
     _check_categories(content, class_map)
-    _check_known(path, listed, class_map)
+    _check_known(path, kept, class_map)
     names = dict(zip(class_map.category_ids, class_map.names, strict=True))
     return {
-        "images": [{"id": image_id, **_sides(sizes[image_id])} for image_id in sorted(image_ids)],
-        "annotations": [_complete(path, annotation, number, masks) for number, annotation in enumerate(listed, 1)],
+        # pycocotools needs a size if there are masks; run lengths have their own, so 0 is fine if it is not known
+        "images": [
+            {"id": i, "height": height, "width": width}
+            for i, (height, width) in ((i, sizes[i] or (0, 0)) for i in sorted(image_ids))
+        ],
+        "annotations": [_complete(path, annotation, number, masks) for number, annotation in enumerate(kept, 1)],
         "categories": [{"id": category_id, "name": names[category_id]} for category_id in sorted(names)],
     }
 
 
-def _sides(size: tuple[int, int] | None) -> dict[str, int]:
-    """What pycocotools wants to find of an image with masks; run lengths know their size themselves."""
-    height, width = size or (0, 0)
-    return {"height": height, "width": width}
+def with_run_lengths(content: CocoAnnotations, panoptic: Path | None, max_pixels: int) -> CocoAnnotations:
+    """Return the annotations with ``segmentation`` as compressed run lengths, whatever form the masks have.
+
+    ``max_pixels`` is the limit for a PNG.
+
+    Raises:
+        InputError: a file or a mask cannot be read, or the size of an image is not known.
+    """
+    check_maps(content, panoptic, masks=True)
+    if panoptic is None:
+        sizes = {image["id"]: annotated_size(image) for image in content.images}
+        found = [
+            {**annotation, "segmentation": _run_lengths_of(annotation, sizes[annotation["image_id"]])}
+            for annotation in content.annotations
+            if annotation["image_id"] in sizes  # others are not evaluated
+        ]
+        return replace(content, annotations=found)
+    found = []
+    for file_name, segments in groupby(content.annotations, key=lambda segment: segment["file_name"]):
+        ids = read_ids(panoptic / file_name, max_pixels)  # the segments of an image are consecutive
+        found += [{**segment, "segmentation": encoded((ids == segment["id"])[None])[0]} for segment in segments]
+    return replace(content, annotations=found)
+
+
+def _run_lengths_of(annotation: Mapping[str, Any], size: tuple[int, int] | None) -> dict[str, Any]:
+    where = f"annotation {value_text(annotation.get('id'))} of image {annotation['image_id']}"
+    if size is None:
+        raise InputError(f"{where}: masks need the size of the image: give its height and width in images")
+    try:
+        masks = Segmentations([parts_of(annotation.get("segmentation"), size)]).read(0, slice(0, 1), size)
+    except ValueError as error:
+        raise InputError(f"{where} has no usable mask: {error}; tools/check_data.py lists all of them") from error
+    return encoded(masks)[0]
 
 
 def _complete(path: Path, annotation: Mapping[str, Any], number: int, masks: bool) -> dict[str, Any]:
@@ -230,8 +278,8 @@ def _complete(path: Path, annotation: Mapping[str, Any], number: int, masks: boo
 
 def _check_categories(content: CocoAnnotations, class_map: ClassMap) -> None:
     known = dict(zip(class_map.category_ids, class_map.names, strict=True))
-    listed = content.class_map
-    for category_id, name in zip(listed.category_ids, listed.names, strict=True):
+    found = content.class_map
+    for category_id, name in zip(found.category_ids, found.names, strict=True):
         if known.get(category_id, name) != name:
             raise InputError(
                 f"{printable(content.path)} calls category id {category_id} '{name}', the model was trained with it as "
@@ -259,7 +307,7 @@ def _check_detections(image: Detections, num_classes: int) -> None:
 
 
 def _restrict(ground_truth: Mapping[str, Any], image_ids: Iterable[int], classes: ClassMap) -> dict[str, Any]:
-    """The same data set with these images and classes only, all dictionaries fresh: the engines write into them."""
+    """Return a copy of the data set with these images and classes only; the engines modify its dictionaries."""
     kept = set(image_ids)
     return {
         "images": [dict(image) for image in ground_truth["images"] if image["id"] in kept],
@@ -273,7 +321,7 @@ def _restrict(ground_truth: Mapping[str, Any], image_ids: Iterable[int], classes
 
 
 def _of_kind(kind: str, results: Iterable[dict[str, Any]], classes: ClassMap) -> list[dict[str, Any]]:
-    """What an engine reads of the results of these classes: boxes, or masks."""
+    """Return the results of these classes with their boxes or their masks only."""
     unread = {"bbox": "segmentation", "segm": "bbox"}[kind]
     return [
         {key: value for key, value in result.items() if key != unread}
@@ -301,7 +349,7 @@ def _twelve_numbers(curves: Curves) -> dict[str, float | None]:
 
 
 def _per_class(curves: Curves, objects: Iterable[Mapping[str, Any]], class_map: ClassMap) -> dict[str, ClassResult]:
-    """In the order of the class map; a name that several categories share is followed by its id."""
+    """Return the results by class name in the order of the class map; a repeated name is followed by its id."""
     columns = {category_id: column for column, category_id in enumerate(sorted(class_map.category_ids))}
     objects_of = Counter(annotation["category_id"] for annotation in objects)
     per_class = {}
@@ -311,9 +359,56 @@ def _per_class(curves: Curves, objects: Iterable[Mapping[str, Any]], class_map: 
     return per_class
 
 
-def _count_sizes(objects: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Like the metric, an object exactly on a bound counts on both sides."""
-    return {
-        name: sum(low <= annotation["area"] <= high for annotation in objects)
-        for name, (low, high) in ((name, _SIZE_BOUNDS[name]) for name in SIZE_NAMES)
-    }
+def resolve_engine(engine: str) -> str:
+    """Return ``pycocotools`` or ``hotcoco``; :class:`InputError` if the engine is unknown or not installed."""
+    if engine not in ENGINES:
+        raise InputError(f"evaluation engine must be one of {', '.join(ENGINES)}; got '{engine}'")
+    has_hotcoco = importlib.util.find_spec("hotcoco") is not None
+    if engine == "hotcoco" and not has_hotcoco:
+        raise InputError(
+            "evaluation engine 'hotcoco' is not installed: run pip install 'detr_bf[fast-eval]', "
+            "or choose engine 'pycocotools'"
+        )
+    if engine == "auto":
+        return "hotcoco" if has_hotcoco else "pycocotools"
+    return engine
+
+
+def match_and_accumulate(
+    engine: str, ground_truth: dict[str, Any], results: list[dict[str, Any]], limits: Sequence[int], kind: str
+) -> Curves:
+    """Return COCO's curves by the IoU of ``kind``, ``bbox`` or ``segm``. Modifies both arguments.
+
+    Args:
+        engine: ``pycocotools`` or ``hotcoco``.
+        ground_truth: a COCO data set.
+        results: in COCO's results format.
+        limits: detections per image and class, ascending.
+        kind: ``bbox`` or ``segm``.
+    """
+    if engine == "hotcoco":
+        import hotcoco
+
+        truth = hotcoco.COCO(ground_truth)
+        return _accumulate(hotcoco.COCOeval(truth, truth.load_res(results), kind), limits)
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth, found = COCO(), COCO()
+        truth.dataset = ground_truth
+        truth.createIndex()
+        if results:
+            found = truth.loadRes(results)
+        else:  # loadRes fails on an empty list
+            found.dataset = {**ground_truth, "annotations": []}
+            found.createIndex()
+        return _accumulate(COCOeval(truth, found, kind), limits)
+
+
+def _accumulate(evaluation: Any, limits: Sequence[int]) -> Curves:
+    """Run the ``COCOeval`` of either engine; both have the same attributes."""
+    evaluation.params.maxDets = list(limits)
+    evaluation.evaluate()
+    evaluation.accumulate()
+    return Curves(evaluation.eval["precision"], evaluation.eval["recall"])

@@ -1,92 +1,43 @@
 """Panoptic quality, one image at a time.
 
 Definition: Kirillov et al. 2019, "Panoptic Segmentation", section 4 (arXiv 1801.00868). Void, crowds, areas and the
-order of the sums follow COCO's panopticapi run in one process over ascending image ids, bit for bit.
+order of the sums are those of COCO's panopticapi in one process with ascending image ids; the results are
+bit-identical.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from detr_bf.data.annotation_values import MAX_ID
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.errors import InputError
 from detr_bf.evaluation.panoptic_file import PanopticFile, areas_of, pixels_of_values
-from detr_bf.panoptic_png import MAX_ID
+from detr_bf.evaluation.results import PANOPTIC_METRIC_NAMES, PanopticClassResult, PanopticSummary
 from detr_bf.structures import ClassMap, PanopticMap, Segment
 
-_METRIC_NAMES = ("PQ", "SQ", "RQ", "PQ_th", "SQ_th", "RQ_th", "PQ_st", "SQ_st", "RQ_st")
-_PAIR = MAX_ID + 1  # a pair of ids as one number: id of the truth * _PAIR + id of the prediction
-
-
-@dataclass(frozen=True)
-class PanopticClassResult:
-    """One class; the three numbers are fractions, None where it has neither ground truth nor predictions."""
-
-    PQ: float | None
-    SQ: float | None
-    RQ: float | None
-    tp: int  # segments
-    fp: int
-    fn: int
-    is_thing: bool
-
-
-@dataclass(frozen=True)
-class PanopticSummary:
-    """Panoptic, segmentation and recognition quality: fractions, means over classes, None where there is no class.
-
-    A class without ground truth and predictions enters no mean.
-    """
-
-    PQ: float | None
-    SQ: float | None
-    RQ: float | None
-    PQ_th: float | None  # things
-    SQ_th: float | None
-    RQ_th: float | None
-    PQ_st: float | None  # stuff
-    SQ_st: float | None
-    RQ_st: float | None
-    per_class: Mapping[str, PanopticClassResult]  # by class name, in the order of the class map
-    num_images: int
-
-    @property
-    def metrics(self) -> dict[str, float | None]:
-        """The nine numbers by name."""
-        return {name: getattr(self, name) for name in _METRIC_NAMES}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries and numbers, ready for JSON."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> PanopticSummary:
-        """Inverse of :meth:`to_dict`."""
-        per_class = {name: PanopticClassResult(**result) for name, result in state["per_class"].items()}
-        return cls(**{**state, "per_class": per_class})
+_PAIR = MAX_ID + 1  # a pair of ids is encoded as: ground-truth id * _PAIR + predicted id
 
 
 class PanopticEvaluator:
-    """Compares the panoptic maps of a split, every image once, with its ground truth; the maps are not kept.
+    """Panoptic quality of a split, to which every image is added once; the maps are not stored.
 
-    The images of the split are those that have an annotation. Predicted areas are counted in the maps, those of the
-    ground truth are the annotation file's. Ids of a ground-truth PNG that its annotation does not list match nothing
-    and are not void.
+    The images of the split are those with an annotation. Areas of predicted segments are counted in the maps, those of
+    the ground truth are read from the annotation file. Ids of a ground-truth PNG that its annotation does not list
+    match nothing and are not void.
 
     Args:
         annotations: COCO panoptic JSON with ``annotations`` and ``categories``.
-        folder: where its PNG files lie.
+        folder: of its PNG files.
         class_map: the model's classes; ``Segment.label`` indexes into it.
-        max_pixels: that one of the PNG files may have.
+        max_pixels: limit for a PNG file.
 
     Raises:
         InputError: a path is missing, the file is not a COCO panoptic JSON, its categories contradict ``class_map``.
@@ -100,7 +51,7 @@ class PanopticEvaluator:
         self._counts: dict[int, _Counts] = {}
 
     def update(self, maps: Sequence[PanopticMap]) -> None:
-        """Add images; an image without a segment counts and must be given too.
+        """Add images, including images without segments.
 
         Raises:
             InputError: an image has no annotation or was given before, its size is not that of the ground truth, its
@@ -126,9 +77,9 @@ class PanopticEvaluator:
             self._counts[found.image_id] = _compare(truth, found, areas_of(found, self.class_map.num_classes))
 
     def merge(self, other: PanopticEvaluator) -> None:
-        """Add the images that ``other`` has seen; of an image that both have seen, what is here stays.
+        """Add the images of ``other``; for an image in both, the result of ``self`` is kept.
 
-        However a split was divided and in whatever order it is merged, the numbers are bit for bit the same.
+        The metrics are bit-identical for every division of the split and every order of merging.
 
         Raises:
             InputError: ``other`` was made for another ground truth or other classes.
@@ -141,7 +92,7 @@ class PanopticEvaluator:
             self._counts.setdefault(image_id, counts)
 
     def summarize(self, partial: bool = False) -> PanopticSummary:
-        """The numbers for all images of the file; with ``partial``, for those seen so far only.
+        """Return the metrics of all images of the file; with ``partial``, of those added so far only.
 
         Raises:
             InputError: images are missing and ``partial`` is False.
@@ -150,22 +101,22 @@ class PanopticEvaluator:
         if missing and not partial:
             raise InputError(
                 f"{len(missing)} of {len(self._truths)} images were not evaluated, the first of image id {missing[0]}: "
-                "run them all, or ask for summarize(partial=True)"
+                "evaluate all images, or call summarize(partial=True)"
             )
         per_class = _per_class([self._counts[image_id] for image_id in sorted(self._counts)], self.class_map)
         return PanopticSummary(**_nine_numbers(per_class.values()), per_class=per_class, num_images=len(self._counts))
 
 
 class _Counts(NamedTuple):
-    """What one image contributes; class indices, one entry for every segment."""
+    """Matches and errors of one image, as class indices, one entry for each segment."""
 
-    matches: tuple[tuple[int, float], ...]  # class index and IoU, by ascending id of the truth, then of the prediction
+    matches: tuple[tuple[int, float], ...]  # class index and IoU, by ground-truth id, then predicted id
     false_positives: tuple[int, ...]
     false_negatives: tuple[int, ...]
 
 
 def _compare(wanted: PanopticMap, found: PanopticMap, areas: Mapping[int, int]) -> _Counts:
-    """Ground truth and prediction of one image; ``areas`` in pixels of the predicted segments."""
+    """Compare ground truth and prediction of one image; ``areas`` are the pixels of the predicted segments."""
     overlaps = pixels_of_values(wanted.ids.numpy().astype(np.int64) * _PAIR + found.ids.cpu().numpy())
     truths = wanted.segments
     true_segments = {segment.id: segment for segment in truths}
@@ -200,7 +151,7 @@ def _compare(wanted: PanopticMap, found: PanopticMap, areas: Mapping[int, int]) 
 
 
 def _per_class(counts: Sequence[_Counts], class_map: ClassMap) -> dict[str, PanopticClassResult]:
-    """In the order of the class map; a name that several categories share is followed by its id."""
+    """Return the results by class name in the order of the class map; a repeated name is followed by its id."""
     ious: list[list[float]] = [[] for _ in class_map.names]
     for image in counts:
         for label, iou in image.matches:
@@ -226,9 +177,9 @@ def _nine_numbers(results: Iterable[PanopticClassResult]) -> dict[str, float | N
     things, stuff = ([result for result in seen if result.is_thing == is_thing] for is_thing in (True, False))
     columns = ([getattr(r, name) for r in group] for group in (seen, things, stuff) for name in ("PQ", "SQ", "RQ"))
     means = (_sum(values) / len(values) if values else None for values in columns)
-    return dict(zip(_METRIC_NAMES, means, strict=True))
+    return dict(zip(PANOPTIC_METRIC_NAMES, means, strict=True))
 
 
 def _sum(values: Iterable[float]) -> float:
-    """From left to right, each step rounded: the builtin of Python 3.12 compensates and would differ."""
+    """Sum from left to right, each step rounded; sum() of Python 3.12 compensates rounding errors."""
     return functools.reduce(operator.add, values, 0.0)

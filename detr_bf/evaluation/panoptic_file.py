@@ -1,4 +1,4 @@
-"""Reading and writing COCO panoptic files, for whole splits.
+"""COCO panoptic files of whole splits: reading and writing.
 
 Format: https://cocodataset.org/#format-data, "Panoptic Segmentation".
 """
@@ -11,24 +11,32 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from detr_bf.data.annotation_values import MAX_INT, is_crowd, is_id, png_name, segment_area, segment_id, value_text
+from detr_bf.data.annotation_values import (
+    MAX_ID,
+    MAX_INT,
+    is_crowd,
+    is_id,
+    png_name,
+    segment_area,
+    segment_id,
+    value_text,
+)
 from detr_bf.data.images import MAX_PIXELS
-from detr_bf.data.panoptic import read_ids
+from detr_bf.data.masks import encoded_ids, read_ids
 from detr_bf.errors import InputError
 from detr_bf.files import atomic_write, is_folder, read_json, write_json
-from detr_bf.panoptic_png import MAX_ID, encoded_ids
 from detr_bf.structures import ClassMap, PanopticMap, Segment
 from detr_bf.text import printable
 
 
 class PanopticFile(Mapping[int, PanopticMap]):
-    """The maps of an annotation or result file by image id; PNGs are read when they are asked for.
+    """Mapping from image id to panoptic map for an annotation or result file; PNGs are read on access.
 
     Args:
         annotations: COCO panoptic JSON with ``annotations`` and ``categories``.
-        folder: where its PNG files lie.
-        class_map: the model's classes; ``Segment.label`` indexes into it. ``Segment.area`` is that of the JSON.
-        max_pixels: that a PNG may have.
+        folder: of its PNG files.
+        class_map: the model's classes; ``Segment.label`` indexes into it. ``Segment.area`` is the JSON's.
+        max_pixels: limit for a PNG.
 
     Raises:
         InputError: a path is missing, the file is not a COCO panoptic JSON, its categories contradict ``class_map``.
@@ -46,7 +54,7 @@ class PanopticFile(Mapping[int, PanopticMap]):
         self._entries = _read_entries(Path(annotations), class_map)
 
     def __getitem__(self, image_id: int) -> PanopticMap:
-        """Read one PNG; InputError if that fails, KeyError for an image without annotation."""
+        """Read the PNG of an image; :class:`InputError` if that fails, KeyError for an image without annotation."""
         entry = self._entries[image_id]
         return PanopticMap(image_id, read_ids(self._folder / entry.file_name, self._max_pixels), entry.segments)
 
@@ -60,7 +68,7 @@ class PanopticFile(Mapping[int, PanopticMap]):
         return len(self._entries)
 
     def __eq__(self, other: object) -> bool:
-        """Whether all is listed alike, wherever the PNGs lie."""
+        """Compare the entries; the folders of the PNGs may differ."""
         return isinstance(other, PanopticFile) and self._entries == other._entries
 
     __hash__ = None  # type: ignore[assignment]
@@ -73,31 +81,31 @@ def write_panoptic(
     class_map: ClassMap,
     file_names: Mapping[int, str],
 ) -> None:
-    """Write maps as COCO panoptic results: a PNG per image in ``folder``, then the JSON, each file atomically.
+    """Write maps as COCO panoptic results: one PNG an image in ``folder``, then the JSON, each file atomically.
 
     Args:
-        json_path: gets ``annotations`` and ``categories``, with the category ids of the annotation file.
-        folder: gets the PNG files.
-        maps: written one by one as they come.
+        json_path: file for ``annotations`` and ``categories``, with the category ids of the annotation file.
+        folder: for the PNG files.
+        maps: written one by one.
         class_map: ``Segment.label`` indexes into it.
         file_names: image id -> name of the image or PNG, relative; its ending is replaced by ``.png``.
 
     Raises:
-        InputError: an image has no name, one that leads out of ``folder``, or that of another image; the ids and
+        InputError: an image has no name, a name outside ``folder``, or the name of another image; the ids and
             segments of a map disagree; a label is outside the class map.
     """
     write_encoded(json_path, folder, (encode(found, class_map, file_names) for found in maps), class_map)
 
 
 class EncodedMap(NamedTuple):
-    """A map as it stands in the files."""
+    """Panoptic map in COCO's format."""
 
     annotation: dict[str, Any]  # its entry in the JSON
     png: bytes
 
 
 def encode(found: PanopticMap, class_map: ClassMap, file_names: Mapping[int, str]) -> EncodedMap:
-    """The map in COCO's format; arguments and errors as of :func:`write_panoptic`."""
+    """Return a map in COCO's format; arguments and errors as in :func:`write_panoptic`."""
     name = _png_name(found.image_id, file_names)
     areas = areas_of(found, class_map.num_classes)
     segments = [_segment_info(found.ids.cpu().numpy(), s, areas[s.id], class_map) for s in found.segments]
@@ -106,7 +114,7 @@ def encode(found: PanopticMap, class_map: ClassMap, file_names: Mapping[int, str
 
 
 def write_encoded(json_path: str | Path, folder: str | Path, maps: Iterable[EncodedMap], class_map: ClassMap) -> None:
-    """Write maps as :func:`write_panoptic` does; the JSON lists them by image id."""
+    """Write encoded maps as :func:`write_panoptic` does; the JSON lists them by image id."""
     annotations = []
     written: dict[str, int] = {}
     for annotation, png in maps:
@@ -127,7 +135,7 @@ def write_encoded(json_path: str | Path, folder: str | Path, maps: Iterable[Enco
 
 
 def areas_of(found: PanopticMap, num_classes: int) -> dict[int, int]:
-    """Pixels of each segment, counted in the map; InputError where the map, its segments and the classes disagree."""
+    """Return the pixels of each segment, counted in the map; InputError if map, segments and classes disagree."""
     where = f"the panoptic map of image id {found.image_id}"
     areas = pixels_of_values(found.ids.cpu().numpy())
     areas.pop(0, None)
@@ -146,26 +154,26 @@ def areas_of(found: PanopticMap, num_classes: int) -> dict[int, int]:
 
 
 def pixels_of_values(values: np.ndarray) -> dict[int, int]:
-    """How often each value of an (H, W) integer array occurs, by ascending value.
+    """Return the number of pixels of each value of an (H, W) integer array, by ascending value.
 
-    Sorts the first pixels of runs along the rows, not all pixels as np.unique would: ten times faster on maps.
+    Sorts only the first pixels of runs along the rows; on maps this is ten times as fast as np.unique of all pixels.
     """
     flat = values.ravel()
     starts = np.flatnonzero(np.concatenate([[True], flat[1:] != flat[:-1]]))
-    distinct, place = np.unique(flat[starts], return_inverse=True)
-    pixels = np.bincount(place, weights=np.diff(starts, append=flat.size))
+    distinct, inverse = np.unique(flat[starts], return_inverse=True)
+    pixels = np.bincount(inverse, weights=np.diff(starts, append=flat.size))
     return dict(zip(distinct.tolist(), pixels.astype(np.int64).tolist(), strict=True))
 
 
 class _Entry(NamedTuple):
-    """What the JSON says of one image."""
+    """Annotation of one image in the JSON."""
 
     file_name: str  # of the PNG
     segments: tuple[Segment, ...]
 
 
 def _read_entries(path: Path, class_map: ClassMap) -> dict[int, _Entry]:
-    """Image id -> entry; InputError when the file is missing, is not COCO panoptic, contradicts the classes."""
+    """Return the entries by image id; :class:`InputError` if the file is missing or invalid, or the classes differ."""
     where = file = printable(path)
     try:
         content = read_json(path)
@@ -218,7 +226,7 @@ def _check_categories(path: str, categories: Sequence[dict[str, Any]], class_map
 
 
 def _value(where: str, entry: object, key: str, kind: type) -> Any:
-    """``entry[key]``; InputError unless it is there and of that kind."""
+    """Return ``entry[key]``; :class:`InputError` if it is missing or not of ``kind``."""
     if not isinstance(entry, dict) or key not in entry:
         found = (printable(", ".join(entry)) or "nothing") if isinstance(entry, dict) else type(entry).__name__
         raise InputError(f"{where} has no {key}, it has {found}; expected a COCO panoptic JSON")
@@ -239,7 +247,7 @@ def _png_name(image_id: int, file_names: Mapping[int, str]) -> str:
 
 
 def _segment_info(ids: np.ndarray, segment: Segment, area: int, class_map: ClassMap) -> dict[str, Any]:
-    """An entry of ``segments_info``; bbox is x, y, width, height in pixels."""
+    """Return an entry of ``segments_info``; bbox is x, y, width, height in pixels."""
     mask = ids == segment.id
     rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
     top, left, bottom, right = (int(line) for line in (rows[0], columns[0], rows[-1] + 1, columns[-1] + 1))

@@ -12,9 +12,9 @@ from typing import Any
 from detr_bf.config import DetectionConfig
 from detr_bf.config.detection import TransformConfig
 from detr_bf.errors import InputError
-from detr_bf.files import listed, read_json
+from detr_bf.files import read_json
 from detr_bf.planning.trace import Work, trace
-from detr_bf.text import printable
+from detr_bf.text import listed, printable
 
 TERA, GIGA = 1e12, 1e9
 GB = 2**30

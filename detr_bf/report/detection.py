@@ -10,7 +10,7 @@ from detr_bf.config import DetectionConfig
 from detr_bf.config.detection import DetectorPluginsConfig
 from detr_bf.config.run import ContextBroadcastingConfig, LocalizationConfig
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
-from detr_bf.evaluation.summary import SIZE_NAMES
+from detr_bf.evaluation.results import SIZE_NAMES
 from detr_bf.report.curves import DETECTION_CURVES
 from detr_bf.report.page import (
     EVALUATION_FILE,

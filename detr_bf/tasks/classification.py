@@ -39,8 +39,8 @@ from detr_bf.classification.report.sheet import ClassifiedImage, classification_
 from detr_bf.config import ClassifierConfig, MaskedConfig, config_from_dict
 from detr_bf.config.classification import ImageTransformConfig, PluginsConfig
 from detr_bf.conversion import same_outputs, write_weights
+from detr_bf.data.batches import SampleKey
 from detr_bf.data.checks.annotations import Report
-from detr_bf.data.sample_key import SampleKey
 from detr_bf.engine import (
     Checkpoint,
     Measurement,

@@ -28,10 +28,9 @@ from detr_bf.assembly.training import PRECISIONS, build_groups, epoch_batches, r
 from detr_bf.config import DetectionConfig, config_to_dict
 from detr_bf.config.detection import SplitConfig
 from detr_bf.conversion import CHECKPOINT_SUFFIXES, same_outputs, writing
-from detr_bf.data.batches import SameSizeBatches, aspect_buckets
+from detr_bf.data.batches import SameSizeBatches, SampleKey, aspect_buckets
 from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.coco import CocoDetection, read_annotations
-from detr_bf.data.sample_key import SampleKey
 from detr_bf.data.transforms import resized_size
 from detr_bf.detectors import Detector, detector_named
 from detr_bf.engine import (

@@ -9,7 +9,7 @@ import torch
 
 from detr_bf.assembly import build_train_data, data_source
 from detr_bf.config import DetectionConfig, load_config
-from detr_bf.data.sample_key import SampleKey
+from detr_bf.data.batches import SampleKey
 from detr_bf.engine import RunFolder
 from detr_bf.errors import InputError
 from detr_bf.tasks.detection import DetectionTask, build_evaluation
@@ -61,10 +61,10 @@ def test_a_folder_called_data_there_comes_first(root: Path) -> None:
 def test_a_missing_path_says_where_it_was_looked_for(root: Path) -> None:
     with pytest.raises(InputError) as told:
         data_source(config("data/coco/"), "val")
-    places = [f"{root}/elsewhere/data/coco/val/images", f"{root}/data/coco/val/images", f"{root}/coco/val/images"]
+    candidates = [f"{root}/elsewhere/data/coco/val/images", f"{root}/data/coco/val/images", f"{root}/coco/val/images"]
     assert str(told.value) == (
         "data.val.images is data/coco/val/images, which does not exist; "
-        f"looked for {', '.join(places)} ($DETECTRON2_DATASETS)"
+        f"looked for {', '.join(candidates)} ($DETECTRON2_DATASETS)"
     )
 
 

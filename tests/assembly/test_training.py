@@ -105,7 +105,7 @@ def test_the_first_few_other_classes_are_named() -> None:
     said = str(caught.value)
     assert "class 0 was 'class0', is 'class999'; class 1 was" in said
     assert "class 2 was" in said
-    assert "; and 997 more. Resume with the same data, or start anew with init_from=run/last.pt" in said
+    assert " and 997 more. Resume with the same data, or start anew with init_from=run/last.pt" in said
     assert "class 3 " not in said
     assert "annotation" not in said
 

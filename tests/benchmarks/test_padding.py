@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import padding
-from padding import RECORD, SimulatedEpoch, Sizes, shares
+from padding import RECORD, Sizes, shares
 
 
 def annotations(tmp_path: Path, sizes: list[tuple[int, int]]) -> Path:
@@ -51,21 +51,21 @@ def test_a_record_holds_the_sizes_it_was_made_from(tmp_path: Path) -> None:
 
 def test_the_share_is_that_of_all_batches_together() -> None:
     """A batch of 4 x 6 and 2 x 6 is 4 x 6 twice; one of 3 x 3 and 4 x 6 has 15 of 48 pixels padded."""
-    same = SimulatedEpoch(0, 0, np.array([[4, 6], [2, 6]]))
+    same = (0, 0, np.array([[4, 6], [2, 6]]))
     assert shares(Sizes("", [(1, 1)] * 2), [same], 2, 1) == [12 / 48]
-    assert shares(Sizes("", [(1, 1)] * 2), [SimulatedEpoch(0, 0, np.array([[3, 3], [4, 6]]))], 2, 1) == [15 / 48]
-    four = SimulatedEpoch(0, 0, np.array([[4, 6], [2, 6], [4, 6], [4, 6]]))
+    assert shares(Sizes("", [(1, 1)] * 2), [(0, 0, np.array([[3, 3], [4, 6]]))], 2, 1) == [15 / 48]
+    four = (0, 0, np.array([[4, 6], [2, 6], [4, 6], [4, 6]]))
     assert shares(Sizes("", [(1, 1)] * 4), [four], 2, 1) == [12 / 96]
 
 
 def test_images_go_through_the_training_transforms() -> None:
-    [first, second] = padding.simulated_epochs(Sizes("", [(480, 640)] * 200), 1, 2)
-    shorter = first.sizes.min(axis=1)
+    [(_, _, first), (_, _, second)] = padding.simulated_epochs(Sizes("", [(480, 640)] * 200), 1, 2)
+    shorter = first.min(axis=1)
     assert set(np.unique(shorter)) >= set(range(480, 801, 32))
-    assert first.sizes.max() <= 1333
-    ratios = first.sizes[:, 1] / first.sizes[:, 0]
+    assert first.max() <= 1333
+    ratios = first[:, 1] / first[:, 0]
     assert 0.3 < np.isclose(ratios, 4 / 3, atol=0.01).mean() < 0.7, "half of the images are cropped"
-    assert not np.array_equal(first.sizes, second.sizes)
+    assert not np.array_equal(first, second)
 
 
 def test_the_recorded_sizes_are_those_of_coco_val2017() -> None:

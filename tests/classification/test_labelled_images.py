@@ -12,9 +12,8 @@ from detr_bf.classification.augmentation import EvalTransform, TrainTransform
 from detr_bf.classification.labelled_images import LabelledImageSet
 from detr_bf.classification.mixing import BatchMix, MixedBatch, WithKeys
 from detr_bf.classification.sources.splits import ArrayImages, FileImages, LabelledSplit, array_split, class_map_of
-from detr_bf.data.batches import EpochBatches
+from detr_bf.data.batches import EpochBatches, SampleKey
 from detr_bf.data.loader import make_loader
-from detr_bf.data.sample_key import SampleKey
 from detr_bf.errors import InputError
 from detr_bf.labelled import LabelledImages
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from detr_bf.classification.mixing import BatchMix, MixedBatch
-from detr_bf.data.sample_key import SampleKey
+from detr_bf.data.batches import SampleKey
 from detr_bf.errors import InputError
 from detr_bf.labelled import ClassTargets, LabelledImage, LabelledImages
 

@@ -1,4 +1,4 @@
-"""Values of annotations: doctor, data set and evaluators agree on which can be used."""
+"""Values of annotations: data checks, data set and evaluators accept the same ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BAD_VALUES = [
 
 
 @pytest.mark.parametrize(("change", "code"), BAD_VALUES)
-def test_the_doctor_finds_what_data_set_and_evaluation_refuse(
+def test_the_checks_find_what_data_set_and_evaluation_refuse(
     coco_folder: Factory, tmp_path: Path, change: dict[str, Any], code: str
 ) -> None:
     data, clean = coco_folder(name="val", first_image_id=101), coco_folder()
@@ -76,7 +76,7 @@ def test_the_doctor_finds_what_data_set_and_evaluation_refuse(
         {"segmentation": "none"},
     ],
 )
-def test_what_the_doctor_accepts_is_evaluated(
+def test_values_that_the_checks_accept_are_evaluated(
     coco_folder: Factory, tmp_path: Path, change: dict[str, Any], engine: str
 ) -> None:
     pytest.importorskip(engine)
@@ -119,7 +119,7 @@ BAD_SEGMENTS = [
 
 @pytest.mark.parametrize(("change", "code"), BAD_SEGMENTS)
 @pytest.mark.parametrize("absent", [False, True])
-def test_the_doctor_finds_what_panoptic_evaluation_refuses(
+def test_the_checks_find_what_panoptic_evaluation_refuses(
     panoptic_folder: Factory, tmp_path: Path, change: dict[str, Any], code: str, absent: bool
 ) -> None:
     data = panoptic_folder()
@@ -166,7 +166,7 @@ def test_two_images_that_differ_in_their_extension_alone(panoptic_folder: Factor
     [error] = examine(source, None, num_queries=10, masks=True, cache_dir=tmp_path / "cache").errors
     assert (error.code, error.count) == ("output-name-repeated", 1)
     assert error.example == "image 2, 0001.bmp and image 1, 0001.png"
-    with pytest.raises(InputError, match="images 1 and 2 have one name"):
+    with pytest.raises(InputError, match="images 1 and 2 would give result PNGs of the same name"):
         CocoDetection(data.images, data.annotations, RESIZE, masks=True, panoptic=data.panoptic)
 
 
@@ -217,7 +217,7 @@ def test_valid_values_are_returned_as_they_are() -> None:
     assert object_area({"bbox": [1, 2, 3, 4], "area": 7}) == 7
     assert is_crowd({"iscrowd": 1})
     assert png_name("a/b.tar.jpg") == "a/b.tar.png"
-    with pytest.raises(ValueError, match="no name of a PNG"):
+    with pytest.raises(ValueError, match="cannot be turned into the name of a PNG"):
         png_name("x" * 255)
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from detr_bf.data.batches import EpochBatches, SameSizeBatches, aspect_buckets
-from detr_bf.data.sample_key import SampleKey, derive_seed
+from detr_bf.data.batches import EpochBatches, SameSizeBatches, SampleKey, aspect_buckets, derive_seed
 from detr_bf.errors import InputError
 
 
@@ -18,39 +17,39 @@ def batches(num_samples: int, batch_size: int, **changes: object) -> list[list[S
     return list(EpochBatches(num_samples, batch_size, **settings))
 
 
-def places(chosen: list[list[SampleKey]]) -> list[int]:
-    return [key.place for batch in chosen for key in batch]
+def indices(chosen: list[list[SampleKey]]) -> list[int]:
+    return [key.index for batch in chosen for key in batch]
 
 
 def together(num_samples: int, batch_size: int, world_size: int, **changes: object) -> list[list[SampleKey]]:
-    """What all processes see, batch by batch."""
+    """Keys of all ranks, batch by batch."""
     shares = [batches(num_samples, batch_size, rank=r, world_size=world_size, **changes) for r in range(world_size)]
     return [list(chain(*batch)) for batch in zip(*shares, strict=True)]
 
 
 def test_an_epoch_is_a_seeded_permutation() -> None:
-    order = places(batches(50, 5))
+    order = indices(batches(50, 5))
     assert sorted(order) == list(range(50))
-    assert order == places(batches(50, 5))
-    assert order != places(batches(50, 5, epoch=4))
-    assert order != places(batches(50, 5, seed=1))
+    assert order == indices(batches(50, 5))
+    assert order != indices(batches(50, 5, epoch=4))
+    assert order != indices(batches(50, 5, seed=1))
     assert {key.epoch for batch in batches(50, 5) for key in batch} == {3}
 
 
 def test_one_process_sees_the_permutation_as_it_is() -> None:
     """So that a run of an earlier version can be resumed."""
     order = torch.randperm(50, generator=torch.Generator().manual_seed(derive_seed(0, 3))).tolist()
-    assert places(batches(50, 4)) == order[:48]
+    assert indices(batches(50, 4)) == order[:48]
 
 
 def test_repeated_augmentation_shows_fewer_images_several_times_each() -> None:
     chosen = batches(50, 6, repeats=3)
     assert len(chosen) == len(batches(50, 6)) == 8, "an epoch is as long as without"
     for batch in chosen:
-        assert Counter(key.place for key in batch) == dict.fromkeys({key.place for key in batch}, 3)
+        assert Counter(key.index for key in batch) == dict.fromkeys({key.index for key in batch}, 3)
         assert [key.copy for key in batch] == [0, 0, 1, 1, 2, 2]
-    assert len(set(places(chosen))) == 16, "no image in two batches"
-    assert places(chosen)[:2] == places(batches(50, 6))[:2], "of the same permutation"
+    assert len(set(indices(chosen))) == 16, "no image in two batches"
+    assert indices(chosen)[:2] == indices(batches(50, 6))[:2], "of the same permutation"
     assert batches(50, 6, repeats=3, start_batch=5) == chosen[5:]
 
 
@@ -60,7 +59,7 @@ def test_processes_share_the_copies(world_size: int) -> None:
     assert together(50, 4, world_size, repeats=3) == alone
     for rank in range(world_size):
         mine = batches(50, 4, rank=rank, world_size=world_size, repeats=world_size)
-        assert all(len({key.place for key in batch}) == 4 for batch in mine), "all different where copies = processes"
+        assert all(len({key.index for key in batch}) == 4 for batch in mine), "all different where copies = processes"
 
 
 @pytest.mark.parametrize(("num_samples", "size"), [(50, 4), (3, 3), (1, 1)])
@@ -68,17 +67,17 @@ def test_copies_fill_a_batch_that_is_no_multiple(num_samples: int, size: int) ->
     for batch in batches(num_samples, 4, repeats=3):
         assert len(batch) == size
         assert len(set(batch)) == size, "keys differ"
-        assert max(Counter(key.place for key in batch).values()) <= 3
+        assert max(Counter(key.index for key in batch).values()) <= 3
 
 
 def test_random_numbers_of_a_single_copy_are_those_of_earlier_versions() -> None:
-    assert SampleKey(3, 7).mixed_with(5) == derive_seed(5, 3, 7)
-    assert SampleKey(3, 7).mixed_with(5, 2) == derive_seed(5, 3, 7, 2)
-    seeds = [SampleKey(3, 7, copy).mixed_with(5, attempt) for copy in range(3) for attempt in range(3)]
+    assert SampleKey(3, 7).sample_seed(5) == derive_seed(5, 3, 7)
+    assert SampleKey(3, 7).sample_seed(5, 2) == derive_seed(5, 3, 7, 2)
+    seeds = [SampleKey(3, 7, copy).sample_seed(5, attempt) for copy in range(3) for attempt in range(3)]
     assert len(set(seeds)) == 9
 
 
-BUCKETS = [place * 7 % 3 for place in range(50)]
+BUCKETS = [index * 7 % 3 for index in range(50)]
 
 
 @pytest.mark.parametrize("buckets", [None, BUCKETS])
@@ -111,8 +110,8 @@ def test_processes_see_together_what_one_sees_with_as_many_images(world_size: in
 def test_a_single_incomplete_batch_is_dealt_out_evenly(num_samples: int, shares: list[int]) -> None:
     dealt = [batches(num_samples, 4, rank=rank, world_size=3) for rank in range(3)]
     assert [[len(batch) for batch in process] for process in dealt] == [[share] for share in shares]
-    assert [places(process) for process in dealt] == [
-        part.tolist() for part in np.array_split(places(batches(num_samples, 12)), 3)
+    assert [indices(process) for process in dealt] == [
+        part.tolist() for part in np.array_split(indices(batches(num_samples, 12)), 3)
     ]
 
 
@@ -122,14 +121,14 @@ def test_fewer_images_than_processes_are_refused() -> None:
 
 
 def groups_of(chosen: list[list[SampleKey]], buckets: Sequence[int]) -> list[set[int]]:
-    return [{buckets[key.place] for key in batch} for batch in chosen]
+    return [{buckets[key.index] for key in batch} for batch in chosen]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 7, 60])
 def test_buckets_change_neither_the_number_of_batches_nor_that_an_image_comes_once(batch_size: int) -> None:
     chosen = batches(50, batch_size, buckets=BUCKETS)
     assert [len(batch) for batch in chosen] == [len(batch) for batch in batches(50, batch_size)]
-    assert max(Counter(places(chosen)).values()) == 1
+    assert max(Counter(indices(chosen)).values()) == 1
 
 
 def test_batches_are_of_one_bucket_but_for_what_is_left_over() -> None:
@@ -148,7 +147,7 @@ def test_neighbouring_buckets_share_what_is_left_over() -> None:
 
 def test_chance_decides_which_images_are_left_out() -> None:
     buckets = [0] * 3 + [1] * 3
-    seen = [places(batches(6, 4, epoch=epoch, buckets=buckets)) for epoch in range(100)]
+    seen = [indices(batches(6, 4, epoch=epoch, buckets=buckets)) for epoch in range(100)]
     missing = Counter(chain(*(set(range(6)).difference(four) for four in seen)))
     assert set(missing) == set(range(6)), "each image in some epoch"
     assert min(missing.values()) > 15, "33 times on average"
@@ -167,17 +166,17 @@ def test_the_order_of_bucketed_batches_is_random() -> None:
 
 def test_evaluation_puts_images_of_one_size_together_and_each_comes_once() -> None:
     sizes = [(4, 6), (6, 4), (4, 6), None, (4, 6), None, (6, 4), (4, 6)]
-    chosen = [[key.place for key in batch] for batch in SameSizeBatches(sizes, 2)]
+    chosen = [[key.index for key in batch] for batch in SameSizeBatches(sizes, 2)]
     assert chosen == [[0, 2], [4, 7], [1, 6], [3], [5]]
-    assert [[key.place for key in batch] for batch in SameSizeBatches(sizes, 1)] == [
+    assert [[key.index for key in batch] for batch in SameSizeBatches(sizes, 1)] == [
         [i] for i in (0, 2, 4, 7, 1, 6, 3, 5)
     ]
-    shares = [[[key.place for key in batch] for batch in SameSizeBatches(sizes, 2, rank, 2)] for rank in range(2)]
+    shares = [[[key.index for key in batch] for batch in SameSizeBatches(sizes, 2, rank, 2)] for rank in range(2)]
     assert shares == [[[0, 2], [1, 6], [5]], [[4, 7], [3]]]
 
 
 def test_evaluation_resumes_at_any_batch_of_a_process() -> None:
-    sizes = [(4, place // 3) for place in range(20)]
+    sizes = [(4, index // 3) for index in range(20)]
     whole = SameSizeBatches(sizes, 2, 1, 3)
     rest = SameSizeBatches(sizes, 2, 1, 3, start_batch=2)
     assert list(rest) == list(whole)[2:]

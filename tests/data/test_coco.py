@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
+from detr_bf.data.batches import SampleKey, derive_seed
 from detr_bf.data.coco import CocoDetection, read_annotations
-from detr_bf.data.sample_key import SampleKey, derive_seed
 from detr_bf.data.transforms import eval_transform, train_transform
 from detr_bf.errors import InputError
 from detr_bf.structures import ClassMap
@@ -149,7 +149,7 @@ def test_augmentation_is_a_function_of_seed_epoch_and_place(coco_folder: Factory
 
     def sizes(seed: int, epoch: int) -> list[tuple[int, int]]:
         samples = dataset(data, transform=TRAINING, seed=seed)
-        return [samples[SampleKey(epoch, place % 4)][1].size for place in range(4)]
+        return [samples[SampleKey(epoch, index % 4)][1].size for index in range(4)]
 
     torch.manual_seed(1)
     first = sizes(0, 0)
@@ -168,7 +168,7 @@ def test_loading_a_sample_leaves_the_global_generator_alone(coco_folder: Factory
 
 
 def test_mixed_seeds_differ() -> None:
-    seeds = {derive_seed(seed, epoch, place) for seed in range(5) for epoch in range(5) for place in range(20)}
+    seeds = {derive_seed(seed, epoch, index) for seed in range(5) for epoch in range(5) for index in range(20)}
     assert len({seed & 0xFFFFFFFF for seed in seeds}) == 500  # torch's CPU generator uses the lower half
     assert derive_seed(1, 23) != derive_seed(12, 3)
 
@@ -293,10 +293,10 @@ def filled(*boxes: Sequence[int]) -> torch.Tensor:
 
 def test_segmentations_become_masks_at_the_size_of_the_image(coco_folder: Factory) -> None:
     data = segmented(coco_folder())
-    for place in range(4):
-        _, target = dataset(data, masks=True)[SampleKey(0, place)]
-        _, plain = dataset(data)[SampleKey(0, place)]
-        annotations = data.content["annotations"][2 * place : 2 * place + 2]
+    for index in range(4):
+        _, target = dataset(data, masks=True)[SampleKey(0, index)]
+        _, plain = dataset(data)[SampleKey(0, index)]
+        annotations = data.content["annotations"][2 * index : 2 * index + 2]
         assert target.masks.dtype == torch.bool
         assert torch.equal(target.masks, filled(*(annotation["bbox"] for annotation in annotations)))
         assert torch.equal(target.boxes, plain.boxes)

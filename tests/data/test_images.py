@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from PIL.ImageFile import ImageFile
 
-from detr_bf.data.images import ImageFacts, ImageSizes, check_image, decode_image, read_image
-from detr_bf.data.panoptic import read_ids
+from detr_bf.data.images import ImageSizes, check_image, decode_image, read_image
+from detr_bf.data.masks import read_ids
 from detr_bf.errors import InputError
 
 RED, BLUE = (220, 20, 20), (20, 20, 220)
@@ -98,13 +98,13 @@ def test_16_bit_grey_is_scaled_by_the_bits_it_uses(
     Image.fromarray(np.array([values], dtype=np.uint16)).save(tmp_path / name)
     assert read_image(tmp_path / name)[0].tolist() == [shown]
     assert torch.equal(decode_image((tmp_path / name).read_bytes()), read_image(tmp_path / name))
-    assert check_image((tmp_path / name).read_bytes()) == ImageFacts(ImageSizes((1, 4), (1, 4)), depth)
+    assert check_image((tmp_path / name).read_bytes()) == (ImageSizes((1, 4), (1, 4)), depth)
 
 
 def test_16_bit_colour_is_read_by_its_upper_bits(tmp_path: Path) -> None:
     data = png(1, 1, zlib.compress(b"\0" + struct.pack(">HHH", 0x1234, 0xABCD, 0x00FF)))
     assert decode_image(data).flatten().tolist() == [0x12, 0xAB, 0]
-    assert check_image(data).depth == 16
+    assert check_image(data)[1] == 16
     (tmp_path / "ids.png").write_bytes(data)
     with pytest.raises(InputError, match=r"ids\.png is a RGB image of 16 bits"):
         read_ids(tmp_path / "ids.png")

@@ -13,10 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from detr_bf.data.batches import EpochBatches, SameSizeBatches
+from detr_bf.data.batches import EpochBatches, SameSizeBatches, SampleKey
 from detr_bf.data.coco import CocoDetection
 from detr_bf.data.loader import MAX_DEATHS, WorkerDiedError, make_loader, steady
-from detr_bf.data.sample_key import SampleKey
 from detr_bf.data.transforms import train_transform
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.structures import Batch, Target
@@ -139,7 +138,7 @@ def test_another_image_stands_in_for_one_that_cannot_be_read(coco_folder: Factor
     assert str(broken) in message
 
 
-def test_who_stands_in_depends_on_seed_epoch_and_place_alone(coco_folder: Factory) -> None:
+def test_who_stands_in_depends_on_seed_epoch_and_index_alone(coco_folder: Factory) -> None:
     data = coco_folder(num_images=8)
     for image_id in (2, 3, 5, 8):
         (data.images / f"{image_id:04d}.png").unlink()
@@ -239,7 +238,7 @@ class Deadly(CocoDetection):
 
     def __getitem__(self, key: SampleKey) -> tuple[torch.Tensor, Target]:
         deaths = len(list(self.grave.iterdir()))
-        if key.place == self.place and deaths < self.lives:
+        if key.index == self.place and deaths < self.lives:
             (self.grave / str(deaths)).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(key)
@@ -265,7 +264,7 @@ def test_a_worker_that_dies_while_its_batch_is_waited_for(coco_folder: Factory, 
 
 def test_workers_that_keep_dying_end_the_training(coco_folder: Factory, tmp_path: Path) -> None:
     dataset = deadly(coco_folder(num_images=12), tmp_path, 1000)
-    dataset.place = next(iter(EpochBatches(len(dataset), 2, seed=5, epoch=1)))[0].place  # no batch comes in between
+    dataset.place = next(iter(EpochBatches(len(dataset), 2, seed=5, epoch=1)))[0].index  # no batch comes in between
     starts: list[int] = []
     with pytest.raises(TrainingError, match=rf"died {MAX_DEATHS} times .* was killed by signal 9 .*data.workers"):
         list(steady(maker(dataset, starts), 0))

@@ -168,8 +168,8 @@ def test_damaged_run_lengths_are_refused_or_still_cover_the_image() -> None:
     random = np.random.default_rng(0)
     read = 0
     for _ in range(2000):
-        place = int(random.integers(len(text)))
-        damaged = {**good, "counts": text[:place] + chr(int(random.integers(48, 112))) + text[place + 1 :]}
+        index = int(random.integers(len(text)))
+        damaged = {**good, "counts": text[:index] + chr(int(random.integers(48, 112))) + text[index + 1 :]}
         try:
             parts = parts_of(damaged, SIZE)
         except ValueError:

@@ -14,14 +14,12 @@ from torchvision.ops import box_convert
 
 from detr_bf.assembly import build_train_data, build_val_data, data_source
 from detr_bf.config import load_config
-from detr_bf.data.batches import EpochBatches
+from detr_bf.data.batches import EpochBatches, SampleKey
 from detr_bf.data.coco import CocoDetection, read_annotations
 from detr_bf.data.loader import make_loader
-from detr_bf.data.panoptic import SegmentExtent, read_ids, segment_extents
-from detr_bf.data.sample_key import SampleKey
+from detr_bf.data.masks import SegmentExtent, encoded_ids, read_ids, segment_extents
 from detr_bf.data.transforms import eval_transform, train_transform
 from detr_bf.errors import InputError
-from detr_bf.panoptic_png import write_ids
 from detr_bf.structures import Batch, ClassMap, Target
 
 Factory = Callable[..., SimpleNamespace]
@@ -33,17 +31,17 @@ def dataset(data: SimpleNamespace, **changes: object) -> CocoDetection:
     return CocoDetection(data.images, data.annotations, **settings)
 
 
-def target(data: SimpleNamespace, place: int = 0, **changes: object) -> Target:
-    return dataset(data, **changes)[SampleKey(0, place)][1]
+def target(data: SimpleNamespace, index: int = 0, **changes: object) -> Target:
+    return dataset(data, **changes)[SampleKey(0, index)][1]
 
 
-def objects(data: SimpleNamespace, place: int = 0) -> list[dict[str, object]]:
+def objects(data: SimpleNamespace, index: int = 0) -> list[dict[str, object]]:
     """The segments of an image that are not crowds, as they stand in the JSON."""
-    return [segment for segment in data.content["annotations"][place]["segments_info"] if not segment["iscrowd"]]
+    return [segment for segment in data.content["annotations"][index]["segments_info"] if not segment["iscrowd"]]
 
 
-def segment_ids(data: SimpleNamespace, place: int = 0) -> Tensor:
-    return read_ids(data.panoptic / data.content["annotations"][place]["file_name"])
+def segment_ids(data: SimpleNamespace, index: int = 0) -> Tensor:
+    return read_ids(data.panoptic / data.content["annotations"][index]["file_name"])
 
 
 def corners(found: Target) -> Tensor:
@@ -123,15 +121,15 @@ def test_a_panoptic_folder_changes_nothing_without_masks(panoptic_folder: Factor
     assert given.masks is None
 
 
-@pytest.mark.parametrize("place", range(4))
-def test_masks_are_the_pixels_of_the_segments(panoptic_folder: Factory, place: int) -> None:
+@pytest.mark.parametrize("index", range(4))
+def test_masks_are_the_pixels_of_the_segments(panoptic_folder: Factory, index: int) -> None:
     data = panoptic_folder()
-    found, ids = target(data, place), segment_ids(data, place)
+    found, ids = target(data, index), segment_ids(data, index)
     assert found.masks is not None
     assert type(found.masks) is Tensor
     assert found.masks.dtype == torch.bool
     assert found.masks.shape == (4, 48, 64)
-    for mask, segment in zip(found.masks, objects(data, place), strict=True):
+    for mask, segment in zip(found.masks, objects(data, index), strict=True):
         assert torch.equal(mask, ids == segment["id"])
         assert mask.sum() == segment["area"]
 
@@ -151,7 +149,7 @@ def test_segments_without_a_pixel_are_dropped_in_step(panoptic_folder: Factory) 
     ids = segment_ids(data)
     second = objects(data)[1]
     ids[ids == second["id"]] = 0
-    write_ids(data.panoptic / "0001_segments.png", ids)
+    (data.panoptic / "0001_segments.png").write_bytes(encoded_ids(ids))
     found = target(data)
     assert found.labels.tolist() == [0, 2, 3]
     for mask, segment in zip(found.masks, [objects(data)[i] for i in (0, 2, 3)], strict=True):
@@ -179,20 +177,20 @@ def test_segment_ids_mean_something_in_their_image_alone(panoptic_folder: Factor
         for number, segment in enumerate(annotation["segments_info"], start=1):
             ids[ids == segment["id"]] = number
             segment["id"] = number
-        write_ids(path, ids)
+        path.write_bytes(encoded_ids(ids))
     data.save()
-    for place in range(2):
-        ids = segment_ids(data, place)
-        for mask, segment in zip(target(data, place).masks, objects(data, place), strict=True):
+    for index in range(2):
+        ids = segment_ids(data, index)
+        for mask, segment in zip(target(data, index).masks, objects(data, index), strict=True):
             assert torch.equal(mask, ids == segment["id"])
 
 
 def test_annotations_may_come_in_any_order(panoptic_folder: Factory) -> None:
     data = panoptic_folder()
-    before = [target(data, place).masks for place in range(4)]
+    before = [target(data, index).masks for index in range(4)]
     data.content["annotations"].reverse()
     data.save()
-    assert all(torch.equal(target(data, place).masks, masks) for place, masks in enumerate(before))
+    assert all(torch.equal(target(data, index).masks, masks) for index, masks in enumerate(before))
 
 
 def test_masks_have_the_size_of_the_resized_image(panoptic_folder: Factory) -> None:
@@ -219,8 +217,8 @@ TRAINING = train_transform(
 def test_augmented_masks_lie_on_the_colour_of_their_class(panoptic_folder: Factory, epoch: int) -> None:
     colours = torch.tensor([[250, 120, 20], [20, 250, 120], [60, 60, 200], [150, 150, 150], [0, 0, 0]]).float()
     samples = dataset(panoptic_folder(), transform=TRAINING)
-    for place in range(4):
-        image, found = samples[SampleKey(epoch, place)]
+    for index in range(4):
+        image, found = samples[SampleKey(epoch, index)]
         assert found.masks.shape == (len(found.labels), *found.size)
         assert len(found.boxes) == len(found.labels)
         for mask, label in zip(found.masks, found.labels.tolist(), strict=True):

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
-from torchvision.tv_tensors import BoundingBoxes, Image, Mask
+from torchvision.tv_tensors import BoundingBoxes, Image, Mask, wrap
 
+from detr_bf.assembly.data import build_train_data
+from detr_bf.config import load_config
+from detr_bf.data.batches import SampleKey
 from detr_bf.data.transforms import (
+    TRANSFORMS,
     RandomSizeCrop,
     Sample,
     SampleTransform,
@@ -13,6 +20,7 @@ from detr_bf.data.transforms import (
     resized_size,
     train_transform,
 )
+from detr_bf.errors import InputError
 
 
 def sample(height: int, width: int, *corners: tuple[int, int, int, int]) -> Sample:
@@ -69,7 +77,7 @@ def test_evaluation_resizes_image_and_boxes() -> None:
     assert masks is None
 
 
-def training(**changes: float) -> SampleTransform:
+def training(**changes: object) -> SampleTransform:
     settings = {"horizontal_flip": 0.5, "random_crop": 0.5, "crop_min": 40, "crop_max": 70, "max_size": 160}
     return train_transform(short_sides=[80, 96, 112], crop_short_sides=[60, 90], **{**settings, **changes})
 
@@ -217,3 +225,35 @@ def test_images_without_objects_pass_with_masks() -> None:
         image, boxes, _, masks = training()(with_masks(sample(70, 100)))
         assert boxes.shape == (0, 4)
         assert masks.shape == (0, *image.shape[-2:])
+
+
+def test_extra_transforms_are_applied_after_the_standard_ones(
+    coco_folder: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line registers a transform, the config names it, the training data uses it."""
+    seen = []
+
+    def inverted(sample: Sample) -> Sample:
+        seen.append(tuple(sample.image.shape[-2:]))
+        return sample._replace(image=wrap(255 - sample.image, like=sample.image))
+
+    monkeypatch.setitem(TRANSFORMS, "inverted", inverted)
+    data = coco_folder()
+    paths = [f"data.train.images={data.images}", f"data.train.annotations={data.annotations}"]
+    plain = build_train_data(load_config(None, paths))[SampleKey(0, 0)]
+    image, target = build_train_data(load_config(None, [*paths, "data.transforms.extra=[inverted]"]))[SampleKey(0, 0)]
+    assert torch.equal(image, 255 - plain[0])
+    assert seen == [target.size]
+    assert torch.equal(target.boxes, plain[1].boxes)
+
+
+def test_registered_transforms_keep_the_form_of_a_sample() -> None:
+    for name in TRANSFORMS:
+        image, boxes, labels, _ = training(extra=[name])(sample(200, 300, (10, 12, 145, 140)))
+        assert image.dtype == torch.uint8
+        assert len(boxes) == len(labels)
+
+
+def test_an_unknown_extra_transform_is_refused() -> None:
+    with pytest.raises(InputError, match=r"data\.transforms\.extra .*'wings', expected .*photometric_distort"):
+        training(extra=["photometric_distort", "wings"])

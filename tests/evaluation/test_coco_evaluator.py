@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from detr_bf.data.panoptic import read_ids
+from detr_bf.data.masks import read_ids
 from detr_bf.errors import InputError
-from detr_bf.evaluation import CocoEvaluator, CocoSummary, engines, merge_shards, to_coco_results, write_results
+from detr_bf.evaluation import CocoEvaluator, CocoSummary, merge_shards, to_coco_results, write_results
 from detr_bf.evaluation import coco as coco_module
 from detr_bf.postprocess import encoded
 from detr_bf.structures import ClassMap, Detections
@@ -235,11 +235,11 @@ def test_bad_annotation_files_and_options(coco_folder: CocoFolder, tmp_path: Pat
 
 
 def test_auto_takes_hotcoco_only_when_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engines.resolve_engine("auto") == "hotcoco"
-    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
-    assert engines.resolve_engine("auto") == "pycocotools"
+    assert coco_module.resolve_engine("auto") == "hotcoco"
+    monkeypatch.setattr(coco_module.importlib.util, "find_spec", lambda name: None)
+    assert coco_module.resolve_engine("auto") == "pycocotools"
     with pytest.raises(InputError, match=r"pip install 'detr_bf\[fast-eval\]'"):
-        engines.resolve_engine("hotcoco")
+        coco_module.resolve_engine("hotcoco")
 
 
 def test_the_engines_print_nothing(coco_folder: CocoFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,7 +315,7 @@ def test_engines_agree_bit_for_bit_with_each_other_and_with_pycocotools_own_summ
         content, results = with_masks(content, results)
     limits = (1, 10, 100)
     runs = [
-        engines.match_and_accumulate(
+        coco_module.match_and_accumulate(
             engine, json.loads(json.dumps(content)), json.loads(json.dumps(results)), limits, kind
         )
         for engine in ENGINES

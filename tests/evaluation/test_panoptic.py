@@ -15,10 +15,10 @@ import pytest
 import torch
 from PIL import Image
 
-from detr_bf.data.panoptic import read_ids
+from detr_bf.data.annotation_values import MAX_ID
+from detr_bf.data.masks import read_ids
 from detr_bf.errors import InputError
 from detr_bf.evaluation import PanopticEvaluator, PanopticSummary, write_panoptic
-from detr_bf.panoptic_png import MAX_ID
 from detr_bf.structures import ClassMap, PanopticMap, Segment
 from tests.references.panoptic_quality import Scene, averages, random_split, scene, tallies
 

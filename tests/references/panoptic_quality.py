@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from detr_bf.panoptic_png import MAX_ID
+from detr_bf.data.annotation_values import MAX_ID
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import detr_bf
-from detr_bf.data.panoptic import read_ids
+from detr_bf.data.masks import read_ids
 from detr_bf.engine import load_checkpoint
 from detr_bf.errors import InputError
 from detr_bf.evaluation import PanopticFile

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torchvision.datasets import FashionMNIST
 
+from detr_bf.classification.sources.debian import Package, unpacked
 from detr_bf.classification.sources.splits import LabelledSplits, array_split, class_map_of, fetching
-from detr_bf.data.samples.debian import Package, unpacked
 from detr_bf.errors import InputError
 
 PACKAGE = Package(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import count, islice
 from pathlib import Path
 
@@ -15,12 +15,11 @@ from detr_bf.classification.sources.splits import FileImages, LabelledSplit, Lab
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.errors import InputError
 from detr_bf.files import is_file, is_folder, read_regular
-from detr_bf.text import printable
+from detr_bf.text import listed, printable
 
 _MAX_LIST_BYTES = 2**30
 _BLANKS = string.whitespace + ","  # between path and label
 _DIGITS = 18  # of a label, which is an int64
-_NAMED = 10  # classes that a message names
 
 
 def image_folder(root: str, train: str = "train", val: str = "val", max_pixels: int = MAX_PIXELS) -> LabelledSplits:
@@ -58,12 +57,7 @@ def _class_names(folder: Path) -> list[str]:
 def _alone(names: Sequence[str], others: Sequence[str]) -> str:
     """The first of those that are none of the others."""
     alone = sorted(set(names) - set(others))
-    return _listed(alone, len(alone)) or "none"
-
-
-def _listed(names: Iterable[str], total: int) -> str:
-    few = [printable(name) for name in islice(names, _NAMED)]
-    return ", ".join(few) + (f" and {total - len(few)} more" if total > len(few) else "")
+    return listed(alone) or "none"
 
 
 def _folder_split(folder: Path, classes: Sequence[str], max_pixels: int) -> LabelledSplit:
@@ -101,7 +95,7 @@ def image_list(root: str, train: str, val: str, max_pixels: int = MAX_PIXELS) ->
         gaps = (str(label) for label in count() if label not in known)
         raise InputError(
             f"{split.origin}: labels must be 0 to {found[-1]} without gaps, but no line has "
-            f"{_listed(islice(gaps, missing), missing)}: number the classes anew, in both lists"
+            f"{listed(islice(gaps, missing), total=missing)}: number the classes anew, in both lists"
         )
     return LabelledSplits(split, _list_split(folder, val, max_pixels), class_map_of([str(label) for label in found]))
 

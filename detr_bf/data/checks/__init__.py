@@ -1,1 +1,1 @@
-"""Validation of detection data before training."""
+"""Checks of detection data before training: all errors and warnings at once, with counts and examples."""

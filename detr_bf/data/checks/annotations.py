@@ -1,7 +1,6 @@
-"""Examine a data set before the first training step: everything that is wrong, at once, with counts and examples.
+"""Checks of annotations and image files, and :func:`examine`, which runs all checks of both splits.
 
-An error would stop the training, or silently spoil it or its evaluation. A warning is handled in a defined way, which
-its line in the table states.
+Errors stop training or make its results wrong. Warnings are handled as their line in the table says.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from detr_bf.data.annotation_values import is_box, is_crowd, is_id, object_area,
 from detr_bf.data.checks.files import ImageRecord, MapRecord, check_files, existing_name
 from detr_bf.data.checks.masks import MASK_CHECKS
 from detr_bf.data.checks.report import (
-    Check,
+    CheckList,
     Finding,
     Split,
     annotation_text,
@@ -30,14 +29,17 @@ from detr_bf.data.images import MAX_PIXELS
 from detr_bf.files import cache_folder
 from detr_bf.text import printable
 
-_ROUNDING = 1.0  # pixels by which a box may exceed the image before it is worth a warning
+_ROUNDING = 1.0  # pixels by which a box may exceed the image without a warning
+
+CHECKS = CheckList()  # of one split
+PAIR_CHECKS = CheckList()  # of both splits
 
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of :func:`examine`."""
+    """Result of :func:`examine`."""
 
-    contents: tuple[str, ...]  # one line a split: how much there is
+    contents: tuple[str, ...]  # one line a split: numbers of images, objects, classes
     findings: tuple[Finding, ...]  # errors first
 
     @property
@@ -49,7 +51,7 @@ class Report:
         return tuple(finding for finding in self.findings if finding.severity == "warning")
 
     def __str__(self) -> str:
-        """The contents, one aligned table of the findings if there are any, and a closing line."""
+        """Return the contents, a table of the findings if there are any, and a summary line."""
         outcome = f"{len(self.errors)} errors, {len(self.warnings)} warnings"
         return "\n".join((*self.contents, *(_table(self.findings) if self.findings else ()), outcome))
 
@@ -64,17 +66,24 @@ def examine(
     workers: int = 1,
     max_pixels: int = MAX_PIXELS,
 ) -> Report:
-    """Run every check on both splits; ``val`` may be None.
+    """Run all checks on the training split and, if given, the validation split.
 
-    ``num_queries`` is how many objects an image the detector can find; ``masks`` says that it is to find their masks,
-    which are then checked too; ``workers`` threads read the image files that the cache in ``cache_dir`` does not know,
-    and none of more than ``max_pixels`` pixels.
-    Raises :class:`InputError` when a folder is missing or a file is not COCO at all.
+    Args:
+        train: paths of the training split.
+        val: paths of the validation split, or None.
+        num_queries: number of objects that the detector can find in an image.
+        masks: check the masks too.
+        cache_dir: folder of the cache of image files that were read before.
+        workers: threads that read image files.
+        max_pixels: limit of an image.
+
+    Raises:
+        InputError: a folder is missing or a file is not a COCO file.
     """
     cache_dir = cache_dir or cache_folder("doctor")
     named = {"train": train} | ({"val": val} if val else {})
     splits = [_open(name, source, num_queries, masks, cache_dir, workers, max_pixels) for name, source in named.items()]
-    checks = CHECKS + MASK_CHECKS
+    checks = [*CHECKS, *MASK_CHECKS]
     findings = [finding for split in splits for check in checks if (finding := check.on(split.name, split))]
     if len(splits) == 2:
         findings += [finding for check in PAIR_CHECKS if (finding := check.on("train, val", *splits))]
@@ -102,6 +111,7 @@ def _summary(split: Split) -> str:
     return f"{split.name}: {counts} ({printable(split.content.path)})"
 
 
+@CHECKS.add("error", "file-missing", "the image file does not exist")
 def _missing_files(split: Split) -> Iterator[str]:
     for image in split.content.images:
         if not split.file(image):
@@ -109,6 +119,7 @@ def _missing_files(split: Split) -> Iterator[str]:
             yield image_text(image) + (f"; exists as {printable(other)}" if other else "")
 
 
+@CHECKS.add("error", "file-unreadable", "the image cannot be decoded")
 def _unreadable_files(split: Split) -> Iterator[str]:
     for image in split.content.images:
         record = split.file(image)
@@ -116,7 +127,8 @@ def _unreadable_files(split: Split) -> Iterator[str]:
             yield f"{image_text(image)}: {record.problem}"
 
 
-def _sizes_that_disagree(split: Split) -> Iterator[str]:
+@CHECKS.add("error", "size-differs", "width and height are not the file's")
+def _wrong_sizes(split: Split) -> Iterator[str]:
     for image in split.content.images:
         record = split.file(image)
         if record and record.sizes:
@@ -126,6 +138,7 @@ def _sizes_that_disagree(split: Split) -> Iterator[str]:
                 yield f"{image_text(image)}: {error}"
 
 
+@CHECKS.add("warning", "size-not-rotated", "size before EXIF rotation: not rotated")
 def _sizes_before_rotation(split: Split) -> Iterator[str]:
     for image in split.content.images:
         record, size = split.file(image), annotated_size(image)
@@ -133,73 +146,72 @@ def _sizes_before_rotation(split: Split) -> Iterator[str]:
             yield f"{image_text(image)}: {size[1]} x {size[0]} pixels"
 
 
-def _repeated_image_ids(split: Split) -> Iterator[str]:
-    return (f"id {value}" for value in repeated(image["id"] for image in split.content.images))
-
-
-def _repeated_annotation_ids(split: Split) -> Iterator[str]:
-    if split.content.maps is None:  # segments are numbered anew in every image
-        ids = repeated(a["id"] for a in split.content.annotations if is_id(a.get("id")))
-        yield from (f"id {value}" for value in ids)
-
-
-def _annotation_ids_not_whole(split: Split) -> Iterator[str]:
-    return (annotation_text(a) for a in split.content.annotations if "id" in a and not is_id(a["id"]))
-
-
-def _repeated_files(split: Split) -> Iterator[str]:
-    return (str(value) for value in repeated(image["file_name"] for image in split.content.images))
-
-
-def _unknown_categories(split: Split) -> Iterator[str]:
-    for annotation in split.content.annotations:
-        if annotation["category_id"] not in split.names:
-            yield f"{annotation_text(annotation)}: category {annotation['category_id']}"
-
-
-def _unknown_images(split: Split) -> Iterator[str]:
-    return (annotation_text(a) for a in split.content.annotations if a["image_id"] not in split.images)
-
-
-def _boxes_not_numbers(split: Split) -> Iterator[str]:
-    return (box_text(annotation) for annotation in split.content.annotations if not is_box(annotation.get("bbox")))
-
-
-def _crowds_of_no_number(split: Split) -> Iterator[str]:
-    return _refused(split.content.annotations, partial(is_crowd, required=split.maps_wanted))
-
-
-def _areas_of_no_number(split: Split) -> Iterator[str]:
-    boxes = (a for a in split.content.annotations if split.maps_wanted or is_box(a.get("bbox")))
-    return _refused(boxes, segment_area if split.maps_wanted else object_area)
-
-
-def _refused(annotations: Iterable[Mapping[str, Any]], read: Callable[[Mapping[str, Any]], Any]) -> Iterator[str]:
-    """The annotations in which ``read`` finds a value that cannot be used."""
-    for annotation in annotations:
-        try:
-            read(annotation)
-        except ValueError as error:
-            yield f"{annotation_text(annotation)}: {error}"
-
-
-def _deep_images(split: Split) -> Iterator[str]:
+@CHECKS.add("warning", "image-16-bit", "scaled to 8 bits: grey from the bits in use, colour from the upper 8")
+def _images_of_16_bits(split: Split) -> Iterator[str]:
     for image in split.content.images:
         record = split.file(image)
         if record and record.depth:
             yield f"{image_text(image)}: {record.depth} of 16 bits"
 
 
-def _dropped_categories(split: Split) -> Iterator[str]:
-    return (f"{category['id']} ({category['name']})" for category in split.content.parents)
+@CHECKS.add("error", "image-id-repeated", "one id for several images")
+def _repeated_image_ids(split: Split) -> Iterator[str]:
+    return (f"id {value}" for value in repeated(image["id"] for image in split.content.images))
 
 
+@CHECKS.add("warning", "annotation-id-repeated", "ids are not used here, but other tools need distinct ones")
+def _repeated_annotation_ids(split: Split) -> Iterator[str]:
+    if split.content.maps is None:  # segment ids are unique only within an image
+        ids = repeated(a["id"] for a in split.content.annotations if is_id(a.get("id")))
+        yield from (f"id {value}" for value in ids)
+
+
+@CHECKS.add("warning", "annotation-id-no-number", "ids are not used here, but other tools need numbers")
+def _invalid_annotation_ids(split: Split) -> Iterator[str]:
+    return (annotation_text(a) for a in split.content.annotations if "id" in a and not is_id(a["id"]))
+
+
+@CHECKS.add("warning", "file-repeated", "the file is listed several times and counts each time")
+def _repeated_files(split: Split) -> Iterator[str]:
+    return (str(value) for value in repeated(image["file_name"] for image in split.content.images))
+
+
+@CHECKS.add("error", "category-unknown", "the category is not in categories")
+def _unknown_categories(split: Split) -> Iterator[str]:
+    for annotation in split.content.annotations:
+        if annotation["category_id"] not in split.names:
+            yield f"{annotation_text(annotation)}: category {annotation['category_id']}"
+
+
+@CHECKS.add("error", "image-unknown", "the annotation's image is not in images")
+def _unknown_images(split: Split) -> Iterator[str]:
+    return (annotation_text(a) for a in split.content.annotations if a["image_id"] not in split.images)
+
+
+@CHECKS.add("error", "box-not-numbers", "bbox is not four finite numbers")
+def _invalid_boxes(split: Split) -> Iterator[str]:
+    return (box_text(annotation) for annotation in split.content.annotations if not is_box(annotation.get("bbox")))
+
+
+@CHECKS.add("error", "iscrowd-unknown", "iscrowd is not 0 or 1")
+def _invalid_iscrowd(split: Split) -> Iterator[str]:
+    return _invalid_values(split.content.annotations, partial(is_crowd, required=split.maps_wanted))
+
+
+@CHECKS.add("error", "area-not-number", "area is not a number; the evaluation needs it")
+def _invalid_areas(split: Split) -> Iterator[str]:
+    boxes = (a for a in split.content.annotations if split.maps_wanted or is_box(a.get("bbox")))
+    return _invalid_values(boxes, segment_area if split.maps_wanted else object_area)
+
+
+@CHECKS.add("warning", "box-without-area", "width or height is not positive: dropped")
 def _boxes_without_area(split: Split) -> Iterator[str]:
     for annotation in split.objects:
         if is_box(annotation.get("bbox")) and min(annotation["bbox"][2:]) <= 0:
             yield box_text(annotation)
 
 
+@CHECKS.add("warning", "box-outside", "the box exceeds the image: clipped, or dropped if outside")
 def _boxes_outside(split: Split) -> Iterator[str]:
     for annotation in split.objects:
         image = split.images.get(annotation["image_id"])
@@ -208,16 +220,13 @@ def _boxes_outside(split: Split) -> Iterator[str]:
             yield f"{box_text(annotation)} in {size[1]} x {size[0]} pixels"
 
 
-def _exceeds(bbox: list[float], size: tuple[int, int]) -> bool:
-    x, y, width, height = bbox
-    return min(x, y, size[1] - (x + width), size[0] - (y + height)) < -_ROUNDING
-
-
+@CHECKS.add("warning", "image-without-objects", "kept as a background image")
 def _images_without_objects(split: Split) -> Iterator[str]:
     if split.objects:
         yield from (image_text(image) for image in split.content.images if not split.objects_per_image[image["id"]])
 
 
+@CHECKS.add("error", "no-objects", "no image has an object")
 def _no_objects(split: Split) -> Iterator[str]:
     if not split.objects:
         yield (
@@ -225,70 +234,66 @@ def _no_objects(split: Split) -> Iterator[str]:
         )
 
 
+@CHECKS.add("warning", "too-many-objects", "more objects than queries: some cannot be found")
 def _too_many_objects(split: Split) -> Iterator[str]:
     for image_id, count in split.objects_per_image.items():
         if count > split.num_queries:
             yield f"image {image_id}: {count} objects, {split.num_queries} queries"
 
 
+@CHECKS.add("warning", "class-without-examples", "the class has no object")
 def _classes_without_examples(split: Split) -> Iterator[str]:
     used = {annotation["category_id"] for annotation in split.objects}
     return (f"{category_id} ({name})" for category_id, name in split.names.items() if category_id not in used)
 
 
+@CHECKS.add("warning", "category-dropped", "supercategory of others without objects: not a class")
+def _parent_categories(split: Split) -> Iterator[str]:
+    return (f"{category['id']} ({category['name']})" for category in split.content.parents)
+
+
+@PAIR_CHECKS.add("error", "class-unknown-to-train", "val uses a class that train lacks")
 def _classes_unknown_to_train(train: Split, val: Split) -> Iterator[str]:
     used = {annotation["category_id"] for annotation in val.content.annotations}
     return (f"{i} ({val.names[i]})" for i in sorted(used & set(val.names)) if i not in train.names)
 
 
-def _classes_with_other_names(train: Split, val: Split) -> Iterator[str]:
+@PAIR_CHECKS.add("error", "class-name-differs", "the category id has another name in the other split")
+def _classes_with_two_names(train: Split, val: Split) -> Iterator[str]:
     for category_id, name in val.names.items():
         if train.names.get(category_id, name) != name:
             yield f"{category_id} is {train.names[category_id]} in train, {name} in val"
 
 
-def _classes_of_another_kind(train: Split, val: Split) -> Iterator[str]:
+@PAIR_CHECKS.add("error", "class-kind-differs", "a thing in one split, stuff in the other")
+def _classes_thing_and_stuff(train: Split, val: Split) -> Iterator[str]:
     kinds = dict(zip(train.names, train.content.class_map.is_thing, strict=True))
     for category_id, is_thing in zip(val.names, val.content.class_map.is_thing, strict=True):
         if train.maps_wanted and kinds.get(category_id, is_thing) != is_thing:
             yield f"{category_id} ({val.names[category_id]})"
 
 
-CHECKS = (
-    Check("error", "file-missing", "the image file does not exist", _missing_files),
-    Check("error", "file-unreadable", "the image cannot be decoded", _unreadable_files),
-    Check("error", "size-differs", "width and height are not the file's", _sizes_that_disagree),
-    Check("warning", "size-not-rotated", "size before EXIF rotation: not rotated", _sizes_before_rotation),
-    Check("warning", "image-16-bit", "scaled to 8 bits: grey from the bits it uses, colour's upper 8", _deep_images),
-    Check("error", "image-id-repeated", "one id for several images", _repeated_image_ids),
-    Check(
-        "warning", "annotation-id-repeated", "ids are not used, but other tools mix these up", _repeated_annotation_ids
-    ),
-    Check("warning", "annotation-id-no-number", "not used, but other tools read numbers", _annotation_ids_not_whole),
-    Check("warning", "file-repeated", "the file is listed again: it counts again", _repeated_files),
-    Check("error", "category-unknown", "the category is not in categories", _unknown_categories),
-    Check("error", "image-unknown", "the annotation's image is not in images", _unknown_images),
-    Check("error", "box-not-numbers", "bbox is not four finite numbers", _boxes_not_numbers),
-    Check("error", "iscrowd-unknown", "iscrowd is not 0 or 1", _crowds_of_no_number),
-    Check("error", "area-not-number", "the evaluation reads the area, and it is none", _areas_of_no_number),
-    Check("warning", "box-without-area", "width or height is not positive: dropped", _boxes_without_area),
-    Check("warning", "box-outside", "the box exceeds the image: clipped, or dropped if all of it does", _boxes_outside),
-    Check("warning", "image-without-objects", "kept: a background image", _images_without_objects),
-    Check("error", "no-objects", "no image has an object", _no_objects),
-    Check("warning", "too-many-objects", "more objects than queries: some cannot be found", _too_many_objects),
-    Check("warning", "class-without-examples", "the class has no object", _classes_without_examples),
-    Check("warning", "category-dropped", "the supercategory of others, without objects: no class", _dropped_categories),
-)
-PAIR_CHECKS = (
-    Check("error", "class-unknown-to-train", "val uses a class that train lacks", _classes_unknown_to_train),
-    Check("error", "class-name-differs", "one category id means two classes", _classes_with_other_names),
-    Check("error", "class-kind-differs", "a thing in the one, stuff in the other", _classes_of_another_kind),
-    Check("warning", "train-val-overlap", "the same image in both: the AP is too good", shared_images),
-)
+PAIR_CHECKS.add("warning", "train-val-overlap", "the same image in both splits: the AP is too high")(shared_images)
+
+
+def _invalid_values(
+    annotations: Iterable[Mapping[str, Any]], read: Callable[[Mapping[str, Any]], Any]
+) -> Iterator[str]:
+    """Return the annotations for which ``read`` raises :class:`ValueError`."""
+    for annotation in annotations:
+        try:
+            read(annotation)
+        except ValueError as error:
+            yield f"{annotation_text(annotation)}: {error}"
+
+
+def _exceeds(bbox: list[float], size: tuple[int, int]) -> bool:
+    x, y, width, height = bbox
+    return min(x, y, size[1] - (x + width), size[0] - (y + height)) < -_ROUNDING
 
 
 def _table(findings: Sequence[Finding]) -> list[str]:
-    """Lines of aligned columns."""
+    """Return the findings as lines of aligned columns."""
     rows = [("severity", "data", "check", "count", "meaning", "example")]
     rows += [(f.severity, f.split, f.code, str(f.count), f.meaning, f.example) for f in findings]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -1,7 +1,7 @@
-"""What the doctor must know about image files, with a cache so that an unchanged file is read once.
+"""Records of image files for the data checks, with a cache, so an unchanged file is read only once.
 
-A file counts as unchanged when its size and modification time are those of the record. Every record holds the
-SHA-256 of the bytes it was made from, which is what finds the same image in two data sets.
+A file is unchanged if it has the size and the modification time of its record. A record has the SHA-256 of the file,
+which finds the same image in two data sets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 from urllib.parse import unquote
 
 from detr_bf.data.images import MAX_PIXELS, ImageSizes, TooLargeError, check_image, image_bytes
-from detr_bf.data.panoptic import SegmentExtent, read_ids, segment_extents
+from detr_bf.data.masks import SegmentExtent, read_ids, segment_extents
 from detr_bf.errors import InputError
 from detr_bf.files import is_file, read_json, write_json
 from detr_bf.progress import progress_bar
@@ -28,52 +28,52 @@ from detr_bf.text import printable
 
 log = logging.getLogger(__name__)
 
-_VERSION = 2  # of the cache file; raise it when a record changes its meaning
+_VERSION = 2  # of the cache file; increase it when the meaning of a record changes
 _MAX_CACHE_BYTES = 2**31
 _SHA256 = re.compile("[0-9a-f]{64}")
-_Data = bytes  # whose name is a field's below
+_Data = bytes  # the class below has a field ``bytes``
 
 
 @dataclass(frozen=True)
 class FileRecord(ABC):
-    """One file as it was when it was read."""
+    """Content of one file at the time of reading."""
 
-    CACHE: ClassVar[str]  # what the name of the cache file ends with
+    CACHE: ClassVar[str]  # end of the name of the cache file
 
     bytes: int
     modified: int  # nanoseconds
-    sha256: str  # empty where the file was not read as a whole
+    sha256: str  # empty if the file was not read completely
     problem: str = ""  # why it cannot be used
 
     @staticmethod
     @abstractmethod
     def look(path: Path, data: _Data, max_pixels: int) -> dict[str, Any]:
-        """The further fields of a record; raises :class:`ValueError` for a file that cannot be used."""
+        """Return the remaining fields of a record; raise :class:`ValueError` for an unusable file."""
 
     @staticmethod
     @abstractmethod
     def restored(fields: dict[str, Any]) -> dict[str, Any]:
-        """The further fields of a record, from what JSON made of them; raises :class:`ValueError` for other values."""
+        """Return the remaining fields of a record read from JSON; raise :class:`ValueError` if invalid."""
 
     @property
     @abstractmethod
     def pixels(self) -> int:
-        """How many pixels were decoded."""
+        """Number of decoded pixels."""
 
 
 @dataclass(frozen=True)
 class ImageRecord(FileRecord):
-    """An image."""
+    """Record of an image."""
 
     CACHE = ""
 
     sizes: ImageSizes | None = None  # None for a file that cannot be decoded
-    depth: int | None = None  # of a 16-bit image: the bits that count
+    depth: int | None = None  # bits in use of a 16-bit image
 
     @staticmethod
     def look(path: Path, data: _Data, max_pixels: int) -> dict[str, Any]:
-        facts = check_image(data, max_pixels)
-        return {"sizes": facts.sizes, "depth": facts.depth}
+        sizes, depth = check_image(data, max_pixels)
+        return {"sizes": sizes, "depth": depth}
 
     @staticmethod
     def restored(fields: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class ImageRecord(FileRecord):
 
 @dataclass(frozen=True)
 class MapRecord(FileRecord):
-    """A PNG of segment ids."""
+    """Record of a PNG of segment ids."""
 
     CACHE = "-segments"
 
@@ -124,10 +124,10 @@ def check_files(
     workers: int,
     max_pixels: int = MAX_PIXELS,
 ) -> dict[str, Record]:
-    """Records of the named files; a name without a file has none.
+    """Return the records of the named files that exist.
 
-    Files that the cache does not know are decoded by ``workers`` threads behind a progress bar, those of more than
-    ``max_pixels`` pixels are not. What was read is kept even when the check is interrupted.
+    ``workers`` threads decode the files that are not in the cache, with a progress bar; files of more than
+    ``max_pixels`` pixels are not decoded. An interrupted check saves its records in the cache, too.
     """
     digest = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:24]
     cache_file = cache_dir / f"{digest}{kind.CACHE}.json"
@@ -152,19 +152,19 @@ def check_files(
 
 
 def existing_name(folder: Path, name: str) -> str | None:
-    """Return another form of the ``name`` of a missing file under which there is one, if there is.
+    """Return the name under which a missing file exists, or None.
 
-    Exported annotations often name a file with folders of another machine, or as a part of a URL.
+    Exported annotations often contain a path of another machine or a part of a URL.
     """
     forms = [name, unquote(name)]
-    forms += [PureWindowsPath(form).name for form in forms]  # which knows both kinds of slash
+    forms += [PureWindowsPath(form).name for form in forms]  # splits at both kinds of slash
     return next((form for form in forms if form and is_file(folder / form)), None)
 
 
 def _status(folder: Path, name: str) -> tuple[int, int] | None:
-    """Bytes and modification time, before reading: a file that changes meanwhile is read again next time.
+    """Return bytes and modification time before reading; a file that changes meanwhile is read again next time.
 
-    ``None`` where there is no file; zeros where there may be one that cannot be looked at.
+    None if there is no file; zeros if the file cannot be accessed.
     """
     try:
         status = (folder / name).stat()
@@ -175,20 +175,20 @@ def _status(folder: Path, name: str) -> tuple[int, int] | None:
     return status.st_size, status.st_mtime_ns
 
 
-def _read(kind: type[Record], path: Path, stamp: tuple[int, int], max_pixels: int) -> Record:
+def _read(kind: type[Record], path: Path, status: tuple[int, int], max_pixels: int) -> Record:
     sha256 = ""
     try:
         data = image_bytes(path, max_pixels)
         sha256 = hashlib.sha256(data).hexdigest()
-        return kind(*stamp, sha256, **kind.look(path, data, max_pixels))
+        return kind(*status, sha256, **kind.look(path, data, max_pixels))
     except TooLargeError as error:  # another limit may allow it
-        return kind(*stamp, sha256="", problem=str(error))
+        return kind(*status, sha256="", problem=str(error))
     except (OSError, ValueError) as error:
-        return kind(*stamp, sha256, problem=str(error))
+        return kind(*status, sha256, problem=str(error))
 
 
 def _load(kind: type[Record], cache_file: Path) -> dict[str, Record]:
-    """Records of an earlier check; none when there is no cache, or not one of ours."""
+    """Return the records of an earlier check; none if there is no valid cache."""
     try:
         content = read_json(cache_file, _MAX_CACHE_BYTES)
         if content["version"] != _VERSION:
@@ -198,7 +198,7 @@ def _load(kind: type[Record], cache_file: Path) -> dict[str, Record]:
         return {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning(
-            "Ignoring the unreadable cache file %s (%s: %s); all images are read again.",
+            "the cache file %s is not valid (%s: %s) and is ignored; all images are read again",
             printable(cache_file),
             type(error).__name__,
             printable(error),
@@ -210,23 +210,23 @@ def _restored(kind: type[Record], record: dict[str, Any]) -> Record:
     size, modified = _whole_numbers([record["bytes"], record["modified"]], 2)
     sha256, problem = record["sha256"], record["problem"]
     if not (isinstance(sha256, str) and _SHA256.fullmatch(sha256) and isinstance(problem, str)):
-        raise ValueError("it holds another checksum or problem than this program writes")
+        raise ValueError("invalid checksum or problem")
     return kind(size, modified, sha256, problem, **kind.restored(record))
 
 
 def _whole_numbers(values: Any, count: int) -> list[int]:
-    """``values`` if they are a list of so many whole numbers from 0 to 2**63 - 1."""
+    """Return ``values``, checked to be a list of ``count`` integers from 0 to 2**63 - 1."""
     if not isinstance(values, list) or len(values) != count:
-        raise ValueError(f"it holds no list of {count} numbers where this program writes one")
+        raise ValueError(f"expected a list of {count} numbers")
     if not all(type(value) is int and 0 <= value < 2**63 for value in values):
-        raise ValueError("it holds other values than the whole numbers that this program writes")
+        raise ValueError("expected integers from 0 to 2**63 - 1")
     return values
 
 
 def _save(cache_file: Path, records: Mapping[str, FileRecord]) -> None:
-    files = {name: asdict(record) for name, record in records.items() if record.sha256}  # a denied one may be allowed
+    files = {name: asdict(record) for name, record in records.items() if record.sha256}  # read errors are not cached
     content = {"version": _VERSION, "files": files}
     try:
         write_json(cache_file, content)
     except (OSError, InputError) as error:
-        log.warning("Cannot write %s (%s): the next check reads all images again.", printable(cache_file), error)
+        log.warning("cannot write %s (%s); the next check will read all images again", printable(cache_file), error)

@@ -1,4 +1,4 @@
-"""The doctor's checks of panoptic data and of instance masks."""
+"""Checks of panoptic data and of instance masks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from contextlib import suppress
 from typing import Any
 
 from detr_bf.data.annotation_values import is_box, is_id, png_name, value_text
-from detr_bf.data.checks.report import Check, Split, annotation_text, box_text, image_text, repeated
+from detr_bf.data.checks.report import CheckList, Split, annotation_text, box_text, image_text, repeated
 from detr_bf.data.coco import annotated_size
-from detr_bf.data.masks import parts_of
-from detr_bf.data.panoptic import MapFile, SegmentExtent
+from detr_bf.data.masks import MapFile, SegmentExtent, parts_of
 from detr_bf.text import printable
 
-_TOLERANCE = 1.0  # pixels by which a side of a box may lie beside the mask's before it is worth a warning
+_TOLERANCE = 1.0  # pixels by which a side of a box may differ from the mask's without a warning
+
+MASK_CHECKS = CheckList()  # of one split
 
 
-def _classes_of_no_kind(split: Split) -> Iterator[str]:
+@MASK_CHECKS.add("error", "isthing-missing", "isthing is not 0 (stuff) or 1 (thing)")
+def _categories_without_isthing(split: Split) -> Iterator[str]:
     for category in split.content.categories:
         missing_is_fine = split.content.maps is None and "isthing" not in category
         if not missing_is_fine and category.get("isthing") not in (0, 1):
@@ -25,33 +27,32 @@ def _classes_of_no_kind(split: Split) -> Iterator[str]:
             yield f"{category['id']} ({name}): isthing {given}"
 
 
+@MASK_CHECKS.add("error", "segment-id-repeated", "one id for several segments of an image")
 def _repeated_segment_ids(split: Split) -> Iterator[str]:
     if split.content.maps is not None:
         keys = ((a["image_id"], a["file_name"], a["id"]) for a in split.content.annotations)
         yield from (f"segment {i} of image {image_id}, {printable(name)}" for image_id, name, i in repeated(keys))
 
 
+@MASK_CHECKS.add("error", "annotation-repeated", "several panoptic annotations for one image")
 def _repeated_maps(split: Split) -> Iterator[str]:
     return (f"image {image_id}" for image_id in repeated(file.image_id for file in split.content.maps or ()))
 
 
+@MASK_CHECKS.add("error", "annotation-missing", "the image has no panoptic annotation")
 def _images_without_map(split: Split) -> Iterator[str]:
     if split.masks and split.content.maps is not None:
         with_map = {file.image_id for file in split.content.maps}
         yield from (image_text(image) for image in split.content.images if image["id"] not in with_map)
 
 
-def _maps_of_no_image(split: Split) -> Iterator[str]:
+@MASK_CHECKS.add("error", "annotation-of-no-image", "the panoptic annotation's image is not in images")
+def _maps_without_image(split: Split) -> Iterator[str]:
     return (_map(file) for file in split.content.maps or () if split.masks and file.image_id not in split.images)
 
 
-def _sizes_not_given(split: Split) -> Iterator[str]:
-    """Images without a size; checked in validation data alone, as in training the file tells the size."""
-    if split.masks and split.content.maps is None and split.name == "val":
-        yield from (image_text(image) for image in split.content.images if annotated_size(image) is None)
-
-
-def _names_of_no_map(split: Split) -> Iterator[str]:
+@MASK_CHECKS.add("error", "output-name", "file_name cannot be turned into the name of a result PNG")
+def _invalid_output_names(split: Split) -> Iterator[str]:
     for image in split.content.images if split.maps_wanted else ():
         try:
             png_name(image["file_name"])
@@ -59,7 +60,8 @@ def _names_of_no_map(split: Split) -> Iterator[str]:
             yield f"image {image['id']} has {error}"
 
 
-def _maps_of_one_name(split: Split) -> Iterator[str]:
+@MASK_CHECKS.add("error", "output-name-repeated", "several images would give result PNGs of the same name")
+def _repeated_output_names(split: Split) -> Iterator[str]:
     first: dict[str, Mapping[str, Any]] = {}
     for image in split.content.images if split.maps_wanted else ():
         with suppress(ValueError):
@@ -68,10 +70,12 @@ def _maps_of_one_name(split: Split) -> Iterator[str]:
                 yield f"{image_text(image)} and {image_text(other)}"
 
 
+@MASK_CHECKS.add("error", "png-missing", "the panoptic PNG does not exist")
 def _missing_maps(split: Split) -> Iterator[str]:
     return (_map(file) for file in split.map_files if file.file_name not in split.maps)
 
 
+@MASK_CHECKS.add("error", "png-unreadable", "the panoptic PNG cannot be decoded")
 def _unreadable_maps(split: Split) -> Iterator[str]:
     for file in split.map_files:
         record = split.maps.get(file.file_name)
@@ -79,7 +83,8 @@ def _unreadable_maps(split: Split) -> Iterator[str]:
             yield f"{_map(file)}: {record.problem}"
 
 
-def _map_sizes_that_disagree(split: Split) -> Iterator[str]:
+@MASK_CHECKS.add("error", "png-size-differs", "the panoptic PNG and the image differ in size")
+def _wrong_map_sizes(split: Split) -> Iterator[str]:
     for file in split.map_files:
         record, image = split.maps.get(file.file_name), split.images.get(file.image_id)
         size = split.size(image) if image else None
@@ -87,6 +92,7 @@ def _map_sizes_that_disagree(split: Split) -> Iterator[str]:
             yield f"{_map(file)}: {record.size[1]} x {record.size[0]} pixels, the image has {size[1]} x {size[0]}"
 
 
+@MASK_CHECKS.add("warning", "segment-not-listed", "id in the PNG that the JSON does not list: ignored in training")
 def _unlisted_segments(split: Split) -> Iterator[str]:
     listed: dict[str, set[int]] = defaultdict(set)
     for annotation in split.content.annotations if split.map_files else ():
@@ -97,32 +103,37 @@ def _unlisted_segments(split: Split) -> Iterator[str]:
                 yield f"{_map(file)}: id {extent.id}, {extent.area} pixels"
 
 
+@MASK_CHECKS.add("warning", "segment-absent", "no pixel of the PNG has the id: dropped in training")
 def _absent_segments(split: Split) -> Iterator[str]:
-    return (_segment(annotation) for annotation, extent in _segments(split) if extent is None)
+    return (_segment(annotation) for annotation, extent in _segments_with_extent(split) if extent is None)
 
 
-def _areas_that_disagree(split: Split) -> Iterator[str]:
-    for annotation, extent in _segments(split):
+@MASK_CHECKS.add("warning", "area-differs", "training uses the PNG's pixels, PQ uses the area")
+def _wrong_areas(split: Split) -> Iterator[str]:
+    for annotation, extent in _segments_with_extent(split):
         if extent and is_id(annotation.get("area"), 1) and annotation["area"] != extent.area:
             yield f"{_segment(annotation)}: area {annotation.get('area')}, the PNG has {extent.area} pixels"
 
 
-def _boxes_that_disagree(split: Split) -> Iterator[str]:
-    for annotation, extent in _segments(split):
-        if extent and is_box(annotation.get("bbox")) and _apart(annotation["bbox"], extent) > _TOLERANCE:
+@MASK_CHECKS.add("warning", "box-differs", "training uses the box of the PNG's pixels, not the bbox")
+def _wrong_boxes(split: Split) -> Iterator[str]:
+    for annotation, extent in _segments_with_extent(split):
+        if extent and is_box(annotation.get("bbox")) and _largest_distance(annotation["bbox"], extent) > _TOLERANCE:
             size = [extent.x1 - extent.x0, extent.y1 - extent.y0]
             yield f"{box_text(annotation)}, the PNG has {[extent.x0, extent.y0, *size]}"
 
 
-def _apart(bbox: list[float], extent: SegmentExtent) -> float:
-    """Pixels by which the sides that differ most do."""
-    x, y, width, height = bbox
-    return max(abs(x - extent.x0), abs(y - extent.y0), abs(x + width - extent.x1), abs(y + height - extent.y1))
+@MASK_CHECKS.add("error", "size-missing", "mask evaluation needs height and width of the image")
+def _images_without_size(split: Split) -> Iterator[str]:
+    """Return validation images without a size; in training the size of the file is used."""
+    if split.masks and split.content.maps is None and split.name == "val":
+        yield from (image_text(image) for image in split.content.images if annotated_size(image) is None)
 
 
-def _unusable_segmentations(split: Split) -> Iterator[str]:
+@MASK_CHECKS.add("error", "segmentation-unusable", "the segmentation is not valid")
+def _invalid_segmentations(split: Split) -> Iterator[str]:
     if split.masks and split.content.maps is None:
-        for annotation in split.content.annotations:  # crowds too: the evaluation leaves what lies in them out
+        for annotation in split.content.annotations:  # crowds too: the evaluation ignores detections in them
             image = split.images.get(annotation["image_id"])
             try:
                 parts_of(annotation.get("segmentation"), split.size(image) if image else None)
@@ -130,8 +141,14 @@ def _unusable_segmentations(split: Split) -> Iterator[str]:
                 yield f"{annotation_text(annotation)}: {error}"
 
 
-def _segments(split: Split) -> Iterator[tuple[Mapping[str, Any], SegmentExtent | None]]:
-    """The segments of the readable PNGs, each with its pixels there, if it has any."""
+def _largest_distance(bbox: list[float], extent: SegmentExtent) -> float:
+    """Return the largest difference of a side in pixels."""
+    x, y, width, height = bbox
+    return max(abs(x - extent.x0), abs(y - extent.y0), abs(x + width - extent.x1), abs(y + height - extent.y1))
+
+
+def _segments_with_extent(split: Split) -> Iterator[tuple[Mapping[str, Any], SegmentExtent | None]]:
+    """Return the segments of the readable PNGs, each with its extent in the PNG or None."""
     for annotation in split.content.annotations if split.map_files else ():
         extents = split.extents.get(annotation["file_name"])
         if extents is not None:
@@ -144,23 +161,3 @@ def _map(file: MapFile) -> str:
 
 def _segment(annotation: Mapping[str, Any]) -> str:
     return f"segment {annotation['id']} of image {annotation['image_id']}"
-
-
-MASK_CHECKS = (
-    Check("error", "isthing-missing", "isthing is not 0 or 1: a thing or stuff?", _classes_of_no_kind),
-    Check("error", "segment-id-repeated", "one id for several segments of an image", _repeated_segment_ids),
-    Check("error", "annotation-repeated", "several panoptic annotations for one image", _repeated_maps),
-    Check("error", "annotation-missing", "the image has no panoptic annotation", _images_without_map),
-    Check("error", "annotation-of-no-image", "the panoptic annotation's image is not in images", _maps_of_no_image),
-    Check("error", "output-name", "no name for the PNG of the result can be made of file_name", _names_of_no_map),
-    Check("error", "output-name-repeated", "the PNGs of the results would have one name", _maps_of_one_name),
-    Check("error", "png-missing", "the panoptic PNG does not exist", _missing_maps),
-    Check("error", "png-unreadable", "the panoptic PNG cannot be decoded", _unreadable_maps),
-    Check("error", "png-size-differs", "the panoptic PNG has not the image's size", _map_sizes_that_disagree),
-    Check("warning", "segment-not-listed", "an id of the PNG only: its pixels train nothing", _unlisted_segments),
-    Check("warning", "segment-absent", "no pixel of the PNG has the id: dropped in training", _absent_segments),
-    Check("warning", "area-differs", "training takes the PNG's pixels, PQ the area", _areas_that_disagree),
-    Check("warning", "box-differs", "masks train the PNG's box, not the bbox", _boxes_that_disagree),
-    Check("error", "size-missing", "masks are evaluated at the image's height and width", _sizes_not_given),
-    Check("error", "segmentation-unusable", "no mask can be made of it", _unusable_segmentations),
-)

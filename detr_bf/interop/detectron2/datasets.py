@@ -18,9 +18,10 @@ from detectron2.data.datasets import load_coco_json
 
 from detr_bf.data.annotation_values import annotation_values, is_id
 from detr_bf.data.coco import CocoAnnotations, annotated_size, check_folder, check_maps, read_annotations
-from detr_bf.data.panoptic import MapFile
+from detr_bf.data.masks import MapFile
 from detr_bf.errors import InputError
 from detr_bf.structures import ClassMap
+from detr_bf.text import listed
 
 logger = logging.getLogger(__name__)
 
@@ -221,12 +222,13 @@ def _check_for_detectron2(content: CocoAnnotations) -> None:
 
 def _check_pairs(content: CocoAnnotations, files: Sequence[MapFile], maps: Path) -> None:
     """Raise unless every image has one map and every map an image, and the first one is there."""
-    listed = {file.image_id for file in files}
+    mapped = {file.image_id for file in files}
     image_ids = {image["id"] for image in content.images}
-    if len(listed) < len(files) or listed != image_ids:
+    if len(mapped) < len(files) or mapped != image_ids:
         raise InputError(
             f"{content.path} has {len(image_ids)} images and {len(files)} annotations, expected one for each image; "
-            f"none have images {sorted(image_ids - listed)[:5]}, not listed are images {sorted(listed - image_ids)[:5]}"
+            f"none have images [{listed(sorted(image_ids - mapped))}], not listed are images "
+            f"[{listed(sorted(mapped - image_ids))}]"
         )
     first = maps / files[0].file_name
     if not first.is_file():

@@ -22,7 +22,7 @@ from detectron2.structures import BitMasks, Boxes, BoxMode, Instances, PolygonMa
 from pycocotools import mask as coco_mask
 from torch import Tensor
 
-from detr_bf.data.panoptic import read_ids
+from detr_bf.data.masks import read_ids
 from detr_bf.errors import InputError
 from detr_bf.interop.detectron2.tensors import Size, drawn
 

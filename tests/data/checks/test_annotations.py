@@ -16,14 +16,14 @@ from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.coco import Source
 
 Factory = Callable[..., SimpleNamespace]
-TOOL = Path(__file__).parents[2] / "tools" / "check_data.py"
+TOOL = Path(__file__).parents[3] / "tools" / "check_data.py"
 
 
 def split(data: SimpleNamespace) -> Source:
     return Source(data.images, data.annotations)
 
 
-class Clinic:
+class DataSets:
     """A valid train and validation set; a test breaks one thing and asks for the findings."""
 
     def __init__(self, make: Factory, tmp_path: Path) -> None:
@@ -42,36 +42,36 @@ class Clinic:
 
 
 @pytest.fixture
-def clinic(coco_folder: Factory, tmp_path: Path) -> Clinic:
-    return Clinic(coco_folder, tmp_path)
+def sets(coco_folder: Factory, tmp_path: Path) -> DataSets:
+    return DataSets(coco_folder, tmp_path)
 
 
-def test_clean_data_has_no_findings(clinic: Clinic) -> None:
-    report = clinic.examine()
+def test_clean_data_has_no_findings(sets: DataSets) -> None:
+    report = sets.examine()
     assert report.findings == ()
     assert "train: 4 images, 8 objects, 3 classes" in str(report)
     assert "val: 3 images, 6 objects, 3 classes" in str(report)
     assert str(report).endswith("0 errors, 0 warnings")
 
 
-def test_missing_file(clinic: Clinic) -> None:
-    (clinic.train.images / "0002.png").unlink()
-    assert clinic.findings() == [("error", "train", "file-missing", 1)]
-    assert clinic.examine().errors[0].example == "image 2, 0002.png"
+def test_missing_file(sets: DataSets) -> None:
+    (sets.train.images / "0002.png").unlink()
+    assert sets.findings() == [("error", "train", "file-missing", 1)]
+    assert sets.examine().errors[0].example == "image 2, 0002.png"
 
 
 @pytest.mark.parametrize("length", [0, 3, 150])
-def test_unreadable_file(clinic: Clinic, length: int) -> None:
-    path = clinic.val.images / "0102.png"
+def test_unreadable_file(sets: DataSets, length: int) -> None:
+    path = sets.val.images / "0102.png"
     path.write_bytes(path.read_bytes()[:length])
-    assert clinic.findings() == [("error", "val", "file-unreadable", 1)]
-    assert "image 102, 0102.png" in clinic.examine().errors[0].example
+    assert sets.findings() == [("error", "val", "file-unreadable", 1)]
+    assert "image 102, 0102.png" in sets.examine().errors[0].example
 
 
-def test_size_differs(clinic: Clinic) -> None:
-    clinic.train.content["images"][0]["width"] = 65
-    assert clinic.findings() == [("error", "train", "size-differs", 1)]
-    assert "annotated for 65 x 48 pixels" in clinic.examine().errors[0].example
+def test_size_differs(sets: DataSets) -> None:
+    sets.train.content["images"][0]["width"] = 65
+    assert sets.findings() == [("error", "train", "size-differs", 1)]
+    assert "annotated for 65 x 48 pixels" in sets.examine().errors[0].example
 
 
 def rotate_first(data: SimpleNamespace) -> None:
@@ -81,16 +81,16 @@ def rotate_first(data: SimpleNamespace) -> None:
     Image.open(path).save(path, exif=exif)
 
 
-def test_size_before_rotation(clinic: Clinic) -> None:
-    rotate_first(clinic.train)
-    assert clinic.findings() == [("warning", "train", "size-not-rotated", 1)]
+def test_size_before_rotation(sets: DataSets) -> None:
+    rotate_first(sets.train)
+    assert sets.findings() == [("warning", "train", "size-not-rotated", 1)]
 
 
-def test_size_after_rotation_is_fine(clinic: Clinic) -> None:
-    rotate_first(clinic.train)
-    clinic.train.content["images"][0].update(width=48, height=64)
-    clinic.train.content["annotations"][1]["bbox"] = [1, 2, 20, 30]  # the other would lie outside
-    assert clinic.findings() == []
+def test_size_after_rotation_is_fine(sets: DataSets) -> None:
+    rotate_first(sets.train)
+    sets.train.content["images"][0].update(width=48, height=64)
+    sets.train.content["annotations"][1]["bbox"] = [1, 2, 20, 30]  # the other would lie outside
+    assert sets.findings() == []
 
 
 def add_image(data: SimpleNamespace, image_id: int, file_name: str) -> None:
@@ -99,137 +99,137 @@ def add_image(data: SimpleNamespace, image_id: int, file_name: str) -> None:
     data.content["annotations"].append({"id": 1000, "image_id": image_id, "category_id": 3, "bbox": [1, 2, 3, 4]})
 
 
-def test_repeated_image_id(clinic: Clinic) -> None:
-    Image.new("RGB", (64, 48)).save(clinic.train.images / "new.png")
-    add_image(clinic.train, 1, "new.png")
-    assert clinic.findings() == [("error", "train", "image-id-repeated", 1)]
-    assert clinic.examine().errors[0].example == "id 1"
+def test_repeated_image_id(sets: DataSets) -> None:
+    Image.new("RGB", (64, 48)).save(sets.train.images / "new.png")
+    add_image(sets.train, 1, "new.png")
+    assert sets.findings() == [("error", "train", "image-id-repeated", 1)]
+    assert sets.examine().errors[0].example == "id 1"
 
 
-def test_repeated_annotation_id(clinic: Clinic) -> None:
-    for annotation in clinic.train.content["annotations"][:3]:
+def test_repeated_annotation_id(sets: DataSets) -> None:
+    for annotation in sets.train.content["annotations"][:3]:
         annotation["id"] = 5
-    assert clinic.findings() == [("warning", "train", "annotation-id-repeated", 3)]
+    assert sets.findings() == [("warning", "train", "annotation-id-repeated", 3)]
 
 
-def test_absent_annotation_ids_are_fine(clinic: Clinic) -> None:
-    for annotation in clinic.train.content["annotations"]:
+def test_absent_annotation_ids_are_fine(sets: DataSets) -> None:
+    for annotation in sets.train.content["annotations"]:
         del annotation["id"]
-    assert clinic.findings() == []
+    assert sets.findings() == []
 
 
-def test_repeated_file(clinic: Clinic) -> None:
-    add_image(clinic.train, 50, "0001.png")
-    assert clinic.findings() == [("warning", "train", "file-repeated", 1)]
+def test_repeated_file(sets: DataSets) -> None:
+    add_image(sets.train, 50, "0001.png")
+    assert sets.findings() == [("warning", "train", "file-repeated", 1)]
 
 
-def test_unknown_category(clinic: Clinic) -> None:
-    clinic.val.content["annotations"].append({"id": 99, "image_id": 101, "category_id": 4, "bbox": [1, 1, 5, 5]})
-    assert clinic.findings() == [("error", "val", "category-unknown", 1)]
-    assert clinic.examine().errors[0].example == "annotation 99 of image 101: category 4"
+def test_unknown_category(sets: DataSets) -> None:
+    sets.val.content["annotations"].append({"id": 99, "image_id": 101, "category_id": 4, "bbox": [1, 1, 5, 5]})
+    assert sets.findings() == [("error", "val", "category-unknown", 1)]
+    assert sets.examine().errors[0].example == "annotation 99 of image 101: category 4"
 
 
-def test_unknown_image(clinic: Clinic) -> None:
-    clinic.train.content["annotations"].append({"id": 99, "image_id": 77, "category_id": 3, "bbox": [1, 1, 5, 5]})
-    assert clinic.findings() == [("error", "train", "image-unknown", 1)]
+def test_unknown_image(sets: DataSets) -> None:
+    sets.train.content["annotations"].append({"id": 99, "image_id": 77, "category_id": 3, "bbox": [1, 1, 5, 5]})
+    assert sets.findings() == [("error", "train", "image-unknown", 1)]
 
 
 @pytest.mark.parametrize(
     "bbox", [[1, float("nan"), 3, 4], [1, 2, float("inf"), 4], [1, 2, "3", 4], [1, 2, 3], [True, 2, 3, 4], None]
 )
-def test_box_not_numbers(clinic: Clinic, bbox: object) -> None:
-    clinic.train.content["annotations"][0]["bbox"] = bbox
-    assert clinic.findings() == [("error", "train", "box-not-numbers", 1)]
-    assert f"bbox {bbox}" in clinic.examine().errors[0].example
+def test_box_not_numbers(sets: DataSets, bbox: object) -> None:
+    sets.train.content["annotations"][0]["bbox"] = bbox
+    assert sets.findings() == [("error", "train", "box-not-numbers", 1)]
+    assert f"bbox {bbox}" in sets.examine().errors[0].example
 
 
 @pytest.mark.parametrize("bbox", [[5, 5, 0, 9], [5, 5, 9, 0], [20, 5, -9, 9]])
-def test_box_without_area(clinic: Clinic, bbox: list[int]) -> None:
-    clinic.train.content["annotations"][0]["bbox"] = bbox
-    assert clinic.findings() == [("warning", "train", "box-without-area", 1)]
+def test_box_without_area(sets: DataSets, bbox: list[int]) -> None:
+    sets.train.content["annotations"][0]["bbox"] = bbox
+    assert sets.findings() == [("warning", "train", "box-without-area", 1)]
 
 
 @pytest.mark.parametrize("bbox", [[-2, 5, 9, 9], [5, -2, 9, 9], [60, 5, 6, 9], [5, 45, 9, 5], [100, 100, 5, 5]])
-def test_box_outside(clinic: Clinic, bbox: list[int]) -> None:
-    clinic.train.content["annotations"][0]["bbox"] = bbox
-    assert clinic.findings() == [("warning", "train", "box-outside", 1)]
-    assert "in 64 x 48 pixels" in clinic.examine().warnings[0].example
+def test_box_outside(sets: DataSets, bbox: list[int]) -> None:
+    sets.train.content["annotations"][0]["bbox"] = bbox
+    assert sets.findings() == [("warning", "train", "box-outside", 1)]
+    assert "in 64 x 48 pixels" in sets.examine().warnings[0].example
 
 
-def test_box_outside_of_an_image_whose_size_only_the_file_tells(clinic: Clinic) -> None:
-    del clinic.train.content["images"][0]["width"]
-    clinic.train.content["annotations"][0]["bbox"] = [60, 5, 6, 9]
-    assert clinic.findings() == [("warning", "train", "box-outside", 1)]
+def test_box_outside_of_an_image_whose_size_only_the_file_tells(sets: DataSets) -> None:
+    del sets.train.content["images"][0]["width"]
+    sets.train.content["annotations"][0]["bbox"] = [60, 5, 6, 9]
+    assert sets.findings() == [("warning", "train", "box-outside", 1)]
 
 
-def test_rounding_is_not_outside(clinic: Clinic) -> None:
-    clinic.train.content["annotations"][0]["bbox"] = [-0.5, -1, 65.25, 49.9]
-    assert clinic.findings() == []
+def test_rounding_is_not_outside(sets: DataSets) -> None:
+    sets.train.content["annotations"][0]["bbox"] = [-0.5, -1, 65.25, 49.9]
+    assert sets.findings() == []
 
 
-def test_image_without_objects(clinic: Clinic) -> None:
-    annotations = clinic.train.content["annotations"]
-    clinic.train.content["annotations"] = [a for a in annotations if a["image_id"] != 2]
-    assert clinic.findings() == [("warning", "train", "image-without-objects", 1)]
+def test_image_without_objects(sets: DataSets) -> None:
+    annotations = sets.train.content["annotations"]
+    sets.train.content["annotations"] = [a for a in annotations if a["image_id"] != 2]
+    assert sets.findings() == [("warning", "train", "image-without-objects", 1)]
 
 
-def test_a_crowd_is_not_an_object(clinic: Clinic) -> None:
-    for annotation in clinic.train.content["annotations"][2:4]:
+def test_a_crowd_is_not_an_object(sets: DataSets) -> None:
+    for annotation in sets.train.content["annotations"][2:4]:
         annotation["iscrowd"] = 1
-    assert clinic.findings() == [("warning", "train", "image-without-objects", 1)]
+    assert sets.findings() == [("warning", "train", "image-without-objects", 1)]
 
 
-def test_no_objects(clinic: Clinic) -> None:
-    clinic.train.content["annotations"] = []
-    assert clinic.findings() == [
+def test_no_objects(sets: DataSets) -> None:
+    sets.train.content["annotations"] = []
+    assert sets.findings() == [
         ("error", "train", "no-objects", 1),
         ("warning", "train", "class-without-examples", 3),
     ]
 
 
-def test_too_many_objects(clinic: Clinic) -> None:
-    clinic.train.content["annotations"].append({"id": 99, "image_id": 1, "category_id": 3, "bbox": [1, 1, 5, 5]})
-    assert clinic.findings(num_queries=3) == []
-    assert clinic.findings(num_queries=2) == [("warning", "train", "too-many-objects", 1)]
-    assert clinic.examine(num_queries=2).warnings[0].example == "image 1: 3 objects, 2 queries"
+def test_too_many_objects(sets: DataSets) -> None:
+    sets.train.content["annotations"].append({"id": 99, "image_id": 1, "category_id": 3, "bbox": [1, 1, 5, 5]})
+    assert sets.findings(num_queries=3) == []
+    assert sets.findings(num_queries=2) == [("warning", "train", "too-many-objects", 1)]
+    assert sets.examine(num_queries=2).warnings[0].example == "image 1: 3 objects, 2 queries"
 
 
-def test_class_without_examples(clinic: Clinic) -> None:
-    clinic.train.content["categories"].append({"id": 4, "name": "unicorn"})
-    assert clinic.findings() == [("warning", "train", "class-without-examples", 1)]
-    assert clinic.examine().warnings[0].example == "4 (unicorn)"
+def test_class_without_examples(sets: DataSets) -> None:
+    sets.train.content["categories"].append({"id": 4, "name": "unicorn"})
+    assert sets.findings() == [("warning", "train", "class-without-examples", 1)]
+    assert sets.examine().warnings[0].example == "4 (unicorn)"
 
 
-def test_class_unknown_to_train(clinic: Clinic) -> None:
-    clinic.val.content["categories"].append({"id": 4, "name": "unicorn"})
-    clinic.val.content["annotations"][0]["category_id"] = 4
-    assert clinic.findings() == [("error", "train, val", "class-unknown-to-train", 1)]
+def test_class_unknown_to_train(sets: DataSets) -> None:
+    sets.val.content["categories"].append({"id": 4, "name": "unicorn"})
+    sets.val.content["annotations"][0]["category_id"] = 4
+    assert sets.findings() == [("error", "train, val", "class-unknown-to-train", 1)]
 
 
-def test_class_with_another_name(clinic: Clinic) -> None:
-    clinic.val.content["categories"][0]["name"] = "unicorn"
-    assert clinic.findings() == [("error", "train, val", "class-name-differs", 1)]
-    assert clinic.examine().errors[0].example == "3 is class3 in train, unicorn in val"
+def test_class_with_another_name(sets: DataSets) -> None:
+    sets.val.content["categories"][0]["name"] = "unicorn"
+    assert sets.findings() == [("error", "train, val", "class-name-differs", 1)]
+    assert sets.examine().errors[0].example == "3 is class3 in train, unicorn in val"
 
 
-def test_train_val_overlap_is_found_by_content(clinic: Clinic) -> None:
-    (clinic.val.images / "0102.png").write_bytes((clinic.train.images / "0003.png").read_bytes())
-    assert clinic.findings() == [("warning", "train, val", "train-val-overlap", 1)]
-    example = clinic.examine().warnings[0].example
+def test_train_val_overlap_is_found_by_content(sets: DataSets) -> None:
+    (sets.val.images / "0102.png").write_bytes((sets.train.images / "0003.png").read_bytes())
+    assert sets.findings() == [("warning", "train, val", "train-val-overlap", 1)]
+    example = sets.examine().warnings[0].example
     assert "0102.png" in example
     assert "0003.png" in example
 
 
-def test_val_may_be_unset(clinic: Clinic) -> None:
-    report = examine(split(clinic.train), None, num_queries=10, cache_dir=clinic.cache)
+def test_val_may_be_unset(sets: DataSets) -> None:
+    report = examine(split(sets.train), None, num_queries=10, cache_dir=sets.cache)
     assert report.findings == ()
     assert [line.split(":")[0] for line in report.contents] == ["train"]
 
 
-def test_the_table_lists_errors_first_in_aligned_columns(clinic: Clinic) -> None:
-    clinic.train.content["categories"].append({"id": 4, "name": "unicorn"})
-    (clinic.val.images / "0102.png").unlink()
-    _, _, header, error, warning, outcome = str(clinic.examine()).splitlines()
+def test_the_table_lists_errors_first_in_aligned_columns(sets: DataSets) -> None:
+    sets.train.content["categories"].append({"id": 4, "name": "unicorn"})
+    (sets.val.images / "0102.png").unlink()
+    _, _, header, error, warning, outcome = str(sets.examine()).splitlines()
     assert error.startswith("error")
     assert warning.startswith("warning")
     assert header.index("example") == error.index("image 102") == warning.index("4 (unicorn)")
@@ -245,43 +245,43 @@ def test_the_table_lists_errors_first_in_aligned_columns(clinic: Clinic) -> None
         ("https://x.org/files/a%20b.png", "a b.png"),
     ],
 )
-def test_a_missing_file_that_exists_under_another_form_of_its_name(clinic: Clinic, listed: str, exists: str) -> None:
-    (clinic.train.images / "0002.png").rename(clinic.train.images / exists)
-    clinic.train.content["images"][1]["file_name"] = listed
-    [finding] = clinic.examine().findings
+def test_a_missing_file_that_exists_under_another_form_of_its_name(sets: DataSets, listed: str, exists: str) -> None:
+    (sets.train.images / "0002.png").rename(sets.train.images / exists)
+    sets.train.content["images"][1]["file_name"] = listed
+    [finding] = sets.examine().findings
     assert (finding.code, finding.example) == ("file-missing", f"image 2, {listed}; exists as {exists}")
 
 
-def test_what_is_no_regular_file_is_unreadable(clinic: Clinic) -> None:
-    images = clinic.train.images
-    for image, name in zip(clinic.train.content["images"], ("pipe", "folder", "sparse", "x" * 300), strict=True):
+def test_what_is_no_regular_file_is_unreadable(sets: DataSets) -> None:
+    images = sets.train.images
+    for image, name in zip(sets.train.content["images"], ("pipe", "folder", "sparse", "x" * 300), strict=True):
         image["file_name"] = name
     os.mkfifo(images / "pipe")
     (images / "folder").mkdir()
     with (images / "sparse").open("wb") as file:
         file.truncate(30 * 2**30)
-    clinic.val.content["images"][0]["file_name"] = "a\0b"
-    assert clinic.findings() == [
+    sets.val.content["images"][0]["file_name"] = "a\0b"
+    assert sets.findings() == [
         ("error", "train", "file-unreadable", 4),
         ("error", "val", "file-unreadable", 1),
     ]
-    assert "image 1, pipe: it is a FIFO" in clinic.examine().errors[0].example
+    assert "image 1, pipe: it is a FIFO" in sets.examine().errors[0].example
 
 
-def test_16_bit_images_are_a_warning(clinic: Clinic) -> None:
-    path = clinic.train.images / "0002.png"
+def test_16_bit_images_are_a_warning(sets: DataSets) -> None:
+    path = sets.train.images / "0002.png"
     values = np.linspace(0, 4095, 48 * 64).astype(np.uint16).reshape(48, 64)
     Image.fromarray(values).save(path)
     for _ in range(2):  # the second time from the cache
-        assert clinic.findings() == [("warning", "train", "image-16-bit", 1)]
-    assert clinic.examine().warnings[0].example == "image 2, 0002.png: 12 of 16 bits"
+        assert sets.findings() == [("warning", "train", "image-16-bit", 1)]
+    assert sets.examine().warnings[0].example == "image 2, 0002.png: 12 of 16 bits"
 
 
-def test_the_pixel_limit_holds_whatever_the_cache_knows(clinic: Clinic) -> None:
-    source = split(clinic.train)
+def test_the_pixel_limit_holds_whatever_the_cache_knows(sets: DataSets) -> None:
+    source = split(sets.train)
 
     def problems(max_pixels: int) -> list[str]:
-        report = examine(source, None, num_queries=10, cache_dir=clinic.cache, max_pixels=max_pixels)
+        report = examine(source, None, num_queries=10, cache_dir=sets.cache, max_pixels=max_pixels)
         return [error.example for error in report.errors]
 
     assert problems(64 * 48) == []
@@ -290,23 +290,23 @@ def test_the_pixel_limit_holds_whatever_the_cache_knows(clinic: Clinic) -> None:
     assert problems(64 * 48) == []
 
 
-def test_names_do_not_forge_the_table(clinic: Clinic) -> None:
+def test_names_do_not_forge_the_table(sets: DataSets) -> None:
     forged = "x\n0 errors, 0 warnings\x1b]0;title\x07\x1b[2J"
-    clinic.train.content["categories"].append({"id": 4, "name": forged})
-    clinic.train.content["images"][0]["file_name"] = forged
-    (clinic.train.images / forged).write_bytes(b"")
-    clinic.val.content["images"][0]["file_name"] = forged
-    clinic.val.content["annotations"][0]["id"] = forged
-    lines = str(clinic.examine()).splitlines()
+    sets.train.content["categories"].append({"id": 4, "name": forged})
+    sets.train.content["images"][0]["file_name"] = forged
+    (sets.train.images / forged).write_bytes(b"")
+    sets.val.content["images"][0]["file_name"] = forged
+    sets.val.content["annotations"][0]["id"] = forged
+    lines = str(sets.examine()).splitlines()
     assert len(lines) == 3 + 4 + 1
     assert lines[-1] == "2 errors, 2 warnings"
     assert all(line.isprintable() for line in lines)
 
 
-def test_a_class_name_of_100_000_letters_is_cut(clinic: Clinic) -> None:
-    for data in (clinic.train, clinic.val):
+def test_a_class_name_of_100_000_letters_is_cut(sets: DataSets) -> None:
+    for data in (sets.train, sets.val):
         data.content["categories"].append({"id": 4, "name": "x" * 100_000})
-    assert len(str(clinic.examine())) < 10_000
+    assert len(str(sets.examine())) < 10_000
 
 
 @pytest.fixture
@@ -323,44 +323,44 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return seen
 
 
-def test_unchanged_files_are_read_once(clinic: Clinic, decoded: list[bytes]) -> None:
-    clinic.examine()
+def test_unchanged_files_are_read_once(sets: DataSets, decoded: list[bytes]) -> None:
+    sets.examine()
     assert len(decoded) == 7
-    clinic.examine()
+    sets.examine()
     assert len(decoded) == 7
 
 
-def test_a_changed_file_is_read_again(clinic: Clinic, decoded: list[bytes]) -> None:
-    clinic.examine()
+def test_a_changed_file_is_read_again(sets: DataSets, decoded: list[bytes]) -> None:
+    sets.examine()
     decoded.clear()
-    path = clinic.train.images / "0003.png"
+    path = sets.train.images / "0003.png"
     Image.new("RGB", (10, 10)).save(path)
-    assert clinic.findings() == [("error", "train", "size-differs", 1)]
+    assert sets.findings() == [("error", "train", "size-differs", 1)]
     assert decoded == [path.read_bytes()]
 
 
-def test_a_file_of_the_same_size_but_another_time_is_read_again(clinic: Clinic, decoded: list[bytes]) -> None:
-    clinic.examine()
+def test_a_file_of_the_same_size_but_another_time_is_read_again(sets: DataSets, decoded: list[bytes]) -> None:
+    sets.examine()
     decoded.clear()
-    path = clinic.train.images / "0003.png"
+    path = sets.train.images / "0003.png"
     data = path.read_bytes()
     path.write_bytes(bytes(len(data)))
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
-    assert clinic.findings() == [("error", "train", "file-unreadable", 1)]
-    assert clinic.findings() == [("error", "train", "file-unreadable", 1)]  # now from the cache
+    assert sets.findings() == [("error", "train", "file-unreadable", 1)]
+    assert sets.findings() == [("error", "train", "file-unreadable", 1)]  # now from the cache
     assert len(decoded) == 1
 
 
-def test_a_broken_cache_is_rebuilt(clinic: Clinic, decoded: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
-    clinic.examine()
-    for cache_file in clinic.cache.iterdir():
+def test_a_broken_cache_is_rebuilt(sets: DataSets, decoded: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
+    sets.examine()
+    for cache_file in sets.cache.iterdir():
         cache_file.write_text('{"version": 2, "files": {"0001.png": {}}}')
     decoded.clear()
-    assert clinic.findings() == []
+    assert sets.findings() == []
     assert len(decoded) == 7
-    assert "Ignoring the unreadable cache file" in caplog.text
+    assert "is not valid" in caplog.text
     decoded.clear()
-    clinic.examine()
+    sets.examine()
     assert decoded == []
 
 
@@ -398,7 +398,7 @@ def cached(**fields: object) -> str:
 def test_a_damaged_cache_is_ignored(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "cache.json").write_text(content)
     assert file_check._load(file_check.ImageRecord, tmp_path / "cache.json") == {}
-    assert "Ignoring the unreadable cache file" in caplog.text
+    assert "is not valid" in caplog.text
 
 
 def test_a_cache_of_whole_records_is_read(tmp_path: Path) -> None:
@@ -406,16 +406,16 @@ def test_a_cache_of_whole_records_is_read(tmp_path: Path) -> None:
     assert file_check._load(file_check.ImageRecord, tmp_path / "cache.json")["0001.png"].depth == 12
 
 
-def test_a_cache_that_is_a_fifo_is_not_waited_for(clinic: Clinic) -> None:
-    clinic.examine()
-    for cache_file in clinic.cache.iterdir():
+def test_a_cache_that_is_a_fifo_is_not_waited_for(sets: DataSets) -> None:
+    sets.examine()
+    for cache_file in sets.cache.iterdir():
         cache_file.unlink()
         os.mkfifo(cache_file)
-    assert clinic.findings() == []
+    assert sets.findings() == []
 
 
 def test_an_interrupted_check_keeps_what_it_read(
-    clinic: Clinic, decoded: list[bytes], monkeypatch: pytest.MonkeyPatch
+    sets: DataSets, decoded: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupted = file_check.progress_bar
 
@@ -425,17 +425,17 @@ def test_an_interrupted_check_keeps_what_it_read(
 
     monkeypatch.setattr(file_check, "progress_bar", after_one)
     with pytest.raises(KeyboardInterrupt):
-        clinic.examine()
+        sets.examine()
     monkeypatch.setattr(file_check, "progress_bar", interrupted)
     decoded.clear()
-    clinic.examine()
+    sets.examine()
     assert len(decoded) == 6
 
 
-def test_a_read_only_cache_is_reported_and_does_without(clinic: Clinic, caplog: pytest.LogCaptureFixture) -> None:
-    clinic.cache.write_text("a file where the folder should be")
-    assert clinic.findings() == []
-    assert "Cannot write" in caplog.text
+def test_a_read_only_cache_is_reported_and_does_without(sets: DataSets, caplog: pytest.LogCaptureFixture) -> None:
+    sets.cache.write_text("a file where the folder should be")
+    assert sets.findings() == []
+    assert "cannot write" in caplog.text
 
 
 @pytest.fixture
@@ -449,26 +449,26 @@ def tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     return module
 
 
-def paths(clinic: Clinic) -> list[str]:
+def paths(sets: DataSets) -> list[str]:
     return [
-        f"data.{name}.{key}={getattr(getattr(clinic, name), key)}"
+        f"data.{name}.{key}={getattr(getattr(sets, name), key)}"
         for name in ("train", "val")
         for key in ("images", "annotations")
     ]
 
 
-def test_the_tool_exits_0_on_warnings(clinic: Clinic, tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    clinic.train.content["categories"].append({"id": 4, "name": "unicorn"})
-    clinic.train.save()
-    assert tool.main(paths(clinic)) == 0
+def test_the_tool_exits_0_on_warnings(sets: DataSets, tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    sets.train.content["categories"].append({"id": 4, "name": "unicorn"})
+    sets.train.save()
+    assert tool.main(paths(sets)) == 0
     assert "class-without-examples" in capsys.readouterr().out
 
 
-def test_the_tool_exits_2_on_errors(clinic: Clinic, tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    (clinic.train.images / "0002.png").unlink()
-    config = clinic.cache.parent / "config.yaml"
-    config.write_text(f"data:\n  train:\n    images: {clinic.train.images}\n")
-    assert tool.main(["--config", str(config), *paths(clinic)[1:]]) == 2
+def test_the_tool_exits_2_on_errors(sets: DataSets, tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    (sets.train.images / "0002.png").unlink()
+    config = sets.cache.parent / "config.yaml"
+    config.write_text(f"data:\n  train:\n    images: {sets.train.images}\n")
+    assert tool.main(["--config", str(config), *paths(sets)[1:]]) == 2
     assert "file-missing" in capsys.readouterr().out
 
 

@@ -12,15 +12,14 @@ from PIL import Image
 from detr_bf.data.checks import files as file_check
 from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.coco import Source
-from detr_bf.data.panoptic import read_ids
+from detr_bf.data.masks import encoded_ids, read_ids
 from detr_bf.errors import InputError
-from detr_bf.panoptic_png import write_ids
 
 Factory = Callable[..., SimpleNamespace]
 FIRST = "0001_segments.png"
 
 
-class Clinic:
+class DataSets:
     """A valid panoptic training set; a test breaks one thing and asks for the findings."""
 
     def __init__(self, data: SimpleNamespace, cache: Path) -> None:
@@ -29,14 +28,14 @@ class Clinic:
 
     @property
     def segments(self) -> list[dict[str, object]]:
-        """Of the first image: things, crowd, stuff."""
+        """Segments of the first image: things, crowd, stuff."""
         return self.data.content["annotations"][0]["segments_info"]
 
     def repaint(self, old: int, new: int) -> None:
         """Give the pixels of one id in the first PNG to another."""
         ids = read_ids(self.data.panoptic / FIRST)
         ids[ids == old] = new
-        write_ids(self.data.panoptic / FIRST, ids)
+        (self.data.panoptic / FIRST).write_bytes(encoded_ids(ids))
 
     def examine(self, masks: bool = True) -> Report:
         self.data.save()
@@ -48,147 +47,147 @@ class Clinic:
 
 
 @pytest.fixture
-def clinic(panoptic_folder: Factory, tmp_path: Path) -> Clinic:
-    return Clinic(panoptic_folder(), tmp_path / "cache")
+def sets(panoptic_folder: Factory, tmp_path: Path) -> DataSets:
+    return DataSets(panoptic_folder(), tmp_path / "cache")
 
 
 @pytest.mark.parametrize("masks", [True, False])
-def test_clean_data_has_no_findings(clinic: Clinic, masks: bool) -> None:
-    report = clinic.examine(masks)
+def test_clean_data_has_no_findings(sets: DataSets, masks: bool) -> None:
+    report = sets.examine(masks)
     assert report.findings == ()
     assert "train: 4 images, 16 objects, 4 classes" in str(report)
 
 
-def test_panoptic_data_may_validate_itself(clinic: Clinic, panoptic_folder: Factory) -> None:
+def test_panoptic_data_may_validate_itself(sets: DataSets, panoptic_folder: Factory) -> None:
     val = panoptic_folder(name="val", first_image_id=101)
-    source, other = (Source(data.images, data.annotations, data.panoptic) for data in (clinic.data, val))
-    assert examine(source, other, num_queries=10, masks=True, cache_dir=clinic.cache).findings == ()
+    source, other = (Source(data.images, data.annotations, data.panoptic) for data in (sets.data, val))
+    assert examine(source, other, num_queries=10, masks=True, cache_dir=sets.cache).findings == ()
 
 
 @pytest.mark.parametrize("kind", [None, "yes", 2])
-def test_a_category_that_is_neither_thing_nor_stuff(clinic: Clinic, kind: object) -> None:
-    clinic.data.content["categories"][1]["isthing"] = kind
-    assert clinic.findings() == [("error", "isthing-missing", 1)]
-    assert clinic.findings(masks=False) == [("error", "isthing-missing", 1)]
-    assert clinic.examine().errors[0].example == f"7 (thing7): isthing {kind!r}"
+def test_a_category_that_is_neither_thing_nor_stuff(sets: DataSets, kind: object) -> None:
+    sets.data.content["categories"][1]["isthing"] = kind
+    assert sets.findings() == [("error", "isthing-missing", 1)]
+    assert sets.findings(masks=False) == [("error", "isthing-missing", 1)]
+    assert sets.examine().errors[0].example == f"7 (thing7): isthing {kind!r}"
 
 
-def test_categories_without_isthing(clinic: Clinic) -> None:
-    for category in clinic.data.content["categories"]:
+def test_categories_without_isthing(sets: DataSets) -> None:
+    for category in sets.data.content["categories"]:
         del category["isthing"]
-    assert clinic.findings() == [("error", "isthing-missing", 4)]
+    assert sets.findings() == [("error", "isthing-missing", 4)]
 
 
-def test_repeated_segment_id(clinic: Clinic) -> None:
-    clinic.segments.append(dict(clinic.segments[0]))
-    assert clinic.findings() == [("error", "segment-id-repeated", 1)]
-    assert clinic.examine().errors[0].example == f"segment {clinic.segments[0]['id']} of image 1, {FIRST}"
+def test_repeated_segment_id(sets: DataSets) -> None:
+    sets.segments.append(dict(sets.segments[0]))
+    assert sets.findings() == [("error", "segment-id-repeated", 1)]
+    assert sets.examine().errors[0].example == f"segment {sets.segments[0]['id']} of image 1, {FIRST}"
 
 
-def test_one_segment_id_in_several_images_is_fine(clinic: Clinic) -> None:
-    first, second = (clinic.data.content["annotations"][place] for place in (0, 1))
+def test_one_segment_id_in_several_images_is_fine(sets: DataSets) -> None:
+    first, second = (sets.data.content["annotations"][index] for index in (0, 1))
     old, new = second["segments_info"][0]["id"], first["segments_info"][0]["id"]
-    path = clinic.data.panoptic / second["file_name"]
+    path = sets.data.panoptic / second["file_name"]
     ids = read_ids(path)
     ids[ids == old] = new
-    write_ids(path, ids)
+    path.write_bytes(encoded_ids(ids))
     second["segments_info"][0]["id"] = new
-    assert clinic.findings() == []
+    assert sets.findings() == []
 
 
-def test_several_annotations_for_one_image(clinic: Clinic) -> None:
-    entry = clinic.data.content["annotations"][1]
-    clinic.data.content["annotations"].append({**entry, "segments_info": []})
-    assert clinic.findings() == [("error", "annotation-repeated", 1)]
-    assert clinic.examine().errors[0].example == "image 2"
+def test_several_annotations_for_one_image(sets: DataSets) -> None:
+    entry = sets.data.content["annotations"][1]
+    sets.data.content["annotations"].append({**entry, "segments_info": []})
+    assert sets.findings() == [("error", "annotation-repeated", 1)]
+    assert sets.examine().errors[0].example == "image 2"
 
 
-def test_an_image_without_annotation(clinic: Clinic) -> None:
-    del clinic.data.content["annotations"][1]
+def test_an_image_without_annotation(sets: DataSets) -> None:
+    del sets.data.content["annotations"][1]
     background = ("warning", "image-without-objects", 1)
-    assert clinic.findings() == [("error", "annotation-missing", 1), background]
-    assert clinic.examine().errors[0].example == "image 2, 0002.png"
-    assert clinic.findings(masks=False) == [background]
+    assert sets.findings() == [("error", "annotation-missing", 1), background]
+    assert sets.examine().errors[0].example == "image 2, 0002.png"
+    assert sets.findings(masks=False) == [background]
 
 
-def test_missing_png(clinic: Clinic) -> None:
-    (clinic.data.panoptic / FIRST).unlink()
-    assert clinic.findings() == [("error", "png-missing", 1)]
-    assert clinic.examine().errors[0].example == f"image 1, {FIRST}"
-    assert clinic.findings(masks=False) == []
+def test_missing_png(sets: DataSets) -> None:
+    (sets.data.panoptic / FIRST).unlink()
+    assert sets.findings() == [("error", "png-missing", 1)]
+    assert sets.examine().errors[0].example == f"image 1, {FIRST}"
+    assert sets.findings(masks=False) == []
 
 
 @pytest.mark.parametrize("length", [0, 30, 150])
-def test_unreadable_png(clinic: Clinic, length: int) -> None:
-    path = clinic.data.panoptic / FIRST
+def test_unreadable_png(sets: DataSets, length: int) -> None:
+    path = sets.data.panoptic / FIRST
     path.write_bytes(path.read_bytes()[:length])
-    assert clinic.findings() == [("error", "png-unreadable", 1)]
-    assert f"image 1, {FIRST}: " in clinic.examine().errors[0].example
+    assert sets.findings() == [("error", "png-unreadable", 1)]
+    assert f"image 1, {FIRST}: " in sets.examine().errors[0].example
 
 
-def test_a_grey_png_is_unreadable(clinic: Clinic) -> None:
-    Image.new("L", (64, 48)).save(clinic.data.panoptic / FIRST)
-    assert clinic.findings() == [("error", "png-unreadable", 1)]
-    assert "is a L image" in clinic.examine().errors[0].example
+def test_a_grey_png_is_unreadable(sets: DataSets) -> None:
+    Image.new("L", (64, 48)).save(sets.data.panoptic / FIRST)
+    assert sets.findings() == [("error", "png-unreadable", 1)]
+    assert "is a L image" in sets.examine().errors[0].example
 
 
-def test_png_size_differs(clinic: Clinic) -> None:
-    ids = read_ids(clinic.data.panoptic / FIRST)
-    write_ids(clinic.data.panoptic / FIRST, torch.nn.functional.pad(ids, (0, 1)))
-    assert clinic.findings() == [("error", "png-size-differs", 1)]
-    assert clinic.examine().errors[0].example == f"image 1, {FIRST}: 65 x 48 pixels, the image has 64 x 48"
+def test_png_size_differs(sets: DataSets) -> None:
+    ids = read_ids(sets.data.panoptic / FIRST)
+    (sets.data.panoptic / FIRST).write_bytes(encoded_ids(torch.nn.functional.pad(ids, (0, 1))))
+    assert sets.findings() == [("error", "png-size-differs", 1)]
+    assert sets.examine().errors[0].example == f"image 1, {FIRST}: 65 x 48 pixels, the image has 64 x 48"
 
 
-def test_the_png_of_a_rotated_image_has_its_annotated_size(clinic: Clinic) -> None:
-    path = clinic.data.images / "0001.png"
+def test_the_png_of_a_rotated_image_has_its_annotated_size(sets: DataSets) -> None:
+    path = sets.data.images / "0001.png"
     exif = Image.Exif()
     exif[0x0112] = 8
     Image.open(path).save(path, exif=exif)
-    assert clinic.findings() == [("warning", "size-not-rotated", 1)]
-    clinic.data.content["images"][0].update(width=48, height=64)
-    assert ("error", "png-size-differs", 1) in clinic.findings()
+    assert sets.findings() == [("warning", "size-not-rotated", 1)]
+    sets.data.content["images"][0].update(width=48, height=64)
+    assert ("error", "png-size-differs", 1) in sets.findings()
 
 
-def test_an_id_that_is_not_listed(clinic: Clinic) -> None:
-    removed = clinic.segments.pop(0)
-    assert clinic.findings() == [("warning", "segment-not-listed", 1)]
-    example = clinic.examine().warnings[0].example
+def test_an_id_that_is_not_listed(sets: DataSets) -> None:
+    removed = sets.segments.pop(0)
+    assert sets.findings() == [("warning", "segment-not-listed", 1)]
+    example = sets.examine().warnings[0].example
     assert example == f"image 1, {FIRST}: id {removed['id']}, {removed['area']} pixels"
 
 
-def test_a_segment_without_a_pixel(clinic: Clinic) -> None:
-    clinic.repaint(clinic.segments[0]["id"], 0)
-    assert clinic.findings() == [("warning", "segment-absent", 1)]
-    assert clinic.examine().warnings[0].example == f"segment {clinic.segments[0]['id']} of image 1"
+def test_a_segment_without_a_pixel(sets: DataSets) -> None:
+    sets.repaint(sets.segments[0]["id"], 0)
+    assert sets.findings() == [("warning", "segment-absent", 1)]
+    assert sets.examine().warnings[0].example == f"segment {sets.segments[0]['id']} of image 1"
 
 
-def test_an_area_that_differs(clinic: Clinic) -> None:
-    pixels = clinic.segments[0]["area"]
-    clinic.segments[0]["area"] = 1
-    assert clinic.findings() == [("warning", "area-differs", 1)]
-    assert clinic.examine().warnings[0].example.endswith(f"area 1, the PNG has {pixels} pixels")
+def test_an_area_that_differs(sets: DataSets) -> None:
+    pixels = sets.segments[0]["area"]
+    sets.segments[0]["area"] = 1
+    assert sets.findings() == [("warning", "area-differs", 1)]
+    assert sets.examine().warnings[0].example.endswith(f"area 1, the PNG has {pixels} pixels")
 
 
 @pytest.mark.parametrize("side", range(4))
-def test_a_box_that_differs_by_more_than_a_pixel(clinic: Clinic, side: int) -> None:
-    bbox = list(clinic.segments[0]["bbox"])
-    clinic.segments[0]["bbox"] = [value - (place == side) for place, value in enumerate(bbox)]
-    assert clinic.findings() == []
-    clinic.segments[0]["bbox"] = [value - 1.5 * (place == side) for place, value in enumerate(bbox)]
-    assert clinic.findings() == [("warning", "box-differs", 1)]
-    assert clinic.examine().warnings[0].example.endswith(f"the PNG has {bbox}")
+def test_a_box_that_differs_by_more_than_a_pixel(sets: DataSets, side: int) -> None:
+    bbox = list(sets.segments[0]["bbox"])
+    sets.segments[0]["bbox"] = [value - (index == side) for index, value in enumerate(bbox)]
+    assert sets.findings() == []
+    sets.segments[0]["bbox"] = [value - 1.5 * (index == side) for index, value in enumerate(bbox)]
+    assert sets.findings() == [("warning", "box-differs", 1)]
+    assert sets.examine().warnings[0].example.endswith(f"the PNG has {bbox}")
 
 
-def test_a_box_that_is_none_is_not_compared(clinic: Clinic) -> None:
-    clinic.segments[0]["bbox"] = None
-    assert clinic.findings() == [("error", "box-not-numbers", 1)]
+def test_a_box_that_is_none_is_not_compared(sets: DataSets) -> None:
+    sets.segments[0]["bbox"] = None
+    assert sets.findings() == [("error", "box-not-numbers", 1)]
 
 
-def test_masks_without_their_folder_are_refused(clinic: Clinic) -> None:
-    clinic.data.panoptic = None
+def test_masks_without_their_folder_are_refused(sets: DataSets) -> None:
+    sets.data.panoptic = None
     with pytest.raises(InputError, match=r"set data\.train.panoptic"):
-        clinic.findings()
-    assert clinic.findings(masks=False) == []
+        sets.findings()
+    assert sets.findings(masks=False) == []
 
 
 def segmentation_findings(data: SimpleNamespace, cache: Path, masks: bool = True) -> Report:
@@ -227,36 +226,36 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return seen
 
 
-def test_unchanged_pngs_are_read_once_and_found_the_same(clinic: Clinic, decoded: list[Path]) -> None:
-    clinic.segments.pop(0)
-    clinic.segments[0]["bbox"] = [0, 0, 60, 40]
-    Image.new("L", (64, 48)).save(clinic.data.panoptic / "0002_segments.png")
-    report = clinic.examine()
+def test_unchanged_pngs_are_read_once_and_found_the_same(sets: DataSets, decoded: list[Path]) -> None:
+    sets.segments.pop(0)
+    sets.segments[0]["bbox"] = [0, 0, 60, 40]
+    Image.new("L", (64, 48)).save(sets.data.panoptic / "0002_segments.png")
+    report = sets.examine()
     assert len(report.findings) == 3
     assert len(decoded) == 4
-    assert clinic.examine() == report
+    assert sets.examine() == report
     assert len(decoded) == 4
 
 
-def test_a_changed_png_is_read_again(clinic: Clinic, decoded: list[Path]) -> None:
-    clinic.examine()
+def test_a_changed_png_is_read_again(sets: DataSets, decoded: list[Path]) -> None:
+    sets.examine()
     decoded.clear()
-    clinic.repaint(clinic.segments[0]["id"], 0)
-    path = clinic.data.panoptic / FIRST
+    sets.repaint(sets.segments[0]["id"], 0)
+    path = sets.data.panoptic / FIRST
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
-    assert clinic.findings() == [("warning", "segment-absent", 1)]
+    assert sets.findings() == [("warning", "segment-absent", 1)]
     assert decoded == [path]
 
 
-def test_boxes_alone_read_no_png(clinic: Clinic, decoded: list[Path]) -> None:
-    assert clinic.findings(masks=False) == []
+def test_boxes_alone_read_no_png(sets: DataSets, decoded: list[Path]) -> None:
+    assert sets.findings(masks=False) == []
     assert decoded == []
 
 
-def test_images_and_pngs_may_share_a_folder(clinic: Clinic, decoded: list[Path]) -> None:
-    for path in clinic.data.panoptic.iterdir():
-        path.rename(clinic.data.images / path.name)
-    clinic.data.panoptic = clinic.data.images
-    assert clinic.findings() == []
-    assert clinic.findings() == []
+def test_images_and_pngs_may_share_a_folder(sets: DataSets, decoded: list[Path]) -> None:
+    for path in sets.data.panoptic.iterdir():
+        path.rename(sets.data.images / path.name)
+    sets.data.panoptic = sets.data.images
+    assert sets.findings() == []
+    assert sets.findings() == []
     assert len(decoded) == 4

@@ -1,4 +1,4 @@
-"""What the tests of the sample sets share."""
+"""Fixtures of the sample sets' tests."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_scenes_from_the_command_line(tmp_path: Path) -> None:
     assert len(list((output / "train_panoptic").iterdir())) == 2
 
 
-@pytest.mark.parametrize("name", ["digits", "scenes", "stamps"])
+@pytest.mark.parametrize("name", ["digits", "scenes"])
 def test_bad_values_exit_with_2_and_one_line(tmp_path: Path, name: str) -> None:
     done = run(name, "--output", str(tmp_path / "out"), "--image-size", "8")
     assert done.returncode == 2

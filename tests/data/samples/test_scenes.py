@@ -10,7 +10,7 @@ from PIL import Image
 from pycocotools.coco import COCO
 from scipy import ndimage
 
-from detr_bf.data.panoptic import read_ids
+from detr_bf.data.masks import read_ids
 from detr_bf.data.samples import scenes
 from detr_bf.data.samples.composite import BACKGROUND
 from detr_bf.data.samples.digits import load_photos, split_glyphs

@@ -8,7 +8,7 @@ from typing import Any
 from PIL import Image
 from pycocotools import mask as coco_mask
 
-from detr_bf.data.panoptic import read_ids
+from detr_bf.data.masks import read_ids
 
 IDS = {3: 150, 7: 90, 100: 2, 120: 120}  # things and stuff mixed, none at the front; 150 has crowds
 

@@ -24,7 +24,7 @@ from detectron2.structures import Boxes, BoxMode, Instances
 from detectron2.utils import comm
 from pycocotools import mask as coco_mask
 
-from detr_bf.data.panoptic import read_ids
+from detr_bf.data.masks import read_ids
 from detr_bf.errors import InputError
 from detr_bf.evaluation import PanopticFile
 from detr_bf.interop.detectron2 import build_evaluator, evaluation, register_coco, register_coco_panoptic

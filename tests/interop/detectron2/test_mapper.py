@@ -26,14 +26,14 @@ from pycocotools import mask as coco_mask
 from torch import Tensor
 from torchvision.ops import box_convert
 
+from detr_bf.data.batches import SampleKey
 from detr_bf.data.coco import CocoDetection
-from detr_bf.data.sample_key import SampleKey
+from detr_bf.data.masks import encoded_ids
 from detr_bf.data.transforms import eval_transform
 from detr_bf.errors import InputError
 from detr_bf.interop.detectron2 import DetrBfDatasetMapper, register_coco, register_coco_panoptic
 from detr_bf.interop.detectron2.mapper import eval_augmentations, train_augmentations
 from detr_bf.interop.detectron2.tensors import masks_of
-from detr_bf.panoptic_png import write_ids
 from tests.interop.detectron2.folders import scattered, segment_ids, with_masks
 
 Factory = Callable[..., SimpleNamespace]
@@ -221,7 +221,8 @@ def test_a_segment_without_a_pixel_is_left_out(panoptic_folder: Factory) -> None
     data = scattered(panoptic_folder())
     gone = data.content["annotations"][0]["segments_info"][0]["id"]
     ids = segment_ids(data, 0)
-    write_ids(data.panoptic / data.content["annotations"][0]["file_name"], torch.where(ids == gone, 0, ids))
+    path = data.panoptic / data.content["annotations"][0]["file_name"]
+    path.write_bytes(encoded_ids(torch.where(ids == gone, 0, ids)))
     register_coco_panoptic("maps", data.images, data.annotations, data.panoptic)
     found = mapper(masks=True)(DatasetCatalog.get("maps")[0])["instances"]
     assert found.gt_classes.tolist() == [1, 0, 2]
@@ -296,7 +297,7 @@ def test_what_cannot_be_used_is_told(coco_folder: Factory, panoptic_folder: Fact
     with pytest.raises(InputError, match="the segmentation of an object is missing"):
         mapper(masks=True)(record)
     _, records = panoptic(panoptic_folder)
-    write_ids(Path(records[0]["pan_seg_file_name"]), torch.ones(5, 6, dtype=torch.int32))
+    Path(records[0]["pan_seg_file_name"]).write_bytes(encoded_ids(torch.ones(5, 6, dtype=torch.int32)))
     with pytest.raises(InputError, match=r"0001_segments.png is of \(5, 6\) pixels \(height, width\), the image of"):
         mapper(masks=True)(records[0])
 

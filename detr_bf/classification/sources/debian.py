@@ -1,4 +1,4 @@
-"""Files out of Debian packages, without installing them: downloaded by apt-get, checked by hash, unpacked."""
+"""Files of Debian packages: downloaded with apt-get, checked by hash, unpacked, not installed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ class Package:
 
     @property
     def file_name(self) -> str:
-        """As apt-get names the download."""
+        """File name that ``apt-get download`` writes."""
         return f"{self.name}_{self.version.replace(':', '%3a')}_all.deb"
 
 
 def unpacked(package: Package, cache: Path) -> Path:
-    """The folder with a package's files, ``usr/...`` below it; fetched and unpacked into ``cache`` the first time.
+    """Return the folder with a package's files, ``usr/...``; downloaded and unpacked into ``cache`` the first time.
 
-    Raises ``InputError`` when a tool is missing, the package cannot be had or its hash is another.
+    Raises:
+        InputError: a tool is missing, the package cannot be downloaded, or its hash differs.
     """
     folder = cache / f"{package.name}-{package.sha256[:12]}"
     if folder.is_dir():
