@@ -1,4 +1,4 @@
-"""The recipes of ``configs/`` as models by name."""
+"""Models by the names of the recipes in ``configs/``."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
 from detr_bf.text import printable
 
-NOT_MODELS = "base"  # the folder of what recipes inherit
+NOT_MODELS = "base"  # folder of the configs that recipes inherit
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """The names :func:`create_model` knows, those that match ``pattern`` (``"*_bfv2"``), sorted."""
+    """Return the sorted names that :func:`create_model` accepts and that match ``pattern`` (``"*_bfv2"``)."""
     return sorted(name for name in _recipes() if fnmatch.fnmatch(name, pattern))
 
 
 def create_model(
     name: str, *, num_classes: int, pretrained_backbone: bool = False, overrides: Sequence[str] = ()
 ) -> Detector:
-    """The detector of the recipe ``configs/*/NAME.yaml``, with fresh weights.
+    """Build the detector of the recipe ``configs/*/NAME.yaml`` with new weights.
 
     Args:
         name: see :func:`list_models`.
         num_classes: classes of the data, without no-object.
-        pretrained_backbone: load the backbone weights the recipe names (ImageNet), which may be downloaded.
+        pretrained_backbone: load the backbone weights named in the recipe (ImageNet); they may be downloaded.
         overrides: ``key=value`` settings as on the command line, ``"model.num_queries=50"``.
 
     Raises:
-        InputError: no such recipe, an unknown setting, no number of classes, weights that cannot be had.
+        InputError: no such recipe, an unknown setting, a wrong number of classes, or the weights are not available.
     """
     return build_model(recipe_config(name, overrides), num_classes, pretrained=pretrained_backbone)
 
 
 def recipe_config(name: str, overrides: Sequence[str] = ()) -> DetectionConfig:
-    """The settings of the recipe ``configs/*/NAME.yaml``.
+    """Load the settings of the recipe ``configs/*/NAME.yaml``.
 
     Raises:
         InputError: no such recipe, or an unknown setting.
@@ -50,12 +50,12 @@ def recipe_config(name: str, overrides: Sequence[str] = ()) -> DetectionConfig:
         shown = printable(name)
         near = difflib.get_close_matches(shown, recipes, n=3, cutoff=0.4)
         hint = f"; nearest: {', '.join(near)}" if near else ""
-        raise InputError(f"there is no model '{shown}'{hint}. detr_bf.list_models() names all {len(recipes)}")
+        raise InputError(f"there is no model '{shown}'{hint}. detr_bf.list_models() lists all {len(recipes)}")
     config: DetectionConfig = load_config(recipes[name], list(overrides))
     return config
 
 
 def _recipes() -> dict[str, Path]:
-    """Name -> file, of every folder but that of the bases; those of other tasks than detection lie deeper."""
+    """Return name -> file of all detection recipes; the recipes of other tasks lie one folder deeper."""
     folder = Path(str(resources.files("detr_bf.configs")))
     return {path.stem: path for path in folder.glob("*/*.yaml") if path.parent.name != NOT_MODELS}
