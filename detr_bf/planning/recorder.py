@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from detr_bf.batchformer.layer import BatchEncoderLayer
+from detr_bf.batchformer.mixers import BatchEncoderLayer
 from detr_bf.detectors import Detector
 from detr_bf.transformer import Encoder
 

@@ -34,8 +34,9 @@ class FeatureTokens(nn.Module):
     def forward(self, features: Sequence[FeatureMap], padding_mask: Tensor) -> TokenBatch:
         """Feature maps of images with ``padding_mask`` (B, H, W) -> tokens (B, S, C).
 
-        ``per_sample`` holds ``padding_mask`` (B, S), ``position`` (B, S, C), ``valid_ratios`` (B, N, 2), the unpadded part of
-        each level's width and height, and ``image_size`` (B, 2), width and height in pixels without padding.
+        ``per_sample`` holds ``padding_mask`` (B, S), ``position`` (B, S, C), ``valid_ratios`` (B, N, 2), the
+        unpadded fraction of each level's width and height, and ``image_size`` (B, 2), the unpadded width and height in
+        pixels.
         """
         levels = list(self._levels(features, padding_mask))
         masks = [level.padding_mask for level in levels]
