@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from cases import SEED
 from command import check_rounds, circumstances, make_parser
 from detr_bf.assembly import build_classifier, build_classifier_criterion, device_of
-from detr_bf.assembly.acceleration import accelerate
+from detr_bf.assembly.model import accelerate
 from detr_bf.assembly.classifier_data import build_mix
 from detr_bf.assembly.image_training import image_optimizer
 from detr_bf.assembly.training import PRECISIONS

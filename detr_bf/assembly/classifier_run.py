@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from detr_bf import distributed
-from detr_bf.assembly.acceleration import accelerate
 from detr_bf.assembly.classifier import build_classifier, build_classifier_criterion
 from detr_bf.assembly.classifier_data import ImageSplits, build_image_splits, val_loop
 from detr_bf.assembly.image_training import image_trainer
-from detr_bf.assembly.model import device_of
+from detr_bf.assembly.model import accelerate, device_of
 from detr_bf.assembly.network import read_network_weights, with_resized_positions
 from detr_bf.assembly.training import PRECISIONS, check_same_classes
 from detr_bf.assembly.trial import check_batch_norm

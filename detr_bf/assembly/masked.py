@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from detr_bf import interop
-from detr_bf.assembly.acceleration import accelerate
 from detr_bf.assembly.classifier_data import ImageSplits, build_image_splits, val_loop
 from detr_bf.assembly.image_training import image_trainer
-from detr_bf.assembly.model import device_of
+from detr_bf.assembly.model import accelerate, device_of
 from detr_bf.assembly.network import ENCODER, build_network
 from detr_bf.assembly.plugins import layers_of, named
 from detr_bf.assembly.training import PRECISIONS, check_same_classes

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from detr_bf import distributed, interop
-from detr_bf.assembly.acceleration import accelerate
 from detr_bf.assembly.data import build_loader, build_train_data, build_val_data, data_source
 from detr_bf.assembly.model import (
+    accelerate,
     build_detector_criterion,
     build_model,
     build_panoptic_postprocess,

@@ -1,12 +1,12 @@
 """Batch attention over the images of all ranks.
 
-Batch attention couples only tokens at the same position. The ranks therefore exchange positions with an all-to-all: each
-rank receives some positions of all images, computes attention there like a single process, and sends the results back.
-Communication and memory are proportional to the rank's own images, whatever the number of ranks; an all-gather of keys
-and values would multiply both by that number.
+Batch attention couples only tokens at the same position. The ranks therefore exchange positions with an all-to-all:
+each rank receives some positions of all images, computes attention there like a single process, and sends the results
+back. Communication and memory are proportional to the rank's own images, whatever the number of ranks; an all-gather of
+keys and values would multiply both by that number.
 
-Shape legend: B images of this rank, A of all ranks, S tokens of an image of this rank, G positions of the common grid, P
-of them computed on this rank.
+Shape legend: B images of this rank, A of all ranks, S tokens of an image of this rank, G positions of the common grid,
+P of them computed on this rank.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Shapes = tuple[tuple[int, int], ...]  # height and width of each level
 class Exchange:
     """Batch and grid sizes per rank, and the all-to-all splits they imply.
 
-    The grids of the ranks are aligned level by level at their upper left corner; positions outside a rank's own grid are
-    masked.
+    The grids of the ranks are aligned level by level at their upper left corner; positions outside a rank's own grid
+    are masked.
     """
 
     images: tuple[int, ...]  # B of each rank

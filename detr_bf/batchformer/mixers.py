@@ -1,7 +1,8 @@
 """Modules that mix the tokens of a batch along the batch dimension.
 
-A mixer is called as ``mixer(tokens (B, S, C), padding_mask (B, S) or None, exchange or None) -> (B, S, C)`` and built as
-``mixer(dim, heads=, dropout=, num_layers=)``. To add one, write it here and add a line to ``BATCH_MIXERS``.
+A mixer is built as ``mixer(dim, heads=, dropout=, num_layers=)`` and called with tokens (B, S, C), a padding mask
+(B, S) or None, and an :class:`Exchange` or None; it returns (B, S, C). To add one, write it here and add a line to
+``BATCH_MIXERS``.
 
 Shape legend: B images, S tokens of an image, C channels. Attention runs along B; each of the S positions is one
 sequence.
@@ -79,8 +80,8 @@ class BatchFormerLayer(nn.Module):
     def forward(self, tokens: Tensor, padding_mask: Tensor | None = None, exchange: Exchange | None = None) -> Tensor:
         """Mix (B, S, C) along B, with ``exchange`` along the images of all ranks.
 
-        ``padding_mask`` (B, S), True = padding: padded entries are not attended to and stay unchanged. An image alone at
-        its position attends to itself.
+        ``padding_mask`` (B, S), True = padding: padded entries are not attended to and stay unchanged. An image
+        alone at its position attends to itself.
         """
         mixed = tokens
         ignored = padding_mask if exchange is None else exchange.ignored(padding_mask, tokens.device)

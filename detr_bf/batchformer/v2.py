@@ -154,9 +154,7 @@ def warn_of_short(name: str, sequence: int) -> None:
 
 def check_layers(layers: Sequence[int], count: int, *, of: str) -> None:
     """Raise InputError unless ``layers`` are ascending indices below ``count``; ``of`` is text around the count."""
-    if not layers:
-        raise InputError("layers is empty: give the indices of one or more layers, [0] for the first")
-    if any(not 0 <= layer < count for layer in layers):
+    if not layers or any(not 0 <= layer < count for layer in layers):
         raise InputError(
             f"layers={list(layers)}: {of.format(count)}, counted from 0; give one or more indices from 0 to {count - 1}"
         )

@@ -85,6 +85,7 @@ class BatchFormerConfig:
     position: str = choice("before", "after")  # before the encoder layer, or after it (the authors' code)
     shared: bool = True  # one module for all insertions, or one each
     mode: str = choice("two_stream", "single_stream", "duplicate", "mini_batch_inference")
+    mixer: str = "attention"  # a name of detr_bf.batchformer.BATCH_MIXERS
     num_layers: int = positive(1, LAYERS)  # layers stacked at one insertion
     heads: int = positive(4, 1024)
     dropout: float = below_one(0.5)

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from detr_bf.assembly.acceleration import accelerate
+from detr_bf.assembly.model import accelerate
 from detr_bf.config import RunConfig
 from detr_bf.data.checks.annotations import Report
 from detr_bf.engine import Checkpoint, Measured, RunFolder, Trainer, TrainingStep, build_and_load

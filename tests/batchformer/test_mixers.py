@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from detr_bf.batchformer import BatchFormerLayer
-from detr_bf.batchformer.layer import BatchEncoderLayer
+from detr_bf.batchformer.mixers import BatchEncoderLayer
 from tests.kernels import compile_whole, compilers
 
 IMAGES, TOKENS, DIM, HEADS = 3, 50, 32, 4
