@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import ConditionalDetrConfig, DeformableDetrConfig, DetrConfig, ResNetConfig, TimmBackboneConfig
 
 from detr_bf.backbones import build_backbone
-from detr_bf.backbones.resnet import MEAN, STD
+from detr_bf.backbones.backbone import MEAN, STD
 from detr_bf.detectors import DETECTORS, Detector, Options
 from detr_bf.interop import format_of, from_foreign, read_weights, to_foreign, write_weights
 from detr_bf.structures import Batch, Outputs
