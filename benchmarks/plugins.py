@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from cases import SEED
 from command import check_rounds, circumstances, make_parser
 from detr_bf.assembly import device_of
-from detr_bf.assembly.acceleration import accelerate
 from detr_bf.assembly.classification import build_classifier, build_classifier_criterion, image_optimizer
 from detr_bf.assembly.classifier_data import build_mix
+from detr_bf.assembly.model import accelerate
 from detr_bf.assembly.training import PRECISIONS
 from detr_bf.cli import run_tool
 from detr_bf.config import ClassifierConfig, load_config

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from cases import NUM_CLASSES, PRESETS, SEED, Preset, Setting, make_batch, make_optimizer
 from command import CONFIGS, cells, check_rounds, circumstances, make_parser
 from detr_bf.assembly import build_criterion, build_model, device_of
-from detr_bf.assembly.acceleration import accelerate
+from detr_bf.assembly.model import accelerate
 from detr_bf.cli import run_tool
 from detr_bf.config import DetectionConfig
 from detr_bf.detectors import Detector

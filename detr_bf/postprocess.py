@@ -1,4 +1,4 @@
-"""Outputs -> scored boxes, masks and panoptic maps in pixels of the original images.
+"""Convert outputs to scored boxes, masks and panoptic maps in pixels of the original images.
 
 Shape legend: Q queries, N detections, K class logits, h x w cells of a mask, H x W pixels.
 """
@@ -22,11 +22,11 @@ from detr_bf.structures import Detections, Outputs, PanopticMap, Segment, Target
 
 @dataclass(frozen=True)
 class Postprocess:
-    """Scores and boxes of the last decoder layer, and masks where the detector has a mask head.
+    """Scores and boxes of the last decoder layer, and masks if the detector has a mask head.
 
-    With a softmax every query gives its best class (Carion et al. 2020); with sigmoid scores the best of all queries x
-    classes are taken (Zhu et al. 2021, arXiv 2010.04159). At most ``max_detections`` of an image, best first. A pixel
-    belongs to a mask where its probability exceeds ``mask_threshold``.
+    With a softmax every query gives its best class (Carion et al. 2020); with sigmoid scores the best pairs of query
+    and class are taken (Zhu et al. 2021, arXiv 2010.04159). At most ``max_detections`` per image, best first. A pixel
+    belongs to a mask if its probability exceeds ``mask_threshold``.
     """
 
     classification: Classification
@@ -35,7 +35,7 @@ class Postprocess:
 
     @torch.no_grad()
     def __call__(self, outputs: Outputs, targets: Sequence[Target]) -> list[Detections]:
-        """One :class:`Detections` for each target, which gives image id and sizes."""
+        """Return one :class:`Detections` for each target, which gives image id and sizes."""
         assert outputs.num_streams == 1, "evaluation has one stream"
         all_scores = self.classification.scores(outputs.logits[-1].float())
         boxes = box_convert(outputs.boxes[-1].float(), "cxcywh", "xyxy")
@@ -50,25 +50,27 @@ class Postprocess:
         scale = boxes.new_tensor([width, height, width, height])
         masks = None
         if outputs.masks is not None:
-            distinct, place = query.unique(return_inverse=True)  # a query may stand for several classes
+            distinct, index = query.unique(return_inverse=True)  # a query may be detected with several classes
             logits = outputs.masks.of(torch.full_like(distinct, image), distinct).float()
             inside = (unpadded_masks(logits, target, targets).sigmoid() > self.mask_threshold).byte()
             coded = encoded(F.interpolate(inside[:, None], target.original_size)[:, 0])
-            masks = tuple(coded[index] for index in place.tolist())
+            masks = tuple(coded[i] for i in index.tolist())
         return Detections(target.image_id, (boxes[query] * scale).cpu(), best.cpu(), label.cpu(), masks)
 
 
 @dataclass(frozen=True)
 class PanopticPostprocess:
-    """Every pixel to the query whose mask is strongest there, of those that claim an object (Carion et al. 2020,
-    arXiv 2005.12872, section 4.4).
+    """Panoptic maps: each pixel goes to the query with the highest mask logit, among queries that predict an object.
+
+    Carion et al. 2020, arXiv 2005.12872, section 4.4.
 
     Args:
-        is_thing: of each class, by contiguous index.
-        threshold: least score of a query that takes part.
-        min_area: segments of up to so many pixels of the original image leave theirs to the others.
-        merge_stuff: queries of one stuff class make one segment. Without, the first of them alone takes part: what
-            DETR's code comes to, which merges and then takes the merged queries for empty ones.
+        is_thing: for each class, by contiguous index.
+        threshold: lowest score of a query that is used.
+        min_area: segments with at most this many pixels of the original image are removed; their pixels go to the
+            remaining queries.
+        merge_stuff: merge the queries of one stuff class into one segment. False keeps only the first query of each
+            stuff class, which is the effect of DETR's code: it merges them and then removes the merged ones as empty.
     """
 
     classification: Classification
@@ -79,27 +81,29 @@ class PanopticPostprocess:
 
     @torch.no_grad()
     def __call__(self, outputs: Outputs, targets: Sequence[Target]) -> list[PanopticMap]:
-        """One :class:`PanopticMap` for each target, which gives image id and sizes."""
+        """Return one :class:`PanopticMap` for each target, which gives image id and sizes."""
         assert outputs.num_streams == 1, "evaluation has one stream"
         assert outputs.masks is not None, "panoptic maps need a mask head"
         logits = outputs.logits[-1].float()
         labels = self.classification.scores(logits).argmax(-1)
-        taking_part = self.classification.is_object(logits, self.threshold)
+        chosen = self.classification.is_object(logits, self.threshold)
         maps = []
         for image, target in enumerate(targets):
-            query = taking_part[image].nonzero()[:, 0]
+            query = chosen[image].nonzero()[:, 0]
             masks = outputs.masks.of(torch.full_like(query, image), query)
             maps.append(self._map(unpadded_masks(masks.float(), target, targets), labels[image, query], target))
         return maps
 
     def _map(self, masks: Tensor, labels: Tensor, target: Target) -> PanopticMap:
-        """Masks (Q, H, W) of one image and their classes (Q,)."""
-        owner = self._owners(labels.tolist()).to(labels.device)
+        """Return the map of one image from masks (Q, H, W) and their classes (Q,)."""
+        classes = labels.tolist()  # a stuff pixel belongs to the first query of its class, any other to its own query
+        owners = [query if self.is_thing[label] else classes.index(label) for query, label in enumerate(classes)]
+        owner = torch.tensor(owners, dtype=torch.int64, device=labels.device)
         left = torch.arange(len(labels), device=labels.device)
         while len(left):
             strongest = left[masks[left].argmax(0)]
-            places = F.interpolate(owner[strongest][None, None].double(), target.original_size, mode="nearest-exact")
-            ids = places[0, 0].long()
+            resized = F.interpolate(owner[strongest][None, None].double(), target.original_size, mode="nearest-exact")
+            ids = resized[0, 0].long()
             area = torch.bincount(ids.flatten(), minlength=len(labels))
             large = area[owner[left]] > self.min_area
             stays = large if self.merge_stuff else large & (owner[left] == left)
@@ -108,33 +112,27 @@ class PanopticPostprocess:
             left = left[stays]
         return PanopticMap(target.image_id, torch.zeros(target.original_size, dtype=torch.int32), ())
 
-    def _owners(self, labels: Sequence[int]) -> Tensor:
-        """(Q,) the query whose segment each query's pixels belong to: the first of its class for stuff, else itself."""
-        return torch.tensor(
-            [query if self.is_thing[label] else labels.index(label) for query, label in enumerate(labels)],
-            dtype=torch.int64,
-        )
-
 
 def _as_map(queries: Tensor, labels: Tensor, area: Tensor, target: Target) -> PanopticMap:
-    """Queries (H, W) -> ids from 1 on, in the order of the queries."""
+    """Number the queries (H, W) from 1 in their order."""
     present = area.nonzero()[:, 0]
     number = torch.zeros_like(area)
     number[present] = torch.arange(1, len(present) + 1, device=area.device)
     segments = tuple(
-        Segment(place, int(labels[query]), int(area[query])) for place, query in enumerate(present.tolist(), start=1)
+        Segment(segment, int(labels[query]), int(area[query]))
+        for segment, query in enumerate(present.tolist(), start=1)
     )
     return PanopticMap(target.image_id, number[queries].to("cpu", torch.int32), segments)
 
 
 def unpadded_masks(logits: Tensor, target: Target, targets: Sequence[Target]) -> Tensor:
-    """Logits (N, h, w) over the padded batch -> (N, H, W) over ``target``, at the size it had in the batch."""
+    """Resize logits (N, h, w) over the padded batch to (N, H, W) over ``target``, at its size in the batch."""
     padded = tuple(max(other.size[side] for other in targets) for side in (0, 1))
     height, width = target.size
     return F.interpolate(logits[:, None], size=padded, mode="bilinear")[:, 0, :height, :width]
 
 
 def encoded(masks: Tensor) -> tuple[dict[str, Any], ...]:
-    """Masks (N, H, W) of 0 and 1 as COCO's compressed RLE, ready for JSON."""
+    """Encode masks (N, H, W) of 0 and 1 as COCO's compressed RLE, ready for JSON."""
     coded = coco_mask.encode(np.asfortranarray(masks.permute(1, 2, 0).to("cpu", torch.uint8).numpy()))
     return tuple({"size": one["size"], "counts": one["counts"].decode()} for one in coded)

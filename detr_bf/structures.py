@@ -1,4 +1,4 @@
-"""The values that pass between the rooms of the house: all frozen, none knows how it was made.
+"""Frozen dataclasses passed between packages.
 
 Shape legend: B images, R rows (num_streams x B), L decoder layers, Q queries, K class logits, T objects of one image,
 S tokens, C channels, H x W pixels of the padded batch.
@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from detr_bf.errors import InputError
@@ -21,28 +22,29 @@ from detr_bf.text import printable
 
 @dataclass(frozen=True)
 class ClassMap:
-    """Contiguous class index <-> the category id and name of the annotation file.
+    """Map between contiguous class indices and the category ids and names of the annotation file.
 
     Index i of the model's logits means ``category_ids[i]``; ids may be sparse, 1-based and in any order. ``names`` are
-    always shown names, whatever the class map is made from: one line of at most 200 characters without control
-    characters, lone surrogates and surrounding blanks (:func:`detr_bf.text.printable`), so that they can be drawn,
-    printed and written as UTF-8. A class without a name is called by its id. Classes are matched by id alone; the
-    names of two class maps may be compared, for both are cleaned alike.
+    cleaned on construction (:func:`detr_bf.text.printable`): one line of at most 200 characters without control
+    characters, lone surrogates and surrounding blanks, so that they can be drawn, printed and written as UTF-8. A class
+    without a name is named by its id. Classes are matched by id alone; the names of two class maps can be compared,
+    because both are cleaned.
     """
 
     category_ids: tuple[int, ...]
     names: tuple[str, ...]
-    is_thing: tuple[bool, ...] = ()  # whether objects of the class are countable; all are where nothing is said
+    is_thing: tuple[bool, ...] = ()  # True = countable objects; all True by default
 
     def __post_init__(self) -> None:
         pairs = zip(self.names, self.category_ids, strict=True)
-        object.__setattr__(self, "names", tuple(_shown_name(name) or str(number) for name, number in pairs))
+        names = tuple(printable(str(name).strip()) or str(number) for name, number in pairs)
+        object.__setattr__(self, "names", names)
         if not self.is_thing:
             object.__setattr__(self, "is_thing", (True,) * len(self.category_ids))
 
     @classmethod
     def from_categories(cls, categories: Sequence[Mapping[str, Any]]) -> ClassMap:
-        """From the ``categories`` list of a COCO file, sorted by id; ``isthing`` 0 is stuff, 1 or none a thing."""
+        """Read the ``categories`` list of a COCO file, sorted by id; ``isthing`` 0 is stuff, 1 or absent a thing."""
         ordered = sorted(categories, key=lambda category: int(category["id"]))
         return cls(
             tuple(int(c["id"]) for c in ordered),
@@ -56,7 +58,7 @@ class ClassMap:
         return cls(tuple(state["category_ids"]), tuple(state["names"]), tuple(state.get("is_thing", ())))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists, for checkpoints and JSON."""
+        """Return plain lists, for checkpoints and JSON."""
         return {"category_ids": list(self.category_ids), "names": list(self.names), "is_thing": list(self.is_thing)}
 
     @property
@@ -65,9 +67,9 @@ class ClassMap:
 
     @cached_property
     def distinct_names(self) -> tuple[str, ...]:
-        """The names; one that several categories share is followed by its id."""
+        """Names of the classes; a name shared by several categories is followed by its id."""
         names = self.names
-        for _ in names:  # "cat (3)" may be the name of another class: again, until all differ
+        for _ in names:  # repeat until all differ: "cat (3)" may be the name of another class
             count = Counter(names)
             if len(count) == len(names):
                 break
@@ -81,22 +83,18 @@ class ClassMap:
         return {category_id: index for index, category_id in enumerate(self.category_ids)}
 
 
-def _shown_name(name: object) -> str:
-    return printable(str(name).strip())
-
-
 @dataclass(frozen=True)
 class Target:
-    """Ground truth of one image as the losses see it (crowds left out)."""
+    """Ground truth of one image for the losses, without crowds."""
 
     image_id: int
     boxes: Tensor  # (T, 4) float32, centre x, centre y, width, height, in fractions of the unpadded image
     labels: Tensor  # (T,) int64, contiguous class indices
     size: tuple[int, int]  # height, width in pixels after the transforms, before padding
     original_size: tuple[int, int]  # height, width in pixels of the file (EXIF rotation applied)
-    file_name: str = ""  # as it is shown
-    masks: Tensor | None = None  # (T, h, w) bool at `size`, where the data is asked for masks
-    replaced: str = ""  # why the image asked for could not be read, if this one stands in for it
+    file_name: str = ""  # printable
+    masks: Tensor | None = None  # (T, h, w) bool at `size`; None: not loaded
+    replaced: str = ""  # if this image replaces an unreadable one: why that could not be read
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Target:
         return replace(
@@ -110,14 +108,19 @@ class Target:
 def padding_mask(
     sizes: Sequence[tuple[int, int]], padded: tuple[int, int], device: torch.device | str = "cpu"
 ) -> Tensor:
-    """(B, H, W) bool, True = padding: what lies right of or below each of B images in a batch of ``padded`` size.
+    """Return the padding mask (B, H, W) bool, True = padding, of B images in a batch of ``padded`` size.
 
-    Sizes are height and width in pixels.
+    Sizes are height and width in pixels; images lie in the upper left corner.
     """
     mask = torch.ones(len(sizes), *padded, dtype=torch.bool, device=device)
     for row, (height, width) in zip(mask, sizes, strict=True):
         row[:height, :width] = False
     return mask
+
+
+def resize_mask(padding_mask: Tensor, size: Sequence[int]) -> Tensor:
+    """Resize a mask (B, H, W) bool to (B, h, w); each cell takes the value of its nearest pixel."""
+    return F.interpolate(padding_mask[None].float(), size=tuple(size), mode="nearest")[0].bool()
 
 
 @dataclass(frozen=True)
@@ -133,21 +136,21 @@ class Batch:
 
     @property
     def replaced(self) -> tuple[str, ...]:
-        """Why images could not be read for which others stand in, one message for each."""
+        """One message for each unreadable image that another image replaces."""
         return tuple(target.replaced for target in self.targets if target.replaced)
 
     @property
     def inputs(self) -> Batch:
-        """What the model is called with."""
+        """Argument of the model."""
         return self
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a message calls the images."""
+        """File names of the images, for messages."""
         return tuple(target.file_name for target in self.targets)
 
     def not_finite(self) -> list[str]:
-        """The names of the images whose boxes hold infinity or NaN."""
+        """Return the names of the images whose boxes hold infinity or NaN."""
         return [target.file_name for target in self.targets if not target.boxes.isfinite().all()]
 
     @classmethod
@@ -172,7 +175,7 @@ class Batch:
         )
 
     def pin_memory(self) -> Batch:
-        """Called by the DataLoader."""
+        """Copy images and mask to pinned memory; called by the DataLoader."""
         return Batch(self.images.pin_memory(), self.padding_mask.pin_memory(), self.targets)
 
 
@@ -186,10 +189,11 @@ class FeatureMap:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """What an encoder layer receives and returns, with everything that must keep the same number of rows.
+    """Tokens of an encoder layer, with all tensors that must keep the same number of rows.
 
-    ``tokens`` is (R, S, C) with R = num_streams x B, clean stream first. ``per_sample`` holds what is tied to a row
-    (``padding_mask`` (R, S), ``position`` (R, S, C), ...), ``static`` what is not (``spatial_shapes``).
+    ``tokens`` is (R, S, C) with R = num_streams x B, clean stream first. ``per_sample`` holds tensors with one entry
+    per row (``padding_mask`` (R, S), ``position`` (R, S, C), ...), ``static`` values shared by all
+    rows (``spatial_shapes``).
     """
 
     tokens: Tensor
@@ -198,11 +202,11 @@ class TokenBatch:
     num_streams: int = 1
 
     def with_tokens(self, tokens: Tensor) -> TokenBatch:
-        """The same rows with other contents."""
+        """Replace the tokens; the rows stay the same."""
         return replace(self, tokens=tokens)
 
     def fork(self, second_stream: Tensor) -> TokenBatch:
-        """Append a second stream (B, S, C); every per-sample companion is repeated."""
+        """Append a second stream (B, S, C); every per-sample tensor is repeated."""
         assert self.num_streams == 1, "a batch forks once"
         return replace(
             self,
@@ -214,21 +218,21 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class Queries:
-    """What the decoder layers receive: what the queries hold and where they look."""
+    """Queries of a decoder layer: their content and their position."""
 
     content: Tensor  # (R, Q, C)
-    position: Tensor  # (R, Q, C), added to the content where it is compared
-    reference: Tensor | None = None  # (R, Q, 2 or 4) points or boxes in fractions of the unpadded image; None: nowhere
-    modulation: Tensor | None = None  # (R, Q, C), how the reference is compared with places (Conditional DETR)
+    position: Tensor  # (R, Q, C), added to the content for attention
+    reference: Tensor | None = None  # (R, Q, 2 or 4) points or boxes in fractions of the unpadded image
+    modulation: Tensor | None = None  # (R, Q, C), position query of the cross-attention (Conditional DETR)
     proposals: Outputs | None = None  # the encoder's own predictions the queries were chosen from (two-stage)
 
 
 @dataclass(frozen=True)
 class Masks:
-    """Mask logits over the padded image, worked out for those pairs of row and query that are asked for.
+    """Mask logits over the padded image, computed on request for chosen pairs of row and query.
 
-    They are the most costly thing a detector makes, and losses and postprocessing look at few of them: the pairs that
-    were matched, the queries that claim an object. No mask depends on which others are asked for.
+    Masks are the most expensive output of a detector, and losses and postprocessing read few of them: those of matched
+    pairs, or of queries that predict an object. No mask depends on which others are requested.
     """
 
     of: Callable[[Tensor, Tensor], Tensor]  # rows (M,) and queries (M,), int64 -> logits (M, h, w)
@@ -237,18 +241,18 @@ class Masks:
 
     @classmethod
     def known(cls, logits: Tensor) -> Masks:
-        """All of them (R, Q, h, w)."""
+        """Wrap the logits (R, Q, h, w) of all masks."""
         return cls(lambda row, query: logits[row, query], *logits.shape[:2])
 
     def all(self) -> Tensor:
-        """(R, Q, h, w)."""
+        """Compute all masks: (R, Q, h, w)."""
         pairs = torch.cartesian_prod(torch.arange(self.rows), torch.arange(self.queries))
         return self.of(pairs[:, 0], pairs[:, 1]).unflatten(0, (self.rows, self.queries))
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a detector predicts, all decoder layers stacked, the last layer last.
+    """Predictions of a detector, all decoder layers stacked, the last layer last.
 
     Without auxiliary outputs L = 1. Rows hold ``num_streams`` streams of B images, clean stream first.
     """
@@ -256,8 +260,8 @@ class Outputs:
     logits: Tensor  # (L, R, Q, K)
     boxes: Tensor  # (L, R, Q, 4) float, centre x, centre y, width, height in fractions of the unpadded image
     num_streams: int = 1
-    proposals: Outputs | None = None  # of a two-stage detector: one layer, a query for every token, any object class 0
-    states: Tensor | None = None  # (R, Q, C), what the last layer's heads read
+    proposals: Outputs | None = None  # of a two-stage detector: one layer, one query per token, class 0 = any object
+    states: Tensor | None = None  # (R, Q, C), input of the last layer's heads
     masks: Masks | None = None  # of the last layer; None without mask head
 
 
@@ -284,7 +288,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class PanopticMap:
-    """One image cut into segments, no two of which share a pixel."""
+    """One image divided into segments that do not overlap."""
 
     image_id: int
     ids: Tensor  # (H, W) int32 at the size of the original file, 0 = no segment

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from detr_bf.assembly import acceleration, build_model
-from detr_bf.assembly.acceleration import accelerate
+from detr_bf.assembly import build_model
+from detr_bf.assembly import model as assembly
+from detr_bf.assembly.model import accelerate
 from detr_bf.config import load_config
 from detr_bf.detectors import Detector, MaskHead
 from detr_bf.errors import InputError
@@ -87,7 +88,7 @@ def test_recomputed_encoder_layers_give_the_same_bits(name: str) -> None:
     """With dropout, and the random numbers of what follows."""
     found = []
     for recompute in (False, True):
-        settings = {"batch_former": batch_former(layers=[0, 1]), "recompute_encoder": recompute}
+        settings = {"batch_former": batch_former(layers=[0, 1]), "activation_checkpointing": recompute}
         outputs, gradients = trained(shaken(model(name, dropout=0.3, **settings)), images())
         found.append((outputs.logits, outputs.boxes, torch.rand(5), gradients))
     (*plain, expected), (*recomputed, actual) = found
@@ -100,7 +101,7 @@ def test_recomputed_encoder_layers_give_the_same_bits(name: str) -> None:
 def test_recomputation_is_in_the_precision_of_the_first_pass(precision: torch.dtype) -> None:
     found = []
     for recompute in (False, True):
-        module = shaken(model(dropout=0.3, batch_former=batch_former(), recompute_encoder=recompute))
+        module = shaken(model(dropout=0.3, batch_former=batch_former(), activation_checkpointing=recompute))
         torch.manual_seed(7)
         with torch.autocast("cpu", precision):
             outputs = module.train()(images())
@@ -112,7 +113,7 @@ def test_recomputation_is_in_the_precision_of_the_first_pass(precision: torch.dt
 def test_the_setting_reaches_the_encoder() -> None:
     for recompute in (False, True):
         config = load_config(None, [*SMALL, f"train.recompute_encoder={str(recompute).lower()}"])
-        assert build_model(config, num_classes=3).encoder.recompute == recompute
+        assert build_model(config, num_classes=3).encoder.activation_checkpointing == recompute
 
 
 # ---- compilation ----
@@ -171,7 +172,7 @@ def test_compiled_mask_stage_and_recomputation_with_dropout() -> None:
     found = []
     for recompute in (False, True):
         head = MaskHead(DIM, heads=2, finer_channels=[CHANNELS])
-        settings = {"mask_head": head, "batch_former": batch_former(), "recompute_encoder": recompute}
+        settings = {"mask_head": head, "batch_former": batch_former(), "activation_checkpointing": recompute}
         module = shaken(model(dropout=0.2, **settings), std=0.1)
         module.backbone = Averages(2)
         accelerate(module, COMPILED)
@@ -200,7 +201,7 @@ def test_without_triton_it_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     config = load_config(None, ["train.compile=true", "device=cuda"])
     accelerate(model(), config)
     known = importlib.util.find_spec
-    monkeypatch.setattr(acceleration, "find_spec", lambda name: None if name == "triton" else known(name))
+    monkeypatch.setattr(assembly, "find_spec", lambda name: None if name == "triton" else known(name))
     with pytest.raises(InputError, match="needs the package triton on a GPU"):
         accelerate(model(), config)
 

@@ -112,9 +112,13 @@ def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
     [
         ("model.heads=5", "model.heads=5 must divide"),
         ("model.name=detrr", "must be one of conditional_detr, deformable_detr, detr, smca.*; got 'detrr'"),
-        ("model.name=parts", "got 'parts'"),
+        ("model.name=detector", "got 'detector'"),
+        ("model.backbone.strides=[16,32]", r"model\.backbone\.strides: this detector uses one feature map, got 2"),
+        ("model.backbone.strides=[7]", r"model\.backbone\.strides=\[7\]: there is no stride 7"),
+        ("model.backbone.name=resnet51", "model.backbone.name='resnet51': expected .*mean resnet"),
+        ("batch_former.mixer=convolution", "batch_former.mixer must be one of attention; got 'convolution'"),
         ("batch_former.heads=5", "batch_former.heads=5"),
-        ("model.input_norm=true", "divisible by 32, got 48"),
+        ("model.input_norm=true", "model.hidden_dim must be divisible by 32, got 48"),
         ("model.hidden_dim=30", "divisible by 4|must divide"),
     ],
 )
@@ -155,3 +159,12 @@ def test_settings_another_detector_would_use_are_told(caplog: pytest.LogCaptureF
     caplog.clear()
     build_model(load_config(None, SMALL), num_classes=5)
     assert "does not use" not in caplog.text
+
+
+def test_smca_warns_of_cells_of_another_size(caplog: pytest.LogCaptureFixture) -> None:
+    settings = [*SMALL, "model.name=smca", "model.backbone.strides=[16]"]
+    build_model(load_config(None, settings), num_classes=5)
+    assert "model.smca.stride=32, but a cell of the feature map has 16 pixels" in caplog.text
+    caplog.clear()
+    build_model(load_config(None, [*settings, "model.smca.stride=16"]), num_classes=5)
+    assert not caplog.text

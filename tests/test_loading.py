@@ -101,14 +101,14 @@ def test_a_backbone_refuses_weights_that_are_not_finite() -> None:
     weights["fc.bias"][0] = torch.nan
     load_backbone(network, weights, classifier=("fc",), source="a.pth")  # which is left out
     weights["conv.bias"][0] = torch.nan
-    with pytest.raises(InputError, match=r"backbone weights a\.pth holds NaN or infinite weights, .* in conv\.bias"):
+    with pytest.raises(InputError, match=r"weights=a\.pth holds NaN or infinite weights, .* in conv\.bias"):
         load_backbone(network, weights, classifier=("fc",), source="a.pth")
 
 
 def test_a_backbone_refuses_weights_that_are_not_floating_point() -> None:
     network = nn.ModuleDict({"conv": nn.Conv2d(3, 2, 1), "fc": nn.Linear(2, 2)})
     weights = {name: value.long() for name, value in network.state_dict().items()}
-    with pytest.raises(InputError, match=r"backbone weights a\.pth: expected floating-point weights, got conv\.weight"):
+    with pytest.raises(InputError, match=r"weights=a\.pth: expected floating-point weights, got conv\.weight"):
         load_backbone(network, weights, classifier=("fc",), source="a.pth")
 
 

@@ -25,6 +25,8 @@ from detr_bf.planning.machine import largest_size, published_seconds_per_step, p
 from detr_bf.planning.plan import disk_of, memory_of, schedule_of, trace_of
 from detr_bf.planning.trace import Recorder, Work, fake_tensors
 from detr_bf.structures import Batch
+from tests.detectors import tiny as tiny_detectors
+from tests.detectors.tiny import settings_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 SIZE = (96, 128)
@@ -43,21 +45,13 @@ TINY = (
     "data.transforms.max_size=128",
     "train.batch_size=3",
 )
-DETECTORS = {
-    "detr": (),
-    "without_batch_attention": ("batch_former.enabled=false",),
-    "conditional_detr": ("model.name=conditional_detr", "loss.classification=focal"),
-    "smca": ("model.name=smca", "model.smca.stride=16"),
-    "smca_multi_scale": ("model.name=smca_multi_scale", "model.backbone.strides=[8,16,32]"),
-    "deformable_detr": (
-        "model.name=deformable_detr",
-        "loss.classification=focal",
-        "model.backbone.strides=[8,16]",
-        "model.extra_levels=1",
-        "model.deformable.box_refine=true",
-        "model.deformable.two_stage=true",
-    ),
+MORE = {
+    "conditional_detr": ("loss.classification=focal",),
+    "deformable_detr": ("loss.classification=focal",),
+    "deformable_detr_two_stage": ("loss.classification=focal", "model.extra_levels=1"),
 }
+DETECTORS = {name: (*settings_of(name, stride=16), *MORE.get(name, ())) for name in tiny_detectors.DETECTORS}
+DETECTORS["without_batch_attention"] = ("batch_former.enabled=false",)
 MASKS = ("model.backbone.strides=[32]", "model.masks=true", "freeze.detector=true")
 NO_GATHER, GATHER = "batch_former.gather=false", "batch_former.gather=true"
 
@@ -425,7 +419,7 @@ def test_half_precision_is_faster_where_there_are_tensor_cores() -> None:
 
 def test_what_does_not_fit_says_so_and_what_would_help() -> None:
     """Every proposal is planned anew, stands on those before, needs less, and the last one fits."""
-    settings = (*DETECTORS["deformable_detr"], "model.feedforward_dim=2048", "train.batch_size=4")
+    settings = (*DETECTORS["deformable_detr_two_stage"], "model.feedforward_dim=2048", "train.batch_size=4")
     config = tiny(*settings)
     needed, sparing = need(*settings), (*settings, "train.precision=bf16", "train.recompute_encoder=true")
     larger, smaller = need(*sparing), need(*sparing, "train.batch_size=2", "train.accumulate=2")

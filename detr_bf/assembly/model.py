@@ -1,41 +1,63 @@
-"""The detector, its losses and what is made of its outputs."""
+"""Building of the detector, its losses and its postprocessing, and of faster execution."""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
 from numbers import Integral
-from typing import Any
+from operator import attrgetter
 
 import torch
 from torch import nn
 
 from detr_bf import distributed
-from detr_bf.assembly.plugins import add_encoder_plugins, encoder_of
+from detr_bf.assembly.plugins import add_encoder_plugins, encoder_of, named
 from detr_bf.backbones import Backbone, build_backbone
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.config import DetectionConfig, RunConfig
 from detr_bf.config.detection import ModelConfig
-from detr_bf.detectors import Detector, MaskHead, Options, detector_named, own_settings
+from detr_bf.detectors import Detector, MaskHead, Options, detector_named
+from detr_bf.detectors.deformable_detr import deformable_detr
+from detr_bf.detectors.smca import smca
+from detr_bf.detectors.smca_multi_scale import smca_multi_scale
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
-from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
-from detr_bf.losses.classification import Classification
+from detr_bf.losses import Classification, CrossEntropy, Focal, HungarianMatcher, SetCriterion
 from detr_bf.plugins import PluginCriterion
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.structures import ClassMap
 from detr_bf.text import printable
+from detr_bf.transformer import Decoder, Encoder
 
 logger = logging.getLogger(__name__)
 
 MOST_CLASSES = 1_000_000
-FOCAL_PRIOR = 0.01  # score every class starts with (Lin et al. 2017, arXiv 1708.02002, section 4.1)
+FOCAL_PRIOR = 0.01  # initial score of every class (Lin et al. 2017, arXiv 1708.02002, section 4.1)
+# Compiled versions of one kind of layer: training and evaluation, kinds of queries, batches of one image.
+RECOMPILE_LIMIT = 64
+
+# Settings under ``model`` that only some detectors read.
+OWN_SETTINGS = {
+    "deformable_detr": (
+        "extra_levels",
+        "deformable.encoder_points",
+        "deformable.decoder_points",
+        "deformable.box_refine",
+        "deformable.two_stage",
+    ),
+    "smca": ("smca.dynamic_scale", "smca.smooth", "smca.stride"),
+    "smca_multi_scale": ("smca.smooth",),
+}
 
 
 def device_of(config: RunConfig) -> torch.device:
-    """The device asked for; ``auto`` is the GPU when there is one. Of several processes each takes its own GPU."""
+    """Return the configured device; ``auto`` is the GPU if there is one. Each rank uses its own GPU."""
     if config.device == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         return _own_gpu() if kind == "cuda" and distributed.launched() else torch.device(kind)
@@ -49,13 +71,13 @@ def device_of(config: RunConfig) -> torch.device:
         )
     if device.type == "cuda" and distributed.launched():
         if device.index is not None:
-            raise InputError(f"device={config.device} names one GPU for several processes: use device=cuda or auto")
+            raise InputError(f"device={config.device} is one GPU for several processes: use device=cuda or auto")
         return _own_gpu()
     return device
 
 
 def _own_gpu() -> torch.device:
-    """The GPU of this machine's process of that number."""
+    """Return the GPU with the local rank as its index."""
     number = distributed.local_rank()
     if number >= torch.cuda.device_count():
         raise InputError(
@@ -66,35 +88,35 @@ def _own_gpu() -> torch.device:
 
 
 def build_model(config: DetectionConfig, num_classes: int, *, pretrained: bool = True) -> Detector:
-    """The detector; without ``pretrained`` the backbone's weights are left to a checkpoint.
+    """Build the detector; without ``pretrained`` the backbone's weights are random, to be loaded from a checkpoint.
 
     Raises:
-        InputError: as :func:`build_detector`, or the backbone's weights cannot be had.
+        InputError: as :func:`build_detector`, or the backbone's weights are not available.
     """
     detector_named(config.model.name)  # before weights are fetched
     _check_num_classes(num_classes)
     backbone = config.model.backbone
-    body = build_backbone(
-        backbone.name,
-        weights=backbone.weights if pretrained else "none",
-        strides=backbone.strides,
-        dilation=backbone.dilation,
-        frozen_stages=backbone.frozen_stages,
-        frozen_norm=backbone.frozen_norm,
-        finer=config.model.masks,
-    )
+    with named("model.backbone", backbone):
+        body = build_backbone(
+            backbone.name,
+            weights=backbone.weights if pretrained else "none",
+            strides=backbone.strides,
+            dilation=backbone.dilation,
+            frozen_stages=backbone.frozen_stages,
+            frozen_norm=backbone.frozen_norm,
+            finer=config.model.masks,
+        )
     return build_detector(config, num_classes, body)
 
 
 def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) -> Detector:
-    """The detector over a backbone that gives the maps of ``model.backbone.strides``, with a mask head finer ones too.
+    """Build the detector over a backbone with maps of ``model.backbone.strides``, and all finer ones for a mask head.
 
     Raises:
-        InputError: no number of classes, or settings that contradict each other, or the backbone's maps.
+        InputError: a wrong number of classes, or settings that contradict each other or the backbone's maps.
     """
     _check_num_classes(num_classes)
     model = config.model
-    detector = detector_named(model.name)
     classification = build_classification(config)
     options = Options(
         num_logits=classification.num_logits(num_classes),
@@ -113,10 +135,12 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
         class_prior=FOCAL_PRIOR if config.loss.classification == "focal" else None,
         batch_former=build_batch_former(config),
         mask_head=build_mask_head(config, body.channels),
-        recompute_encoder=config.train.recompute_encoder,
+        activation_checkpointing=config.train.recompute_encoder,
     )
     channels = body.channels[-len(model.backbone.strides) :]
-    built = detector(body, channels, options, **_own_settings(detector, model))
+    _warn_of_unused_settings(model)
+    with named("model", model, dim="hidden_dim"):
+        built = _with_own_settings(model)(body, channels, options)
     add_encoder_plugins(built, config.plugins)
     if config.freeze.detector:
         built.freeze_all_but_masks(keep_dropout=config.freeze.keep_dropout)
@@ -130,61 +154,83 @@ def _check_num_classes(num_classes: object) -> None:
 
 
 def build_mask_head(config: DetectionConfig, channels: Sequence[int]) -> MaskHead | None:
-    """The mask head over feature maps of these ``channels``, or None where it is off.
+    """Build the mask head over feature maps of these ``channels``, or None if it is disabled.
 
     Raises:
-        InputError: the detector is to be frozen and nothing would be trained.
+        InputError: the detector is frozen and nothing would be trained.
     """
     if not config.model.masks:
         if config.freeze.detector:
-            raise InputError("freeze.detector=true trains the mask head alone: it needs model.masks=true")
+            raise InputError("freeze.detector=true trains only the mask head: it needs model.masks=true")
         return None
     *finer, _ = channels
     model = config.model
     return MaskHead(model.hidden_dim, heads=model.heads, finer_channels=finer[::-1], see_boxes=model.name != "detr")
 
 
-def _own_settings(detector: Callable[..., Detector], model: ModelConfig) -> dict[str, Any]:
-    """The settings a detector takes beside the common ones, by their names in ``model`` and its groups.
+def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
+    """Return the detector's builder with the arguments that only this detector has."""
+    match model.name:
+        case "deformable_detr":
+            return partial(
+                deformable_detr,
+                extra_levels=model.extra_levels,
+                encoder_points=model.deformable.encoder_points,
+                decoder_points=model.deformable.decoder_points,
+                box_refine=model.deformable.box_refine,
+                two_stage=model.deformable.two_stage,
+            )
+        case "smca":
+            if [model.smca.stride] != list(model.backbone.strides):
+                logger.warning(
+                    "model.smca.stride=%d, but a cell of the feature map has %s pixels: set it to that, unless the "
+                    "weights were trained so (the authors' code keeps 32)",
+                    model.smca.stride,
+                    " and ".join(map(str, model.backbone.strides)),
+                )
+            own = model.smca
+            return partial(smca, dynamic_scale=own.dynamic_scale, smooth=own.smooth, stride=own.stride)
+        case "smca_multi_scale":
+            return partial(smca_multi_scale, smooth=model.smca.smooth, strides=model.backbone.strides)
+    return detector_named(model.name)
 
-    A setting that was changed although this detector does not take it is told.
-    """
-    names = own_settings(detector)
-    found: dict[str, Any] = {"strides": model.backbone.strides, "extra_levels": model.extra_levels}
-    ignored = [] if "extra_levels" in names or not model.extra_levels else ["model.extra_levels"]
-    defaults_of = asdict(ModelConfig())
-    for name, values in asdict(model).items():
-        if isinstance(values, dict) and name != "backbone":
-            defaults = defaults_of[name]
-            ignored += [f"model.{name}.{key}" for key in values if values[key] != defaults[key] and key not in names]
-            found |= values
-    if ignored:
-        logger.warning("model.name=%s does not use %s", model.name, ", ".join(ignored))
-    return {name: found[name] for name in names}
+
+def _warn_of_unused_settings(model: ModelConfig) -> None:
+    """Log a warning for settings of other detectors that were changed."""
+    own, default = OWN_SETTINGS.get(model.name, ()), ModelConfig()
+    changed = {
+        f"model.{key}": None  # in order, once each
+        for key in (key for keys in OWN_SETTINGS.values() for key in keys)
+        if key not in own and attrgetter(key)(model) != attrgetter(key)(default)
+    }
+    if changed:
+        logger.warning("model.name=%s does not use %s", model.name, ", ".join(changed))
 
 
 def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | None:
-    """Batch attention, or None where it is off."""
+    """Build batch attention, or None if it is disabled."""
     settings = config.batch_former
     if not settings.enabled:
         return None
-    return BatchFormerV2(
-        config.model.hidden_dim,
-        layers=settings.layers,
-        num_encoder_layers=config.model.encoder_layers,
-        position=settings.position,
-        shared=settings.shared,
-        mode=settings.mode,
-        num_layers=settings.num_layers,
-        heads=settings.heads,
-        dropout=settings.dropout,
-        mask_padding=settings.mask_padding,
-        gather=settings.gather,
-    )
+    with named("batch_former", settings):
+        return BatchFormerV2(
+            config.model.hidden_dim,
+            layers=settings.layers,
+            num_encoder_layers=config.model.encoder_layers,
+            position=settings.position,
+            shared=settings.shared,
+            mode=settings.mode,
+            mixer=settings.mixer,
+            num_layers=settings.num_layers,
+            heads=settings.heads,
+            dropout=settings.dropout,
+            mask_padding=settings.mask_padding,
+            gather=settings.gather,
+        )
 
 
 def build_classification(config: DetectionConfig) -> Classification:
-    """Cross-entropy with no-object, or focal."""
+    """Build the classification loss: cross-entropy with no-object, or focal."""
     loss = config.loss
     if loss.classification == "focal":
         return Focal(loss.focal_alpha, loss.focal_gamma)
@@ -192,7 +238,7 @@ def build_classification(config: DetectionConfig) -> Classification:
 
 
 def build_criterion(config: DetectionConfig) -> SetCriterion:
-    """Matcher and losses of the outputs."""
+    """Build matcher and losses."""
     classification, loss = build_classification(config), config.loss
     matcher = HungarianMatcher(classification, loss.matcher.class_cost, loss.matcher.bbox_cost, loss.matcher.giou_cost)
     return SetCriterion(
@@ -207,7 +253,7 @@ def build_criterion(config: DetectionConfig) -> SetCriterion:
 
 
 def build_detector_criterion(config: DetectionConfig, detector: nn.Module) -> Criterion:
-    """The set criterion, and what the plug-ins of the detector's encoder add to it."""
+    """Build the set criterion, with the losses of the encoder's plug-ins."""
     criterion = build_criterion(config)
     if not config.plugins.relative_localization.enabled:
         return criterion
@@ -215,12 +261,12 @@ def build_detector_criterion(config: DetectionConfig, detector: nn.Module) -> Cr
 
 
 def build_postprocess(config: DetectionConfig) -> Postprocess:
-    """Outputs to detections."""
+    """Build the conversion of outputs to detections."""
     return Postprocess(build_classification(config), config.eval.max_detections, config.eval.mask_threshold)
 
 
 def build_panoptic_postprocess(config: DetectionConfig, class_map: ClassMap) -> PanopticPostprocess:
-    """Outputs to panoptic maps."""
+    """Build the conversion of outputs to panoptic maps."""
     settings = config.eval.panoptic
     return PanopticPostprocess(
         build_classification(config),
@@ -229,3 +275,50 @@ def build_panoptic_postprocess(config: DetectionConfig, class_map: ClassMap) -> 
         min_area=settings.min_area,
         merge_stuff=settings.merge_stuff,
     )
+
+
+def accelerate(model: nn.Module, config: RunConfig) -> None:
+    """Apply ``train.channels_last`` and ``train.compile`` to a new model, in-place.
+
+    Names, values and shapes of parameters stay the same, and so do checkpoints. Compilation takes place at the first
+    call. Of a detector, the backbone and each encoder and decoder layer are compiled, for images of any size; batch
+    attention and mask head are not. Other models are compiled as a whole. A copy of the model is not compiled. Compiled
+    layers draw other random numbers for dropout than eager ones, from the same generator.
+
+    Raises:
+        InputError: a requirement of ``torch.compile`` on the device is missing.
+    """
+    detector = isinstance(model, Detector)
+    if config.train.channels_last:
+        (model.backbone if isinstance(model, Detector) else model).to(memory_format=torch.channels_last)
+    if config.train.compile:
+        _check_compiler(device_of(config))
+        # At the default limit of 8 torch warns once and runs the layer without its compiler.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+        for module in _compiled_parts(model):
+            module.compile(dynamic=detector or None)
+
+
+def _compiled_parts(model: nn.Module) -> Iterator[nn.Module]:
+    if not isinstance(model, Detector):
+        yield model
+        return
+    yield model.backbone
+    for module in model.modules():
+        if isinstance(module, (Encoder, Decoder)):
+            yield from module.layers
+
+
+def _check_compiler(device: torch.device) -> None:
+    """Raise a short InputError before the first step; torch's own error has a hundred lines."""
+    advice = "or set train.compile=false"
+    if device.type == "cuda":
+        if find_spec("triton") is None:
+            raise InputError(f"train.compile=true needs the package triton on a GPU: pip install triton, {advice}")
+        return
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # as torch chooses
+    if shutil.which(compiler.split()[0]) is None:
+        raise InputError(
+            f"train.compile=true needs a C++ compiler on a CPU, and {compiler} is not found: install it, set CXX to "
+            f"another, {advice}"
+        )

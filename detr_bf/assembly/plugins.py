@@ -1,11 +1,10 @@
-"""Plug-ins of classifiers, and those that the encoders of detectors can have as well, by config."""
+"""Plug-ins of classifiers and of the encoders of detectors, by config; config keys in error messages."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import Any, ParamSpec
 
@@ -26,11 +25,9 @@ from detr_bf.transformer import Encoder
 
 P = ParamSpec("P")
 
-_DETECTORS = "batch_former."  # how batch attention names its settings
-
 
 def _of_group(group: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Of a function (model, settings, ...): it does something only where the settings are on, and errors name them."""
+    """Decorate a function (model, settings, ...): skip disabled plug-ins, name config keys of ``group`` in errors."""
 
     def decorate(add: Callable[P, None]) -> Callable[P, None]:
         @wraps(add)
@@ -47,13 +44,13 @@ def _of_group(group: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
 
 @_of_group("plugins.context_broadcasting")
 def add_context(model: nn.Module, settings: ContextBroadcastingConfig) -> None:
-    """Context Broadcasting; InputError where it does not fit the model."""
+    """Add Context Broadcasting; InputError if it does not fit the model."""
     add_context_broadcasting(model, layers_of(settings.layers), scaled=settings.scaled)
 
 
 @_of_group("plugins.relative_localization")
 def add_localization(model: nn.Module, settings: LocalizationConfig) -> None:
-    """Relative localization; InputError where it does not fit the model."""
+    """Add relative localization; InputError if it does not fit the model."""
     add_relative_localization(
         model, settings.variant, weight=settings.weight, pairs=settings.num_pairs, normalize=settings.normalize
     )
@@ -61,7 +58,7 @@ def add_localization(model: nn.Module, settings: LocalizationConfig) -> None:
 
 @_of_group("plugins.batchformer_v2")
 def add_v2(model: nn.Module, settings: BatchFormerV2PluginConfig) -> None:
-    """BatchFormerV2; InputError where it does not fit the model."""
+    """Add BatchFormerV2; InputError if it does not fit the model."""
     add_batchformer_v2(
         model,
         layers_of(settings.layers),
@@ -77,7 +74,7 @@ def add_v2(model: nn.Module, settings: BatchFormerV2PluginConfig) -> None:
 
 @_of_group("plugins.batchformer")
 def add_v1(model: nn.Module, settings: BatchFormerPluginConfig) -> None:
-    """BatchFormer; InputError where it does not fit the model."""
+    """Add BatchFormer; InputError if it does not fit the model."""
     add_batchformer(
         model,
         heads=settings.heads,
@@ -90,35 +87,35 @@ def add_v1(model: nn.Module, settings: BatchFormerPluginConfig) -> None:
 
 @_of_group("plugins.diverse_patch")
 def add_diverse(model: nn.Module, settings: DiversePatchConfig, num_classes: int) -> None:
-    """DiversePatch; InputError where it does not fit the model."""
+    """Add DiversePatch; InputError if it does not fit the model."""
     add_diverse_patch(
         model, num_classes, cosine=settings.cosine, contrastive=settings.contrastive, mixing=settings.mixing
     )
 
 
 def add_encoder_plugins(detector: nn.Module, plugins: DetectorPluginsConfig) -> None:
-    """What is on, in the detector's encoder.
+    """Add the enabled plug-ins to the detector's encoder.
 
     Raises:
-        InputError: one does not fit it.
+        InputError: a plug-in does not fit it.
     """
     encoder = encoder_of(detector)
     if not encoder.layers and (plugins.context_broadcasting.enabled or plugins.relative_localization.enabled):
-        raise InputError("plugins work on encoder layers: give model.encoder_layers=1 or more, or turn them off")
+        raise InputError("plugins work on encoder layers: give model.encoder_layers=1 or more, or disable them")
     add_context(encoder, plugins.context_broadcasting)
     add_localization(encoder, plugins.relative_localization)
 
 
 def encoder_of(detector: nn.Module) -> Encoder:
-    """The loop over its encoder layers, which may stand within its encoder."""
+    """Return the loop over the encoder layers; it may be a submodule of the detector's encoder."""
     return next(module for module in detector.modules() if isinstance(module, Encoder))
 
 
 def layers_of(value: Any) -> Sequence[int] | str:
-    """A setting that is a word or a list of numbers.
+    """Check a setting that is a word or a list of numbers.
 
     Raises:
-        InputError: it is something else.
+        InputError: it is neither.
     """
     if isinstance(value, str):
         return value
@@ -128,14 +125,27 @@ def layers_of(value: Any) -> Sequence[int] | str:
 
 
 @contextmanager
-def named(group: str, settings: Any) -> Iterator[None]:
-    """Errors begin with the full name of the setting that they are about, or else with that of its ``group``."""
+def named(group: str, settings: Any, **renamed: str) -> Iterator[None]:
+    """Prefix errors with the config key that they are about.
+
+    A message that begins with a setting of ``settings`` or of a group within, or with a key of ``renamed`` (argument
+    name -> setting), is prefixed with the full key of the setting; any other with ``group``.
+    """
     try:
         yield
     except InputError as error:
-        message = str(error).replace(_DETECTORS, f"{group}.")
+        message = str(error)
         if message.startswith(f"{group}."):
-            raise InputError(message) from error
-        first = re.match(r"\w*", message)
-        known = first is not None and first[0] in {field.name for field in fields(settings)}
-        raise InputError(f"{group}{'.' if known else ': '}{message}") from error
+            raise
+        word = message[: len(message) - len(message.lstrip("abcdefghijklmnopqrstuvwxyz_"))]
+        name = renamed.get(word, word)
+        key = next((f"{path}.{name}" for path, owner in _groups(group, settings) if hasattr(owner, name)), "")
+        raise InputError(key + message[len(word) :] if word and key else f"{group}: {message}") from error
+
+
+def _groups(name: str, settings: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a group of settings and the groups within, outer ones first."""
+    yield name, settings
+    for field in fields(settings):
+        if is_dataclass(value := getattr(settings, field.name)):
+            yield from _groups(f"{name}.{field.name}", value)

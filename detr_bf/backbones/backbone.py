@@ -1,23 +1,36 @@
-"""From padded pixels to feature maps with padding masks, whatever network does the work.
+"""Backbone: padded images to feature maps with padding masks; and torchvision's ResNets as its network.
 
 Shape legend: B images, H x W pixels of the padded batch, h x w and C the height, width and channels of one level.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torchvision.models import resnet as torchvision_resnet
+from torchvision.models._api import WeightsEnum
 
+from detr_bf.backbones.weights import download_failed, load_classifier, read_weights
 from detr_bf.errors import InputError
-from detr_bf.structures import FeatureMap
+from detr_bf.structures import FeatureMap, resize_mask
+
+# The IMAGENET1K_V1 weights are those that DETR and its successors start from.
+RESNETS: dict[str, tuple[Callable[..., torchvision_resnet.ResNet], WeightsEnum]] = {
+    "resnet18": (torchvision_resnet.resnet18, torchvision_resnet.ResNet18_Weights.IMAGENET1K_V1),
+    "resnet34": (torchvision_resnet.resnet34, torchvision_resnet.ResNet34_Weights.IMAGENET1K_V1),
+    "resnet50": (torchvision_resnet.resnet50, torchvision_resnet.ResNet50_Weights.IMAGENET1K_V1),
+    "resnet101": (torchvision_resnet.resnet101, torchvision_resnet.ResNet101_Weights.IMAGENET1K_V1),
+}
+STEM = ("conv1", "bn1", "relu", "maxpool")
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 
 
 def normalize(images: Tensor, padding_mask: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Standardise each channel, then set padding to 0, which is where DETR's transforms put it.
+    """Standardise each channel, then set padding to 0, as DETR's transforms do.
 
     Args:
         images: (B, 3, H, W), uint8 or float, 0 to 255.
@@ -31,14 +44,9 @@ def normalize(images: Tensor, padding_mask: Tensor, mean: Tensor, std: Tensor) -
     return ((images.to(mean.dtype) - mean) / std).masked_fill(padding_mask[:, None], 0.0)
 
 
-def resize_mask(padding_mask: Tensor, size: Sequence[int]) -> Tensor:
-    """(B, H, W) bool to (B, h, w) bool, each cell taking the value of its nearest pixel."""
-    return F.interpolate(padding_mask[None].float(), size=tuple(size), mode="nearest")[0].bool()
-
-
 @dataclass(frozen=True)
 class Network:
-    """A network cut after the deepest feature map in use, with what is known about it."""
+    """A network up to the deepest feature map in use, with its channels, strides and normalisation."""
 
     body: nn.Module  # (B, 3, H, W) normalised images to one (B, C, h, w) map per level in use, shallow to deep
     channels: tuple[int, ...]  # of each level in use
@@ -49,21 +57,21 @@ class Network:
 
 
 def select_levels(available: Mapping[int, int], strides: Sequence[int], name: str) -> list[int]:
-    """The levels with the wanted strides, shallow to deep.
+    """Return the levels of the given strides, shallow to deep.
 
     Args:
         available: stride in pixels to level.
-        strides: wanted, in ascending order.
-        name: of the network, for the message.
+        strides: in ascending order.
+        name: name of the network, for messages.
 
     Raises:
         InputError: no stride, an unknown stride, or strides that do not ascend.
     """
     known = f"{name} has feature maps of strides {sorted(available)}"
     if not strides or list(strides) != sorted(set(strides)):
-        raise InputError(f"backbone strides {list(strides)}: expected one or more, in ascending order; {known}")
+        raise InputError(f"strides={list(strides)}: expected one or more, in ascending order; {known}")
     if unknown := [stride for stride in strides if stride not in available]:
-        raise InputError(f"backbone strides {list(strides)}: there is no stride {unknown[0]}; {known}")
+        raise InputError(f"strides={list(strides)}: there is no stride {unknown[0]}; {known}")
     return [available[stride] for stride in strides]
 
 
@@ -71,21 +79,19 @@ def check_consecutive(all_strides: Sequence[int], strides: Sequence[int], name: 
     """Raise InputError unless ``strides`` are the last of ``all_strides``: a mask head refines them step by step."""
     if list(all_strides[-len(strides) :]) != list(strides):
         raise InputError(
-            f"model.masks=true with backbone strides {list(strides)}: {name} has feature maps of strides "
-            f"{list(all_strides)} up to there, and none between the chosen ones may be left out"
+            f"strides={list(strides)} with masks: {name} has feature maps of strides {list(all_strides)} up "
+            "to there, and a mask head needs all of them from the first chosen one on"
         )
 
 
 def freeze_stages(network: Network, count: int) -> None:
-    """Switch off the gradients of all parameters registered up to the end of stage number ``count``, counted from 1.
+    """Freeze all parameters registered up to the end of stage number ``count``, counted from 1.
 
     Raises:
         InputError: there are fewer stages than ``count``, or it is negative.
     """
     if not 0 <= count <= len(network.stages):
-        raise InputError(
-            f"backbone frozen_stages {count}: this network has {len(network.stages)} stages; give 0 to that"
-        )
+        raise InputError(f"frozen_stages={count}: this network has {len(network.stages)} stages; give 0 to that")
     if count == 0:
         return
     last = network.stages[count - 1]
@@ -100,7 +106,7 @@ def freeze_stages(network: Network, count: int) -> None:
 class Backbone(nn.Module):
     """Normalisation on the device, a network, and a padding mask for each of its feature maps.
 
-    ``channels`` and ``strides`` (pixels per cell) tell of each feature map, in ascending order of stride.
+    ``channels`` and ``strides`` (pixels per cell) describe the feature maps, in ascending order of stride.
     """
 
     mean: Tensor
@@ -111,12 +117,12 @@ class Backbone(nn.Module):
         self.body = network.body
         self.channels = network.channels
         self.strides = network.strides
-        # Not persistent: they follow from the name of the network, and published checkpoints do not hold them.
+        # Not persistent: the network determines them, and published checkpoints do not contain them.
         self.register_buffer("mean", 255.0 * torch.tensor(network.mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", 255.0 * torch.tensor(network.std).view(3, 1, 1), persistent=False)
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> tuple[FeatureMap, ...]:
-        """Feature maps of (B, 3, H, W) images, uint8 or float in 0 to 255, with a (B, H, W) bool padding mask."""
+        """Return the feature maps of (B, 3, H, W) images, uint8 or float in 0 to 255, with a (B, H, W) bool mask."""
         pixels = normalize(images, padding_mask, self.mean, self.std).contiguous(memory_format=torch.channels_last)
         return tuple(FeatureMap(level, resize_mask(padding_mask, level.shape[-2:])) for level in self.maps(pixels))
 
@@ -124,3 +130,79 @@ class Backbone(nn.Module):
         """Normalised images (B, 3, H, W) -> feature maps (B, C, h, w), from fine to coarse."""
         levels: Sequence[Tensor] = self.body(pixels)
         return levels
+
+
+class ResNetBody(nn.Module):
+    """A ResNet up to its deepest used stage; submodules keep torchvision's names.
+
+    Args:
+        resnet: network whose submodules are used.
+        levels: stages whose output is returned, 1 to 4, ascending.
+    """
+
+    def __init__(self, resnet: nn.Module, levels: Sequence[int]) -> None:
+        super().__init__()
+        for name in (*STEM, *(f"layer{level}" for level in range(1, levels[-1] + 1))):
+            self.add_module(name, resnet.get_submodule(name))
+        self.outputs = frozenset(f"layer{level}" for level in levels)
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """(B, 3, H, W) normalised images to one (B, C, h, w) map per level, shallow to deep."""
+        maps = []
+        for name, module in self.named_children():
+            images = module(images)
+            if name in self.outputs:
+                maps.append(images)
+        return maps
+
+
+def build_resnet(name: str, *, weights: str, strides: Sequence[int], dilation: bool, finer: bool = False) -> Network:
+    """Build a ResNet of ``RESNETS`` up to the stage of its largest stride.
+
+    Args:
+        name: key of ``RESNETS``.
+        weights: ``none``, ``imagenet`` or a file with a classifier's state dict.
+        strides: of the feature maps, among 4, 8, 16, 32; with ``dilation`` 4, 8, 16.
+        dilation: DC5, the last stage keeps stride 16.
+        finer: also return the maps of all stages before those.
+
+    Raises:
+        InputError: an unknown stride, dilation of a network without bottlenecks, or the weights are not available.
+    """
+    constructor, published = RESNETS[name]
+    if dilation and name in ("resnet18", "resnet34"):
+        raise InputError(f"dilation: {name} cannot be dilated; use resnet50 or resnet101, or set it to false")
+    # Dilated, stages 3 and 4 both have stride 16; the deeper one is used.
+    available = {4: 1, 8: 2, 16: 4} if dilation else {4: 1, 8: 2, 16: 3, 32: 4}
+    title = f"{name} with dilation" if dilation else name
+    levels = select_levels(available, strides, title)
+    stage_strides = (4, 8, 16, 16 if dilation else 32)
+    if finer:
+        check_consecutive(stage_strides[: levels[-1]], strides, title)
+        levels = list(range(1, levels[-1] + 1))
+    resnet = constructor(replace_stride_with_dilation=[False, False, dilation])
+    if weights == "imagenet":
+        resnet.load_state_dict(download(published))
+    elif weights != "none":
+        load_classifier(resnet, read_weights(weights), classifier=("fc",), source=weights)
+    widest = resnet.fc.in_features  # channels of stage 4; each stage before it has half as many
+    return Network(
+        body=ResNetBody(resnet, levels),
+        channels=tuple(widest >> (4 - level) for level in levels),
+        strides=tuple(stage_strides[level - 1] for level in levels),
+        stages=("maxpool", *(f"layer{level}" for level in range(1, levels[-1] + 1))),
+        mean=MEAN,
+        std=STD,
+    )
+
+
+def download(published: WeightsEnum) -> dict[str, Tensor]:
+    """Load the state dict of published weights from torch's cache or the network.
+
+    Raises:
+        InputError: neither has them.
+    """
+    try:
+        return dict(published.get_state_dict(progress=True, check_hash=True, weights_only=True))
+    except (OSError, RuntimeError) as error:  # no network (URLError is an OSError), disk full; hash mismatch
+        raise download_failed(published.url, error) from error

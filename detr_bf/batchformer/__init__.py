@@ -1,6 +1,16 @@
-"""Batch attention: the idea of this project, in one place."""
+"""Batch attention: BatchFormer, BatchFormerV2 and the mixers along the batch."""
 
+from detr_bf.batchformer.mixers import BATCH_MIXERS, BatchFormerLayer
 from detr_bf.batchformer.v1 import BatchFormer, StreamLoss, contrast_streams, repeat_targets
-from detr_bf.batchformer.v2 import BatchFormerLayer, BatchFormerV2
+from detr_bf.batchformer.v2 import BatchFormerV2, check_layers
 
-__all__ = ["BatchFormer", "BatchFormerLayer", "BatchFormerV2", "StreamLoss", "contrast_streams", "repeat_targets"]
+__all__ = [
+    "BATCH_MIXERS",
+    "BatchFormer",
+    "BatchFormerLayer",
+    "BatchFormerV2",
+    "StreamLoss",
+    "check_layers",
+    "contrast_streams",
+    "repeat_targets",
+]

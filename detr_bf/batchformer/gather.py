@@ -1,12 +1,12 @@
-"""Batch attention over the images of all processes.
+"""Batch attention over the images of all ranks.
 
-Attention couples the images that share a position, and nothing else. So processes trade positions: each receives a part
-of the positions of all images, attends there as one process would, and sends the results back. Sent and kept are as
-much as the process's own images hold, however many processes there are; gathering all keys and values everywhere would
-multiply both with their number.
+Batch attention couples only tokens at the same position. The ranks therefore exchange positions with an all-to-all:
+each rank receives some positions of all images, computes attention there like a single process, and sends the results
+back. Communication and memory are proportional to the rank's own images, whatever the number of ranks; an all-gather of
+keys and values would multiply both by that number.
 
-Shape legend: B images of this process, A of all, S tokens of an image here, G positions of the grid that all processes
-share, P of them worked on here.
+Shape legend: B images of this rank, A of all ranks, S tokens of an image of this rank, G positions of the common grid,
+P of them computed on this rank.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ Shapes = tuple[tuple[int, int], ...]  # height and width of each level
 
 @dataclass(frozen=True)
 class Exchange:
-    """Who has how many images of which size, and therefore what is sent where.
+    """Batch and grid sizes per rank, and the all-to-all splits they imply.
 
-    The grids of the processes are aligned level by level at their upper left corner; beyond its own grid a process has
-    nothing, and nobody attends to it there.
+    The grids of the ranks are aligned level by level at their upper left corner; positions outside a rank's own grid
+    are masked.
     """
 
-    images: tuple[int, ...]  # B of each process
-    shapes: tuple[Shapes, ...]  # of each process
+    images: tuple[int, ...]  # B of each rank
+    shapes: tuple[Shapes, ...]  # of each rank
     rank: int
 
     @classmethod
     def agree(cls, images: int, shapes: Shapes) -> Exchange:
-        """All processes say what they have."""
-        said = torch.tensor([images, *(side for shape in shapes for side in shape)])
-        heard = [torch.empty_like(said) for _ in range(distributed.world_size())]
-        dist.all_gather(heard, said, group=distributed.side_group())
-        numbers = [tensor.tolist() for tensor in heard]
+        """Gather batch and grid sizes of all ranks (a collective)."""
+        own = torch.tensor([images, *(side for shape in shapes for side in shape)])
+        gathered = [torch.empty_like(own) for _ in range(distributed.world_size())]
+        dist.all_gather(gathered, own, group=distributed.side_group())
+        numbers = [tensor.tolist() for tensor in gathered]
         return cls(
             tuple(count for count, *_ in numbers),
             tuple(tuple(zip(sides[::2], sides[1::2], strict=True)) for _, *sides in numbers),
@@ -52,22 +52,22 @@ class Exchange:
 
     @property
     def common(self) -> Shapes:
-        """The largest height and width of each level."""
+        """Largest height and width of each level."""
         return tuple((max(h for h, _ in level), max(w for _, w in level)) for level in zip(*self.shapes, strict=True))
 
     @property
     def parts(self) -> list[int]:
-        """How many positions each process works on: P of each, G together."""
+        """Number of positions of each rank: P each, G in total."""
         whole, rest = divmod(_cells(self.common), len(self.images))
         return [whole + (rank < rest) for rank in range(len(self.images))]
 
     def spread(self, tokens: Tensor, fill: float = 0) -> Tensor:
-        """(B, S, ...) -> (A, P, ...): the positions worked on here, of all images; ``fill`` where a grid has none."""
+        """(B, S, ...) -> (A, P, ...): this rank's positions of all images; ``fill`` outside a grid."""
         pieces = _enlarged(tokens, self.shapes[self.rank], self.common, fill).split(self.parts, dim=1)
         sent = torch.cat([piece.flatten() for piece in pieces])
         cell = math.prod(tokens.shape[2:])
         here = self.parts[self.rank] * cell
-        received = _trade(sent, [piece.numel() for piece in pieces], [images * here for images in self.images])
+        received = _all_to_all(sent, [piece.numel() for piece in pieces], [images * here for images in self.images])
         return received.view(sum(self.images), self.parts[self.rank], *tokens.shape[2:])
 
     def collect(self, tokens: Tensor) -> Tensor:
@@ -75,12 +75,12 @@ class Exchange:
         cell, images = math.prod(tokens.shape[2:]), self.images[self.rank]
         sizes = [images * positions * cell for positions in self.parts]
         sent = [images_there * tokens.shape[1] * cell for images_there in self.images]
-        pieces = _trade(tokens.flatten(), sent, sizes).split(sizes)
+        pieces = _all_to_all(tokens.flatten(), sent, sizes).split(sizes)
         grids = [piece.view(images, -1, *tokens.shape[2:]) for piece in pieces]
         return _cut(torch.cat(grids, dim=1), self.shapes[self.rank], self.common)
 
     def ignored(self, padding_mask: Tensor | None, device: torch.device) -> Tensor | None:
-        """(A, P) bool, True where nobody attends: beyond a process's grid, and at ``padding_mask`` (B, S)."""
+        """Return (A, P) bool, True = not attended to: outside a rank's grid, and at ``padding_mask`` (B, S)."""
         if padding_mask is not None:
             return self.spread(padding_mask.to(torch.uint8), fill=1).bool()
         if len(set(self.shapes)) == 1:
@@ -124,14 +124,14 @@ def _cut(tokens: Tensor, shapes: Shapes, common: Shapes) -> Tensor:
     return torch.cat([grid[:, :height, :width].flatten(1, 2) for grid, (height, width) in pairs], dim=1)
 
 
-def _trade(sent: Tensor, sizes: list[int], received: list[int]) -> Tensor:
-    """Send the pieces of a vector, of ``sizes``, to the processes in turn, and put together what comes from them."""
-    result: Tensor = _Trade.apply(sent, sizes, received)
+def _all_to_all(sent: Tensor, sizes: list[int], received: list[int]) -> Tensor:
+    """All-to-all of a vector: send pieces of ``sizes`` to the ranks, concatenate the pieces ``received`` from them."""
+    result: Tensor = _AllToAll.apply(sent, sizes, received)
     return result
 
 
-class _Trade(torch.autograd.Function):
-    """The gradient of what was sent comes back the same way, summed by nobody: every number has one owner."""
+class _AllToAll(torch.autograd.Function):
+    """Differentiable all-to-all; backward is the reverse all-to-all, without any sum."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, sizes: list[int], received: list[int]) -> Tensor:
@@ -143,4 +143,4 @@ class _Trade(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         sizes, received = ctx.sizes
-        return _trade(gradient, received, sizes), None, None
+        return _all_to_all(gradient, received, sizes), None, None

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from detr_bf import distributed
 from detr_bf.batchformer.gather import Exchange
-from detr_bf.batchformer.v2 import BatchFormerLayer, warn_of_short
+from detr_bf.batchformer.mixers import BatchFormerLayer
+from detr_bf.batchformer.v2 import warn_of_short
 from detr_bf.errors import InputError
 
 ONE_POSITION = ((1, 1),)  # pooled features are a grid of one cell
@@ -23,11 +24,10 @@ class BatchFormer(nn.Module):
 
     Args:
         dim: channels C.
-        heads, dropout, num_layers: of the :class:`BatchFormerLayer`; the defaults are the published ones, and the
-            feed-forward width is C.
-        shared_classifier: what follows reads both streams, the features as they are and the batch-attended ones. False
-            replaces the features in training instead, as the authors do with the experts of RIDE.
-        gather: attend over the images of all processes (:mod:`detr_bf.batchformer.gather`).
+        heads, dropout, num_layers: arguments of :class:`BatchFormerLayer`; the defaults are the published ones.
+        shared_classifier: return both streams, the unchanged features and the batch-attended ones. False returns only
+            the batch-attended features in training, as the authors do with the experts of RIDE.
+        gather: attend over the images of all ranks (:mod:`detr_bf.batchformer.gather`).
     """
 
     def __init__(
@@ -48,21 +48,21 @@ class BatchFormer(nn.Module):
 
     @property
     def num_streams(self) -> int:
-        """How many streams leave it now."""
+        """Number of streams of the output, in the current mode."""
         return 2 if self.training and self.shared_classifier else 1
 
     def forward(self, features: Tensor) -> Tensor:
         """(B, C) -> (2B, C) in training with a shared classifier, else (B, C).
 
         Raises:
-            InputError: features that are not pooled.
+            InputError: the features are not pooled.
         """
         if not self.training:
             return features
         if features.dim() != 2:
             raise InputError(
                 f"BatchFormer got features of shape {tuple(features.shape)}, expected (images, channels): "
-                "put it behind the pooling, or use BatchFormerV2 for features with places"
+                "apply it after the pooling, or use BatchFormerV2 for feature maps"
             )
         exchange = self._exchange(len(features))
         self._announce(sum(exchange.images) if exchange else len(features))
@@ -70,28 +70,28 @@ class BatchFormer(nn.Module):
         return torch.cat([features, mixed]) if self.shared_classifier else mixed
 
     def _exchange(self, images: int) -> Exchange | None:
-        """With whom images are shared, or None."""
+        """Return the exchange between the ranks, or None."""
         if not self.gather or distributed.world_size() == 1:
             return None
         return Exchange.agree(images, ONE_POSITION)
 
     def _announce(self, images: int) -> None:
-        """Warn once when the batch is too small to do much."""
+        """Warn once if the batch is small."""
         if not self._announced:
             self._announced = True
             warn_of_short("BatchFormer", images)
 
 
 def repeat_targets(targets: Tensor, num_streams: int) -> Tensor:
-    """(B, ...) -> (R, ...), the same for each stream: labels, soft targets, masks. Call it after mixup and CutMix."""
+    """Repeat targets (B, ...) for each stream: (R, ...). For labels, soft labels and masks, after mixup and CutMix."""
     return targets if num_streams == 1 else torch.cat([targets] * num_streams)
 
 
 class StreamLoss(nn.Module):
-    """A loss on all streams, whose targets are given once.
+    """Loss over all streams; the targets of every image are given once.
 
     Args:
-        criterion: (logits (R, K), targets (R, ...)) -> mean over the rows, so the mean of the streams' losses.
+        criterion: (logits (R, K), targets (R, ...)) -> mean over the rows, which is the mean of the streams' losses.
     """
 
     def __init__(self, criterion: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -108,7 +108,7 @@ class StreamLoss(nn.Module):
         return self.criterion(logits, repeat_targets(targets, num_streams))
 
     def of_each_stream(self, logits: Tensor, targets: Tensor, num_streams: int) -> list[Tensor]:
-        """The losses apart, clean stream first, for the log."""
+        """Return the loss of each stream, clean stream first, for the log."""
         self._check(logits, targets, num_streams)
         return [self.criterion(stream, targets) for stream in logits.chunk(num_streams)]
 
@@ -116,20 +116,20 @@ class StreamLoss(nn.Module):
         if len(logits) != len(targets) * num_streams:
             raise InputError(
                 f"got {len(logits)} rows of logits for {len(targets)} targets and num_streams={num_streams}: give "
-                "targets of every image once, and the number of streams that the model holds now"
+                "the targets of every image once, and the model's current number of streams"
             )
 
 
 def contrast_streams(
     contrast: Callable[[Tensor, Tensor], Tensor], queries: Tensor, keys: Tensor, *, loss_scale: float = 1.0
 ) -> Tensor:
-    """MoCo-v3 with two streams before both projectors, one direction: every stream's queries with every stream's keys.
+    """Return the MoCo-v3 loss of two streams in one direction: the queries of each stream with the keys of each.
 
     Args:
         contrast: (queries (B, C), keys (B, C)) -> loss, such as InfoNCE.
-        queries: (2B, C), of the predictor, one view.
-        keys: (2B, C), of the momentum encoder, the other view.
-        loss_scale: times the mean of the four pairs; 4 is the sum, as in the authors' code.
+        queries: (2B, C), outputs of the predictor for one view.
+        keys: (2B, C), outputs of the momentum encoder for the other view.
+        loss_scale: factor of the mean over the four pairs; 4 gives the sum, as in the authors' code.
     """
     pairs = [contrast(query, key) for query in queries.chunk(2) for key in keys.chunk(2)]
     return loss_scale * torch.stack(pairs).mean()

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from detr_bf.batchformer import StreamLoss
 from detr_bf.errors import InputError
 from detr_bf.labelled import ClassTargets
+from detr_bf.losses import STREAM_NAMES, LossReport
 from detr_bf.losses.classification import at_least_float32, check_labels
-from detr_bf.losses.report import STREAM_NAMES, LossReport
 from detr_bf.plugins import num_streams, plugin_losses
 
 

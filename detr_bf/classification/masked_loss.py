@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from detr_bf.losses import STREAM_NAMES, LossReport
 from detr_bf.losses.classification import at_least_float32
-from detr_bf.losses.report import STREAM_NAMES, LossReport
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,7 @@ class BatchFormerConfig:
     position: str = choice("before", "after")  # of the encoder layer; the authors' code inserts after it
     shared: bool = True  # one module for all insertions; false: one module each
     mode: str = choice("two_stream", "single_stream", "duplicate", "mini_batch_inference")  # see docs/recipes.md
+    mixer: str = "attention"  # what works along the batch: a name in detr_bf.batchformer.BATCH_MIXERS
     num_layers: int = positive(1, LAYERS)  # stacked layers per insertion
     heads: int = positive(4, 1024)  # attention heads
     dropout: float = below_one(0.5)

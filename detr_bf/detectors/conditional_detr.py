@@ -11,59 +11,66 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from detr_bf.detectors.detector import Detector
-from detr_bf.detectors.parts import Options, neutral_box_head, shared_heads, single_level_detector, xavier
+from detr_bf.detectors.detector import (
+    Detector,
+    Options,
+    decoder_layer,
+    shared_heads,
+    single_level_detector,
+    xavier,
+    zero_init_box_head,
+)
 from detr_bf.errors import InputError
 from detr_bf.layers import MLP, check_heads, multi_head_attention, sine_of_coordinates
 from detr_bf.structures import Queries, TokenBatch
-from detr_bf.transformer import Decoder, DecoderLayer, LearnedQueries
+from detr_bf.transformer import Decoder, LearnedQueries
 
 
 def conditional_detr(backbone: nn.Module, channels: Sequence[int], options: Options) -> Detector:
-    """Content and place are compared apart; a query looks around a reference point it has learned."""
-    dim = options.hidden_dim
+    """Build Conditional DETR: content and position are compared separately, around learned reference points."""
+    dim, heads, dropout = options.hidden_dim, options.heads, options.dropout
     layers = [
-        DecoderLayer(
-            ConditionalSelfAttention(**options.attention),
-            ConditionalCrossAttention(**options.attention, first=index == 0),
-            **options.layer,
+        decoder_layer(
+            options,
+            ConditionalSelfAttention(dim, heads=heads, dropout=dropout),
+            ConditionalCrossAttention(dim, heads=heads, dropout=dropout, first=index == 0),
         )
         for index in range(options.decoder_layers)
     ]
     decoder = Decoder(
         layers,
         queries=LearnedQueries(options.num_queries, dim, reference=xavier(MLP([dim, dim, 2]))),
-        heads=shared_heads(options, neutral_box_head(options)),
+        heads=shared_heads(options, zero_init_box_head(options)),
         norm=nn.LayerNorm(dim),
-        look=ScaledSine(dim, temperature=options.position_temperature),
+        update_queries=ScaledSine(dim, temperature=options.position_temperature),
         aux_loss=options.aux_loss,
     )
     return single_level_detector(backbone, channels, options, decoder)
 
 
 class ScaledSine(nn.Module):
-    """Where the queries look: the sine encoding of their reference, scaled by what they hold (section 3.3).
+    """Position query: the sine encoding of the reference point, scaled by a function of the content (section 3.3).
 
-    The content of the first layer is empty, so its encoding is not scaled.
+    The content of the first layer is zero, so its encoding is not scaled.
     """
 
     def __init__(self, dim: int, *, temperature: float = 10000.0) -> None:
         super().__init__()
         if dim % 4:
-            raise InputError(f"the sine encoding of reference points needs model.hidden_dim divisible by 4, got {dim}")
+            raise InputError(f"dim={dim} must be divisible by 4 for the sine encoding of reference points")
         self.dim = dim
-        self.temperature = temperature  # that of the tokens' positions, with which it is compared
+        self.temperature = temperature  # the same as of the position encoding of the tokens
         self.scale = xavier(MLP([dim, dim, dim]))
 
     def forward(self, layer: int, queries: Queries) -> Queries:
         assert queries.reference is not None
-        y_before_x = queries.reference.flip(-1)  # as the tokens have it
+        y_before_x = queries.reference.flip(-1)  # the order of the token positions
         encoding = sine_of_coordinates(y_before_x, self.dim // 2, temperature=self.temperature)
         return replace(queries, modulation=encoding if layer == 0 else encoding * self.scale(queries.content))
 
 
 class ConditionalSelfAttention(nn.Module):
-    """Attention among the queries with projections of their own for content and position."""
+    """Attention between the queries with separate projections of content and position."""
 
     def __init__(self, dim: int, *, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -86,9 +93,9 @@ class ConditionalSelfAttention(nn.Module):
 
 
 class ConditionalCrossAttention(nn.Module):
-    """Attention to the memory: content and place stand side by side in every head, so their logits add up.
+    """Attention to the memory; content and position are concatenated in every head, so their logits add up.
 
-    In the ``first`` layer, where the content says nothing yet, the positions are added to it as well.
+    In the ``first`` layer, whose content is zero, the positions are also added to the content.
     """
 
     def __init__(self, dim: int, *, heads: int, dropout: float = 0.0, first: bool = False) -> None:
@@ -104,12 +111,12 @@ class ConditionalCrossAttention(nn.Module):
         """(R, Q, C) -> (R, Q, C)."""
         assert queries.modulation is not None
         query, key = self.content_query(x), self.content_key(memory.tokens)
-        place = self.position_key(memory.per_sample["position"])
+        position = self.position_key(memory.per_sample["position"])
         if self.position_query is not None:
-            query, key = query + self.position_query(queries.position), key + place
+            query, key = query + self.position_query(queries.position), key + position
         attended = multi_head_attention(
-            self._side_by_side(query, self.sine_query(queries.modulation)),
-            self._side_by_side(key, place),
+            self._concatenate(query, self.sine_query(queries.modulation)),
+            self._concatenate(key, position),
             self.value(memory.tokens),
             heads=self.heads,
             padding_mask=memory.per_sample["padding_mask"],
@@ -117,9 +124,9 @@ class ConditionalCrossAttention(nn.Module):
         )
         return self.out(attended)
 
-    def _side_by_side(self, content: Tensor, place: Tensor) -> Tensor:
-        """Twice (R, N, C) -> (R, N, 2 C), within each head."""
-        parts = (part.unflatten(-1, (self.heads, -1)) for part in (content, place))
+    def _concatenate(self, content: Tensor, position: Tensor) -> Tensor:
+        """Concatenate two (R, N, C) within each head: (R, N, 2 C)."""
+        parts = (part.unflatten(-1, (self.heads, -1)) for part in (content, position))
         return torch.cat(tuple(parts), dim=-1).flatten(-2)
 
 

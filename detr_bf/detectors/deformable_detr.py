@@ -10,15 +10,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from detr_bf.detectors.detector import Detector
-from detr_bf.detectors.parts import Options, class_head, neutral_box_head, position, projection, query_attention, xavier
+from detr_bf.detectors.detector import (
+    Detector,
+    Options,
+    class_head,
+    decoder_layer,
+    encoder,
+    encoder_layer,
+    position,
+    projection,
+    query_attention,
+    xavier,
+    zero_init_box_head,
+)
 from detr_bf.detectors.two_stage import ProposalQueries
 from detr_bf.errors import InputError
 from detr_bf.layers import DeformableAttention
 from detr_bf.structures import Queries, TokenBatch
-from detr_bf.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeatureTokens, Heads, LearnedQueries
+from detr_bf.transformer import Decoder, FeatureTokens, Heads, LearnedQueries
 
-SIZE_LOGIT = -2.0  # boxes start at a good tenth of the image
+SIZE_LOGIT = -2.0  # initial boxes are 0.12 of the image wide and high
 
 
 def deformable_detr(
@@ -32,39 +43,41 @@ def deformable_detr(
     box_refine: bool = False,
     two_stage: bool = False,
 ) -> Detector:
-    """Deformable attention from tokens and queries to tokens, in as many levels as there are feature maps, and more.
+    """Build Deformable DETR: deformable attention of tokens and queries to the tokens of several levels.
 
     Args:
-        backbone, channels, options: the feature maps and what all detectors share.
-        extra_levels: further levels, each of half the size, made from the last feature map.
-        encoder_points, decoder_points: places a head looks at on each level.
-        box_refine: every layer refines the boxes of the one before, with heads of its own.
-        two_stage: queries and their boxes come from the best tokens of the encoder.
+        backbone, channels, options: feature maps and shared options.
+        extra_levels: number of further levels, each of half the size, computed from the last feature map.
+        encoder_points, decoder_points: sampling points per head and level.
+        box_refine: every layer refines the boxes of the previous layer, with its own heads.
+        two_stage: take queries and their boxes from the best tokens of the encoder.
 
     Raises:
-        InputError: ``two_stage`` without ``box_refine``, which has no meaning in the paper's code.
+        InputError: ``two_stage`` without ``box_refine``, which is not defined in the paper's code.
     """
     if two_stage and not box_refine:
-        raise InputError("model.deformable.two_stage=true needs model.deformable.box_refine=true as well")
+        raise InputError("two_stage=true needs box_refine=true as well")
     levels = len(channels) + extra_levels
     norms = [nn.LayerNorm(options.hidden_dim) if options.pre_norm else None for _ in range(2)]
-    sampling = {"dim": options.hidden_dim, "heads": options.heads, "levels": levels}
-    encoder = [
-        EncoderLayer(DeformableTokenAttention(**sampling, points=encoder_points), **options.layer)
+    dim, heads = options.hidden_dim, options.heads
+    encoder_layers = [
+        encoder_layer(options, DeformableTokenAttention(dim, heads=heads, levels=levels, points=encoder_points))
         for _ in range(options.encoder_layers)
     ]
-    decoder = [
-        DecoderLayer(
-            query_attention(options), DeformableMemoryAttention(**sampling, points=decoder_points), **options.layer
+    decoder_layers = [
+        decoder_layer(
+            options,
+            query_attention(options),
+            DeformableMemoryAttention(dim, heads=heads, levels=levels, points=decoder_points),
         )
         for _ in range(options.decoder_layers)
     ]
     return Detector(
         backbone,
         tokens=_tokens(channels, levels, options),
-        encoder=Encoder(encoder, norm=norms[0], **options.encoder),
+        encoder=encoder(options, encoder_layers, norms[0]),
         decoder=Decoder(
-            decoder,
+            decoder_layers,
             queries=_proposal_queries(options) if two_stage else _learned_queries(options),
             heads=_heads(options, box_refine, two_stage),
             norm=norms[1],
@@ -100,20 +113,20 @@ def _proposal_queries(options: Options) -> ProposalQueries:
         options.num_queries,
         options.hidden_dim,
         class_head=class_head(options),
-        box_head=neutral_box_head(options),
+        box_head=zero_init_box_head(options),
     )
 
 
 def _heads(options: Options, refine: bool, two_stage: bool) -> Heads:
-    """One pair, or with refinement one for each layer, of which only the first sets the size."""
+    """Build one pair of heads, or with ``refine`` one per layer; only the first sets the initial size."""
     count = options.decoder_layers if refine else 1
     first = 0.0 if two_stage else SIZE_LOGIT
-    boxes = [neutral_box_head(options, size_logit=0.0 if layer else first) for layer in range(count)]
+    boxes = [zero_init_box_head(options, size_logit=0.0 if layer else first) for layer in range(count)]
     return Heads([class_head(options) for _ in range(count)], boxes)
 
 
 class DeformableTokenAttention(nn.Module):
-    """Every token looks around itself, on its own level and on the others."""
+    """Deformable attention of every token around its own position, to all levels."""
 
     def __init__(self, dim: int, *, heads: int, levels: int, points: int) -> None:
         super().__init__()
@@ -123,12 +136,12 @@ class DeformableTokenAttention(nn.Module):
         """(R, S, C) -> (R, S, C)."""
         shapes = batch.static["spatial_shapes"]
         reference = cell_centres(shapes, batch.per_sample["valid_ratios"])
-        located = x + batch.per_sample["position"]
-        return self.attention(located, reference, x, shapes, batch.per_sample["padding_mask"])
+        with_position = x + batch.per_sample["position"]
+        return self.attention(with_position, reference, x, shapes, batch.per_sample["padding_mask"])
 
 
 class DeformableMemoryAttention(nn.Module):
-    """Every query looks around its reference point, or into its reference box, on all levels."""
+    """Deformable attention of every query around its reference point or in its reference box, to all levels."""
 
     def __init__(self, dim: int, *, heads: int, levels: int, points: int) -> None:
         super().__init__()
@@ -148,10 +161,9 @@ class DeformableMemoryAttention(nn.Module):
 
 
 def cell_centres(spatial_shapes: Sequence[tuple[int, int]], valid_ratios: Tensor) -> Tensor:
-    """The centre of every cell as a place on every level: (R, S, N, 2), x and y in fractions of the padded level.
+    """Return the centre of every cell on every level: (R, S, N, 2), x and y in fractions of the padded level.
 
-    A cell keeps its place in the unpadded part (``valid_ratios`` (R, N, 2)), which is not quite the same part on all
-    levels.
+    The point is the same fraction of the unpadded part (``valid_ratios`` (R, N, 2)) on all levels.
     """
     centres = []
     for level, (height, width) in enumerate(spatial_shapes):

@@ -1,30 +1,81 @@
-"""Images -> feature maps -> tokens -> memory -> classes and boxes.
+"""The detector module, its shared options, and the parts that several detectors use.
+
+Images -> feature maps -> tokens -> memory -> classes and boxes.
 
 Shape legend: B images, R rows (streams x images), L decoder layers, Q queries, K class logits, C channels.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.detectors.mask_head import MaskHead
+from detr_bf.errors import InputError
+from detr_bf.layers import MLP, LearnedPosition, SinePosition
 from detr_bf.structures import Batch, FeatureMap, Outputs
+from detr_bf.transformer import (
+    Decoder,
+    DecoderLayer,
+    Encoder,
+    EncoderLayer,
+    FeatureTokens,
+    Heads,
+    QueryAttention,
+    TokenAttention,
+)
+
+M = TypeVar("M", bound=nn.Module)
+NORM_GROUPS = 32  # of Deformable DETR (Zhu et al. 2021, arXiv 2010.04159)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options shared by all detectors; defaults are DETR's.
+
+    Args:
+        num_logits: K; with cross-entropy the classes and, last, no-object.
+        position_temperature: of the sine encoding; lower values separate neighbouring cells better.
+        input_norm: group norm after the input projections, for features that are not of unit size.
+        class_prior: initial score of every class, for sigmoid scores.
+        activation_checkpointing: recompute the encoder layers in the backward pass: less memory, more time.
+    """
+
+    num_logits: int
+    hidden_dim: int = 256
+    heads: int = 8
+    encoder_layers: int = 6
+    decoder_layers: int = 6
+    feedforward_dim: int = 2048
+    dropout: float = 0.1
+    pre_norm: bool = False
+    num_queries: int = 100
+    position_encoding: str = "sine"
+    position_temperature: float = 10000.0
+    input_norm: bool = False
+    aux_loss: bool = True
+    class_prior: float | None = None
+    batch_former: BatchFormerV2 | None = None
+    mask_head: MaskHead | None = None
+    activation_checkpointing: bool = False
 
 
 class Detector(nn.Module):
-    """The path every detector of the family takes; the parts are built outside and passed in.
+    """Detector assembled from a backbone, tokens, an encoder and a decoder.
 
     Args:
         backbone: (images, padding_mask) -> feature maps.
         tokens: (feature maps, padding_mask) -> tokens.
         encoder: tokens -> memory, as :class:`detr_bf.transformer.Encoder`.
         decoder: memory -> outputs, as :class:`detr_bf.transformer.Decoder`.
-        mask_head: a mask for every query, or None.
-        levels: how many of the backbone's maps, the deepest, become tokens; the mask head sees them all.
+        mask_head: computes a mask for every query, or None.
+        levels: number of the deepest backbone maps that become tokens; the mask head reads all maps.
     """
 
     def __init__(
@@ -44,44 +95,154 @@ class Detector(nn.Module):
         self.decoder = decoder
         self.mask_head = mask_head
         self.levels = levels
-        self._settled = False
+        self._detector_frozen = False
 
     def forward(self, batch: Batch) -> Outputs:
         """Padded uint8 images (B, 3, H, W) with their mask -> logits (L, R, Q, K) and boxes (L, R, Q, 4) in [0, 1]."""
         return self.detect(self.backbone(batch.images, batch.padding_mask), batch.padding_mask)
 
     def detect(self, features: Sequence[FeatureMap], padding_mask: Tensor) -> Outputs:
-        """Everything behind the backbone; ``padding_mask`` (B, H, W) is that of the images."""
+        """Run all parts after the backbone; ``padding_mask`` (B, H, W) belongs to the images."""
         tokens = self.tokens(features[-self.levels :], padding_mask)
         memory = self.encoder(tokens)
         outputs: Outputs = self.decoder(memory)
         if self.mask_head is None:
             return outputs
-        assert outputs.states is not None, "a decoder gives its states"
+        assert outputs.states is not None, "a decoder returns its states"
         return replace(outputs, masks=self.mask_head(outputs.states, outputs.boxes[-1], tokens, memory, features))
 
     def freeze_all_but_masks(self, *, keep_dropout: bool = False) -> None:
-        """Train the mask head alone from here on; the rest keeps every parameter and buffer.
+        """Freeze all parts but the mask head, their buffers included.
 
         Args:
-            keep_dropout: leave the rest in training mode, as DETR's code does; else it stays in evaluation mode, but
-                for batch attention, which goes on giving its second stream, without dropout.
+            keep_dropout: leave the frozen parts in training mode, as DETR's code does. Otherwise they stay in
+                evaluation mode, except that batch attention still forks the batch, without dropout.
         """
-        for part in self._detecting():
+        for part in self._frozen_parts():
             part.requires_grad_(False)
-        self._settled = not keep_dropout
+        self._detector_frozen = not keep_dropout
         self.train(self.training)
 
     def train(self, mode: bool = True) -> Detector:
-        """As of every module; what is frozen stays in evaluation mode."""
+        """Set the training mode; frozen parts stay in evaluation mode."""
         super().train(mode)
-        if self._settled:
-            for part in self._detecting():
+        if self._detector_frozen:
+            for part in self._frozen_parts():
                 part.eval()
             for module in self.encoder.modules():
                 if isinstance(module, BatchFormerV2):
-                    module.training = mode  # the switch of its streams alone, not of its layers
+                    module.training = mode  # whether it forks the batch; its layers stay in evaluation mode
         return self
 
-    def _detecting(self) -> tuple[nn.Module, ...]:
+    def _frozen_parts(self) -> tuple[nn.Module, ...]:
         return self.backbone, self.tokens, self.encoder, self.decoder
+
+
+def single_level_detector(backbone: nn.Module, channels: Sequence[int], options: Options, decoder: Decoder) -> Detector:
+    """Build a detector with DETR's encoder over the tokens of one feature map.
+
+    Raises:
+        InputError: the backbone has several feature maps.
+    """
+    if len(channels) != 1:
+        raise InputError(
+            f"strides: this detector uses one feature map, got {len(channels)}; give one stride, or use deformable_detr"
+        )
+    tokens = FeatureTokens([projection(channels[0], options, norm=options.input_norm)], position(options))
+    layers = [
+        encoder_layer(options, TokenAttention(options.hidden_dim, heads=options.heads, dropout=options.dropout))
+        for _ in range(options.encoder_layers)
+    ]
+    loop = encoder(options, layers, nn.LayerNorm(options.hidden_dim) if options.pre_norm else None)
+    return Detector(backbone, tokens=tokens, encoder=loop, decoder=decoder, mask_head=options.mask_head)
+
+
+def encoder_layer(options: Options, attention: nn.Module) -> EncoderLayer:
+    """Build an encoder layer around ``attention``."""
+    return EncoderLayer(
+        attention,
+        dim=options.hidden_dim,
+        feedforward_dim=options.feedforward_dim,
+        dropout=options.dropout,
+        pre_norm=options.pre_norm,
+    )
+
+
+def decoder_layer(options: Options, self_attention: nn.Module, cross_attention: nn.Module) -> DecoderLayer:
+    """Build a decoder layer around its two attentions."""
+    return DecoderLayer(
+        self_attention,
+        cross_attention,
+        dim=options.hidden_dim,
+        feedforward_dim=options.feedforward_dim,
+        dropout=options.dropout,
+        pre_norm=options.pre_norm,
+    )
+
+
+def encoder(options: Options, layers: Sequence[nn.Module], norm: nn.Module | None = None) -> Encoder:
+    """Build the encoder loop over ``layers``, with batch attention if it is enabled."""
+    return Encoder(
+        layers,
+        norm=norm,
+        batch_former=options.batch_former,
+        activation_checkpointing=options.activation_checkpointing,
+    )
+
+
+def projection(in_channels: int, options: Options, *, norm: bool, kernel: int = 1, stride: int = 1) -> nn.Module:
+    """Build a convolution to ``hidden_dim`` channels, followed by a group norm if ``norm``."""
+    convolution = nn.Conv2d(in_channels, options.hidden_dim, kernel, stride, padding=kernel // 2)
+    if norm and options.hidden_dim % NORM_GROUPS:
+        raise InputError(f"hidden_dim must be divisible by {NORM_GROUPS}, got {options.hidden_dim} (group norm)")
+    return nn.Sequential(convolution, nn.GroupNorm(NORM_GROUPS, options.hidden_dim)) if norm else convolution
+
+
+def position(options: Options, *, offset: float = 0.0) -> nn.Module:
+    """Build the position encoding of a feature map by name."""
+    if options.position_encoding == "sine":
+        return SinePosition(options.hidden_dim, temperature=options.position_temperature, offset=offset)
+    if options.position_encoding == "learned":
+        return LearnedPosition(options.hidden_dim)
+    raise InputError(f"position_encoding must be sine or learned; got '{options.position_encoding}'")
+
+
+def query_attention(options: Options) -> QueryAttention:
+    """Build DETR's attention between the queries."""
+    return QueryAttention(options.hidden_dim, heads=options.heads, dropout=options.dropout)
+
+
+def shared_heads(options: Options, box: nn.Module | None = None) -> Heads:
+    """Build one class head and one box head for all decoder layers."""
+    return Heads([class_head(options)], [box or box_head(options)])
+
+
+def class_head(options: Options) -> nn.Linear:
+    """Build the class head; its bias is initialised to ``class_prior`` if given (Lin et al. 2017, arXiv 1708.02002)."""
+    head = nn.Linear(options.hidden_dim, options.num_logits)
+    if options.class_prior is not None:
+        nn.init.constant_(head.bias, math.log(options.class_prior / (1 - options.class_prior)))
+    return head
+
+
+def box_head(options: Options) -> MLP:
+    """Build the box head, a three-layer perceptron."""
+    return MLP([options.hidden_dim] * 3 + [4])
+
+
+def zero_init_box_head(options: Options, *, size_logit: float = 0.0) -> MLP:
+    """Build a box head that initially returns the reference itself; ``size_logit`` is added to width and height."""
+    head = box_head(options)
+    *_, weight, bias = head.parameters()
+    nn.init.zeros_(weight)
+    with torch.no_grad():
+        bias.copy_(torch.tensor([0.0, 0.0, size_logit, size_logit]))
+    return head
+
+
+def xavier(module: M) -> M:
+    """Initialise every matrix of ``module`` with Xavier-uniform, as in DETR's transformer."""
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            nn.init.xavier_uniform_(parameter)
+    return module

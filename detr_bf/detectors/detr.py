@@ -6,15 +6,25 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from detr_bf.detectors.detector import Detector
-from detr_bf.detectors.parts import Options, query_attention, shared_heads, single_level_detector
-from detr_bf.transformer import Decoder, DecoderLayer, LearnedQueries, MemoryAttention
+from detr_bf.detectors.detector import (
+    Detector,
+    Options,
+    decoder_layer,
+    query_attention,
+    shared_heads,
+    single_level_detector,
+)
+from detr_bf.transformer import Decoder, LearnedQueries, MemoryAttention
 
 
 def detr(backbone: nn.Module, channels: Sequence[int], options: Options) -> Detector:
-    """Multi-head attention everywhere, queries that look nowhere in particular, boxes through a sigmoid."""
+    """Build DETR: multi-head attention, learned queries without reference points, boxes through a sigmoid."""
     layers = [
-        DecoderLayer(query_attention(options), MemoryAttention(**options.attention), **options.layer)
+        decoder_layer(
+            options,
+            query_attention(options),
+            MemoryAttention(options.hidden_dim, heads=options.heads, dropout=options.dropout),
+        )
         for _ in range(options.decoder_layers)
     ]
     decoder = Decoder(

@@ -1,7 +1,7 @@
-"""The mask head of DETR (Carion et al. 2020, arXiv 2005.12872, section 4.4): one mask for every query.
+"""Mask head of DETR (Carion et al. 2020, arXiv 2005.12872, section 4.4): one mask for every query.
 
 Attention of the queries to the memory at the deepest feature map gives coarse maps; convolutions refine them with the
-finer maps of the backbone, one after another.
+finer maps of the backbone, from coarse to fine.
 
 Shape legend: B images, R rows (streams x images), Q queries of a row, M queries of any rows, C channels, H heads,
 h x w cells of a feature map.
@@ -25,17 +25,17 @@ NORM_GROUPS = 8
 
 
 class MaskHead(nn.Module):
-    """Mask logits from what the decoder found, the memory and the backbone's maps.
+    """Mask logits from the decoder states, the memory and the backbone's maps.
 
-    With several levels in the memory (Deformable DETR, multi-scale SMCA) the attention sees the level of the backbone's
-    deepest map; the finer maps come from the backbone for every detector.
+    With several levels in the memory (Deformable DETR, multi-scale SMCA) the attention uses the level of the backbone's
+    deepest map; the finer maps come from the backbone.
 
     Args:
         dim: channels C of queries and memory.
-        heads: maps of attention a query has.
-        finer_channels: of the backbone's maps finer than the deepest, from coarse to fine.
-        see_boxes: show the convolutions beside the attention which cells the query's box covers. Not in DETR, whose
-            queries know where they look; those of its successors carry their place beside their content.
+        heads: number of attention maps per query.
+        finer_channels: channels of the backbone's maps finer than the deepest, from coarse to fine.
+        see_boxes: add the coverage of each cell by the query's box as an input of the convolutions. Not in DETR, whose
+            content encodes the position; the queries of its successors hold the position separately.
     """
 
     def __init__(self, dim: int, *, heads: int, finer_channels: Sequence[int], see_boxes: bool = False) -> None:
@@ -52,14 +52,14 @@ class MaskHead(nn.Module):
         memory: TokenBatch,
         features: Sequence[FeatureMap],
     ) -> Masks:
-        """The masks of all queries, none of them worked out yet.
+        """Return the masks of all queries, to be computed on request.
 
         Args:
-            states: (R, Q, C), the queries as the last decoder layer leaves them.
-            boxes: (R, Q, 4) that it predicts; they get no gradient from here.
-            tokens: what entered the encoder, B rows.
-            memory: what left it, R rows; its streams say which rows belong to one image.
-            features: the backbone's maps, from fine to coarse.
+            states: (R, Q, C), output of the last decoder layer.
+            boxes: (R, Q, 4), its boxes; they receive no gradient.
+            tokens: input of the encoder, B rows.
+            memory: output of the encoder, R rows.
+            features: maps of the backbone, from fine to coarse.
         """
         *finer, deepest = (feature.tensor for feature in features)
         size = (deepest.shape[-2], deepest.shape[-1])
@@ -74,14 +74,14 @@ class MaskHead(nn.Module):
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
         def of(row: Tensor, query: Tensor) -> Tensor:
-            with torch.autocast(kind, dtype, enabled=enabled):  # as the detector ran
+            with torch.autocast(kind, dtype, enabled=enabled):  # as in the forward pass of the detector
                 return self.convolutions(projected, maps[row, query], finer[::-1], row.to(projected.device) % images)
 
         return Masks(of, *states.shape[:2])
 
 
 class AttentionMaps(nn.Module):
-    """Attention without values. The softmax runs over all heads and places of a query together."""
+    """Attention weights without values; the softmax of a query runs over all heads and cells together."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class AttentionMaps(nn.Module):
 
 
 class MaskConvolutions(nn.Module):
-    """Two convolutions at the coarsest size, then one after each finer map is added; every query by itself."""
+    """Two convolutions at the coarsest size, then one after adding each finer map; for every query separately."""
 
     def __init__(self, in_channels: int, dim: int, finer_channels: Sequence[int]) -> None:
         super().__init__()
@@ -120,15 +120,15 @@ class MaskConvolutions(nn.Module):
             nn.init.zeros_(bias)
 
     def forward(self, projected: Tensor, maps: Tensor, finer: Sequence[Tensor], image: Tensor) -> Tensor:
-        """Masks (M, h', w') of M queries.
+        """Return masks (M, h', w') of M queries.
 
         Args:
             projected: (B, C, h, w).
             maps: (M, H or H + 1, h, w).
             finer: (B, ., ., .) each, from coarse to fine.
-            image: (M,), whose query each is.
+            image: (M,), image index of each query.
         """
-        # index_select, because the gradient of indexing adds in the order in which threads come
+        # index_select: the gradient of plain indexing is summed in an order that depends on the threads
         x = torch.cat([projected.index_select(0, image), maps], dim=1)
         plain = len(self.layers) - len(self.adapters)
         for index, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
@@ -140,7 +140,7 @@ class MaskConvolutions(nn.Module):
 
 
 def box_coverage(boxes: Tensor, padding_mask: Tensor) -> Tensor:
-    """The share of each cell that a box covers: (R, Q, h, w), float32.
+    """Return the fraction of each cell that a box covers: (R, Q, h, w), float32.
 
     Args:
         boxes: (R, Q, 4), centre x, centre y, width, height in fractions of the unpadded image.
@@ -157,9 +157,9 @@ def box_coverage(boxes: Tensor, padding_mask: Tensor) -> Tensor:
 
 
 def level_of(batch: TokenBatch, size: tuple[int, int], companion: str | None = None) -> Tensor:
-    """The tokens (R, h * w, C) of the level of that (h, w), or what goes with them in ``per_sample``."""
+    """Return the tokens (R, h * w, C) of the level of size (h, w), or their entry ``companion`` of ``per_sample``."""
     shapes = batch.static["spatial_shapes"]
-    place = shapes.index(size)
-    start = sum(height * width for height, width in shapes[:place])
+    level = shapes.index(size)
+    start = sum(height * width for height, width in shapes[:level])
     whole = batch.tokens if companion is None else batch.per_sample[companion]
     return whole[:, start : start + size[0] * size[1]]

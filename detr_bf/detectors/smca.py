@@ -5,19 +5,23 @@ Shape legend: R rows, Q queries, S tokens, C channels, H heads, h x w cells.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from detr_bf.detectors.detector import Detector
-from detr_bf.detectors.parts import Options, query_attention, shared_heads, single_level_detector, xavier
+from detr_bf.detectors.detector import (
+    Detector,
+    Options,
+    decoder_layer,
+    query_attention,
+    shared_heads,
+    single_level_detector,
+    xavier,
+)
 from detr_bf.layers import MLP, MultiHeadAttention
 from detr_bf.structures import Queries, TokenBatch
-from detr_bf.transformer import Decoder, DecoderLayer, LearnedQueries
-
-logger = logging.getLogger(__name__)
+from detr_bf.transformer import Decoder, LearnedQueries
 
 # Scales that a head predicts: none, one, one for x and one for y, and a third for their product.
 SCALES = {"type1": 0, "type2": 1, "type3": 2, "type4": 3}
@@ -31,32 +35,35 @@ def smca(
     dynamic_scale: str = "type3",
     smooth: float = 8.0,
     stride: int = 32,
-    strides: Sequence[int] = (32,),
 ) -> Detector:
-    """A Gaussian around a place each head chooses is added to the logits of the cross-attention.
+    """Build SMCA: the logits of the cross-attention are modulated by a Gaussian around a centre predicted per head.
 
-    ``strides`` are the backbone's; cells of another ``stride`` misplace the Gaussians, which is warned of.
+    Args:
+        backbone, channels, options: feature map and shared options.
+        dynamic_scale: number of scales that a head predicts, see ``SCALES``.
+        smooth: divisor of the exponent.
+        stride: pixels per cell; a stride other than that of the feature map shifts the Gaussians.
     """
-    if [stride] != list(strides):
-        logger.warning(
-            "model.smca.stride=%d, but a cell of the feature map has %s pixels: set it to that, unless the weights "
-            "were trained so (the authors' code keeps 32)",
-            stride,
-            " and ".join(map(str, strides)),
-        )
     attentions = [
-        GaussianAttention(**options.attention, dynamic_scale=dynamic_scale, smooth=smooth, stride=stride)
+        GaussianAttention(
+            options.hidden_dim,
+            heads=options.heads,
+            dropout=options.dropout,
+            dynamic_scale=dynamic_scale,
+            smooth=smooth,
+            stride=stride,
+        )
         for _ in range(options.decoder_layers)
     ]
     return single_level_detector(backbone, channels, options, gaussian_decoder(attentions, attentions[0].norm, options))
 
 
 def gaussian_decoder(attentions: Sequence[nn.Module], first_norm: nn.LayerNorm, options: Options) -> Decoder:
-    """The queries' reference points come from their position, seen through the norm of the first of ``attentions``."""
+    """Build the decoder; reference points are predicted from the query positions, normalised by ``first_norm``."""
     dim = options.hidden_dim
     point = nn.Sequential(first_norm, xavier(MLP([dim, dim, dim, 2])))
     return Decoder(
-        [DecoderLayer(query_attention(options), attention, **options.layer) for attention in attentions],
+        [decoder_layer(options, query_attention(options), attention) for attention in attentions],
         queries=LearnedQueries(options.num_queries, dim, reference=point),
         heads=shared_heads(options),
         norm=nn.LayerNorm(dim),
@@ -65,14 +72,7 @@ def gaussian_decoder(attentions: Sequence[nn.Module], first_norm: nn.LayerNorm, 
 
 
 class GaussianAttention(nn.Module):
-    """Multi-head attention to the memory, modulated in space (section 3.2).
-
-    Args:
-        dim, heads, dropout: of the attention.
-        dynamic_scale: how many scales a head predicts, see ``SCALES``.
-        smooth: divides the exponent.
-        stride: pixels of a cell.
-    """
+    """Spatially modulated multi-head attention to the memory (section 3.2); arguments as of :func:`smca`."""
 
     def __init__(
         self, dim: int, *, heads: int, dropout: float, dynamic_scale: str, smooth: float, stride: float
@@ -83,20 +83,20 @@ class GaussianAttention(nn.Module):
         self.gaussian = Gaussian(dim, heads=heads, dynamic_scale=dynamic_scale, smooth=smooth, stride=stride)
 
     def forward(self, x: Tensor, queries: Queries, memory: TokenBatch) -> Tensor:
-        """(R, Q, C) -> (R, Q, C). The places depend on what entered the layer, ``queries``."""
-        located = self.norm(queries.content + queries.position)
+        """(R, Q, C) -> (R, Q, C). The centres are predicted from ``queries``, the input of the layer."""
+        with_position = self.norm(queries.content + queries.position)
         (shape,) = memory.static["spatial_shapes"]
         return self.attention(
             x + queries.position,
             memory.tokens + memory.per_sample["position"],
             memory.tokens,
             memory.per_sample["padding_mask"],
-            self.gaussian(located, queries.reference, memory.per_sample["image_size"], shape),
+            self.gaussian(with_position, queries.reference, memory.per_sample["image_size"], shape),
         )
 
 
 class Gaussian(nn.Module):
-    """The logarithm of a Gaussian over the cells of one feature map for every head and query."""
+    """Logarithm of a Gaussian over the cells of one feature map, for every head and query."""
 
     def __init__(self, dim: int, *, heads: int, dynamic_scale: str, smooth: float, stride: float) -> None:
         super().__init__()
@@ -108,23 +108,23 @@ class Gaussian(nn.Module):
             nn.init.zeros_(self.scale.weight)
             nn.init.ones_(self.scale.bias)
 
-    def forward(self, located: Tensor, reference: Tensor, image_size: Tensor, shape: tuple[int, int]) -> Tensor:
-        """The queries (R, Q, C) around reference points (R, Q, 2) in images of (R, 2) pixels -> (R, H, Q, h * w)."""
+    def forward(self, queries: Tensor, reference: Tensor, image_size: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Queries (R, Q, C), reference points (R, Q, 2), image sizes (R, 2) in pixels -> (R, H, Q, h * w)."""
         centre = reference * image_size[:, None] / self.stride  # (R, Q, 2) in cells
-        centre = centre[:, :, None] + self.offset(located).float().unflatten(-1, (-1, 2))
+        centre = centre[:, :, None] + self.offset(queries).float().unflatten(-1, (-1, 2))
         x, y = centre.transpose(1, 2).unbind(-1)  # each (R, H, Q)
         across = (x[..., None] - torch.arange(shape[1], device=x.device)).square()
         down = (y[..., None] - torch.arange(shape[0], device=x.device)).square()
         across, down = across[..., None, :], down[..., None]
-        scales = self._scales(located)
+        scales = self._scales(queries)
         distance = scales[0] * across + scales[1] * down
         if len(scales) == 3:
             distance = distance + scales[2] * across * down
         return -distance.flatten(-2) / self.smooth
 
-    def _scales(self, located: Tensor) -> Sequence[Tensor]:
-        """Of x, of y and, with three, of their product: each (R, H, Q, 1, 1)."""
+    def _scales(self, queries: Tensor) -> Sequence[Tensor]:
+        """Return the scales of x, of y and, if there are three, of their product: each (R, H, Q, 1, 1)."""
         if self.scale is None:
-            return [located.new_ones(1)] * 2
-        scales = self.scale(located).float().square().unflatten(-1, (-1, self.num_scales)).transpose(1, 2)
+            return [queries.new_ones(1)] * 2
+        scales = self.scale(queries).float().square().unflatten(-1, (-1, self.num_scales)).transpose(1, 2)
         return scales[..., None, None].expand(*scales.shape[:3], max(2, self.num_scales), 1, 1).unbind(3)

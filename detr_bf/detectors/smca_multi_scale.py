@@ -12,36 +12,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from detr_bf.detectors.detector import Detector
-from detr_bf.detectors.parts import Options, position, projection, xavier
+from detr_bf.detectors.detector import Detector, Options, encoder, position, projection, xavier
 from detr_bf.detectors.smca import Gaussian, gaussian_decoder
 from detr_bf.errors import InputError
-from detr_bf.layers import FeedForward, MultiHeadAttention, multi_head_attention
-from detr_bf.structures import FeatureMap, Queries, TokenBatch
-from detr_bf.transformer import Encoder, FeatureTokens, Residual, resized_mask
+from detr_bf.layers import FeedForward, MultiHeadAttention, Residual, multi_head_attention
+from detr_bf.structures import FeatureMap, Queries, TokenBatch, resize_mask
+from detr_bf.transformer import Encoder, FeatureTokens
 
-MAPS = (8, 16, 32)  # strides of the backbone's
+MAPS = (8, 16, 32)  # strides of the feature maps
 LEVELS = 4
-STRIDES = (16, 16, 32, 64)  # of the memory, pixels a cell
-SHARPNESS = (0.5, 0.5, 1.0, 2.0)  # factors of the squared distance, which is counted in cells
+STRIDES = (16, 16, 32, 64)  # of the memory, pixels per cell
+SHARPNESS = (0.5, 0.5, 1.0, 2.0)  # factors of the squared distance in cells
 KERNEL = 5
 
 
 def smca_multi_scale(
     backbone: nn.Module, widths: Sequence[int], options: Options, *, smooth: float = 8.0, strides: Sequence[int] = MAPS
 ) -> Detector:
-    """Four levels that exchange by convolutions in the encoder; a query weighs the levels it looks at.
+    """Build multi-scale SMCA: convolutions mix four levels in the encoder; queries weight the levels they attend to.
 
     Raises:
-        InputError: the backbone's maps have other ``strides``, or layers are to be pre-norm.
+        InputError: the feature maps have other ``strides``, or the layers are pre-norm.
     """
     if tuple(strides) != MAPS or len(widths) != len(MAPS) or options.pre_norm:
         raise InputError(
-            f"model.name=smca_multi_scale needs model.backbone.strides={list(MAPS)} and model.pre_norm=false; "
-            f"got {list(strides)} with {len(widths)} feature maps, and pre_norm={str(options.pre_norm).lower()}"
+            f"strides={list(MAPS)} and pre_norm=false are required by smca_multi_scale; got {list(strides)} with "
+            f"{len(widths)} feature maps, and pre_norm={str(options.pre_norm).lower()}"
         )
     attentions = [
-        MultiScaleGaussianAttention(**options.attention, smooth=smooth) for _ in range(options.decoder_layers)
+        MultiScaleGaussianAttention(options.hidden_dim, heads=options.heads, dropout=options.dropout, smooth=smooth)
+        for _ in range(options.decoder_layers)
     ]
     return Detector(
         backbone,
@@ -65,11 +65,11 @@ def _tokens(channels: Sequence[int], options: Options) -> CoarserMap:
 def _encoder(options: Options) -> ReducedEncoder:
     dim = options.hidden_dim
     layers = [ExchangeLayer(dim, options.feedforward_dim, options.dropout) for _ in range(options.encoder_layers)]
-    return ReducedEncoder(Encoder(layers, **options.encoder), nn.Conv2d(dim, dim, 3, stride=2, padding=1))
+    return ReducedEncoder(encoder(options, layers), nn.Conv2d(dim, dim, 3, stride=2, padding=1))
 
 
 class CoarserMap(nn.Module):
-    """A fourth map of half the size of the third, before the tokens are made."""
+    """Tokens with an additional fourth map of half the size of the third."""
 
     def __init__(self, convolution: nn.Module, tokens: FeatureTokens) -> None:
         super().__init__()
@@ -78,15 +78,15 @@ class CoarserMap(nn.Module):
 
     def forward(self, features: Sequence[FeatureMap], padding_mask: Tensor) -> TokenBatch:
         coarser: Tensor = self.convolution(features[-1].tensor)
-        mask = resized_mask(features[-1].padding_mask, coarser.shape[-2:])
+        mask = resize_mask(features[-1].padding_mask, coarser.shape[-2:])
         batch: TokenBatch = self.tokens([*features, FeatureMap(coarser, mask)], padding_mask)
         return batch
 
 
 class ExchangeLayer(nn.Module):
-    """Depth-wise convolutions on every level and between neighbours, then a feed-forward network.
+    """Depth-wise convolutions on every level and between adjacent levels, then a feed-forward network.
 
-    Padding takes part. The convolutions across channels, the norms and the network are those of all levels.
+    Padding is not masked. The 1 x 1 convolutions, the norms and the feed-forward network are shared by all levels.
     """
 
     def __init__(self, dim: int, feedforward_dim: int, dropout: float = 0.0) -> None:
@@ -104,8 +104,8 @@ class ExchangeLayer(nn.Module):
         tokens = self.exchange_residual(batch.tokens, lambda x: self._exchange(x + batch.per_sample["position"], batch))
         return self.feed_forward_residual(tokens, self.feed_forward)
 
-    def _exchange(self, located: Tensor, batch: TokenBatch) -> Tensor:
-        maps = as_maps(located, batch.static["spatial_shapes"])
+    def _exchange(self, with_position: Tensor, batch: TokenBatch) -> Tensor:
+        maps = as_maps(with_position, batch.static["spatial_shapes"])
         own = [mix(self.enter(level)) for mix, level in zip(self.within, maps, strict=True)]
         mixed = list(own)
         for fine, (down, up) in enumerate(zip(self.to_coarser, self.to_finer, strict=True)):
@@ -117,7 +117,7 @@ class ExchangeLayer(nn.Module):
 
 
 class ReducedEncoder(nn.Module):
-    """An encoder whose finest level is brought to the size of the next one, for the decoder."""
+    """Encoder whose finest output level is downsampled to the size of the next level, for the decoder."""
 
     def __init__(self, encoder: Encoder, reduce: nn.Conv2d) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class ReducedEncoder(nn.Module):
 
 
 class MultiScaleGaussianAttention(nn.Module):
-    """Attention to each level apart, modulated in space; the results are weighed by what the query holds."""
+    """Spatially modulated attention to each level; the results are weighted by a function of the query."""
 
     def __init__(self, dim: int, *, heads: int, dropout: float, smooth: float) -> None:
         super().__init__()
@@ -156,11 +156,11 @@ class MultiScaleGaussianAttention(nn.Module):
         self.level_weight = xavier(nn.Linear(dim, LEVELS))
         offsets = nn.init.xavier_uniform_(torch.empty(LEVELS, heads * 2, dim).flatten(0, 1)).chunk(LEVELS)
         for gaussian, weight in zip(gaussians, offsets, strict=True):
-            gaussian.offset.weight.data.copy_(weight)  # as one matrix for all levels
+            gaussian.offset.weight.data.copy_(weight)  # initialised as one matrix for all levels
 
     def forward(self, x: Tensor, queries: Queries, memory: TokenBatch) -> Tensor:
-        """(R, Q, C) -> (R, Q, C). Places and weights depend on what entered the layer, ``queries``."""
-        located = self.norm(queries.content + queries.position)
+        """(R, Q, C) -> (R, Q, C). Centres and weights are predicted from ``queries``, the input of the layer."""
+        with_position = self.norm(queries.content + queries.position)
         shapes = memory.static["spatial_shapes"]
         cells = [height * width for height, width in shapes]
         query = self.attention.query(x + queries.position)
@@ -174,17 +174,17 @@ class MultiScaleGaussianAttention(nn.Module):
                 value[level],
                 heads=self.attention.heads,
                 padding_mask=mask[level],
-                bias=gaussian(located, queries.reference, memory.per_sample["image_size"], shapes[level]),
+                bias=gaussian(with_position, queries.reference, memory.per_sample["image_size"], shapes[level]),
                 dropout=self.attention.dropout if self.training else 0.0,
             )
             for level, gaussian in enumerate(self.gaussians)
         ]
-        weights = self.level_weight(located).softmax(-1)  # (R, Q, levels), each image's own
+        weights = self.level_weight(with_position).softmax(-1)  # (R, Q, levels)
         return self.attention.out((torch.stack(found, dim=-1) * weights[:, :, None]).sum(-1))
 
 
 def as_maps(tokens: Tensor, spatial_shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Tokens (R, S, C) -> maps (R, C, h, w), one a level."""
+    """Tokens (R, S, C) -> maps (R, C, h, w), one per level."""
     parts = tokens.transpose(1, 2).split([height * width for height, width in spatial_shapes], dim=2)
     return [part.unflatten(2, shape) for part, shape in zip(parts, spatial_shapes, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Two-stage Deformable DETR: the queries are the encoder's best tokens (Zhu et al. 2021, arXiv 2010.04159, app. A.4).
+"""Two-stage Deformable DETR: queries from the best encoder tokens (Zhu et al. 2021, arXiv 2010.04159, app. A.4).
 
 Shape legend: R rows, Q queries, S tokens of all levels, N levels, C channels, K class logits.
 """
@@ -15,14 +15,14 @@ from detr_bf.errors import InputError
 from detr_bf.layers import full_precision, sine_of_coordinates
 from detr_bf.structures import Outputs, Queries, TokenBatch
 
-BASE_SIZE = 0.05  # width and height of a proposal on the finest level; twice as much on each coarser one
-MARGIN = 0.01  # a proposal that comes nearer to 0 or 1 in any coordinate is dropped
+BASE_SIZE = 0.05  # width and height of a proposal on the finest level; doubled on each coarser level
+MARGIN = 0.01  # proposals with a coordinate closer to 0 or 1 are dropped
 
 
 class ProposalQueries(nn.Module):
-    """Every token proposes a box; the ``num_queries`` with the best logit of class 0 become queries.
+    """One box proposal per token; the ``num_queries`` proposals with the best logit of class 0 become queries.
 
-    Class 0 stands for any object: that is what the proposals are trained on.
+    Class 0 means any object, as in the training of the proposals.
     """
 
     def __init__(self, num_queries: int, dim: int, *, class_head: nn.Module, box_head: nn.Module) -> None:
@@ -38,7 +38,7 @@ class ProposalQueries(nn.Module):
             nn.init.xavier_uniform_(linear.weight)
 
     def forward(self, memory: TokenBatch) -> Queries:
-        """Memory (R, S, C) -> queries (R, Q, C) with reference boxes (R, Q, 4), and the proposals (1, R, S, .).
+        """Memory (R, S, C) -> queries (R, Q, C) with reference boxes (R, Q, 4) and proposals (1, R, S, .).
 
         Raises:
             InputError: there are fewer tokens than queries.
@@ -46,7 +46,7 @@ class ProposalQueries(nn.Module):
         if memory.tokens.shape[1] < self.num_queries:
             raise InputError(
                 f"the two-stage detector takes its {self.num_queries} queries from the image's tokens, of which there "
-                f"are {memory.tokens.shape[1]}: use larger images or a smaller model.num_queries"
+                f"are {memory.tokens.shape[1]}: use larger images or a smaller num_queries"
             )
         anchors, usable = anchor_boxes(memory)
         tokens = self.norm(self.project(memory.tokens.masked_fill(~usable, 0.0)))
@@ -55,19 +55,19 @@ class ProposalQueries(nn.Module):
         box_logits = offsets + inverse_of_anchors(anchors, usable)
         best = logits[..., 0].topk(self.num_queries, dim=1).indices[..., None]
         boxes = box_logits.gather(1, best.expand(-1, -1, 4)).detach().sigmoid()
-        place = self.embed_norm(self.embed(sine_of_coordinates(boxes, memory.tokens.shape[-1] // 2)))
-        position, content = place.chunk(2, dim=-1)
+        embedded = self.embed_norm(self.embed(sine_of_coordinates(boxes, memory.tokens.shape[-1] // 2)))
+        position, content = embedded.chunk(2, dim=-1)
         proposals = Outputs(logits[None], box_logits.sigmoid()[None], memory.num_streams)
         return Queries(content, position, boxes, proposals=proposals)
 
 
 def inverse_of_anchors(anchors: Tensor, usable: Tensor) -> Tensor:
-    """Logits (R, S, 4) of the anchors; infinite, a box of 1, where there is none to be used."""
+    """Return the logits (R, S, 4) of the anchors; infinite (a box of 1) for unusable anchors."""
     return torch.where(usable, inverse_sigmoid(anchors), torch.inf)
 
 
 def anchor_boxes(memory: TokenBatch) -> tuple[Tensor, Tensor]:
-    """A box (R, S, 4) around every token in fractions of the unpadded image, and whether it is to be used (R, S, 1)."""
+    """Return a box (R, S, 4) around every token in fractions of the unpadded image, and which are usable (R, S, 1)."""
     shapes: Sequence[tuple[int, int]] = memory.static["spatial_shapes"]
     ratios = memory.per_sample["valid_ratios"]
     boxes = []

@@ -18,7 +18,7 @@ from torch import Tensor
 from detr_bf import distributed
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.files import read_records, write_text
-from detr_bf.losses.report import STREAM_NAMES
+from detr_bf.losses import STREAM_NAMES
 
 logger = logging.getLogger(__name__)
 

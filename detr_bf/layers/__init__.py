@@ -1,10 +1,9 @@
-"""Parts every transformer here is made of."""
+"""Layers shared by all transformers of this package."""
 
 from detr_bf.layers.attention import MultiHeadAttention, check_heads, multi_head_attention
+from detr_bf.layers.blocks import MLP, FeedForward, Residual, full_precision
 from detr_bf.layers.deformable_attention import DeformableAttention
-from detr_bf.layers.feed_forward import MLP, FeedForward
 from detr_bf.layers.position import LearnedPosition, SinePosition, sine_of_coordinates, sine_position
-from detr_bf.layers.precision import full_precision
 
 __all__ = [
     "MLP",
@@ -12,6 +11,7 @@ __all__ = [
     "FeedForward",
     "LearnedPosition",
     "MultiHeadAttention",
+    "Residual",
     "SinePosition",
     "check_heads",
     "full_precision",

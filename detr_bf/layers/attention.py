@@ -22,9 +22,9 @@ def multi_head_attention(
     bias: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of projected inputs: query (R, Q, K), key (R, S, K), value (R, S, C) -> (R, Q, C).
+    """Attend with projected inputs: query (R, Q, K), key (R, S, K), value (R, S, C) -> (R, Q, C).
 
-    ``padding_mask`` (R, S), True = padding, which is not attended to. ``bias`` (R, H, Q, S) is added to the logits.
+    ``padding_mask`` (R, S), True = padding, is not attended to. ``bias`` (R, H, Q, S) is added to the logits.
     ``dropout`` is applied to the attention weights.
     """
     query, key, value = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (query, key, value))
@@ -36,15 +36,15 @@ def multi_head_attention(
 
 
 def check_heads(dim: int, heads: int) -> None:
-    """Raise InputError unless every head gets the same number of channels."""
-    if dim % heads:
-        raise InputError(f"model.heads={heads} must divide model.hidden_dim={dim}")
+    """Raise InputError unless ``heads`` is positive and divides ``dim``."""
+    if heads < 1 or dim % heads:
+        raise InputError(f"heads={heads} must divide the width {dim}")
 
 
 class MultiHeadAttention(nn.Module):
-    """Projections around :func:`multi_head_attention`.
+    """:func:`multi_head_attention` with linear projections of inputs and output.
 
-    The weights start as DETR's do: Xavier-uniform over the query, key and value projections taken as one matrix.
+    Initialised as in DETR: Xavier-uniform over the query, key and value projections taken as one matrix.
     """
 
     def __init__(self, dim: int, heads: int, dropout: float = 0.0) -> None:

@@ -16,9 +16,9 @@ from detr_bf.ops import ms_deform_attn
 
 
 class DeformableAttention(nn.Module):
-    """Each query looks at ``points`` places a head and level, which it chooses around its reference.
+    """Attention of each query to ``points`` sampled points per head and level, predicted around its reference.
 
-    At the start the heads look in directions spread over a circle, the points one to ``points`` cells away.
+    Initially the heads sample in directions spread over a circle, at distances of one to ``points`` cells.
     """
 
     def __init__(self, dim: int, *, heads: int, levels: int, points: int) -> None:
@@ -46,9 +46,9 @@ class DeformableAttention(nn.Module):
         spatial_shapes: Sequence[tuple[int, int]],
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """query (R, Q, C) at reference points or boxes (R, Q, L, 2 or 4) of each level, tokens (R, S, C) -> (R, Q, C).
+        """query (R, Q, C) with reference points or boxes (R, Q, L, 2 or 4) per level, tokens (R, S, C) -> (R, Q, C).
 
-        References are fractions of the whole, padded level. Padded tokens (``padding_mask`` (R, S)) count as zero.
+        References are fractions of the whole, padded level. Padded tokens (``padding_mask`` (R, S)) are set to zero.
         """
         value = self.value(tokens)
         if padding_mask is not None:
@@ -65,7 +65,7 @@ class DeformableAttention(nn.Module):
         return self.out(found)
 
     def _locations(self, reference: Tensor, offsets: Tensor, spatial_shapes: Sequence[tuple[int, int]]) -> Tensor:
-        """Offsets (R, Q, H, L, P, 2) are cells around a point, and halves of width and height by P around a box."""
+        """Return sampling points for offsets (R, Q, H, L, P, 2), in cells for points and in size / 2P for boxes."""
         centre = reference[:, :, None, :, None, :2]
         if reference.shape[-1] == 2:
             size = offsets.new_tensor([(width, height) for height, width in spatial_shapes])
@@ -74,7 +74,7 @@ class DeformableAttention(nn.Module):
 
 
 def initial_offsets(heads: int, levels: int, points: int) -> Tensor:
-    """(H, L, P, 2): a direction for each head, on the edge of a square, times 1 to P."""
+    """Return offsets (H, L, P, 2): one direction per head, on the edge of a square, times 1 to P."""
     angle = torch.arange(heads) * (2 * math.pi / heads)
     direction = torch.stack([angle.cos(), angle.sin()], dim=-1)
     direction = direction / direction.abs().amax(dim=-1, keepdim=True)

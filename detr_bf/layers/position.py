@@ -14,10 +14,10 @@ from detr_bf.errors import InputError
 
 
 def sine_position(padding_mask: Tensor, dim: int, *, temperature: float = 10000.0, offset: float = 0.0) -> Tensor:
-    """Fixed encoding (B, h * w, dim), float32, of the cells of ``padding_mask`` (B, h, w), True = padding.
+    """Return the fixed encoding (B, h * w, dim), float32, of the cells of ``padding_mask`` (B, h, w), True = padding.
 
     Coordinates run from 1 / length to 1 over the unpadded part of each image, times 2 pi; sine and cosine alternate.
-    ``offset`` is added to the cell number before the division: -0.5 names the cell's centre (Deformable DETR).
+    ``offset`` is added to the cell number before the division: -0.5 gives the cell's centre (Deformable DETR).
     """
     valid = (~padding_mask).float()
     halves = []
@@ -34,19 +34,19 @@ def sine_of_coordinates(coordinates: Tensor, dim: int, *, temperature: float = 1
 
 
 def _sines(angle: Tensor, dim: int, temperature: float) -> Tensor:
-    """(...) -> (..., dim): sines and cosines in turn, wavelengths from 2 pi to temperature x 2 pi."""
+    """(...) -> (..., dim): alternating sines and cosines, wavelengths from 2 pi to temperature x 2 pi."""
     exponent = torch.arange(dim, device=angle.device).div(2, rounding_mode="floor") * 2 / dim
     phase = angle[..., None] / temperature**exponent
     return torch.stack([phase[..., 0::2].sin(), phase[..., 1::2].cos()], dim=-1).flatten(-2)
 
 
 class SinePosition(nn.Module):
-    """:func:`sine_position` as a part that can be chosen."""
+    """:func:`sine_position` as a module."""
 
     def __init__(self, dim: int, *, temperature: float = 10000.0, offset: float = 0.0) -> None:
         super().__init__()
         if dim % 4:
-            raise InputError(f"the sine position encoding needs model.hidden_dim divisible by 4, got {dim}")
+            raise InputError(f"dim={dim} must be divisible by 4 for the sine position encoding")
         self.dim = dim
         self.temperature = temperature
         self.offset = offset
@@ -57,12 +57,12 @@ class SinePosition(nn.Module):
 
 
 class LearnedPosition(nn.Module):
-    """A learned vector for each column and each row, of up to 50 each."""
+    """One learned vector for each column and each row, up to ``length`` each."""
 
     def __init__(self, dim: int, *, length: int = 50) -> None:
         super().__init__()
         if dim % 2:
-            raise InputError(f"the learned position encoding needs an even model.hidden_dim, got {dim}")
+            raise InputError(f"dim={dim} must be even for the learned position encoding")
         self.column = nn.Embedding(length, dim // 2)
         self.row = nn.Embedding(length, dim // 2)
         for embedding in (self.column, self.row):
@@ -72,14 +72,14 @@ class LearnedPosition(nn.Module):
         """(B, h, w) bool -> (B, h * w, C), the same for every image.
 
         Raises:
-            InputError: the map has more rows or columns than there are vectors.
+            InputError: the map has more than ``length`` rows or columns.
         """
         batch, height, width = padding_mask.shape
         length = self.row.num_embeddings
         if max(height, width) > length:
             raise InputError(
                 f"the learned position encoding holds {length} rows and columns, the feature map has {height} x "
-                f"{width}: use smaller images or model.position_encoding=sine"
+                f"{width}: use smaller images or position_encoding=sine"
             )
         x = self.column.weight[:width].expand(height, -1, -1)
         y = self.row.weight[:height, None].expand(-1, width, -1)

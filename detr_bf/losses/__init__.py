@@ -1,12 +1,12 @@
-"""Matching and the set criterion."""
+"""Matching, classification losses and the set criterion."""
 
-from detr_bf.losses.cross_entropy import CrossEntropy
-from detr_bf.losses.focal import Focal
+from detr_bf.losses.classification import Classification, CrossEntropy, Focal
 from detr_bf.losses.matcher import HungarianMatcher, Matches, PaddedTargets
-from detr_bf.losses.report import LossReport
-from detr_bf.losses.set_criterion import SetCriterion
+from detr_bf.losses.set_criterion import STREAM_NAMES, LossReport, SetCriterion
 
 __all__ = [
+    "STREAM_NAMES",
+    "Classification",
     "CrossEntropy",
     "Focal",
     "HungarianMatcher",

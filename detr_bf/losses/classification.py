@@ -1,4 +1,4 @@
-"""What the matcher and the criterion ask of a classification loss.
+"""Classification losses: softmax cross-entropy and sigmoid focal loss, each with its matching cost and scores.
 
 Shape legend: L decoder layers, R rows, Q queries, K logits, T objects (padded).
 """
@@ -6,19 +6,23 @@ Shape legend: L decoder layers, R rows, Q queries, K logits, T objects (padded).
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torchvision.ops import sigmoid_focal_loss
 
+from detr_bf import distributed
 from detr_bf.errors import InputError
 
 
 class Classification(Protocol):
-    """A classification loss, with the matching cost and the scores that belong to it."""
+    """Interface of a classification loss with its matching cost and scores."""
 
     def num_logits(self, num_classes: int) -> int:
-        """K for a data set of ``num_classes``."""
+        """Return K for a data set of ``num_classes``."""
         ...
 
     def match_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -28,7 +32,7 @@ class Classification(Protocol):
     def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor) -> Tensor:
         """logits (L, N, Q, K), classes (L, N, Q) with -1 for no object -> (L,), over all N rows.
 
-        Whatever it divides by is the mean over all processes, as ``num_boxes`` is.
+        Any divisor is averaged over all ranks, as ``num_boxes`` is.
         """
         ...
 
@@ -37,43 +41,43 @@ class Classification(Protocol):
         ...
 
     def candidates(self, scores: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
-        """scores (Q, num_classes) of one image -> score, query and class of the best ``limit`` candidates."""
+        """scores (Q, num_classes) of one image -> score, query and class of the best ``limit`` pairs, best first."""
         ...
 
     def is_object(self, logits: Tensor, threshold: float = ...) -> Tensor:
-        """logits (..., K) -> bool (...): the query claims an object, with a score above ``threshold``."""
+        """logits (..., K) -> bool (...): the query predicts an object with a score above ``threshold``."""
         ...
 
 
-def check_factors(what: str, factors: dict[str, float]) -> None:
-    """Check the costs of a matcher or the weights of a loss.
+def check_factors(owner: str, factors: dict[str, float]) -> None:
+    """Check the costs of a matcher or the weights of a loss, named ``owner`` in messages.
 
     Raises:
-        InputError: one is negative, infinite or NaN, or all are 0.
+        InputError: a factor is negative, infinite or NaN, or all are 0.
     """
     wrong = {name: value for name, value in factors.items() if not 0 <= value < math.inf}
     if wrong:
-        raise InputError(f"{what}: {', '.join(f'{name}={value}' for name, value in wrong.items())} must be 0 or more")
+        raise InputError(f"{owner}: {', '.join(f'{name}={value}' for name, value in wrong.items())} must be 0 or more")
     if not any(factors.values()):
-        raise InputError(f"{what}: {', '.join(factors)} are all 0: give one of them a value greater than 0")
+        raise InputError(f"{owner}: {', '.join(factors)} are all 0: give one of them a value greater than 0")
 
 
 def gather_labels(values: Tensor, labels: Tensor) -> Tensor:
-    """values (..., R, Q, K) at labels (R, T) -> (..., R, Q, T)."""
+    """Select values (..., R, Q, K) at labels (R, T) -> (..., R, Q, T)."""
     index = labels[:, None, :].expand(*values.shape[:-1], -1)
     return values.gather(-1, index)
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Half precision as float32, because losses are sums; float64 stays."""
+    """Convert half precision to float32, because losses are sums; float64 stays."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def check_labels(labels: Tensor, num_classes: int) -> None:
-    """Labels of any shape, int64; reads them, so on a GPU it waits for them.
+    """Check labels of any shape, int64; on a GPU this waits for them.
 
     Raises:
-        InputError: one is outside the classes.
+        InputError: a label is outside 0 to ``num_classes`` - 1.
     """
     outside = labels[(labels < 0) | (labels >= num_classes)]
     if outside.numel():
@@ -81,3 +85,88 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
             f"labels must be from 0 to {num_classes - 1} for {num_classes} classes; got {outside.unique().tolist()}: "
             "build the model with the number of classes of the data set"
         )
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Softmax cross-entropy with a down-weighted no-object class (Carion et al. 2020, arXiv 2005.12872, section 3.1).
+
+    The last logit is no-object, weighted with ``no_object_weight``; the mean divides by the sum of the weights.
+    """
+
+    no_object_weight: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.no_object_weight < math.inf:
+            raise InputError(f"CrossEntropy: no_object_weight={self.no_object_weight} must be 0 or more and finite")
+
+    def num_logits(self, num_classes: int) -> int:
+        return num_classes + 1
+
+    def match_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return -gather_labels(logits.softmax(-1), labels)
+
+    def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor) -> Tensor:
+        no_object = logits.shape[-1] - 1
+        target = torch.where(classes < 0, no_object, classes)
+        weight = torch.where(classes < 0, self.no_object_weight, 1.0).to(logits.dtype)
+        entropy = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none").view_as(target)
+        return (entropy * weight).sum((1, 2)) / distributed.all_reduce_mean(weight.sum((1, 2)))
+
+    def scores(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1)[..., :-1]
+
+    def candidates(self, scores: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return every query with its best class."""
+        best, label = scores.max(-1)
+        best, query = best.sort(descending=True, stable=True)
+        return best[:limit], query[:limit], label[query[:limit]]
+
+    def is_object(self, logits: Tensor, threshold: float = 0.0) -> Tensor:
+        best, label = logits.softmax(-1).max(-1)
+        return (label != logits.shape[-1] - 1) & (best > threshold)
+
+
+@dataclass(frozen=True)
+class Focal:
+    """Sigmoid focal loss (Lin et al. 2017, arXiv 1708.02002) with Deformable DETR's matching cost (arXiv 2010.04159).
+
+    One logit per class, none for no-object; the sum over queries and classes is divided by the number of boxes.
+    """
+
+    alpha: float = 0.25
+    gamma: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.alpha <= 1 and 0 <= self.gamma < math.inf):
+            raise InputError(
+                f"Focal: alpha={self.alpha} must be between 0 and 1, gamma={self.gamma} must be 0 or more and finite"
+            )
+
+    def num_logits(self, num_classes: int) -> int:
+        return num_classes
+
+    def match_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of predicting the label minus the loss of predicting no object."""
+        logit = gather_labels(logits, labels)
+        probability = logit.sigmoid()
+        positive = self.alpha * (1 - probability) ** self.gamma * -(probability + 1e-8).log()
+        negative = (1 - self.alpha) * probability**self.gamma * -(1 - probability + 1e-8).log()
+        return positive - negative
+
+    def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor) -> Tensor:
+        target = F.one_hot(classes + 1, logits.shape[-1] + 1)[..., 1:].to(logits.dtype)
+        losses = sigmoid_focal_loss(logits, target, alpha=self.alpha, gamma=self.gamma, reduction="none")
+        return losses.sum((1, 2, 3)) / num_boxes
+
+    def scores(self, logits: Tensor) -> Tensor:
+        return logits.sigmoid()
+
+    def candidates(self, scores: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the best of all pairs of query and class."""
+        best, index = scores.flatten().sort(descending=True, stable=True)
+        index = index[:limit]
+        return best[:limit], index // scores.shape[1], index % scores.shape[1]
+
+    def is_object(self, logits: Tensor, threshold: float = 0.5) -> Tensor:
+        return logits.sigmoid().max(-1).values > threshold

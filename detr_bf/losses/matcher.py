@@ -1,4 +1,4 @@
-"""Hungarian matching of queries and objects (Carion et al. 2020, arXiv 2005.12872, section 3.1).
+"""Hungarian matching of queries with objects (Carion et al. 2020, arXiv 2005.12872, section 3.1).
 
 Shape legend: L decoder layers, R rows, Q queries, K logits, T objects of the row with most of them, M matched pairs.
 """
@@ -19,12 +19,12 @@ from detr_bf.losses.classification import Classification, at_least_float32, chec
 from detr_bf.structures import Outputs, Target
 
 STACK_LIMIT = 350_000  # elements of one layer's cost above which stacking all layers is slower than looping
-UNMATCHABLE = 1e8  # stands for a cost that is not finite, so that such a query is matched last
+UNMATCHABLE = 1e8  # replaces costs that are not finite, so that such queries are matched last
 
 
 @dataclass(frozen=True)
 class PaddedTargets:
-    """The objects of all rows in one tensor."""
+    """Objects of all rows, padded to one tensor."""
 
     labels: Tensor  # (R, T) int64, 0 where there is no object
     boxes: Tensor  # (R, T, 4) float, 0 where there is no object
@@ -32,14 +32,14 @@ class PaddedTargets:
 
     @classmethod
     def of(cls, targets: Sequence[Target], num_streams: int = 1) -> PaddedTargets:
-        """Targets of B images, repeated for every stream: R = num_streams x B."""
+        """Pad the targets of B images and repeat them for every stream: R = num_streams x B."""
         labels = torch.nn.utils.rnn.pad_sequence([target.labels for target in targets], batch_first=True)
         boxes = torch.nn.utils.rnn.pad_sequence([target.boxes for target in targets], batch_first=True)
         counts = tuple(len(target.labels) for target in targets)
         return cls(labels.repeat(num_streams, 1), boxes.repeat(num_streams, 1, 1), counts * num_streams)
 
     def of_one_class(self) -> PaddedTargets:
-        """The same objects, all of class 0: what proposals are compared with."""
+        """Set all labels to 0, the class of proposals."""
         return replace(self, labels=torch.zeros_like(self.labels))
 
 
@@ -55,9 +55,9 @@ class Matches:
 
 @dataclass(frozen=True)
 class HungarianMatcher:
-    """The one-to-one assignment of least cost, for every decoder layer and row by itself.
+    """One-to-one assignment of least cost, separately for every decoder layer and row.
 
-    The cost is ``class_cost`` x the classification's own + ``bbox_cost`` x L1 - ``giou_cost`` x generalized IoU.
+    The cost is ``class_cost`` x the cost of the classification + ``bbox_cost`` x L1 - ``giou_cost`` x generalized IoU.
     """
 
     classification: Classification
@@ -71,7 +71,7 @@ class HungarianMatcher:
 
     @torch.no_grad()
     def __call__(self, outputs: Outputs, targets: PaddedTargets) -> Matches:
-        """Match all layers with one copy to the host."""
+        """Match all layers, with one copy to the host."""
         cost = self._stacked_cost(outputs, targets).cpu().numpy()
         pairs = [
             _assign(cost[layer, row, :, :count], layer, row)
@@ -87,7 +87,7 @@ class HungarianMatcher:
         return torch.stack([self.cost(outputs.logits[i], outputs.boxes[i], targets) for i in range(layers)])
 
     def cost(self, logits: Tensor, boxes: Tensor, targets: PaddedTargets) -> Tensor:
-        """logits (..., R, Q, K), boxes (..., R, Q, 4) -> (..., R, Q, T); no meaning where T is padding."""
+        """logits (..., R, Q, K), boxes (..., R, Q, 4) -> (..., R, Q, T); undefined for padding in T."""
         logits, boxes = at_least_float32(logits), at_least_float32(boxes)
         distance = (boxes[..., :, None, :] - targets.boxes[:, None]).abs().sum(-1)
         overlap = generalized_iou(_corners(boxes)[..., :, None, :], _corners(targets.boxes)[:, None])
@@ -101,6 +101,6 @@ def _corners(boxes: Tensor) -> Tensor:
 
 
 def _assign(cost: np.ndarray, layer: int, row: int) -> np.ndarray:
-    """Cost (Q, T) -> (4, pairs) int64: layer, row, query, object."""
+    """Assign by cost (Q, T) -> (4, pairs) int64: layer, row, query, object."""
     query, target = linear_sum_assignment(cost)
     return np.stack([np.full_like(query, layer), np.full_like(query, row), query, target]).astype(np.int64)

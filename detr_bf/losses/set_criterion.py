@@ -1,33 +1,71 @@
-"""The set criterion: match, then classification, L1 and generalized-IoU losses for every decoder layer and stream.
+"""Set criterion of DETR: matching, then losses of classes, boxes and masks for every decoder layer and stream.
 
-Shape legend: L decoder layers, R rows (streams x images), Q queries, K logits, M matched pairs.
+Shape legend: L decoder layers, R rows (streams x images), Q queries, K logits, M matched pairs, T objects of an image,
+h x w cells of a predicted mask, H x W pixels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torchvision.ops import box_convert
+from torchvision.ops import box_convert, sigmoid_focal_loss
 
 from detr_bf import distributed
 from detr_bf.boxes import generalized_iou
 from detr_bf.losses.classification import Classification, at_least_float32, check_factors
-from detr_bf.losses.masks import mask_losses, padded_masks
 from detr_bf.losses.matcher import HungarianMatcher, Matches, PaddedTargets
-from detr_bf.losses.report import STREAM_NAMES, LossReport
 from detr_bf.structures import Masks, Outputs, Target
+
+STREAM_NAMES = ("clean", "batchformer")
+_REPEATED = re.compile(r".*_(\d+|enc)")  # terms of auxiliary layers and of proposals
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """Result of a criterion: the terms of the loss with their weights, and values that are only logged.
+
+    With two streams ``logged`` holds ``stream/clean`` and ``stream/batchformer``, whose mean is the total.
+    """
+
+    losses: dict[str, Tensor]  # scalars, not weighted; auxiliary layers end in _0, _1, ..., proposals in _enc
+    weights: dict[str, float]
+    logged: dict[str, Tensor] = field(default_factory=dict)  # scalars without gradient, never summed
+
+    def weighted(self) -> dict[str, Tensor]:
+        return {name: self.weights[name] * loss for name, loss in self.losses.items()}
+
+    @property
+    def term_weights(self) -> dict[str, float]:
+        """Weights by term, without those of auxiliary layers and proposals, which equal those of the last layer."""
+        return {name: weight for name, weight in self.weights.items() if not _REPEATED.fullmatch(name)}
+
+    def extended(self, losses: Mapping[str, Tensor], weights: Mapping[str, float]) -> LossReport:
+        """Add terms computed over all rows, to the total and to the logged total of every stream."""
+        report = LossReport(self.losses | dict(losses), self.weights | dict(weights), dict(self.logged))
+        for name in (f"stream/{stream}" for stream in STREAM_NAMES):
+            if name in report.logged and losses:
+                added = torch.stack([weights[term] * loss.detach() for term, loss in losses.items()]).sum()
+                report.logged[name] = report.logged[name] + added
+        return report
+
+    @cached_property
+    def total(self) -> Tensor:
+        return torch.stack(list(self.weighted().values())).sum()
 
 
 @dataclass(frozen=True)
 class SetCriterion:
-    """The loss of DETR (Carion et al. 2020, arXiv 2005.12872, section 3.1), the mean over the streams.
+    """Loss of DETR (Carion et al. 2020, arXiv 2005.12872, section 3.1), averaged over the streams.
 
-    Matching is independent for every stream; with two streams the result is the mean of their losses
-    (BatchFormerV2, arXiv 2204.01254, section 3.3). Of several processes, the mean of their losses is the loss of all
-    their images in one: what a loss is divided by counts the objects of all.
+    Each stream is matched separately; with two streams the result is the mean of their losses (BatchFormerV2, arXiv
+    2204.01254, section 3.3). Divisors count the objects of all ranks, so that the mean over the ranks equals the loss
+    of one process with the whole batch.
     """
 
     classification: Classification
@@ -43,14 +81,18 @@ class SetCriterion:
         check_factors("SetCriterion", {name: getattr(self, name) for name in names})
 
     def __call__(self, outputs: Outputs, targets: Sequence[Target]) -> LossReport:
-        """Outputs for the R = num_streams x B rows of B targets; proposals, where there are any, count any object."""
+        """Compute the loss of R = num_streams x B rows for B targets; proposals match objects of any class."""
         padded = PaddedTargets.of(targets, outputs.num_streams)
         num_boxes = _num_boxes(outputs, padded)
         matches, streams = self._stream_losses(outputs, padded, num_boxes)
         if outputs.masks is not None:
             by_row = _mask_losses(outputs, outputs.masks, targets, matches)
             streams |= {name: _per_stream(outputs, loss) / num_boxes for name, loss in by_row.items()}
-        losses = _by_layer(streams)
+        losses = {  # the mean of the streams; all layers but the last have a number
+            name + ("" if layer == len(per_stream) - 1 else f"_{layer}"): loss
+            for name, per_stream in streams.items()
+            for layer, loss in enumerate(per_stream.mean(1))
+        }
         if outputs.proposals is not None:
             _, proposed = self._stream_losses(outputs.proposals, padded.of_one_class(), num_boxes)
             losses |= {f"{name}_enc": per_stream.mean() for name, per_stream in proposed.items()}
@@ -69,7 +111,7 @@ class SetCriterion:
     def _stream_losses(
         self, outputs: Outputs, targets: PaddedTargets, num_boxes: Tensor
     ) -> tuple[Matches, dict[str, Tensor]]:
-        """The matches, and the losses by name, each (L, streams)."""
+        """Return the matches, and the losses by name, each (L, streams)."""
         num_streams = outputs.num_streams
         matches = self.matcher(outputs, targets)
         classes = _target_classes(outputs, targets, matches)
@@ -88,42 +130,42 @@ class SetCriterion:
 
     @torch.no_grad()
     def _quality(self, outputs: Outputs, targets: PaddedTargets, matches: Matches) -> dict[str, Tensor]:
-        """Class error of the matched queries in percent, and the error of the number of objects, of the last layer.
+        """Return class error of the matched queries in percent, and error of the object count, for the last layer.
 
-        The answer of a query is the best of all its logits, so with cross-entropy one that says no-object is wrong, as
-        in the released code of DETR.
+        The prediction of a query is the largest of all its logits; with cross-entropy a matched query that predicts
+        no-object is an error, as in the released code of DETR.
         """
         logits, wanted = outputs.logits[-1], _target_classes(outputs, targets, matches)[-1]
         matched = wanted >= 0
         right = matched & (logits.argmax(-1) == wanted)
         counts = torch.tensor(targets.counts, device=logits.device, dtype=torch.float)
-        claimed = self.classification.is_object(logits).sum(1)
+        predicted = self.classification.is_object(logits).sum(1)
         return {
             "class_error": 100 - 100 * right.sum() / matched.sum().clamp(min=1),
-            "cardinality_error": (claimed - counts).abs().mean(),
+            "cardinality_error": (predicted - counts).abs().mean(),
         }
 
 
 def _target_classes(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> Tensor:
-    """(L, R, Q) int64: the label of the matched object, -1 for none."""
+    """Return (L, R, Q) int64: the label of the matched object, -1 for none."""
     classes = torch.full(outputs.logits.shape[:3], -1, dtype=torch.int64, device=outputs.logits.device)
     classes[matches.layer, matches.row, matches.query] = targets.labels[matches.row, matches.target]
     return classes
 
 
 def _box_losses(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> tuple[Tensor, Tensor]:
-    """L1 and 1 - GIoU of the matched pairs, summed by layer and row: twice (L, R)."""
+    """Return L1 and 1 - GIoU of the matched pairs, summed by layer and row: twice (L, R)."""
     predicted = at_least_float32(outputs.boxes[matches.layer, matches.row, matches.query])
     wanted = targets.boxes[matches.row, matches.target]
     distance = (predicted - wanted).abs().sum(-1)
     overlap = generalized_iou(box_convert(predicted, "cxcywh", "xyxy"), box_convert(wanted, "cxcywh", "xyxy"))
-    place = (matches.layer, matches.row)
+    index = (matches.layer, matches.row)
     empty = predicted.new_zeros(outputs.boxes.shape[:2])
-    return empty.index_put(place, distance, accumulate=True), empty.index_put(place, 1 - overlap, accumulate=True)
+    return empty.index_put(index, distance, accumulate=True), empty.index_put(index, 1 - overlap, accumulate=True)
 
 
 def _num_boxes(outputs: Outputs, targets: PaddedTargets) -> Tensor:
-    """The objects of one stream, at least 1 among all processes, on average over these: what sums are divided by."""
+    """Return the number of objects of one stream, averaged over the ranks, with a sum over the ranks of at least 1."""
     here = torch.tensor(sum(targets.counts) / outputs.num_streams, dtype=torch.float64, device=outputs.logits.device)
     return distributed.all_reduce_sum(here).clamp(min=1) / distributed.world_size()
 
@@ -134,12 +176,12 @@ def _per_stream(outputs: Outputs, by_row: Tensor) -> Tensor:
 
 
 def _mask_losses(outputs: Outputs, masks: Masks, targets: Sequence[Target], matches: Matches) -> dict[str, Tensor]:
-    """Losses of the last layer's pairs, summed by row: (1, R) by name."""
+    """Return the mask losses of the last layer, summed by row: (1, R) by name."""
     last = matches.layer == len(outputs.logits) - 1
-    row, query, place = matches.row[last], matches.query[last], matches.target[last]
-    known = [target.masks for target in targets if target.masks is not None]
+    row, query, target = matches.row[last], matches.query[last], matches.target[last]
+    known = [image.masks for image in targets if image.masks is not None]
     assert len(known) == len(targets), "a detector with a mask head is trained on masks"
-    wanted = padded_masks(known, row % len(targets), place)
+    wanted = padded_masks(known, row % len(targets), target)
     empty = torch.zeros(masks.rows, device=row.device)
     focal, dice = mask_losses(at_least_float32(masks.of(row, query)), wanted)
     return {
@@ -148,20 +190,40 @@ def _mask_losses(outputs: Outputs, masks: Masks, targets: Sequence[Target], matc
     }
 
 
-def _by_layer(streams: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Losses (L, streams) by name -> the mean of the streams by name and layer: the last has no number."""
-    return {
-        name + ("" if layer == len(per_stream) - 1 else f"_{layer}"): loss
-        for name, per_stream in streams.items()
-        for layer, loss in enumerate(per_stream.mean(1))
-    }
-
-
 def _stream_log(streams: dict[str, Tensor], weights: dict[str, float]) -> dict[str, Tensor]:
-    """Weighted total of each stream, and its unweighted terms of the last layer and of the proposals."""
+    """Return the weighted total of each stream, and its unweighted terms of the last layer and the proposals."""
     total = torch.stack([weights[name] * per_stream.sum(0) for name, per_stream in streams.items()]).sum(0).detach()
     logged = {}
     for index, stream in enumerate(STREAM_NAMES):
         logged[f"stream/{stream}"] = total[index]
         logged |= {f"stream/{stream}/{name}": value[-1, index].detach() for name, value in streams.items()}
     return logged
+
+
+def mask_losses(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return focal loss (mean over the pixels) and 1 - DICE of each pair of query and object: twice (M,).
+
+    Focal loss: Lin et al. 2017, arXiv 1708.02002; DICE: Milletari et al. 2016, arXiv 1606.04797 (DETR,
+    section 4.4).
+
+    Args:
+        logits: (M, h, w), resized to the pixels of ``wanted``.
+        wanted: (M, H, W) bool.
+    """
+    enlarged = F.interpolate(logits[:, None], size=wanted.shape[-2:], mode="bilinear")[:, 0].flatten(1)
+    target = wanted.flatten(1).to(enlarged.dtype)
+    focal = sigmoid_focal_loss(enlarged, target, alpha=0.25, gamma=2.0, reduction="none").mean(1)
+    probability = enlarged.sigmoid()
+    overlap = 2 * (probability * target).sum(1)
+    dice = 1 - (overlap + 1) / (probability.sum(1) + target.sum(1) + 1)
+    return focal, dice
+
+
+def padded_masks(masks: Sequence[Tensor], image: Tensor, target: Tensor) -> Tensor:
+    """Select mask ``target`` (M,) of ``image`` (M,) from the masks (T, h, w) of each image, padded: (M, H, W) bool."""
+    height, width = (max(x.shape[dim] for x in masks) for dim in (1, 2))
+    chosen = torch.zeros(len(image), height, width, dtype=torch.bool, device=image.device)
+    for index, of_image in enumerate(masks):
+        here = image == index
+        chosen[here, : of_image.shape[1], : of_image.shape[2]] = of_image[target[here]]
+    return chosen

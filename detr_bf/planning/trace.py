@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from detr_bf.assembly import build_classification, build_model
-from detr_bf.batchformer.layer import BatchEncoderLayer
+from detr_bf.batchformer.mixers import BatchEncoderLayer
 from detr_bf.config import DetectionConfig
 from detr_bf.detectors import Detector
 from detr_bf.ops import library

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from detr_bf.losses.report import LossReport
+from detr_bf.losses import LossReport
 from detr_bf.plugins.batchformer import BatchFormerV2Plugin, num_streams
 from detr_bf.plugins.diverse_patch import DiversePatchLoss
 from detr_bf.plugins.plugin import PREFIX

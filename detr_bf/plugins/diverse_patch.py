@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from detr_bf.batchformer import repeat_targets
 from detr_bf.errors import InputError
-from detr_bf.layers.precision import full_precision
+from detr_bf.layers import full_precision
 from detr_bf.losses.classification import at_least_float32, check_labels
 from detr_bf.plugins.plugin import Plugin, patches_of, refused, require_vit
 

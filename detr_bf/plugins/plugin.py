@@ -8,7 +8,6 @@ are bound methods of the plug-in, so that a deep copy of the model has hooks of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, ClassVar, TypeVar, cast
 
 from timm.models.mlp_mixer import MlpMixer
@@ -17,6 +16,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from detr_bf.batchformer import check_layers
 from detr_bf.errors import InputError
 from detr_bf.transformer import Encoder
 
@@ -130,13 +130,7 @@ def chosen(layers: Sequence[int] | str, depth: int) -> tuple[int, ...]:
         if layers not in starts:
             raise InputError(f"layers='{layers}': give 'all', 'upper' or a list of indices from 0 to {depth - 1}")
         return tuple(range(starts[layers], depth))
-    if not layers or any(not 0 <= layer < depth for layer in layers):
-        raise InputError(
-            f"layers={list(layers)}: the model has {depth} blocks, counted from 0; "
-            f"give one or more indices from 0 to {depth - 1}"
-        )
-    if any(later <= earlier for earlier, later in pairwise(layers)):
-        raise InputError(f"layers={list(layers)} must ascend without repetition")
+    check_layers(layers, depth, of="the model has {} blocks")
     return tuple(layers)
 
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from detr_bf.errors import InputError
-from detr_bf.layers import MLP
-from detr_bf.layers.precision import full_precision
+from detr_bf.layers import MLP, full_precision
 from detr_bf.losses.classification import at_least_float32
 from detr_bf.plugins.plugin import Plugin, patches_of, refused, require_vit
 from detr_bf.structures import TokenBatch

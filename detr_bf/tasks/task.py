@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from detr_bf.assembly.acceleration import accelerate
-from detr_bf.assembly.model import device_of
+from detr_bf.assembly.model import accelerate, device_of
 from detr_bf.assembly.training import (
     PRECISIONS,
     check_same_classes,

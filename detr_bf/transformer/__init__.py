@@ -1,11 +1,8 @@
-"""The one encoder loop, the one decoder loop, and what they are made of."""
+"""Encoder and decoder loops of all detectors, and their standard parts."""
 
-from detr_bf.transformer.attend import MemoryAttention, QueryAttention, TokenAttention
-from detr_bf.transformer.decoder import Decoder, DecoderLayer, Heads
-from detr_bf.transformer.encoder import Encoder, EncoderLayer
-from detr_bf.transformer.queries import LearnedQueries
-from detr_bf.transformer.residual import Residual
-from detr_bf.transformer.tokens import FeatureTokens, resized_mask, unpadded
+from detr_bf.transformer.decoder import Decoder, DecoderLayer, Heads, LearnedQueries, MemoryAttention, QueryAttention
+from detr_bf.transformer.encoder import Encoder, EncoderLayer, TokenAttention
+from detr_bf.transformer.tokens import FeatureTokens, unpadded
 
 __all__ = [
     "Decoder",
@@ -17,8 +14,6 @@ __all__ = [
     "LearnedQueries",
     "MemoryAttention",
     "QueryAttention",
-    "Residual",
     "TokenAttention",
-    "resized_mask",
     "unpadded",
 ]

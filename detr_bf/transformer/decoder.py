@@ -1,6 +1,7 @@
-"""The one decoder loop.
+"""Decoder loop, decoder layer with its two attentions, heads, and learned queries.
 
 Shape legend: R rows (streams x images), Q queries, S tokens, C channels, L layers, K class logits.
+``x`` is the input of the residual branch: already normalised in a pre-norm layer.
 """
 
 from __future__ import annotations
@@ -12,22 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.boxes import relative_boxes
-from detr_bf.layers import FeedForward, full_precision
+from detr_bf.layers import FeedForward, MultiHeadAttention, Residual, full_precision
 from detr_bf.structures import Outputs, Queries, TokenBatch
-from detr_bf.transformer.residual import Residual
 
 
 class Decoder(nn.Module):
-    """Decoder layers in turn; every layer's queries are read by the heads.
+    """Decoder layers in sequence; the heads predict from the queries of every layer.
 
     Args:
         layers: (queries, memory) -> content (R, Q, C).
-        queries: memory -> the queries of the first layer.
-        heads: what turns contents into classes and boxes.
-        norm: of the contents, before the heads.
-        look: (layer, queries) -> queries, run before every layer: where the queries look, and how.
-        refine: the boxes of a layer are the reference of the next, without gradient between them.
-        aux_loss: predict from every layer, so that each is trained, instead of from the last only.
+        queries: memory -> queries of the first layer.
+        heads: (layer, content, reference) -> class logits and boxes.
+        norm: applied to the content before the heads.
+        update_queries: (layer, queries) -> queries, called before every layer; may set ``reference`` or ``modulation``.
+        refine: use the boxes of a layer, detached, as the reference of the next layer.
+        aux_loss: return the predictions of every layer instead of those of the last only.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Decoder(nn.Module):
         queries: nn.Module,
         heads: Heads,
         norm: nn.Module | None = None,
-        look: Callable[[int, Queries], Queries] | None = None,
+        update_queries: Callable[[int, Queries], Queries] | None = None,
         refine: bool = False,
         aux_loss: bool = True,
     ) -> None:
@@ -46,7 +46,7 @@ class Decoder(nn.Module):
         self.queries = queries
         self.heads = heads
         self.norm = norm or nn.Identity()
-        self.look = look
+        self.look = update_queries  # the name in checkpoints
         self.refine = refine
         self.aux_loss = aux_loss
 
@@ -85,11 +85,11 @@ class Heads(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention among the queries, attention to the memory, a feed-forward network.
+    """Attention between the queries, attention to the memory, then a feed-forward network.
 
     Args:
         self_attention: (x (R, Q, C), queries) -> (R, Q, C).
-        cross_attention: (x (R, Q, C), queries, memory) -> (R, Q, C); ``queries`` hold what entered the layer.
+        cross_attention: (x (R, Q, C), queries, memory) -> (R, Q, C); ``queries`` are the input of the layer.
     """
 
     def __init__(
@@ -111,7 +111,60 @@ class DecoderLayer(nn.Module):
         self.feed_forward_residual = Residual(dim, dropout=dropout, pre_norm=pre_norm)
 
     def forward(self, queries: Queries, memory: TokenBatch) -> Tensor:
-        """The new content (R, Q, C)."""
+        """Return the new content (R, Q, C)."""
         content = self.self_residual(queries.content, lambda x: self.self_attention(x, queries))
         content = self.cross_residual(content, lambda x: self.cross_attention(x, queries, memory))
         return self.feed_forward_residual(content, self.feed_forward)
+
+
+class QueryAttention(nn.Module):
+    """Multi-head self-attention between the queries of each image."""
+
+    def __init__(self, dim: int, *, heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.attention = MultiHeadAttention(dim, heads, dropout)
+
+    def forward(self, x: Tensor, queries: Queries) -> Tensor:
+        """(R, Q, C) -> (R, Q, C)."""
+        with_position = x + queries.position
+        return self.attention(with_position, with_position, x)
+
+
+class MemoryAttention(nn.Module):
+    """Multi-head cross-attention of the queries to the tokens of their image."""
+
+    def __init__(self, dim: int, *, heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.attention = MultiHeadAttention(dim, heads, dropout)
+
+    def forward(self, x: Tensor, queries: Queries, memory: TokenBatch) -> Tensor:
+        """(R, Q, C) -> (R, Q, C)."""
+        with_position = memory.tokens + memory.per_sample["position"]
+        return self.attention(x + queries.position, with_position, memory.tokens, memory.per_sample["padding_mask"])
+
+
+class LearnedQueries(nn.Module):
+    """Learned queries of the first decoder layer, the same for every image.
+
+    Args:
+        num_queries: Q.
+        dim: C.
+        learned_content: learn the content as well; by default it starts at zero.
+        reference: position (R, Q, C) -> logits (R, Q, 2) of the query's reference point; None: no reference points.
+    """
+
+    def __init__(
+        self, num_queries: int, dim: int, *, learned_content: bool = False, reference: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.position = nn.Embedding(num_queries, dim)
+        self.content = nn.Embedding(num_queries, dim) if learned_content else None
+        self.reference = reference
+
+    def forward(self, memory: TokenBatch) -> Queries:
+        """Memory of R rows -> queries (R, Q, C)."""
+        rows = len(memory.tokens)
+        position = self.position.weight.expand(rows, -1, -1)
+        content = torch.zeros_like(position) if self.content is None else self.content.weight.expand(rows, -1, -1)
+        point = None if self.reference is None else full_precision(self.reference, position).sigmoid()
+        return Queries(content, position, point)

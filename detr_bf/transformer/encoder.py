@@ -1,6 +1,7 @@
-"""The one encoder loop.
+"""Encoder loop, encoder layer and token self-attention.
 
-Shape legend: R rows (streams x images), S tokens, C channels.
+Shape legend: R rows (streams x images), S tokens, C channels. ``x`` is the input of the residual branch: already
+normalised in a pre-norm layer.
 """
 
 from __future__ import annotations
@@ -12,20 +13,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.layers import FeedForward
+from detr_bf.layers import FeedForward, MultiHeadAttention, Residual
 from detr_bf.structures import TokenBatch
-from detr_bf.transformer.residual import Residual
 
 
 class Encoder(nn.Module):
-    """Encoder layers in turn, batch attention before or after the chosen ones, a last norm for pre-norm layers.
+    """Encoder layers in sequence, with batch attention before or after chosen layers and an optional final norm.
 
     Args:
         layers: tokens -> (R, S, C).
-        norm: of the last layer's tokens.
+        norm: applied after the last layer (for pre-norm layers).
         batch_former: batch attention, or None.
-        recompute: keep of a layer only what enters it, and work out the rest again in the backward pass, with the same
-            random numbers. Batch attention is not worked out again: its processes may exchange tokens for it.
+        activation_checkpointing: store only the input of each layer and recompute its activations in the backward pass,
+            with the same random numbers. Batch attention is not recomputed, because it may contain collectives.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class Encoder(nn.Module):
         *,
         norm: nn.Module | None = None,
         batch_former: BatchFormerV2 | None = None,
-        recompute: bool = False,
+        activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.norm = norm or nn.Identity()
         self.batch_former = batch_former
-        self.recompute = recompute
+        self.activation_checkpointing = activation_checkpointing
 
     def forward(self, batch: TokenBatch) -> TokenBatch:
         for index, layer in enumerate(self.layers):
@@ -50,10 +50,10 @@ class Encoder(nn.Module):
         return batch.with_tokens(self.norm(batch.tokens))
 
     def _run(self, layer: nn.Module, batch: TokenBatch) -> Tensor:
-        def run(tokens: Tensor) -> Tensor:  # its argument tells the device whose random numbers are to be repeated
+        def run(tokens: Tensor) -> Tensor:  # checkpoint() reads from this argument which device's RNG to restore
             return layer(batch.with_tokens(tokens))
 
-        if not self.recompute or not torch.is_grad_enabled():
+        if not self.activation_checkpointing or not torch.is_grad_enabled():
             return run(batch.tokens)
         result: Tensor = checkpoint(run, batch.tokens, use_reentrant=False)
         return result
@@ -63,7 +63,7 @@ class Encoder(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention among the tokens of an image, then a feed-forward network.
+    """Attention between the tokens of an image, then a feed-forward network.
 
     Args:
         attention: (x (R, S, C), batch) -> (R, S, C).
@@ -82,3 +82,16 @@ class EncoderLayer(nn.Module):
         """(R, S, C) -> (R, S, C)."""
         tokens = self.attention_residual(batch.tokens, lambda x: self.attention(x, batch))
         return self.feed_forward_residual(tokens, self.feed_forward)
+
+
+class TokenAttention(nn.Module):
+    """Multi-head self-attention between the tokens of each image."""
+
+    def __init__(self, dim: int, *, heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.attention = MultiHeadAttention(dim, heads, dropout)
+
+    def forward(self, x: Tensor, batch: TokenBatch) -> Tensor:
+        """(R, S, C) -> (R, S, C)."""
+        with_position = x + batch.per_sample["position"]
+        return self.attention(with_position, with_position, x, batch.per_sample["padding_mask"])

@@ -1,4 +1,4 @@
-"""Feature maps -> tokens.
+"""Conversion of feature maps to tokens.
 
 Shape legend: B images, S tokens (the cells of all maps one after another), C channels, N levels.
 """
@@ -8,18 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from detr_bf.structures import FeatureMap, TokenBatch
+from detr_bf.structures import FeatureMap, TokenBatch, resize_mask
 
 
 class FeatureTokens(nn.Module):
     """Project each map to the width of the transformer, flatten it and attach mask and position encoding.
 
     Args:
-        projections: one a level, (B, C_l, h, w) -> (B, C, h', w'). Where there are more than maps, the next works on
-            the last map, and each further one on what the one before made.
+        projections: one per level, (B, C_l, h, w) -> (B, C, h', w'). If there are more projections than maps, the
+            first additional one reads the last map, and each further one the output of the one before.
         position: padding mask (B, h, w) -> (B, h * w, C).
         level_embedding: add a learned vector (N, C) to the positions of each level, or None.
     """
@@ -33,10 +32,11 @@ class FeatureTokens(nn.Module):
         self.level_embedding = level_embedding
 
     def forward(self, features: Sequence[FeatureMap], padding_mask: Tensor) -> TokenBatch:
-        """Maps of images with ``padding_mask`` (B, H, W) -> tokens (B, S, C).
+        """Feature maps of images with ``padding_mask`` (B, H, W) -> tokens (B, S, C).
 
-        They come with ``padding_mask`` (B, S), ``position`` (B, S, C), ``valid_ratios`` (B, N, 2), the unpadded part of
-        each level's width and height, and ``image_size`` (B, 2), width and height in pixels without padding.
+        ``per_sample`` holds ``padding_mask`` (B, S), ``position`` (B, S, C), ``valid_ratios`` (B, N, 2), the
+        unpadded fraction of each level's width and height, and ``image_size`` (B, 2), the unpadded width and height in
+        pixels.
         """
         levels = list(self._levels(features, padding_mask))
         masks = [level.padding_mask for level in levels]
@@ -48,32 +48,27 @@ class FeatureTokens(nn.Module):
             {
                 "padding_mask": torch.cat([mask.flatten(1) for mask in masks], dim=1),
                 "position": torch.cat(positions, dim=1),
-                "valid_ratios": torch.stack([unpadded(mask) / _extent(mask) for mask in masks], dim=1),
+                "valid_ratios": torch.stack([_valid_ratio(mask) for mask in masks], dim=1),
                 "image_size": unpadded(padding_mask),
             },
             {"spatial_shapes": tuple((mask.shape[1], mask.shape[2]) for mask in masks)},
         )
 
     def _levels(self, features: Sequence[FeatureMap], padding_mask: Tensor) -> Iterator[FeatureMap]:
-        """The maps, projected, and those made from the last."""
+        """Yield the projected maps, then those computed from the last map."""
         for project, feature in zip(self.projections, features, strict=False):
             yield FeatureMap(project(feature.tensor), feature.padding_mask)
         source = features[-1].tensor
         for project in self.projections[len(features) :]:
             source = project(source)
-            yield FeatureMap(source, resized_mask(padding_mask, source.shape[-2:]))
-
-
-def resized_mask(padding_mask: Tensor, size: Sequence[int]) -> Tensor:
-    """A mask (B, H, W) at another (height, width), by the nearest cell."""
-    return F.interpolate(padding_mask[None].float(), size=tuple(size))[0].bool()
+            yield FeatureMap(source, resize_mask(padding_mask, source.shape[-2:]))
 
 
 def unpadded(padding_mask: Tensor) -> Tensor:
-    """Width and height (B, 2), float, of the part of a mask (B, H, W) that is not padding."""
+    """Return width and height (B, 2), float, of the unpadded part of a mask (B, H, W)."""
     valid = ~padding_mask
     return torch.stack([valid[:, 0].sum(1), valid[:, :, 0].sum(1)], dim=-1).float()
 
 
-def _extent(mask: Tensor) -> Tensor:
-    return torch.tensor([mask.shape[2], mask.shape[1]], device=mask.device)
+def _valid_ratio(mask: Tensor) -> Tensor:
+    return unpadded(mask) / torch.tensor([mask.shape[2], mask.shape[1]], device=mask.device)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.assembly import build_criterion, build_detector_criterion, build_groups, build_model
-from detr_bf.assembly.acceleration import accelerate
+from detr_bf.assembly.model import accelerate
 from detr_bf.assembly.plugins import add_diverse, add_encoder_plugins, add_v1, add_v2, encoder_of
 from detr_bf.config import DetectionConfig, load_config
 from detr_bf.config.classification import PluginsConfig
@@ -25,7 +25,7 @@ from detr_bf.losses import SetCriterion
 from detr_bf.planning import trace
 from detr_bf.plugins import ContextBroadcasting, PluginCriterion, RelativeLocalizationLoss
 from detr_bf.structures import Batch, Outputs, Target
-from tests.detectors.tiny import BLIND_TO_PADDING, DETECTORS, batch_former, images, model, shaken
+from tests.detectors.tiny import BLIND_TO_PADDING, DETECTORS, batch_former, images, model, settings_of, shaken
 from tests.plugins import tiny
 
 SMALL = (
@@ -42,13 +42,7 @@ SMALL = (
 CONTEXT = "plugins.context_broadcasting."
 LOCAL = "plugins.relative_localization."
 BOTH = (f"{CONTEXT}enabled=true", f"{CONTEXT}scaled=true", f"{LOCAL}enabled=true", f"{LOCAL}weight=0.5")
-OF_DETECTORS = {
-    "detr": (),
-    "conditional_detr": ("model.name=conditional_detr",),
-    "smca": ("model.name=smca",),
-    "smca_multi_scale": ("model.name=smca_multi_scale", "model.backbone.strides=[8,16,32]"),
-    "deformable_detr": ("model.name=deformable_detr", "model.backbone.strides=[16,32]", "model.extra_levels=1"),
-}
+OF_DETECTORS = {name: settings_of(name) for name in DETECTORS}
 every_detector = pytest.mark.parametrize("name", DETECTORS)
 
 
@@ -93,7 +87,7 @@ def step(detector: Detector, batch: Batch) -> tuple[Outputs, Tensor, dict[str, T
 def test_plugins_stand_in_the_one_encoder_and_leave_all_other_weights_as_they_start(name: str) -> None:
     plain, plugged = built(*OF_DETECTORS[name]), built(*OF_DETECTORS[name], *BOTH)
     added = {key for key in plugged.state_dict() if "plugins" in key.split(".")}
-    place = "encoder.encoder" if name == "smca_multi_scale" else "encoder"
+    place = next(path for path, module in plugged.named_modules() if module is encoder_of(plugged))
     assert {key.removeprefix(f"{place}.plugins.").split(".")[0] for key in added} == {
         "context_broadcasting",
         "relative_localization",
@@ -195,7 +189,7 @@ def test_padding_is_left_out_of_the_mean(name: str) -> None:
 def test_recomputed_layers_give_the_same_bits(name: str, variant: str) -> None:
     found = []
     for recompute in (False, True):
-        settings = {"dropout": 0.3, "batch_former": batch_former(layers=[1]), "recompute_encoder": recompute}
+        settings = {"dropout": 0.3, "batch_former": batch_former(layers=[1]), "activation_checkpointing": recompute}
         found.append(step(with_plugins(shaken(model(name, **settings), std=0.1), variant), images()))
     (outputs, local, gradients), (again, local_again, gradients_again) = found
     assert torch.equal(outputs.logits, again.logits)

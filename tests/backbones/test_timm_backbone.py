@@ -92,7 +92,7 @@ def test_a_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> N
     for word in (
         "timm/resnet10t.c3_in1k",
         "no network here",
-        "model.backbone.weights=none",
-        "model.backbone.weights=/path/to/",
+        "weights=none",
+        "weights=/path/to/",
     ):
         assert word in str(error.value)

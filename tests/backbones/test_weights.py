@@ -117,8 +117,8 @@ def test_a_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> N
     for words in (
         "resnet50-0676ba61.pth",
         "no network here",
-        "model.backbone.weights=none",
-        "model.backbone.weights=/path/to/",
+        "weights=none",
+        "weights=/path/to/",
     ):
         assert words in str(error.value)
 

@@ -218,7 +218,7 @@ def test_without_mask_padding_padded_entries_take_part() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers": []}, "empty"),
+        ({"layers": []}, r"layers=\[\]: .* give one or more indices from 0 to 2"),
         ({"layers": [1, 0]}, "ascend"),
         ({"layers": [0, 0]}, "ascend"),
         ({"layers": [LAYERS]}, "from 0 to 2"),

@@ -4,27 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.detectors import Detector, Options, conditional_detr, deformable_detr, detr, smca, smca_multi_scale
+from detr_bf.detectors import Detector, Options
+from detr_bf.detectors.conditional_detr import conditional_detr
+from detr_bf.detectors.deformable_detr import deformable_detr
+from detr_bf.detectors.detr import detr
+from detr_bf.detectors.smca import smca
+from detr_bf.detectors.smca_multi_scale import smca_multi_scale
 from detr_bf.structures import Batch, FeatureMap
 
 IMAGES, CHANNELS, DIM, QUERIES, LOGITS, LAYERS = 2, 3, 32, 5, 4, 2
 
-# How many feature maps each uses, and how it is made.
-DETECTORS: dict[str, tuple[int, Callable[..., Detector]]] = {
-    "detr": (1, detr),
-    "conditional_detr": (1, conditional_detr),
-    "smca": (1, partial(smca, stride=4, strides=(4,))),
-    "smca_multi_scale": (3, smca_multi_scale),
-    "deformable_detr": (2, deformable_detr),
-    "deformable_detr_refine": (2, partial(deformable_detr, box_refine=True)),
-    "deformable_detr_two_stage": (2, partial(deformable_detr, box_refine=True, two_stage=True)),
+
+class Kind(NamedTuple):
+    """A detector to be tested."""
+
+    maps: int  # number of feature maps
+    make: Callable[..., Detector]
+    settings: tuple[str, ...] = ()  # of a config that builds it, beside the strides; model.name, if it is not the key
+
+
+REFINE = ("model.name=deformable_detr", "model.deformable.box_refine=true")
+DETECTORS = {
+    "detr": Kind(1, detr),
+    "conditional_detr": Kind(1, conditional_detr),
+    "smca": Kind(1, partial(smca, stride=4), ("model.smca.stride={stride}",)),
+    "smca_multi_scale": Kind(3, smca_multi_scale),
+    "deformable_detr": Kind(2, deformable_detr, ("model.extra_levels=1",)),
+    "deformable_detr_refine": Kind(2, partial(deformable_detr, box_refine=True), REFINE),
+    "deformable_detr_two_stage": Kind(
+        2, partial(deformable_detr, box_refine=True, two_stage=True), (*REFINE, "model.deformable.two_stage=true")
+    ),
 }
-# Those in which padded cells count for nothing: group norm and convolutions see padding.
+
+
+def settings_of(name: str, stride: int = 32) -> tuple[str, ...]:
+    """Settings of a config that builds the detector on a map of ``stride``, or on several from stride 8 on."""
+    kind = DETECTORS[name]
+    strides = [stride] if kind.maps == 1 else [8 * 2**level for level in range(kind.maps)]
+    own = (setting.format(stride=stride) for setting in kind.settings)
+    return (f"model.name={name}", f"model.backbone.strides={strides}", *own)
+
+
+# Detectors whose output does not depend on padded cells: group norm and convolutions read padding.
 BLIND_TO_PADDING = ("detr", "conditional_detr", "smca")
 
 
@@ -55,8 +82,8 @@ def model(name: str = "detr", **changes: object) -> Detector:
         "feedforward_dim": 12,
         "num_queries": QUERIES,
     }
-    levels, make = DETECTORS[name]
-    return make(Averages(levels), [CHANNELS] * levels, Options(**(settings | changes)))
+    levels = DETECTORS[name].maps
+    return DETECTORS[name].make(Averages(levels), [CHANNELS] * levels, Options(**(settings | changes)))
 
 
 def shaken(module: Detector, std: float = 0.3) -> Detector:

@@ -269,7 +269,7 @@ def test_the_gradient_is_that_of_the_mean_over_the_batches() -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_step_is_the_same_to_the_bit_with_its_dropout(recompute: bool) -> None:
     former = tiny.batch_former(dropout=0.5)
-    step = step_of(tiny.model(dropout=0.3, batch_former=former, recompute_encoder=recompute))
+    step = step_of(tiny.model(dropout=0.3, batch_former=former, activation_checkpointing=recompute))
     rng, images = rng_state(), batches(2)
     reports = [step(batch) for batch in images]
     expected = [{"total": report.total.item(), **_numbers(report.losses)} for report in reports]

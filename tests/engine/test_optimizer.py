@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from detr_bf.batchformer import BatchFormer, BatchFormerV2
-from detr_bf.detectors import Options, deformable_detr, detr
+from detr_bf.detectors import Options
+from detr_bf.detectors.deformable_detr import deformable_detr
+from detr_bf.detectors.detr import detr
 from detr_bf.engine import LearningRate, build_optimizer, parameter_groups
 from detr_bf.engine.optimizer import image_parameter_groups, load_optimizer
 from detr_bf.errors import InputError

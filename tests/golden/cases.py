@@ -12,19 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.detectors import (
-    Detector,
-    MaskHead,
-    Options,
-    conditional_detr,
-    deformable_detr,
-    detr,
-    smca,
-    smca_multi_scale,
-)
+from detr_bf.detectors import DETECTORS, Detector, MaskHead, Options
 from detr_bf.interop import from_foreign
-from detr_bf.structures import FeatureMap, Masks, Outputs, Target
-from detr_bf.transformer import resized_mask
+from detr_bf.structures import FeatureMap, Masks, Outputs, Target, resize_mask
 
 
 @dataclass(frozen=True)
@@ -102,7 +92,7 @@ def detector(case: Case) -> Any:
 
     def make(backbone: nn.Module, channels: list[int], chosen: Options) -> Detector:
         if kind == "deformable_detr":
-            return deformable_detr(
+            return DETECTORS[kind](
                 backbone,
                 channels,
                 chosen,
@@ -113,12 +103,12 @@ def detector(case: Case) -> Any:
                 two_stage=cfg["two_stage"],
             )
         if kind == "smca":
-            return smca(backbone, channels, chosen, dynamic_scale=cfg["dynamic_scale"], smooth=cfg["smooth"])
+            return DETECTORS[kind](backbone, channels, chosen, dynamic_scale=cfg["dynamic_scale"], smooth=cfg["smooth"])
         if kind == "smca_multi_scale":
             widths = [channels[0] // 4, channels[0] // 2, channels[0]]
             assert cfg["dynamic_scale"] == "type3", "the only one its code runs with"
-            return smca_multi_scale(backbone, widths, chosen, smooth=cfg["smooth"])
-        return {"detr": detr, "conditional_detr": conditional_detr}[kind](backbone, channels, chosen)
+            return DETECTORS[kind](backbone, widths, chosen, smooth=cfg["smooth"])
+        return DETECTORS[kind](backbone, channels, chosen)
 
     return make
 
@@ -155,7 +145,7 @@ def features(case: Case, prefix: str = "input.") -> list[FeatureMap]:
     maps = [x for _, x in sorted(case.below(f"{prefix}features.").items(), key=lambda item: int(item[0]))]
     if family(case) == "smca_multi_scale":
         maps = maps[-3:]
-    return [FeatureMap(x, resized_mask(samples_mask(case), x.shape[-2:])) for x in maps]
+    return [FeatureMap(x, resize_mask(samples_mask(case), x.shape[-2:])) for x in maps]
 
 
 def recorded(case: Case, prefix: str) -> Outputs:

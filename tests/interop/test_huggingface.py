@@ -9,7 +9,7 @@ apart, so with refinement tying is off and the box heads are shared with the dec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import ConditionalDetrConfig, DeformableDetrConfig, DetrConfig, ResNetConfig, TimmBackboneConfig
 
 from detr_bf.backbones import build_backbone
-from detr_bf.backbones.resnet import MEAN, STD
-from detr_bf.detectors import Detector, Options, conditional_detr, deformable_detr, detr
+from detr_bf.backbones.backbone import MEAN, STD
+from detr_bf.detectors import DETECTORS, Detector, Options
 from detr_bf.interop import format_of, from_foreign, read_weights, to_foreign, write_weights
 from detr_bf.structures import Batch, Outputs
 from tests.interop.states import assert_same
@@ -51,11 +51,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deformable_detr": ("deformable_detr", {}),
     "deformable_detr_refine": ("deformable_detr", REFINE),
     "deformable_detr_two_stage": ("deformable_detr", TWO_STAGE),
-}
-OURS: dict[str, Callable[..., Detector]] = {
-    "detr": detr,
-    "conditional_detr": conditional_detr,
-    "deformable_detr": deformable_detr,
 }
 every_case = pytest.mark.parametrize("case", CASES)
 both_backbones = pytest.mark.parametrize("timm", [False, True], ids=["own_resnet", "timm"])
@@ -120,7 +115,7 @@ def ours(case: str) -> Detector:
         position_encoding=changes.get("position_embedding_type", "sine"),
     )
     deformable = {"box_refine": "with_box_refine" in changes, "two_stage": "two_stage" in changes}
-    return OURS[family](
+    return DETECTORS[family](
         backbone, backbone.channels, options, **(deformable if family == "deformable_detr" else {})
     ).eval()
 

@@ -55,7 +55,7 @@ def test_sine_tells_all_cells_apart() -> None:
 
 @pytest.mark.parametrize(("module", "dim"), [(SinePosition, 6), (LearnedPosition, 7)])
 def test_width_that_does_not_split_is_refused(module: type[torch.nn.Module], dim: int) -> None:
-    with pytest.raises(InputError, match=f"hidden_dim.* got {dim}"):
+    with pytest.raises(InputError, match=f"dim={dim} must be"):
         module(dim)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from detr_bf.losses import CrossEntropy, HungarianMatcher, PaddedTargets, SetCriterion
-from detr_bf.losses.masks import mask_losses, padded_masks
+from detr_bf.losses.set_criterion import mask_losses, padded_masks
 from detr_bf.structures import Masks, Outputs, Target
 from tests.references.examples import random_outputs, random_targets
 

@@ -174,7 +174,7 @@ def test_in_our_encoder_as_said_outright(recompute: bool) -> None:
     """Also when layers are worked out again in the backward pass."""
     grads = []
     for outright in (True, False):
-        encoder, batch = tiny.encoder(recompute=recompute and not outright).train(), padded_batch()
+        encoder, batch = tiny.encoder(activation_checkpointing=recompute and not outright).train(), padded_batch()
         if outright:
             for layer in list(encoder.layers)[2:]:
                 network = layer.feed_forward

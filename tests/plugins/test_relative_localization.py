@@ -297,7 +297,7 @@ def detector_batch() -> TokenBatch:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("variant", ["abs", "signed", "all"])
 def test_in_our_encoder_pairs_lie_in_the_valid_part_of_the_memory(variant: str, recompute: bool) -> None:
-    encoder = tiny.encoder(recompute=recompute).train()
+    encoder = tiny.encoder(activation_checkpointing=recompute).train()
     plugin = add_relative_localization(encoder, variant, weight=1.0, pairs=500)
     assert len(plugin.predictors) == (tiny.DEPTH if variant == "all" else 1)
     seen: list[tuple[Any, ...]] = []

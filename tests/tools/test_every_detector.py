@@ -13,25 +13,20 @@ from detr_bf.assembly import build_model
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.engine import Checkpoint, load_checkpoint
 from detr_bf.structures import ClassMap
+from tests.detectors import tiny as tiny_detectors
 from tests.tools.test_train_net import assert_same, predict, train_net
 
 FOCAL = ("loss.classification=focal", "loss.class_weight=2", "loss.matcher.class_cost=2")
-REFINE = "model.deformable.box_refine=true"
-THREE_MAPS = "model.backbone.strides=[8,16,32]"
-DETECTORS = {
+MORE = {
     "detr": (),
-    "conditional_detr": (*FOCAL, "model.name=conditional_detr"),
-    "smca": (*FOCAL, "model.name=smca", "model.smca.stride=8"),
-    "smca_multi_scale": (*FOCAL, "model.name=smca_multi_scale", THREE_MAPS),
     "deformable_detr": (
         *FOCAL,
-        "model.name=deformable_detr",
-        THREE_MAPS,
-        "model.extra_levels=1",
-        "model.hidden_dim=64",  # torch's group norm refuses a single number in a group, and the last map is one cell
+        "model.backbone.strides=[8,16,32]",
+        "model.hidden_dim=64",  # group norm needs more than one number per group, and the last map has one cell
     ),
-    "deformable_detr_refine": (*FOCAL, "model.name=deformable_detr", REFINE),
-    "deformable_detr_two_stage": (*FOCAL, "model.name=deformable_detr", REFINE, "model.deformable.two_stage=true"),
+}
+DETECTORS = {
+    name: (*tiny_detectors.settings_of(name, stride=8), *MORE.get(name, FOCAL)) for name in tiny_detectors.DETECTORS
 }
 
 

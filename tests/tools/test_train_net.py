@@ -265,7 +265,7 @@ def broken_json(tmp_path: Path) -> str:
         (["train.epoch=3"], "unknown key 'train.epoch'"),
         (["train.epochs=many"], "train.epochs must be int"),
         (["batch_former.layers=[3]"], "batch_former.layers=[3]"),
-        (["batch_former.layers=[]"], "batch_former.layers is empty"),
+        (["batch_former.layers=[]"], "batch_former.layers=[]"),
         (["--resume"], "nothing to resume"),
         (["--eval-only"], "nothing to evaluate"),
         (["init_from=/nowhere.pt"], "/nowhere.pt"),

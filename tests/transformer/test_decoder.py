@@ -125,7 +125,7 @@ def test_look_is_asked_before_every_layer() -> None:
         asked.append((index, queries.content.abs().sum().item() > 0))
         return queries
 
-    decoder(look=look)(memory())
+    decoder(update_queries=look)(memory())
     assert asked == [(0, False), (1, True), (2, True)]
 
 

@@ -115,7 +115,7 @@ def test_recomputed_layers_draw_the_same_random_numbers() -> None:
     found = []
     for recompute in (False, True):
         torch.manual_seed(1)
-        encoder = Encoder([Dropping(), Dropping()], recompute=recompute).train()
+        encoder = Encoder([Dropping(), Dropping()], activation_checkpointing=recompute).train()
         batch = example()
         batch = batch.with_tokens(batch.tokens.requires_grad_())
         out = encoder(batch).tokens
@@ -128,7 +128,7 @@ def test_recomputed_layers_draw_the_same_random_numbers() -> None:
 def test_recomputation_keeps_only_what_enters_the_layers() -> None:
     kept = {}
     for recompute in (False, True):
-        encoder, batch = Encoder([layer(), layer(), layer()], recompute=recompute).train(), example()
+        encoder, batch = Encoder([layer(), layer(), layer()], activation_checkpointing=recompute).train(), example()
         batch = batch.with_tokens(batch.tokens.requires_grad_())
         known = {parameter.data_ptr() for parameter in encoder.parameters()}
         kept[recompute] = []
@@ -148,7 +148,7 @@ def test_batch_attention_is_not_computed_twice() -> None:
     former = BatchFormerV2(DIM, layers=[0, 1], num_encoder_layers=2, heads=2, dropout=0.0).double()
     calls = []
     former.mixers["shared"].register_forward_hook(lambda *_: calls.append(None))
-    encoder = Encoder([Dropping(), Dropping()], batch_former=former, recompute=True).train()
+    encoder = Encoder([Dropping(), Dropping()], batch_former=former, activation_checkpointing=True).train()
     encoder(example()).tokens.sum().backward()
     assert len(calls) == 2
     assert [module.calls for module in encoder.layers] == [2, 2]

@@ -11,7 +11,7 @@ from detectron2.checkpoint import DetectionCheckpointer
 from torch import Tensor, nn
 
 from detr_bf import interop
-from detr_bf.backbones.resnet import MEAN, STD
+from detr_bf.backbones.backbone import MEAN, STD
 from detr_bf.engine import checkpoint_of
 from detr_bf.errors import InputError
 from detr_bf.files import check_weights

@@ -26,7 +26,7 @@ from detr_bf.interop.detectron2.backbone import Detectron2Backbone
 from detr_bf.interop.detectron2.config import DETECTRON2, core_config
 from detr_bf.interop.detectron2.parts import check_classes, parts
 from detr_bf.interop.detectron2.tensors import batch_of, cropped, fields_of, output_target, panoptic_of, target_of
-from detr_bf.losses.report import LossReport
+from detr_bf.losses import LossReport
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.structures import Outputs
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from detr_bf.transformer import Residual
+from detr_bf.layers import Residual
 
 
 def residual(**changes: object) -> Residual:

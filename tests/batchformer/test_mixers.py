@@ -1,4 +1,4 @@
-"""The layer against torch's own, whose parameters it has."""
+"""Batch mixers: the layer compared with torch's, and a toy mixer by name."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from detr_bf.batchformer import BatchFormerLayer
-from detr_bf.batchformer.layer import BatchEncoderLayer
+from detr_bf.assembly import build_criterion, build_model
+from detr_bf.batchformer import BATCH_MIXERS, BatchFormerLayer
+from detr_bf.batchformer.mixers import BatchEncoderLayer
+from detr_bf.config import load_config
+from detr_bf.structures import Batch, Target
 from tests.kernels import compile_whole, compilers
 
 IMAGES, TOKENS, DIM, HEADS = 3, 50, 32, 4
@@ -132,3 +135,35 @@ def test_compile(backend: str, compiler: str) -> None:
         expected = ours(tokens)
         torch.manual_seed(images)
         torch.testing.assert_close(compiled(tokens), expected)
+
+
+class MeanMixer(nn.Module):
+    """Toy mixer: adds a projection of the mean over the batch."""
+
+    def __init__(self, dim: int, *, heads: int, dropout: float, num_layers: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(dim, dim)
+
+    def forward(self, tokens: Tensor, padding_mask: Tensor | None = None, exchange: object = None) -> Tensor:
+        return tokens + self.project(tokens.mean(0, keepdim=True))
+
+
+def test_a_registered_mixer_is_built_by_name_and_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BATCH_MIXERS, "mean", MeanMixer)
+    settings = ["model.hidden_dim=32", "model.heads=2", "model.encoder_layers=1", "model.decoder_layers=1"]
+    settings += ["model.feedforward_dim=16", "model.num_queries=3", "model.backbone.name=resnet18"]
+    config = load_config(None, [*settings, "model.backbone.weights=none", "batch_former.mixer=mean"])
+    torch.manual_seed(0)
+    model = build_model(config, num_classes=3).train()
+    mixer = model.encoder.batch_former.mixers["shared"]
+    assert isinstance(mixer, MeanMixer)
+    before = mixer.project.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pixels = torch.randint(256, (2, 3, 64, 64), dtype=torch.uint8)
+    box, label = torch.tensor([[0.3, 0.4, 0.2, 0.3]]), torch.tensor([1])
+    targets = tuple(Target(number, box, label, (64, 64), (64, 64)) for number in range(2))
+    outputs = model(Batch(pixels, torch.zeros(2, 64, 64, dtype=torch.bool)))
+    assert outputs.num_streams == 2
+    build_criterion(config)(outputs, targets).total.backward()
+    optimizer.step()
+    assert not torch.equal(mixer.project.weight, before)

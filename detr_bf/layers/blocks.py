@@ -1,0 +1,67 @@
+"""Position-wise networks, the residual connection around them, and full precision under autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def full_precision(module: nn.Module, x: Tensor) -> Tensor:
+    """Return ``module(x)`` in the dtype of the module's parameters, without autocast.
+
+    For boxes and reference points: half precision would shift them by whole pixels.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        result: Tensor = module(x.to(next(module.parameters()).dtype))
+    return result
+
+
+class Residual(nn.Module):
+    """Residual connection with pre- or post-norm.
+
+    ``norm(x + dropout(f(x)))``, or with ``pre_norm`` ``x + dropout(f(norm(x)))``.
+    """
+
+    def __init__(self, dim: int, *, dropout: float = 0.0, pre_norm: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.dropout = nn.Dropout(dropout)
+        self.pre_norm = pre_norm
+
+    def forward(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """(..., C) -> (..., C)."""
+        if self.pre_norm:
+            return x + self.dropout(function(self.norm(x)))
+        return self.norm(x + self.dropout(function(x)))
+
+
+class FeedForward(nn.Module):
+    """Linear, ReLU, dropout, linear: (..., C) -> (..., C)."""
+
+    def __init__(self, dim: int, hidden_dim: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.expand = nn.Linear(dim, hidden_dim)
+        self.dropout = nn.Dropout(dropout)
+        self.contract = nn.Linear(hidden_dim, dim)
+        for linear in (self.expand, self.contract):
+            nn.init.xavier_uniform_(linear.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.contract(self.dropout(F.relu(self.expand(x))))
+
+
+class MLP(nn.Module):
+    """Linear layers with ReLU between them; ``widths`` begin with that of the input."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = F.relu(layer(x))
+        return self.layers[-1](x)
