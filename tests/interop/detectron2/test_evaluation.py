@@ -29,7 +29,7 @@ from detr_bf.errors import InputError
 from detr_bf.evaluation import PanopticFile
 from detr_bf.interop.detectron2 import build_evaluator, evaluation, register_coco, register_coco_panoptic
 from detr_bf.interop.detectron2.evaluation import PanopticQualityEvaluator, ThingEvaluator
-from tests.interop.detectron2.folders import as_bmp, scattered, with_masks
+from tests.interop.detectron2.conftest import as_bmp, scattered, with_masks
 
 Factory = Callable[..., SimpleNamespace]
 pytestmark = pytest.mark.usefixtures("catalogs")
@@ -131,7 +131,7 @@ def test_wrong_maps_are_seen(maps: list[dict[str, Any]], tmp_path: Path) -> None
     for output in outputs:
         output["instances"].pred_classes = torch.tensor([0, 3, 2, 1])[output["instances"].pred_classes]
         for segment in output["panoptic_seg"][1]:
-            segment["category_id"] = (0, 3, 2, 1)[segment["category_id"]]  # the things change places
+            segment["category_id"] = (0, 3, 2, 1)[segment["category_id"]]  # swap the things
     result = run(build_evaluator("maps", tmp_path, masks=True, panoptic=True), maps, outputs)
     assert result["panoptic_seg"]["PQ_th"] == 0
     assert result["panoptic_seg"]["PQ_st"] == pytest.approx(100)
