@@ -1,4 +1,4 @@
-"""Every detector against DETR, each with and without BatchFormerV2: parameters, FLOPs, time of a training step.
+"""Detectors against DETR, with and without BatchFormerV2: parameters, FLOPs, time of a training step.
 
 python benchmarks/detectors.py --rounds 3 --output benchmarks/results/detectors_cpu.json
 """
@@ -47,8 +47,8 @@ class Row:
     recipe: str
     batch_former: bool
     parameters: int
-    gflops: float  # of a forward pass in training, an image, two a multiply-add
-    ratio: Spread  # time of a training step by that of the baseline without BatchFormerV2, round by round
+    gflops: float  # per image of a forward pass in training; a multiply-add counts 2
+    ratio: Spread  # time of a training step / time of the baseline without BatchFormerV2, per round
 
     def __str__(self) -> str:
         name = self.recipe.rpartition("/")[2] + (" + BatchFormerV2" if self.batch_former else "")
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print and write row by row: what is measured stays when the rest is interrupted."""
+    """Measure; print and write row by row, so that an interruption keeps finished rows."""
     check_rounds(options.rounds)
     print("| | parameters, M | GFLOPs an image | step / DETR's | 10th to 90th |\n|---|---|---|---|---|")
     rows = []
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure(recipe: str, options: argparse.Namespace) -> Iterator[Row]:
-    """The recipe without and with BatchFormerV2, in turn with the baseline."""
+    """Measure the recipe without and with BatchFormerV2, in turn with the baseline."""
     contestants = {"baseline": (BASELINE, WITHOUT), "without": (recipe, WITHOUT), "with": (recipe, WITH)}
     models, steps = {}, {}
     for name, (path, override) in contestants.items():
@@ -100,7 +100,7 @@ def measure(recipe: str, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def flops(model: Detector, setting: Setting) -> int:
-    """Of the forward pass in training, an image. Sampling (``grid_sample``) and element-wise work are not counted."""
+    """Return the FLOPs per image of a forward pass in training, without sampling and element-wise operations."""
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model.train()(make_batch(setting))
     return int(counter.get_total_flops()) // setting.preset.batch_size
