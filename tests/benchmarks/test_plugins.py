@@ -117,9 +117,9 @@ def test_the_batch_is_mixed_in_each_step_as_the_recipe_says(monkeypatch: pytest.
         step()
         step()
         first, second = seen
-        assert first.targets.shares is not None
+        assert first.targets.soft_labels is not None
         assert not torch.equal(first.images, second.images)
-        assert first.targets.shares.shape == (4, plugins.NUM_CLASSES)
+        assert first.targets.soft_labels.shape == (4, plugins.NUM_CLASSES)
         assert (first.targets.patch_labels is not None) == along_patches
 
 
