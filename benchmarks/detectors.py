@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,7 +20,6 @@ from cases import NUM_CLASSES, SEED, Preset, Setting, make_batch, make_optimizer
 from command import CONFIGS, add_image_options, cells, check_rounds, circumstances, make_parser
 from detr_bf.assembly import build_criterion, build_model, device_of
 from detr_bf.cli import run_tool
-from detr_bf.config import DetectionConfig
 from detr_bf.detectors import Detector
 from detr_bf.files import write_json
 from timing import Spread, paired_ratios
@@ -83,9 +81,16 @@ def measure(recipe: str, options: argparse.Namespace) -> Iterator[Row]:
     contestants = {"baseline": (BASELINE, WITHOUT), "without": (recipe, WITHOUT), "with": (recipe, WITH)}
     models, steps = {}, {}
     for name, (path, override) in contestants.items():
-        setting = _setting(path, override, options)
-        models[name] = _model(setting)
-        steps[name] = _step(setting, models[name])
+        preset = Preset(options.height, options.width, options.batch_size, (override,), CONFIGS / f"{path}.yaml")
+        setting = Setting(preset, device_of(preset.config(f"device={options.device}")), options.rounds)
+        config = preset.config()
+        torch.manual_seed(SEED)
+        model = build_model(config, NUM_CLASSES).to(setting.device).train()
+        optimizer, criterion = make_optimizer(config, model), build_criterion(config)
+        models[name] = model
+        steps[name] = partial(
+            training_step, model, optimizer, criterion, make_batch(setting), config.optimizer.clip_norm
+        )
     seconds = setting.time(steps, recipe, warmup=1)
     for name in ("without", "with"):
         yield Row(
@@ -104,22 +109,6 @@ def flops(model: Detector, setting: Setting) -> int:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model.train()(make_batch(setting))
     return int(counter.get_total_flops()) // setting.preset.batch_size
-
-
-def _setting(recipe: str, override: str, options: argparse.Namespace) -> Setting:
-    preset = Preset(options.height, options.width, options.batch_size, (override,), CONFIGS / f"{recipe}.yaml")
-    return Setting(preset, device_of(preset.config(f"device={options.device}")), options.rounds)
-
-
-def _model(setting: Setting) -> Detector:
-    torch.manual_seed(SEED)
-    return build_model(setting.preset.config(), NUM_CLASSES).to(setting.device).train()
-
-
-def _step(setting: Setting, model: Detector) -> Any:
-    config: DetectionConfig = setting.preset.config()
-    optimizer, batch = make_optimizer(config, model), make_batch(setting)
-    return partial(training_step, model, optimizer, build_criterion(config), batch, config.optimizer.clip_norm)
 
 
 if __name__ == "__main__":

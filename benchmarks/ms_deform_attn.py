@@ -32,6 +32,15 @@ HEADS, CHANNELS, POINTS = 8, 32, 4
 CASES = ("encoder_local", "encoder_uniform", "decoder")
 REACH = 4.0  # cells between local samples and their query, as in a new Deformable DETR
 
+PEERS = {  # name -> module and attribute
+    "transformers": (
+        "transformers.models.deformable_detr.modeling_deformable_detr",
+        "MultiScaleDeformableAttention",
+    ),
+    "torch-ms-deform-attn": ("torch_ms_deform_attn", "ms_deform_attn"),
+    "deformops": ("deformops", "multi_scale_deformable_attention"),
+}
+
 Op = Callable[[Tensor, Tensor, Tensor], Tensor]  # value, locations, weights -> output
 Inputs = tuple[Tensor, Tensor, Tensor]
 
@@ -59,34 +68,18 @@ def peers(device: torch.device) -> dict[str, Op]:
         "detr_bf": lambda v, x, w: ms_deform_attn(v, SHAPES, STARTS, x, w),
         "grid_sample": lambda v, x, w: ms_deform_attn_reference(v, SHAPES, STARTS, x, w),
     }
-    for name, make in PEERS.items():
+    shapes, starts = torch.tensor(SHAPES, device=device), torch.tensor(STARTS, device=device)
+    for name, (module, attribute) in PEERS.items():
         try:
-            found[name] = make(device)
+            function: Any = getattr(importlib.import_module(module), attribute)
         except ImportError as error:
             print(f"{name} is skipped: {error}", file=sys.stderr)
+            continue
+        if name == "transformers":
+            found[name] = partial(lambda op, v, x, w: op(v, shapes, list(SHAPES), starts, x, w, 64), function())
+        else:
+            found[name] = partial(lambda op, v, x, w: op(v, shapes, starts, x, w), function)
     return found
-
-
-def _transformers(device: torch.device) -> Op:
-    module = importlib.import_module("transformers.models.deformable_detr.modeling_deformable_detr")
-    op, shapes = module.MultiScaleDeformableAttention(), torch.tensor(SHAPES, device=device)
-    starts = torch.tensor(STARTS, device=device)
-    return lambda v, x, w: op(v, shapes, list(SHAPES), starts, x, w, 64)
-
-
-def _torch_ms_deform_attn(device: torch.device) -> Op:
-    function: Any = importlib.import_module("torch_ms_deform_attn").ms_deform_attn
-    shapes, starts = torch.tensor(SHAPES, device=device), torch.tensor(STARTS, device=device)
-    return lambda v, x, w: function(v, shapes, starts, x, w)
-
-
-def _deformops(device: torch.device) -> Op:
-    function: Any = importlib.import_module("deformops").multi_scale_deformable_attention
-    shapes, starts = torch.tensor(SHAPES, device=device), torch.tensor(STARTS, device=device)
-    return lambda v, x, w: function(v, shapes, starts, x, w)
-
-
-PEERS = {"transformers": _transformers, "torch-ms-deform-attn": _torch_ms_deform_attn, "deformops": _deformops}
 
 
 def make_inputs(case: str, batch_size: int, dtype: torch.dtype, device: torch.device, queries: int = 300) -> Inputs:
