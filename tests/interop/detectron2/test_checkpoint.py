@@ -33,7 +33,7 @@ BODY, HEAD = "backbone.body.", "decoder.heads.classes."
 
 
 def shaken(module: nn.Module, seed: int) -> Any:
-    """Every tensor random, and norms near 1."""
+    """Fill every tensor with random numbers; scales of norms are near 1."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in module.state_dict().items():
@@ -46,7 +46,7 @@ def shaken(module: nn.Module, seed: int) -> Any:
 
 @pytest.fixture
 def make(tiny_cfg: MakeCfg) -> Callable[..., nn.Module]:
-    """An adapter with random weights, others for each seed."""
+    """Factory of adapters with random weights that depend on the seed."""
 
     def built(*, seed: int = 0, classes: int = 80, changes: tuple[Any, ...] = (), **settings: Any) -> nn.Module:
         cfg = tiny_cfg(**settings)
@@ -75,7 +75,7 @@ def run_folder(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def official(path: Path, weights: Mapping[str, Tensor], form: str) -> None:
-    """A file of the authors with what their trainer writes beside the weights."""
+    """Write a file of the authors with all entries of their trainer."""
     beside = {"optimizer": {"state": {}}, "epoch": 3, "args": argparse.Namespace(lr=1e-4)}
     torch.save({"model": to_foreign(weights, form), **beside}, path)
 
@@ -203,7 +203,7 @@ def test_pixels_of_another_scale_are_told(
 
 
 class Anything:
-    """No tensor."""
+    """Object that is not a tensor."""
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def instances(size: tuple[int, int], boxes: Any, classes: list[int], masks: Any)
 
 
 def true_objects(record: dict[str, Any]) -> dict[str, Any]:
-    """The ground truth of a detection record as a model's output."""
+    """Convert the ground truth of a detection record to a model output."""
     size = record["height"], record["width"]
     own = [one for one in record["annotations"] if not one["iscrowd"]]
     boxes = [BoxMode.convert(one["bbox"], one["bbox_mode"], BoxMode.XYXY_ABS) for one in own]
@@ -55,7 +55,7 @@ def true_objects(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def true_map(record: dict[str, Any]) -> dict[str, Any]:
-    """The ground truth of a panoptic record as a model's output; a detection for each segment, stuff too."""
+    """Convert the ground truth of a panoptic record to a model output with a detection per segment, stuff too."""
     ids = read_ids(Path(record["pan_seg_file_name"]))
     own = [segment for segment in record["segments_info"] if not segment["iscrowd"]]
     masks = torch.stack([ids == segment["id"] for segment in own])

@@ -60,7 +60,7 @@ def panoptic(panoptic_folder: Factory) -> tuple[SimpleNamespace, list[dict[str, 
 
 
 def painted(image: Tensor, colour: int) -> Tensor:
-    """(h, w) bool: the pixels that have nearly this colour."""
+    """Return the mask (h, w) bool of pixels that have nearly this colour."""
     return ((image.permute(1, 2, 0).int() - COLOURS[colour]).abs() < 60).all(-1)
 
 

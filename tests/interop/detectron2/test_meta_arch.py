@@ -1,4 +1,4 @@
-"""The architecture: what it makes of detectron2's inputs is what the core makes of its own."""
+"""The architecture gives the same results on detectron2's inputs as the core on its own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Inputs = list[dict[str, Any]]
 
 
 def options(architecture: str) -> list[Any]:
-    """Levels for those that need several."""
+    """Return overrides with several levels for architectures that need them."""
     if architecture == "smca_multi_scale":
         return ["MODEL.DETR_BF.BACKBONE.STRIDES", "[8, 16, 32]"]
     if architecture == "deformable_detr":
@@ -45,7 +45,7 @@ def options(architecture: str) -> list[Any]:
 
 
 def pair(cfg: Any) -> tuple[Any, Any]:
-    """The adapter's model and the core's, with the same weights."""
+    """Return the model of the adapter and that of the core, with the same weights."""
     adapter = build_d2_model(cfg)
     core = build_model(core_config(cfg), cfg.MODEL.DETR_BF.NUM_CLASSES, pretrained=False)
     core.load_state_dict({name.removeprefix("detector."): value for name, value in adapter.state_dict().items()})

@@ -83,7 +83,7 @@ def registration(toy: SimpleNamespace) -> str:
 
 
 def lazy_file(folder: Path, toy: SimpleNamespace, config: str) -> Path:
-    """A config that registers its data and takes the rest from an example."""
+    """Write a config that registers its data and imports the rest from an example."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in (CONFIGS / "lazy").glob("*.py"):
         (folder / path.name).write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
@@ -105,7 +105,7 @@ def train_from_lazy(
 
 
 def check_folder(folder: Path) -> list[dict[str, Any]]:
-    """All that detectron2's users expect is there; the lines of metrics.json."""
+    """Check the output folder for all files of detectron2; return the lines of metrics.json."""
     found = {path.name for path in folder.iterdir()}
     assert found >= FILES, FILES - found
     assert any(name.startswith("events.out.tfevents") for name in found)
