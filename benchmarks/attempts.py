@@ -1,4 +1,4 @@
-"""A start of a tiny training run, alone or under torchrun: killed or waited for, and judged by the files it leaves."""
+"""Launches of a tiny training run, alone or under torchrun, that can be killed, and checks of the files they leave."""
 
 from __future__ import annotations
 
@@ -28,42 +28,42 @@ from detr_bf.files import write_json
 TRAIN_NET = Path(__file__).parent.parent / "tools" / "train_net.py"
 ONE, EVERY_ONE, LAUNCHER = "one rank", "all ranks", "launcher and all"
 ALONE = "process"
-STEPS, EPOCHS, SAVED_EVERY = 3, 4, 2  # steps an epoch, epochs, steps between checkpoints
-BATCH = 2  # images of a process
+STEPS, EPOCHS, SAVED_EVERY = 3, 4, 2  # steps per epoch, epochs, steps between checkpoints
+BATCH = 2  # images per process
 GRACE = 10.0  # seconds from SIGKILL to the end of a process
-SAID = 3000  # characters of what a run said that are shown
+SAID = 3000  # last characters of the output of a run that are shown
 
-# a server that has imported all there is hands out processes in a moment
+# a fork server with all imports done starts processes quickly
 _FORK = multiprocessing.get_context("forkserver")
 _FORK.set_forkserver_preload(["detr_bf.run", "attempts"])
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run is started."""
+    """Config and number of processes of a run."""
 
     config: Path
     processes: int
 
     @classmethod
     def prepared(cls, folder: Path, processes: int) -> Launch:
-        """With data and a config in ``folder``."""
+        """Write data and a config to ``folder``."""
         train = _make_split(folder / f"train{processes}", range(1, STEPS * BATCH * processes + 1))
         val = _make_split(folder / f"val{processes}", range(101, 102 + 2 * processes))
         config = folder / f"config{processes}.yaml"
-        write_json(config, _settings(train, val))  # which is YAML, too
+        write_json(config, _settings(train, val))  # JSON is valid YAML
         return cls(config, processes)
 
 
 class Attempt:
-    """A start of a run that goes on from what its folder holds; ``restarts`` are torchrun's."""
+    """One launch of a run with --auto-resume; ``restarts`` is torchrun's --max-restarts."""
 
     def __init__(self, launch: Launch, folder: Path, restarts: int = 0) -> None:
         self.launch = launch
         self.folder = folder
         self.restarts = restarts
-        self.resumed_after: float | None = None  # seconds until it had its checkpoint, if it came so far
-        self.trained_after: float | None = None  # seconds until its folder held the record of a step
+        self.resumed_after: float | None = None  # seconds until it had loaded its checkpoint
+        self.trained_after: float | None = None  # seconds until its folder had the record of a step
         self._log = folder.with_suffix(".said")
         self._resumptions = resumptions(folder)
         self._start = time.monotonic()
@@ -74,14 +74,14 @@ class Attempt:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Kill what is still there."""
+        """Kill the remaining processes."""
         if self._code() is None:
             for each in [self._pid, *children(self._pid)]:
                 _kill(each)
             self.wait(GRACE)
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit code, or None where it has not ended within so many seconds."""
+        """Return the exit code, or None after a timeout in seconds."""
         end = time.monotonic() + seconds
         while (code := self._code()) is None and time.monotonic() < end:
             seconds = time.monotonic() - self._start
@@ -93,7 +93,7 @@ class Attempt:
         return code
 
     def kill(self, kind: str, choice: random.Random) -> str:
-        """SIGKILL; what was killed in the end, for where no rank runs yet that is the launcher."""
+        """Send SIGKILL; return what was killed (the launcher if no rank runs yet)."""
         ranks = children(self._pid)
         if kind in (ALONE, LAUNCHER) or not ranks:
             for each in [self._pid, *ranks]:
@@ -104,11 +104,11 @@ class Attempt:
         return kind
 
     def said(self) -> str:
-        """The end of what it said."""
+        """Return the end of its output."""
         return self._log.read_text(errors="replace")[-SAID:]
 
     def _alone(self, arguments: list[str]) -> Any:
-        os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # what killed processes leave, it removes
+        os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # it cleans up after killed processes
         process = _FORK.Process(target=_train, args=(arguments, self._log))
         process.start()
         return process
@@ -135,7 +135,7 @@ class Attempt:
 
 
 def _train(arguments: list[str], log: Path) -> None:
-    """tools/train_net.py in a process that has been forked for it."""
+    """Run tools/train_net.py in a forked process."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -145,12 +145,12 @@ def _train(arguments: list[str], log: Path) -> None:
 
 
 def _kill(process: int) -> None:
-    with suppress(ProcessLookupError):  # it has just ended
+    with suppress(ProcessLookupError):  # already ended
         os.kill(process, signal.SIGKILL)
 
 
 def children(process: int) -> list[int]:
-    """The processes that it has started; none of one that has ended."""
+    """Return the child processes; none if the process has ended."""
     try:
         lists = [task.read_text() for task in Path(f"/proc/{process}/task").glob("*/children")]
     except (FileNotFoundError, ProcessLookupError):
@@ -160,16 +160,16 @@ def children(process: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a run stands, as its files say."""
+    """Progress of a run according to its files."""
 
-    step: int | None = None  # of the newest checkpoint that is whole
+    step: int | None = None  # of the newest intact checkpoint
     recorded: int = 0  # the last step in metrics.jsonl
     resumptions: int = 0
     damaged: tuple[str, ...] = ()  # files that cannot be read
 
     @classmethod
     def of(cls, folder: Path) -> Standing:
-        """That of the run in ``folder``, which may not be there yet."""
+        """Read the progress of the run in ``folder``, which may not exist yet."""
         steps, damaged = [], []
         for name in ("last.pt", "previous.pt", "best.pt"):
             with suppress(FileNotFoundError):
@@ -183,17 +183,17 @@ class Standing:
         return cls(max(steps, default=None), recorded, resumptions(folder), tuple(damaged))
 
     def faults(self, before: Standing) -> Iterator[tuple[str, str]]:
-        """What must never be, after one where the run stood ``before``: a kind, and more about it."""
+        """Yield kind and description of every forbidden change since ``before``."""
         for message in self.damaged:
             yield "corrupted", message
         if before.step is not None and (self.step is None or self.step < before.step):
-            yield "lost", f"the newest checkpoint was of step {before.step}, and now is of {self.step}"
+            yield "lost", f"the newest checkpoint was of step {before.step}, now of step {self.step}"
         if self.recorded - (self.step or 0) > SAVED_EVERY:
-            yield "lost", f"step {self.recorded} was recorded, and the newest checkpoint is of step {self.step}"
+            yield "lost", f"step {self.recorded} was recorded, but the newest checkpoint is of step {self.step}"
 
 
 def phase_of_a_kill(folder: Path, before: Standing) -> str:
-    """What a run that stood ``before`` at its last start was doing, as far as its files tell."""
+    """Guess from its files what a run was doing; ``before`` is its progress at its last start."""
     last, previous = ((folder / name).exists() for name in ("last.pt", "previous.pt"))
     if any(folder.glob(".*.pt")) or (previous and not last):
         return "saving"
@@ -210,20 +210,20 @@ def phase_of_a_kill(folder: Path, before: Standing) -> str:
 
 
 def resumptions(folder: Path) -> int:
-    """How often the run has gone on from a checkpoint."""
+    """Count how often the run was resumed from a checkpoint."""
     log = folder / "log.txt"
     return log.read_text(errors="replace").count("resumed at step") if log.exists() else 0
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Those of ``metrics.jsonl``; a killed run may have left half of the last line."""
+    """Read the records of ``metrics.jsonl``; a killed run may have left an incomplete last line."""
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
     return [record for line in lines if line.endswith("\n") and (record := json.loads(line))["kind"] == kind]
 
 
 def fingerprints(folder: Path) -> dict[str, str]:
-    """Of each part of a finished run that must be that of an undisturbed one."""
+    """Hash each part of a finished run that must equal that of an undisturbed one."""
     last = load_checkpoint(folder / "last.pt")
     parts: dict[str, Any] = {name: getattr(last, name) for name in ("model", "ema", "class_map")}
     parts |= {f"training.{name}": value for name, value in (last.training or {}).items()}
@@ -255,7 +255,7 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def _make_split(folder: Path, numbers: range) -> dict[str, str]:
-    """Pictures of one rectangle each, and the file that says where."""
+    """Write images of one rectangle each, with annotations."""
     (folder / "images").mkdir(parents=True)
     content: dict[str, list[dict[str, Any]]] = {"images": [], "annotations": [], "categories": []}
     content["categories"] = [{"id": number, "name": f"class {number}"} for number in (1, 2)]

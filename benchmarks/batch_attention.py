@@ -1,9 +1,9 @@
-"""Batch attention and the layer around it against torch's own, in training, in turn in one process.
+"""Batch attention and its layer against those of torch, in training, in turn in one process.
 
 python benchmarks/batch_attention.py --output benchmarks/results/batch_attention_cpu.json
 
-The core is the attention alone: ours on one packed projection, torch's scaled_dot_product_attention on tensors as
-nn.TransformerEncoderLayer hands them over, without what that layer copies before and after. The layer is that of
+The core is the attention alone: ours on one packed projection, torch's scaled_dot_product_attention on tensors in the
+layout of nn.TransformerEncoderLayer, without the copies that this layer makes before and after. The layer is the one of
 BatchFormerV2 against nn.TransformerEncoderLayer with the same parameters.
 """
 
@@ -31,18 +31,18 @@ DIM, HEADS = 256, 4
 
 @dataclass(frozen=True)
 class Contestant:
-    """What is called, with what, and what its gradients are taken for."""
+    """A function, the leaves of its gradients, and the gradient of its output."""
 
     call: Callable[[], Tensor]
     leaves: Sequence[Tensor]
-    gradient: Tensor  # of the output
+    gradient: Tensor
 
     def forward(self) -> list[Tensor]:
-        """Once forward, as in training: what the backward pass needs is kept until the end."""
+        """Run the forward pass as in training: tensors for the backward pass are saved."""
         return [self.call()]
 
     def forward_and_backward(self) -> list[Tensor]:
-        """Once forward and backward."""
+        """Run the forward and the backward pass."""
         output = self.call()
         return [output.detach(), *torch.autograd.grad(output, self.leaves, self.gradient)]
 
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def core(batch_size: int, positions: int, dropout: float, dtype: torch.dtype, device: torch.device) -> list[Contestant]:
-    """Ours and torch's attention on the same numbers."""
+    """Return our attention and torch's on the same numbers."""
     generator = torch.Generator().manual_seed(0)
     packed = torch.randn(batch_size, positions, 3, HEADS, DIM // HEADS, generator=generator)
     ours = packed.to(device, dtype).requires_grad_()
@@ -87,7 +87,7 @@ def core(batch_size: int, positions: int, dropout: float, dtype: torch.dtype, de
 def layer(
     batch_size: int, positions: int, dropout: float, dtype: torch.dtype, device: torch.device
 ) -> list[Contestant]:
-    """Ours and torch's layer with the same parameters and tokens."""
+    """Return our layer and torch's with the same parameters and tokens."""
     torch.manual_seed(0)
     ours = BatchFormerLayer(DIM, heads=HEADS, dropout=dropout)
     theirs = nn.TransformerEncoderLayer(DIM, HEADS, dim_feedforward=DIM, dropout=dropout)
@@ -104,10 +104,10 @@ MAKE = {"core": core, "layer": layer}
 
 
 def check(device: torch.device) -> None:
-    """Ours against torch's in float64, output and gradients, without dropout.
+    """Compare our output and gradients with torch's in float64, without dropout.
 
     Raises:
-        InputError: they differ: then times mean nothing.
+        InputError: they differ, so the times are meaningless.
     """
     for case, make in MAKE.items():
         ours = make(3, 50, 0.0, torch.float32, device)[0].forward_and_backward()
@@ -121,7 +121,7 @@ def check(device: torch.device) -> None:
 
 
 def comparisons(options: argparse.Namespace, device: torch.device) -> Iterator[Comparison]:
-    """Each case, batch size and direction."""
+    """Yield each case, batch size and direction."""
     for case in options.cases:
         for batch_size in options.batch_sizes:
             ours, theirs = MAKE[case](batch_size, options.positions, options.dropout, DTYPES[options.dtype], device)

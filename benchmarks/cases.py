@@ -1,4 +1,4 @@
-"""What is measured: training steps, inference, matching; each on synthetic images and objects, from a fixed seed.
+"""Benchmark cases on synthetic data from a fixed seed: training steps, inference, matching.
 
 Shape legend: B images, L decoder layers, Q queries, K class logits, T objects of an image, M matched pairs.
 """
@@ -25,7 +25,7 @@ from timing import Seconds, alternate
 
 SEED = 0
 NUM_CLASSES = 80  # as COCO
-OBJECTS = (3, 11, 5, 9)  # of the images in turn: 7 on average, about as COCO
+OBJECTS = (3, 11, 5, 9)  # per image, cyclic; 7 on average, about as COCO
 MATCHING_SIZES = ((4, 100), (16, 300))  # images, queries
 MATCHING_LAYERS = 6
 
@@ -36,7 +36,7 @@ INFERENCE = {"without": OFF, "without, again": OFF, "with": "batch_former.mode=t
 
 @dataclass(frozen=True)
 class Preset:
-    """A model, as changes to DETR's defaults or to a recipe, and the images it sees."""
+    """Changes to DETR's defaults or to a recipe, and the size of its images."""
 
     height: int  # pixels
     width: int
@@ -45,7 +45,7 @@ class Preset:
     recipe: Path | None = None
 
     def config(self, *overrides: str) -> DetectionConfig:
-        """Random backbone weights: none are downloaded, and time does not depend on them."""
+        """Return the config with random backbone weights, which avoids a download."""
         return load_config(self.recipe, ["model.backbone.weights=none", *self.overrides, *overrides], task="detection")
 
 
@@ -68,21 +68,21 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What all measurements share."""
+    """Preset, device and rounds of a measurement."""
 
     preset: Preset
     device: torch.device
     rounds: int
 
     def time(self, functions: Mapping[str, Callable[[], object]], description: str, warmup: int = 2) -> Seconds:
-        """Alternately, with the device synchronised around each timing."""
+        """Time the functions in turn; the device is synchronised around each timing."""
         wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
         return alternate(functions, self.rounds, warmup=warmup, synchronize=wait, description=description)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Times of some variants, which of them to compare, and what must hold for the comparison to be fair."""
+    """Times of some variants, the pairs to compare, and checks of a fair comparison."""
 
     title: str
     seconds: Seconds
@@ -92,7 +92,7 @@ class Measurement:
 
 
 def measure_training(setting: Setting) -> Measurement:
-    """Forward, loss, backward, clipping and optimiser step of a batch."""
+    """Measure forward pass, loss, backward pass, clipping and optimiser step."""
     models = _models(setting, TRAINING)
     config, batch = setting.preset.config(), make_batch(setting)
     criterion = build_criterion(config)
@@ -114,7 +114,7 @@ def measure_training(setting: Setting) -> Measurement:
 
 @torch.no_grad()
 def measure_inference(setting: Setting) -> Measurement:
-    """The forward pass in evaluation; the model without BatchFormerV2 is timed twice to show the noise."""
+    """Measure the forward pass in evaluation; the model without BatchFormerV2 is timed twice to show the noise."""
     models = {name: model.eval() for name, model in _models(setting, INFERENCE).items()}
     batch = make_batch(setting)
     plain, other = models["without"](batch), models["with"](batch)
@@ -128,7 +128,7 @@ def measure_inference(setting: Setting) -> Measurement:
 
 
 def measure_matching(setting: Setting, images: int, queries: int) -> Measurement:
-    """The matching of one training step: the matcher's stacked cost against a cost matrix for each decoder layer."""
+    """Measure the matching of one training step: the matcher's stacked cost against a cost matrix per decoder layer."""
     generator = torch.Generator().manual_seed(SEED)
     matcher = HungarianMatcher(CrossEntropy())
     outputs = _outputs(images, queries, generator, setting.device)
@@ -137,17 +137,19 @@ def measure_matching(setting: Setting, images: int, queries: int) -> Measurement
         "stacked": partial(matcher, outputs, targets),
         "per layer": partial(match_layer_by_layer, matcher, outputs, targets),
     }
+    one, other = (function() for function in functions.values())
+    equal = (torch.equal(getattr(one, name), getattr(other, name)) for name in ("layer", "row", "query", "target"))
     return Measurement(
         f"matching, B = {images}, Q = {queries}, L = {MATCHING_LAYERS}, {sum(targets.counts)} objects",
         setting.time(functions, "matching"),
         (("stacked", "per layer"),),
-        checks={"matches are equal": _equal(*(function() for function in functions.values()))},
+        checks={"matches are equal": all(equal)},
     )
 
 
 @torch.no_grad()
 def match_layer_by_layer(matcher: HungarianMatcher, outputs: Outputs, targets: PaddedTargets) -> Matches:
-    """What ``matcher`` does, with a cost and a copy to the host for every decoder layer."""
+    """Match like ``matcher``, but with a cost matrix and a copy to the host for every decoder layer."""
     pairs = []
     for layer in range(len(outputs.logits)):
         cost = (
@@ -159,12 +161,8 @@ def match_layer_by_layer(matcher: HungarianMatcher, outputs: Outputs, targets: P
     return Matches(*torch.from_numpy(np.concatenate(pairs, axis=1)).to(outputs.logits.device))
 
 
-def _equal(one: Matches, other: Matches) -> bool:
-    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("layer", "row", "query", "target"))
-
-
 def _models(setting: Setting, variants: Mapping[str, str]) -> dict[str, Detector]:
-    """One model for each variant (name -> override), all with the weights of the first."""
+    """Build one model per variant (name -> override), all with the weights of the first."""
     torch.manual_seed(SEED)
     models = {name: build_model(setting.preset.config(override), NUM_CLASSES) for name, override in variants.items()}
     weights = next(iter(models.values())).state_dict()
@@ -176,14 +174,14 @@ def _models(setting: Setting, variants: Mapping[str, str]) -> dict[str, Detector
 
 
 def make_optimizer(config: DetectionConfig, model: Detector) -> torch.optim.Optimizer:
-    """That of a training run."""
+    """Build the optimizer of a training run."""
     return build_optimizer(build_groups(config, model))
 
 
 def training_step(
     model: Detector, optimizer: torch.optim.Optimizer, criterion: SetCriterion, batch: Batch, clip_norm: float
 ) -> None:
-    """Forward, loss, backward, clipping and optimiser step."""
+    """Run forward pass, loss, backward pass, clipping and optimiser step."""
     criterion(model(batch), batch.targets).total.backward()
     nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
     optimizer.step()
@@ -191,7 +189,7 @@ def training_step(
 
 
 def make_batch(setting: Setting) -> Batch:
-    """The first image fills the batch, the others are smaller, so that there is padding."""
+    """Build a batch whose images become smaller, so that there is padding."""
     preset, generator = setting.preset, torch.Generator().manual_seed(SEED)
     samples = []
     for index in range(preset.batch_size):
@@ -203,7 +201,7 @@ def make_batch(setting: Setting) -> Batch:
 
 
 def _target(index: int, generator: torch.Generator, size: tuple[int, int] = (1, 1)) -> Target:
-    """Objects of random classes, with boxes inside the image."""
+    """Draw objects of random classes with boxes inside the image."""
     count = OBJECTS[index % len(OBJECTS)]
     extent = 0.05 + 0.45 * torch.rand(count, 2, generator=generator)
     centre = extent / 2 + (1 - extent) * torch.rand(count, 2, generator=generator)

@@ -1,4 +1,4 @@
-"""Every detector against DETR, each with and without BatchFormerV2: parameters, FLOPs, time of a training step.
+"""Detectors against DETR, with and without BatchFormerV2: parameters, FLOPs, time of a training step.
 
 python benchmarks/detectors.py --rounds 3 --output benchmarks/results/detectors_cpu.json
 """
@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,7 +20,6 @@ from cases import NUM_CLASSES, SEED, Preset, Setting, make_batch, make_optimizer
 from command import CONFIGS, add_image_options, cells, check_rounds, circumstances, make_parser
 from detr_bf.assembly import build_criterion, build_model, device_of
 from detr_bf.cli import run_tool
-from detr_bf.config import DetectionConfig
 from detr_bf.detectors import Detector
 from detr_bf.files import write_json
 from timing import Spread, paired_ratios
@@ -47,8 +45,8 @@ class Row:
     recipe: str
     batch_former: bool
     parameters: int
-    gflops: float  # of a forward pass in training, an image, two a multiply-add
-    ratio: Spread  # time of a training step by that of the baseline without BatchFormerV2, round by round
+    gflops: float  # per image of a forward pass in training; a multiply-add counts 2
+    ratio: Spread  # time of a training step / time of the baseline without BatchFormerV2, per round
 
     def __str__(self) -> str:
         name = self.recipe.rpartition("/")[2] + (" + BatchFormerV2" if self.batch_former else "")
@@ -65,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print and write row by row: what is measured stays when the rest is interrupted."""
+    """Measure; print and write row by row, so that an interruption keeps finished rows."""
     check_rounds(options.rounds)
     print("| | parameters, M | GFLOPs an image | step / DETR's | 10th to 90th |\n|---|---|---|---|---|")
     rows = []
@@ -79,13 +77,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure(recipe: str, options: argparse.Namespace) -> Iterator[Row]:
-    """The recipe without and with BatchFormerV2, in turn with the baseline."""
+    """Measure the recipe without and with BatchFormerV2, in turn with the baseline."""
     contestants = {"baseline": (BASELINE, WITHOUT), "without": (recipe, WITHOUT), "with": (recipe, WITH)}
     models, steps = {}, {}
     for name, (path, override) in contestants.items():
-        setting = _setting(path, override, options)
-        models[name] = _model(setting)
-        steps[name] = _step(setting, models[name])
+        preset = Preset(options.height, options.width, options.batch_size, (override,), CONFIGS / f"{path}.yaml")
+        setting = Setting(preset, device_of(preset.config(f"device={options.device}")), options.rounds)
+        config = preset.config()
+        torch.manual_seed(SEED)
+        model = build_model(config, NUM_CLASSES).to(setting.device).train()
+        optimizer, criterion = make_optimizer(config, model), build_criterion(config)
+        models[name] = model
+        steps[name] = partial(
+            training_step, model, optimizer, criterion, make_batch(setting), config.optimizer.clip_norm
+        )
     seconds = setting.time(steps, recipe, warmup=1)
     for name in ("without", "with"):
         yield Row(
@@ -100,26 +105,10 @@ def measure(recipe: str, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def flops(model: Detector, setting: Setting) -> int:
-    """Of the forward pass in training, an image. Sampling (``grid_sample``) and element-wise work are not counted."""
+    """Return the FLOPs per image of a forward pass in training, without sampling and element-wise operations."""
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model.train()(make_batch(setting))
     return int(counter.get_total_flops()) // setting.preset.batch_size
-
-
-def _setting(recipe: str, override: str, options: argparse.Namespace) -> Setting:
-    preset = Preset(options.height, options.width, options.batch_size, (override,), CONFIGS / f"{recipe}.yaml")
-    return Setting(preset, device_of(preset.config(f"device={options.device}")), options.rounds)
-
-
-def _model(setting: Setting) -> Detector:
-    torch.manual_seed(SEED)
-    return build_model(setting.preset.config(), NUM_CLASSES).to(setting.device).train()
-
-
-def _step(setting: Setting, model: Detector) -> Any:
-    config: DetectionConfig = setting.preset.config()
-    optimizer, batch = make_optimizer(config, model), make_batch(setting)
-    return partial(training_step, model, optimizer, build_criterion(config), batch, config.optimizer.clip_norm)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What needs a GPU: correctness of the operators, then compute-sanitizer, then times. The tables come last.
+# Checks and timings that need a GPU: correctness of the operators, compute-sanitizer, then the benchmark tables.
 #
-#     benchmarks/gpu.sh [FOLDER]      results go to FOLDER (runs/gpu); PYTHON chooses the interpreter
+#     benchmarks/gpu.sh [FOLDER]      results go to FOLDER (default runs/gpu); PYTHON selects the interpreter
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}

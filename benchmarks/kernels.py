@@ -1,4 +1,4 @@
-"""What the compiled operators change end to end: a training step and inference with them and with plain PyTorch.
+"""Compiled operators against plain PyTorch, end to end: a training step and inference.
 
 python benchmarks/kernels.py --output benchmarks/results/kernels_cpu.json
 """
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print and write row by row."""
+    """Measure; print and write row by row."""
     check_rounds(options.rounds)
     print("| | | reference / compiled | 10th to 90th |\n|---|---|---|---|")
     rows = []
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure(recipe: str, options: argparse.Namespace) -> dict[str, Spread]:
-    """Time with the references by time with the kernels, of the same model in turn."""
+    """Return time with the references / time with the kernels, measured in turn with the same model."""
     preset = Preset(options.height, options.width, options.batch_size, (), CONFIGS / f"{recipe}.yaml")
     setting = Setting(preset, device_of(preset.config(f"device={options.device}")), options.rounds)
     if not library.compiled(setting.device):
@@ -76,7 +76,7 @@ def measure(recipe: str, options: argparse.Namespace) -> dict[str, Spread]:
 
 
 def with_references(kind: str, function: Callable[[], object]) -> None:
-    """Call it while the operators run in plain PyTorch."""
+    """Call the function with operators in plain PyTorch."""
     usual = library.PROBLEMS[kind]
     library.PROBLEMS[kind] = "the benchmark measures the reference"
     try:

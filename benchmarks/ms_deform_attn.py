@@ -1,9 +1,9 @@
-"""Multi-scale deformable attention against its peers: forward, and forward with backward, in turn in one process.
+"""Multi-scale deformable attention against other implementations, forward and backward, in turn in one process.
 
 python benchmarks/ms_deform_attn.py --output benchmarks/results/ms_deform_attn_cpu.json
 
-Peers: the plain PyTorch reference (grid_sample), transformers' function where transformers is installed, and what the
-extra `peers` installs. Every peer must first agree with the reference in float64.
+Peers: the plain PyTorch reference (grid_sample), transformers if installed, and the packages of the extra `peers`. Each
+peer must first agree with the reference in float64.
 """
 
 from __future__ import annotations
@@ -25,12 +25,21 @@ from detr_bf.ops import ms_deform_attn
 from detr_bf.ops.reference import ms_deform_attn_reference
 from operators import DTYPES, TOLERANCE, Comparison, Functions, measure, operator_parser, prepare
 
-SHAPES = ((100, 134), (50, 67), (25, 34), (13, 17))  # of an image of 800 x 1066 pixels
+SHAPES = ((100, 134), (50, 67), (25, 34), (13, 17))  # for an image of 800 x 1066 pixels
 CELLS = sum(height * width for height, width in SHAPES)
 STARTS = tuple(accumulate((height * width for height, width in SHAPES[:-1]), initial=0))
 HEADS, CHANNELS, POINTS = 8, 32, 4
 CASES = ("encoder_local", "encoder_uniform", "decoder")
-REACH = 4.0  # cells: local samples lie about as far from their query as those of a fresh Deformable DETR
+REACH = 4.0  # cells between local samples and their query, as in a new Deformable DETR
+
+PEERS = {  # name -> module and attribute
+    "transformers": (
+        "transformers.models.deformable_detr.modeling_deformable_detr",
+        "MultiScaleDeformableAttention",
+    ),
+    "torch-ms-deform-attn": ("torch_ms_deform_attn", "ms_deform_attn"),
+    "deformops": ("deformops", "multi_scale_deformable_attention"),
+}
 
 Op = Callable[[Tensor, Tensor, Tensor], Tensor]  # value, locations, weights -> output
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -54,43 +63,27 @@ def run(options: argparse.Namespace) -> int:
 
 
 def peers(device: torch.device) -> dict[str, Op]:
-    """Whoever is installed and runs on this device, ours first."""
+    """Return the installed implementations for this device, ours first."""
     found: dict[str, Op] = {
         "detr_bf": lambda v, x, w: ms_deform_attn(v, SHAPES, STARTS, x, w),
         "grid_sample": lambda v, x, w: ms_deform_attn_reference(v, SHAPES, STARTS, x, w),
     }
-    for name, make in PEERS.items():
+    shapes, starts = torch.tensor(SHAPES, device=device), torch.tensor(STARTS, device=device)
+    for name, (module, attribute) in PEERS.items():
         try:
-            found[name] = make(device)
+            function: Any = getattr(importlib.import_module(module), attribute)
         except ImportError as error:
-            print(f"{name} is left out: {error}", file=sys.stderr)
+            print(f"{name} is skipped: {error}", file=sys.stderr)
+            continue
+        if name == "transformers":
+            found[name] = partial(lambda op, v, x, w: op(v, shapes, list(SHAPES), starts, x, w, 64), function())
+        else:
+            found[name] = partial(lambda op, v, x, w: op(v, shapes, starts, x, w), function)
     return found
 
 
-def _transformers(device: torch.device) -> Op:
-    module = importlib.import_module("transformers.models.deformable_detr.modeling_deformable_detr")
-    op, shapes = module.MultiScaleDeformableAttention(), torch.tensor(SHAPES, device=device)
-    starts = torch.tensor(STARTS, device=device)
-    return lambda v, x, w: op(v, shapes, list(SHAPES), starts, x, w, 64)
-
-
-def _torch_ms_deform_attn(device: torch.device) -> Op:
-    function: Any = importlib.import_module("torch_ms_deform_attn").ms_deform_attn
-    shapes, starts = torch.tensor(SHAPES, device=device), torch.tensor(STARTS, device=device)
-    return lambda v, x, w: function(v, shapes, starts, x, w)
-
-
-def _deformops(device: torch.device) -> Op:
-    function: Any = importlib.import_module("deformops").multi_scale_deformable_attention
-    shapes, starts = torch.tensor(SHAPES, device=device), torch.tensor(STARTS, device=device)
-    return lambda v, x, w: function(v, shapes, starts, x, w)
-
-
-PEERS = {"transformers": _transformers, "torch-ms-deform-attn": _torch_ms_deform_attn, "deformops": _deformops}
-
-
 def make_inputs(case: str, batch_size: int, dtype: torch.dtype, device: torch.device, queries: int = 300) -> Inputs:
-    """Value, locations and weights from a fixed seed: samples near the query's own cell, or anywhere."""
+    """Return value, locations and weights from a fixed seed; samples near the cell of the query, or anywhere."""
     generator = torch.Generator().manual_seed(0)
     queries = queries if case == "decoder" else CELLS
     samples = (batch_size, queries, HEADS, len(SHAPES), POINTS)
@@ -114,10 +107,10 @@ def _cell_centres() -> Tensor:
 
 
 def check(contestants: dict[str, Op], device: torch.device) -> None:
-    """Output and gradients of everyone against the reference in float64, on a decoder's worth of queries.
+    """Compare output and gradients with the reference in float64, for 50 decoder queries.
 
     Raises:
-        InputError: somebody computes something else: then times mean nothing.
+        InputError: an implementation computes something else, so its times are meaningless.
     """
     inputs = make_inputs("decoder", 1, torch.float32, device, queries=50)
     expected = _output_and_gradients(contestants["grid_sample"], [tensor.double() for tensor in inputs])
@@ -135,7 +128,7 @@ def _output_and_gradients(op: Op, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def comparisons(contestants: dict[str, Op], options: argparse.Namespace, device: torch.device) -> Iterator[Comparison]:
-    """Each case, batch size and direction."""
+    """Yield each case, batch size and direction."""
     for case in options.cases:
         for batch_size in options.batch_sizes:
             inputs = make_inputs(case, batch_size, DTYPES[options.dtype], device)
@@ -151,7 +144,7 @@ def comparisons(contestants: dict[str, Op], options: argparse.Namespace, device:
 
 @torch.no_grad()
 def forward(op: Op, inputs: Inputs) -> Tensor:
-    """Once forward."""
+    """Run the forward pass."""
     return op(*inputs)
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of single operators share: options, and what becomes of their measurements."""
+"""Shared by the benchmarks of single operators: options, timing and tables."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from timing import Seconds, Spread, alternate, paired_ratios
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt, in glibc's malloc.h
-TOLERANCE = 1e-4  # in a check before anything is timed, of the largest value
+TOLERANCE = 1e-4  # relative to the largest value, for the check before timing
 
-Functions = dict[str, Callable[[], object]]  # name -> what is timed
+Functions = dict[str, Callable[[], object]]  # name -> timed function
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is timed in turn. Ours stands first."""
+    """Functions timed in turn, ours first."""
 
     case: str
     batch_size: int
@@ -44,7 +44,7 @@ class Row:
     direction: str
     contestant: str
     baseline: str
-    speedup: Spread  # the baseline's time by the contestant's, round by round
+    speedup: Spread  # time of the baseline / time of the contestant, per round
 
     def __str__(self) -> str:
         names = f"{self.contestant} / {self.baseline}"
@@ -54,7 +54,7 @@ class Row:
 def operator_parser(
     description: str | None, *, cases: Sequence[str], batch_sizes: Sequence[int]
 ) -> argparse.ArgumentParser:
-    """A parser with the options of every operator's benchmark."""
+    """Return a parser with the options of all operator benchmarks."""
     parser = make_parser(description, rounds=7, devices=("cpu", "cuda"))
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default %(default)s")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="on a CPU, default %(default)s")
@@ -63,13 +63,13 @@ def operator_parser(
     )
     parser.add_argument("--cases", nargs="+", choices=cases, default=cases, help="default all")
     parser.add_argument(
-        "--keep-memory", action="store_true", help="let malloc keep what is freed, so that no pages are fetched anew"
+        "--keep-memory", action="store_true", help="let malloc keep freed memory, so that no new pages are needed"
     )
     return parser
 
 
 def prepare(options: argparse.Namespace) -> torch.device:
-    """The device asked for, with compiled kernels, and as many threads as asked for."""
+    """Apply the options; return the device, which must have compiled kernels."""
     check_rounds(options.rounds)
     device = torch.device(options.device)
     if not library.compiled(device):
@@ -81,20 +81,20 @@ def prepare(options: argparse.Namespace) -> torch.device:
 
 
 def keep_memory() -> None:
-    """Let malloc neither give memory back to the system nor map blocks apart, from now on.
+    """Make malloc keep freed memory and stop using mmap for large blocks.
 
     Raises:
         InputError: the C library is not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or not (mallopt(M_TRIM_THRESHOLD, -1) and mallopt(M_MMAP_MAX, 0)):
-        raise InputError("--keep-memory needs glibc, whose malloc can be told to; leave it out here")
+        raise InputError("--keep-memory needs glibc (mallopt); omit it on this system")
 
 
 def measure(comparisons: Iterator[Comparison], options: argparse.Namespace, device: torch.device) -> None:
-    """Time them, print a row for each pair, write what has been measured so far.
+    """Time the comparisons; print a row per pair and write the JSON after each comparison.
 
-    The first of a comparison's functions stands against each of the others.
+    The first function of a comparison is compared with each of the others.
     """
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     print("| case | B | direction | | speed-up | 10th to 90th |\n|---|---|---|---|---|---|")
@@ -114,7 +114,7 @@ def measure(comparisons: Iterator[Comparison], options: argparse.Namespace, devi
 
 
 def compare(comparison: Comparison, seconds: Seconds) -> Iterator[Row]:
-    """The first against each of the others."""
+    """Compare the first function with each of the others."""
     contestant, *baselines = seconds
     for baseline in baselines:
         speedup = Spread.of(paired_ratios(seconds, baseline, contestant))
@@ -122,7 +122,7 @@ def compare(comparison: Comparison, seconds: Seconds) -> Iterator[Row]:
 
 
 def print_milliseconds(times: dict[str, Seconds]) -> None:
-    """Medians: from a GPU nobody else uses, absolute times count."""
+    """Print median times, which are meaningful on a GPU without other work."""
     for title, seconds in times.items():
         medians = ", ".join(f"{name} {Spread.of(values).median * 1e3:.3f} ms" for name, values in seconds.items())
         print(f"{title}: {medians}")

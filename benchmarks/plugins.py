@@ -1,4 +1,4 @@
-"""What each plug-in costs: the training step and the evaluation of a ViT with it, by those of the plain ViT.
+"""Cost of each plug-in: training step and evaluation of a ViT with it, relative to the plain ViT.
 
 python benchmarks/plugins.py --output benchmarks/results/plugins_cpu.json
 python benchmarks/plugins.py --device cuda --rounds 50 --output plugins.json train.precision=bf16
@@ -40,9 +40,9 @@ PLAIN, AGAIN = "plain", "plain_again"
 class Variant:
     """A model with a plug-in."""
 
-    settings: tuple[str, ...] = ()  # key=value, by which it differs from the plain one
-    evaluated: bool = False  # evaluation is timed, too
-    published: str = ""  # what the paper says of a training step
+    settings: tuple[str, ...] = ()  # key=value, differences from the plain model
+    evaluated: bool = False  # time the evaluation, too
+    published: str = ""  # published cost of a training step
 
 
 def _with(plugin: str, *settings: str, evaluated: bool = False, published: str = "") -> Variant:
@@ -75,7 +75,7 @@ class Row:
 
     timed: str  # training step or evaluation
     variant: str
-    ratio: Spread  # its time by the plain model's in the same round
+    ratio: Spread  # time / time of the plain model in the same round
     published: str
 
     def __str__(self) -> str:
@@ -91,11 +91,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, metavar="B", help=f"default {few}, on CUDA {many}")
     parser.add_argument("--image-size", type=int, default=224, metavar="PIXELS", help="default %(default)s")
     parser.add_argument(
-        "--only", nargs="+", choices=VARIANTS, default=tuple(VARIANTS), metavar="NAME", help=f"of {', '.join(VARIANTS)}"
+        "--only",
+        nargs="+",
+        choices=VARIANTS,
+        default=tuple(VARIANTS),
+        metavar="NAME",
+        help=f"of {', '.join(VARIANTS)}",
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of all that is measured")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of all models")
     options = parser.parse_intermixed_args(arguments)
-    gc.freeze()  # or a collection, which may fall into a timed step, would go through all that is imported
+    gc.freeze()  # shorten garbage collections, which may happen in a timed step
     try:
         return run_tool(lambda: run(options))
     finally:
@@ -103,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print and write row by row: what is measured stays when the rest is interrupted."""
+    """Measure; print and write row by row, so that an interruption keeps finished rows."""
     check_rounds(options.rounds)
     kind = device_of(load_config(None, [f"device={options.device}"], task="classification")).type
     model, batch_size = DEFAULTS[kind]
@@ -123,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure(options: argparse.Namespace) -> Iterator[tuple[Row, Seconds]]:
-    """The training step with each of the variants, then the evaluation, each in turn with the plain model alone."""
+    """Measure the training step with each variant, then the evaluation, each in turn with the plain model."""
     evaluated = [name for name in options.only if VARIANTS[name].evaluated]
     for timed, make, names in (("training step", Step, options.only), ("evaluation", Evaluation, evaluated)):
         if not names:
@@ -141,7 +146,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[Row, Seconds]]:
 
 
 def make_config(options: argparse.Namespace, settings: Sequence[str] = ()) -> ClassifierConfig:
-    """DeiT's recipe with what is asked for, and then the ``settings`` of a variant."""
+    """Return DeiT's recipe with the options and the ``settings`` of a variant."""
     given = {
         "device": options.device,
         "model.name": options.model,
@@ -153,7 +158,7 @@ def make_config(options: argparse.Namespace, settings: Sequence[str] = ()) -> Cl
 
 
 def make_network(config: ClassifierConfig) -> nn.Module:
-    """With its plug-ins, on its device; the weights of the network are the same in all variants."""
+    """Build the network with its plug-ins; its own weights are the same in all variants."""
     torch.manual_seed(SEED)
     network = build_classifier(config, NUM_CLASSES)
     accelerate(network, config)
@@ -161,7 +166,7 @@ def make_network(config: ClassifierConfig) -> nn.Module:
 
 
 def make_batch(config: ClassifierConfig) -> LabelledImages:
-    """Random images and labels, on the device."""
+    """Return random images and labels on the device."""
     generator, size, images = torch.Generator().manual_seed(SEED), config.data.transforms.size, config.train.batch_size
     pixels = torch.randn(images, 3, size, size, generator=generator)
     labels = torch.randint(NUM_CLASSES, (images,), generator=generator)
@@ -169,7 +174,7 @@ def make_batch(config: ClassifierConfig) -> LabelledImages:
 
 
 class Step:
-    """A training step as the trainer does it; the batch is mixed anew each time, as the recipe says."""
+    """A training step as in the trainer; the batch is mixed again in each step."""
 
     def __init__(self, config: ClassifierConfig) -> None:
         self.device = device_of(config)
@@ -184,7 +189,7 @@ class Step:
         self.seeds = itertools.count(SEED)
 
     def __call__(self) -> None:
-        """One step."""
+        """Run one step."""
         batch = self.batch if self.mix is None else self.mix(self.batch, next(self.seeds))
         self.scaler.scale(self.step(batch).total).backward()
         self.scaler.unscale_(self.optimizer)
@@ -205,7 +210,7 @@ class Evaluation:
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        """Logits (B, K)."""
+        """Return logits (B, K)."""
         with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
             logits: Tensor = self.network(self.images)
         return logits

@@ -2,7 +2,7 @@
 
     python benchmarks/run.py --rounds 48 --output runs/bench.json
 
-Exit code 1 when results that must be identical are not, 2 for bad input.
+Exit code 1 if results that must be identical are not, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from detr_bf.files import write_json
 from detr_bf.report import machine_info
 from timing import Spread, paired_ratios
 
-CPU_NOTE = "milliseconds are those of a shared machine, for orientation only; the ratios, taken round by round, count"
+CPU_NOTE = "times on a CPU may be disturbed by other work; compare the ratios, which are taken within rounds"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(preset: str, device: str, rounds: int, output: Path | None) -> int:
-    """Measure, print, write; 1 when a check fails."""
+    """Measure, print and write; return 1 if a check fails."""
     check_rounds(rounds)
     setting = Setting(PRESETS[preset], device_of(PRESETS[preset].config(f"device={device}")), rounds)
     print(
@@ -69,7 +69,7 @@ def run(preset: str, device: str, rounds: int, output: Path | None) -> int:
 
 
 def measure(setting: Setting) -> Iterator[Measurement]:
-    """Everything, one after the other."""
+    """Yield all measurements."""
     yield measure_training(setting)
     yield measure_inference(setting)
     for images, queries in MATCHING_SIZES:
@@ -77,7 +77,7 @@ def measure(setting: Setting) -> Iterator[Measurement]:
 
 
 def table(measurement: Measurement) -> str:
-    """Variants with their times, comparisons with their ratios, checks."""
+    """Format times of the variants, ratios of the comparisons, and checks."""
     lines = [measurement.title, _row("", "median ms", "10th - 90th percentile", *measurement.facts)]
     for name, seconds in measurement.seconds.items():
         facts = (f"{values[name]:,}" for values in measurement.facts.values())
@@ -90,7 +90,7 @@ def table(measurement: Measurement) -> str:
 
 
 def record(preset: str, setting: Setting, measurements: Sequence[Measurement]) -> dict[str, Any]:
-    """All that is needed to judge or repeat the measurement, ready for JSON."""
+    """Return the measurements with their circumstances for JSON."""
     return {
         "machine": machine_info(),
         "threads": torch.get_num_threads(),

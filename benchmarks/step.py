@@ -1,4 +1,4 @@
-"""A training step: time, images a second, memory, and the share of each part of the detector, forward and backward.
+"""Time, images/s and memory of a training step, and the share of each part of the detector, forward and backward.
 
 python benchmarks/step.py --device cuda --batch-sizes 2 4 8 16 --precisions float32 bf16 fp16 --output step.json
 python benchmarks/step.py --device cuda train.compile=true train.channels_last=true
@@ -10,8 +10,11 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from itertools import product
 from typing import Any, TypeVar, cast
 
@@ -29,7 +32,6 @@ from detr_bf.errors import InputError
 from detr_bf.files import write_json
 from detr_bf.losses import HungarianMatcher, SetCriterion
 from detr_bf.transformer import Encoder
-from stopwatch import Stopwatch, Timed
 from timing import Spread, paired_ratios
 
 SMALL = "small"
@@ -44,15 +46,15 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured at one precision and batch size."""
+    """Measurements at one precision and batch size."""
 
     precision: str
     batch_size: int
     step: Spread | None = None  # seconds; None: out of memory
     images_per_second: float = 0.0
-    peak: int | None = None  # bytes; on CUDA alone
-    kept: int = 0  # bytes that the forward pass keeps for the backward pass
-    shares: Mapping[str, float] | None = None  # of the step's time, by part
+    peak: int | None = None  # bytes; CUDA only
+    kept: int = 0  # bytes saved for the backward pass
+    shares: Mapping[str, float] | None = None  # of the time of the step, by part
 
     def __str__(self) -> str:
         start = f"| {self.precision} | {self.batch_size} |"
@@ -68,13 +70,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Some settings against none, at one precision and batch size."""
+    """Settings compared with the plain ones at one precision and batch size."""
 
     settings: str
     precision: str
     batch_size: int
-    time: Spread | None = None  # of a step, by the plain step's in the same round; None: out of memory
-    kept: float = 0.0  # for the backward pass, by what the plain step keeps
+    time: Spread | None = None  # time of a step / plain step in the same round; None: out of memory
+    kept: float = 0.0  # saved bytes / those of the plain step
 
     def __str__(self) -> str:
         start = f"| {self.settings} | {self.precision} | {self.batch_size} |"
@@ -94,15 +96,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--height", type=int, default=800, help="pixels, default %(default)s")
     parser.add_argument("--width", type=int, default=1333, help="pixels, default %(default)s")
     parser.add_argument(
-        "--compare", nargs="+", metavar="KEY=VALUE", help="settings to compare with none, several joined by commas"
+        "--compare",
+        nargs="+",
+        metavar="KEY=VALUE",
+        help="settings to compare with the plain ones, joined by commas",
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of all that is measured")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of all steps")
     options = parser.parse_intermixed_args(arguments)
     return run_tool(lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print and write row by row: what is measured stays when the rest is interrupted."""
+    """Measure; print and write row by row, so that an interruption keeps finished rows."""
     check_rounds(options.rounds)
     if options.compare:
         print("| | precision | B | step / plain | 10th to 90th | kept / plain |\n" + "|---" * 6 + "|")
@@ -123,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
 def measured_rows(
     variants: Sequence[str] | None, precision: str, setting: Setting
 ) -> Sequence[Row] | Sequence[Comparison]:
-    """Those of one precision and batch size; one that says so where memory does not suffice."""
+    """Return the rows of one precision and batch size; a single row if memory does not suffice."""
     if variants:
         return within_memory(lambda: compare(variants, precision, setting), setting.device) or [
             Comparison("all", precision, setting.preset.batch_size)
@@ -134,10 +139,10 @@ def measured_rows(
 
 
 def make_setting(options: argparse.Namespace, batch_size: int) -> Setting:
-    """The images and the model that the options ask for.
+    """Return images and model for the options.
 
     Raises:
-        InputError: a model with a mask head: the images of this benchmark have no masks.
+        InputError: the model has a mask head; the images of this benchmark have no masks.
     """
     small = options.recipe == SMALL
     settings = (*(PRESETS[SMALL].overrides if small else ()), *options.overrides)
@@ -145,28 +150,30 @@ def make_setting(options: argparse.Namespace, batch_size: int) -> Setting:
     preset = Preset(options.height, options.width, batch_size, (*settings, f"device={options.device}"), recipe)
     config = preset.config()
     if config.model.masks:
-        raise InputError(f"--recipe {options.recipe} has model.masks=true, and these images have no masks: use another")
+        raise InputError(
+            f"--recipe {options.recipe} has model.masks=true, but the images of this benchmark have no masks"
+        )
     return Setting(preset, device_of(config), options.rounds)
 
 
 def within_memory(measured: Callable[[], list[R]], device: torch.device) -> list[R] | None:
-    """What ``measured`` gives, or None where memory does not suffice."""
+    """Return ``measured()``, or None if memory does not suffice."""
     release(device)
     try:
         return measured()
-    except RuntimeError as error:  # of which OutOfMemoryError is one
+    except RuntimeError as error:  # includes OutOfMemoryError
         if not isinstance(error, torch.OutOfMemoryError) and not any(sign in str(error) for sign in OUT_OF_MEMORY):
             raise
-    release(device)  # here, where the exception and with it the frames that hold the tensors are gone
+    release(device)  # after the exception, whose frames hold tensors
     return None
 
 
 def measure(precision: str, setting: Setting) -> Row:
-    """One row."""
+    """Measure one row."""
     step = Step(setting, precision)
     parts: list[dict[str, float]] = []
     seconds = setting.time({"step": lambda: parts.append(step())}, f"{precision}, B = {setting.preset.batch_size}")
-    parts = parts[-setting.rounds :]  # without those that warmed up
+    parts = parts[-setting.rounds :]  # without the warm-up
     total = sum(sum(times.values()) for times in parts)
     spread = Spread.of(seconds["step"])
     return Row(
@@ -181,7 +188,7 @@ def measure(precision: str, setting: Setting) -> Row:
 
 
 def compare(variants: Sequence[str], precision: str, setting: Setting) -> list[Comparison]:
-    """Each of the variants against the plain settings, all in turn in one process, with the same weights."""
+    """Compare each variant with the plain settings, all in turn with the same weights."""
     preset = setting.preset
     added = {PLAIN: (), **{variant: tuple(variant.split(",")) for variant in variants}}
     steps = {
@@ -195,7 +202,7 @@ def compare(variants: Sequence[str], precision: str, setting: Setting) -> list[C
 
 
 def release(device: torch.device) -> None:
-    """What former measurements held is free again, and their peak forgotten."""
+    """Free the memory of former measurements and reset the peak."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -203,7 +210,7 @@ def release(device: torch.device) -> None:
 
 
 class Step:
-    """A training step as the trainer does it, its parts timed."""
+    """A training step as in the trainer, with its parts timed."""
 
     def __init__(self, setting: Setting, precision: str) -> None:
         config = setting.preset.config()
@@ -220,10 +227,10 @@ class Step:
         self.criterion = self._timed_parts(config)
 
     def __call__(self) -> dict[str, float]:
-        """One step; seconds of every part."""
+        """Run one step; return the seconds of every part."""
         self.watch.start("optimizer")
         total = self._loss()
-        with self.watch.inside("loss"):  # until the backward pass comes to the border of the next part
+        with self.watch.inside("loss"):  # until the backward pass reaches the border of the next part
             self.scaler.scale(total).backward()
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm or torch.inf)
@@ -233,10 +240,10 @@ class Step:
         return self.watch.stop()
 
     def kept(self) -> int:
-        """Bytes that a forward pass keeps for the backward pass, beside parameters and buffers."""
+        """Return the bytes saved for the backward pass, without parameters and buffers."""
         known = {tensor.untyped_storage().data_ptr() for tensor in self.model.state_dict(keep_vars=True).values()}
         found: dict[int, int] = {}
-        stored: list[Tensor] = []  # so that no storage takes the place of another
+        stored: list[Tensor] = []  # keeps storages alive, so that no address is reused
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
@@ -257,7 +264,7 @@ class Step:
             return self.criterion(outputs, self.batch.targets).total
 
     def _timed_parts(self, config: DetectionConfig) -> SetCriterion:
-        """Put the watch around the parts of the model; the criterion with the watch around its matcher."""
+        """Time the parts of the model; return a criterion with a timed matcher."""
         model, watch = self.model, self.watch
         for name in ("backbone", "tokens", "encoder", "decoder"):
             for module in getattr(model, name).modules():
@@ -271,6 +278,101 @@ class Step:
                 return criterion.matcher(*arguments)
 
         return replace(criterion, matcher=cast(HungarianMatcher, match))
+
+
+# ---- stopwatch ----
+#
+# A step runs on one stream, and autograd processes a graph in reverse order. All time between two borders therefore
+# belongs to one part. Time of a nested part counts for the inner part only.
+
+
+class Stopwatch:
+    """Assigns the time of the device to named parts.
+
+    With CUDA the borders are events on the stream, without synchronisation; time in which the device waits for the
+    host counts for the current part.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.part = ""
+        self._borders: list[tuple[str, Any]] = []  # part and its start
+
+    def start(self, part: str) -> None:
+        """Assign the time from now on to ``part``."""
+        self.part = part
+        self._borders.append((part, self._moment()))
+
+    @contextmanager
+    def inside(self, part: str) -> Iterator[None]:
+        """Assign the time within the block to ``part``, then return to the previous part."""
+        outer = self.part
+        self.start(part)
+        yield
+        self.start(outer)
+
+    def stop(self) -> dict[str, float]:
+        """Return the seconds of each part since the last stop."""
+        self.start("")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        seconds: dict[str, float] = defaultdict(float)
+        for (part, begin), (_, end) in zip(self._borders, self._borders[1:], strict=False):
+            seconds[part] += begin.elapsed_time(end) / 1000 if self.device.type == "cuda" else end - begin
+        self._borders.clear()
+        return dict(seconds)
+
+    def border(self, value: Any, part: str) -> Any:
+        """Return ``value``; when a gradient of its tensors arrives, the backward pass enters ``part``."""
+        return _each_tensor(value, lambda tensor: _Border.apply(tensor, self, part) if tensor.requires_grad else tensor)
+
+    def _moment(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class Timed(nn.Module):
+    """A module timed as ``part``, forward and backward."""
+
+    def __init__(self, module: nn.Module, watch: Stopwatch, part: str) -> None:
+        super().__init__()
+        self.module = module
+        self.watch = watch
+        self.part = part
+
+    def forward(self, *inputs: Any, **settings: Any) -> Any:
+        inputs = self.watch.border(inputs, self.watch.part)
+        with self.watch.inside(self.part):
+            return self.watch.border(self.module(*inputs, **settings), self.part)
+
+
+class _Border(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, watch: Stopwatch, part: str) -> Tensor:
+        ctx.watch, ctx.part = watch, part
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.watch.start(ctx.part)
+        return gradient, None, None
+
+
+def _each_tensor(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to all tensors in nested dataclasses, dictionaries and sequences."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_each_tensor(item, function) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _each_tensor(item, function) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {field.name: _each_tensor(getattr(value, field.name), function) for field in fields(value)}
+        return replace(value, **changed)
+    return value
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Alternating timing: what is compared runs in turn in one process, so that a drift of the machine hits all alike."""
+"""Alternating timing: compared functions run in turn in one process, so that drifts of the machine affect all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-Seconds = dict[str, list[float]]  # name -> the time of every round, in the order of the rounds
+Seconds = dict[str, list[float]]  # name -> time of every round
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of two or more values."""
+        """Summarise two or more values."""
         deciles = statistics.quantiles(values, n=10, method="inclusive")
         return cls(statistics.median(values), deciles[0], deciles[-1])
 
@@ -37,13 +37,13 @@ def alternate(
     clock: Callable[[], float] = time.perf_counter,
     description: str = "",
 ) -> Seconds:
-    """Seconds of every function in every round.
+    """Measure the seconds of every function in every round.
 
-    A round runs each function once. The order goes through all permutations in turn, so that over n! rounds each
-    function stands equally often at each place and behind each other function.
+    A round runs each function once. The order cycles through all permutations: over n! rounds each function has each
+    position, and follows each other function, equally often.
 
     Args:
-        warmup: rounds before the first that counts.
+        warmup: uncounted rounds at the beginning.
         synchronize: waits for the device; called before each reading of the clock.
         description: for the progress bar.
     """
@@ -62,5 +62,5 @@ def alternate(
 
 
 def paired_ratios(seconds: Mapping[str, Sequence[float]], name: str, baseline: str) -> list[float]:
-    """Time of ``name`` over time of ``baseline`` in the same round, for every round."""
+    """Return the time of ``name`` divided by that of ``baseline`` for every round."""
     return [one / other for one, other in zip(seconds[name], seconds[baseline], strict=True)]

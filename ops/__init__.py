@@ -1,4 +1,4 @@
-"""Operators with compiled kernels: one door each, whatever answers behind it. Installed as ``detr_bf.ops``."""
+"""Public operators; dispatch to compiled kernel or PyTorch reference. Installed as ``detr_bf.ops``."""
 
 from detr_bf.ops.batch_attention import batch_attention, batch_attention_packed
 from detr_bf.ops.deformable_attention import ms_deform_attn

@@ -1,4 +1,4 @@
-"""``python -m detr_bf.ops``: what is built, what is used, a self-check. ``python -m detr_bf.ops build`` builds."""
+"""``python -m detr_bf.ops`` shows the built libraries and runs a self-check; ``python -m detr_bf.ops build`` builds."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def show() -> int:
         print(f"built with torch {made_with['torch']} and {made_with['compiler']}")
     for kind, problem in library.PROBLEMS.items():
         print(f"{kind}: {kernels_of(kind) if problem is None else f'plain PyTorch, because {problem}'}")
-    if library.PROBLEMS["cpu"] is not None and not library.REFERENCE_WISHED:
+    if library.PROBLEMS["cpu"] is not None and not library.REFERENCE_REQUESTED:
         print(f"to build: {library.BUILD_COMMAND}")
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     return max(self_check(torch.device(device)) for device in devices)
 
 
 def kernels_of(kind: str) -> str:
-    """In words; on a CPU with the instruction set that was chosen for this processor."""
+    """Describe the loaded kernels; on a CPU with the selected instruction set."""
     chosen = f" ({torch.ops.detr_bf.cpu_instruction_set()})" if kind == "cpu" else ""
     return f"compiled kernels{chosen}, {FOLDER / kind}.so"
 
@@ -83,7 +83,7 @@ def self_check(device: torch.device) -> int:
 
 
 def largest_error(op: Op, reference: Op, sizes: Sizes, device: torch.device) -> float:
-    """Of output and gradients, relative to the largest value of each."""
+    """Return the largest error of output and gradients, each relative to its largest value."""
     generator = torch.Generator().manual_seed(0)
     exact = [torch.rand(size, generator=generator, dtype=torch.float64).to(device) for size in sizes]
     found = _with_gradients(op, [tensor.float() for tensor in exact])

@@ -1,7 +1,7 @@
 """Batch attention: the images of a batch attend to each other, one position and head at a time.
 
-Shape legend: B images, N positions, H heads, D channels of a head. The sequence is B long, 2 to 64 as a rule, and there
-are N x H of them, tens of thousands.
+Shape legend: B images, N positions, H heads, D channels of a head. The sequences have
+length B (typically 2 to 64); there are N x H of them (tens of thousands).
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ def batch_attention(
     *,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """Scaled dot product attention over the first dimension.
+    """Scaled dot-product attention over the first dimension.
 
-    Sums are float32, or float64 for float64. Nothing but the arguments is kept for the backward pass.
+    Sums are float32, or float64 for float64 inputs. Only the arguments are saved for the backward pass.
 
     Args:
-        query: (B, N, H, D); float64, float32, float16 or bfloat16. Read in place if its channels lie together.
-        key: as query.
-        value: as query.
-        key_mask: (B, N) bool, True = ignored as a key. Where every key is ignored, result and gradients are zero.
-        dropout_p: probability with which an attention weight is dropped; rounded and scaled as
-            :mod:`detr_bf.ops.dropout` says.
-        seed: of dropout, 0-d int64 on the device of query; None draws one from torch's generator.
+        query: (B, N, H, D); float64, float32, float16 or bfloat16. Not copied if the channels are contiguous.
+        key: like query.
+        value: like query.
+        key_mask: (B, N) bool, True = ignored as a key. If every key is ignored, result and gradients are zero.
+        dropout_p: probability of dropping an attention weight; rounded and scaled as in
+            :mod:`detr_bf.ops.dropout`.
+        seed: seed of dropout, 0-d int64 on the device of query; None draws one from torch's generator.
 
     Returns:
         (B, N, H, D), contiguous.
 
     Raises:
-        ValueError: shapes, devices or dtypes that do not belong together, dropout_p not in [0, 1].
+        ValueError: inconsistent shapes, devices or dtypes, or dropout_p not in [0, 1].
     """
     _check(query, key, value, key_mask)
     seed = _seed(query, dropout_p, seed)
@@ -54,9 +54,9 @@ def batch_attention(
 def batch_attention_packed(
     packed: Tensor, key_mask: Tensor | None = None, dropout_p: float = 0.0, *, seed: Tensor | None = None
 ) -> Tensor:
-    """:func:`batch_attention` of query, key and value in one tensor (B, N, 3, H, D), as one projection gives them.
+    """:func:`batch_attention` with query, key and value in one tensor (B, N, 3, H, D), the output of one projection.
 
-    Its gradient comes as one such tensor too, where that of three views of it would have to be put together.
+    The gradient is one such tensor too, without concatenating the gradients of three views.
     """
     query, key, value = _unpacked(packed)
     _check(query, key, value, key_mask)
@@ -83,9 +83,11 @@ def _seed(query: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor | None
 def _check(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> None:
     tensors = {"query": query, "key": key, "value": value}
     if query.dim() != 4 or not query.shape == key.shape == value.shape:
-        raise ValueError(f"expected query, key and value (B, N, H, D) of one shape, got {_each(tensors, 'shape')}")
+        raise ValueError(
+            f"expected query, key and value (B, N, H, D) of one shape, got {library.describe(tensors, 'shape')}"
+        )
     if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
-        raise ValueError(f"expected one floating-point dtype, got {_each(tensors, 'dtype')}")
+        raise ValueError(f"expected one floating-point dtype, got {library.describe(tensors, 'dtype')}")
     if key_mask is not None:
         tensors["key_mask"] = key_mask
         if key_mask.shape != query.shape[:2] or key_mask.dtype != torch.bool:
@@ -93,14 +95,10 @@ def _check(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -
                 f"expected key_mask {tuple(query.shape[:2])} (B, N) bool, got {tuple(key_mask.shape)} {key_mask.dtype}"
             )
     if any(tensor.device != query.device for tensor in tensors.values()):
-        raise ValueError(f"expected tensors on one device, got {_each(tensors, 'device')}")
+        raise ValueError(f"expected tensors on one device, got {library.describe(tensors, 'device')}")
 
 
-def _each(tensors: dict[str, Tensor], attribute: str) -> str:
-    return ", ".join(f"{name} {getattr(tensor, attribute)}" for name, tensor in tensors.items())
-
-
-# ---- what torch must know of the compiled operators ----
+# ---- fake implementations and derivatives of the compiled operators ----
 
 
 def _shape_of_result(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *rest: Any) -> Tensor:

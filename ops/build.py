@@ -1,7 +1,7 @@
-"""Compiles the kernels with the compilers at hand and the torch that is installed.
+"""Compilation of the kernels with the available compilers and the installed torch.
 
-Used by ``setup.py`` at installation and by ``python -m detr_bf.ops build`` afterwards. Imports the standard library
-alone: at installation torch may be hidden from this process (pip isolates builds) though it is installed.
+Used by ``setup.py`` at installation and by ``python -m detr_bf.ops build`` later. Imports the standard library only:
+at installation pip's build isolation may hide an installed torch from this process.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ SOURCES = Path(__file__).parent / "csrc"
 FOLDER = Path(__file__).parent / "compiled"
 RECORD = "build.json"
 
-# The oldest torch the libraries load in: they use nothing of its stable interface that is younger.
+# The oldest torch that the libraries load in: they only use its version of the stable interface.
 TARGET_VERSION = "2.11"
 TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 WARNINGS = ["-Wall", "-Wextra"]
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", TARGET]
-# Kernels of one file are compiled once for each instruction set; processor.cpp chooses at run time.
+# The kernels are compiled once per instruction set; processor.cpp selects one at run time.
 X86_FLAGS = {"kernels_v3": ["-march=x86-64-v3"], "kernels_v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"]}
 CUDA_FLAGS = ["-std=c++17", "-O3", "-DUSE_CUDA", "--cudart", "static", "--extended-lambda", TARGET]
-CUDA_ARCHITECTURES = ("80", "90")  # machine code for these, and PTX of the last for what comes after
+CUDA_ARCHITECTURES = ("80", "90")  # machine code for these, and PTX of the last for newer GPUs
 
 
 class BuildError(Exception):
-    """What is missing or went wrong, in words for the user."""
+    """Error shown to the user: a missing tool, or a failed command."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Torch:
 
 
 def find_torch() -> Torch:
-    """The torch of this environment, found by its files: an isolated build cannot import it.
+    """Find the torch of this environment by its files: an isolated build cannot import it.
 
     Raises:
-        BuildError: there is none, or it is older than the libraries can be built for.
+        BuildError: there is none, or it is too old.
     """
-    places = [sysconfig.get_path(kind) for kind in ("platlib", "purelib")] + sys.path
-    for place in places:
-        version_file = Path(place) / "torch" / "version.py"
+    folders = [sysconfig.get_path(kind) for kind in ("platlib", "purelib")] + sys.path
+    for folder in folders:
+        version_file = Path(folder) / "torch" / "version.py"
         if (version_file.parent / "include" / "torch" / "csrc" / "stable" / "ops.h").is_file():
             text = version_file.read_text()
             version = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
@@ -72,16 +72,17 @@ def find_torch() -> Torch:
 
 
 def find_compiler() -> str:
-    """The C++ compiler: ``CXX``, or the first of c++, g++ and clang++."""
-    wish = os.environ.get("CXX")
-    for name in [wish] if wish else ["c++", "g++", "clang++"]:
+    """Find the C++ compiler: ``CXX``, or the first of c++, g++ and clang++."""
+    requested = os.environ.get("CXX")
+    for name in [requested] if requested else ["c++", "g++", "clang++"]:
         if found := shutil.which(name.split()[0]):
             return found
-    raise BuildError(f"no C++ compiler: {f'CXX={wish} is not found' if wish else 'install g++ or clang++, or set CXX'}")
+    problem = f"CXX={requested} is not found" if requested else "install g++ or clang++, or set CXX"
+    raise BuildError(f"no C++ compiler: {problem}")
 
 
 def find_cuda() -> tuple[str, Path]:
-    """nvcc, and the folder with CUDA's headers, which need not be beside it.
+    """Find nvcc and the folder with CUDA's headers, which may be elsewhere.
 
     Raises:
         BuildError: one of the two is missing.
@@ -102,7 +103,7 @@ def find_cuda() -> tuple[str, Path]:
 
 
 def digest_of_sources() -> str:
-    """Of all sources of the kernels: libraries built from others do not fit the Python code beside these."""
+    """Hash all kernel sources; a library built from other sources is not loaded."""
     digest = hashlib.sha256()
     for path in sorted(path for path in SOURCES.rglob("*") if path.is_file()):
         digest.update(path.relative_to(SOURCES).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -110,26 +111,26 @@ def digest_of_sources() -> str:
 
 
 def build(folder: Path = FOLDER, *, strict: bool = False, extra: Sequence[str] = ()) -> dict[str, Path | BuildError]:
-    """Compile what can be compiled into ``folder``: for each library where it lies, or why it was not built.
+    """Compile all libraries into ``folder``; return the path of each, or the error that prevented it.
 
-    ``strict`` makes warnings errors; ``extra`` flags go to compiler and linker of the library for the CPU.
+    ``strict`` turns warnings into errors; ``extra`` flags go to compiler and linker of the CPU library.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor() as pool:  # side by side: nvcc takes its time
+    with ThreadPoolExecutor() as pool:  # in parallel: nvcc is slow
         pending = {
             "cuda": pool.submit(_or_error, build_cuda, folder / "cuda.so", strict),
             "cpu": pool.submit(_or_error, build_cpu, folder / "cpu.so", strict, extra),
         }
     results = {name: pending[name].result() for name in ("cpu", "cuda")}
     (folder / RECORD).unlink(missing_ok=True)
-    if isinstance(results["cpu"], Path):  # without it the other is of no use, and make tries again
+    if isinstance(results["cpu"], Path):  # without it the other is useless; without the record make tries again
         record = {"sources": digest_of_sources(), "torch": find_torch().version, "compiler": find_compiler()}
         (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
     return results
 
 
 def _or_error(make: Callable[..., None], result: Path, *arguments: Any) -> Path | BuildError:
-    """The library, or the error; then no older one is left in its place."""
+    """Return the library, or the error after removing an older library."""
     try:
         if platform.system() == "Windows":
             raise BuildError("Windows is not supported yet; the plain PyTorch reference runs there")
@@ -141,7 +142,7 @@ def _or_error(make: Callable[..., None], result: Path, *arguments: Any) -> Path 
 
 
 def build_cpu(result: Path, strict: bool, extra: Sequence[str]) -> None:
-    """Compile and link the library for the CPU.
+    """Compile and link the CPU library.
 
     Raises:
         BuildError: torch or a compiler is missing, or the compiler failed.
@@ -160,7 +161,7 @@ def build_cpu(result: Path, strict: bool, extra: Sequence[str]) -> None:
 
 
 def build_cuda(result: Path, strict: bool) -> None:
-    """Compile and link the library for CUDA; no GPU is needed.
+    """Compile and link the CUDA library; no GPU is needed.
 
     Raises:
         BuildError: torch with CUDA, nvcc or CUDA's headers are missing, or nvcc failed.
@@ -177,7 +178,7 @@ def build_cuda(result: Path, strict: bool) -> None:
     commands = [
         [nvcc, *flags, *includes, "-c", str(source), "-o"] for source in sorted((SOURCES / "cuda").glob("*.cu"))
     ]
-    # --no-as-needed: the library registers itself and names nothing of libtorch_cuda that the linker could see.
+    # --no-as-needed: the library uses no symbol of libtorch_cuda that the linker can see.
     libraries = [f"-L{torch.folder / 'lib'}", "-Xlinker=--no-as-needed", "-ltorch_cuda", "-ltorch_cpu"]
     _compile_and_link(commands, [nvcc, "-shared", "--cudart", "static"], libraries, result)
 
@@ -185,7 +186,7 @@ def build_cuda(result: Path, strict: bool) -> None:
 def _compile_and_link(
     commands: Iterable[list[str]], link: Sequence[str], libraries: Sequence[str], result: Path
 ) -> None:
-    """Compile side by side, link, and put the library in place in one step: a running program keeps its old one."""
+    """Compile in parallel, link, and replace the library atomically: a running program keeps the old one."""
     with tempfile.TemporaryDirectory(dir=result.parent) as scratch:
         objects = {str(Path(scratch, f"{number}.o")): command for number, command in enumerate(commands)}
         with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention: checks, choice of kernel or reference, shapes without data, derivatives."""
+"""Multi-scale deformable attention: checks, dispatch to kernel or reference, fake implementations, derivatives."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ def ms_deform_attn(
     sampling_locations: Tensor,
     attention_weights: Tensor,
 ) -> Tensor:
-    """Sample feature maps at given places and add up what was found (Zhu et al. 2021, arXiv 2010.04159, equation 3).
+    """Weighted sum of feature maps sampled at given locations (Zhu et al. 2021, arXiv 2010.04159, equation 3).
 
-    The dtype of ``value`` decides: weights are cast to it; locations, their gradient and all sums are float32, or
-    float64 where value is float64. Bilinear, a cell's centre half a cell from its edge; outside is zero; a location
-    that is not finite makes its result NaN.
+    Weights are cast to the dtype of ``value``; locations, their gradient and all sums are float32, or float64 if value
+    is float64. Sampling is bilinear with cell centres at half-integers and zeros outside; a location that is not finite
+    makes its result NaN.
 
     Args:
-        value: (B, S, H, D), the cells of all levels; float64, float32, float16 or bfloat16. Finite: a corner outside a
-            level may be read as a cell inside it with weight zero.
-        spatial_shapes: (height, width) of every level. A tensor (L, 2) is copied to the host, which waits for a GPU.
-        level_start_index: first cell of every level, ascending; None: one level after another.
+        value: (B, S, H, D), the cells of all levels; float64, float32, float16 or bfloat16. Must be finite: a corner
+            outside a level may be read as a cell inside it with weight zero.
+        spatial_shapes: (height, width) of every level. A tensor (L, 2) is copied to the host, which synchronises a GPU.
+        level_start_index: first cell of every level, ascending; None: levels are contiguous.
         sampling_locations: (B, Q, H, L, P, 2), x and y in [0, 1] over the whole (padded) level.
-        attention_weights: (B, Q, H, L, P); they are not normalised here.
+        attention_weights: (B, Q, H, L, P), not normalised here.
 
     Returns:
-        (B, Q, H x D), of the dtype of value: bilinear samples, weighted and summed over levels and points.
+        (B, Q, H x D) in the dtype of value: bilinear samples, weighted and summed over levels and points.
 
     Raises:
-        ValueError: shapes, devices or dtypes that do not belong together.
+        ValueError: inconsistent shapes, devices or dtypes.
     """
     shapes = [(int(height), int(width)) for height, width in _on_host(spatial_shapes)]
     cells = [height * width for height, width in shapes]
@@ -74,13 +74,9 @@ def _check_tensors(value: Tensor, sampling_locations: Tensor, attention_weights:
         )
     tensors = {"value": value, "sampling_locations": sampling_locations, "attention_weights": attention_weights}
     if any(not tensor.is_floating_point() for tensor in tensors.values()):
-        raise ValueError(f"expected floating-point tensors, got {_each(tensors, 'dtype')}")
+        raise ValueError(f"expected floating-point tensors, got {library.describe(tensors, 'dtype')}")
     if len({tensor.device for tensor in tensors.values()}) > 1:
-        raise ValueError(f"expected tensors on one device, got {_each(tensors, 'device')}")
-
-
-def _each(tensors: dict[str, Tensor], attribute: str) -> str:
-    return ", ".join(f"{name} {getattr(tensor, attribute)}" for name, tensor in tensors.items())
+        raise ValueError(f"expected tensors on one device, got {library.describe(tensors, 'device')}")
 
 
 def _check_levels(shapes: Shapes, starts: Sequence[int], cells: int) -> None:
@@ -97,7 +93,7 @@ def _check_levels(shapes: Shapes, starts: Sequence[int], cells: int) -> None:
         raise ValueError(f"value holds {cells} cells, spatial_shapes {list(shapes)} reach to cell {end}")
 
 
-# ---- what torch must know of the compiled operators ----
+# ---- fake implementations and derivatives of the compiled operators ----
 
 
 def _shape_of_result(

@@ -1,8 +1,8 @@
-"""Dropout with what stands around it in a transformer layer, in one pass over memory and without a stored mask.
+"""Dropout fused with the neighbouring operation of a transformer layer: one pass over memory, no stored mask.
 
-The probability is rounded to a multiple of 1 / 65,536, and what is kept is scaled by the inverse of the rounded
-probability to be kept. Which elements are dropped follows from a seed and their places alone: it is the same on every
-device, for any number of threads, and in the backward pass, which works it out again.
+The probability is rounded to a multiple of 1 / 65,536, and kept elements are scaled by the inverse of the rounded keep
+probability. The dropped elements depend only on the seed and their indices: they are the same on every device, for any
+number of threads, and in the backward pass, which recomputes them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from detr_bf.ops.reference import dropout_reference
 
 
 def random_seed(device: torch.device) -> Tensor:
-    """A seed for dropout from torch's generator, so that ``torch.manual_seed`` governs it: 0-d int64 on the device."""
+    """Draw a seed for dropout from torch's generator (set by ``torch.manual_seed``): 0-d int64 on the device."""
     return torch.randint(torch.iinfo(torch.int64).max, (), device=device)
 
 
@@ -25,9 +25,9 @@ def residual_dropout(residual: Tensor, update: Tensor, p: float, *, seed: Tensor
     """``residual + dropout(update)``.
 
     Args:
-        residual: of any shape; float64, float32, float16 or bfloat16.
+        residual: any shape; float64, float32, float16 or bfloat16.
         update: of the same shape.
-        p: probability with which an element of the update is dropped.
+        p: probability of dropping an element of the update.
         seed: 0-d int64 on the device of the update; None draws one.
 
     Raises:
@@ -49,7 +49,7 @@ def residual_dropout(residual: Tensor, update: Tensor, p: float, *, seed: Tensor
 
 
 def relu_dropout(x: Tensor, p: float, *, seed: Tensor | None = None) -> Tensor:
-    """``dropout(relu(x))``, of which the backward pass needs the result alone; see :func:`residual_dropout`."""
+    """``dropout(relu(x))``; the backward pass only needs the result. See :func:`residual_dropout`."""
     check_probability(p)
     if p == 0:
         return torch.relu(x)
@@ -60,12 +60,12 @@ def relu_dropout(x: Tensor, p: float, *, seed: Tensor | None = None) -> Tensor:
 
 
 def check_probability(p: float) -> None:
-    """Refuse what is no probability."""
+    """Raise ValueError unless ``p`` is in [0, 1]."""
     if not 0 <= p <= 1:
         raise ValueError(f"a dropout probability must be in [0, 1], got {p}")
 
 
-# ---- what torch must know of the compiled operators ----
+# ---- fake implementations and derivatives of the compiled operators ----
 
 
 def _as_input(tensor: Tensor, *rest: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The operators in plain PyTorch: what they mean, on any device and in any precision."""
+"""Reference implementations of the operators in plain PyTorch, for any device and precision."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def ms_deform_attn_reference(
     sampling_locations: Tensor,
     attention_weights: Tensor,
 ) -> Tensor:
-    """As :func:`detr_bf.ops.ms_deform_attn`, without its checks and casts; one bilinear sampling a level.
+    """Reference of :func:`detr_bf.ops.ms_deform_attn` without its checks and casts; one ``grid_sample`` per level.
 
-    Computed in the precision of the locations, in which half precision would cost whole cells.
+    Computed in the precision of the locations, since half precision would shift them by whole cells.
     """
     rows, _, heads, channels = value.shape
     queries, levels, points = attention_weights.shape[1], attention_weights.shape[3], attention_weights.shape[4]
@@ -42,10 +42,10 @@ def ms_deform_attn_reference(
 def batch_attention_reference(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, dropout_p: float, seed: Tensor | None
 ) -> Tensor:
-    """As :func:`detr_bf.ops.batch_attention`, without its checks."""
+    """Reference of :func:`detr_bf.ops.batch_attention` without its checks."""
     sums = torch.promote_types(query.dtype, torch.float32)
     products = torch.einsum("inhd,jnhd->jnhi", query.to(sums), key.to(sums)) / query.shape[3] ** 0.5
-    if key_mask is not None:  # where every key is ignored, a softmax of -inf alone would be NaN
+    if key_mask is not None:  # a softmax over -inf only would be NaN, hence `~ignored.all(0)`
         ignored = key_mask[:, :, None, None]
         products = products.masked_fill(ignored & ~ignored.all(0), -torch.inf)
     shares = products.softmax(0)
@@ -57,20 +57,20 @@ def batch_attention_reference(
 
 
 def dropout_reference(x: Tensor, p: float, seed: Tensor) -> Tensor:
-    """Dropout with the random numbers of the kernels: an element's are those of its place in ``x``, read row by row."""
+    """Dropout with the random numbers of the kernels, chosen by the row-major index of each element of ``x``."""
     dropped = int(p * 65536 + 0.5)
     kept = (random_numbers(x.numel(), seed) >= dropped).view(x.shape)
     return torch.where(kept, x * (65536 / (65536 - dropped) if dropped < 65536 else 0.0), 0.0)
 
 
 def random_numbers(count: int, seed: Tensor) -> Tensor:
-    """16 bits for each of ``count`` elements: Philox4x32-10 (Salmon et al. 2011), as ops/csrc/random.h deals them."""
+    """Return 16 bits per element: Philox4x32-10 (Salmon et al. 2011), ordered as in csrc/random.h."""
     blocks = (count + 127) // 128
     call = torch.arange(16 * blocks, device=seed.device)
     a, b, c, d = call & 0xFFFFFFFF, call >> 32, torch.zeros_like(call), torch.zeros_like(call)
     key, other_key = seed & 0xFFFFFFFF, _upper(seed)
     for _ in range(10):
-        first, second = a * 0xD2511F53, c * 0xCD9E8D57  # of 64 bits, the highest taken for a sign
+        first, second = a * 0xD2511F53, c * 0xCD9E8D57  # 64-bit products; the highest bit is the sign
         a, b = _upper(second) ^ b ^ key, second & 0xFFFFFFFF
         c, d = _upper(first) ^ d ^ other_key, first & 0xFFFFFFFF
         key, other_key = (key + 0x9E3779B9) & 0xFFFFFFFF, (other_key + 0xBB67AE85) & 0xFFFFFFFF

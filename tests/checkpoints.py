@@ -1,4 +1,4 @@
-"""Parts of a checkpoint as a run writes them."""
+"""Example contents of a training checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from detr_bf.engine.checkpoint import rng_state
 
 
 def training(step: int = 4, parameter: nn.Parameter | None = None) -> dict[str, Any]:
-    """The state with which training goes on: a step of AdamW on one parameter."""
+    """Training state after one AdamW step on one parameter."""
     parameter = nn.Parameter(torch.zeros(2)) if parameter is None else parameter
     optimizer = torch.optim.AdamW([parameter])
     parameter.grad = torch.ones_like(parameter)

@@ -1,4 +1,4 @@
-"""Fixtures that several folders use."""
+"""Fixtures shared by several test packages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 
 
 def _painted(width: int, height: int, image: int, boxes: Sequence[Sequence[int]]) -> Image.Image:
-    """An RGB image: a dark background of its own, each box (x, y, w, h) one solid colour."""
+    """Draw an RGB image: a dark background that depends on the image, each box (x, y, w, h) in one colour."""
     picture = Image.new("RGB", (width, height), (20, image % 100, image // 100 % 100))
     colours = ((255, 120, 0), (0, 255, 120), (120, 0, 255), (255, 255, 0))
     for colour, (x, y, w, h) in zip(colours, boxes, strict=False):
@@ -31,12 +31,12 @@ def _painted(width: int, height: int, image: int, boxes: Sequence[Sequence[int]]
 
 @pytest.fixture
 def coco_folder(tmp_path: Path) -> Callable[..., SimpleNamespace]:
-    """A factory of tiny valid COCO data sets on disk.
+    """Factory of tiny valid COCO data sets on disk.
 
     ``coco_folder(num_images=4, category_ids=(3, 7, 90), objects=2, size=(64, 48), name="train", first_image_id=1)``
     gives ``.images`` (folder), ``.annotations`` (JSON path) and ``.content`` (the JSON's object; after changing it,
     ``.save()`` writes it again). Files are ``{image_id:04d}.png`` of ``size`` (width, height). Every image holds
-    ``objects`` (0 to 4) non-overlapping solid rectangles; categories go round, so that all occur as soon as
+    ``objects`` (0 to 4) non-overlapping solid rectangles; categories alternate, so that all occur if
     ``num_images * objects >= len(category_ids)``. Two folders with different image ids share no content.
     """
 
@@ -85,7 +85,7 @@ def coco_folder(tmp_path: Path) -> Callable[..., SimpleNamespace]:
 
 
 def _boxes(width: int, height: int, image_id: int, objects: int) -> list[tuple[int, int, int, int]]:
-    """One box (x, y, w, h) in each of the first ``objects`` quarters of the image, varying with the image."""
+    """Return one box (x, y, w, h) in each of the first ``objects`` quarters of the image; sizes vary by image."""
     half_width, half_height = width // 2, height // 2
     shift = image_id % 4
     return [
@@ -96,7 +96,7 @@ def _boxes(width: int, height: int, image_id: int, objects: int) -> list[tuple[i
 
 @pytest.fixture
 def panoptic_folder(tmp_path: Path) -> Callable[..., SimpleNamespace]:
-    """A factory of tiny valid COCO panoptic data sets on disk.
+    """Factory of tiny valid COCO panoptic data sets on disk.
 
     ``panoptic_folder(num_images=4, size=(64, 48), name="train", first_image_id=1)`` gives ``.images`` and ``.panoptic``
     (folders), ``.annotations`` (JSON path) and ``.content`` (the JSON's object; after changing it, ``.save()`` writes
@@ -147,10 +147,10 @@ def panoptic_folder(tmp_path: Path) -> Callable[..., SimpleNamespace]:
 
 
 def _segments(width: int, height: int, image_id: int) -> tuple[np.ndarray, list[dict[str, Any]]]:
-    """Segment ids (height, width) int32 and their ``segments_info``, a function of the image id."""
+    """Generate segment ids (height, width) int32 and their ``segments_info`` from the image id."""
     random = np.random.default_rng(image_id)
     columns, rows = np.meshgrid(np.arange(width), np.arange(height))
-    order = np.where(columns + rows // 2 < random.integers(width // 2, width), 4, 5)  # numbers of the segments, 0: void
+    order = np.where(columns + rows // 2 < random.integers(width // 2, width), 4, 5)  # index of the segment, 0: void
     for number, (right, lower) in ((1, (0, 0)), (2, (1, 0)), (3, (0, 1)), (0, (1, 1))):
         x, y = (int(random.integers(1, side // 8)) for side in (width, height))
         w, h = (int(random.integers(side // 8, side // 4 + 1)) for side in (width, height))
@@ -174,7 +174,7 @@ def _segments(width: int, height: int, image_id: int) -> tuple[np.ndarray, list[
 
 
 def _coloured(ids: np.ndarray, segments: Sequence[dict[str, Any]], image_id: int) -> Image.Image:
-    """An RGB image, each category one colour, void black but for a trace of the image id."""
+    """Draw an RGB image with one colour per category; void is nearly black and encodes the image id."""
     colours = {3: (250, 120, 20), 7: (20, 250, 120), 100: (60, 60, 200), 120: (150, 150, 150)}
     pixels = np.full((*ids.shape, 3), (0, 0, image_id % 100), dtype=np.uint8)
     for segment in segments:
@@ -188,7 +188,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(params=[pytest.param("compiled", marks=needs_kernels), "reference"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kernels, then the plain PyTorch reference, in the same test."""
+    """Run a test with the kernels and with the PyTorch reference."""
     if request.param == "reference":
-        monkeypatch.setitem(library.PROBLEMS, "cpu", "the test wants the reference")
+        monkeypatch.setitem(library.PROBLEMS, "cpu", "the test uses the reference")
     return request.param

@@ -1,4 +1,4 @@
-"""What the tests of the operators share."""
+"""Helpers shared by the operator tests."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import torch
 
 from detr_bf.ops import library
 
-# What needs the compiled kernels.
 needs_kernels = pytest.mark.skipif(not library.DECLARED, reason=f"compiled kernels: {library.PROBLEMS['cpu']}")
 
-# Inductor compiles C++ for each graph, which takes its time.
+# Inductor compiles C++ for each graph, which is slow.
 compilers = pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 
 
 def compile_whole(function: Callable[..., Any], compiler: str) -> Callable[..., Any]:
-    """One graph for all sizes. Inductor is told to draw the random numbers that PyTorch draws, not its own."""
+    """Compile one graph for all sizes; inductor uses the random numbers of PyTorch, not its own."""
     torch._dynamo.reset()
     options = {"fallback_random": True} if compiler == "inductor" else None
     return torch.compile(function, fullgraph=True, dynamic=True, backend=compiler, options=options)

@@ -1,4 +1,4 @@
-"""Train or evaluate inside detectron2, from one of its LazyConfig files.
+"""Train or evaluate inside detectron2 from a LazyConfig file.
 
 python tools/d2_lazy_train_net.py --config-file configs/detectron2/lazy/detr_r50_bfv2.py --num-gpus 8
 python tools/d2_lazy_train_net.py --config-file … --eval-only train.init_checkpoint=detr-r50-e632da11.pth
@@ -11,12 +11,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from detr_bf.interop.detectron2.command import command
+from detr_bf.interop.detectron2 import run_training
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit code."""
-    return command("train_lazy", arguments)
+    return run_training("train_lazy", arguments)
 
 
 if __name__ == "__main__":

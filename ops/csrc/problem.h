@@ -1,4 +1,4 @@
-// The sizes of one call of ms_deform_attn, checked: whoever calls the operator past detr_bf.ops must not crash either.
+// Checked sizes of one ms_deform_attn call: a direct call of torch.ops.detr_bf must not crash either.
 #pragma once
 
 #include <cstdint>
@@ -20,19 +20,19 @@ struct Problem {
   }
 };
 
-// Locations, their gradients and all sums are float32; float64 where value is float64.
+// Locations, their gradients and all sums are float32, or float64 if value is float64.
 inline ScalarType accumulation_type(const Tensor& value) {
   return value.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// spatial_shapes: height and width of each level, one after another.
+// spatial_shapes: height and width of each level, flattened.
 inline void check_levels(const Problem& p, const std::vector<int64_t>& spatial_shapes,
                          const std::vector<int64_t>& level_start_index) {
   STD_TORCH_CHECK(spatial_shapes.size() % 2 == 0 && static_cast<int64_t>(spatial_shapes.size() / 2) == p.levels &&
                       static_cast<int64_t>(level_start_index.size()) == p.levels,
                   "ms_deform_attn: spatial_shapes and level_start_index must have one entry for each of ", p.levels,
                   " levels");
-  STD_TORCH_CHECK(p.cells < std::numeric_limits<int32_t>::max(), "ms_deform_attn: 2^31 cells and more are not supported");
+  STD_TORCH_CHECK(p.cells < std::numeric_limits<int32_t>::max(), "ms_deform_attn: value must have fewer than 2^31 cells");
   int64_t end = 0;
   for (int64_t level = 0; level < p.levels; ++level) {
     const int64_t height = spatial_shapes[2 * level], width = spatial_shapes[2 * level + 1];
@@ -40,7 +40,7 @@ inline void check_levels(const Problem& p, const std::vector<int64_t>& spatial_s
     STD_TORCH_CHECK(height > 0 && width > 0, "ms_deform_attn: level ", level, " is ", height, " x ", width);
     STD_TORCH_CHECK(start >= end, "ms_deform_attn: level ", level, " starts at ", start,
                     ", before the end of the level before it, ", end);
-    // Divided, not multiplied: the product of two sizes may not fit into 64 bits.
+    // Division instead of multiplication: the product of two sizes may not fit into 64 bits.
     STD_TORCH_CHECK(start <= p.cells && height <= (p.cells - start) / width, "ms_deform_attn: level ", level, " of ",
                     height, " x ", width, " cells, from cell ", start, ", does not fit into the ", p.cells,
                     " cells of value");
@@ -48,7 +48,7 @@ inline void check_levels(const Problem& p, const std::vector<int64_t>& spatial_s
   }
 }
 
-// Everything a call is given, before anything is read. grad_output is null in the forward pass.
+// Check all arguments of a call before anything is read. grad_output is null in the forward pass.
 inline Problem check_problem(DeviceType device, const Tensor& value, const std::vector<int64_t>& spatial_shapes,
                              const std::vector<int64_t>& level_start_index, const Tensor& locations,
                              const Tensor& weights, const Tensor* grad_output = nullptr) {
@@ -74,7 +74,7 @@ inline Problem check_problem(DeviceType device, const Tensor& value, const std::
                   "ms_deform_attn: attention_weights must have the dtype of value");
   STD_TORCH_CHECK(locations.scalar_type() == accumulation_type(value),
                   "ms_deform_attn: sampling_locations must be float32, or float64 where value is float64");
-  // All products that kernels and launchers make of sizes are parts of these.
+  // All products of sizes in kernels and launchers are bounded by these.
   const int64_t row = product(name, {p.heads, p.channels});
   product(name, {p.levels, p.points});
   product(name, {p.images, p.cells, p.heads, p.channels});

@@ -1,8 +1,8 @@
-// Dropout's random numbers, the same on every device: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as
-// easy as 1, 2, 3"), which makes them from a seed and a number of the call alone.
+// Random numbers of dropout, the same on every device: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as
+// easy as 1, 2, 3"), a function of the seed and a call counter only.
 //
-// An element takes 16 bits. 16 calls serve a block of 128 elements, call c the elements c, c + 16, ... c + 112 of it:
-// so a vector of calls gives neighbouring elements, for vectors of any width up to 16.
+// An element takes 16 bits. 16 calls serve a block of 128 elements; call c serves the elements c, c + 16, ..., c + 112.
+// A vector of calls therefore gives neighbouring elements, for vectors of any width up to 16.
 #pragma once
 
 #include <cstdint>
@@ -19,10 +19,10 @@ constexpr int kCallsOfBlock = 16;
 constexpr int kNumbersOfCall = 8;  // four words of 32 bits, the lower half of each before its upper half
 constexpr int kElementsOfBlock = kCallsOfBlock * kNumbersOfCall;
 
-// The probability is rounded to a multiple of 2^-16; the scale is that of the rounded one, so that the mean is kept.
+// The probability is rounded to a multiple of 2^-16; the scale follows from the rounded one, so the mean is kept.
 struct DropoutRate {
-  uint32_t dropped;  // of 2^16 elements; one whose number is below is dropped
-  double scale;      // of those that are kept
+  uint32_t dropped;  // threshold out of 2^16: an element is dropped if its random number is below
+  double scale;      // of the kept elements
 
   explicit DropoutRate(double probability)
       : dropped(static_cast<uint32_t>(probability * 65536 + 0.5)),
@@ -31,8 +31,8 @@ struct DropoutRate {
 
 namespace {  // compiled for several instruction sets: see cpu/simd.h
 
-// Word: an unsigned integer of 64 bits or a vector of them. Of each only the lower half counts, here and in the result;
-// multiply_lower_halves(Word, uint32_t) gives products of 64 bits.
+// Word: an unsigned 64-bit integer or a vector of them. Only the lower half of each is used, here and in the result;
+// multiply_lower_halves(Word, uint32_t) gives 64-bit products.
 template <class Word, class Multiply>
 DETR_BF_HOST_DEVICE inline void philox(uint64_t seed, Word call, Multiply multiply_lower_halves, Word (&words)[4]) {
   Word a = call, b = call >> 32, c{}, d{};

@@ -1,4 +1,4 @@
-// What the operators are called and take. Their meaning for tensors without data and their derivatives are in Python.
+// Names and arguments of the operators. Their fake-tensor implementations and derivatives are in Python.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/macros.h>
 

@@ -1,5 +1,4 @@
-// The tensors of batch_attention and dropout, checked: whoever calls the operators past detr_bf.ops must not crash
-// either.
+// Checked tensors of batch_attention and dropout: a direct call of torch.ops.detr_bf must not crash either.
 #pragma once
 
 #include <array>
@@ -28,7 +27,7 @@ inline bool are_alike(const Tensor& one, const Tensor& other) {
   return true;
 }
 
-// The arguments of dropout. `other` is read beside the input, if there is one; without a seed nothing is drawn.
+// The arguments of dropout. `other` is an optional second input; without a seed no random numbers are drawn.
 inline Type check_dropout(const char* operation, DeviceType device, const Tensor& input, const Tensor* other,
                           double probability, const Tensor* seed) {
   check_memory(operation, device, {{"the first tensor", &input}, {"the second tensor", other}, {"the seed", seed}});
@@ -48,15 +47,15 @@ inline std::array<Tensor, 3> unpacked(const Tensor& packed) {
   return {part(0), part(1), part(2)};
 }
 
-// Query, key and value (B, N, H, D) with the channels of a row one after another; mask (B, N) contiguous.
+// Query, key and value (B, N, H, D) with contiguous channels; mask (B, N) contiguous.
 struct Sequences {
   Type type;
   Tensor query, key, value;
   std::optional<Tensor> key_mask;
   DropoutRate rate;
-  std::optional<Tensor> seed;  // one int64; there where anything is dropped
+  std::optional<Tensor> seed;  // one int64; present if anything is dropped
 
-  // Refuses what does not belong together; grad_output is null in the forward pass.
+  // Raises on inconsistent tensors; grad_output is null in the forward pass.
   Sequences(DeviceType device, const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask,
             double probability, const std::optional<Tensor>& seed, const Tensor* grad_output = nullptr)
       : type(checked(device, q, k, v, pointer(mask), probability, pointer(seed), grad_output)),
@@ -97,7 +96,7 @@ struct Sequences {
     check_probability(probability);
     STD_TORCH_CHECK(seed != nullptr || probability == 0, "batch_attention: dropout needs a seed");
     if (seed != nullptr) check_seed(*seed);
-    // All products that kernels and launchers make of sizes are parts of these; the second counts the probabilities.
+    // All products of sizes in kernels and launchers are bounded by these; the second is the number of probabilities.
     product(name, {images, positions, 3, heads, channels});
     if (query.numel() > 0) product(name, {images, images, positions, heads});
     return type_of(query, name);

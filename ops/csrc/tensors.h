@@ -1,4 +1,4 @@
-// What every binding asks of a tensor, on any device.
+// Checks of tensor arguments shared by all bindings, on any device.
 #pragma once
 
 #include <cstdint>
@@ -29,11 +29,11 @@ inline Type type_of(const Tensor& tensor, const char* operation) {
   }
 }
 
-// The product of sizes. One above 2^57 is refused, so that its bytes can be counted in 64 bits.
+// Product of the sizes; more than 2^57 elements are an error, so that the number of bytes fits 64 bits.
 inline int64_t product(const char* operation, std::initializer_list<int64_t> sizes) {
   constexpr int64_t most = int64_t{1} << 57;
   for (const int64_t size : sizes) {
-    if (size == 0) return 0;  // whatever the others are
+    if (size == 0) return 0;  // even if another size is too large
   }
   int64_t result = 1;
   for (const int64_t size : sizes) {
@@ -43,13 +43,13 @@ inline int64_t product(const char* operation, std::initializer_list<int64_t> siz
   return result;
 }
 
-// An argument of an operator; null where an optional one is missing.
+// An argument of an operator; null if an optional one is missing.
 struct Argument {
   const char* name;
   const Tensor* tensor;
 };
 
-// Whether the memory of a tensor reaches to the last element its sizes and strides name.
+// True if the storage of a tensor covers the last element addressed by its sizes and strides.
 inline bool holds_its_elements(const Tensor& tensor) {
   int64_t last = tensor.storage_offset(), bytes = 0, stored = 0;
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
@@ -64,8 +64,8 @@ inline bool holds_its_elements(const Tensor& tensor) {
   return bytes < stored && tensor.data_ptr() != nullptr;
 }
 
-// Kernels read and write by address: every argument must have its memory, on the one device that the first is on, which
-// must be of the type the kernels are for.
+// Kernels read and write raw addresses: every argument needs storage, on the device of the first one, which must be of
+// the type of the kernels.
 inline void check_memory(const char* operation, DeviceType type, std::initializer_list<Argument> arguments) {
   const Argument& first = *arguments.begin();
   STD_TORCH_CHECK(first.tensor->device().type() == type, operation, ": the kernels are not for the device of ",
@@ -79,7 +79,7 @@ inline void check_memory(const char* operation, DeviceType type, std::initialize
   }
 }
 
-// (., ., ., D) of any strides, but the D channels of a row one after another.
+// (., ., ., D) with any strides, except that the D channels of a row are contiguous.
 inline bool has_channels_together(const Tensor& tensor) { return tensor.size(3) == 1 || tensor.stride(3) == 1; }
 inline Tensor with_channels_together(const Tensor& tensor) {
   return has_channels_together(tensor) ? tensor : torch::stable::contiguous(tensor);

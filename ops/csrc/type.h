@@ -1,4 +1,4 @@
-// The types of number that kernels take, as a value.
+// Scalar types of the kernels, as a runtime value.
 #pragma once
 
 namespace detr_bf {

@@ -1,4 +1,4 @@
-"""What plug-ins cost, on a tiny model."""
+"""Cost of the plug-ins, with a tiny model."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_step_learns_with_the_plug_in_it_is_named_after(variant: str) -> None:
 
 
 def expected_plugins(variant: str) -> set[str]:
-    """Those with parameters of their own."""
+    """Variants with their own parameters."""
     if variant in (plugins.AGAIN, "batchformer_v2_duplicate", "context_broadcasting_upper", "context_broadcasting_all"):
         return set()
     names = ("batchformer_v2", "batchformer", "context_broadcasting", "diverse_patch", "relative_localization")
@@ -117,9 +117,9 @@ def test_the_batch_is_mixed_in_each_step_as_the_recipe_says(monkeypatch: pytest.
         step()
         step()
         first, second = seen
-        assert first.targets.shares is not None
+        assert first.targets.soft_labels is not None
         assert not torch.equal(first.images, second.images)
-        assert first.targets.shares.shape == (4, plugins.NUM_CLASSES)
+        assert first.targets.soft_labels.shape == (4, plugins.NUM_CLASSES)
         assert (first.targets.patch_labels is not None) == along_patches
 
 
@@ -137,7 +137,7 @@ def test_the_batch_is_mixed_in_each_step_as_the_recipe_says(monkeypatch: pytest.
 def test_it_is_the_step_of_a_training_run(
     settings: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no random numbers are drawn in a step."""
+    """Variants that draw no random numbers in a step."""
     monkeypatch.setattr(plugins, "NUM_CLASSES", 10)
     monkeypatch.setattr(plugins, "SEED", 42)
     config = config_of(*settings, *DIGITS)

@@ -1,4 +1,4 @@
-"""What the soak tells from the files of a killed run, and a short one."""
+"""Conclusions from the files of a killed run, and a short soak."""
 
 from __future__ import annotations
 

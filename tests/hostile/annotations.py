@@ -1,4 +1,4 @@
-"""COCO files with wrong values at every place: the doctor and training must say the same of them."""
+"""COCO files with a wrong value in every field; data checks and training must agree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.hostile import ground
 from tests.hostile.battery import DISAGREE, NEXT_COMMAND, Build, Case, Place
 
 Content = dict[str, Any]
-HERE = "/the/folder/of/the/case"  # stands for it in the content of an annotation file
+HERE = "/the/folder/of/the/case"  # placeholder in the content of an annotation file
 HUGE = int("9" * 400)
 
 
@@ -24,7 +24,7 @@ def detection(
     images: tuple[Path | None, Path | None] = (None, None),
     panoptic: bool = False,
 ) -> Path:
-    """Write a config whose annotations are given as content, text or bytes; None: those of the ground."""
+    """Write a config whose annotations are given as content, text or bytes; None: the file of the ground."""
     kind = "panoptic_" if panoptic else ""
     lines = []
     for name, content, folder in (("train", train, images[0]), ("val", val, images[1])):
@@ -42,7 +42,7 @@ def detection(
 
 
 def dumps(content: Any) -> str:
-    """JSON with every kind of value, integers of 400 digits and lone surrogates too."""
+    """Dump JSON with any value, including integers of 400 digits and lone surrogates."""
     import sys
 
     before = sys.get_int_max_str_digits()
@@ -54,7 +54,7 @@ def dumps(content: Any) -> str:
 
 
 def check(config: Path, *settings: str) -> int:
-    """Examine the data."""
+    """Run the data checks."""
     from tools.check_data import main
 
     return main(["--config", str(config), *settings])
@@ -68,7 +68,7 @@ def train(config: Path, *settings: str) -> int:
 
 
 def agree(config: Path, *settings: str) -> int:
-    """The exit code of the doctor, if training ends with the same one."""
+    """Return the exit code of the data checks, or DISAGREE if training returns another."""
     first = check(config, *settings)
     print(NEXT_COMMAND, flush=True)
     second = train(config, *settings)
@@ -82,7 +82,7 @@ Change = Callable[[Content], Any]
 
 
 def mutated(change: Change, split: str = "train", **options: Any) -> Build:
-    """A case whose annotation file was changed in place, or replaced by what the function returns."""
+    """A case with an annotation file changed by a function, or replaced by the return value of the function."""
 
     def build(place: Place) -> Callable[[], int]:
         content: Content = ground.panoptic() if options.get("panoptic") else ground.coco()
@@ -142,7 +142,7 @@ def twice(part: str, key: str) -> Change:
 
 
 def added(annotation: Content) -> Change:
-    """One more annotation, on the first image."""
+    """Add an annotation to the first image."""
 
     def change(content: Content) -> None:
         first = content["annotations"][0]
@@ -152,7 +152,7 @@ def added(annotation: Content) -> Change:
 
 
 def without(*keys: str, **values: Any) -> Change:
-    """One more annotation that lacks some keys."""
+    """Add an annotation without some keys."""
 
     def change(content: Content) -> None:
         more = {**content["annotations"][0], "id": 999, **values}
@@ -180,7 +180,7 @@ FILES: dict[str, Any] = {
     "truncated": json.dumps(ground.coco())[:-40],
 }
 
-BAD: dict[str, tuple[Change, str]] = {  # exit code 2, and a word that must be said
+BAD: dict[str, tuple[Change, str]] = {  # exit code 2, and a word required in the message
     "images is null": (whole("images", None), "images"),
     "images is an object": (whole("images", {"1": {}}), "images"),
     "no images": (whole("images", []), "images"),
@@ -251,7 +251,7 @@ BAD: dict[str, tuple[Change, str]] = {  # exit code 2, and a word that must be s
     "crowd without bbox": (without("bbox", iscrowd=1), "box"),
 }
 
-ODD: dict[str, Change] = {  # accepted or refused, but by doctor and training alike
+ODD: dict[str, Change] = {  # accepted or refused, but data checks and training must agree
     "annotation id is a list": put("annotations", "id", [1]),
     "annotation id is a string": put("annotations", "id", "one"),
     "annotation id of 70 bits": put("annotations", "id", 2**70),
@@ -299,7 +299,7 @@ ODD: dict[str, Change] = {  # accepted or refused, but by doctor and training al
     ),
 }
 
-NAMES = {  # class names that must be shown, drawn and written without harm
+NAMES = {  # class names that must be printed, drawn and written safely
     "ends in a newline": "cat\n",
     "forges a line": "cat\nFORGED\n",
     "holds a tab": "a\tb",
@@ -324,7 +324,7 @@ NAMES = {  # class names that must be shown, drawn and written without harm
 
 
 def renamed(name: str) -> Build:
-    """Both splits have a class of that name; a whole run with its report."""
+    """A whole run with report; both splits have a class of that name."""
 
     def build(place: Place) -> Callable[[], int]:
         contents = [ground.coco(first=first) for first in (1, 101)]
@@ -337,7 +337,7 @@ def renamed(name: str) -> Build:
 
 
 def predict(place: Place) -> int:
-    """Draw everything that the run of the case finds in one image."""
+    """Draw all detections in one image."""
     from tools.predict import main
 
     command = ["--checkpoint", "run", "--output", "found", "--threshold", "0", "--device", "cpu"]
@@ -353,7 +353,7 @@ def as_file(text: Any) -> Build:
 
 
 def special(make: Callable[[Path], Any]) -> Build:
-    """The annotation file is something else than a file, or a strange one."""
+    """The annotation path is not a regular file, or an unusual one."""
 
     def build(place: Place) -> Callable[[], int]:
         config = detection(place, train="")
@@ -365,7 +365,7 @@ def special(make: Callable[[Path], Any]) -> Build:
 
 
 def sparse(path: Path) -> None:
-    """A file of 30 GB that takes no room."""
+    """A sparse file of 30 GB."""
     with path.open("wb") as file:
         file.truncate(30 * 2**30)
 
@@ -377,7 +377,7 @@ def fifo(path: Path) -> None:
 
 
 def cases() -> Iterator[Case]:
-    """All of them."""
+    """Yield all cases of this module."""
     group, written = "annotations", ("run",)
     for name, text in FILES.items():
         yield Case(group, name, as_file(text), says=("train.json",))

@@ -1,4 +1,4 @@
-"""The Python API with arguments that are wrong: a clear exception each, never NaN, never a raw one."""
+"""Wrong arguments of the Python API: a clear exception, never NaN, never an internal error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.hostile.battery import Build, Case, Place
 from tests.hostile.images import BROKEN
 
 OURS = ("InputError",)
-OURS_OR_PLAIN = ("InputError", "TypeError", "ValueError")  # where a wrong type is passed
+OURS_OR_PLAIN = ("InputError", "TypeError", "ValueError")  # for arguments of a wrong type
 
 
 def load(argument: Any, kind: str = "load", device: Any = "cpu") -> Build:
@@ -31,7 +31,7 @@ def load(argument: Any, kind: str = "load", device: Any = "cpu") -> Build:
 def with_predictor(
     make: Callable[[Any, Place], Any], use: Callable[[Any, Any], Any] | None = None, run: str = "detector"
 ) -> Build:
-    """Give a predictor of the ground what the function makes of torch."""
+    """Call a predictor of the ground with an input made by the function."""
 
     def build(place: Place) -> Callable[[], Any]:
         import torch
@@ -46,7 +46,7 @@ def with_predictor(
 
 
 def _finite(found: Any) -> Any:
-    """Return the result, if it is an answer at all."""
+    """Return the result after checking that it is valid."""
     import torch
 
     for values in (
@@ -110,7 +110,7 @@ IMAGES: dict[str, Callable[[Any, Place], Any]] = {
         for name in ("empty", "a text", "EPS", "PNG bomb", "a pipe", "30 GB of nothing", "a link to itself")
     },
 }
-FINE: dict[str, Callable[[Any, Place], Any]] = {  # unusual and right
+FINE: dict[str, Callable[[Any, Place], Any]] = {  # unusual but valid
     "one pixel": lambda torch, place: torch.zeros(3, 1, 1, dtype=torch.uint8),
     "one row of 5,000": lambda torch, place: torch.zeros(3, 1, 5000, dtype=torch.uint8),
     "not contiguous": lambda torch, place: torch.zeros(32, 24, 3, dtype=torch.uint8).permute(2, 1, 0),
@@ -225,7 +225,7 @@ PLUGINS = dict(
 
 
 def cases() -> Iterator[Case]:
-    """All of them."""
+    """Yield all cases of this module."""
     group = "api"
     for name, argument in {
         "nothing": "",
@@ -312,7 +312,7 @@ def lower(call: Callable[[Place], Any]) -> Build:
 
 
 def _lower(group: str) -> Iterator[Case]:
-    """Functions below the top of the package that users call too."""
+    """Yield cases of functions in subpackages that users call."""
     for name, call in LOWER.items():
         yield Case(group, name, lower(call), codes=(), raises=OURS_OR_PLAIN)
 

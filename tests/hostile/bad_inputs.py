@@ -1,4 +1,4 @@
-"""About 1,900 bad inputs, one after another: ``python tests/hostile/bad_inputs.py [--group NAME] [--match TEXT]``.
+"""Run about 1,900 bad inputs: ``python tests/hostile/bad_inputs.py [--group NAME] [--match TEXT]``.
 
 Prints a table and every failure with its output; exit code 1 if any case failed. ``--every 5`` runs a fifth of them.
 """
@@ -35,7 +35,7 @@ PRELOADED = (
 
 
 def preload() -> None:
-    """Import what the cases need, so that their processes start with it; no computation, which would start threads."""
+    """Import the modules that the cases need before forking, without computations, which would start threads."""
     for name in PRELOADED:
         importlib.import_module(name)
     import torch
@@ -49,7 +49,7 @@ def preload() -> None:
 
 
 def make_ground(folder: Path) -> None:
-    """In a process of its own: threads of torch do not survive a fork."""
+    """Make the ground in a separate process, because threads of torch do not survive a fork."""
     child = os.fork()
     if child == 0:
         code = 70
@@ -80,9 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--match", metavar="TEXT", help="only cases whose title holds this")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th case of each module")
     parser.add_argument("--module", action="append", metavar="NAME", help="read the cases from here; default all")
-    parser.add_argument("--seconds", type=float, metavar="X", help="that a call may take, instead of each case's own")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write how each case went")
-    parser.add_argument("--list", action="store_true", help="print the titles alone")
+    parser.add_argument("--seconds", type=float, metavar="X", help="time limit of a call, instead of that of each case")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result of each case")
+    parser.add_argument("--list", action="store_true", help="only print the titles")
     parser.add_argument("--verbose", action="store_true", help="print every case as it ends")
     options = parser.parse_args(arguments)
     chosen = list(chosen_cases(options))
@@ -97,13 +97,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.module or set(options.module) <= set(MODULES):
             make_ground(scratch / "ground")
 
-        def told(verdict: battery.Verdict) -> None:
+        def report(verdict: battery.Verdict) -> None:
             if not verdict.passed:
                 print(verdict, flush=True)
             elif options.verbose:
                 print(f"passed {verdict.case} ({verdict.outcome}, {verdict.seconds:.2f} s)", flush=True)
 
-        verdicts = battery.run_battery(chosen, scratch / "ground", scratch, told)
+        verdicts = battery.run_battery(chosen, scratch / "ground", scratch, report)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if options.json:
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def chosen_cases(options: argparse.Namespace) -> Iterator[battery.Case]:
-    """The cases the options ask for; no title occurs twice."""
+    """Yield the selected cases; titles must be unique."""
     titles: set[str] = set()
     for name in options.module or MODULES:
         for number, case in enumerate(importlib.import_module(f"tests.hostile.{name}").cases()):

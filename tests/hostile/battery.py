@@ -1,8 +1,8 @@
-"""The runner of a battery of bad inputs: each case in a process of its own, watched from outside.
+"""Runner for bad inputs: every case runs in a separate process and is checked from outside.
 
-A case builds its files in a fresh folder and calls a tool or a function of the API. The runner forks for every case, so
-that a crash or a hang ends that case alone, and then judges the exit code or exception, everything that was printed,
-and every file in reach: what stood there before must be byte-identical, and what is new must be allowed.
+A case builds its files in a new folder and calls a tool or a function of the API. The runner forks for every case, so
+that a crash or a hang ends only that case. Then it checks the exit code or exception, the output, and all files:
+existing files must be byte-identical, and new files must be allowed by the case.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-SECONDS = 10.0  # of a call; what takes longer hangs
-BUILD_SECONDS = 60.0  # of a case's preparation
-MEMORY = 8 * 2**30  # bytes of address space a case may take beyond what the runner has
+SECONDS = 10.0  # limit of a call; a longer one counts as a hang
+BUILD_SECONDS = 60.0  # limit of the preparation of a case
+MEMORY = 8 * 2**30  # bytes of address space of a case beyond that of the runner
 LONGEST = 30_000  # characters of output
-SECRET = "hostile-secret-93f1c7"  # the value of $HOSTILE_SECRET, which no output may show
-FORGED = "FORGED"  # a line that only a line break in a name can make
+SECRET = "hostile-secret-93f1c7"  # value of $HOSTILE_SECRET, which must not appear in any output
+FORGED = "FORGED"  # a line that only a line break in a name can produce
 NEXT_COMMAND = "==== next command"  # on standard output and standard error, between the commands of a case
-DISAGREE = 99  # exit code of a case whose two commands should have given the same one
-USERS = {  # in the working directory of every case
+DISAGREE = 99  # exit code of a case whose two commands returned different exit codes
+USERS = {  # files of the user in the working directory of every case
     "notes.md": "my notes\n",
     ".terraform.lock.hcl": "provider {}\n",
     ".env.production.local": "KEY=value\n",
     ".eslintrc.base.json": "{}\n",
 }
-CURSOR_UP = "\x1b[A"  # tqdm's, of nested progress bars
+CURSOR_UP = "\x1b[A"  # printed by nested tqdm progress bars
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Place:
     """Folders of a case."""
 
     folder: Path  # the working directory; holds the files of USERS
-    ground: Path  # what all cases share and none may change
-    base: Path  # holds the folder, $HOME, $TMPDIR and the cache
+    ground: Path  # data and runs shared by all cases, read-only
+    base: Path  # contains the folder, $HOME, $TMPDIR and the cache
 
     def write(self, name: str, content: str | bytes) -> Path:
         path = self.folder / name
@@ -62,7 +62,7 @@ class Place:
         return path
 
     def copy(self, name: str, target: str | None = None) -> Path:
-        """A file or folder of the ground, in the folder of the case."""
+        """Copy a file or folder of the ground to the folder of the case."""
         source, path = self.ground / name, self.folder / (target or Path(name).name)
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, path) if source.is_dir() else shutil.copy2(source, path)
@@ -74,19 +74,19 @@ Build = Callable[[Place], Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """One bad input, and the right answer to it."""
+    """A bad input and the expected reaction."""
 
     group: str
     name: str
     build: Build  # writes the files and returns the call
     codes: tuple[int, ...] = (2,)  # exit codes of a tool; empty: a function of the API
-    raises: tuple[str, ...] = ()  # names of the exceptions of a function of the API, subclasses not counted
-    may_return: bool = False  # the function may also return, as may a tool with one of the codes
-    says: tuple[str, ...] = ()  # what output or message must hold, one of the alternatives around "|"
-    never: tuple[str, ...] = ()  # what neither output nor new files may hold
-    writes: tuple[str, ...] = ()  # patterns of what may be new, relative to the folder
-    rewrites: tuple[str, ...] = ()  # of what may be new or other than before
-    leaves: tuple[str, ...] = ()  # what must be there afterwards
+    raises: tuple[str, ...] = ()  # names of allowed exceptions of an API function, without subclasses
+    may_return: bool = False  # an API function may also return
+    says: tuple[str, ...] = ()  # words required in output or message; "|" separates alternatives
+    never: tuple[str, ...] = ()  # words forbidden in output and new files
+    writes: tuple[str, ...] = ()  # patterns of allowed new files, relative to the folder
+    rewrites: tuple[str, ...] = ()  # patterns of files that may be new or changed
+    leaves: tuple[str, ...] = ()  # files that must exist afterwards
     seconds: float = SECONDS
 
     @property
@@ -96,7 +96,7 @@ class Case:
 
 @dataclass
 class Verdict:
-    """How a case went."""
+    """Result of a case."""
 
     case: str
     faults: list[str] = field(default_factory=list)
@@ -115,7 +115,7 @@ class Verdict:
 
 
 def shown_line(text: str) -> str:
-    """One line without control characters; independent of the code under test."""
+    """Escape control characters, independently of the code under test."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)[:400]
 
 
@@ -123,7 +123,7 @@ def shown_line(text: str) -> str:
 
 
 def run_case(case: Case, ground: Path, scratch: Path) -> Verdict:
-    """Fork, build, call, judge, remove the folder."""
+    """Fork, build, call, check, and remove the folder."""
     base = Path(tempfile.mkdtemp(prefix="case_", dir=scratch))
     place = Place(base / "work", ground, base)
     for folder in ("work", "home", "tmp", "cache"):
@@ -155,17 +155,17 @@ def run_case(case: Case, ground: Path, scratch: Path) -> Verdict:
 
 
 def _live(case: Case, place: Place, writer: int) -> None:
-    """The child: never returns."""
+    """Run the case in the child process; never returns."""
     status = 0
     try:
         os.setsid()
         _enter(place)
         call = case.build(place)
-        _tell(writer, {"before": snapshot(place.base, place.ground)})
-        _tell(writer, {"outcome": _call(call)})
+        _send(writer, {"before": snapshot(place.base, place.ground)})
+        _send(writer, {"outcome": _call(call)})
     except BaseException:
         status = 70
-        _tell(writer, {"broken": traceback.format_exc()})
+        _send(writer, {"broken": traceback.format_exc()})
     finally:
         for stream in (sys.stdout, sys.stderr):
             try:
@@ -176,10 +176,10 @@ def _live(case: Case, place: Place, writer: int) -> None:
 
 
 def confine(folder: Path) -> bool:
-    """Let this process write below a folder, to /dev/null and to shared memory alone.
+    """Restrict writes of this process to a folder, /dev/null and shared memory, with Landlock.
 
-    A case that goes wrong must not reach the machine: a tool that renames a file over its target would replace a
-    device, and the battery may run as root. False where the kernel has no Landlock (Linux 5.19).
+    A faulty case must not damage the machine: a tool that renames a file over its target would replace a device, and
+    the battery may run as root. Returns False if the kernel lacks Landlock (Linux 5.19).
     """
     libc = ctypes.CDLL(None, use_errno=True)
     create, add, restrict, version, no_new_privileges = 444, 445, 446, 1, 38
@@ -202,7 +202,7 @@ def confine(folder: Path) -> bool:
 
 
 def _enter(place: Place) -> None:
-    """The process of a case sees a home, a cache, a folder for temporary files and a secret of its own."""
+    """Set up the process of a case with its own home, cache, temporary folder and secret."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the runner
     os.chdir(place.folder)
     confine(place.base)
@@ -238,21 +238,21 @@ def _call(call: Callable[[], Any]) -> dict[str, Any]:
     return {"code": value} if isinstance(value, int) else {"value": repr(value)[:200]}
 
 
-def _tell(writer: int, message: dict[str, Any]) -> None:
+def _send(writer: int, message: dict[str, Any]) -> None:
     data = json.dumps(message).encode() + b"\n"
     while data:
         data = data[os.write(writer, data) :]
 
 
 def _watch(case: Case, child: int, reader: int, place: Place, verdict: Verdict) -> dict[str, Any] | None:
-    """Return the child's messages and how it ended; it is killed when it takes too long."""
-    told: dict[str, Any] = {}
+    """Return the messages of the child and how it ended; kill it at the time limit."""
+    messages: dict[str, Any] = {}
     data, limit, began = b"", BUILD_SECONDS, time.monotonic()
-    while "outcome" not in told and "broken" not in told:  # what a case started may hold the pipe open
+    while "outcome" not in messages and "broken" not in messages:  # processes started by a case may keep the pipe open
         left = began + limit - time.monotonic()
         ready = select.select([reader], [], [], max(left, 0))[0]
         if not ready:
-            told["hang"] = limit
+            messages["hang"] = limit
             break
         piece = os.read(reader, 1 << 16)
         if not piece:
@@ -260,18 +260,18 @@ def _watch(case: Case, child: int, reader: int, place: Place, verdict: Verdict) 
         data += piece
         *lines, data = data.split(b"\n")
         for line in lines:
-            told |= json.loads(line)
-            if "before" in told and limit == BUILD_SECONDS:
+            messages |= json.loads(line)
+            if "before" in messages and limit == BUILD_SECONDS:
                 limit, began = case.seconds, time.monotonic()
-    if "hang" in told:
+    if "hang" in messages:
         _kill_group(child)
     _, status = os.waitpid(child, 0)
-    _kill_group(child)  # what it started and left
-    if os.WIFSIGNALED(status) and "hang" not in told:
-        told["signal"] = os.WTERMSIG(status)
-    elif os.WIFEXITED(status) and os.WEXITSTATUS(status) not in (0, 70) and "outcome" not in told:
-        told["exit"] = os.WEXITSTATUS(status)
-    return told
+    _kill_group(child)  # its remaining processes
+    if os.WIFSIGNALED(status) and "hang" not in messages:
+        messages["signal"] = os.WTERMSIG(status)
+    elif os.WIFEXITED(status) and os.WEXITSTATUS(status) not in (0, 70) and "outcome" not in messages:
+        messages["exit"] = os.WEXITSTATUS(status)
+    return messages
 
 
 def _kill_group(child: int) -> None:
@@ -286,42 +286,42 @@ def _output(base: Path) -> str:
 
 def _in_words(outcome: dict[str, Any] | None) -> str:
     if not outcome:
-        return "nothing told"
+        return "no message"
     if "outcome" in outcome:
-        told = outcome["outcome"]
-        return f"exit code {told['code']}" if "code" in told else f"{told['type']}" if "type" in told else "returned"
+        result = outcome["outcome"]
+        return f"exit code {result['code']}" if "code" in result else result.get("type", "returned")
     return ", ".join(f"{key} {value}" for key, value in outcome.items() if key != "broken") or "broken"
 
 
 # ---- judgement ----
 
 
-def judge(case: Case, told: dict[str, Any] | None, output: str) -> list[str]:
-    """Return the faults in the end of a case and in its output, a sentence each."""
-    if not told:
-        return ["the process of the case said nothing"]
-    if "broken" in told:
-        return [f"the case itself is broken: {told['broken'].strip().splitlines()[-1]}"]
-    if "hang" in told:
-        stage = "the call" if "before" in told else "the preparation"
-        return [f"hang: {stage} took more than {told['hang']:g} s"]
-    if "signal" in told:
-        return [f"crash: signal {told['signal']} ({signal.Signals(told['signal']).name})"]
-    if "exit" in told or "outcome" not in told:
-        return [f"the process ended by itself with {told.get('exit', 'no word')}"]
-    outcome = told["outcome"]
+def judge(case: Case, messages: dict[str, Any] | None, output: str) -> list[str]:
+    """Return the faults of the outcome and the output of a case, a sentence each."""
+    if not messages:
+        return ["the process of the case sent no message"]
+    if "broken" in messages:
+        return [f"the case itself is broken: {messages['broken'].strip().splitlines()[-1]}"]
+    if "hang" in messages:
+        stage = "the call" if "before" in messages else "the preparation"
+        return [f"hang: {stage} took more than {messages['hang']:g} s"]
+    if "signal" in messages:
+        return [f"crash: signal {messages['signal']} ({signal.Signals(messages['signal']).name})"]
+    if "exit" in messages or "outcome" not in messages:
+        return [f"the process ended by itself with {messages.get('exit', 'no exit code')}"]
+    outcome = messages["outcome"]
     faults = _of_tool(case, outcome, output) if case.codes else _of_function(case, outcome)
     said = output if case.codes else outcome.get("message", "")
     if "type" in outcome or outcome.get("code") not in (0, None):
-        faults += [f"nothing is said of '{word}'" for word in case.says if not _holds(said, word)]
+        faults += [
+            f"the message does not name '{words}'"
+            for words in case.says
+            if not any(word.lower() in said.lower() for word in words.split("|"))
+        ]
     if case.codes:
         return faults + unsafe(output, case.never)
-    # the message of an exception is data: whoever prints it makes it safe
+    # an exception message may hold raw characters: the code that prints it must escape them
     return faults + unsafe(_without_traceback(output), case.never) + leaks(said, case.never)
-
-
-def _holds(text: str, words: str) -> bool:
-    return any(word.lower() in text.lower() for word in words.split("|"))
 
 
 def _of_tool(case: Case, outcome: dict[str, Any], output: str) -> list[str]:
@@ -330,7 +330,7 @@ def _of_tool(case: Case, outcome: dict[str, Any], output: str) -> list[str]:
         return [f"traceback: {outcome['type']}: {first[0] if first else ''}"]
     if "Traceback (most recent call last)" in output:
         return ["a traceback is printed"]
-    lines = output.replace("\r", "\n")  # a progress bar goes back to the start of its line
+    lines = output.replace("\r", "\n")  # a progress bar returns to the start of its line
     code = outcome.get("code")
     faults = [] if code in case.codes else [f"exit code {code}, expected {' or '.join(map(str, case.codes))}"]
     said = r"(?m)^(error: |training stopped: |.*: error: |error +\S)|could not|cannot|skipped"
@@ -380,7 +380,7 @@ def leaks(text: str, never: Sequence[str] = ()) -> list[str]:
 
 
 def snapshot(base: Path, ground: Path) -> dict[str, str]:
-    """A line for each file, folder, link and pipe below both, but for caches and what a case prints."""
+    """Describe every file, folder, link and pipe below both folders, except caches and the output of the case."""
     found: dict[str, str] = {}
     for root, prefix in ((base, ""), (ground, "GROUND/")):
         pending = [root]
@@ -401,7 +401,7 @@ def _encodable(name: str) -> str:
 
 
 def _fingerprint(path: Path, content: bool) -> str:
-    """Kind and content; of the ground the time of the last change of anything, which nobody can set back."""
+    """Describe kind and content; without ``content`` the ctime, which cannot be set back."""
     status = path.lstat()
     if not content:
         return f"{stat.filemode(status.st_mode)}, {status.st_size} bytes, changed at {status.st_ctime_ns}"
@@ -415,7 +415,7 @@ def _fingerprint(path: Path, content: bool) -> str:
 
 
 def compare(case: Case, before: dict[str, str], after: dict[str, str], base: Path) -> list[str]:
-    """Return the files that were changed, removed or made without permission, and secrets in new ones."""
+    """Return forbidden changes of files, missing files, and secrets in new files."""
     faults = [
         f"touched: {name} was {was}, is {after.get(name, 'gone')}"
         for name, was in before.items()
@@ -445,19 +445,19 @@ def _allowed(name: str, patterns: Iterable[str]) -> bool:
 
 
 def run_battery(
-    cases: Sequence[Case], ground: Path, scratch: Path, told: Callable[[Verdict], None] | None = None
+    cases: Sequence[Case], ground: Path, scratch: Path, report: Callable[[Verdict], None] | None = None
 ) -> list[Verdict]:
-    """Every case, one after another."""
+    """Run all cases, one after another."""
     verdicts = []
     for case in cases:
         verdicts.append(run_case(case, ground, scratch))
-        if told is not None:
-            told(verdicts[-1])
+        if report is not None:
+            report(verdicts[-1])
     return verdicts
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """Passed N of M of each group, and of all."""
+    """Format the number of passed cases and the time of each group and of all."""
     groups: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         groups.setdefault(verdict.case.partition("/")[0], []).append(verdict)

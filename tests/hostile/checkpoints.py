@@ -1,4 +1,4 @@
-"""Checkpoints, weights and captures that are damaged, hostile, or hold wrong things in any place."""
+"""Checkpoints, weights and captures that are damaged, malicious, or have wrong values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.hostile.battery import SECRET, Build, Case, Place
 from tests.hostile.images import predict
 
 Content = dict[str, Any]
-LOGGED = ("run/log.txt", "run/detr_bf-run.json", "run/.detr_bf*")  # where a refused --resume leaves traces
+LOGGED = ("run/log.txt", "run/detr_bf-run.json", "run/.detr_bf*")  # files that a refused --resume may write
 Change = Callable[[Content], Any]
 
 
@@ -32,7 +32,7 @@ def save(content: Any, path: Path) -> None:
     import torch
 
     before = sys.getrecursionlimit()
-    sys.setrecursionlimit(50_000)  # what is nested deeply can be saved
+    sys.setrecursionlimit(50_000)  # so that deep nesting can be saved
     try:
         torch.save(content, path)
     finally:
@@ -102,7 +102,7 @@ def loading(source: str) -> Callable[[Place], Any]:
 def changed(
     change: Change, call: Callable[[Place], Any], name: str = "detector/last.pt", target: str = "bad.pt"
 ) -> Build:
-    """A checkpoint saved again after a change, or what the change returns."""
+    """Save a checkpoint after a change, or the return value of the change."""
 
     def build(place: Place) -> Callable[[], Any]:
         content = content_of(place, name)
@@ -118,7 +118,7 @@ def changed(
 
 
 def made(make: Callable[[Path], Any], call: Callable[[Place], Any], target: str = "bad.pt") -> Build:
-    """A file that is no checkpoint at all."""
+    """A file that is not a checkpoint."""
 
     def build(place: Place) -> Callable[[], Any]:
         if target.startswith("run/"):
@@ -137,7 +137,7 @@ def source() -> bytes:
 
 
 class Payload:
-    """Unpickling it runs a command."""
+    """Object whose unpickling runs a command."""
 
     def __reduce__(self) -> Any:
         return os.system, ("touch EXECUTED; echo EXECUTED",)
@@ -152,7 +152,7 @@ def zipped_pickle(path: Path) -> None:
 
 
 def flip(share: float) -> Callable[[Path], None]:
-    """One byte of a real checkpoint is another."""
+    """A valid checkpoint with one changed byte."""
 
     def make(path: Path) -> None:
         data = bytearray(source())
@@ -263,7 +263,7 @@ def field(name: str, value: Any) -> Change:
 
 
 def within(*path: str, value: Any) -> Change:
-    """Set a value deep inside."""
+    """Set a nested value."""
 
     def change(content: Content) -> None:
         inner = content
@@ -275,7 +275,7 @@ def within(*path: str, value: Any) -> Change:
 
 
 def tensor_change(make: Callable[[Any], Any], everywhere: bool = True, number: int = 3) -> Change:
-    """One floating-point tensor of the weights is another."""
+    """Replace one floating-point tensor of the weights."""
 
     def change(content: Content) -> None:
         for part in ("model", "ema") if everywhere else ("model",):
@@ -298,7 +298,7 @@ def with_value(value: float) -> Callable[[Any], Any]:
 
 
 def torch_(function: Callable[[Any], Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    """A change of a tensor that needs torch, imported when it runs."""
+    """Change a tensor with a function of torch, which is imported later."""
 
     def make(tensor: Any) -> Any:
         import torch
@@ -348,7 +348,7 @@ def odd_keys(content: Content) -> None:
         }
 
 
-CONFIGS: dict[str, Change] = {  # of the stored config
+CONFIGS: dict[str, Change] = {  # changes of the stored config
     "decoder layers of a million": within("config", "model", "decoder_layers", value=10**6),
     "hidden dim of a billion": within("config", "model", "hidden_dim", value=2**30),
     "queries of 2**40": within("config", "model", "num_queries", value=2**40),
@@ -395,7 +395,7 @@ def deep(content: Content) -> None:
 
 
 CONFIGS["a setting nested 5,000 deep"] = deep
-CLASS_MAPS: dict[str, tuple[Change, bool]] = {  # of class_map; whether prediction may accept it
+CLASS_MAPS: dict[str, tuple[Change, bool]] = {  # changes of class_map; True: prediction may accept it
     "names of numbers": (within("class_map", "names", value=[1, 2]), False),
     "names of null": (within("class_map", "names", value=[None, None]), False),
     "names is a string": (within("class_map", "names", value="ab"), False),
@@ -416,7 +416,7 @@ CLASS_MAPS: dict[str, tuple[Change, bool]] = {  # of class_map; whether predicti
     "names of surrogates": (within("class_map", "names", value=["\ud800", "b"]), True),
     "an unknown key": (within("class_map", "colours", value=["red", "blue"]), True),
 }
-TRAINING: dict[str, Change] = {  # what resuming needs
+TRAINING: dict[str, Change] = {  # changes of the state for resuming
     "stripped": field("training", None),
     "is a list": field("training", [1]),
     "is empty": field("training", {}),
@@ -471,7 +471,7 @@ TRAINING: dict[str, Change] = {  # what resuming needs
 
 
 def cases() -> Iterator[Case]:
-    """All of them."""
+    """Yield all cases of this module."""
     yield from _files()
     yield from _fields()
     yield from _resumed()
@@ -498,7 +498,7 @@ def _files() -> Iterator[Case]:
             ("init_from", made(write(data), fine_tuning("bad.safetensors"), "bad.safetensors")),
             ("convert", made(write(data), converting("bad.safetensors"), "bad.safetensors")),
         ):
-            # a file of tensors that fit nothing may be converted, for it is whole
+            # an intact file of unknown tensors may be converted
             codes = (0, 2) if call == "convert" and name in ("keys with escapes", "no tensors") else (2,)
             yield Case(
                 group,
@@ -512,7 +512,7 @@ def _files() -> Iterator[Case]:
 
 def _fields() -> Iterator[Case]:
     group = "checkpoints"
-    harmless = {("ema", "null"), ("model", "an empty object")}  # of the two, one is enough to predict
+    harmless = {("ema", "null"), ("model", "an empty object")}  # one of the two is enough for prediction
     for name in ("model", "class_map", "config", "ema", "training", "format"):
         for kind, value in WRONG.items():
             fine = (name, kind) in harmless or name == "training"
@@ -559,7 +559,7 @@ def _fields() -> Iterator[Case]:
         "nested",
     ):
         change = tensor_change(TENSORS[name])
-        left_out = name in ("sparse", "expanded to a terabyte")  # as of another shape
+        left_out = name in ("sparse", "expanded to a terabyte")  # like tensors of another shape
         tuned = changed(change, fine_tuning("bad.pt"))
         codes, writes = ((0, 2), ("tuned",)) if left_out else ((2,), ())
         yield Case(group, f"init_from: a tensor is {name}", tuned, codes=codes, says=("bad.pt",), writes=writes)
@@ -621,7 +621,7 @@ def _fields() -> Iterator[Case]:
         for call, run in (("predict", predicting("bad.pt")), ("init_from", fine_tuning("bad.pt"))):
             lenient = call == "init_from" and (
                 "unknown" in name or "escapes" in name or "letters" in name or "field" in name
-            )  # left out, and said
+            )  # skipped with a message
             yield Case(
                 group,
                 f"{call}: {name}",
@@ -661,7 +661,7 @@ def _fields() -> Iterator[Case]:
 
 
 def foreign(make: Callable[[Any], Any]) -> Change:
-    """The weights alone, as another program writes them."""
+    """Yield cases of weight files as other programs write them."""
 
     def change(content: Content) -> Any:
         tensor_change(make)(content)

@@ -1,4 +1,4 @@
-"""Class folders and lists of labelled images that are wrong, strange or hostile."""
+"""Wrong, unusual or malicious class folders and lists of labelled images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def classify(config: Path, *settings: str) -> int:
 
 
 def agree(config: Path, *settings: str) -> int:
-    """The exit code of the doctor, if training ends with the same one."""
+    """Return the exit code of the data checks, or DISAGREE if training returns another."""
     from tools.check_data import main as check
 
     first = check(["--config", str(config), *settings])
@@ -34,7 +34,7 @@ def agree(config: Path, *settings: str) -> int:
 
 
 def folder(change: Callable[[Path], Any], call: Callable[..., int] = agree, settings: tuple[str, ...] = ()) -> Build:
-    """A classifier on a copy of the ground's class folders, changed."""
+    """A classifier on a changed copy of the class folders of the ground."""
 
     def build(place: Place) -> Callable[[], int]:
         root = place.copy("classes")
@@ -61,7 +61,7 @@ def lists(train: str | bytes, val: str | bytes | None = None) -> Build:
 
 
 def both(name: bytes) -> Callable[[Path], None]:
-    """The first class of train and val gets that name."""
+    """Rename the first class of train and val."""
     import os
 
     def change(root: Path) -> None:
@@ -83,7 +83,7 @@ def one_class(root: Path) -> None:
 
 
 def replaced(make: Callable[[Path], Any], split: str = "train") -> Callable[[Path], None]:
-    """One image is another kind of file."""
+    """Replace one image by another kind of file."""
 
     def change(root: Path) -> None:
         (root / split / "cats" / "0.png").unlink()
@@ -147,7 +147,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 def cases() -> Iterator[Case]:
-    """All of them."""
+    """Yield all cases of this module."""
     group = "classifiers"
     for name, (change, word) in FOLDERS.items():
         yield Case(group, f"folder: {name}", folder(change), says=(word,))

@@ -1,4 +1,4 @@
-"""Arguments of the tools: wrong, missing, contradictory, hostile."""
+"""Wrong, missing, contradictory or malicious arguments of the tools."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.hostile.annotations import fifo
 from tests.hostile.battery import Build, Case, Place
 from tests.hostile.images import encoded
 
-# {G} stands for the ground, {I} for an image of it
+# {G}: folder of the ground, {I}: one of its images
 PREDICT = ("--checkpoint", "{G}/detector", "--output", "found", "--device", "cpu")
-ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # of each tool: name -> arguments, what must be said
+ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # by tool: name -> arguments, required words
     "predict": {
         "nothing": ((), "required"),
         "no images": (PREDICT, "required"),
@@ -290,7 +290,7 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # of each tool
 
 
 def tool(name: str, arguments: tuple[str, ...]) -> Build:
-    """The tool with these arguments."""
+    """Run the tool with these arguments."""
 
     def build(place: Place) -> Callable[[], Any]:
         place.write(
@@ -312,7 +312,7 @@ def tool(name: str, arguments: tuple[str, ...]) -> Build:
 
 
 def cases() -> Iterator[Case]:
-    """All of them."""
+    """Yield all cases of this module."""
     for name, table in ARGUMENTS.items():
         for title, (arguments, word) in table.items():
             yield Case("commands", f"{name}: {title}", tool(name, arguments), says=(word,))

@@ -1,4 +1,4 @@
-"""Configs and overrides: YAML files that are hostile, and a value out of range for every setting of every schema."""
+"""Malicious YAML files, and a value out of range for every setting of every schema."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def special(make: Callable[[Path], Any]) -> Build:
 
 
 def override(*settings: str, task: str = "detector") -> Build:
-    """Train with the ground's config and these settings."""
+    """Train with the config of the ground and these settings."""
 
     def build(place: Place) -> Callable[[], int]:
         config = place.ground / f"{task}.yaml"
@@ -54,7 +54,7 @@ def alias_bomb() -> str:
 
 
 def inherits(place: Place, *, times: int = 3000) -> str:
-    """A long chain of files that inherit."""
+    """A long chain of inherited files."""
     for i in range(times):
         place.write(f"base_{i}.yaml", f"base: base_{i + 1}.yaml\n")
     place.write(f"base_{times}.yaml", "seed: 1\n")
@@ -208,7 +208,7 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "a frozen detector without masks": ("freeze.detector=true",),
     "seed of 2**63": ("seed=9223372036854775808",),
 }
-SAID = {  # by override: what must be said beside the key
+SAID = {  # by override: word required in addition to the key
     "init_from of a web address": "https://127.0.0.1:9/weights.pth",
     "no validation data": "data.val",
     "no training data": "data.train.images",
@@ -264,7 +264,7 @@ CLASSIFIER_OVERRIDES: dict[str, tuple[str, ...]] = {
 
 
 def numeric_fields(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, type[Any]]]:
-    """Full keys of all numbers, each with int or float."""
+    """Yield the full keys of all numbers, each with int or float."""
     hints = typing.get_type_hints(schema)
     for each in dataclasses.fields(schema):
         hint, key = hints[each.name], prefix + each.name
@@ -276,7 +276,7 @@ def numeric_fields(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, t
 
 
 def out_of_range(schema: type[Any], task: str, known: set[str]) -> Iterator[Case]:
-    """A negative number, NaN, infinity and a text for every number of a schema that another has not."""
+    """Yield a negative number, NaN, infinity and a text for every number that only this schema has."""
     for key, kind in numeric_fields(schema):
         if (key, kind) in known or key in known:
             continue
@@ -295,12 +295,12 @@ def out_of_range(schema: type[Any], task: str, known: set[str]) -> Iterator[Case
 
 
 def cases() -> Iterator[Case]:
-    """All of them."""
+    """Yield all cases of this module."""
     from detr_bf.config import ClassifierConfig, DetectionConfig, MaskedConfig
 
     group = "configs"
     for name, content in BOMBS.items():
-        # a mistake of the user's that a later key heals, or none at all
+        # a mistake corrected by a later key, or no mistake
         says = (
             ()
             if name == "a secret where a number stands"
@@ -309,7 +309,7 @@ def cases() -> Iterator[Case]:
         never = () if name == "a secret where a number stands" else (SECRET,)
         fine = name in ("base 3,000 deep",)
         case = Case(group, name, text(content), says=says, never=never, codes=(2,) if not fine else (0, 2))
-        # whoever names a variable in his own config may see its value in the message about it
+        # a message may show the value of a variable that the config itself names
         yield (
             case
             if name != "a secret where a number stands"
@@ -358,5 +358,5 @@ def without_secret(build: Build) -> Build:
 
 
 def _part(key: str) -> str:
-    """The last part of a key, which any good message names, or the key itself."""
+    """Return the last part of a key, which a message must name, or the key itself."""
     return key.rpartition(".")[2] or key

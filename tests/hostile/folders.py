@@ -1,4 +1,4 @@
-"""Output folders: foreign files, odd places, runs that go on, runs in one folder; nothing of the user's is touched."""
+"""Output folders: foreign files, unusual paths, resumed and concurrent runs; files of the user stay untouched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.hostile.checkpoints import LOGGED
 from tests.hostile.classifiers import classify
 from tests.hostile.images import predict
 
-OURS = (  # what a run writes
+OURS = (  # files that a run writes
     *("config.yaml", "report.html", "results.json", "evaluation.json", "machine.json", "metrics.jsonl", "log.txt"),
     *("last.pt", "best.pt", "previous.pt", "pictures/validation.png", "pictures/mine.jpg"),
 )
@@ -42,7 +42,7 @@ def dotfolders(place: Place, folder: str) -> None:
 
 
 def training(prepare: Callable[[Place], Any], *settings: str, output: str = "run") -> Build:
-    """Train the detector of the ground into a folder that was prepared."""
+    """Train the detector of the ground with a prepared output folder."""
 
     def build(place: Place) -> Callable[[], int]:
         prepare(place)
@@ -78,7 +78,7 @@ def run_with_dotfiles(place: Place) -> None:
 
 
 def link(name: str, target: str, folder: str = "run") -> Callable[[Place], None]:
-    """An output of ours is a link to a file of the user's elsewhere."""
+    """An output file is a link to a file of the user."""
 
     def prepare(place: Place) -> None:
         place.write(target, "precious\n")
@@ -89,7 +89,7 @@ def link(name: str, target: str, folder: str = "run") -> Callable[[Place], None]
 
 
 def second_run(place: Place) -> Callable[[], int]:
-    """A run that is alive holds the folder; another one starts there."""
+    """A second run starts in the folder of a live one."""
     return _beside_a_live_run(place, [])
 
 
@@ -102,7 +102,7 @@ def _beside_a_live_run(place: Place, arguments: list[str], first: list[str] | No
     config = str(place.ground / "detector.yaml")
     command = [config, "output_dir=run", *(first or ["train.epochs=100000", "checkpoint.every_steps=1"])]
     child = os.fork()
-    if child == 0:  # a process of its own, ended with the case
+    if child == 0:  # a separate process, ended with the case
         os.dup2(os.open(place.base / "tmp" / "live.log", os.O_WRONLY | os.O_CREAT, 0o600), 1)
         os.dup2(1, 2)
         code = 1
@@ -117,12 +117,12 @@ def _beside_a_live_run(place: Place, arguments: list[str], first: list[str] | No
         if time.monotonic() > end or os.waitpid(child, os.WNOHANG)[0]:
             raise RuntimeError("the first run did not start")
         time.sleep(0.05)
-    os.kill(child, __import__("signal").SIGSTOP)  # it holds the folder and changes nothing
+    os.kill(child, __import__("signal").SIGSTOP)  # keeps its lock and changes nothing
     return lambda: train(Path(config), "output_dir=run", *arguments)
 
 
 def killed_run(place: Place) -> Callable[[], int]:
-    """The lock of a run that was killed is free."""
+    """The lock of a killed run is released."""
     script = (
         "import os, signal, sys\n"
         "from detr_bf.engine import metrics\n"
@@ -144,7 +144,7 @@ def evaluation(prepare: Callable[[Place], Any], *settings: str) -> Build:
 
 
 def eval_with_own_config(place: Place) -> Callable[[], int]:
-    """A run that was fine-tuned from another, evaluated with its own config.yaml: its own weights count."""
+    """Evaluation of a fine-tuned run with its config.yaml uses the weights of this run."""
     command = place.ground / "detector.yaml"
     settings = [f"init_from={place.ground}/detector", "output_dir=run", "optimizer.lr=0.1"]
 
@@ -188,7 +188,7 @@ def nothing(place: Place) -> None:
 
 
 def full_disk(place: Place) -> None:
-    """Files cannot grow beyond a few kilobytes, as on a full disk."""
+    """Limit files to a few kilobytes, as on a full disk."""
     import resource
     import signal
 
@@ -233,7 +233,7 @@ BAD_OUTPUTS = {
 
 
 def cases() -> Iterator[Case]:
-    """All of them."""
+    """Yield all cases of this module."""
     group = "folders"
     for name in OURS:
         yield Case(group, f"training beside a foreign {name}", training(holding(name)), says=("run",))
@@ -352,7 +352,7 @@ def cases() -> Iterator[Case]:
     yield Case(group, "resuming beside a live run", resumed_beside_a_live_run, says=("run",), writes=("run",))
     yield Case(group, "a run that was killed", killed_run, codes=(0,), rewrites=("run",))
     for name, path in BAD_OUTPUTS.items():
-        word = path[:4] if path.isprintable() else "output|proc|null byte|NUL"  # that names the culprit
+        word = path[:4] if path.isprintable() else "output|proc|null byte|NUL"  # naming the path
         yield Case(group, f"output_dir {name}", training(nothing, output=path), says=(word,))
         yield Case(group, f"predict --output {name}", predicting(nothing, path), says=(word,))
     yield Case(
@@ -371,7 +371,7 @@ def cases() -> Iterator[Case]:
 
 
 def _run_files() -> tuple[str, ...]:
-    """Files that resuming may change in the folder ``run``."""
+    """Return the files that resuming may change in the folder ``run``."""
     names = ("config.yaml", "report.html", "results.json", "evaluation.json", "machine.json", "metrics.jsonl")
     more = (
         "log.txt",
@@ -449,7 +449,7 @@ def evaluating_others(place: Place) -> Callable[[], int]:
 
 
 def home(place: Place) -> Callable[[], int]:
-    """``~`` is the home, and no folder of that name is made."""
+    """``~`` is the home folder; no folder of that name is created."""
 
     def call() -> int:
         code = train(place.ground / "detector.yaml", "output_dir=~/x")

@@ -1,4 +1,4 @@
-"""Tiny data sets, configs and trained runs of every task, made once for all cases."""
+"""The ground: tiny data sets, configs and trained runs of every task, shared by all cases and read-only."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def picture(seed: int = 0, size: tuple[int, int] = (WIDTH, HEIGHT)) -> Image.Ima
 
 
 def coco(categories: list[dict[str, Any]] | None = None, first: int = 1, count: int = 3) -> dict[str, Any]:
-    """A COCO detection file with one box and one polygon an image."""
+    """A COCO detection file with one box and one polygon per image."""
     categories = THINGS if categories is None else categories
     numbers = range(first, first + count)
     return {
@@ -90,7 +90,7 @@ def coco(categories: list[dict[str, Any]] | None = None, first: int = 1, count: 
 
 
 def panoptic(first: int = 1, count: int = 3) -> dict[str, Any]:
-    """A COCO panoptic file of two segments an image, a thing and stuff."""
+    """A COCO panoptic file with two segments per image, a thing and stuff."""
     numbers = range(first, first + count)
     return {
         "images": [{"id": i, "file_name": f"{i:04d}.png", "width": WIDTH, "height": HEIGHT} for i in numbers],
@@ -110,7 +110,7 @@ def panoptic(first: int = 1, count: int = 3) -> dict[str, Any]:
 
 
 def write_split(folder: Path, content: dict[str, Any]) -> None:
-    """``images``, ``panoptic`` (where the content is panoptic) and ``annotations.json``."""
+    """Write ``images``, ``annotations.json`` and, for panoptic content, ``panoptic``."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for image in content["images"]:
         picture(image["id"]).save(folder / "images" / image["file_name"])
@@ -124,7 +124,7 @@ def write_split(folder: Path, content: dict[str, Any]) -> None:
 
 
 def detector_config(train: Path, val: Path, output: Path, panoptic: bool = False) -> str:
-    """YAML of a tiny detector on splits as :func:`write_split` leaves them."""
+    """Return the YAML of a tiny detector on splits written by :func:`write_split`."""
 
     def split(folder: Path) -> str:
         maps = f", panoptic: {folder}/panoptic" if panoptic else ""
@@ -134,12 +134,12 @@ def detector_config(train: Path, val: Path, output: Path, panoptic: bool = False
 
 
 def classifier_config(data: str, output: Path, head: str = CLASSIFIER) -> str:
-    """YAML of a tiny classifier; ``data`` are the lines that say where its images are."""
+    """Return the YAML of a tiny classifier; ``data`` are the lines that name its images."""
     return f"{head}data:\n{data}{IMAGE_REST}output_dir: {output}\n"
 
 
 def image_folder(root: Path) -> str:
-    """Two classes of four images in ``train`` and ``val``; the lines of a config that read them."""
+    """Write two classes of four images in ``train`` and ``val``; return the config lines that read them."""
     for number, split in enumerate(("train", "val")):
         for label, name in enumerate(("cats", "dogs")):
             (root / split / name).mkdir(parents=True)
@@ -149,9 +149,10 @@ def image_folder(root: Path) -> str:
 
 
 def make_ground(folder: Path) -> None:
-    """Data, configs and runs: ``detector``, ``masks`` (panoptic), ``classifier``, ``masked``, ``capture.pt``."""
+    """Write data, configs and runs: ``detector``, ``masks`` (panoptic), ``classifier``, ``masked``, ``capture.pt``."""
     from tools.pretrain_mae import main as pretrain_mae
     from tools.train_classifier import main as train_classifier
+
     from tools.train_net import main as train_net
 
     write_split(folder / "train", coco())
@@ -175,7 +176,7 @@ def make_ground(folder: Path) -> None:
 
 
 def _capture(folder: Path) -> None:
-    """A captured step, as a run writes when its loss is not finite."""
+    """Write a captured step, as a run does when its loss is not finite."""
     from detr_bf.assembly import build_detector_criterion, build_model
     from detr_bf.config import config_to_dict, load_config
     from detr_bf.engine.capture import capture_step

@@ -1,4 +1,4 @@
-"""Image files that are something else, damaged, hostile or huge: for the doctor, for training and for prediction."""
+"""Wrong, damaged, malicious or huge image files: data checks, training and prediction."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def bytes_of(data: bytes | Callable[[], bytes]) -> Callable[[Path], Any]:
     return lambda path: path.write_bytes(data if isinstance(data, bytes) else data())
 
 
-BROKEN: dict[str, Callable[[Path], Any]] = {  # never an image
+BROKEN: dict[str, Callable[[Path], Any]] = {  # not images
     "empty": bytes_of(b""),
     "a text": bytes_of(b"this is no picture\n"),
     "HTML": bytes_of(b"<!doctype html><html>404 not found</html>"),
@@ -123,7 +123,7 @@ BROKEN: dict[str, Callable[[Path], Any]] = {  # never an image
     "a broken link": lambda path: path.symlink_to("nowhere"),
     "/dev/zero": lambda path: path.symlink_to("/dev/zero"),
 }
-FORMATS: dict[str, Callable[[Path], Any]] = {  # unusual, and fine or refused
+FORMATS: dict[str, Callable[[Path], Any]] = {  # unusual, may be accepted or refused
     "PPM": bytes_of(lambda: encoded("PPM")),
     "ICO": bytes_of(lambda: encoded("ICO")),
     "TGA": bytes_of(lambda: encoded("TGA")),
@@ -142,7 +142,7 @@ def listed_name() -> str:
 
 
 def in_training(make: Callable[[Path], Any], call: Callable[[Path], int], *, settings: tuple[str, ...] = ()) -> Build:
-    """The first training image is this file."""
+    """Use this file as the first training image."""
 
     def build(place: Place) -> Callable[[], int]:
         folder = place.copy("train/images", "images")
@@ -162,7 +162,7 @@ def predict(*arguments: object) -> int:
 
 
 def among_good_ones(make: Callable[[Path], Any], name: str = "bad.jpg", model: str = "detector") -> Build:
-    """Prediction for a folder with this file between two good ones."""
+    """Predict for a folder with this file between two valid ones."""
 
     def build(place: Place) -> Callable[[], int]:
         for good in ("a.png", "z.png"):
@@ -175,7 +175,7 @@ def among_good_ones(make: Callable[[Path], Any], name: str = "bad.jpg", model: s
 
 
 def folder_of_one(make: Callable[[Path], Any]) -> Build:
-    """Prediction for a folder that holds one bad file by the side of good ones."""
+    """Predict for a folder with one bad file among valid ones."""
 
     def build(place: Place) -> Callable[[], int]:
         for good in ("a.png", "z.png"):
@@ -202,7 +202,7 @@ STRANGE_NAMES = {
 
 
 def strangely_named(name: bytes, model: str) -> Build:
-    """Prediction for a folder whose only image has that name."""
+    """Predict for a folder whose only image has that name."""
 
     def build(place: Place) -> Callable[[], int]:
         (place.folder / "photos").mkdir()
@@ -233,7 +233,7 @@ def strangely_named_data(name: str) -> Build:
 
 
 def alone(make: Callable[[Path], Any]) -> Build:
-    """Prediction for this one file."""
+    """Predict for this file."""
 
     def build(place: Place) -> Callable[[], int]:
         make(place.folder / "bad.jpg")
@@ -243,7 +243,7 @@ def alone(make: Callable[[Path], Any]) -> Build:
 
 
 def cases() -> Iterator[Case]:
-    """All of them."""
+    """Yield all cases of this module."""
     group = "images"
     unchecked = ("data.check=false", "data.max_unreadable=0")
     for name, make in BROKEN.items():

@@ -1,4 +1,4 @@
-"""The operators, raw (``torch.ops.detr_bf``) and through ``detr_bf.ops``, with hostile shapes, numbers and tensors."""
+"""The operators, raw (``torch.ops.detr_bf``) and through ``detr_bf.ops``, with invalid shapes, numbers and tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HUGE = 2**63 - 1
 
 
 class Deformable:
-    """Arguments of ms_deform_attn: one image, 6 cells (2 x 3), 2 heads of 4 channels, 5 queries, a level, 2 points."""
+    """Arguments of ms_deform_attn: one image, 6 cells (2 x 3), 2 heads of 4 channels, 5 queries, 1 level, 2 points."""
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
@@ -290,7 +290,7 @@ def wrapped(call: Callable[[Any, Any], Any]) -> Build:
 
 
 def cases() -> Iterator[Case]:
-    """All of them."""
+    """Yield all cases of this module."""
     group = "operators"
     for name, change in DEFORMABLE.items():
         yield Case(group, f"deformable: {name}", deformable(change), codes=(), raises=ORDINARY)

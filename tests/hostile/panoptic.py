@@ -1,4 +1,4 @@
-"""Panoptic data and instance masks: wrong values in the JSON, strange PNG files, hostile run lengths and polygons."""
+"""Panoptic data and instance masks: wrong JSON values, unusual PNG files, malicious run lengths and polygons."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def no_segment_key(key: str) -> Change:
 
 
 def same_stem(content: Content) -> None:
-    """Two images that differ only in the extension: their maps would have one name."""
+    """Two images that differ only in the extension: their maps would have the same name."""
     content["images"][1]["file_name"] = content["images"][0]["file_name"].replace(".png", ".jpg")
 
 
 def panoptic(change: Change, split: str = "train") -> Build:
-    """A run with a mask head, on panoptic data with one change."""
+    """A run with a mask head, on changed panoptic data."""
 
     def build(place: Place) -> Callable[[], int]:
         first = {"train": 1, "val": 101}
@@ -74,7 +74,7 @@ def _with_masks(config: Path) -> None:
 
 
 def map_file(make: Callable[[Path], Any], split: str = "train") -> Build:
-    """The first PNG of a split is something else."""
+    """Replace the first PNG of a split."""
 
     def build(place: Place) -> Callable[[], int]:
         config = detection(place, panoptic=True)
@@ -118,14 +118,14 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def png(width: int, height: int, rows: bytes = b"", bits: int = 8, colours: int = 2) -> bytes:
-    """A PNG file that says it has that size, whatever it holds."""
+    """A PNG file whose header claims that size."""
     header = struct.pack(">IIBBBBB", width, height, bits, colours, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
 @functools.cache
 def bomb(side: int = 30_000) -> bytes:
-    """Nearly a billion pixels in a small file: one bit each, all zero."""
+    """A small file with nearly a billion 1-bit pixels, all zero."""
     squeezer = zlib.compressobj(9)
     row = bytes(1 + side // 8)
     rows = b"".join(squeezer.compress(row * 1000) for _ in range(side // 1000)) + squeezer.flush()
@@ -250,7 +250,7 @@ SEGMENTATIONS: dict[str, Any] = {
 
 
 def instance(value: Any, split: str = "train") -> Build:
-    """A run with a mask head, on detection data with one segmentation changed."""
+    """A run with a mask head, on detection data with one changed segmentation."""
 
     def build(place: Place) -> Callable[[], int]:
         change = put("annotations", "segmentation", value)
@@ -264,7 +264,7 @@ def instance(value: Any, split: str = "train") -> Build:
 
 
 def cases() -> Iterator[Case]:
-    """All of them."""
+    """Yield all cases of this module."""
     group = "panoptic"
     for name, (change, word) in BAD.items():
         yield Case(group, name, panoptic(change), says=(word,))

@@ -1,4 +1,4 @@
-"""The battery of bad inputs: every fifth case always, all of them with ``-m slow``; and the battery itself."""
+"""Bad inputs (every fifth case; all with ``-m slow``), and tests of the runner itself."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.hostile.faulty import FAULTS, RAISED
 
 SCRIPT = Path(__file__).with_name("bad_inputs.py")
 EVERY = 5
-SECONDS = 20  # a call may take, beside other tests; alone it is 10
+SECONDS = 20  # limit of a call in parallel with other tests; alone it is 10
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="confines its cases by Linux's own means")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux to confine its cases")
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -32,7 +32,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """How the battery judges the cases of faulty.py, by title."""
+    """Return the verdicts on the cases of faulty.py, by title."""
     path = tmp_path_factory.mktemp("faulty") / "verdicts.json"
     ended = run("--module", "faulty", "--seconds", 1, "--json", path)
     assert ended.returncode == 1, ended.stderr

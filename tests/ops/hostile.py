@@ -1,7 +1,7 @@
-"""Calls of the raw operators with arguments that do not belong together. Run as a program: a crash ends only that.
+"""Calls of the raw operators with inconsistent arguments, run as a program so that a crash ends only this process.
 
 ``python -m tests.ops.hostile FIRST COUNT`` makes random calls with seeds FIRST to FIRST + COUNT - 1. Every call must
-raise an exception or return tensors that hold memory of their own; the program then prints how often each happened.
+raise an exception or return tensors with valid memory; the program then prints the number of each outcome.
 ``python -m tests.ops.hostile CASES`` makes the calls of CASES and prints the message of each, as JSON.
 """
 
@@ -53,7 +53,7 @@ OPERATORS: dict[str, Callable[[], list[Any]]] = {
 
 
 def emptied(tensor: Tensor) -> Tensor:
-    """A tensor whose memory was given back, as sharded training does with parameters it does not need."""
+    """Return a tensor with freed storage, as sharded training leaves unused parameters."""
     tensor = tensor.clone()
     tensor.untyped_storage().resize_(0)
     return tensor
@@ -102,7 +102,7 @@ def spoilt(argument: Any, choose: random.Random) -> Any:
 
 
 def call(name: str, choose: random.Random) -> str:
-    """One call with one to three spoilt arguments; what came of it, in a word."""
+    """Make one call with one to three invalid arguments and return its outcome in a word."""
     arguments = OPERATORS[name]()
     try:
         for place in choose.sample(range(len(arguments)), choose.choice([1, 1, 2, 3][: len(arguments)])):
@@ -121,7 +121,7 @@ def call(name: str, choose: random.Random) -> str:
 
 
 def given(name: str, **changes: Any) -> Callable[[], Any]:
-    """A call with other arguments, by their names in the schema."""
+    """Make a call with other arguments, by their names in the schema."""
 
     def make() -> Any:
         operator = getattr(torch.ops.detr_bf, name).default
@@ -134,7 +134,7 @@ def given(name: str, **changes: Any) -> Callable[[], Any]:
 
 
 def dispatched(name: str, key: DispatchKey, device: str) -> Callable[[], Any]:
-    """A call that reaches the kernels for another device than that of the tensors."""
+    """Make a call that reaches the kernels of another device than that of the tensors."""
 
     def make() -> Any:
         arguments = [

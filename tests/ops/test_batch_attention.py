@@ -1,4 +1,4 @@
-"""Batch attention against loops, its derivatives, its precision, what torch's compiler makes of it, what it refuses."""
+"""Batch attention against loops, its derivatives, its precision, torch.compile, and refused arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def example(images: int = 3, positions: int = 5, heads: int = 2, width: int = 8)
 
 
 def example_mask(images: int, positions: int) -> Tensor:
-    """Some keys ignored; at the first position all, at the second none."""
+    """Mask with some keys ignored; at the first position all, at the second none."""
     mask = torch.rand(images, positions, generator=torch.Generator().manual_seed(1)) < 0.4
     mask[:, 0] = True
     mask[:, 1] = False
@@ -79,10 +79,10 @@ def test_gradients(backend: str, images: int, width: int, p: float) -> None:
 def test_kernels_and_reference_agree(
     sizes: tuple[int, int, int, int], p: float, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of low precision only the result is rounded: sums are float32."""
+    """Low precision only rounds the result: sums are float32."""
     tensors, mask = [tensor.to(dtype) for tensor in example(*sizes)], example_mask(*sizes[:2])
     found = with_gradients(tensors, mask, p)
-    monkeypatch.setitem(library.PROBLEMS, "cpu", "the test wants the reference")
+    monkeypatch.setitem(library.PROBLEMS, "cpu", "the test uses the reference")
     expected = with_gradients([tensor.double() for tensor in tensors], mask, p)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == dtype
@@ -178,7 +178,7 @@ def test_any_number_of_threads_gives_the_same_bits(images: int) -> None:
 @needs_kernels
 @pytest.mark.parametrize("instructions", ["baseline", "v3"])
 def test_lower_instruction_sets(instructions: str) -> None:
-    """The same tests in a process that is held to a lower instruction set."""
+    """The same tests in a process with a lower instruction set."""
     here = Path(__file__)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", str(here)]
     command += [str(here.parent / "test_dropout.py"), "-k", "agree or kept or exponential"]

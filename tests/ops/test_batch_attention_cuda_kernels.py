@@ -139,7 +139,7 @@ def inputs_of(tensors: list[Tensor], mask: Tensor | None, p: float) -> dict[str,
 def run(
     library: ctypes.CDLL, tensors: list[Tensor], gradient: Tensor, mask: Tensor | None, p: float
 ) -> tuple[Tensor, ...]:
-    """The output and the gradients, as the binding has them written."""
+    """Return output and gradients as the binding computes them."""
     read, dtype = inputs_of(tensors, mask, p), gradient.dtype
     output = torch.full(gradient.shape, torch.inf, dtype=dtype)
     emulate(library, "attend", read, {"output": output}, p, dtype)
@@ -161,7 +161,7 @@ def expected(tensors: list[Tensor], gradient: Tensor, mask: Tensor | None, p: fl
 
 
 def assert_close(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], tolerance: float) -> None:
-    """Relative to the largest number: sums of many terms lose what is small against them."""
+    """Compare relative to the largest number: sums of many terms lose small summands."""
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=0, atol=tolerance * max(1.0, float(other.abs().max())))
 
@@ -176,7 +176,7 @@ def test_attention(library: ctypes.CDLL, case: Case, p: float) -> None:
 
 
 def test_channels_that_do_not_lie_together_16_bytes_wide(library: ctypes.CDLL) -> None:
-    """A tensor that starts at an odd place is read one by one."""
+    """A tensor at an unaligned address is read element by element."""
     tensors, gradient, mask = example(Case())
     odd = []
     for tensor in tensors:
@@ -196,7 +196,7 @@ def test_low_precision_gradients_of_few_images_are_written_once(library: ctypes.
 @pytest.mark.parametrize("count", [1, 4, 127, 128, 1000, 40_000])
 @pytest.mark.parametrize("odd", [False, True])
 def test_dropout(library: ctypes.CDLL, dtype: torch.dtype, count: int, odd: bool) -> None:
-    """The same elements as the reference's; more blocks than a grid takes; tensors that start at odd places."""
+    """The same elements as the reference's; more blocks than a grid takes; tensors at unaligned addresses."""
     p, generator = 0.3, torch.Generator().manual_seed(0)
     x, y = (torch.randn(count + odd, generator=generator).to(dtype)[int(odd) :] for _ in range(2))
     output = torch.full((count,), torch.inf, dtype=dtype)
@@ -214,7 +214,7 @@ def test_dropout(library: ctypes.CDLL, dtype: torch.dtype, count: int, odd: bool
 
 
 def test_a_write_outside_is_found(library: ctypes.CDLL) -> None:
-    """So are the kernels' own, or this test says so."""
+    """The emulation detects writes outside the buffers, so the other tests would too."""
     tensors, gradient, _ = example(Case())
     with pytest.raises(EmulationError, match="outside all buffers"):
         emulate(library, "attend", inputs_of(tensors, None, 0.0), {"output": gradient[:, :-1]}, 0.0, torch.float32)

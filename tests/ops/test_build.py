@@ -1,4 +1,4 @@
-"""What the build finds, what it says when something is missing, and what it makes."""
+"""The build of the kernels: detection of tools, errors, and the resulting libraries."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_torch_on_disk_is_the_one_imported() -> None:
 
 
 def test_without_torch(no_torch: None, tmp_path: Path) -> None:
-    """Installation goes on; what is missing is said."""
+    """Installation continues; the error names the missing part."""
     with pytest.raises(BuildError, match=r"torch 2.11 or newer is not installed in this environment"):
         find_torch()
     results = build(tmp_path / "out")
@@ -66,7 +66,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_a_compiler_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And an older library does not stay, to be taken for the new one."""
+    """An older library is removed, so that it is not mistaken for the new one."""
     failing = executable(tmp_path / "failing")
     failing.write_text("#!/bin/sh\necho 'error: out of ink' >&2\nexit 1\n")
     monkeypatch.setenv("CXX", str(failing))
@@ -79,7 +79,7 @@ def test_a_compiler_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_cuda_is_found_by_its_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A wrapper called nvcc may lie far from the headers."""
+    """A wrapper named nvcc may be far from the headers."""
     nvcc = executable(tmp_path / "bin" / "nvcc")
     home = tmp_path / "elsewhere"
     (home / "include").mkdir(parents=True)
@@ -94,7 +94,7 @@ def test_cuda_is_found_by_its_headers(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @needs_compiler
 def test_the_kernels_of_this_checkout_are_built_and_used() -> None:
-    """`make test` builds them; a reference in their place would pass every other test, slowly."""
+    """`make test` builds them; with the reference instead, every other test would still pass, only slowly."""
     done = subprocess.run([sys.executable, "-m", "detr_bf.ops"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "cpu: compiled kernels (" in done.stdout
@@ -111,7 +111,7 @@ def test_the_reference_on_request() -> None:
 
 
 def copy_of_the_package(folder: Path) -> Path:
-    """The package with its operators beside the code, as an installation has it, and nothing compiled."""
+    """Copy the package with its operators, as installed, without compiled libraries."""
     package = folder / "package" / "detr_bf"
     leave_out = shutil.ignore_patterns("__pycache__", "compiled")
     shutil.copytree(ROOT / "detr_bf", package, ignore=leave_out)
@@ -131,12 +131,12 @@ def pretend_to_be_built(package: Path, sources: str) -> None:
     ("sources", "message"),
     [
         (None, "they are not built"),
-        ("others", "was built from other sources than those beside it"),
+        ("others", "was built from other sources than those installed with it"),
         (building.digest_of_sources(), "does not load"),
     ],
 )
 def test_libraries_that_cannot_be_used_are_said_once(sources: str | None, message: str, tmp_path: Path) -> None:
-    """The program goes on with the reference, and says how to build."""
+    """The program continues with the reference and logs how to build."""
     package = copy_of_the_package(tmp_path)
     if sources is not None:
         pretend_to_be_built(package, sources)
@@ -209,7 +209,7 @@ def test_an_environment_without_torch_installs_all_the_same(tmp_path: Path) -> N
 @pytest.mark.slow  # installs another torch
 @needs_compiler
 def test_one_build_loads_in_another_torch(tmp_path: Path) -> None:
-    """Built against the torch of this environment, loaded in the oldest and another that pip can get here."""
+    """A library built against the installed torch loads in the oldest supported one and in another version."""
     loaded = []
     for version in ("2.11.0", "2.13.0"):
         environment = tmp_path / version

@@ -1,4 +1,4 @@
-"""What nvcc makes of the CUDA kernels: wide reads, vector additions to memory, and everything in registers."""
+"""Machine code of the CUDA kernels: wide loads, vector atomics, and no spilled registers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TORCH = Path(torch.__file__).parent / "include"
 
 
 def _tool(name: str) -> str | None:
-    """On the path, or as Triton brings it along."""
+    """Find the tool on the path or in the Triton package."""
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
         brought = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / name

@@ -94,7 +94,7 @@ def emulated(library: ctypes.CDLL, case: Case, tensors: Tensors) -> Emulated:
 
 
 def assert_close(actual: Tensor, wanted: Tensor, tolerance: float) -> None:
-    """Relative to the largest number: sums of many terms lose what is small against them."""
+    """Compare relative to the largest number: sums of many terms lose small summands."""
     scale = max(1.0, float(wanted.abs().max())) if wanted.numel() else 1.0
     torch.testing.assert_close(actual.double(), wanted, rtol=0, atol=tolerance * scale)
 
@@ -124,7 +124,7 @@ def test_sums_in_order_do_not_depend_on_what_is_sorted_together(library: ctypes.
 
 
 def test_on_cell_centres_and_edges(library: ctypes.CDLL) -> None:
-    """Where the hat functions bend: each of these is one cell, half of one, or nothing."""
+    """Exact values at the kinks of the hat functions: one cell, half of one, or nothing."""
     case = Case(torch.float64, images=1, queries=6, heads=1, channels=2, shapes=((1, 4),), points=1)
     tensors = example(case)
     x = torch.tensor([0.5, 3.5, 0.0, 4.0, -0.5, 4.5]) / 4
@@ -136,7 +136,7 @@ def test_on_cell_centres_and_edges(library: ctypes.CDLL) -> None:
 
 
 def test_gradients_on_cell_centres_and_edges(library: ctypes.CDLL) -> None:
-    """As if the place were a little further on, like the reference."""
+    """The derivative at a kink is the right-hand one, like the reference."""
     case = Case(torch.float64, images=1, queries=6, heads=1, channels=2, shapes=((2, 4),), points=1)
     tensors = example(case)
     tensors.locations[..., 0] = torch.tensor([0.5, 3.5, 0.0, 4.0, -0.5, 4.5]).view(1, 6, 1, 1, 1) / 4

@@ -1,4 +1,4 @@
-"""Dropout fused with its surroundings: its random numbers, its rate, its derivatives, and what torch makes of it."""
+"""Dropout fused with its surroundings: random numbers, rate, derivatives and torch.compile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def kept_of(shape: tuple[int, ...], p: float) -> Tensor:
-    """What dropout multiplies each element with, from the loops."""
+    """Return the dropout factor of each element, computed with loops."""
     numbers = torch.tensor(philox_numbers(int(SEED), torch.Size(shape).numel()))
     dropped = round(p * 65536)
     return ((numbers >= dropped) * 65536 / max(65536 - dropped, 1)).view(shape)
@@ -169,7 +169,7 @@ def test_compile_draws_as_eager_does(backend: str, compiler: str) -> None:
 
 @pytest.mark.slow  # compiles
 def test_inductors_own_seed_serves_both_passes(backend: str) -> None:
-    """Whatever it draws, what the forward pass dropped has no gradient."""
+    """Elements dropped in the forward pass have no gradient, for any seed."""
     torch._dynamo.reset()
     update = torch.ones(3, 100, requires_grad=True)
     output = torch.compile(residual_dropout)(torch.zeros(3, 100), update, 0.5)

@@ -1,4 +1,4 @@
-"""Raw operators with arguments that do not belong together: a clear exception, never a crash."""
+"""Raw operators with inconsistent arguments: a clear exception, never a crash."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> Any:
-    """Return the output of :mod:`tests.ops.hostile` in a process of its own."""
+    """Return the output of :mod:`tests.ops.hostile` in a separate process."""
     command = [sys.executable, "-m", "tests.ops.hostile", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"ended with {done.returncode} in this call:\n{done.stderr[-2000:]}"

@@ -1,4 +1,4 @@
-"""The op against loops, its derivatives, its precision, what torch's compiler makes of it, and what it refuses."""
+"""The op against loops, its derivatives, its precision, torch.compile, and refused arguments."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_location_that_is_not_finite_is_seen(backend: str, number: float) -> N
 
 @pytest.mark.parametrize("width", [2, 8, 33])
 def test_gradients(backend: str, width: int) -> None:
-    """Points keep off the grid's lines, where the derivative jumps."""
+    """Points avoid the grid lines, where the derivative jumps."""
     value, locations, weights = example(rows=1, queries=2, width=width)
     sizes = torch.tensor([(w, h) for h, w in SHAPES])[:, None]
     places = locations * sizes - 0.5
@@ -102,7 +102,7 @@ def test_kernels_and_reference_agree(
     """Few queries and many: the backward pass packs rows only for many."""
     inputs = [tensor.to(dtype) for tensor in example(queries=queries, width=32, points=4, spread=spread)]
     found = with_gradients(*inputs)
-    monkeypatch.setitem(library.PROBLEMS, "cpu", "the test wants the reference")
+    monkeypatch.setitem(library.PROBLEMS, "cpu", "the test uses the reference")
     expected = with_gradients(*(tensor.double() for tensor in inputs))
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     for ours, theirs in zip(found, expected, strict=True):
@@ -167,7 +167,7 @@ def test_low_precision(backend: str, dtype: torch.dtype, width: int) -> None:
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_half_float_is_read_and_written_exactly(dtype: torch.dtype) -> None:
-    """Zeros and numbers under the normal range among them; one cell, seen at its centre, with channels for all."""
+    """All values, including zeros and subnormal numbers, as channels of one cell sampled at its centre."""
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
     every = every[every.isfinite()]
     centre, one = torch.full((1, 1, 1, 1, 1, 2), 0.5), torch.ones(1, 1, 1, 1, 1, dtype=dtype)
@@ -191,7 +191,7 @@ def test_rounding_to_half_floats_is_that_of_torch() -> None:
 @pytest.mark.parametrize(("rows", "heads"), [(2, 4), (1, 1)])
 @pytest.mark.parametrize("queries", [5, 300])
 def test_any_number_of_threads_gives_the_same_bits(rows: int, heads: int, queries: int) -> None:
-    """With one image and head the backward pass shares out the levels."""
+    """With one image and head the backward pass splits the work by level."""
     inputs = [tensor.float() for tensor in example(rows=rows, heads=heads, queries=queries, width=32, points=4)]
     threads = torch.get_num_threads()
     try:
@@ -207,7 +207,7 @@ def test_any_number_of_threads_gives_the_same_bits(rows: int, heads: int, querie
 @needs_kernels
 @pytest.mark.parametrize("instructions", ["baseline", "v3"])
 def test_lower_instruction_sets(instructions: str) -> None:
-    """The same tests in a process that is held to a lower instruction set."""
+    """The same tests in a process with a lower instruction set."""
     root = Path(__file__).parents[2]
     wanted = "loops or gradients or low_precision or agree or rounding or half_float"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", __file__]

@@ -1,4 +1,4 @@
-"""What every COCO config shares; see ../yacs/base_coco.yaml."""
+"""Settings shared by all COCO configs; see ../yacs/base_coco.yaml."""
 
 from detectron2.config import LazyCall as L
 from detectron2.data import build_detection_test_loader, build_detection_train_loader, get_detection_dataset_dicts
@@ -13,7 +13,7 @@ IMAGES = 118287  # of COCO train2017
 
 
 def schedule(batch_size, epochs=50, drop_epoch=40):
-    """Steps and learning rates: one drop to a tenth."""
+    """Steps per epoch, total steps and learning rate schedule with one drop to a tenth."""
     steps = -(-IMAGES // batch_size)
     multiplier = L(WarmupParamScheduler)(
         scheduler=L(MultiStepParamScheduler)(

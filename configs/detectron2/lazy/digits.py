@@ -1,4 +1,4 @@
-"""The digits of `make demo`, as ../../demo.yaml learns them; see ../yacs/digits.yaml."""
+"""The digits of `make demo` with the settings of ../../demo.yaml; see ../yacs/digits.yaml."""
 
 from pathlib import Path
 

@@ -1,43 +1,73 @@
 """Our detectors inside detectron2: its configs, trainer, data sets, evaluators and checkpoints.
 
-Nothing else in detr_bf imports this, and what is named here is imported when it is asked for. Of the modules only
-``tensors`` works without detectron2.
+Nothing else in detr_bf imports this package. Its public names are imported on first use, because only ``tensors``
+works without detectron2.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from detr_bf.cli import run_tool
+from detr_bf.errors import InputError
+
 INSTALL_GUIDE = "https://detectron2.readthedocs.io/en/latest/tutorials/install.html"
-_HOMES = {
+_MODULES = {
     "DetrBf": "meta_arch",
     "DetrBfCheckpointer": "checkpoint",
     "DetrBfDatasetMapper": "mapper",
     "PanopticQualityEvaluator": "evaluation",
-    "Trainer": "trainer",
-    "add_detr_bf_config": "config",
+    "Trainer": "training",
+    "add_detr_bf_config": "meta_arch",
     "build_detr_bf": "meta_arch",
     "build_evaluator": "evaluation",
-    "build_optimizer": "optimizer",
-    "detector_parameters": "optimizer",
-    "optimizer_of": "optimizer",
-    "recipe": "lazy",
+    "build_optimizer": "training",
+    "detector_parameters": "training",
+    "optimizer_of": "training",
+    "recipe": "training",
     "register_coco": "datasets",
     "register_coco_panoptic": "datasets",
-    "train_lazy": "lazy",
-    "train_yacs": "trainer",
+    "train_lazy": "training",
+    "train_yacs": "training",
 }
-__all__ = list(_HOMES)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__} has no attribute '{name}'")
     found = find_spec("detectron2")
-    if found is None or found.origin is None:  # a folder of that name, a clone for instance, is no installation
+    if found is None or found.origin is None:  # a mere folder of that name, for instance a clone, has no origin
         raise ImportError(
             f"{__name__}.{name} needs detectron2, which is not installed and is not on PyPI: see {INSTALL_GUIDE}"
         )
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def run_training(name: str, arguments: Sequence[str] | None) -> int:
+    """Run ``train_yacs`` or ``train_lazy`` in the requested number of processes and return the exit code."""
+
+    def run() -> int:
+        try:
+            function = __getattr__(name)
+        except ImportError as error:
+            raise InputError(str(error)) from error
+        from detectron2.engine import default_argument_parser, launch
+
+        options = default_argument_parser().parse_args(arguments)
+        if not options.config_file:
+            raise InputError("give a config with --config-file FILE; examples are in configs/detectron2")
+        launch(
+            function,
+            options.num_gpus,
+            num_machines=options.num_machines,
+            machine_rank=options.machine_rank,
+            dist_url=options.dist_url,
+            args=(options,),
+        )
+        return 0
+
+    return run_tool(run)

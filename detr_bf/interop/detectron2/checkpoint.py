@@ -1,4 +1,4 @@
-"""What MODEL.WEIGHTS may be: checkpoints of the adapter, of the core, of other implementations, and backbones."""
+"""Reading MODEL.WEIGHTS: checkpoints of the adapter, of the core and of other implementations, and backbones."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from detr_bf.errors import InputError
 from detr_bf.files import check_weights
 
 RESNET = "detectron2_resnet"
-BACKBONES = (".pkl", ".pyth")  # detectron2 finds the place of their tensors by the ends of their names
+BACKBONES = (".pkl", ".pyth")  # detectron2 matches their tensors by the ends of their names
 COUNTER = ".num_batches_tracked"
 
 
 class DetrBfCheckpointer(DetectionCheckpointer):
-    """Detectron2's checkpointer, which also reads what the core writes and every format that ``interop`` knows.
+    """Detectron2's checkpointer, extended to checkpoints of the core and every format of ``interop``.
 
-    Beside checkpoints of the adapter, which are read and resumed from as ever, that is a run folder or checkpoint of
-    ``tools/train_net.py``, the files of the authors and of Hugging Face, and official DETR's of detectron2. Heads with
-    COCO's category ids as rows become heads of its contiguous classes, or the other way, where the model's are such.
-    What then has another shape than in the model is left out with a warning, as detectron2 does it. Names in .pkl and
-    .pyth files, and in those with ``?matching_heuristics=True`` behind the name, are matched by detectron2.
+    It reads and resumes checkpoints of the adapter, and reads run folders and checkpoints of ``tools/train_net.py``,
+    files of the authors and of Hugging Face, and those of DETR's own detectron2 wrapper. Class heads are converted
+    between COCO category ids and contiguous classes if the model needs it. Tensors that still have another shape than
+    in the model are skipped with a warning, as in detectron2. Names in .pkl and .pyth files, and in files with
+    ``?matching_heuristics=True`` after the name, are matched by detectron2.
 
     Args:
-        model: with our detector as ``detector``, and nothing else that has a state.
+        model: a module whose whole state is in its attribute ``detector``.
         save_dir: folder of the checkpoints; empty: none are written.
-        save_to_disk: None: the main process writes.
-        checkpointables: what is saved and resumed with the model, by name.
+        save_to_disk: None: rank 0 writes.
+        checkpointables: objects saved and resumed with the model, by name.
 
     Raises:
-        InputError: the model's state is not that of a detector of ours.
+        InputError: the state of the model is not that of one of our detectors.
     """
 
     _parsed_url_during_load: Any
@@ -49,13 +49,13 @@ class DetrBfCheckpointer(DetectionCheckpointer):
         form = interop.format_of(self.model.state_dict())
         if form is None or not form.own:
             raise InputError(
-                f"{type(self.model).__name__} is not the architecture of detr_bf: set MODEL.META_ARCHITECTURE DetrBf, "
+                f"{type(self.model).__name__} is not an architecture of detr_bf: set MODEL.META_ARCHITECTURE DetrBf, "
                 "or use detectron2's own DetectionCheckpointer"
             )
         self.form = form
 
     def load(self, path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As detectron2's; a run folder of the core stands for its best checkpoint, or its last.
+        """Load a file, or the best (else the last) checkpoint of a run folder of the core.
 
         Raises:
             InputError: the folder has none, or the file is damaged, of an unknown format or of another architecture.
@@ -63,12 +63,12 @@ class DetrBfCheckpointer(DetectionCheckpointer):
         if path and Path(path).is_dir():
             found = checkpoint_of(path)
             if not found.is_file():
-                raise InputError(f"{path} is no run folder of detr_bf, it holds no {found.name}: name a file in it")
+                raise InputError(f"{path} has no {found.name}, so it is not a run folder of detr_bf: name a file")
             path = str(found)
         try:
             content: dict[str, Any] = super().load(path, *args, **kwargs)
         finally:
-            self._parsed_url_during_load = None  # detectron2 leaves it after an error, and refuses to load again
+            self._parsed_url_during_load = None  # detectron2 keeps it after an error and then refuses to load again
         return content
 
     def _load_file(self, filename: str) -> dict[str, Any]:
@@ -86,8 +86,8 @@ class DetrBfCheckpointer(DetectionCheckpointer):
         rows = interop.class_rows(weights)
         if _decoder_layer(weights) != _decoder_layer(own):
             raise InputError(
-                f"{filename} holds another architecture than the model's: the tensors of a decoder layer have other "
-                "names; set MODEL.DETR_BF.ARCHITECTURE (model.model.name) to that of the weights"
+                f"{filename} holds another architecture: the tensors of its decoder layers have other names; set "
+                "MODEL.DETR_BF.ARCHITECTURE (model.model.name) to that of the weights"
             )
         if form is self.form and rows == own_rows:
             return content if "model" in content else {"model": state}
@@ -101,20 +101,20 @@ class DetrBfCheckpointer(DetectionCheckpointer):
             return interop.under_our_names(state, filename)
         except InputError as error:
             raise InputError(
-                f"{error}. A backbone alone is read from a .pkl file, or with ?matching_heuristics=True behind the name"
+                f"{error}. Weights of a backbone need a .pkl file, or ?matching_heuristics=True after the name"
             ) from error
 
     def _fitted(self, weights: dict[str, Tensor], rows: int, own_rows: int) -> dict[str, Tensor]:
-        """Under the names of the model, class heads renumbered if that makes them fit."""
+        """Rename the weights for the model, with class heads renumbered if that makes them fit."""
         renumbered = interop.renumbered_to(weights, own_rows)
         if renumbered is not None and rows != own_rows:
-            self.logger.warning(f"class heads renumbered for COCO's classes: {rows} rows become {own_rows}")
+            self.logger.warning(f"class heads converted between COCO ids and classes: {rows} rows become {own_rows}")
         named = interop.to_foreign(weights if renumbered is None else renumbered, self.form.name)
         own = self.model.state_dict()
         return {name: x for name, x in named.items() if name in own or not name.endswith(COUNTER)}
 
     def _check_resnet(self, filename: str) -> None:
-        """Detectron2's ResNet can stand for torchvision's, whose weights the file has.
+        """Check that detectron2's ResNet fits weights of torchvision's; warn of another normalisation.
 
         Raises:
             InputError: the strides are in other convolutions.
@@ -122,8 +122,8 @@ class DetrBfCheckpointer(DetectionCheckpointer):
         backbone = self.model.detector.backbone
         if any(hasattr(block, "conv3") and block.conv1.stride != (1, 1) for block in backbone.body.modules()):
             raise InputError(
-                f"{filename} holds a ResNet whose strides are in the 3 x 3 convolutions, those of the model are in the "
-                "1 x 1 convolutions: set MODEL.RESNETS.STRIDE_IN_1X1 False"
+                f"{filename} holds a ResNet with strides in the 3 x 3 convolutions, the model has them in the 1 x 1 "
+                "convolutions: set MODEL.RESNETS.STRIDE_IN_1X1 False"
             )
         expected = 255 * torch.tensor([MEAN, STD])
         found = torch.stack([backbone.mean.flatten(), backbone.std.flatten()]).cpu()
@@ -131,11 +131,11 @@ class DetrBfCheckpointer(DetectionCheckpointer):
             mean, std = ([round(value, 3) for value in row] for row in expected.tolist())
             self.logger.warning(
                 f"{filename} holds weights for RGB images with MODEL.PIXEL_MEAN {mean} and MODEL.PIXEL_STD {std}; this "
-                f"model has {found[0].tolist()} and {found[1].tolist()}, and will detect little: set these, and "
+                f"model has {found[0].tolist()} and {found[1].tolist()} and will detect little: set the former and "
                 "INPUT.FORMAT RGB"
             )
 
 
 def _decoder_layer(weights: Mapping[str, Tensor]) -> set[str]:
-    """What the first decoder layer holds, by which the architectures differ."""
+    """Tensor names of the first decoder layer; they differ between architectures."""
     return {name for name in weights if name.startswith("decoder.layers.0.")}

@@ -1,7 +1,6 @@
-"""COCO files as data sets of detectron2, for its loaders, evaluators and visualiser.
+"""Registration of COCO files as detectron2 data sets, for its loaders, evaluators and visualiser.
 
-Everything :class:`MetadataCatalog` has to know is there as soon as a data set is registered; the annotations are read
-again when they are asked for. Paths are made absolute.
+The metadata are complete at registration; the annotations are read again on demand. Paths are made absolute.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from detr_bf.text import listed
 
 logger = logging.getLogger(__name__)
 
-IGNORE_LABEL = 255  # detectron2's, of pixels without a class
-LABEL_DIVISOR = 1000  # detectron2's, of panoptic maps whose segments are not listed
+IGNORE_LABEL = 255  # detectron2's label of pixels without a class
+LABEL_DIVISOR = 1000  # detectron2's constant for panoptic maps without a list of segments
 _OF_SEGMENTS = ("id", "area", "bbox", "iscrowd")
 
 Records = list[dict[str, Any]]
 
 
 def register_coco(name: str, images: str | Path, annotations: str | Path) -> None:
-    """Register a COCO detection file under ``name``; a second time with the same arguments changes nothing.
+    """Register a COCO detection file under ``name``; repeating the call with the same arguments has no effect.
 
     Class k is the k-th category by ascending id.
 
@@ -43,8 +42,8 @@ def register_coco(name: str, images: str | Path, annotations: str | Path) -> Non
         annotations: COCO JSON.
 
     Raises:
-        InputError: a path is missing, the file is not COCO or lacks what detectron2 reads, or the name is taken by
-            another data set.
+        InputError: a path is missing, the file is not COCO or lacks fields that detectron2 reads, or the name is
+            taken by another data set.
     """
     folder, path = _absolute(images), _absolute(annotations)
     content = _read(folder, path)
@@ -63,10 +62,10 @@ def register_coco(name: str, images: str | Path, annotations: str | Path) -> Non
 
 
 def register_coco_panoptic(name: str, images: str | Path, annotations: str | Path, panoptic: str | Path) -> None:
-    """Register a COCO panoptic file under ``name``; a second time with the same arguments changes nothing.
+    """Register a COCO panoptic file under ``name``; repeating the call with the same arguments has no effect.
 
-    Things and stuff share one row of classes: class k is the k-th category by ascending id. So ``thing_classes`` and
-    ``stuff_classes`` both name all of them, as in detectron2's "standard" panoptic metadata.
+    Things and stuff share one list of classes: class k is the k-th category by ascending id. ``thing_classes`` and
+    ``stuff_classes`` both list all of them, as in detectron2's "standard" panoptic metadata.
 
     Args:
         name: for ``DATASETS.TRAIN`` and ``DATASETS.TEST``.
@@ -75,8 +74,8 @@ def register_coco_panoptic(name: str, images: str | Path, annotations: str | Pat
         panoptic: folder of its PNG files.
 
     Raises:
-        InputError: a path is missing, the file is not COCO panoptic, its images and maps do not belong together, or
-            the name is taken by another data set.
+        InputError: a path is missing, the file is not COCO panoptic, its images and maps do not match, or the name
+            is taken by another data set.
     """
     folder, path, maps = _absolute(images), _absolute(annotations), _absolute(panoptic)
     content = _read(folder, path)
@@ -106,10 +105,10 @@ def register_coco_panoptic(name: str, images: str | Path, annotations: str | Pat
 
 
 def panoptic_classes(name: str) -> ClassMap:
-    """The classes of a registered panoptic data set; class k is what detectron2's metadata calls contiguous id k.
+    """Return the classes of a registered panoptic data set; class k is the contiguous id k of the metadata.
 
     Raises:
-        InputError: things and stuff do not share one row of classes, or the annotation file lacks some of them.
+        InputError: things and stuff do not share one list of classes, or the annotation file lacks some of them.
     """
     metadata = MetadataCatalog.get(name)
     things, stuff = metadata.thing_dataset_id_to_contiguous_id, metadata.stuff_dataset_id_to_contiguous_id
@@ -144,7 +143,7 @@ def _register(name: str, load: Callable[[], Records], metadata: Mapping[str, Any
 
 
 def _detection_records(folder: Path, path: Path, index: Mapping[int, int]) -> Records:
-    """As detectron2 reads them, with class indices for category ids."""
+    """Return detectron2's records with class indices instead of category ids."""
     records: Records = load_coco_json(str(path), str(folder))
     for record in records:
         for annotation in record["annotations"]:
@@ -153,7 +152,7 @@ def _detection_records(folder: Path, path: Path, index: Mapping[int, int]) -> Re
 
 
 def _panoptic_records(folder: Path, path: Path, maps: Path) -> Records:
-    """One for each image, ``segments_info`` with class indices for category ids."""
+    """Return one record per image, ``segments_info`` with class indices instead of category ids."""
     content = read_annotations(path)
     class_map = content.class_map
     segments = defaultdict(list)
@@ -184,12 +183,12 @@ def _absolute(path: str | Path) -> Path:
 
 
 def _read(folder: Path, path: Path) -> CocoAnnotations:
-    """The annotations, whose first image is there and whose objects have boxes and listed categories."""
+    """Read the annotations; check that the first image exists and that objects have boxes and listed categories."""
     check_folder(folder)
     content = read_annotations(path)
     first = folder / content.images[0]["file_name"]
     if not first.is_file():
-        raise InputError(f"{path} lists the image {first}, which does not exist: give the folder it is named from")
+        raise InputError(f"{path} lists the image {first}, which does not exist: give its parent folder")
     if unknown := {one["category_id"] for one in content.annotations}.difference(content.class_map.category_ids):
         raise InputError(f"{path} has objects of categories {sorted(unknown)}, which it does not list")
     for one in content.annotations:
@@ -197,37 +196,36 @@ def _read(folder: Path, path: Path) -> CocoAnnotations:
             annotation_values(one)
         except ValueError as error:
             raise InputError(
-                f"{path}: image {one['image_id']} has {error}; tools/check_data.py lists everything that is wrong with "
-                "the data"
+                f"{path}: image {one['image_id']} has {error}; run tools/check_data.py for a list of all problems"
             ) from None
     return content
 
 
 def _check_for_detectron2(content: CocoAnnotations) -> None:
-    """Raise for what detectron2's reader stumbles over; warn of what its evaluator does."""
+    """Raise on values that detectron2's reader cannot handle; warn of those that its evaluator cannot."""
     for image in content.images:
         if annotated_size(image) is None:
-            raise InputError(f"{content.path}: image {image['id']} has no height and width, which detectron2 reads")
+            raise InputError(f"{content.path}: image {image['id']} has no height and width; detectron2 needs them")
     ids = [annotation.get("id") for annotation in content.annotations]
     if not all(map(is_id, ids)) or len(set(ids)) < len(ids):
-        raise InputError(f"{content.path}: detectron2 reads the id of every annotation; give each one of its own")
+        raise InputError(f"{content.path}: detectron2 needs a unique id for every annotation")
     lacking = [key for key in ("area", "iscrowd") if any(key not in one for one in content.annotations)]
     if lacking or 0 in ids:
         logger.warning(
-            "%s can be trained on, but not be evaluated by detectron2: %s",
+            "%s can be used for training, but not for detectron2's evaluation: %s",
             content.path,
             f"annotations lack {', '.join(lacking)}" if lacking else "annotation id 0 counts as no match",
         )
 
 
 def _check_pairs(content: CocoAnnotations, files: Sequence[MapFile], maps: Path) -> None:
-    """Raise unless every image has one map and every map an image, and the first one is there."""
+    """Raise unless images and maps match one to one and the first map exists."""
     mapped = {file.image_id for file in files}
     image_ids = {image["id"] for image in content.images}
     if len(mapped) < len(files) or mapped != image_ids:
         raise InputError(
             f"{content.path} has {len(image_ids)} images and {len(files)} annotations, expected one for each image; "
-            f"none have images [{listed(sorted(image_ids - mapped))}], not listed are images "
+            f"without annotation: [{listed(sorted(image_ids - mapped))}], not in images: "
             f"[{listed(sorted(mapped - image_ids))}]"
         )
     first = maps / files[0].file_name

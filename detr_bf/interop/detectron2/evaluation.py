@@ -1,4 +1,4 @@
-"""The evaluators of a data set by the ``evaluator_type`` of its metadata, with panoptic quality of our own."""
+"""Evaluators for a data set by the ``evaluator_type`` of its metadata; own panoptic quality."""
 
 from __future__ import annotations
 
@@ -34,28 +34,29 @@ from detr_bf.structures import ClassMap, PanopticMap, Segment
 
 logger = logging.getLogger(__name__)
 
+TASKS = {False: ("bbox",), True: ("bbox", "segm")}  # by whether masks are evaluated
 Dictionaries = Sequence[Mapping[str, Any]]
 
 
 def build_evaluator(
     dataset_name: str, output_dir: str | Path, *, masks: bool = False, panoptic: bool = False
 ) -> DatasetEvaluator:
-    """What measures the predictions for a registered data set.
+    """Build the evaluator of a registered data set.
 
     Args:
         dataset_name: its metadata has an ``evaluator_type``: "coco", "coco_panoptic_seg", "lvis", "pascal_voc" or
             "cityscapes_instance".
-        output_dir: gets predictions and results.
-        masks: the model has a mask head, whose masks are measured too.
-        panoptic: the model makes panoptic maps (``panoptic_seg``), whose quality is measured on panoptic data.
+        output_dir: folder for predictions and results.
+        masks: the model has a mask head; evaluate masks too.
+        panoptic: the model predicts ``panoptic_seg``; compute its quality on panoptic data.
 
     Raises:
-        InputError: the metadata names no type or another one; the annotations of a panoptic data set are unusable.
+        InputError: missing or unknown ``evaluator_type``, or unusable annotations of a panoptic data set.
     """
     if not isinstance(dataset_name, str):
-        raise InputError(f"an evaluator is of one data set, got {dataset_name}: evaluate them one after another")
+        raise InputError(f"expected the name of one data set, got {dataset_name}: evaluate data sets one by one")
     kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
-    folder, tasks = str(output_dir), _tasks(masks)
+    folder, tasks = str(output_dir), TASKS[masks]
     makers: dict[str, Callable[[], DatasetEvaluator]] = {
         "coco": lambda: COCOEvaluator(dataset_name, tasks, output_dir=folder),
         "coco_panoptic_seg": lambda: _panoptic_evaluator(dataset_name, folder, masks, panoptic),
@@ -71,10 +72,6 @@ def build_evaluator(
     return makers[kind]()
 
 
-def _tasks(masks: bool) -> tuple[str, ...]:
-    return ("bbox", "segm") if masks else ("bbox",)
-
-
 def _panoptic_evaluator(dataset_name: str, folder: str, masks: bool, panoptic: bool) -> DatasetEvaluator:
     things = ThingEvaluator(dataset_name, folder, masks=masks)
     if not panoptic:
@@ -86,14 +83,14 @@ def _panoptic_evaluator(dataset_name: str, folder: str, masks: bool, panoptic: b
 class ThingEvaluator(COCOEvaluator):
     """Average precision of the things of a panoptic data set, by detectron2's evaluator.
 
-    That one wants classes without gaps and a detection file, so the things are numbered anew, and the metadata get an
-    entry of their own, ``{dataset_name}_things``. The file is the ``json_file`` of the metadata; where there is none,
-    it is made of the panoptic annotations and left in ``output_dir``.
+    That evaluator needs contiguous classes and a detection file. The things are therefore renumbered, with metadata
+    under the name ``{dataset_name}_things``. The file is ``json_file`` of the metadata; if there is none, it is made
+    from the panoptic annotations and written to ``output_dir``.
 
     Args:
-        dataset_name: of a registered panoptic data set.
-        output_dir: gets that file, predictions and results.
-        masks: measure masks too.
+        dataset_name: a registered panoptic data set.
+        output_dir: folder for that file, predictions and results.
+        masks: evaluate masks too.
 
     Raises:
         InputError: the annotations cannot be used.
@@ -102,23 +99,23 @@ class ThingEvaluator(COCOEvaluator):
     def __init__(self, dataset_name: str, output_dir: str | Path, *, masks: bool = False) -> None:
         classes = panoptic_classes(dataset_name)
         is_thing = torch.tensor(classes.is_thing)
-        self._places = torch.where(is_thing, is_thing.cumsum(0) - 1, -1)  # of each class among the things; -1: stuff
+        self._thing_index = torch.where(is_thing, is_thing.cumsum(0) - 1, -1)  # by class; -1: stuff
         entry = _describe_things(dataset_name, classes, Path(output_dir), masks)
-        super().__init__(entry, _tasks(masks), output_dir=str(output_dir))
+        super().__init__(entry, TASKS[masks], output_dir=str(output_dir))
 
     def process(self, inputs: Dictionaries, outputs: Dictionaries) -> None:
-        """Add images; what was found of stuff is left out."""
+        """Add images; detections of stuff are ignored."""
         super().process(inputs, [{"instances": self._things(output["instances"])} for output in outputs])
 
     def _things(self, found: Instances) -> Instances:
-        places = self._places[found.pred_classes.cpu()]
-        things = found.to("cpu")[places >= 0]
-        things.pred_classes = places[places >= 0]
+        indices = self._thing_index[found.pred_classes.cpu()]
+        things = found.to("cpu")[indices >= 0]
+        things.pred_classes = indices[indices >= 0]
         return things
 
 
 def _describe_things(dataset_name: str, classes: ClassMap, folder: Path, masks: bool) -> str:
-    """The name of the entry in the metadata."""
+    """Add the metadata of the things and return their name."""
     metadata = MetadataCatalog.get(dataset_name)
     path = metadata.get("json_file")
     if path is None:
@@ -129,17 +126,17 @@ def _describe_things(dataset_name: str, classes: ClassMap, folder: Path, masks: 
     pairs = zip(classes.category_ids, classes.distinct_names, classes.is_thing, strict=True)
     things = {category_id: name for category_id, name, is_thing in pairs if is_thing}
     entry = f"{dataset_name}_things"
-    MetadataCatalog.pop(entry, None)  # of an evaluation into another folder
+    MetadataCatalog.pop(entry, None)  # left by an evaluation with another folder
     MetadataCatalog.get(entry).set(
         json_file=path,
         thing_classes=list(things.values()),
-        thing_dataset_id_to_contiguous_id={category_id: place for place, category_id in enumerate(things)},
+        thing_dataset_id_to_contiguous_id={category_id: index for index, category_id in enumerate(things)},
     )
     return entry
 
 
 def _things_as_detection(metadata: Any, classes: ClassMap, masks: bool) -> dict[str, Any]:
-    """The things of a panoptic file as COCO has them for detection."""
+    """Return the things of a panoptic file as a COCO detection dictionary."""
     truth = load_ground_truth(
         Path(metadata.panoptic_json), classes, masks=masks, panoptic=Path(metadata.panoptic_root) if masks else None
     )
@@ -154,11 +151,11 @@ def _things_as_detection(metadata: Any, classes: ClassMap, masks: bool) -> dict[
 class PanopticQualityEvaluator(DatasetEvaluator):
     """Panoptic quality by :class:`detr_bf.evaluation.PanopticEvaluator`; panopticapi is not needed.
 
-    The predictions of all processes are left in ``output_dir``: ``predictions.json`` and the folder ``panoptic``.
+    The predictions of all ranks are written to ``output_dir``: ``predictions.json`` and the folder ``panoptic``.
 
     Args:
-        dataset_name: of a registered panoptic data set.
-        output_dir: a folder, which is made if it is missing.
+        dataset_name: a registered panoptic data set.
+        output_dir: created if missing.
 
     Raises:
         InputError: the annotations cannot be used.
@@ -173,7 +170,7 @@ class PanopticQualityEvaluator(DatasetEvaluator):
         self.reset()
 
     def reset(self) -> None:
-        """Forget all images."""
+        """Remove all images."""
         self._quality = PanopticEvaluator(*self._truth, self._class_map)
         self._maps: list[EncodedMap] = []
 
@@ -186,14 +183,16 @@ class PanopticQualityEvaluator(DatasetEvaluator):
         for image, output in zip(inputs, outputs, strict=True):
             found = _map_of(image["image_id"], *output["panoptic_seg"])
             self._quality.update([found])
-            names = {found.image_id: self._relative(Path(image["file_name"]))}
+            path = Path(image["file_name"])
+            relative = path.relative_to(self._image_root) if path.is_relative_to(self._image_root) else path.name
+            names = {found.image_id: str(relative)}
             self._maps.append(encode(found, self._class_map, names))
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """The nine numbers in percent, NaN where there is no class to measure; empty but on the main process.
+        """Return the nine metrics in percent, NaN if there is no class to evaluate; empty except on rank 0.
 
         Raises:
-            InputError: not every image was given.
+            InputError: an image is missing.
         """
         shards = comm.gather((self._quality, self._maps))
         if not comm.is_main_process():
@@ -206,9 +205,6 @@ class PanopticQualityEvaluator(DatasetEvaluator):
         result = {name: float("nan") if value is None else 100 * value for name, value in metrics.items()}
         logger.info("panoptic quality:\n%s", create_small_table(result))
         return {"panoptic_seg": result}
-
-    def _relative(self, path: Path) -> str:
-        return str(path.relative_to(self._image_root) if path.is_relative_to(self._image_root) else path.name)
 
 
 def _map_of(image_id: int, ids: Tensor, segments: Dictionaries) -> PanopticMap:

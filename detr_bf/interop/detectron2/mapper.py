@@ -1,7 +1,7 @@
-"""Data set dictionaries of detectron2 as samples, augmented as DETR's are.
+"""Dataset mapper of detectron2 with DETR's augmentation.
 
-Augmentation: Carion et al. 2020 (arXiv 2005.12872, section 4, "Technical details"). All randomness is numpy's, as
-everywhere in detectron2, whose seeds of the workers hold.
+Augmentation: Carion et al. 2020 (arXiv 2005.12872, section 4, "Technical details"). All randomness is from numpy, as in
+detectron2, so its worker seeds apply.
 
 Shape legend: T objects of one image, h x w its pixels.
 """
@@ -47,18 +47,18 @@ def train_augmentations(
     """Flip with probability 0.5, crop with ``crop_probability``, resize; the defaults are DETR's on COCO.
 
     Args:
-        short_sides: pixels the shorter side of the result has: one of these, or with ``sampling`` "range" any between
-            the first and the second.
-        max_size: pixels the longer side may have.
+        short_sides: pixels of the shorter side after resizing: one of these, or with ``sampling`` "range" any number
+            between the first and the second.
+        max_size: largest longer side, pixels.
         sampling: "choice" or "range".
         flip: "horizontal", "vertical" or "none".
         crop_probability: 0 for no crops.
-        crop_short_sides: pixels of the shorter side, one of them, when the crop is cut.
-        crop_type: of detectron2's ``RandomCrop``, as is ``crop_size``.
-        crop_size: for "absolute_range" the shortest and the longest side in pixels.
+        crop_short_sides: pixels of the shorter side before cropping; one is chosen.
+        crop_type, crop_size: arguments of detectron2's ``RandomCrop``; for "absolute_range" the size is the shortest
+            and the longest side in pixels.
 
     Raises:
-        InputError: another ``flip``.
+        InputError: unknown ``flip``.
     """
     if flip not in FLIPS:
         raise InputError(f"flip (INPUT.RANDOM_FLIP) must be one of {', '.join(FLIPS)}; got '{flip}'")
@@ -75,29 +75,28 @@ def train_augmentations(
 
 
 def eval_augmentations(*, short_side: int = 800, max_size: int = 1333) -> list[T.Augmentation]:
-    """Resize the shorter side to ``short_side`` pixels, the longer to at most ``max_size``; 0 leaves images alone."""
+    """Resize the shorter side to ``short_side`` pixels, the longer to at most ``max_size``; 0 turns resizing off."""
     return [T.ResizeShortestEdge((short_side,), max_size, "choice")]
 
 
 class DetrBfDatasetMapper:
-    """Reads the image of a data set dictionary and gives what the model is called with.
+    """Reads the image of a data set dictionary and returns the input of the model.
 
-    That is ``image`` (3, h, w) uint8, and in training ``instances`` of that size with ``gt_boxes``, ``gt_classes`` and,
-    with ``masks``, ``gt_masks``. Crowds are left out, boxes are cut at the edges of a crop, and objects without area,
-    or with masks without a pixel, are dropped. Of panoptic data (``segments_info`` and ``pan_seg_file_name``) the
-    boxes are the extents of the masks in the whole image, without ``masks`` those of the JSON. All other entries stay
-    as they are, ``height`` and ``width`` are those of the file.
+    This is ``image`` (3, h, w) uint8, and in training ``instances`` of that size with ``gt_boxes``, ``gt_classes`` and,
+    with ``masks``, ``gt_masks``. Crowds are left out, boxes are clipped to a crop, and objects without area or with
+    empty masks are dropped. In panoptic data (``segments_info`` and ``pan_seg_file_name``) the boxes are the extents of
+    the masks in the whole image; without ``masks`` they are read from the JSON. All other entries are kept; ``height``
+    and ``width`` are those of the file.
 
     Args:
-        is_train: without it, no ground truth is read.
+        is_train: False: no ground truth is read.
         augmentations: see :func:`train_augmentations`, :func:`eval_augmentations`.
-        image_format: of detectron2, "RGB" or "BGR".
+        image_format: channel order, "RGB" or "BGR".
         masks: read the masks of the objects too.
-        mask_format: "polygon", or "bitmask" for masks of pixels and run lengths as well. Panoptic masks are pixels
-            always.
+        mask_format: "polygon", or "bitmask", which also reads run lengths and arrays. Panoptic masks are bitmaps.
 
     Raises:
-        InputError: another mask format; on use, a mask that is missing, of another format or another size than the
+        InputError: unknown mask format; on use, a mask is missing, of another format or of another size than the
             image.
     """
 
@@ -121,7 +120,7 @@ class DetrBfDatasetMapper:
 
     @classmethod
     def from_config(cls, cfg: CfgNode, is_train: bool = True) -> dict[str, Any]:
-        """The arguments that ``INPUT`` and ``MODEL.MASK_ON`` stand for; ``add_detr_bf_config`` was called."""
+        """Return the constructor arguments for a config extended by ``add_detr_bf_config``."""
         given = cfg.INPUT
         if is_train:
             augmentations = train_augmentations(
@@ -172,7 +171,7 @@ class DetrBfDatasetMapper:
 
 
 class Change(NamedTuple):
-    """What augmentation did to an image."""
+    """Transforms applied to an image, with its size before and after (height, width in pixels)."""
 
     transforms: T.TransformList
     before: Size
@@ -180,10 +179,10 @@ class Change(NamedTuple):
 
 
 def instances_of(annotations: Sequence[Mapping[str, Any]], change: Change, mask_format: str | None) -> Instances:
-    """Ground truth from the ``annotations`` of a data set dictionary; ``mask_format`` None leaves masks out.
+    """Convert the ``annotations`` of a data set dictionary to ground truth; ``mask_format`` None: no masks.
 
     Raises:
-        InputError: an object has no mask that can be read in this format.
+        InputError: the mask of an object is missing or unreadable in this format.
     """
     objects = [one for one in annotations if not one.get("iscrowd")]
     boxes = [BoxMode.convert(one["bbox"], one["bbox_mode"], BoxMode.XYXY_ABS) for one in objects]
@@ -197,7 +196,7 @@ def instances_of(annotations: Sequence[Mapping[str, Any]], change: Change, mask_
 
 
 def instances_of_map(png: Path, segments: Sequence[Mapping[str, Any]], change: Change) -> Instances:
-    """Ground truth from a panoptic PNG and its ``segments_info``.
+    """Convert a panoptic PNG and its ``segments_info`` to ground truth.
 
     Raises:
         InputError: the PNG is missing, cannot be read, or has another size than the image.
@@ -205,12 +204,12 @@ def instances_of_map(png: Path, segments: Sequence[Mapping[str, Any]], change: C
     ids = read_ids(png)
     if tuple(ids.shape) != tuple(change.before):
         raise InputError(
-            f"the panoptic PNG {png} is of {tuple(ids.shape)} pixels (height, width), the image of {change.before}"
+            f"the panoptic PNG {png} has {tuple(ids.shape)} pixels (height, width), the image {change.before}"
         )
     objects = [segment for segment in segments if not segment.get("iscrowd")]
     wanted = torch.tensor([segment["id"] for segment in objects], dtype=torch.int32)[:, None, None]
     extents = BitMasks(ids == wanted).get_bounding_boxes().tensor.double().numpy()
-    # as three bytes: detectron2 resizes numbers of four to other pixels than those of the image
+    # as three bytes: detectron2 resizes int32 arrays to other pixels than uint8 images
     coloured = torch.stack([ids & 255, ids >> 8 & 255, ids >> 16], dim=-1).to(torch.uint8).numpy()
     moved = change.transforms.apply_segmentation(coloured).astype(np.int32) @ np.array([1, 256, 65536], dtype=np.int32)
     masks = BitMasks(torch.from_numpy(moved) == wanted)
@@ -220,7 +219,7 @@ def instances_of_map(png: Path, segments: Sequence[Mapping[str, Any]], change: C
 def _instances(
     boxes: np.ndarray, classes: Sequence[int], masks: PolygonMasks | BitMasks | None, change: Change
 ) -> Instances:
-    """Of boxes (T, 4) x0, y0, x1, y1 in pixels of the image before, and masks of the one after, those that are seen."""
+    """Keep the visible objects. Boxes (T, 4) are x0, y0, x1, y1 in pixels before the change, masks are after it."""
     moved = Boxes(change.transforms.apply_box(boxes.reshape(-1, 4)))
     moved.clip(change.after)
     instances = Instances(change.after, gt_boxes=moved, gt_classes=torch.tensor(classes, dtype=torch.int64))
@@ -233,24 +232,24 @@ def _instances(
 
 
 def _outlines(segmentation: object, change: Change) -> list[np.ndarray]:
-    """Polygons in pixels of the image after, not cut at its edges: drawing does that."""
+    """Transform polygons to pixels of the changed image; they are clipped later, when drawn."""
     if not isinstance(segmentation, list) or not segmentation:
         given = "missing" if segmentation is None or segmentation == [] else f"a {type(segmentation).__name__}"
         raise InputError(
-            f"the segmentation of an object is {given}, expected polygons: give every object a mask, and set "
-            "INPUT.MASK_FORMAT bitmask for run lengths and arrays"
+            f"the segmentation of an object is {given}, expected polygons: give every object a mask; run lengths "
+            "and arrays need INPUT.MASK_FORMAT bitmask"
         )
     corners = (np.array(polygon, dtype=np.float64).reshape(-1, 2) for polygon in segmentation)
     return [change.transforms.apply_coords(points).reshape(-1) for points in corners]
 
 
 def _pixels(segmentation: object, change: Change) -> Tensor:
-    """(h, w) bool in the image after, of polygons, run lengths, compressed or not, or an array of pixels."""
+    """Convert polygons, run lengths (compressed or not) or an array to a mask (h, w) bool of the changed image."""
     if not isinstance(segmentation, dict | np.ndarray):
         return drawn([_outlines(segmentation, change)], change.after)[0]
     size = tuple(segmentation["size"] if isinstance(segmentation, dict) else segmentation.shape)
     if size != tuple(change.before):
-        raise InputError(f"a mask is of {size} pixels (height, width), the image of {change.before}")
+        raise InputError(f"a mask has {size} pixels (height, width), the image {change.before}")
     pixels = _decoded(segmentation) if isinstance(segmentation, dict) else segmentation.astype(np.uint8)
     moved = change.transforms.apply_segmentation(pixels)
     return torch.from_numpy(np.ascontiguousarray(moved)).bool()

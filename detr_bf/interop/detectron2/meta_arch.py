@@ -1,12 +1,16 @@
-"""The four detectors as one architecture of detectron2.
+"""The four detectors as one architecture of detectron2, and its settings in yacs configs.
+
+``MODEL.DETR_BF`` mirrors :mod:`detr_bf.config`: the same names in upper case, the same defaults and checks. Settings
+that detectron2 already has are read from there: ``MODEL.MASK_ON`` (a mask head), ``TEST.DETECTIONS_PER_IMAGE``,
+``INPUT``, ``SOLVER``.
 
 Shape legend: B images, H x W pixels of the padded batch, N detections.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -18,13 +22,12 @@ from detectron2.utils.events import get_event_storage, has_event_storage
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from detr_bf.config import config_from_dict
+from detr_bf.config import DetectionConfig, config_from_dict
+from detr_bf.config.detection import BackboneConfig
 from detr_bf.detectors import Detector
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
-from detr_bf.interop.detectron2.backbone import Detectron2Backbone
-from detr_bf.interop.detectron2.config import DETECTRON2, core_config
-from detr_bf.interop.detectron2.parts import check_classes, parts
+from detr_bf.interop.detectron2.parts import Detectron2Backbone, build_parts, check_classes
 from detr_bf.interop.detectron2.tensors import batch_of, cropped, fields_of, output_target, panoptic_of, target_of
 from detr_bf.losses import LossReport
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
@@ -32,25 +35,101 @@ from detr_bf.structures import Outputs
 
 Inputs = Sequence[Mapping[str, Any]]
 
+DETECTRON2 = "detectron2"  # MODEL.DETR_BF.BACKBONE.NAME that selects build_backbone(cfg)
+SECTIONS = {  # sections of MODEL.DETR_BF and their groups in DetectionConfig
+    "LOSS": "loss",
+    "BATCHFORMER": "batch_former",
+    "PLUGINS": "plugins",
+    "FREEZE": "freeze",
+}
+
+
+def add_detr_bf_config(cfg: CfgNode) -> None:
+    """Add ``MODEL.DETR_BF`` and the other settings of DETR to detectron2's default config.
+
+    The defaults are DETR on COCO without batch attention. ``MODEL.DETR_BF.BACKBONE`` names one of our backbones; with
+    the name ``detectron2`` the backbone of ``MODEL.BACKBONE`` is used, with its maps of ``STRIDES``.
+    """
+    defaults = DetectionConfig()
+    node = CfgNode({"ARCHITECTURE": defaults.model.name, "NUM_CLASSES": 80})
+    node.update({name: value for name, value in _node(defaults.model).items() if name not in ("NAME", "MASKS")})
+    for section, ours in SECTIONS.items():
+        node[section] = _node(getattr(defaults, ours))
+    node.BATCHFORMER.ENABLED = False
+    node.PANOPTIC = CfgNode({"ENABLED": False, **_node(defaults.eval.panoptic)})
+    node.MASK_THRESHOLD = defaults.eval.mask_threshold
+    node.RECOMPUTE_ENCODER = defaults.train.recompute_encoder
+    cfg.MODEL.DETR_BF = node
+    cfg.SOLVER.OPTIMIZER = "ADAMW"
+    cfg.SOLVER.BACKBONE_MULTIPLIER = 0.1
+    cfg.SOLVER.POINT_MULTIPLIER = 1.0  # for the layers that predict reference points and sampling offsets
+    cfg.DATASETS.REGISTER_COCO = ()  # (name, images, annotations) each; panoptic data: (..., folder of the PNGs)
+    cfg.INPUT.CROP_PROBABILITY = 0.5  # if INPUT.CROP.ENABLED
+    cfg.INPUT.CROP_SHORT_SIDES = (400, 500, 600)  # pixels of the shorter side before cropping
+
+
+def core_config(cfg: CfgNode) -> DetectionConfig:
+    """Convert the model and loss settings of ``cfg`` to a ``DetectionConfig``.
+
+    Raises:
+        InputError: a value is out of range, or has no effect on a backbone of detectron2.
+    """
+    _check_backbone(cfg.MODEL.DETR_BF.BACKBONE)
+    tree = _lower(cfg.MODEL.DETR_BF)
+    sections = {ours: tree.pop(section.lower()) for section, ours in SECTIONS.items()}
+    panoptic = tree.pop("panoptic")
+    del panoptic["enabled"], tree["num_classes"]
+    evaluation = {
+        "panoptic": panoptic,
+        "mask_threshold": tree.pop("mask_threshold"),
+        "max_detections": cfg.TEST.DETECTIONS_PER_IMAGE,
+    }
+    train = {"recompute_encoder": tree.pop("recompute_encoder")}
+    model = {"name": tree.pop("architecture"), "masks": cfg.MODEL.MASK_ON, **tree}
+    settings = {"model": model, **sections, "eval": evaluation, "train": train}
+    config: DetectionConfig = config_from_dict(settings, source="MODEL.DETR_BF (in lower case)")
+    return config
+
+
+def _check_backbone(node: CfgNode) -> None:
+    defaults = _node(BackboneConfig())
+    ours = ("DILATION", "FROZEN_STAGES", "FROZEN_NORM")
+    ignored = [name for name in ours if node[name] != defaults[name]]
+    if node.NAME == DETECTRON2 and ignored:
+        raise InputError(
+            f"MODEL.DETR_BF.BACKBONE.{', '.join(ignored)} has no effect with NAME {DETECTRON2}; "
+            "use MODEL.BACKBONE, MODEL.RESNETS and MODEL.WEIGHTS"
+        )
+
+
+def _node(settings: Any) -> CfgNode:
+    """Convert a settings dataclass to a node with upper-case names."""
+    found = {field.name.upper(): getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    return CfgNode({name: _node(value) if dataclasses.is_dataclass(value) else value for name, value in found.items()})
+
+
+def _lower(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a node to dictionaries with lower-case names."""
+    return {name.lower(): _lower(value) if isinstance(value, Mapping) else value for name, value in node.items()}
+
 
 @META_ARCH_REGISTRY.register()
 class DetrBf(nn.Module):
-    """DETR, Conditional DETR, SMCA or Deformable DETR, with batch attention and a mask head where they are on.
+    """DETR, Conditional DETR, SMCA or Deformable DETR, optionally with batch attention and a mask head.
 
-    In training it takes detectron2's dictionaries with ``image`` (3, H, W) and ``instances``, and returns the weighted
-    losses, whose sum is the loss; what else is worth knowing goes to the event storage. In evaluation it returns for
-    each image ``instances`` and, with ``panoptic``, ``panoptic_seg``, in pixels of ``height`` x ``width``. Its state is
-    that of ``detector``.
+    In training it takes detectron2's dictionaries with ``image`` (3, H, W) and ``instances`` and returns the weighted
+    losses, to be summed; other scalars go to the event storage. In evaluation it returns ``instances`` for each image
+    and, with ``panoptic``, ``panoptic_seg``, in pixels of ``height`` x ``width``. Only ``detector`` has a state.
 
     Args:
-        detector: ours.
+        detector: one of our detectors.
         criterion: its losses.
-        postprocess: outputs to detections.
-        num_classes: class k is the data set's contiguous id k.
-        panoptic: outputs to panoptic maps; only the detections of things are returned as instances then.
-        input_format: order of the channels, RGB or BGR.
-        batches_meet: evaluation itself looks at the other images of a batch (mini_batch_inference). Else images of
-            different sizes are evaluated apart, so that none depends on which others it is given with.
+        postprocess: converts outputs to detections.
+        num_classes: class k is the contiguous id k of the data set.
+        panoptic: converts outputs to panoptic maps; then only detections of things are returned as instances.
+        input_format: channel order, RGB or BGR.
+        batches_meet: images of a batch interact in evaluation (mini_batch_inference). Otherwise images of different
+            sizes are evaluated separately, so that a result does not depend on the other images of the batch.
     """
 
     @configurable
@@ -76,17 +155,17 @@ class DetrBf(nn.Module):
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
-        """What ``build_model(cfg)`` makes it of."""
+        """Return the constructor arguments for ``build_model(cfg)``."""
         settings = cfg.MODEL.DETR_BF
         foreign = settings.BACKBONE.NAME == DETECTRON2
         datasets = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
         check_classes(datasets, settings.NUM_CLASSES)
         if settings.PANOPTIC.ENABLED and not datasets:
             raise InputError(
-                "MODEL.DETR_BF.PANOPTIC.ENABLED True: the metadata of a data set tell things from stuff, and "
-                "DATASETS.TRAIN and DATASETS.TEST name none"
+                "MODEL.DETR_BF.PANOPTIC.ENABLED needs the metadata of a data set (things and stuff): name one in "
+                "DATASETS.TRAIN or DATASETS.TEST"
             )
-        return parts(
+        return build_parts(
             core_config(cfg),
             settings.NUM_CLASSES,
             backbone=build_backbone(cfg) if foreign else None,
@@ -102,22 +181,22 @@ class DetrBf(nn.Module):
         return next(self.detector.parameters()).device
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of every module.
+        """Load weights as ``nn.Module`` does.
 
         Raises:
-            InputError: no name is one of ours. Detectron2 loads what fits, and would go on with random weights.
+            InputError: no tensor has a name of this model; detectron2 would silently continue with random weights.
         """
         if self.state_dict().keys().isdisjoint(state_dict):
             raise InputError(
                 f"none of the {len(state_dict)} tensors has a name of this model. Weights of the core, the authors or "
-                "Hugging Face are read by DetrBfCheckpointer and our Trainer; for detectron2's own, write them with "
-                "tools/convert_checkpoint.py --to detectron2. Weights of a backbone of detectron2 need "
+                "Hugging Face are read by DetrBfCheckpointer and our Trainer; for detectron2's own checkpointer "
+                "convert them with tools/convert_checkpoint.py --to detectron2. Weights of a detectron2 backbone need "
                 "MODEL.DETR_BF.BACKBONE.NAME detectron2"
             )
         return super().load_state_dict(state_dict, strict, assign)
 
     def forward(self, batched_inputs: Inputs) -> dict[str, Tensor] | list[dict[str, Any]]:
-        """Losses in training, predictions in evaluation.
+        """Return the losses in training, the predictions in evaluation.
 
         Raises:
             InputError: see :func:`detr_bf.interop.detectron2.tensors.target_of`.
@@ -129,7 +208,7 @@ class DetrBf(nn.Module):
 
     def _losses(self, inputs: Inputs) -> dict[str, Tensor]:
         if missing := [number for number, each in enumerate(inputs) if "instances" not in each]:
-            raise InputError(f"images {missing} of the batch have no 'instances': train with a mapper that keeps them")
+            raise InputError(f"images {missing} of the batch have no 'instances': use a mapper that keeps them")
         targets = [
             target_of(
                 each["instances"].to(self.device),
@@ -152,7 +231,7 @@ class DetrBf(nn.Module):
         return [found[number] for number in range(len(inputs))]
 
     def _groups(self, inputs: Inputs) -> list[list[int]]:
-        """The images that go through the detector together."""
+        """Indices of the images that are evaluated together."""
         numbers = range(len(inputs))
         if self.batches_meet:
             return [list(numbers)]
@@ -190,7 +269,7 @@ class DetrBf(nn.Module):
         largest = max(h for h, _ in images.image_sizes), max(w for _, w in images.image_sizes)
         if outputs.masks is None or largest == (height, width):
             return outputs
-        return replace(outputs, masks=cropped(outputs.masks, (height, width), largest))
+        return dataclasses.replace(outputs, masks=cropped(outputs.masks, (height, width), largest))
 
 
 def build_detr_bf(
@@ -210,17 +289,17 @@ def build_detr_bf(
     panoptic_dataset: str | None = None,
     pretrained: bool = True,
 ) -> DetrBf:
-    """The architecture from keyword arguments, for LazyConfig: ``L(build_detr_bf)(num_classes=80, ...)``.
+    """Build the architecture from keyword arguments, for LazyConfig: ``L(build_detr_bf)(num_classes=80, ...)``.
 
     Args:
-        num_classes: of the data, without no-object.
-        model, loss, batch_former, plugins, freeze, eval, train: settings that differ from the defaults, as in
+        num_classes: without no-object.
+        model, loss, batch_former, plugins, freeze, eval, train: settings that differ from the defaults of
             :mod:`detr_bf.config`.
-        backbone: one of detectron2; None: ours, of ``model["backbone"]``.
-        pixel_mean, pixel_std: for a backbone of detectron2, in the order of the channels and units of 0 to 255.
-        input_format: order of the channels, RGB or BGR.
-        panoptic_dataset: name of a registered data set whose metadata tell things from stuff; None: no panoptic maps.
-        pretrained: our backbone starts with the weights its settings name.
+        backbone: a backbone of detectron2; None: ours, from ``model["backbone"]``.
+        pixel_mean, pixel_std: for a backbone of detectron2, in channel order and units of 0 to 255.
+        input_format: channel order, RGB or BGR.
+        panoptic_dataset: registered data set whose metadata list things and stuff; None: no panoptic maps.
+        pretrained: load the weights named in the settings of our backbone.
 
     Raises:
         InputError: a setting is unknown or out of range.
@@ -236,7 +315,7 @@ def build_detr_bf(
     }
     tree = {name: OmegaConf.to_container(OmegaConf.create(dict(group))) for name, group in groups.items() if group}
     return DetrBf(
-        **parts(
+        **build_parts(
             config_from_dict(tree, source="build_detr_bf"),
             num_classes,
             backbone=backbone,
@@ -250,20 +329,20 @@ def build_detr_bf(
 
 
 def _instances(found: Any, size: tuple[int, int], kept_classes: Sequence[bool] | None) -> Instances:
-    """Detections as detectron2 has them, clipped to the output and without empty boxes."""
+    """Convert detections to ``Instances``, clipped to the output and without empty boxes."""
     boxes, scores, classes, masks = fields_of(found, size, kept_classes)
-    place = torch.arange(len(boxes))  # masks are of the whole output: they take no part in resizing
-    raw = Instances(size, pred_boxes=Boxes(boxes), scores=scores, pred_classes=classes, place=place)
+    index = torch.arange(len(boxes))  # masks already have the output size: they must not be resized
+    raw = Instances(size, pred_boxes=Boxes(boxes), scores=scores, pred_classes=classes, index=index)
     instances = detector_postprocess(raw, *size)
-    place = instances.get("place")
-    instances.remove("place")
+    index = instances.get("index")
+    instances.remove("index")
     if masks is not None:
-        instances.pred_masks = masks[place]
+        instances.pred_masks = masks[index]
     return instances
 
 
 def _store(report: LossReport) -> None:
-    """What is only looked at, fetched from the device at once."""
+    """Log scalars to the event storage in one device transfer."""
     if not (report.logged and has_event_storage()):
         return
     values = torch.stack([value.detach().float() for value in report.logged.values()]).tolist()

@@ -1,4 +1,4 @@
-"""Between detectron2's values and ours, on plain tensors; detectron2 itself is not imported.
+"""Conversions between detectron2's values and ours on plain tensors, without importing detectron2.
 
 Shape legend: B images, T objects of one image, N detections, H x W pixels of the padded batch, h x w of one image.
 """
@@ -23,7 +23,7 @@ Size = tuple[int, int]  # height, width in pixels
 
 
 class Fields(NamedTuple):
-    """What an ``Instances`` of predictions is made of."""
+    """Fields of a predicted ``Instances``."""
 
     boxes: Tensor  # (N, 4) float32, x0, y0, x1, y1 in pixels of the output
     scores: Tensor  # (N,) float32
@@ -32,27 +32,27 @@ class Fields(NamedTuple):
 
 
 def batch_of(images: Tensor, sizes: Sequence[Size], targets: Sequence[Target] = ()) -> Batch:
-    """Padded images (B, 3, H, W) with the size of each."""
+    """Build a batch from padded images (B, 3, H, W) and the size of each."""
     height, width = images.shape[-2:]
     return Batch(images, padding_mask(sizes, (height, width), images.device), tuple(targets))
 
 
 def target_of(instances: Any, *, num_classes: int, masks: bool, number: int = 0) -> Target:
-    """Ground truth of one image.
+    """Convert the ground truth of one image.
 
     Args:
-        instances: a detectron2 ``Instances`` with ``gt_boxes``, ``gt_classes`` and, for ``masks``, ``gt_masks``, which
-            are polygons or bit masks.
+        instances: a detectron2 ``Instances`` with ``gt_boxes``, ``gt_classes`` and, for ``masks``, ``gt_masks``
+            (polygons or bit masks).
         num_classes: of the model.
-        masks: whether the model has a mask head.
-        number: of the image, for messages.
+        masks: True if the model has a mask head.
+        number: index of the image in the batch, for messages.
 
     Raises:
-        InputError: a field is missing, a class is outside the model's, a box is not finite, masks have another size.
+        InputError: a field is missing, a class is out of range, a box is not finite, or masks have another size.
     """
     wanted = ("gt_boxes", "gt_classes", *(("gt_masks",) if masks else ()))
     missing = [name for name in wanted if not instances.has(name)]
-    if missing and not (missing == ["gt_masks"] and len(instances.gt_boxes.tensor) == 0):  # detectron2 sets none then
+    if missing and not (missing == ["gt_masks"] and len(instances.gt_boxes.tensor) == 0):  # as detectron2 does
         raise InputError(
             f"image {number} of the batch: its instances lack {', '.join(missing)}; "
             "a mask head needs a mapper that keeps masks (MODEL.MASK_ON True)"
@@ -63,7 +63,7 @@ def target_of(instances: Any, *, num_classes: int, masks: bool, number: int = 0)
         raise InputError(f"image {number} of the batch has boxes with infinity or NaN: {corners.tolist()}")
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
         raise InputError(
-            f"image {number} of the batch has classes from {int(labels.min())} to {int(labels.max())}, the model knows "
+            f"image {number} of the batch has classes from {int(labels.min())} to {int(labels.max())}, the model has "
             f"0 to {num_classes - 1}: set MODEL.DETR_BF.NUM_CLASSES to the number of classes of the data set"
         )
     return Target(
@@ -77,10 +77,10 @@ def target_of(instances: Any, *, num_classes: int, masks: bool, number: int = 0)
 
 
 def masks_of(masks: Any, size: Size, device: torch.device | str = "cpu") -> Tensor:
-    """Detectron2's ``PolygonMasks`` or ``BitMasks`` of T objects, None for none -> (T, h, w) bool.
+    """Convert ``PolygonMasks`` or ``BitMasks`` of T objects, or None for T = 0, to (T, h, w) bool.
 
     Raises:
-        InputError: bit masks of another size than the image's, or another kind of masks.
+        InputError: bit masks of another size than the image, or an unknown type.
     """
     if masks is None:
         return torch.zeros(0, *size, dtype=torch.bool, device=device)
@@ -90,14 +90,12 @@ def masks_of(masks: Any, size: Size, device: torch.device | str = "cpu") -> Tens
     if not isinstance(found, Tensor) or found.ndim != 3:
         raise InputError(f"gt_masks must be PolygonMasks or BitMasks, got {type(masks).__name__}")
     if tuple(found.shape[1:]) != tuple(size):
-        raise InputError(
-            f"gt_masks are of {tuple(found.shape[1:])} pixels (height, width), the image is of {tuple(size)}"
-        )
+        raise InputError(f"gt_masks have {tuple(found.shape[1:])} pixels (height, width), the image {tuple(size)}")
     return found.to(device, torch.bool)
 
 
 def cropped(masks: Masks, padded: Size, size: Size) -> Masks:
-    """Masks over a batch that was padded further than to its largest image, cut to that ``size``."""
+    """Crop masks of a batch of size ``padded`` to ``size``, that of its largest image."""
 
     def of(row: Tensor, query: Tensor) -> Tensor:
         logits = F.interpolate(masks.of(row, query)[:, None], size=padded, mode="bilinear")
@@ -107,7 +105,7 @@ def cropped(masks: Masks, padded: Size, size: Size) -> Masks:
 
 
 def drawn(objects: Sequence[Sequence[Any]], size: Size) -> Tensor:
-    """Polygons of T objects, each a list of x, y, x, y, ... in pixels -> (T, h, w) bool."""
+    """Draw the polygons of T objects, each a list of x, y, x, y, ... in pixels, to (T, h, w) bool."""
     masks = np.zeros((len(objects), *size), dtype=np.uint8)
     for mask, polygons in zip(masks, objects, strict=True):
         if len(polygons):
@@ -117,17 +115,17 @@ def drawn(objects: Sequence[Sequence[Any]], size: Size) -> Tensor:
 
 
 def output_target(number: int, size: Size, output_size: Size) -> Target:
-    """What postprocessing has to know of an image: its size in the batch, and that of the output."""
+    """Target without objects for postprocessing: size of the image in the batch and of the output."""
     return Target(number, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), size=size, original_size=output_size)
 
 
 def fields_of(found: Detections, size: Size, kept_classes: Sequence[bool] | None = None) -> Fields:
-    """What the model found in one image.
+    """Convert the detections of one image.
 
     Args:
-        found: boxes in pixels of the output.
+        found: detections with boxes in pixels of the output.
         size: of the output.
-        kept_classes: of each class, whether its detections are kept; None: all are. Of a panoptic model things are.
+        kept_classes: for each class, True to keep its detections (the things of a panoptic model); None: keep all.
     """
     keep = torch.ones(len(found.labels), dtype=torch.bool)
     if kept_classes is not None:
@@ -141,7 +139,7 @@ def fields_of(found: Detections, size: Size, kept_classes: Sequence[bool] | None
 
 
 def panoptic_of(found: PanopticMap, is_thing: Sequence[bool]) -> tuple[Tensor, list[dict[str, Any]]]:
-    """A panoptic map as detectron2 has it: ids (h, w) int32, 0 = no segment, and what is known of each segment."""
+    """Convert a panoptic map to detectron2's form: ids (h, w) int32, 0 = no segment, and a dictionary per segment."""
     segments = [
         {"id": one.id, "isthing": bool(is_thing[one.label]), "category_id": one.label, "area": one.area}
         for one in found.segments

@@ -1,4 +1,4 @@
-// batch_attention on the CPU: tensors to plain data, positions to threads, the kernels of this processor.
+// Binding of batch_attention on the CPU: unpacks tensors and splits the positions among threads.
 #include "batch_attention.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What the binding hands to the kernels of batch attention, as plain data.
+// Plain-data arguments of the batch attention kernels.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace detr_bf::cpu {
 
-// A tensor (B, N, H, D), channels one after another. Strides in elements.
+// A tensor (B, N, H, D) with contiguous channels. Strides in elements.
 struct Rows {
   void* data;
   int64_t image_stride, position_stride, head_stride;

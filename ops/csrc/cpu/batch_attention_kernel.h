@@ -9,7 +9,7 @@
 namespace detr_bf::cpu {
 namespace {
 
-// The tables of one call and the blocks it works through.
+// The tables of one call and its blocks.
 template <class A>
 class Tables {
  public:
@@ -26,7 +26,7 @@ class Tables {
     const int64_t left = end - position, most = positions_together(b_);
     return {b_.images, b_.heads, b_.channels, position, left < most ? left : most, line_, places_};
   }
-  // The random numbers of a line. The elements of a call are counted by key, position, head and query.
+  // Random numbers of a line. The elements of a call are numbered by key, position, head and query.
   const uint16_t* numbers_of_line(const Block& block, int64_t key) const {
     const int64_t first = (key * b_.positions + block.position) * b_.heads * b_.images;
     const int64_t start = first / kElementsOfBlock, last = (first + block.lanes() - 1) / kElementsOfBlock;
@@ -35,7 +35,7 @@ class Tables {
   }
 
  private:
-  // Whole blocks around a line, and room to read a whole vector at its end.
+  // Whole blocks around a line, plus padding to read a whole vector at its end.
   int64_t numbers() const { return line_ + 3 * kElementsOfBlock; }
   int64_t bytes(int count) const {
     return Scratch::bytes<Lane>(line_) + Scratch::bytes<uint16_t>(numbers()) +
@@ -61,7 +61,7 @@ void hide_masked_keys(const BatchAttention& b, const Block& block, A* table) {
   }
 }
 
-// Over the keys, of numbers times scale. Where all are minus infinity (every key is masked), all become zero.
+// Softmax over the keys, of numbers times scale. All-masked lanes (all minus infinity) become zero.
 template <class A>
 void softmax(const Block& b, A scale, A* table) {
   for (int64_t lane = 0; lane < b.line; lane += kLanes<A>) {
@@ -85,7 +85,7 @@ void softmax(const Block& b, A scale, A* table) {
   }
 }
 
-// From the gradient of probabilities to that of the dot products.
+// Gradient of the dot products from the gradient of the probabilities.
 template <class A>
 void softmax_backward(const Block& b, A scale, const A* probabilities, A* gradient) {
   for (int64_t lane = 0; lane < b.line; lane += kLanes<A>) {

@@ -1,8 +1,8 @@
-// The two kinds of products that batch attention is made of: dot products of rows, and weighted sums of rows.
+// The two kinds of products in batch attention: dot products of rows and weighted sums of rows.
 //
-// A block of positions is worked on at once. Its lanes are (position, head, query), query fastest. A table has a line
-// for each key, and in it a number for each lane: so a softmax over the keys needs no sums across a vector, and few
-// queries still fill one.
+// A block of positions is processed at once. Its lanes are (position, head, query), query fastest. A table has a line
+// per key with one number per lane, so a softmax over the keys needs no sums across a vector, and even a few queries
+// fill a vector.
 #pragma once
 
 #include <cstring>
@@ -15,10 +15,10 @@
 namespace detr_bf::cpu {
 namespace {
 
-constexpr int64_t kLanesOfBlock = 128;  // about; as many as a block of random numbers serves
-constexpr int kKeysTogether = 4;        // that share the reading of a query
-constexpr int kRowsTogether = 4;        // that share the reading of what they are sums of
-constexpr int kVectorsTogether = kVectorBytes == 64 ? 4 : 2;  // of channels: sums in half of the registers
+constexpr int64_t kLanesOfBlock = 128;  // approximate; the size of a block of random numbers
+constexpr int kKeysTogether = 4;        // keys that share one load of a query
+constexpr int kRowsTogether = 4;        // results that share one load of a summand
+constexpr int kVectorsTogether = kVectorBytes == 64 ? 4 : 2;  // of channels: the sums take half of the registers
 
 struct Lane {
   int64_t position, head, query;
@@ -43,8 +43,8 @@ struct TypedRows {
 struct Block {
   int64_t images, heads, channels;
   int64_t position, positions;
-  int64_t line;       // from line to line of a table, whole vectors
-  const Lane* places;  // of lanes, positions counted from 0
+  int64_t line;       // distance between lines of a table, whole vectors
+  const Lane* places;  // of each lane, positions relative to the block
 
   int64_t lanes() const { return positions * heads * images; }
 };
@@ -61,8 +61,8 @@ inline void list_lanes(const BatchAttention& b, int64_t positions, Lane* places)
   }
 }
 
-// For K keys: their channels times a query's, added up to vectors whose lanes' sums are the dot products; they are
-// written kLanes apart.
+// For K keys: products of the channels of key and query, added to vectors whose lane sums are the dot products; written
+// kLanes apart.
 template <int K, class T, class A>
 inline void multiply(const T* query, const T* keys, int64_t key_stride, int64_t channels, Vec<A>* products) {
   constexpr int lanes = kLanes<A>;
@@ -142,7 +142,7 @@ inline void add_up_tail(const Weights<A>& weights, const T* rows, int64_t row_st
   for (int r = 0; r < R; ++r) store_first<A>(results + r * result_stride, sums[r], channels);
 }
 
-// For each position and head, results of all images: result = sum over rows of table(row, result) x row, or of
+// Results of all images for each position and head: sum over rows of table(row, result) x row, or of
 // table(result, row) x row if by_key.
 template <class T, class A>
 void weighted_sums(const Block& b, const A* table, bool by_key, const TypedRows<T>& rows, const TypedRows<T>& results) {

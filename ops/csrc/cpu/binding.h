@@ -1,4 +1,4 @@
-// What bindings for the CPU share: the kernels of this processor.
+// Shared by the CPU bindings: the kernels of this processor.
 #pragma once
 
 #include "../tensors.h"
@@ -6,7 +6,7 @@
 
 namespace detr_bf::cpu {
 
-// Of three tables of kernels, that for this processor.
+// The one of three kernel tables that fits this processor.
 template <class Kernels>
 const Kernels& best_of(const Kernels& baseline, const Kernels* v3, const Kernels* v4) {
   switch (processor()) {

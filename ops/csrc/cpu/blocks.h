@@ -1,4 +1,4 @@
-// Loops whose body knows at compile time how much it does at once.
+// Loops with block sizes known at compile time.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 namespace detr_bf::cpu {
 namespace {
 
-// Calls step(Most, at) for as many whole blocks of Most as fit between begin and end, then for halves, down to one.
+// Calls step(Most, at) for all whole blocks of Most between begin and end, then for halves of it, down to one.
 template <int Most, class Step>
 inline void in_blocks(int64_t begin, int64_t end, Step&& step) {
   for (; begin + Most <= end; begin += Most) step(std::integral_constant<int, Most>{}, begin);

@@ -1,4 +1,4 @@
-// Dropout on the CPU: tensors to plain data, blocks of elements to threads, the kernels of this processor.
+// Binding of dropout on the CPU: unpacks tensors and splits the blocks of elements among threads.
 #include "dropout.h"
 
 #include <optional>
@@ -27,7 +27,7 @@ const DropoutKernels& kernels() {
 #endif
 }
 
-// A call with a seed, or without one where the result tells what was kept.
+// A call with a seed, or without one if the kept elements follow from the result.
 Dropout plain(const Tensor& input, double p, const Tensor* seed) {
   return {input.numel(), DropoutRate(p), seed ? *static_cast<const uint64_t*>(seed->data_ptr()) : 0};
 }

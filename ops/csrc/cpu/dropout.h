@@ -1,4 +1,4 @@
-// What the binding hands to the kernels of dropout, as plain data.
+// Plain-data arguments of the dropout kernels.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +16,11 @@ struct Dropout {
 
 // The kernels of one instruction set, for blocks [begin, end) of kElementsOfBlock elements.
 struct DropoutKernels {
-  // output = residual + dropout(input), or without residual where it is null.
+  // output = residual + dropout(input); residual may be null.
   void (*add)(Type, const Dropout&, const void* input, const void* residual, void* output, int64_t begin, int64_t end);
   // output = dropout(max(input, 0)).
   void (*relu)(Type, const Dropout&, const void* input, void* output, int64_t begin, int64_t end);
-  // Gradient of relu's input: what its output holds tells what was kept.
+  // Gradient of the input of relu_dropout; the kept elements follow from its output.
   void (*relu_backward)(Type, const Dropout&, const void* gradient, const void* output, void* result, int64_t begin,
                         int64_t end);
 };

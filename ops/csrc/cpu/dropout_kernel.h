@@ -8,8 +8,8 @@
 namespace detr_bf::cpu {
 namespace {
 
-// Writes what step(read_vector, place) returns for each vector of a block: place is where in the block it lies, and
-// read_vector gives those elements of any tensor.
+// Writes the result of step(read_vector, place) for each vector of a block: place is its offset in the block, and
+// read_vector loads these elements of any tensor.
 template <class A, class T, class Step>
 inline void over_block(const Dropout& d, int64_t block, T* result, Step&& step) {
   const int64_t first = block * kElementsOfBlock, left = d.elements - first;
@@ -25,8 +25,8 @@ inline void over_block(const Dropout& d, int64_t block, T* result, Step&& step) 
   }
 }
 
-// Calls step(block, numbers) for each block with its random numbers. They are made some blocks ahead: what was just
-// written in small pieces cannot be read at once in larger ones.
+// Calls step(block, numbers) for each block with its random numbers. They are computed some blocks ahead: reading data
+// in larger pieces than it was just written in stalls (store forwarding).
 template <class Step>
 inline void with_numbers(const Dropout& d, int64_t begin, int64_t end, Step&& step) {
   constexpr int64_t ahead = 8;

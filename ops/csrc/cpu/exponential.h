@@ -1,4 +1,4 @@
-// The exponential function of a vector of numbers that are not positive.
+// Exponential function of a vector of non-positive numbers.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ template <class A>
 struct Exponential;
 template <>
 struct Exponential<float> {
-  static constexpr float lowest = -87.33f;  // the result would be under the normal range
+  static constexpr float lowest = -87.33f;  // below it the result is subnormal
   static constexpr float ln2_upper = 0x1.62ep-1f, ln2_lower = 0x1.0bfbe8p-15f;
   static constexpr int mantissa_bits = 23, bias = 127, terms = 7;
 };
@@ -30,14 +30,14 @@ constexpr A inverse_factorial(int number) {
   return 1 / factorial;
 }
 
-// exp(x) = 2^n exp(x - n ln 2), and exp of what is left, at most ln(2) / 2, is its Taylor series, whose first omitted
-// term is below the precision. Off by 2 units in the last place at most. Zero where the result is under the normal
-// range; NaN stays NaN. x: at most 0.
+// exp(x) = 2^n exp(x - n ln 2); the second factor is a Taylor series for |x - n ln 2| <= ln(2) / 2, whose first omitted
+// term is below the precision. Error: at most 2 units in the last place. Subnormal results become zero; NaN stays NaN.
+// Requires x <= 0.
 template <class A>
 inline Vec<A> exponential(Vec<A> x) {
   using E = Exponential<A>;
   constexpr A log2e = static_cast<A>(0x1.71547652b82fep+0);
-  // Added to a small number it leaves no room for a fraction, so that the number is rounded and lies in the last bits.
+  // Adding it to a small number shifts out the fraction: the rounded number is in the last bits.
   constexpr A round = static_cast<A>(3) * static_cast<A>(int64_t{1} << (E::mantissa_bits - 1));
   const Vec<Int<A>> is_small = x < E::lowest;
   x = select<A>(is_small, broadcast<A>(E::lowest), x);

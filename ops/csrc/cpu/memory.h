@@ -1,4 +1,4 @@
-// How the memory of a large result comes into being.
+// Page size of large results.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,8 @@
 
 namespace detr_bf::cpu {
 
-// The system hands out new memory a page at a time, as it is first written, and clears it: for results of 50 MB in
-// pages of 4 KiB that takes longer than the kernels do. Where it may, it takes pages of 2 MiB then, at a third of the
-// time. A hint: nothing depends on it.
+// The system maps and clears new memory page by page on first write. For 50 MB in pages of 4 KiB this takes longer than
+// the kernels themselves; with pages of 2 MiB it takes a third of that. Only a hint to the system.
 inline torch::stable::Tensor in_large_pages(torch::stable::Tensor tensor) {
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t page = uintptr_t{1} << 21;

@@ -1,4 +1,4 @@
-// ms_deform_attn on the CPU: tensors to plain data, work to threads, the kernels of this processor.
+// Binding of ms_deform_attn on the CPU: unpacks tensors and splits the work among threads.
 #include "ms_deform_attn.h"
 
 #include <string>
@@ -17,7 +17,7 @@
 namespace detr_bf::cpu {
 namespace {
 
-constexpr int64_t kRowsAThread = 512;  // of output; fewer are not worth another thread
+constexpr int64_t kRowsAThread = 512;  // output rows; fewer are not worth another thread
 
 const DeformableKernels& kernels() {
 #ifdef DETR_BF_X86
@@ -75,7 +75,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output_in, const 
   Tensor grad_weights = in_large_pages(torch::stable::new_empty(weights, weights.sizes(), sums));
   torch::stable::zero_(grad_value);
   if (p.nothing_to_do()) {
-    torch::stable::zero_(grad_locations);  // where there are samples the kernels write all
+    torch::stable::zero_(grad_locations);  // the kernels write every element if there are samples
     torch::stable::zero_(grad_weights);
   } else {
     const Sampling sampling = plain(p, value, spatial_shapes, level_start_index, locations, weights);

@@ -1,4 +1,4 @@
-// What the binding hands to the kernels of multi-scale deformable attention, as plain data.
+// Plain-data arguments of the multi-scale deformable attention kernels.
 #pragma once
 
 #include <cstdint>
@@ -12,23 +12,23 @@ struct Sampling {
   int64_t images, cells, queries, heads, channels, levels, points;
   const int64_t* spatial_shapes;     // (L, 2) height and width
   const int64_t* level_start_index;  // (L)
-  const void* value;                 // (B, S, H, D), channels one after another
+  const void* value;                 // (B, S, H, D), contiguous channels
   int64_t image_stride, cell_stride, head_stride;  // of value, in elements
   const void* locations;                           // (B, Q, H, L, P, 2)
   const void* weights;                             // (B, Q, H, L, P)
 };
 
-// Of one backward pass. Everything is in the precision of accumulation, and what is written is written once.
+// Gradients of one backward pass, in the precision of accumulation; every output is written once.
 struct SamplingGradients {
   const void* output;  // (B, Q, H, D), in the precision of value
-  void* value;         // (B, S, H, D), zero before
+  void* value;         // (B, S, H, D), zeros on entry
   void* locations;     // (B, Q, H, L, P, 2)
   void* weights;       // (B, Q, H, L, P)
 };
 
 // The kernels of one instruction set.
 struct DeformableKernels {
-  // Tasks [begin, end) of all images, heads and queries, counted through in this order; output (B, Q, H, D).
+  // Tasks [begin, end) of all images, heads and queries, numbered in this order; output (B, Q, H, D).
   void (*forward)(Type, const Sampling&, void* output, int64_t begin, int64_t end);
   // Tasks [begin, end); a task is a (image, head), or an (image, head, level) if by_level.
   void (*backward)(Type, const Sampling&, const SamplingGradients&, bool by_level, int64_t begin, int64_t end);

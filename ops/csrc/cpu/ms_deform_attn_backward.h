@@ -1,5 +1,5 @@
-// Backward: each corner's row is added to and multiplied with the output's gradient, a vector of channels at once; the
-// products' sums, for a vector of samples at once, give the gradients of locations and weights.
+// Backward: the gradient of the output is added to the gradient of each corner row and multiplied with the row, one
+// vector of channels at a time. The dot products of a vector of samples give gradients of locations and weights.
 #pragma once
 
 #include <cstring>
@@ -10,7 +10,7 @@
 namespace detr_bf::cpu {
 namespace {
 
-// Rows of one image and head, where the caller has them (type T) or packed one after another (type A).
+// Rows of one image and head, in the memory of the caller (type T) or packed (type A).
 template <class R, class A>
 struct Rows {
   const R* value;
@@ -19,8 +19,8 @@ struct Rows {
   int64_t gradient_stride;
 };
 
-// The dot products of a sample's corners with the output's gradient, on the way: products of channels, added up to as few
-// vectors as hold all four corners.
+// Partial dot products of the corners of a sample with the gradient of the output: products of channels, added to the
+// smallest number of vectors that holds all four corners.
 template <class A>
 struct DotProducts {
   static constexpr int kFold = kLanes<A> < kCorners ? kLanes<A> : kCorners;
@@ -29,7 +29,7 @@ struct DotProducts {
 
   static int64_t bytes(int64_t padded) { return Scratch::bytes<Vec<A>>(kVectors * padded); }
   DotProducts(Scratch& scratch, int64_t padded) : folded(scratch.take<Vec<A>>(kVectors * padded)) {
-    std::memset(folded, 0, static_cast<size_t>(kVectors * padded) * sizeof(Vec<A>));  // what fills up stays zero
+    std::memset(folded, 0, static_cast<size_t>(kVectors * padded) * sizeof(Vec<A>));  // padding stays zero
   }
 
   template <bool First>
@@ -41,10 +41,10 @@ struct DotProducts {
     }
   }
 
-  // Of the samples from at on that fill a vector: lane i of dots[corner] belongs to sample at + i.
+  // Dot products of one vector of samples from `at` on: lane i of dots[corner] belongs to sample at + i.
   void finish(int64_t at, Vec<A>* dots) const {
     constexpr int count = kLanes<A> / kFold;
-    Vec<A> by_sample[kCorners];  // together: all corners of the first sample, all of the second, ...
+    Vec<A> by_sample[kCorners];  // concatenated: all corners of the first sample, all of the second, ...
     for (int part = 0; part < kCorners; ++part) {
       by_sample[part] = sums_of<A, count, kFold>(folded + at * kVectors + part * count);
     }
@@ -59,8 +59,8 @@ struct DotProducts {
   }
 };
 
-// Adds every corner's share of the output's gradient to the corner's row, and that gradient times the row to the dot
-// products. First: of the first channels.
+// Adds the weighted gradient of the output to the gradient of each corner row, and the gradient times the row to the
+// dot products. First: true for the first channels.
 template <int N, bool First, class R, class T, class A>
 inline void spread(Rows<R, A> rows, Corners<A> corners, int64_t count, const T* output, int64_t channel,
                    DotProducts<A> dots) {
@@ -128,7 +128,7 @@ inline void write_gradients(const Samples<T, A>& samples, const Vec<A>* dots, co
   }
 }
 
-// All queries of one image and head, over the levels given.
+// All queries of one image and head, for the given levels.
 template <class R, class T, class A>
 void backward_queries(const Sampling& s, const SamplingGradients& g, const Rows<R, A>& rows, const Levels<A>& levels,
                       Scratch& scratch, int64_t image, int64_t head) {
@@ -191,7 +191,7 @@ struct Backward {
       backward_queries<T, T, A>(s, g, rows, levels, scratch, image, head);
       return;
     }
-    // A row of value and that of its gradient lie side by side: half the pages to look up.
+    // A row of value and its gradient are adjacent: half as many pages to look up.
     const int64_t stride = 2 * s.channels;
     A* packed = scratch.take<A>(cells * stride);
     for (int64_t cell = 0; cell < cells; ++cell) {

@@ -1,4 +1,4 @@
-// Forward: for each query and head the corners' rows of D channels, weighted and added up, a vector of channels at once.
+// Forward: weighted sum of the corner rows (D channels) of each query and head, a vector of channels at a time.
 #pragma once
 
 #include "rows.h"
@@ -7,10 +7,10 @@
 namespace detr_bf::cpu {
 namespace {
 
-// The weighted sum of all corners' rows, N vectors of channels of it.
+// N vectors of channels of the weighted sum of all corner rows.
 template <int N, class T, class A>
 inline void add_up(const T* rows, int64_t stride, const Corners<A>& corners, int64_t count, T* out) {
-  Vec<A> sums[kCorners][N] = {};  // a chain of additions for each corner, so that they need not wait for one another
+  Vec<A> sums[kCorners][N] = {};  // independent sums for each corner
   for (int64_t sample = 0; sample < count; ++sample) {
     for (int corner = 0; corner < kCorners; ++corner) {
       const int64_t at = corner * corners.padded + sample;
@@ -66,7 +66,7 @@ struct Forward {
   }
 
  private:
-  // place: of a query and head among all.
+  // place: index of the query and head.
   void one(int64_t place, const T* rows, int64_t stride, const Levels<A>& levels, Corners<A>& corners) const {
     const A* locations = static_cast<const A*>(s.locations) + place * levels.count * 2;
     const T* weights = static_cast<const T*>(s.weights) + place * levels.count;

@@ -21,11 +21,11 @@ Processor best() {
 }
 
 Processor chosen() {
-  const char* wish = std::getenv("DETR_BF_ISA");
+  const char* requested = std::getenv("DETR_BF_ISA");
   const Processor most = best();
-  if (wish == nullptr) return most;
-  if (std::strcmp(wish, "baseline") == 0) return Processor::kBaseline;
-  return std::strcmp(wish, "v3") == 0 && most == Processor::kV4 ? Processor::kV3 : most;
+  if (requested == nullptr) return most;
+  if (std::strcmp(requested, "baseline") == 0) return Processor::kBaseline;
+  return std::strcmp(requested, "v3") == 0 && most == Processor::kV4 ? Processor::kV3 : most;
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Random numbers of many elements at once, and what dropout does with them.
+// Vectorised random numbers and dropout.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,10 @@ namespace {
 
 using Words = Vec<uint64_t>;
 
-// One instruction, where compilers would make a full 64-bit product of an ordinary multiplication.
+// One instruction; compilers would turn an ordinary multiplication into a full 64-bit product.
 inline Words multiply_lower_halves(Words words, uint32_t factor) {
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
-  constexpr __mmask8 all = 0xff;  // without a mask, GCC 12 warns of its own header
+  constexpr __mmask8 all = 0xff;  // the mask avoids a warning of GCC 12 about its own header
   return reinterpret_cast<Words>(
       _mm512_maskz_mul_epu32(all, reinterpret_cast<__m512i>(words), _mm512_set1_epi64(factor)));
 #elif defined(__AVX2__)
@@ -48,7 +48,7 @@ inline void random_numbers(uint64_t seed, int64_t block, int64_t blocks, uint16_
   }
 }
 
-// Those of a vector of elements that are kept, scaled; zero for the others.
+// Dropout of a vector: kept elements are scaled, the others zero.
 template <class A>
 inline Vec<A> dropout(Vec<A> vector, const uint16_t* numbers, const DropoutRate& rate) {
   const auto narrow = read<typename VectorOf<uint16_t, kLanes<A>>::type>(numbers);

@@ -1,4 +1,4 @@
-// The rows of one image and head: which there are, when to pack them one after another, how to copy one.
+// The rows of one image and head: their range, when to pack them, and how to copy one.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,15 @@
 namespace detr_bf::cpu {
 namespace {
 
-// Cells from the first level given to the end of the last.
+// Cells from the first given level to the end of the last.
 inline int64_t span(const Sampling& s, int64_t level_begin, int64_t level_end) {
   const int64_t last = level_end - 1;
   return s.level_start_index[last] + s.spatial_shapes[2 * last] * s.spatial_shapes[2 * last + 1] -
          s.level_start_index[level_begin];
 }
 
-// In memory of the caller the rows of a head lie H x D apart and share a few sets of the cache; packed they use all of it.
-// The copy pays when a row is met often enough.
+// In the memory of the caller the rows of a head are H x D apart and share a few sets of the cache; packed rows use all
+// sets. The copy pays off if a row is read often enough.
 inline bool pays_to_pack(int64_t samples, int64_t cells) {
   constexpr int64_t kVisitsOfACell = 4;
   return samples >= kVisitsOfACell * cells;

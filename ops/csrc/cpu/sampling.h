@@ -1,8 +1,8 @@
-// From locations to cells and weights, for a vector of samples at once.
+// Cells and weights of sampling locations, for a vector of samples at once.
 //
-// A query and head has n = L x P samples of four corners each. What depends on the sample alone (cells, bilinear weights,
-// their derivatives) is worked out here. A corner outside the level keeps a cell inside it and the weight zero, so that
-// nothing branches.
+// A query and head has n = L x P samples of four corners each. Values that depend on the sample alone (cells, bilinear
+// weights, their derivatives) are computed here. A corner outside the level gets a cell inside it and weight zero: no
+// branches.
 #pragma once
 
 #include <cstdint>
@@ -17,10 +17,10 @@ namespace {
 
 constexpr int kCorners = 4;  // top left, top right, bottom left, bottom right
 
-// What every sample of a query needs to know of its level, a lane a sample, filled up to whole vectors.
+// Level data of the samples of a query, one lane per sample, padded to whole vectors.
 template <class A>
 struct Levels {
-  int64_t first, count, padded;  // samples of a query: from the first level of the task
+  int64_t first, count, padded;  // samples of a query, from the first level of the task
   A *width, *height;
   Int<A>*columns, *lines, *start;
 
@@ -56,9 +56,9 @@ struct Axis {
   Vec<A> near_slope, far_slope;    // derivatives of the weights by the coordinate in cells: -1 and 1, zero outside
 
   Axis(Vec<A> location, Vec<A> size, Vec<Int<A>> cells) {
-    const Vec<A> low = broadcast<A>(-2), high = size + 1;  // beyond either end both neighbours are outside
+    const Vec<A> low = broadcast<A>(-2), high = size + 1;  // beyond these both neighbours are outside
     Vec<A> place = location * size - static_cast<A>(0.5);
-    place = select<A>(place > low, place, low);  // NaN ends here too
+    place = select<A>(place > low, place, low);  // NaN becomes low
     place = select<A>(place < high, place, high);
     Vec<Int<A>> floor = __builtin_convertvector(place, Vec<Int<A>>);
     floor += __builtin_convertvector(floor, Vec<A>) > place;  // true is -1
@@ -117,7 +117,7 @@ struct Samples {
       }
       x = shuffle<EverySecond<0>, A>(low, high);
       y = shuffle<EverySecond<1>, A>(low, high);
-      const Vec<A> not_finite = (x - x) + (y - y);  // NaN then, zero otherwise: what went wrong is seen in the result
+      const Vec<A> not_finite = (x - x) + (y - y);  // NaN or zero: non-finite locations show in the result
       weight = select<A>(not_finite == not_finite, weight, not_finite);
     }
   };
@@ -150,7 +150,7 @@ struct Corners {
   }
 };
 
-// Calls step<N>(channel) for whole groups of N vectors of channels, then tail(channel, count) for what is left.
+// Calls step<N>(channel) for whole groups of N vectors of channels, then tail(channel, count) for the rest.
 template <class A, class Whole, class Tail>
 inline void over_channels(int64_t channels, Whole&& whole, Tail&& tail) {
   constexpr int lanes = kLanes<A>;

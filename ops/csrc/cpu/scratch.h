@@ -1,4 +1,4 @@
-// Memory that a kernel needs while it runs.
+// Scratch memory of a kernel.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace {
 
 inline int64_t round_up(int64_t number, int64_t unit) { return (number + unit - 1) / unit * unit; }
 
-// Memory of one call, freed at its end; one allocation, handed out piece by piece.
+// One allocation per call, split into pieces and freed at the end.
 class Scratch {
  public:
   explicit Scratch(int64_t bytes) : start_(std::aligned_alloc(kAlignment, round_up(bytes, kAlignment))), next_(start_) {

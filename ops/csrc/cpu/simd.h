@@ -1,7 +1,7 @@
 // Vectors as wide as the instruction set this file is compiled for: loads, stores, conversions, sums.
 //
-// Everything here has internal linkage. The same source is compiled for several instruction sets into one library, and
-// the linker must never take a function built for one as that of another.
+// All functions have internal linkage: the same source is compiled for several instruction sets into one library, and
+// the linker must not merge functions built for different ones.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +46,7 @@ template <>
 struct IntegerOf<double> {
   using type = int64_t;
 };
-// An integer of the same width: what a comparison of two Vec<A> gives, and what indexes cells.
+// Integer of the same width: result of a comparison of two Vec<A>, and index of cells.
 template <class A>
 using Int = typename IntegerOf<A>::type;
 
@@ -79,7 +79,7 @@ inline Vec<A> select(Vec<Int<A>> mask, Vec<A> yes, Vec<A> no) {
 using HalfBits = typename VectorOf<uint16_t, kLanes<float>>::type;
 using FloatBits = Vec<uint32_t>;
 
-// A NaN stays a NaN; infinity and numbers under the normal range come out exactly.
+// NaN stays NaN; infinity and subnormal numbers are converted exactly.
 inline Vec<float> widen(Vec<float>, Half, HalfBits half) {
   const FloatBits bits = __builtin_convertvector(half, FloatBits);
   const FloatBits magnitude = (bits & 0x7fffu) << 13;
@@ -101,7 +101,7 @@ inline HalfBits narrow(Half, Vec<float> from) {
   const FloatBits normal = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
   const FloatBits tiny = bits_as<FloatBits>(bits_as<Vec<float>>(magnitude) + 0.5f) - 0x3f000000u;
   const FloatBits is_tiny = bits_as<FloatBits>(magnitude < 0x38800000u);
-  const FloatBits is_large = bits_as<FloatBits>(magnitude >= 0x477ff000u);  // rounds to infinity, or is, or NaN
+  const FloatBits is_large = bits_as<FloatBits>(magnitude >= 0x477ff000u);  // infinity after rounding, infinity, or NaN
   const FloatBits is_nan = bits_as<FloatBits>(magnitude > 0x7f800000u);
   FloatBits result = (tiny & is_tiny) | (normal & ~is_tiny);
   result = (result & ~is_large) | (is_large & 0x7c00u) | (is_nan & 0x0200u);
@@ -134,7 +134,7 @@ inline void store(T* to, Vec<A> vector) {
   }
 }
 
-// The first count lanes only; the others are zero when read and left alone when written.
+// The first count lanes only; the others are read as zero and not written.
 template <class A, class T>
 inline Vec<A> load_first(const T* from, int64_t count) {
   T whole[kLanes<A>] = {};
@@ -163,19 +163,19 @@ inline Vec<A> shuffle(Vec<A> a, Vec<A> b) {
   return shuffle<Pick, A>(a, b, std::make_index_sequence<kLanes<A>>{});
 }
 
-// Of pairs (x, y) that lie one after another in a and then b: all x for First 0, all y for First 1.
+// De-interleaves pairs (x, y) stored in a and then b: all x for First 0, all y for First 1.
 template <int First>
 struct EverySecond {
   static constexpr int at(int lane) { return 2 * lane + First; }
 };
-// The way back: pairs (a's lane, b's lane), of the lower half of the lanes and of the upper half.
+// Interleaves pairs (lane of a, lane of b), of the lower half of the lanes and of the upper half.
 template <class A, bool Upper>
 struct Interleave {
   static constexpr int at(int lane) {
     return lane / 2 + (lane % 2 ? kLanes<A> : 0) + (Upper ? kLanes<A> / 2 : 0);
   }
 };
-// What adds neighbours at a distance: of a into lanes without that bit, of b into lanes with it.
+// Adds lanes at a distance: those of a into lanes without that bit, those of b into lanes with it.
 template <class A, int Distance, bool Set>
 struct Neighbours {
   static constexpr int at(int lane) {
@@ -184,9 +184,9 @@ struct Neighbours {
   }
 };
 
-// Adds lanes of Count parts up so that they fit one vector: lane i of the result belongs to part i / Unit modulo Count.
-// With Count = kLanes it is the sum of all lanes of parts[i]; a smaller Count leaves kLanes / Count lanes for each part,
-// whose sum is completed later by a call with Unit = Count.
+// Sums the lanes of Count parts into one vector: lane i of the result belongs to part i / Unit modulo Count.
+// With Count = kLanes it is the sum of all lanes of parts[i]. A smaller Count leaves kLanes / Count lanes per part;
+// a later call with Unit = Count completes the sum.
 template <class A, int Count = kLanes<A>, int Unit = 1>
 inline Vec<A> sums_of(const Vec<A>* parts) {
   if constexpr (Count == 1) {

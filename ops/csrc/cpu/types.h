@@ -1,4 +1,4 @@
-// From a type known at run time to one known at compile time.
+// Dispatch from a run-time type to a template parameter.
 #pragma once
 
 #include "simd.h"
@@ -7,7 +7,7 @@
 namespace detr_bf::cpu {
 namespace {
 
-// Calls body with a number of the type and one of the type that its sums have.
+// Calls body with a value of the type and one of the type of its sums.
 template <class Body>
 inline void with_types(Type type, Body&& body) {
   switch (type) {

@@ -1,4 +1,4 @@
-// batch_attention on the GPU: tensors to plain data, kernels to the current stream.
+// Binding of batch_attention on the GPU: unpacks tensors and launches kernels on the current stream.
 #include <cmath>
 #include <optional>
 
@@ -23,15 +23,15 @@ Rows rows_of(const Tensor& tensor) {
   return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
-// One call; holds what the kernels read.
+// One call; owns the tensors that the kernels read.
 struct Call {
   Sequences sequences;
-  std::optional<Tensor> key_mask;  // of 16 bits, which kernels can read
+  std::optional<Tensor> key_mask;  // int16: readable by the kernels
 
   Call(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask, double dropout_p,
        const std::optional<Tensor>& seed, const Tensor* grad_output = nullptr)
       : sequences(DeviceType::CUDA, query, key, value, mask, dropout_p, seed, grad_output) {
-    constexpr int64_t most = int64_t{1} << 30;  // kernels count past the last in steps, with 32 bits
+    constexpr int64_t most = int64_t{1} << 30;  // 32-bit loop counters may step past the last element
     STD_TORCH_CHECK(sequences.images() <= most && sequences.heads() <= most && sequences.channels() <= most,
                     "batch_attention: too many images, heads or channels");
     if (sequences.key_mask) key_mask = torch::stable::to(*sequences.key_mask, ScalarType::Short);

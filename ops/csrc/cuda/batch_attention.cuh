@@ -1,9 +1,9 @@
-// Batch attention on the GPU: what its kernels share.
+// Batch attention on the GPU: code shared by its kernels.
 //
-// A pair is one position and head: B queries and B keys of D channels. A group of neighbouring lanes works on a pair,
-// each lane with N channels of every row, and holds Q queries at a time while the keys pass by; with B no more than Q,
-// every row comes from memory once. Where not all channels fit into the registers of a warp, or they lie so that they
-// can only be read one by one, rows are read again for every slice of channels.
+// A pair is one position and head: B queries and B keys of D channels. A group of neighbouring lanes processes a pair,
+// each lane N channels of every row, and holds Q queries at a time while it loops over the keys; if B <= Q, every row
+// is read once. If the channels do not fit into the registers of a warp, or are not aligned for wide loads, rows are
+// read again for every slice of channels.
 #pragma once
 
 #include "device.cuh"
@@ -13,7 +13,7 @@ namespace detr_bf::cuda {
 
 constexpr int kThreadsOfBlock = 128;
 
-// A tensor (B, N, H, D), channels one after another. Strides in elements.
+// A tensor (B, N, H, D) with contiguous channels. Strides in elements.
 struct Rows {
   void* data;
   int64_t image_stride, position_stride, head_stride;
@@ -30,8 +30,8 @@ struct Attention {
   __host__ __device__ int64_t pairs() const { return positions * heads; }
 };
 
-// The pair of this thread's group, and the thread's place in it. Where there is no such pair, exists is false: its
-// lanes still take part in every exchange.
+// The pair of this thread's group, and the lane within it. exists is false beyond the last pair; these lanes still take
+// part in every exchange.
 struct Pair {
   int lanes, lane, head;
   int64_t index, position;
@@ -69,7 +69,7 @@ __device__ inline Channels<Sum<T>, N> channels_of(const T* row, int channel, boo
   return channels;
 }
 
-// Adds up over the lanes of a group; every lane gets the sum.
+// Sum over the lanes of a group, returned to every lane.
 template <int Q, class A>
 __device__ inline void sum_over_lanes(A (&numbers)[Q], int lanes) {
   for (int distance = lanes / 2; distance > 0; distance /= 2) {
@@ -78,7 +78,7 @@ __device__ inline void sum_over_lanes(A (&numbers)[Q], int lanes) {
   }
 }
 
-// Q rows of neighbouring images, of which the last may not exist: they are zero. A lane keeps its channels if Held.
+// Q rows of neighbouring images; rows beyond the last image are zero. A lane keeps its channels if Held.
 template <class T, int N, int Q, bool Held>
 class RowBlock {
  public:
@@ -135,7 +135,7 @@ class RowBlock {
 
 // ---- probabilities ----
 
-// What Q queries know of a key.
+// Logits and probabilities of Q queries for one key.
 template <class A, int Q>
 struct Logits {
   A at[Q];
@@ -150,7 +150,7 @@ struct Logits {
   }
 };
 
-// What dropout multiplies the probabilities of Q queries for a key with. A lane makes the number of one query.
+// Dropout factors of the probabilities of Q queries for one key. A lane computes the number of one query.
 template <class A, int Q>
 struct Kept {
   A at[Q];
@@ -169,7 +169,7 @@ struct Kept {
   }
 };
 
-// The softmax of Q queries as keys pass by: sums of exp(logit - most), where most is the largest so far.
+// Online softmax of Q queries: sums of exp(logit - most), where most is the largest logit so far.
 template <class A, int Q>
 struct Softmax {
   A most[Q], sum[Q];
@@ -181,7 +181,7 @@ struct Softmax {
       sum[q] = 0;
     }
   }
-  // The key's part, and what all earlier parts must be multiplied with.
+  // The term of this key, and the factor for all earlier terms.
   __device__ A add(int q, A logit, A& factor) {
     const A larger = fmax(most[q], logit);
     const bool nothing = larger == -static_cast<A>(INFINITY);  // every key so far is ignored
@@ -191,7 +191,7 @@ struct Softmax {
     sum[q] = sum[q] * factor + part;
     return part;
   }
-  // Of a query when all keys have passed. Where every key is ignored, all probabilities are zero.
+  // Normalisation of a query after the last key. If every key is ignored, all probabilities are zero.
   __device__ A inverse(int q) const { return sum[q] == 0 ? 0 : 1 / sum[q]; }
 };
 

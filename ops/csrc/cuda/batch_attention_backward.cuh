@@ -1,6 +1,6 @@
-// Backward: the probabilities are worked out again. Keys pass by twice: for the statistics of each query, then for the
-// gradients. Those of key and value are complete after one block of queries, or later blocks add to them; only the
-// thread that wrote them does, so that sums are in order.
+// Backward: the probabilities are recomputed in two passes over the keys, one for the softmax statistics of each query
+// and one for the gradients. Gradients of key and value are complete after one block of queries, or later blocks add to
+// them; only the thread that wrote them does, so the order of the sums is fixed.
 #pragma once
 
 #include "batch_attention.cuh"
@@ -12,11 +12,11 @@ struct AttentionGradients {
   Rows query, key, value;  // written
 };
 
-// What a block of queries needs to turn gradients of probabilities into those of logits.
+// Statistics of a block of queries that turn gradients of probabilities into gradients of logits.
 template <class A, int Q>
 struct Statistics {
   A most[Q], inverse[Q];
-  A mean[Q] = {};  // gradient of the probabilities, averaged with them
+  A mean[Q] = {};  // gradient of the probabilities, averaged with the probabilities as weights
 
   template <class T, class Block>
   __device__ Statistics(const Attention& a, const Pair& pair, const Block& queries, const Block& outputs, int first,
@@ -44,7 +44,7 @@ struct Statistics {
   __device__ A probability(int q, A logit) const { return exp(logit - most[q]) * inverse[q]; }
 };
 
-// G: what gradients are written as; T where one block of queries is all there are, else the type of sums.
+// G: type of the written gradients; T if there is only one block of queries, else the type of sums.
 template <class G, int N>
 __device__ inline void write_or_add(G* to, const Sum<G> (&sums)[N], bool writes) {
   if constexpr (std::is_same_v<G, Sum<G>>) {

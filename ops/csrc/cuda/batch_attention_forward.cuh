@@ -1,4 +1,4 @@
-// Forward: every group attends with the queries of its pair, Q at a time.
+// Forward: every group computes the attention of its pair, Q queries at a time.
 #pragma once
 
 #include "batch_attention.cuh"

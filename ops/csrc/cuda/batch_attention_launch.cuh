@@ -1,4 +1,4 @@
-// From types and sizes that are known at run time to kernels: how wide a lane reads, how many queries it holds.
+// Kernel selection from run-time types and sizes: channels per load, queries per group.
 #pragma once
 
 #include <algorithm>
@@ -13,21 +13,21 @@
 
 namespace detr_bf::cuda {
 
-#ifdef DETR_BF_MAX_GRID  // tests make it small
+#ifdef DETR_BF_MAX_GRID  // small in tests
 constexpr int64_t kMaxBlocks = DETR_BF_MAX_GRID;
 #else
 constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();
 #endif
-constexpr int kFewQueries = 4, kManyQueries = 8;  // that a group holds
+constexpr int kFewQueries = 4, kManyQueries = 8;  // per group
 
-// N channels a lane, Q queries held, whether they stay in registers.
+// N channels a lane; Q queries a group; Held: they stay in registers.
 template <int N, int Q, bool H>
 struct Shape {
   static constexpr int kChannels = N, kQueries = Q;
   static constexpr bool kHeld = H;
 };
 
-// Whether lanes can read `bytes` at once everywhere.
+// True if every lane can load `bytes` at once.
 template <class T>
 bool lie_together(const Attention& a, std::initializer_list<const Rows*> more, int64_t bytes) {
   uint64_t places = a.channels * sizeof(T);
@@ -40,7 +40,7 @@ bool lie_together(const Attention& a, std::initializer_list<const Rows*> more, i
   return places % static_cast<uint64_t>(bytes) == 0;
 }
 
-// Calls body with the shape for this call. Few queries leave registers for 16 bytes of channels, many for four numbers.
+// Calls body with the shape for this call. Few queries leave registers for 16 bytes of channels, many for 4 channels.
 template <class T, class Body>
 void with_shape(const Attention& a, std::initializer_list<const Rows*> more, Body body) {
   if constexpr (sizeof(T) < sizeof(double)) {
@@ -54,7 +54,7 @@ void with_shape(const Attention& a, std::initializer_list<const Rows*> more, Bod
   body(Shape<1, kFewQueries, false>{});
 }
 
-// Lanes of a group: a power of two, enough for all channels where that is possible, and one for each query at least.
+// Lanes of a group: a power of two, enough for all channels if possible, and at least one per query.
 inline int lanes_of(const Attention& a, int channels, int queries) {
   int lanes = queries;
   while (lanes < kWarp && lanes * channels < a.channels) lanes *= 2;
@@ -81,7 +81,7 @@ inline void attend(Type type, const Attention& a, const Rows& output, Stream str
   });
 }
 
-// Whether gradients are written in the type of the tensors; if not, in that of sums, which may be the same.
+// True if gradients are written in the type of the tensors, else in the type of the sums (which may be the same).
 inline bool writes_narrow(Type type, const Attention& a, const AttentionGradients& g) {
   bool narrow = false;
   with_type(type, [&](auto number) {

@@ -1,4 +1,4 @@
-// What bindings for CUDA share: the stream to launch on.
+// Shared by the CUDA bindings: the stream to launch on.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

@@ -1,6 +1,6 @@
-// The few things kernels ask of the GPU: numbers, memory, exchange between lanes, launches.
+// GPU primitives of the kernels: number types, memory access, exchange between lanes, launches.
 //
-// Kernels touch memory through read(), write() and add() alone. A compiler other than nvcc takes the same names from
+// Kernels access memory only through read(), write() and add(). Compilers other than nvcc get the same names from
 // emulation.h (tests/ops/emulation), which runs a grid on the host and checks every access.
 #pragma once
 
@@ -27,7 +27,7 @@ __device__ inline float widen(BFloat16 number) { return __bfloat162float(number)
 __device__ inline Half narrow(float number, Half) { return __float2half_rn(number); }
 __device__ inline BFloat16 narrow(float number, BFloat16) { return __float2bfloat16_rn(number); }
 
-// What nobody writes while the kernel runs, in one access of 2, 4, 8 or 16 bytes.
+// Load of 2, 4, 8 or 16 bytes in one access, from memory that is constant while the kernel runs.
 template <class S>
 __device__ inline S read(const S* from) {
   using Bits = std::conditional_t<
@@ -40,7 +40,7 @@ __device__ inline S read(const S* from) {
   return value;
 }
 
-// In one access too: left to itself the compiler takes 16 bytes apart into single numbers.
+// Store in one access; otherwise the compiler splits 16 bytes into single numbers.
 template <class S>
 __device__ inline void write(S* to, S value) {
   if constexpr (sizeof(S) == 16) {
@@ -59,13 +59,13 @@ constexpr bool kAddsVectors = true;
 constexpr bool kAddsVectors = false;
 #endif
 
-// Adds to memory that other threads add to as well, in no order.
+// Atomic addition, in no fixed order.
 template <class A, int N>
 __device__ inline void add(A* to, const A (&numbers)[N]) {
   if constexpr (kAddsVectors && std::is_same_v<A, float> && N % 4 == 0) {
 #pragma unroll
     for (int n = 0; n < N; n += 4) {
-      // No "memory" clobber: the kernels never read what they add to, and reads may move past it.
+      // No "memory" clobber: the kernels never read the memory they add to, so reads may be reordered.
       asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to + n)),
                    "f"(numbers[n]), "f"(numbers[n + 1]), "f"(numbers[n + 2]), "f"(numbers[n + 3]));
     }
@@ -75,8 +75,8 @@ __device__ inline void add(A* to, const A (&numbers)[N]) {
   }
 }
 
-// The compiler takes a number for a new one: what it worked out from it before, it works out again rather than keep it
-// in registers; how it worked it out, it does not know any longer, and keeps it rather than work it out again.
+// Optimisation barrier: the compiler treats the number as new. It recomputes values derived from it earlier instead of
+// keeping them in registers, and keeps the number itself instead of recomputing it.
 __device__ inline void pin(uint32_t& number) { asm volatile("" : "+r"(number)); }
 __device__ inline void pin(float& number) { asm volatile("" : "+f"(number)); }
 template <class S>
@@ -86,7 +86,7 @@ __device__ inline void pin(S*& pointer) {
 
 constexpr unsigned kWholeWarp = 0xffffffffu;
 
-// The value that a lane of the own group has; groups are `width` neighbouring lanes. All lanes of the warp take part.
+// The value of another lane of the same group (`width` neighbouring lanes). All lanes of the warp must call it.
 template <class S>
 __device__ inline S shuffle(S value, int lane, int width) {
   return __shfl_sync(kWholeWarp, value, lane, width);
@@ -112,7 +112,7 @@ namespace detr_bf::cuda {
 
 constexpr int kWarp = 32;
 
-// What numbers of type T are summed up in.
+// Type of sums of numbers of type T.
 template <class T>
 using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -121,7 +121,7 @@ __device__ inline double widen(double number) { return number; }
 __device__ inline float narrow(float number, float) { return number; }
 __device__ inline double narrow(double number, double) { return number; }
 
-// N neighbours in memory that one lane reads or writes at once; two of 16 bits stay one word until they are used.
+// N neighbouring numbers that one lane loads or stores at once; pairs of 16 bits stay packed until they are used.
 template <class T, int N>
 struct alignas(N * sizeof(T)) Packed {
   static constexpr bool kPairs = sizeof(T) == 2 && N % 2 == 0;
@@ -140,7 +140,7 @@ struct alignas(N * sizeof(T)) Packed {
     const uint32_t bits = second ? word & 0xffff0000u : word << 16;
     float number;
     std::memcpy(&number, &bits, sizeof(number));
-    pin(number);  // or the compiler widens it in a branch, only where it is used
+    pin(number);  // otherwise the compiler widens it inside a branch, where it is used
     return number;
   }
   __device__ static float widen_half(uint32_t word, bool second, Half) {

@@ -1,4 +1,4 @@
-// Dropout on the GPU: tensors to plain data, kernels to the current stream.
+// Binding of dropout on the GPU: unpacks tensors and launches kernels on the current stream.
 #include <optional>
 
 #include <torch/csrc/stable/accelerator.h>

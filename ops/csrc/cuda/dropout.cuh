@@ -1,5 +1,5 @@
-// Dropout on the GPU. A thread makes the random numbers of N neighbouring calls; they serve N neighbouring elements at
-// each of eight places of a block of elements, which it reads and writes N at once.
+// Dropout on the GPU. A thread computes the random numbers of N neighbouring calls; they serve N neighbouring elements
+// at each of eight offsets of a block of elements, which it reads and writes N at a time.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace detr_bf::cuda {
 
 constexpr int kThreadsOfDropout = 256;
-#ifdef DETR_BF_MAX_GRID  // tests make it small
+#ifdef DETR_BF_MAX_GRID  // small in tests
 constexpr int64_t kMaxDropoutBlocks = DETR_BF_MAX_GRID;
 #else
 constexpr int64_t kMaxDropoutBlocks = std::numeric_limits<int32_t>::max();
@@ -24,7 +24,7 @@ struct Elements {
   Dropping dropping;
 };
 
-// residual + dropout(input), without residual where it is null.
+// residual + dropout(input); residual may be null.
 template <class T>
 struct AddDropout {
   static constexpr bool kRandom = true;
@@ -59,7 +59,7 @@ struct ReluDropout {
   }
 };
 
-// The gradient of ReluDropout's input: what the output holds tells what was kept.
+// Gradient of the input of ReluDropout; the kept elements follow from the output.
 template <class T>
 struct ReluDropoutGradient {
   static constexpr bool kRandom = false;

@@ -22,10 +22,10 @@ namespace {
 using torch::stable::accelerator::DeviceGuard;
 
 constexpr int64_t kMaxChannels = int64_t{1} << 24;                   // H x D
-constexpr int64_t kMaxStride = std::numeric_limits<int32_t>::max();  // bytes from cell to cell
-constexpr int64_t kSortedTogether = int64_t{1} << 24;                // some 32 bytes each while they are sorted
+constexpr int64_t kMaxStride = std::numeric_limits<int32_t>::max();  // bytes between cells
+constexpr int64_t kSortedTogether = int64_t{1} << 24;                // about 32 bytes each during the sort
 
-// What 32-bit arithmetic in the kernels relies on.
+// Limits required by the 32-bit arithmetic of the kernels.
 void check_limits(const Problem& p, const std::vector<int64_t>& spatial_shapes) {
   STD_TORCH_CHECK(p.levels <= kMaxLevels, "ms_deform_attn: on a GPU, at most ", kMaxLevels, " levels, got ", p.levels);
   STD_TORCH_CHECK(p.points <= kMaxPoints, "ms_deform_attn: on a GPU, at most ", kMaxPoints, " points, got ", p.points);
@@ -39,18 +39,18 @@ void check_limits(const Problem& p, const std::vector<int64_t>& spatial_shapes) 
 
 int64_t bytes_of(const Tensor& tensor) { return static_cast<int64_t>(tensor.element_size()); }
 
-// In bytes. Of a single element any stride is allowed, which may be too large to be multiplied.
+// Stride in bytes. A dimension of one element may have any stride, even one too large to be multiplied.
 int64_t stride_of(const Tensor& value, int64_t dim) {
   return value.size(dim) > 1 ? value.stride(dim) * bytes_of(value) : 0;
 }
 
-// Any strides between cells; the channels of a cell one after another.
+// Any strides between cells; the channels of a cell are contiguous.
 Tensor readable(const Tensor& value) {
   const bool near = stride_of(value, 1) <= kMaxStride;
   return has_channels_together(value) && near ? value : torch::stable::contiguous(value);
 }
 
-// The tensors of a call as the kernels read them, kept alive.
+// Owns the tensors of a call in the form that the kernels read.
 struct Inputs {
   Problem problem;
   Tensor value, locations, weights;
@@ -105,7 +105,7 @@ Tensor forward_of_tensors(const Tensor& value, std::vector<int64_t> spatial_shap
   return output;
 }
 
-// Keys sorted by torch, whose sort needs no more of the GPU than its memory and is stable where it is asked to be.
+// Keys sorted by torch, whose sort only needs GPU memory and is stable on request.
 struct Sorted {
   Tensor sorted, places;
 

@@ -1,21 +1,21 @@
-// Multi-scale deformable attention on the GPU: what all its kernels share.
+// Multi-scale deformable attention on the GPU: code shared by its kernels.
 //
-// A row is one query and head: L x P samples of four corners, D channels. A group of 4 to 32 neighbouring lanes works
-// on a row, each lane with up to 16 bytes of every corner's channels, so that a corner of 32 float32 channels is one
-// line of the cache. Where a sample's corners lie is worked out once, by one lane, and handed round the group.
+// A row is one query and head: L x P samples of four corners, D channels. A group of 4 to 32 neighbouring lanes
+// processes a row, each lane up to 16 bytes of channels of every corner, so that a corner of 32 float32 channels is one
+// cache line. One lane computes the corners of a sample once and shares them with the group.
 //
-// A sample looks at two neighbouring columns and lines of its level. They are moved into the level where it sticks out,
-// and the bilinear weight of a column is the hat function of its distance, 1 at the column and 0 a cell away: so a
-// column that moved gets the weight it should have, and a sample is one cell and two steps, whatever lies outside.
+// A sample reads two neighbouring columns and rows of its level. Those outside the level are clamped into it.
+// The bilinear weight of a column is the hat function of its distance (1 at the column, 0 a cell away), so a clamped
+// column still gets the right weight, and a sample is one cell and two steps even at the border.
 #pragma once
 
 #include "device.cuh"
 
 namespace detr_bf::cuda {
 
-constexpr int kMaxLevels = 64;       // they are an argument of the kernels
-constexpr int kMaxPoints = 1 << 15;  // level_of() is exact up to there
-constexpr int kMaxWidth = 1 << 23;   // of a level: Corners::steps
+constexpr int kMaxLevels = 64;       // levels are passed as a kernel argument
+constexpr int kMaxPoints = 1 << 15;  // level_of() is exact up to this number
+constexpr int kMaxWidth = 1 << 23;   // of a level, see Corners::steps
 constexpr int kThreads = 256;        // of a block
 constexpr int kCorners = 4;          // top left, top right, bottom left, bottom right
 constexpr int kMinLanes = 4;         // of a group
@@ -28,7 +28,7 @@ struct Sampling {
   int64_t images, cells, queries;
   int32_t heads, channels, levels, points;
   float inverse_points;
-  const void* value;                  // (B, S, H, D), channels one after another
+  const void* value;                  // (B, S, H, D), contiguous channels
   int64_t image_stride, head_stride;  // of value, in bytes
   uint32_t cell_stride;
   const void* locations;  // (B, Q, H, L, P, 2)
@@ -38,11 +38,11 @@ struct Sampling {
   __host__ __device__ int samples() const { return levels * points; }
 };
 
-// How rows are dealt to the threads of a grid of (heads, queries, images).
+// Assignment of rows to the threads of a grid of (heads, queries, images).
 //
-// A block takes neighbouring queries, which meet the same cells, and as many heads as share a line of the cache.
+// A block takes neighbouring queries, which read the same cells, and as many heads as share a cache line.
 struct Layout {
-  int lane_bits, head_bits;  // of the number of lanes in a group, of heads in a block
+  int lane_bits, head_bits;  // log2 of the lanes in a group and of the heads in a block
   int64_t first_query, first_image;
 
   __host__ __device__ int lanes() const { return 1 << lane_bits; }
@@ -50,9 +50,9 @@ struct Layout {
   __host__ __device__ int queries() const { return kThreads >> lane_bits >> head_bits; }
 };
 
-// The row of this thread. Where there is none, exists is false: its lanes still take part in every exchange.
+// The row of this thread. exists is false beyond the last row; these lanes still take part in every exchange.
 //
-// Its number is `first`, the same for the whole block, and `offset`: so most of the arithmetic of 64 bits is done once.
+// Its index is `first`, the same for the whole block, plus `offset`: most 64-bit arithmetic is done once per block.
 struct Row {
   int lane, head, offset;
   int64_t image, first;
@@ -69,7 +69,7 @@ struct Row {
     exists = head < s.heads && query < s.queries - first_query;
   }
 
-  // Its part of a tensor that has so many numbers for every row.
+  // Its part of a tensor with `numbers` elements per row.
   template <class Number>
   __device__ Number* of(Number* tensor, int numbers) const {
     return tensor + first * numbers + static_cast<int64_t>(offset) * numbers;
@@ -78,7 +78,7 @@ struct Row {
 
 // ---- one axis ----
 
-// In cells, 0 the centre of the first. Far outside is as good as just outside; NaN ends there too.
+// Coordinate in cells, 0 = centre of the first. Far outside and NaN are clamped to just outside.
 template <class A>
 __device__ inline A place_of(A location, int size) {
   const A place = location * static_cast<A>(size) - static_cast<A>(0.5);
@@ -90,24 +90,24 @@ __device__ inline A hat(A distance) {
   return fmax(static_cast<A>(0), static_cast<A>(1) - fabs(distance));
 }
 
-// Whether a place so far from a column lies between it and one of its neighbours.
+// True if a point at this distance from a column lies between it and a neighbouring column.
 template <class A>
 __device__ inline bool near(A distance) {
   return distance >= static_cast<A>(-1) && distance < static_cast<A>(1);
 }
 
-// Derivative of hat; where it has none, as if the place were a little further on.
+// Derivative of hat; at its kinks the right-hand derivative.
 template <class A>
 __device__ inline A slope(A distance) {
   const A rising = distance < static_cast<A>(0) ? static_cast<A>(1) : static_cast<A>(-1);
   return near(distance) ? rising : static_cast<A>(0);
 }
 
-// Where a sample lies between two neighbouring columns, or lines.
+// Position of a sample between two neighbouring columns, or rows.
 template <class A>
 struct Axis {
   int cell;            // the first of the two
-  A distance[2];       // from each; far away where there is no second
+  A distance[2];       // from each; large if there is no second
 
   __device__ Axis(A location, int size) {
     const A place = place_of(location, size);
@@ -122,23 +122,23 @@ struct Axis {
 
 // ---- one sample ----
 
-// As the tensors hold it: whoever reads ahead must not wait for it.
+// Raw values of a sample, so that a prefetch does not wait for them.
 template <class T>
 struct Sample {
   Sum<T> x = -2, y = -2;  // outside every level
   T unwidened_weight{};
   int level = 0;
 
-  // A location that is NaN makes the weight NaN, and so is seen in the result.
+  // A NaN location makes the weight NaN, which shows in the result.
   __device__ Sum<T> weight() const { return x == x && y == y ? widen(unwidened_weight) : x + y; }
 };
 
-// sample / points, without a division; half a sample keeps the product away from whole numbers.
+// sample / points without a division; adding half a sample keeps the product away from integers.
 __device__ inline int level_of(const Sampling& s, int sample) {
   return static_cast<int>((static_cast<float>(sample) + 0.5f) * s.inverse_points);
 }
 
-// The samples of one row that one lane prepares: its own number and every `lanes`-th after it.
+// The samples of one row that one lane prepares: its own index and every `lanes`-th after it.
 template <class T>
 struct Samples {
   const Sum<T>* location;
@@ -174,7 +174,7 @@ struct Bilinear {
       : x(sample.x, level.width), y(sample.y, level.height) {}
 };
 
-// What a group needs to know of a sample. Six words, for an exchange costs as much as reading a line of the cache.
+// A sample as shared with the group. Six words: an exchange costs as much as reading a cache line.
 template <class A>
 struct Corners {
   uint32_t cell;   // top left
@@ -182,8 +182,8 @@ struct Corners {
   A weights[kCorners];
 
   Corners() = default;
-  // Twice the same, once to read a corner and once to use it: of one answer the compiler would keep a predicate for
-  // every corner, has too few of them, and would wait for the first reads before it starts the others.
+  // Computed twice, once to read a corner and once to use it: with one result the compiler would keep a predicate for
+  // every corner, run out of predicates and wait for the first reads before it starts the others.
   __device__ bool inside(int corner) const { return steps & (1u << corner); }
   __device__ bool inside_again(int corner) const { return steps & (16u << corner); }
   __device__ uint32_t right() const { return steps >> 8 & 1; }
@@ -206,7 +206,7 @@ struct Corners {
     }
   }
 
-  // Those that another lane of the group worked out.
+  // The corners computed by another lane of the group.
   __device__ Corners of_lane(int lane, int lanes) const {
     Corners theirs;
     theirs.cell = shuffle(cell, lane, lanes);
@@ -217,18 +217,18 @@ struct Corners {
   }
 };
 
-// So many cells further on.
+// Address of the cell `cells` further on.
 template <class T>
 __device__ inline T* cell_at(T* rows, uint32_t cells, uint32_t stride) {
   using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
   return reinterpret_cast<T*>(reinterpret_cast<Byte*>(rows) + static_cast<uint64_t>(cells) * stride);
 }
 
-// The channels of the four corners, from `rows`, those of cell 0; cells are `stride` bytes apart.
+// Channels of the four corners; `rows` points to cell 0, cells are `stride` bytes apart.
 template <class T, class A>
 __device__ inline void find(const Corners<A>& corners, T* rows, uint32_t stride, T* (&found)[kCorners]) {
   uint32_t right = corners.right();
-  pin(right);  // one multiplication and addition a step; for one bit the compiler finds a longer way
+  pin(right);  // one multiply-add a step; the compiler would use more instructions for a single bit
   const uint32_t below = corners.below();
   found[0] = cell_at(rows, corners.cell, stride);
   found[1] = cell_at(found[0], right, stride);
@@ -236,8 +236,8 @@ __device__ inline void find(const Corners<A>& corners, T* rows, uint32_t stride,
   found[3] = cell_at(found[2], right, stride);
 }
 
-// One lane's channels of the corners of K samples, [at, at + K) of those the group has ready. All reads are under way
-// before the first is used; what lies outside is not read.
+// Channels of one lane for the corners of K samples, [at, at + K) of those prepared by the group. All loads are issued
+// before the first is used; corners outside the level are not read.
 template <class T, int N, int K>
 struct Visit {
   Corners<Sum<T>> corners[K];

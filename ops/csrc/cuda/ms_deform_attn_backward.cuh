@@ -1,5 +1,5 @@
-// Backward: gradients of locations and weights by sums over the group, that of value by additions to memory, in no
-// order; or left out, where ms_deform_attn_gather.cuh sums it in order.
+// Backward: gradients of locations and weights are sums over the group; the gradient of value is added to memory
+// atomically, in no fixed order, or left out if ms_deform_attn_gather.cuh computes it deterministically.
 #pragma once
 
 #include "ms_deform_attn.cuh"
@@ -7,20 +7,20 @@
 namespace detr_bf::cuda {
 
 template <class T>
-constexpr int kBackwardBlocks = std::is_same_v<T, double> ? 1 : 2;  // on a multiprocessor: 128 registers a thread
-constexpr int kBackwardTogether = 2;  // samples whose corners are under way at once
+constexpr int kBackwardBlocks = std::is_same_v<T, double> ? 1 : 2;  // per multiprocessor: 128 registers a thread
+constexpr int kBackwardTogether = 2;  // samples whose corners are loaded at once
 constexpr int kBatch = 4;             // samples whose dot products are summed over the group at once
 static_assert(kBatch == kMinLanes && kBatch % kBackwardTogether == 0);
 
 template <class T>
 struct Gradients {
   const T* output;         // (B, Q, H, D)
-  Sum<T>* value;           // (B, S, H, D), zero before; unused when the gradient of value is left out
+  Sum<T>* value;           // (B, S, H, D), zeros on entry; unused if the gradient of value is left out
   Sum<T>* locations;       // (B, Q, H, L, P, 2)
   T* weights;              // (B, Q, H, L, P)
 };
 
-// Channels one lane cares for at a time, of the row and of the cells its samples look at.
+// Channels of one lane at a time, of the row and of the cells its samples read.
 template <class T, int N>
 struct Part {
   int channel;
@@ -61,7 +61,7 @@ __device__ inline void add_shares(const BackwardVisit<T, N>& visit, const Part<T
   }
 }
 
-// This lane's part of the dot products of the output's gradient with every corner.
+// Partial dot products of this lane: gradient of the output times every corner.
 template <class T, int N>
 __device__ inline void multiply(const BackwardVisit<T, N>& visit, const Part<T, N>& part, Sum<T> (*dots)[kCorners]) {
 #pragma unroll
@@ -76,8 +76,8 @@ __device__ inline void multiply(const BackwardVisit<T, N>& visit, const Part<T, 
   }
 }
 
-// Sums over the group. A lane ends with those of sample lane % kBatch in dots[0]: the first two steps hand over half of
-// what a lane holds for the half it keeps, 12 exchanges where summing each dot product would take 32.
+// Sums over the group. A lane ends with the sums of sample lane % kBatch in dots[0]. In the first two steps a lane
+// exchanges half of its values for the half it keeps: 12 exchanges instead of 32 for separate sums.
 template <class A>
 __device__ inline void sum_over_group(A (&dots)[kBatch][kCorners], int lane, int lanes) {
   const bool odd = lane & 1, high = lane & 2;
@@ -97,7 +97,7 @@ __device__ inline void sum_over_group(A (&dots)[kBatch][kCorners], int lane, int
   }
 }
 
-// Of the sample this lane has prepared, its number in the row, from the dot products of its corners.
+// Gradients of the sample prepared by this lane (index in the row) from the dot products of its corners.
 template <class T>
 __device__ inline void write_gradients(const Sampling& s, const Row& row, const Sample<T>& sample,
                                        const Sum<T> (&dots)[kCorners], const Gradients<T>& gradients, int number) {

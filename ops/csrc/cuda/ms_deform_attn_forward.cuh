@@ -1,4 +1,4 @@
-// Forward: every group adds up the corners of its row's samples.
+// Forward: every group sums the weighted corners of the samples of its row.
 #pragma once
 
 #include "ms_deform_attn.cuh"
@@ -6,8 +6,8 @@
 namespace detr_bf::cuda {
 
 template <class T>
-constexpr int kForwardBlocks = std::is_same_v<T, double> ? 2 : 3;  // on a multiprocessor: 80 registers a thread
-constexpr int kForwardTogether = 2;  // samples whose corners are under way at once: 8 reads a lane
+constexpr int kForwardBlocks = std::is_same_v<T, double> ? 2 : 3;  // per multiprocessor: 80 registers a thread
+constexpr int kForwardTogether = 2;  // samples whose corners are loaded at once: 8 loads in flight a lane
 
 template <class T, int N>
 __device__ inline void add_up(const Visit<T, N, kForwardTogether>& visit, Sum<T> (&sums)[N]) {
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
     Sample<T> next = samples.take(s, lanes);
     for (int first = 0; first < s.samples(); first += lanes) {
       const Corners<A> ready(next, s.level[next.level]);
-      next = samples.take(s, lanes);  // under way while these are added up
+      next = samples.take(s, lanes);  // loads overlap with the additions below
       const int count = min(lanes, s.samples() - first);
       for (int at = 0; at < count; at += kForwardTogether) {
         const Visit<T, N, kForwardTogether> visit(ready, at, lanes, active, rows, s.cell_stride);

@@ -1,23 +1,23 @@
 // Gradient of value with its sums in a fixed order: the same bits in every run.
 //
-// Every sample gets a key, its top left cell. Sorted by it, those that touch a cell are two runs of samples: with their
-// top left cell on the line of the cell or on the line above, in its column or in the one before. So a warp finds the
-// samples of a cell by bisection, a quarter of what sorting corners would have to move, and writes its sum once.
+// Every sample gets a key, its top left cell. After sorting, the samples that touch a cell form two runs: those with
+// their top left cell in the row of the cell or in the row above, in its column or in the one before. A warp finds the
+// samples of a cell by bisection (a quarter of the data that sorting corners would move) and writes its sum once.
 #pragma once
 
 #include "ms_deform_attn.cuh"
 
 namespace detr_bf::cuda {
 
-constexpr int kGatherTogether = 4;  // samples of a lane under way at once
-constexpr int kGatherBlocks = 3;    // on a multiprocessor: 80 registers a thread
+constexpr int kGatherTogether = 4;  // samples of a lane loaded at once
+constexpr int kGatherBlocks = 3;    // per multiprocessor: 80 registers a thread
 constexpr int kGatherWarps = kThreads / kWarp;
 
-// What is sorted together: all samples of neighbouring (image, head) pairs, counted through, pair by pair.
+// Samples sorted together: all samples of neighbouring (image, head) pairs, numbered pair by pair.
 struct Chunk {
   int64_t first_pair;
   int32_t pairs;
-  int32_t samples;  // of a pair: Q x L x P
+  int32_t samples;  // per pair: Q x L x P
 
   __host__ __device__ int32_t entries() const { return pairs * samples; }
 };
@@ -49,7 +49,7 @@ struct Entry {
   }
 };
 
-// One thread a sample. Those that touch no cell come last.
+// One thread a sample. Samples that touch no cell get the largest key.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     key_kernel(const __grid_constant__ Sampling s, const __grid_constant__ Chunk chunk, int32_t* keys) {
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
   write(keys + index, touches ? pair.number * cells + static_cast<int32_t>(corners.cell) : chunk.pairs * cells);
 }
 
-// The first entry whose key is not below the one given.
+// First entry whose key is not below the given one.
 __device__ inline int first_not_below(const int32_t* keys, int count, int32_t key) {
   int begin = 0;
   while (count > 0) {
@@ -76,11 +76,11 @@ __device__ inline int first_not_below(const int32_t* keys, int count, int32_t ke
   return begin;
 }
 
-// A cell of value: where it lies and which entries touch it.
+// A cell of value: its position and the entries that touch it.
 struct Destination {
-  int level = -1;  // none: it lies between levels
+  int level = -1;  // -1: the cell belongs to no level
   int x = 0, y = 0;
-  int begin[2] = {0, 0}, end[2] = {0, 0};  // from the line above, from its own line
+  int begin[2] = {0, 0}, end[2] = {0, 0};  // entries of the row above, of its own row
 
   __device__ Destination(const Sampling& s, const Chunk& chunk, const int32_t* keys, int pair, int cell) {
     for (int l = 0; l < s.levels; ++l) {
@@ -91,7 +91,7 @@ struct Destination {
     const int width = s.level[level].width, place = cell - s.level[level].start;
     y = place / width;
     x = place - y * width;
-    // Lanes 0 and 1 look for the ends of the run above, 2 and 3 for those of the other.
+    // Lanes 0 and 1 find the ends of the run above, lanes 2 and 3 those of the other run.
     const int lane = threadIdx.x % kWarp, line = lane & 2 ? 0 : -width, column = lane & 1 ? 1 : x > 0 ? -1 : 0;
     const int key = pair * static_cast<int>(s.cells) + cell + line + column;
     const int found = lane < 4 ? first_not_below(keys, chunk.entries(), key) : 0;
@@ -104,7 +104,7 @@ struct Destination {
   }
 };
 
-// What one entry adds to a destination: a query's gradient times a weight.
+// Contribution of one entry to a cell: the gradient of a query times a weight.
 template <class A>
 struct Addend {
   int query = 0;
@@ -122,7 +122,7 @@ __device__ inline Addend<Sum<T>> addend(const Sampling& s, const Pair& pair, con
   return {entry.query, sample.weight() * x * y};
 }
 
-// Adds a run of entries. Each lane of the warp looks one up; then the groups take them in turn.
+// Adds a run of entries: each lane of the warp loads one, then the groups process them in turn.
 template <class T, int N>
 __device__ inline void add_run(const Sampling& s, const Chunk& chunk, const Pair& pair, const Destination& to, int run,
                                const int64_t* order, const T* rows, bool active, int lanes, Sum<T> (&sums)[N]) {
@@ -158,7 +158,7 @@ __device__ inline void add_run(const Sampling& s, const Chunk& chunk, const Pair
   }
 }
 
-// One warp a cell and pair, the last cells first: those of coarse levels have the most to add.
+// One warp per cell and pair, last cells first: cells of coarse levels have the most entries.
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads, kGatherBlocks)
     gather_kernel(const __grid_constant__ Sampling s, const __grid_constant__ Chunk chunk, int lanes,

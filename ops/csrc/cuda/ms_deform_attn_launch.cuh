@@ -1,4 +1,4 @@
-// From types and sizes that are known at run time to kernels: how wide a lane reads, how many lanes a group has.
+// Kernel selection from run-time types and sizes: channels per load, lanes per group.
 #pragma once
 
 #include <algorithm>
@@ -13,14 +13,14 @@
 
 namespace detr_bf::cuda {
 
-#ifndef DETR_BF_MAX_GRID  // tests make it small
+#ifndef DETR_BF_MAX_GRID  // small in tests
 #define DETR_BF_MAX_GRID 65535
 #endif
 constexpr int64_t kMaxGrid = DETR_BF_MAX_GRID;  // in its second and third dimension
 constexpr int kLineBytes = 128;      // of the cache
-constexpr int kAccessBytes = 16;     // the most that one lane reads at once
+constexpr int kAccessBytes = 16;     // largest load of one lane
 
-// Calls body with the number of channels a lane reads at once: 16 bytes of them where everything lies so, or one.
+// Calls body with the number of channels per load: 16 bytes of them if alignment permits, else one.
 template <class T, class Body>
 void with_width(const Sampling& s, std::initializer_list<const void*> rows, Body body) {
   constexpr int wide = kAccessBytes / sizeof(T);
@@ -34,7 +34,7 @@ void with_width(const Sampling& s, std::initializer_list<const void*> rows, Body
   }
 }
 
-// Of the smallest power of two that is not below the number.
+// Exponent of the smallest power of two that is not below the number.
 inline int bits_of(int64_t number) {
   int bits = 0;
   while (int64_t{1} << bits < number) ++bits;
@@ -54,7 +54,7 @@ Layout layout_of(const Sampling& s, int width) {
   return {lane_bits, bits_of(heads + 1) - 1, 0, 0};
 }
 
-// A grid reaches kMaxGrid images and as many tiles of queries; more of them take more launches.
+// A grid covers kMaxGrid images and kMaxGrid tiles of queries; more of them take several launches.
 template <class Kernel, class... Arguments>
 void launch_rows(Kernel kernel, const Sampling& s, Layout layout, Stream stream, Arguments... arguments) {
   const int64_t tiles = ceil_div<int64_t>(s.queries, layout.queries());
@@ -79,10 +79,10 @@ inline void forward(Type type, const Sampling& s, void* output, Stream stream) {
   });
 }
 
-// Of one backward pass; value and locations in the precision of sums, the others in that of value.
+// Gradients of one backward pass; value and locations in the precision of sums, the others in that of value.
 struct GradientTensors {
   const void* output;
-  void *value, *locations, *weights;  // value: zero before; null to leave it out
+  void *value, *locations, *weights;  // value: zeros on entry; null to skip it
 };
 
 inline void backward(Type type, const Sampling& s, const GradientTensors& tensors, Stream stream) {
@@ -98,9 +98,9 @@ inline void backward(Type type, const Sampling& s, const GradientTensors& tensor
   });
 }
 
-// ---- the gradient of value, in order ----
+// ---- deterministic gradient of value ----
 
-// As many (image, head) pairs as have at most so many entries, but one at least.
+// Number of (image, head) pairs with at most `most_entries` entries together; at least one.
 inline int64_t pairs_together(const Sampling& s, int64_t most_entries) {
   const int64_t entries = s.queries * s.samples();
   const int64_t by_keys = std::numeric_limits<int32_t>::max() / s.cells;
@@ -108,8 +108,8 @@ inline int64_t pairs_together(const Sampling& s, int64_t most_entries) {
   return std::max<int64_t>(pairs, 1);
 }
 
-// sort(n, write_keys) has memory for n int32 filled by write_keys(memory), sorts them, equal ones in their old order,
-// and gives an object with keys() and order(), where each was before.
+// sort(n, write_keys) allocates n int32, fills them with write_keys(memory) and sorts them stably; it returns an object
+// with keys() and order(), the old index of each key.
 template <class Sort>
 void gather(Type type, const Sampling& s, const void* grad_output, void* grad_value, int64_t most_entries,
             Stream stream, Sort sort) {

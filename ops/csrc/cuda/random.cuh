@@ -1,4 +1,4 @@
-// Random numbers of single elements and calls: see random.h.
+// Random numbers of single elements and of calls, see random.h.
 #pragma once
 
 #include "../random.h"
@@ -6,11 +6,11 @@
 
 namespace detr_bf::cuda {
 
-// What kernels must know of dropout; the seed is read where it lies, so that nobody waits for it.
+// Dropout arguments of the kernels; the seed is read from device memory, without a synchronisation.
 struct Dropping {
   const int64_t* seed;
-  uint32_t dropped;  // 0: nothing is, and there may be no seed
-  double scale;      // of those that are kept
+  uint32_t dropped;  // 0: nothing is dropped, and seed may be null
+  double scale;      // of the kept elements
 
   Dropping(const DropoutRate& rate, const void* seed)
       : seed(static_cast<const int64_t*>(seed)), dropped(rate.dropped), scale(rate.scale) {}
@@ -29,7 +29,7 @@ struct Numbers {
   }
 
   __device__ uint32_t operator[](int number) const {
-    // Chosen, not indexed: an index not known to the compiler would put the words into memory.
+    // Selected by comparison: a run-time index would move the words to local memory.
     const uint32_t lower = number & 2 ? words[1] : words[0], upper = number & 2 ? words[3] : words[2];
     return (number & 4 ? upper : lower) >> (number & 1) * 16 & 0xffffu;
   }

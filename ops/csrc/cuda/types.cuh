@@ -1,4 +1,4 @@
-// From a type known at run time to one known at compile time.
+// Dispatch from a run-time type to a template parameter.
 #pragma once
 
 #include "../type.h"

@@ -1,17 +1,24 @@
-"""Small adapter models and inputs, for tests that have detectron2."""
+"""Small adapter models, inputs and data sets for the detectron2 tests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+from pycocotools import mask as coco_mask
+
+from detr_bf.data.panoptic import read_ids
+
+IDS = {3: 150, 7: 90, 100: 2, 120: 120}  # category ids with things and stuff mixed; things of 150 include crowds
 
 
 @pytest.fixture
 def tiny_cfg() -> Callable[..., Any]:
-    """A yacs config of a detector that is built and run in a moment."""
+    """Factory of yacs configs of tiny detectors."""
 
     def make(architecture: str = "detr", *, batch_former: bool = False, masks: bool = False, d2_backbone: bool = False):
         from detectron2.config import get_cfg
@@ -49,7 +56,7 @@ D2_RESNET18 = [
 
 @pytest.fixture
 def inputs() -> list[dict[str, Any]]:
-    """Two images of different sizes with one object each, to be shown at twice their sizes."""
+    """Two images of different sizes with one object each and outputs of twice their sizes."""
     from detectron2.structures import Boxes, Instances, PolygonMasks
 
     generator = torch.Generator().manual_seed(0)
@@ -66,7 +73,7 @@ def inputs() -> list[dict[str, Any]]:
 
 @pytest.fixture
 def catalogs() -> Iterator[None]:
-    """Takes back what a test registers."""
+    """Unregister the data sets that a test registers."""
     from detectron2.data import DatasetCatalog, MetadataCatalog
 
     before = set(DatasetCatalog.list()), set(MetadataCatalog.list())
@@ -74,3 +81,45 @@ def catalogs() -> Iterator[None]:
     for catalog, names in zip((DatasetCatalog, MetadataCatalog), before, strict=True):
         for name in set(catalog.list()) - names:
             catalog.remove(name)
+
+
+def as_bmp(data: SimpleNamespace) -> SimpleNamespace:
+    """Replace the images of a data set by BMP files."""
+    for image in data.content["images"]:
+        old = data.images / image["file_name"]
+        image["file_name"] = old.with_suffix(".bmp").name
+        Image.open(old).save(data.images / image["file_name"])
+        old.unlink()
+    data.save()
+    return data
+
+
+def scattered(data: SimpleNamespace) -> SimpleNamespace:
+    """Give a panoptic data set unordered category ids, things between stuff, and BMP images."""
+    for annotation in data.content["annotations"]:
+        for segment in annotation["segments_info"]:
+            segment["category_id"] = IDS[segment["category_id"]]
+    for category in data.content["categories"]:
+        category["id"] = IDS[category["id"]]
+    return as_bmp(data)
+
+
+def with_masks(data: SimpleNamespace, kind: str = "polygon", crowd: bool = False) -> SimpleNamespace:
+    """Add masks that fill the boxes; with ``crowd`` the last object of each image is a crowd."""
+    sizes = {image["id"]: (image["height"], image["width"]) for image in data.content["images"]}
+    last = {annotation["image_id"]: annotation for annotation in data.content["annotations"]}
+    for annotation in data.content["annotations"]:
+        x, y, w, h = annotation["bbox"]
+        polygon = [x, y, x + w, y, x + w, y + h, x, y + h]
+        annotation["iscrowd"] = int(crowd and annotation is last[annotation["image_id"]])
+        annotation["segmentation"] = [polygon]
+        if kind == "run lengths" or annotation["iscrowd"]:
+            code: dict[str, Any] = coco_mask.frPyObjects([polygon], *sizes[annotation["image_id"]])[0]
+            annotation["segmentation"] = {"size": code["size"], "counts": code["counts"].decode()}
+    data.save()
+    return data
+
+
+def segment_ids(data: SimpleNamespace, index: int) -> Any:
+    """(h, w) int32 of the panoptic PNG of an image."""
+    return read_ids(data.panoptic / data.content["annotations"][index]["file_name"])

@@ -1,4 +1,4 @@
-"""What MODEL.WEIGHTS may be, read into the adapter, and its checkpoints read by the core."""
+"""Checkpoint formats read by the adapter, and its checkpoints read by the core."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BODY, HEAD = "backbone.body.", "decoder.heads.classes."
 
 
 def shaken(module: nn.Module, seed: int) -> Any:
-    """Every tensor random, and norms near 1."""
+    """Fill every tensor with random numbers; scales of norms are near 1."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in module.state_dict().items():
@@ -46,7 +46,7 @@ def shaken(module: nn.Module, seed: int) -> Any:
 
 @pytest.fixture
 def make(tiny_cfg: MakeCfg) -> Callable[..., nn.Module]:
-    """An adapter with random weights, others for each seed."""
+    """Factory of adapters with random weights that depend on the seed."""
 
     def built(*, seed: int = 0, classes: int = 80, changes: tuple[Any, ...] = (), **settings: Any) -> nn.Module:
         cfg = tiny_cfg(**settings)
@@ -61,21 +61,21 @@ def ours(model: nn.Module) -> dict[str, Tensor]:
 
 
 def checkpointer(model: nn.Module, folder: Path | str = "", **more: Any) -> DetrBfCheckpointer:
-    """It logs where pytest listens, whatever detectron2 did to its own loggers."""
+    """Checkpointer whose log pytest can capture; detectron2 changes its own loggers."""
     made = DetrBfCheckpointer(model, str(folder), **more)
     made.logger = logging.getLogger("tests.checkpoint")
     return made
 
 
 def run_folder(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """A run of the core whose averaged weights are the ones to read."""
+    """Write a run of the core whose averaged weights must be the ones to load."""
     worse = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     classes = ClassMap(COCO_IDS[0], tuple(map(str, COCO_IDS[0])))
     Checkpoint(model=worse, class_map=classes.to_dict(), config={}, ema=dict(weights)).save(path / "last.pt")
 
 
 def official(path: Path, weights: Mapping[str, Tensor], form: str) -> None:
-    """A file of the authors with what their trainer writes beside the weights."""
+    """Write a file of the authors with all entries of their trainer."""
     beside = {"optimizer": {"state": {}}, "epoch": 3, "args": argparse.Namespace(lr=1e-4)}
     torch.save({"model": to_foreign(weights, form), **beside}, path)
 
@@ -203,7 +203,7 @@ def test_pixels_of_another_scale_are_told(
 
 
 class Anything:
-    """No tensor."""
+    """Object that is not a tensor."""
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ class Anything:
         (
             "backbone.pth",
             {"conv1.weight": torch.zeros(1)},
-            "no known format.*A backbone alone is read from a .pkl file",
+            "no known format.*Weights of a backbone need a .pkl file",
         ),
         ("numbers.pth", {"model": [1, 2]}, "holds no weights"),
     ],
@@ -233,7 +233,7 @@ def test_bad_files_are_one_message_and_the_next_is_read(
 
 
 def test_folders_without_a_run_are_told(make: Callable[..., nn.Module], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"is no run folder of detr_bf, it holds no last\.pt"):
+    with pytest.raises(InputError, match=r"has no last\.pt, so it is not a run folder of detr_bf"):
         checkpointer(make()).load(str(tmp_path))
 
 
@@ -250,12 +250,12 @@ def test_weights_of_another_architecture_are_refused(
 ) -> None:
     for other in ("conditional_detr", "smca", "deformable_detr"):
         write_weights(tmp_path / "model.pth", ours(make(architecture=other)), form)
-        with pytest.raises(InputError, match=r"holds another architecture .* set MODEL\.DETR_BF\.ARCHITECTURE"):
+        with pytest.raises(InputError, match=r"holds another architecture: .* set MODEL\.DETR_BF\.ARCHITECTURE"):
             checkpointer(make()).load(str(tmp_path / "model.pth"))
 
 
 def test_other_models_are_refused() -> None:
-    with pytest.raises(InputError, match="Linear is not the architecture of detr_bf"):
+    with pytest.raises(InputError, match="Linear is not an architecture of detr_bf"):
         DetrBfCheckpointer(nn.Linear(1, 1))
 
 

@@ -17,7 +17,7 @@ from detr_bf.errors import InputError
 from detr_bf.interop.detectron2 import register_coco, register_coco_panoptic
 from detr_bf.interop.detectron2.datasets import panoptic_classes
 from detr_bf.structures import ClassMap
-from tests.interop.detectron2.folders import as_bmp, scattered, segment_ids, with_masks
+from tests.interop.detectron2.conftest import as_bmp, scattered, segment_ids, with_masks
 
 Factory = Callable[..., SimpleNamespace]
 pytestmark = pytest.mark.usefixtures("catalogs")
@@ -171,7 +171,7 @@ def no_box(content: dict[str, Any]) -> None:
     ("spoil", "message"),
     [
         (no_sizes, "image 3 has no height and width"),
-        (same_ids, "reads the id of every annotation"),
+        (same_ids, "needs a unique id for every annotation"),
         (unknown_category, r"objects of categories \[4\], which it does not list"),
         (no_box, "image 1 has bbox None, expected four finite numbers"),
     ],
@@ -227,11 +227,11 @@ def test_every_image_has_one_map(panoptic_folder: Factory) -> None:
     data = panoptic_folder()
     removed = data.content["annotations"].pop()
     data.save()
-    with pytest.raises(InputError, match=r"4 images and 3 annotations, .* none have images \[4\]"):
+    with pytest.raises(InputError, match=r"4 images and 3 annotations, .* without annotation: \[4\]"):
         register_panoptic(data)
     data.content["annotations"] += [removed, {**removed, "image_id": 9}]
     data.save()
-    with pytest.raises(InputError, match=r"4 images and 5 annotations, .* not listed are images \[9\]"):
+    with pytest.raises(InputError, match=r"4 images and 5 annotations, .* not in images: \[9\]"):
         register_panoptic(data)
 
 

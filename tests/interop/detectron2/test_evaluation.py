@@ -29,7 +29,7 @@ from detr_bf.errors import InputError
 from detr_bf.evaluation import PanopticFile
 from detr_bf.interop.detectron2 import build_evaluator, evaluation, register_coco, register_coco_panoptic
 from detr_bf.interop.detectron2.evaluation import PanopticQualityEvaluator, ThingEvaluator
-from tests.interop.detectron2.folders import as_bmp, scattered, with_masks
+from tests.interop.detectron2.conftest import as_bmp, scattered, with_masks
 
 Factory = Callable[..., SimpleNamespace]
 pytestmark = pytest.mark.usefixtures("catalogs")
@@ -45,7 +45,7 @@ def instances(size: tuple[int, int], boxes: Any, classes: list[int], masks: Any)
 
 
 def true_objects(record: dict[str, Any]) -> dict[str, Any]:
-    """The ground truth of a detection record as a model's output."""
+    """Convert the ground truth of a detection record to a model output."""
     size = record["height"], record["width"]
     own = [one for one in record["annotations"] if not one["iscrowd"]]
     boxes = [BoxMode.convert(one["bbox"], one["bbox_mode"], BoxMode.XYXY_ABS) for one in own]
@@ -55,7 +55,7 @@ def true_objects(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def true_map(record: dict[str, Any]) -> dict[str, Any]:
-    """The ground truth of a panoptic record as a model's output; a detection for each segment, stuff too."""
+    """Convert the ground truth of a panoptic record to a model output with a detection per segment, stuff too."""
     ids = read_ids(Path(record["pan_seg_file_name"]))
     own = [segment for segment in record["segments_info"] if not segment["iscrowd"]]
     masks = torch.stack([ids == segment["id"] for segment in own])
@@ -131,7 +131,7 @@ def test_wrong_maps_are_seen(maps: list[dict[str, Any]], tmp_path: Path) -> None
     for output in outputs:
         output["instances"].pred_classes = torch.tensor([0, 3, 2, 1])[output["instances"].pred_classes]
         for segment in output["panoptic_seg"][1]:
-            segment["category_id"] = (0, 3, 2, 1)[segment["category_id"]]  # the things change places
+            segment["category_id"] = (0, 3, 2, 1)[segment["category_id"]]  # swap the things
     result = run(build_evaluator("maps", tmp_path, masks=True, panoptic=True), maps, outputs)
     assert result["panoptic_seg"]["PQ_th"] == 0
     assert result["panoptic_seg"]["PQ_st"] == pytest.approx(100)

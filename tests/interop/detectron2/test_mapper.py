@@ -34,7 +34,7 @@ from detr_bf.errors import InputError
 from detr_bf.interop.detectron2 import DetrBfDatasetMapper, register_coco, register_coco_panoptic
 from detr_bf.interop.detectron2.mapper import eval_augmentations, train_augmentations
 from detr_bf.interop.detectron2.tensors import masks_of
-from tests.interop.detectron2.folders import scattered, segment_ids, with_masks
+from tests.interop.detectron2.conftest import scattered, segment_ids, with_masks
 
 Factory = Callable[..., SimpleNamespace]
 pytestmark = pytest.mark.usefixtures("catalogs")
@@ -60,7 +60,7 @@ def panoptic(panoptic_folder: Factory) -> tuple[SimpleNamespace, list[dict[str, 
 
 
 def painted(image: Tensor, colour: int) -> Tensor:
-    """(h, w) bool: the pixels that have nearly this colour."""
+    """Return the mask (h, w) bool of pixels that have nearly this colour."""
     return ((image.permute(1, 2, 0).int() - COLOURS[colour]).abs() < 60).all(-1)
 
 
@@ -117,7 +117,7 @@ def test_arrays_and_plain_run_lengths_are_masks_too(coco_folder: Factory) -> Non
 
 
 def plain_run_lengths(code: dict[str, Any]) -> dict[str, Any]:
-    """As COCO writes them for crowds: column by column, zeros first."""
+    """Encode a mask as COCO does for crowds: column by column, zeros first."""
     counts, last = [0], 0
     for value in coco_mask.decode(code).flatten(order="F").tolist():
         if value != last:
@@ -289,16 +289,14 @@ def test_what_cannot_be_used_is_told(coco_folder: Factory, panoptic_folder: Fact
     with pytest.raises(InputError, match=r"0001.png: the segmentation of an object is a dict, expected polygons"):
         mapper(masks=True, mask_format="polygon")(record)
     record["annotations"][0]["segmentation"]["size"] = [10, 12]
-    with pytest.raises(
-        InputError, match=r"a mask is of \(10, 12\) pixels \(height, width\), the image of \(240, 320\)"
-    ):
+    with pytest.raises(InputError, match=r"a mask has \(10, 12\) pixels \(height, width\), the image \(240, 320\)"):
         mapper(masks=True)(record)
     del record["annotations"][0]["segmentation"]
     with pytest.raises(InputError, match="the segmentation of an object is missing"):
         mapper(masks=True)(record)
     _, records = panoptic(panoptic_folder)
     Path(records[0]["pan_seg_file_name"]).write_bytes(encoded_ids(torch.ones(5, 6, dtype=torch.int32)))
-    with pytest.raises(InputError, match=r"0001_segments.png is of \(5, 6\) pixels \(height, width\), the image of"):
+    with pytest.raises(InputError, match=r"0001_segments.png has \(5, 6\) pixels \(height, width\), the image"):
         mapper(masks=True)(records[0])
 
 

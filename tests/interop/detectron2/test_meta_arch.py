@@ -1,4 +1,4 @@
-"""The architecture: what it makes of detectron2's inputs is what the core makes of its own."""
+"""The architecture gives the same results on detectron2's inputs as the core on its own."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from detectron2.utils.events import EventStorage
 from detr_bf.assembly import build_criterion, build_model, build_panoptic_postprocess, build_postprocess
 from detr_bf.errors import InputError
 from detr_bf.interop.detectron2 import build_detr_bf
-from detr_bf.interop.detectron2.config import core_config
-from detr_bf.interop.detectron2.lazy import recipe
+from detr_bf.interop.detectron2.meta_arch import core_config
 from detr_bf.interop.detectron2.tensors import output_target, target_of
+from detr_bf.interop.detectron2.training import recipe
 from detr_bf.structures import Batch, ClassMap
 
 ARCHITECTURES = ("detr", "conditional_detr", "smca", "smca_multi_scale", "deformable_detr")
@@ -36,7 +36,7 @@ Inputs = list[dict[str, Any]]
 
 
 def options(architecture: str) -> list[Any]:
-    """Levels for those that need several."""
+    """Return overrides with several levels for architectures that need them."""
     if architecture == "smca_multi_scale":
         return ["MODEL.DETR_BF.BACKBONE.STRIDES", "[8, 16, 32]"]
     if architecture == "deformable_detr":
@@ -45,7 +45,7 @@ def options(architecture: str) -> list[Any]:
 
 
 def pair(cfg: Any) -> tuple[Any, Any]:
-    """The adapter's model and the core's, with the same weights."""
+    """Return the model of the adapter and that of the core, with the same weights."""
     adapter = build_d2_model(cfg)
     core = build_model(core_config(cfg), cfg.MODEL.DETR_BF.NUM_CLASSES, pretrained=False)
     core.load_state_dict({name.removeprefix("detector."): value for name, value in adapter.state_dict().items()})
@@ -228,7 +228,7 @@ def test_what_unused_maps_are_made_of_does_not_learn(tiny_cfg: Cfg, inputs: Inpu
 def test_settings_of_our_backbones_are_refused_for_theirs(tiny_cfg: Cfg) -> None:
     cfg = tiny_cfg(d2_backbone=True)
     cfg.MODEL.DETR_BF.BACKBONE.FROZEN_STAGES = 5
-    with pytest.raises(InputError, match=r"BACKBONE\.FROZEN_STAGES: these are settings of our backbones"):
+    with pytest.raises(InputError, match=r"BACKBONE\.FROZEN_STAGES has no effect with NAME detectron2"):
         build_d2_model(cfg)
 
 
@@ -292,7 +292,7 @@ def test_another_number_of_classes_is_told_before_training(
     for name in ("toy", "named"):
         cfg = tiny_cfg()
         cfg.DATASETS[split] = (name,)
-        with pytest.raises(InputError, match=f"{name} has {count} classes, the model knows 3: .*NUM_CLASSES {count}"):
+        with pytest.raises(InputError, match=f"{name} has {count} classes, the model 3: .*NUM_CLASSES {count}"):
             build_d2_model(cfg)
 
 
@@ -330,7 +330,7 @@ def test_panoptic_maps_need_a_data_set_of_either_split(tiny_cfg: Cfg, inputs: In
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (), ("toy_panoptic",)
     assert "panoptic_seg" in build_d2_model(cfg).eval()(inputs)[0]
     cfg.DATASETS.TEST = ()
-    with pytest.raises(InputError, match=r"DATASETS\.TRAIN and DATASETS\.TEST name none"):
+    with pytest.raises(InputError, match=r"PANOPTIC\.ENABLED needs the metadata of a data set .*DATASETS\.TRAIN or"):
         build_d2_model(cfg)
 
 
@@ -341,7 +341,7 @@ def test_panoptic_maps_need_masks_and_metadata(tiny_cfg: Cfg, catalogs: None) ->
         build_d2_model(cfg)
     cfg.MODEL.MASK_ON = True
     MetadataCatalog.get("toy_panoptic").stuff_dataset_id_to_contiguous_id[20] = 7
-    with pytest.raises(InputError, match=r"2 things and 1 stuff classes, .* are not 0 to 2"):
+    with pytest.raises(InputError, match=r"2 thing and 1 stuff classes; .* must be 0 to 2"):
         build_d2_model(cfg)
 
 

@@ -1,4 +1,4 @@
-"""Conversions on plain tensors: no detectron2 here, only what looks like its structures."""
+"""Conversions on plain tensors, with stand-ins for detectron2's structures."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ RECTANGLE = [2.0, 1.0, 6.0, 1.0, 6.0, 4.0, 2.0, 4.0]
 
 
 class Instances:
-    """As detectron2's, as far as it is asked."""
+    """Stand-in for detectron2's ``Instances``."""
 
     def __init__(self, image_size: tuple[int, int], **fields: object) -> None:
         self.image_size = image_size
@@ -64,7 +64,7 @@ def test_an_image_without_objects_is_a_target_without_boxes() -> None:
     [
         (Instances((10, 20)), False, r"image 7 of the batch: its instances lack gt_boxes, gt_classes"),
         (instances([[0, 0, 1, 1]], [0]), True, r"lack gt_masks; .*MASK_ON"),
-        (instances([[0, 0, 1, 1]], [3]), False, r"classes from 3 to 3, the model knows 0 to 2: set MODEL.DETR_BF.NUM"),
+        (instances([[0, 0, 1, 1]], [3]), False, r"classes from 3 to 3, the model has 0 to 2: set MODEL.DETR_BF.NUM"),
         (instances([[0, 0, 1, 1]], [-1]), False, r"classes from -1 to -1"),
         (instances([[0, 0, float("nan"), 1]], [0]), False, "boxes with infinity or NaN"),
     ],
@@ -94,7 +94,7 @@ def test_masks_come_from_polygons_and_from_bits() -> None:
     [
         (
             SimpleNamespace(tensor=torch.zeros(1, 5, 5)),
-            r"of \(5, 5\) pixels \(height, width\), the image is of \(10, 20\)",
+            r"have \(5, 5\) pixels \(height, width\), the image \(10, 20\)",
         ),
         (SimpleNamespace(), "PolygonMasks or BitMasks, got SimpleNamespace"),
     ],

@@ -11,7 +11,7 @@ namespace {
 using namespace detr_bf;
 using namespace detr_bf::cuda;
 
-// Sizes of one call; the tensors are `buffers`, each under its name, with the strides of its first three dimensions.
+// Sizes of one call; `buffers` are the tensors by name, with the strides of their first three dimensions.
 struct Call {
   int32_t type;
   int64_t images, positions, heads, channels, elements;
@@ -58,7 +58,7 @@ Elements elements_of(const Call& c) { return {c.elements, Dropping(DropoutRate(c
 
 std::string error;
 
-// Nothing, or what went wrong.
+// Error message, or empty.
 template <class Body>
 const char* guarded(const Call& call, Body body) {
   memory.buffers.assign(call.buffers, call.buffers + call.number_of_buffers);

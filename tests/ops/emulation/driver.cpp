@@ -12,7 +12,7 @@ namespace {
 using namespace detr_bf::cuda;
 using detr_bf::Type;
 
-// Sizes and strides of one call; the tensors are `buffers`, each under its name.
+// Sizes and strides of one call; `buffers` are the tensors by name.
 struct Call {
   int32_t type;
   int64_t images, cells, queries, heads, channels, levels, points;
@@ -62,7 +62,7 @@ struct Sorted {
   const int64_t* order() const { return places.data(); }
 };
 
-// Memory that the test does not know of.
+// Memory unknown to the test.
 template <class Element>
 void announce(const char* name, std::vector<Element>& elements) {
   memory.buffers.push_back({name, elements.data(), static_cast<int64_t>(elements.size() * sizeof(Element)), true});
@@ -78,7 +78,7 @@ Sorted sort(const std::vector<int32_t>& keys) {
 
 std::string error;
 
-// Nothing, or what went wrong.
+// Error message, or empty.
 template <class Body>
 const char* guarded(const Call& call, Body body) {
   memory.buffers.assign(call.buffers, call.buffers + call.number_of_buffers);
@@ -110,7 +110,7 @@ extern "C" const char* emulate_backward(const Call* call) {
 extern "C" const char* emulate_gather(const Call* call, int64_t most_entries) {
   return guarded(*call, [&] {
     const auto sort_keys = [&](int64_t count, auto write_keys) {
-      memory.buffers.resize(call->number_of_buffers);  // those of the chunk before are gone
+      memory.buffers.resize(call->number_of_buffers);  // drop those of the previous chunk
       std::vector<int32_t> keys(count);
       announce("keys", keys);
       write_keys(keys.data());
@@ -118,7 +118,7 @@ extern "C" const char* emulate_gather(const Call* call, int64_t most_entries) {
       Sorted result = sort(keys);
       announce("sorted", result.sorted);
       announce("places", result.places);
-      return result;  // moved or not, its elements stay where they are
+      return result;  // a move keeps the address of the elements
     };
     gather(static_cast<Type>(call->type), sampling_of(*call), buffer(*call, "grad_output"), buffer(*call, "grad_value"),
            most_entries, 0, sort_keys);

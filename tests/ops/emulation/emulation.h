@@ -1,11 +1,11 @@
-// A GPU on the host, for tests: what device.cuh asks of the hardware, and a grid run thread by thread.
+// A GPU emulated on the host, for tests: the primitives of device.cuh, and a grid run thread by thread.
 //
-// The threads of a block are contexts that take turns; one that reaches an exchange waits for the other lanes of its
-// warp. Memory is what the test has announced: an access outside it, not aligned to its size, or a write to what is
-// only to be read is an error, as is an exchange in which not all lanes take part.
+// The threads of a block are contexts that run in turn; one that reaches an exchange waits for the other lanes of its
+// warp. Memory must be registered by the test. Errors: accesses outside it, unaligned accesses, writes to read-only
+// memory, and exchanges without all lanes.
 #pragma once
 
-#include <math.h>  // with the overloads for float that device code has
+#include <math.h>  // with the float overloads of device code
 #include <ucontext.h>
 
 #include <algorithm>
@@ -122,14 +122,14 @@ struct Grid {
       : x(static_cast<unsigned>(x)), y(static_cast<unsigned>(y)), z(static_cast<unsigned>(z)) {}
 };
 
-inline Grid threadIdx(0), blockIdx(0);  // NOLINT: the names that device code has
+inline Grid threadIdx(0), blockIdx(0);  // NOLINT: names of device code
 
-using Stream = int;  // there is one, and it waits
+using Stream = int;  // a single, synchronous stream
 
 constexpr int kLanesOfWarp = 32;
 constexpr size_t kStackBytes = 64 << 10;
 
-// Threads of one block, one after another up to their next exchange.
+// Threads of one block, run one after another up to their next exchange.
 class Block {
  public:
   Block(int threads, std::function<void()> body) : body_(std::move(body)), threads_(threads) {
@@ -143,7 +143,7 @@ class Block {
     }
   }
 
-  // Called by a thread: what `source` names offers, once every lane of the warp has offered something.
+  // Called by a thread: returns the value of lane `source` once every lane of the warp has provided one.
   uint64_t exchange(uint64_t offered, int source, int kind) {
     Thread& own = threads_[current_];
     const size_t from = current_ / kLanesOfWarp * kLanesOfWarp + source;
@@ -156,7 +156,7 @@ class Block {
   int lane() const { return static_cast<int>(current_ % kLanesOfWarp); }
 
   static inline Block* running = nullptr;
-  static inline std::vector<std::unique_ptr<char[]>> stacks;  // one block after another uses them
+  static inline std::vector<std::unique_ptr<char[]>> stacks;  // reused by one block after another
 
  private:
   enum class State { kReady, kWaiting, kDone };
@@ -177,7 +177,7 @@ class Block {
     makecontext(&thread.context, &Block::enter, 0);
   }
 
-  // An exception must not leave a context; run() passes it on.
+  // An exception must not leave a context; run() rethrows it.
   static void enter() {
     Block& block = *running;
     try {
@@ -188,7 +188,7 @@ class Block {
     block.threads_[block.current_].state = State::kDone;
   }
 
-  // Runs every lane to its next exchange and lets them exchange; true when all are done.
+  // Runs every lane to its next exchange and exchanges; true when all are done.
   bool advance_warp(size_t first) {
     const size_t end = std::min(first + kLanesOfWarp, threads_.size());
     size_t done = 0;

@@ -1,4 +1,4 @@
-"""The CUDA kernels of ms_deform_attn, compiled for the host and called with tensors of the CPU."""
+"""The CUDA kernels of ms_deform_attn, compiled for the host and called with CPU tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Shapes = Sequence[tuple[int, int]]
 
 
 class EmulationError(RuntimeError):
-    """What the emulated GPU found wrong."""
+    """Error found by the emulated GPU."""
 
 
 class Buffer(ctypes.Structure):
@@ -83,7 +83,7 @@ def starts_of(shapes: Shapes) -> list[int]:
 
 
 def bytes_spanned(tensor: Tensor) -> int:
-    """From the first element to the end of the last, whatever the strides."""
+    """Return the bytes from the first element to the end of the last, for any strides."""
     if tensor.numel() == 0:
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -91,7 +91,7 @@ def bytes_spanned(tensor: Tensor) -> int:
 
 
 class Emulated:
-    """One problem; as many of its passes as are asked for."""
+    """One set of inputs for forward and backward passes."""
 
     def __init__(self, library: ctypes.CDLL, value: Tensor, shapes: Shapes, locations: Tensor, weights: Tensor) -> None:
         self.library, self.value, self.shapes = library, value, shapes
@@ -106,7 +106,7 @@ class Emulated:
         return output
 
     def backward(self, grad_output: Tensor, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of value, locations and weights; that of value in the precision of sums unless deterministic."""
+        """Return the gradients of value, locations and weights; value's in the precision of sums by default."""
         grad_locations = torch.full_like(self.locations, torch.inf)
         grad_weights = torch.full_like(self.weights, torch.inf)
         written = {"grad_locations": grad_locations, "grad_weights": grad_weights}
@@ -118,7 +118,7 @@ class Emulated:
         return grad_value, grad_locations, grad_weights
 
     def gather(self, grad_output: Tensor, most_entries: int = 1 << 24) -> Tensor:
-        """The gradient of value, its sums in order; sorted in chunks of about so many samples."""
+        """Return the gradient of value with sums in fixed order, sorted in chunks of about this many samples."""
         grad_value = torch.full(self.value.shape, torch.inf, dtype=self.value.dtype)
         entries = ctypes.c_int64(most_entries)
         self._run("emulate_gather", {"grad_value": grad_value}, {"grad_output": grad_output}, entries)

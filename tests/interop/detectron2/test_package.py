@@ -1,4 +1,4 @@
-"""The package says what it needs, and nothing else needs it."""
+"""Lazy imports of the package: clear errors without detectron2, and nothing else of detr_bf imports it."""
 
 import ast
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import detr_bf
-import detr_bf.interop.detectron2 as door
+from detr_bf.interop import detectron2
 
 PACKAGE = Path(detr_bf.__file__).parent
 
@@ -39,11 +39,11 @@ def test_importing_every_module_of_ours_never_imports_detectron2() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-def test_without_detectron2_the_door_names_its_install_guide() -> None:
+def test_without_detectron2_the_error_names_the_install_guide() -> None:
     ended = run(NO_DETECTRON2 + "from detr_bf.interop.detectron2 import add_detr_bf_config")
     assert ended.returncode == 1
     assert "ImportError: detr_bf.interop.detectron2.add_detr_bf_config needs detectron2" in ended.stderr
-    assert door.INSTALL_GUIDE in ended.stderr
+    assert detectron2.INSTALL_GUIDE in ended.stderr
 
 
 @pytest.mark.parametrize("tool", ["d2_train_net", "d2_lazy_train_net"])
@@ -65,16 +65,16 @@ sys.path[:] = [{str(tmp_path)!r}, *installed]
 from detr_bf.interop.detectron2 import Trainer
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert f"see {door.INSTALL_GUIDE}" in ended.stderr
+    assert f"see {detectron2.INSTALL_GUIDE}" in ended.stderr
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'novelty'"):
-        door.novelty  # noqa: B018
+        detectron2.novelty  # noqa: B018
 
 
-def test_every_name_is_where_the_door_says() -> None:
+def test_every_public_name_is_in_its_module() -> None:
     folder = PACKAGE / "interop" / "detectron2"
-    for name, home in door._HOMES.items():
-        tree = ast.parse((folder / f"{home}.py").read_text(encoding="utf-8"))
-        assert any(getattr(node, "name", None) == name for node in tree.body), f"{home}.py has no {name}"
+    for name, module in detectron2._MODULES.items():
+        tree = ast.parse((folder / f"{module}.py").read_text(encoding="utf-8"))
+        assert any(getattr(node, "name", None) == name for node in tree.body), f"{module}.py has no {name}"
