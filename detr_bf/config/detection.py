@@ -200,9 +200,7 @@ class DataConfig(LoadingConfig):
     train: SplitConfig = field(default_factory=SplitConfig)
     val: SplitConfig = field(default_factory=SplitConfig)
     transforms: TransformConfig = field(default_factory=TransformConfig)
-    aspect_buckets: int = positive(
-        1, 10_000
-    )  # groups of images by width / height, to draw batches with less padding
+    aspect_buckets: int = positive(1, 10_000)  # groups of images by width / height, to draw batches with less padding
 
 
 @dataclass

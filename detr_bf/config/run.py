@@ -17,9 +17,7 @@ class OptimizerConfig:
     schedule: str = choice("step", "cosine")  # of the learning rate
     drop_epochs: list[int] = indices(200)  # epochs after which lr is multiplied by drop_factor; only schedule=step
     drop_factor: float = positive(0.1, 1)  # factor at each of drop_epochs
-    warmup_steps: int = not_negative(
-        0, STEPS
-    )  # steps of linear warm-up; at most the run: else a tenth of it
+    warmup_steps: int = not_negative(0, STEPS)  # steps of linear warm-up; at most the run: else a tenth of it
     clip_norm: float = not_negative(0.1)  # maximum gradient norm; 0: no clipping
 
 
