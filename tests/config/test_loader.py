@@ -228,13 +228,9 @@ def test_the_files_or_an_override_name_the_task(tmp_path: Path) -> None:
         assert load_config(None, task=task).task == task
     assert type(load_config(child)) is type(load_config([none, child], task="classification")) is ClassifierConfig
     assert type(load_config(none)) is DetectionConfig
-    with pytest.raises(
-        InputError, match=r"base.yaml is of the task classification, but a config of the task"
-    ):
+    with pytest.raises(InputError, match=r"base.yaml is of the task classification, but a config of the task"):
         load_config(child, task="detection")
-    with pytest.raises(
-        InputError, match=r"masked.yaml is of the task masked_.*, but file .*base.yaml is of"
-    ):
+    with pytest.raises(InputError, match=r"masked.yaml is of the task masked_.*, but file .*base.yaml is of"):
         load_config([child, masked])
     with pytest.raises(InputError, match="override 'task=detection' is of the task detection, but file"):
         load_config(child, ["task=detection"])
