@@ -30,7 +30,7 @@ demo-panoptic: $(STAMP)-demo ## build the scenes data, train boxes of things and
 	$(RUN) tools/train_net.py --config configs/demo_panoptic.yaml --auto-resume
 	$(RUN) tools/train_net.py --config configs/demo_panoptic_masks.yaml --auto-resume
 
-experiments: $(STAMP)-demo ## a long tail and small ViTs on Fashion-MNIST, five seeds each: do the ideas help? (an hour)
+experiments: $(STAMP)-demo ## compare the plug-ins of classifiers on Fashion-MNIST with five seeds each (an hour)
 	@$(MAKE) --no-print-directory kernels
 	$(RUN) benchmarks/experiments.py long_tail --jobs 2 $(ARGS)
 	$(RUN) benchmarks/experiments.py small_data --jobs 2 $(ARGS)

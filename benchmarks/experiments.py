@@ -4,8 +4,8 @@ python benchmarks/experiments.py long_tail --output benchmarks/results/long_tail
 python benchmarks/experiments.py small_data --data garment_pairs --jobs 2
 python benchmarks/experiments.py small_data --size large          # for a GPU
 
-`long_tail`: cross-entropy, Balanced Softmax, and Balanced Softmax with BatchFormer. `small_data`: a ViT without and
-with each plug-in, and two controls: `duplicate` is only the doubled batch of BatchFormerV2, `cutmix` only the mixing of
+`long_tail`: cross-entropy, Balanced Softmax, Balanced Softmax with BatchFormer. `small_data`: a ViT without and with
+each plug-in, and two controls: `duplicate` is only the doubled batch of BatchFormerV2, `cutmix` only the mixing of
 DiversePatch. Each run is a training command with a file of configs/experiments, in its own folder in --runs: finished
 runs are not repeated, interrupted ones are resumed. The values are those of the last epoch.
 """
@@ -119,9 +119,7 @@ class Run:
             return False
         asked = config_to_dict(load_config(self.config, self.settings))
         if config_to_dict(saved_config(self.folder.config)) != asked:
-            raise InputError(
-                f"{self.folder.path} contains a run with other settings: give another folder with --runs DIR"
-            )
+            raise InputError(f"{self.folder.path} contains a run with other settings: give another one, --runs DIR")
         return self.folder.evaluation.exists()
 
     def train(self, threads: int) -> None:

@@ -15,12 +15,12 @@ from detr_bf.errors import InputError
 from detr_bf.structures import Batch
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+RECIPES = [path for path in CONFIGS.glob("*/*.yaml") if path.parent.name not in ("base", "experiments")]
 
 
 def test_every_recipe_is_a_model_under_a_name_of_its_own() -> None:
-    recipes = [path for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "base"]
-    assert len(recipes) > 20
-    assert detr_bf.list_models() == sorted(path.stem for path in recipes)
+    assert len(RECIPES) > 20
+    assert detr_bf.list_models() == sorted(path.stem for path in RECIPES)
 
 
 def test_names_are_filtered() -> None:
@@ -28,7 +28,7 @@ def test_names_are_filtered() -> None:
     assert detr_bf.list_models("nothing*") == []
 
 
-@pytest.mark.parametrize("path", [p for p in CONFIGS.glob("*/*.yaml") if p.parent.name != "base"], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_builds(path: Path) -> None:
     """Narrow and without weights, but with the recipe's own layers, levels and insertions."""
     config = load_config(path)

@@ -9,7 +9,7 @@ from detr_bf.errors import InputError
 
 
 def test_masked_pre_training_starts_from_its_own_published_recipe() -> None:
-    config = load_config(None, schema=MaskedConfig)
+    config = load_config(None, task="masked_autoencoding")
     transforms, optimizer = config.data.transforms, config.optimizer
     assert (transforms.crop, transforms.area, transforms.horizontal_flip) == ("resized", [0.2, 1.0], 0.5)
     assert (transforms.auto_augment, transforms.color_jitter, transforms.erase) == ("", 0, 0)
@@ -17,11 +17,11 @@ def test_masked_pre_training_starts_from_its_own_published_recipe() -> None:
     assert (optimizer.schedule, optimizer.warmup_epochs, optimizer.min_lr, optimizer.lr) == ("cosine", 40, 0, 1.5e-4)
     assert not any(key.startswith("data.mix") for key in known_keys(MaskedConfig))
     with pytest.raises(InputError, match=r"unknown key 'data.mix"):
-        load_config(None, ["data.mix.mixup=0"], schema=MaskedConfig)
+        load_config(None, ["data.mix.mixup=0"], task="masked_autoencoding")
 
 
 def test_classifiers_keep_the_recipe_of_deit_without_drop_path() -> None:
-    config = load_config(None, schema=ClassifierConfig)
+    config = load_config(None, task="classification")
     transforms, optimizer = config.data.transforms, config.optimizer
     assert (transforms.area, transforms.auto_augment, transforms.color_jitter, transforms.erase) == (
         [0.08, 1.0],
@@ -44,8 +44,8 @@ def test_both_have_the_same_settings_of_data_and_optimizer_but_for_mixing() -> N
 
 def test_a_cosine_that_would_rise_is_refused() -> None:
     low = ["optimizer.lr=1e-6"]
-    with pytest.raises(InputError, match=r"optimizer.min_lr=1e-05, where the cosine ends, .* optimizer.lr=1e-06"):
-        load_config(None, low, schema=ClassifierConfig)
-    load_config(None, [*low, "optimizer.min_lr=1e-6"], schema=ClassifierConfig)
-    load_config(None, [*low, "optimizer.schedule=step"], schema=ClassifierConfig)
-    load_config(None, low, schema=MaskedConfig)
+    with pytest.raises(InputError, match=r"optimizer.min_lr=1e-05, the end of the cosine, .* optimizer.lr=1e-06"):
+        load_config(None, low, task="classification")
+    load_config(None, [*low, "optimizer.min_lr=1e-6"], task="classification")
+    load_config(None, [*low, "optimizer.schedule=step"], task="classification")
+    load_config(None, low, task="masked_autoencoding")

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from detr_bf.config import (
+    SCHEMAS,
     ClassifierConfig,
     DetectionConfig,
     config_from_dict,
@@ -18,7 +19,6 @@ from detr_bf.config import (
     known_keys,
     load_config,
     saved_config,
-    schema_of,
 )
 from detr_bf.config.classification import ClassifierModelConfig
 from detr_bf.errors import InputError
@@ -113,7 +113,7 @@ def test_round_trips(tmp_path: Path) -> None:
         ("eval.panoptic.threshold=nan", ["eval.panoptic.threshold must be between 0 and 1, got nan"]),
         ("model.decoder_layers=1000000", ["model.decoder_layers must be greater than 0 and at most 100, got 1000000"]),
         ("data.transforms.short_sides=[100000]", ["data.transforms.short_sides must be one or more sizes"]),
-        ("data.transforms.short_sides.0=3", ["data.transforms.short_sides is a list: give all of it"]),
+        ("data.transforms.short_sides.0=3", ["data.transforms.short_sides is a list: give the whole list"]),
         ("optimizer.drop_epochs=[-1]", ["optimizer.drop_epochs must be integers from 0"]),
         ("init_from=https://example.org/a.pth", ["init_from must be a path on this machine", "download it first"]),
         ("model.backbone.weights=http://a.b/c", ["model.backbone.weights must be a path", "download it first"]),
@@ -131,7 +131,7 @@ def test_round_trips(tmp_path: Path) -> None:
         ("task=[1]", ["task must be one of detection"]),
         ("task=\x1b]0;x", [r"override 'task=\x1b]0;x' cannot be read"]),
         ("task=\n", ["task must be one of"]),
-        ("output_dir=&a [*a]", ["its aliases (*name) stand for more than"]),
+        ("output_dir=&a [*a]", ["its aliases (*name) expand to more than"]),
         ("model.backbone.strides=[[1]]", ["model.backbone.strides must be one or more sizes"]),
         ("train.epochs\n=3", [r"unknown key 'train.epochs\n'"]),
         ("3=4", ["unknown key '3'"]),
@@ -166,7 +166,7 @@ def test_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
         ("null: 4\n", "Incompatible key type"),
         ("[1]: 4\n", "not valid YAML"),
         ("task: [detection]\n", "task must be one of"),
-        ("train: &a [*a]\n", r"aliases \(\*name\) stand for more than 100000 values"),
+        ("train: &a [*a]\n", r"aliases \(\*name\) expand to more than 100000 values"),
         ("seed: !!python/object/apply:os.system [true]\n", "not valid YAML"),
         ("seed: " + "9" * 5000 + "\n", "not valid YAML"),
         ("output_dir: " + "[" * 5000 + "\n", "not valid YAML"),
@@ -191,14 +191,55 @@ def test_missing_file_and_circles(tmp_path: Path) -> None:
         load_config(tmp_path / "a.yaml")
 
 
-def test_settings_of_older_checkpoints_are_read_by_their_new_names() -> None:
-    saved = config_to_dict(DetectionConfig())
-    del saved["checkpoint"]
-    saved["train"] |= {"checkpoint_every": 7, "keep_every": 2}
-    config = config_from_dict(saved)
-    assert (config.checkpoint.every_steps, config.checkpoint.keep_every) == (7, 2)
-    with pytest.raises(InputError, match=r"'train.checkpoint_every' is now called 'checkpoint.every_steps'"):
-        load_config(None, ["train.checkpoint_every=3"])
+def test_later_files_win_each_after_its_bases(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("seed: 1\ntrain: {epochs: 5, batch_size: 8}\n")
+    (tmp_path / "a.yaml").write_text("base: base.yaml\ntrain: {epochs: 6}\n")
+    (tmp_path / "b.yaml").write_text("train: {batch_size: 9}\n")
+    a, b = tmp_path / "a.yaml", str(tmp_path / "b.yaml")
+    config = load_config([a, b], ["train.log_every=7"])
+    assert (config.seed, config.train.epochs, config.train.batch_size, config.train.log_every) == (1, 6, 9, 7)
+    assert load_config([b, a]).train.batch_size == 8
+    assert load_config([a]) == load_config(a) == load_config(str(a))
+    assert load_config([]) == load_config(None) == DetectionConfig()
+
+
+def test_output_dir_is_named_after_the_last_file(tmp_path: Path, secret: str) -> None:
+    for name in ("first", "second", secret.replace("oc.env:", "")):
+        (tmp_path / f"{name}.yaml").write_text("seed: 1\n")
+    files = [tmp_path / "first.yaml", tmp_path / "second.yaml"]
+    assert load_config(files).output_dir == "runs/second"
+    assert load_config(files, ["output_dir=here"]).output_dir == "here"
+    assert load_config(tmp_path / "${SECRET}.yaml").output_dir == "runs/${SECRET}", "a file name is plain text"
+    (tmp_path / "third.yaml").write_text("base: fourth.yaml\n")
+    (tmp_path / "fourth.yaml").write_text("output_dir: there\n")
+    assert load_config(tmp_path / "third.yaml").output_dir == "there"
+    assert load_config(None).output_dir == "runs/default"
+
+
+def test_the_files_or_an_override_name_the_task(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("task: classification\n")
+    (tmp_path / "child.yaml").write_text("base: base.yaml\n")
+    (tmp_path / "none.yaml").write_text("seed: 1\n")
+    (tmp_path / "masked.yaml").write_text("task: masked_autoencoding\n")
+    child, none, masked = (tmp_path / f"{name}.yaml" for name in ("child", "none", "masked"))
+    for task, schema in SCHEMAS.items():
+        assert type(load_config(None, [f"task={task}"])) is schema
+        assert type(load_config(none, task=task)) is schema, "a file that names no task"
+        assert load_config(None, task=task).task == task
+    assert type(load_config(child)) is type(load_config([none, child], task="classification")) is ClassifierConfig
+    assert type(load_config(none)) is DetectionConfig
+    with pytest.raises(InputError, match=r"base.yaml is of the task classification, but a config of the task"):
+        load_config(child, task="detection")
+    with pytest.raises(InputError, match=r"masked.yaml is of the task masked_.*, but file .*base.yaml is of"):
+        load_config([child, masked])
+    with pytest.raises(InputError, match="override 'task=detection' is of the task detection, but file"):
+        load_config(child, ["task=detection"])
+
+
+def test_a_setting_of_another_task_names_that_task(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("data: {root: images}\n")
+    with pytest.raises(InputError, match=r"'data.root'.* setting of task=classification and of task=masked_auto"):
+        load_config(tmp_path / "a.yaml")
 
 
 def test_a_file_whose_aliases_stand_for_too_much_is_refused_at_once(tmp_path: Path) -> None:
@@ -290,7 +331,7 @@ def test_text_like_an_interpolation_survives_every_round_trip(tmp_path: Path) ->
     assert config_from_dict(config_to_dict(config)) == config
     (tmp_path / "config.yaml").write_text(config_to_yaml(config))
     assert saved_config(tmp_path / "config.yaml") == config
-    assert load_config(tmp_path / "config.yaml", schema=ClassifierConfig) == config
+    assert load_config(tmp_path / "config.yaml", task="classification") == config
 
 
 @pytest.mark.parametrize("tree", [[1, 2], "task", None])
@@ -308,14 +349,6 @@ def test_a_home_folder_is_found_in_every_path(monkeypatch: pytest.MonkeyPatch, t
     paths = ("output_dir", "init_from", "data.train.images", "data.val.annotations", "model.backbone.weights")
     config = load_config(None, [f"{key}=~/x" for key in paths])
     assert [attrgetter(key)(config) for key in paths] == ["/home/me/x"] * len(paths)
-    assert load_config(None, ["data.root=~/x"], schema=ClassifierConfig).data.root == "/home/me/x"
+    assert load_config(None, ["data.root=~/x"], task="classification").data.root == "/home/me/x"
     assert load_config(None, ["output_dir=~nobody-of-that-name/x"]).output_dir == "~nobody-of-that-name/x"
     assert load_config(None, ["output_dir=a~b"]).output_dir == "a~b"
-
-
-def test_the_task_of_a_file_is_known_without_reading_its_values(tmp_path: Path) -> None:
-    (tmp_path / "base.yaml").write_text("task: classification\n")
-    (tmp_path / "a.yaml").write_text("base: base.yaml\nseed: ${oc.env:NOT_SET}\n")
-    assert schema_of(tmp_path / "a.yaml") is ClassifierConfig
-    (tmp_path / "b.yaml").write_text("seed: 1\n")
-    assert schema_of(tmp_path / "b.yaml") is DetectionConfig

@@ -1,12 +1,13 @@
-"""The files of ``configs/``: all load, state a difference, build, and are listed in docs/recipes.md."""
+"""Files of ``configs/`` and command lines of docs/recipes.md: all load, build, differ and state their row's values."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator
 from functools import cache, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,81 +15,107 @@ import yaml
 from torch import nn
 
 from detr_bf.assembly.classification import build_classifier, build_masked_autoencoder
-from detr_bf.config import ClassifierConfig, DetectionConfig, MaskedConfig, RunConfig, known_keys, load_config
+from detr_bf.config import SCHEMAS, config_to_dict, known_keys, load_config
+from detr_bf.errors import InputError
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 GUIDE = (ROOT / "docs" / "recipes.md").read_text()
-SCHEMAS: dict[str, type[RunConfig]] = {  # by folder; all others hold detectors
-    "classification": ClassifierConfig,
-    "experiments": ClassifierConfig,
-    "masked": MaskedConfig,
-}
+TASKS = {"classification": "classification", "experiments": "classification", "masked": "masked_autoencoding"}
 FILES = sorted(
     path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml") if "detectron2" not in path.parts
 )
 RECIPES = [
     name for name in FILES if "/" in name and "base" not in Path(name).parts and not name.startswith("experiments/")
 ]
-CLASSIFIERS = [name for name in RECIPES if name.startswith("classification/")]
-MASKED = [name for name in RECIPES if name.startswith("masked/")]
 NUM_CLASSES = 10
 
 
+class Row(NamedTuple):
+    """A row of a table with a command."""
+
+    label: str  # first cell, after the head of its column
+    path: str  # in configs/
+    settings: tuple[str, ...]
+    number: str  # published; empty if there is none
+
+    def __str__(self) -> str:
+        return " ".join([Path(self.path).stem, *self.settings])
+
+
+def rows() -> Iterator[Row]:
+    """Parse the tables of docs/recipes.md."""
+    folder = head = ""
+    for line in GUIDE.splitlines():
+        if not line.startswith("|"):
+            folder = ""
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if found := re.fullmatch(r"`python tools/train_net\.py --config configs/([\w/]*)`", cells[1]):
+            folder, head = found[1] or "./", cells[0]
+        elif folder and (command := re.fullmatch("`(.+)`", cells[1])):
+            name, *settings = shlex.split(command[1])
+            path = (CONFIGS / folder / name).resolve().relative_to(CONFIGS).as_posix()
+            yield Row(f"{head}: {cells[0]}", path, tuple(settings), cells[2] if len(cells) > 2 else "")
+
+
+ROWS = list(rows())
+CLASSIFIERS = [row for row in ROWS if row.path.startswith("classification/")]
+MASKED = [row for row in ROWS if row.path.startswith("masked/")]
+
+
 @cache
-def load(name: str) -> Any:
-    """A config of its task's type, the same object every time."""
-    return load_config(CONFIGS / name, schema=SCHEMAS.get(name.split("/")[0], DetectionConfig))
+def load(path: str, *settings: str) -> Any:
+    """Return a config, the same object for the same arguments."""
+    return load_config(CONFIGS / path, settings)
 
 
-def base_of(name: str) -> str:
-    """The file that a recipe inherits."""
-    tree = yaml.safe_load((CONFIGS / name).read_text())
-    return (CONFIGS / name).parent.joinpath(tree["base"]).resolve().relative_to(CONFIGS).as_posix()
+@cache
+def values(row: Row) -> dict[str, Any]:
+    """Return all settings of a row but output_dir, by full key."""
+    config = load(row.path, *row.settings)
+    return {key: reduce(getattr, key.split("."), config) for key in known_keys(type(config)) if key != "output_dir"}
 
 
-def settings(name: str) -> dict[str, Any]:
-    """All settings by their full key."""
-    return {key: reduce(getattr, key.split("."), load(name)) for key in known_keys(type(load(name)))}
-
-
-def changes(name: str) -> set[str]:
-    """Keys that a recipe sets to another value than what it inherits."""
-    own, inherited = settings(name), settings(base_of(name))
-    return {key for key in own if own[key] != inherited[key]}
-
-
-def plug_ins(name: str) -> set[str]:
-    """The plug-ins that a classifier's recipe has on."""
-    enabled = (re.fullmatch(r"plugins\.(\w+)\.enabled", key) for key, value in settings(name).items() if value is True)
+@cache
+def plug_ins(row: Row) -> set[str]:
+    """Return the enabled plug-ins of a classifier."""
+    enabled = (re.fullmatch(r"plugins\.(\w+)\.enabled", key) for key, value in values(row).items() if value is True)
     return {found[1] for found in enabled if found}
 
 
-def comment(name: str) -> str:
-    """The comment that heads a file, as one line."""
-    lines = (CONFIGS / name).read_text().splitlines()
+def comment(path: str) -> str:
+    """Return the comment at the head of a file as one line."""
+    lines = (CONFIGS / path).read_text().splitlines()
     return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
 
 
-def rows() -> Iterator[tuple[str, str]]:
-    """Recipes of classifiers in the tables of docs/recipes.md, each with its number."""
-    for line in GUIDE.splitlines():
-        names = [name for name in re.findall(r"`([\w/.]+\.yaml)`", line) if name.split("/")[0] in SCHEMAS]
-        if line.startswith("|") and names:
-            number = re.search(r"\| (\d+\.\d+) \|", line)
-            assert number, f"no number in: {line}"
-            yield from ((name, number[1]) for name in names)
+def depth(path: Path) -> int:
+    """Return the number of files in the longest chain of inheritance."""
+    bases = yaml.safe_load(path.read_text()).get("base", [])
+    return 1 + max((depth(path.parent / base) for base in ([bases] if isinstance(bases, str) else bases)), default=0)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_loads(name: str) -> None:
-    assert type(load(name)) is SCHEMAS.get(name.split("/")[0], DetectionConfig)
+    assert type(load(name)) is SCHEMAS[TASKS.get(name.split("/")[0], "detection")]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_inheritance_is_at_most_three_files_deep(name: str) -> None:
+    assert depth(CONFIGS / name) <= 3
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.split("/")[0] in TASKS])
+def test_a_file_of_another_task_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=r"but a config of the task detection is expected; tools/train_net\.py"):
+        load_config(CONFIGS / name, task="detection")
 
 
 def test_there_are_recipes_of_every_task() -> None:
     assert len(CLASSIFIERS) > 70
     assert len(MASKED) == 4
-    assert len(RECIPES) - len(CLASSIFIERS) - len(MASKED) > 30
+    assert len(ROWS) - len(CLASSIFIERS) - len(MASKED) > 30
 
 
 def test_no_two_recipes_share_a_name() -> None:
@@ -96,66 +123,198 @@ def test_no_two_recipes_share_a_name() -> None:
     assert len(stems) == len(set(stems))
 
 
-@pytest.mark.parametrize("name", CLASSIFIERS + MASKED)
-def test_a_recipe_inherits_and_writes_to_a_folder_of_its_own_name(name: str) -> None:
-    assert (CONFIGS / base_of(name)).is_file()
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_writes_to_a_folder_of_its_own_name(name: str) -> None:
     assert load(name).output_dir == f"runs/{Path(name).stem}"
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSIFIERS + MASKED if base_of(name) in RECIPES])
-def test_a_recipe_on_another_recipe_states_a_difference(name: str) -> None:
-    assert changes(name) - {"output_dir"}
+def test_every_recipe_is_a_row_of_the_guide() -> None:
+    assert {row.path for row in ROWS if not row.settings} == set(RECIPES)
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSIFIERS if plug_ins(name) and not plug_ins(base_of(name))])
-def test_a_plug_in_is_all_that_parts_a_row_from_its_baseline(name: str) -> None:
-    """But for DiversePatch, whose mixing excludes repeated augmentation where the baseline has it."""
-    (plugin,) = plug_ins(name)
-    others = {key for key in changes(name) if not key.startswith(f"plugins.{plugin}.")} - {"output_dir"}
-    config = load(name)
-    mixes = plugin == "diverse_patch" and config.plugins.diverse_patch.mixing
-    repeated = load(base_of(name)).data.repeats > 1
-    assert others == ({"data.repeats"} if mixes and repeated else set())
+def test_no_two_rows_of_the_guide_train_the_same() -> None:
+    found = [repr({**config_to_dict(load(row.path, *row.settings)), "output_dir": ""}) for row in ROWS]
+    assert len(set(found)) == len(ROWS) == 123
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_is_listed_in_the_guide(name: str) -> None:
-    assert f"{Path(name).name}`" in GUIDE
+@pytest.mark.parametrize("row", [row for row in ROWS if row.number and not row.settings], ids=str)
+def test_guide_and_recipe_give_the_same_number(row: Row) -> None:
+    assert re.fullmatch(r"\d+\.\d+", row.number)
+    assert row.number in comment(row.path).partition("Published: ")[2]
 
 
-def test_every_file_of_the_guide_exists() -> None:
-    assert {name for name, _ in rows()} == {*CLASSIFIERS, *MASKED}
+@pytest.mark.parametrize("row", MASKED, ids=str)
+def test_pre_training_names_the_probe_that_has_its_number(row: Row) -> None:
+    probe = re.search(r"configs/(classification/\S+_probe\.yaml)", comment(row.path))
+    assert probe
+    assert "Published: top-1" in comment(probe[1])
 
 
-@pytest.mark.parametrize(("name", "number"), sorted(set(rows())))
-def test_guide_and_recipe_give_the_same_number(name: str, number: str) -> None:
-    """Pre-training has none of its own: it names the probe that has."""
-    head = comment(name)
-    probe = re.search(r"configs/(classification/\S+_probe\.yaml)", head)
-    published = comment(probe[1]) if name in MASKED and probe else head
-    assert number in published.partition("Published: ")[2]
+SIZES = {"Ti": "tiny", "T": "tiny", "S": "small", "B": "base", "L": "large"}
+Check = Callable[[Any, re.Match[str]], bool]
+STATED: dict[str, Check] = {  # parts of labels, and the settings they state
+    r"batch (\d+)": lambda config, found: config.train.batch_size == int(found[1]),
+    r"(\d+) epochs": lambda config, found: config.train.epochs == int(found[1]),
+    r"(\d+) layers": lambda config, found: config.plugins.batchformer.num_layers == int(found[1]),
+    r"imbalance (\d+)": lambda config, found: config.data.long_tail.imbalance == int(found[1]),
+    r"\bL(\d)\b(?:-(\d))?": lambda config, found: (
+        config.batch_former.layers == list(range(int(found[1]) - 1, int(found[2] or found[1])))
+    ),
+    r"L.*, shared": lambda config, found: config.batch_former.shared,
+    "non-shared": lambda config, found: not config.batch_former.shared,
+    "classifier not shared": lambda config, found: not config.plugins.batchformer.shared_classifier,
+    "single stream": lambda config, found: config.batch_former.mode == "single_stream",
+    "mini-batch inference": lambda config, found: config.batch_former.mode == "mini_batch_inference",
+    "refinement": lambda config, found: config.model.deformable.box_refine,
+    "two-stage": lambda config, found: config.model.deformable.two_stage,
+    "ResNet-101": lambda config, found: config.model.backbone.name == "resnet101",
+    r"ResNet-(50|152)": lambda config, found: config.model.name == f"resnet{found[1]}",
+    r"\b(DeiT|Swin|ViT)-(Ti|[TSBL])": lambda config, found: config.model.name.startswith(
+        f"{found[1].lower()}_{SIZES[found[2]]}_"
+    ),
+    r"\b([SB])(12|24)\b": lambda config, found: (
+        config.model.name == f"deit_{SIZES[found[1]]}_patch16_224"
+        and config.model.options.get("depth", 12) == int(found[2])
+    ),
+    r"\+ BatchFormerV2": lambda config, found: (
+        (config.plugins.batchformer_v2 if config.task == "classification" else config.batch_former).enabled
+        or bool(config.init_from and config.init_from.endswith("_bfv2"))
+    ),
+    r"\+ BatchFormer(?!V2)": lambda config, found: config.plugins.batchformer.enabled,
+    r"\+ DiversePatch": lambda config, found: config.plugins.diverse_patch.enabled,
+    r"\+ localization": lambda config, found: config.plugins.relative_localization.enabled,
+    r"B24, (.*)": lambda config, found: all(
+        bool(getattr(config.plugins.diverse_patch, loss)) == (loss in found[1])
+        for loss in ("cosine", "contrastive", "mixing")
+    ),
+    "`(signed|ce|reg|all)`": lambda config, found: config.plugins.relative_localization.variant == found[1],
+    "upper half": lambda config, found: config.plugins.context_broadcasting.layers == "upper",
+    "all blocks|CB_S": lambda config, found: config.plugins.context_broadcasting.layers == "all",
+    "CB_S": lambda config, found: config.plugins.context_broadcasting.scaled,
+    r"\b(CIFAR-100?)(-LT)?\b": lambda config, found: config.data.name == found[1].lower().replace("-", ""),
+    r"Infograph|ImageNet-LT|Places-LT": lambda config, found: (
+        found[0].replace("-", "_") in config.data.train or found[0].lower() in config.data.train
+    ),
+}
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSIFIERS if name.endswith("_probe.yaml")])
-def test_a_linear_probe_starts_from_the_pre_training_of_its_name(name: str) -> None:
-    before = load(name.replace("classification/", "masked/").replace("_probe.yaml", ".yaml"))
-    probe = load(name)
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_command_has_the_settings_that_its_row_states(row: Row) -> None:
+    for pattern, check in STATED.items():
+        if found := re.search(pattern, row.label):
+            assert check(load(row.path, *row.settings), found), pattern
+
+
+@pytest.mark.parametrize("pattern", STATED)
+def test_every_pattern_is_used(pattern: str) -> None:
+    assert any(re.search(pattern, row.label) for row in ROWS)
+
+
+def table(first: str) -> dict[str, list[str]]:
+    """Return the cells of the table whose head starts with ``first``, by the first cell of their row."""
+    lines = GUIDE[GUIDE.index(f"| | {first} |") :].split("\n\n")[0].splitlines()[2:]
+    found = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return {cells[0]: cells[1:] for cells in found}
+
+
+def test_settings_of_the_detectors_are_those_of_the_guide() -> None:
+    stated = table("DETR")
+    for column, name in enumerate(
+        [
+            "detr/detr_r50.yaml",
+            "conditional_detr/conditional_detr_r50.yaml",
+            "smca/smca_r50.yaml",
+            "smca/smca_multi_scale_r50.yaml",
+            "deformable_detr/deformable_detr_r50.yaml",
+        ]
+    ):
+        config = load(name)
+        model, loss, optimizer = config.model, config.loss, config.optimizer
+        found = {
+            "learning rate, backbone": [optimizer.lr, optimizer.backbone_lr],
+            "batch": [config.train.batch_size],
+            "queries": [model.num_queries],
+            "classification, class cost": [loss.class_weight, loss.matcher.class_cost],
+            "encoder layers, feed-forward": [model.encoder_layers, model.feedforward_dim],
+            "feature maps": model.backbone.strides,
+        }
+        assert set(found) == set(stated)
+        for label, numbers in found.items():
+            words = stated[label][column].replace(",", "").split()
+            if label.startswith("classification"):
+                assert words.pop(0).replace("-", "_") == loss.classification
+            assert [float(word) for word in words] == numbers, (name, label)
+
+
+def test_settings_of_the_classifiers_are_those_of_the_guide() -> None:
+    stated = table("DeiT, ImageNet")
+    keys = {
+        "optimizer": "optimizer.name",
+        "learning rate": "optimizer.lr",
+        "total batch": "train.batch_size",
+        "weight decay": "optimizer.weight_decay",
+        "epochs": "train.epochs",
+        "warm-up epochs": "optimizer.warmup_epochs",
+        "cosine down to": "optimizer.min_lr",
+        "mixup": "data.mix.mixup",
+        "CutMix": "data.mix.cutmix",
+        "random erasing": "data.transforms.erase",
+        "copies of each image": "data.repeats",
+        "drop path": "model.drop_path",
+        "clipping": "optimizer.clip_norm",
+    }
+    assert set(stated) == {*keys, "source"}
+    for column, name in enumerate(
+        [
+            "classification/deit/deit_small.yaml",
+            "classification/batchformer_v2/deit_small_cifar100.yaml",
+            "classification/batchformer/resnet50_imagenet_lt.yaml",
+            "masked/batchformer_v2/mae_vit_base.yaml",
+            "classification/batchformer_v2/mae_vit_base_probe.yaml",
+            "classification/relative_localization/vit_base_cifar10.yaml",
+        ]
+    ):
+        found = values(Row("", name, (), ""))
+        for label, key in keys.items():
+            word = stated[label][column]
+            value = word.lower() if label == "optimizer" else None if word == "none" else float(word)
+            assert found.get(key) == value, (name, label)
+
+
+@pytest.mark.parametrize("row", [row for row in CLASSIFIERS if plug_ins(row) and ": batch" not in row.label], ids=str)
+def test_a_plug_in_is_the_only_difference_to_a_baseline(row: Row) -> None:
+    """One exception: mixing of DiversePatch excludes repeated augmentation."""
+    (plugin,) = plug_ins(row)
+    own, others = values(row), [values(other) for other in CLASSIFIERS if not plug_ins(other)]
+    mixes = plugin == "diverse_patch" and own["plugins.diverse_patch.mixing"]
+    assert any(
+        {key for key in own if own[key] != other[key] and not key.startswith(f"plugins.{plugin}.")}
+        == ({"data.repeats"} if mixes and other["data.repeats"] > 1 else set())
+        for other in others
+    )
+
+
+@pytest.mark.parametrize("row", [row for row in CLASSIFIERS if "_probe" in row.path], ids=str)
+def test_a_linear_probe_starts_from_the_pre_training_of_its_row(row: Row) -> None:
+    probe = load(row.path, *row.settings)
+    (first,) = (other for other in MASKED if other.label.split(": ")[1] == row.label.split(": ")[1])
+    before = load(first.path, *first.settings)
     assert probe.init_from == before.output_dir
     assert probe.model.name == before.model.name
     assert probe.model.linear_probe
 
 
-@pytest.mark.parametrize("name", CLASSIFIERS)
-def test_every_classifier_builds_with_its_plug_ins(name: str) -> None:
-    config = load(name)
+@pytest.mark.parametrize("row", CLASSIFIERS, ids=str)
+def test_every_classifier_builds_with_its_plug_ins(row: Row) -> None:
+    config = load(row.path, *row.settings)
     with torch.device("meta"):
         network = build_classifier(config, NUM_CLASSES, pretrained=False)
-    assert set(getattr(network, "plugins", nn.ModuleDict())) == plug_ins(name)
+    assert set(getattr(network, "plugins", nn.ModuleDict())) == plug_ins(row)
 
 
-@pytest.mark.parametrize("name", MASKED)
-def test_every_masked_autoencoder_builds(name: str) -> None:
-    config = load(name)
+@pytest.mark.parametrize("row", MASKED, ids=str)
+def test_every_masked_autoencoder_builds(row: Row) -> None:
+    config = load(row.path, *row.settings)
     with torch.device("meta"):
         model = build_masked_autoencoder(config)
     assert len(model.decoder.layers) == config.model.decoder_depth
@@ -163,21 +322,21 @@ def test_every_masked_autoencoder_builds(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"),
+    ("command", "millions"),
     [
-        ("classification/deit/deit_small.yaml", 22.1),
-        ("classification/batchformer/resnet10_imagenet_lt.yaml", 5.4),
-        ("classification/batchformer/resnet152_places_lt.yaml", 60.2),
-        ("classification/diverse_patch/deit_base24.yaml", 171.6),
-        ("classification/relative_localization/swin_tiny_infograph.yaml", 28.3),
-        ("classification/diverse_patch/swin_base_dp.yaml", 88.8),
+        ("deit_small", 22.1),
+        ("resnet10_imagenet_lt", 5.4),
+        ("resnet152_places_lt", 60.2),
+        ("deit_small model.name=deit_base_patch16_224 model.options.depth=24", 171.6),
+        ("swin_tiny_infograph", 28.3),
+        ("swin_base plugins.diverse_patch={enabled: true, contrastive: 0}", 88.8),
     ],
 )
-def test_networks_are_as_large_as_the_papers(name: str, millions: float) -> None:
+def test_networks_are_as_large_as_the_papers(command: str, millions: float) -> None:
     """With the 1,000 classes of ImageNet."""
-    config = load(name)
+    (row,) = (row for row in CLASSIFIERS if str(row) == command)
     with torch.device("meta"):
-        network = build_classifier(config, 1000, pretrained=False)
+        network = build_classifier(load(row.path, *row.settings), 1000, pretrained=False)
     assert sum(parameter.numel() for parameter in network.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
 
 
