@@ -117,7 +117,7 @@ def test_in_half_precision_it_is_nearly_so(name: str) -> None:
 @pytest.mark.parametrize("name", DETECTORS)
 def test_recomputation_keeps_what_checkpointed_layers_keep(name: str) -> None:
     """Against torch.utils.checkpoint, which the model itself uses; losses are the same either way."""
-    plain, again = (tiny(*DETECTORS[name], f"train.recompute_encoder={wish}") for wish in ("false", "true"))
+    plain, again = (tiny(*DETECTORS[name], f"train.recompute_encoder={value}") for value in ("false", "true"))
     found, whole = (trace(config, CLASSES, SIZE, device="cpu") for config in (again, plain))
     assert whole.kept - found.kept == kept_without_losses(plain) - kept_without_losses(again)
     assert found.recomputed == max(whole.layers) > 0
@@ -169,7 +169,7 @@ def test_on_a_gpu_attention_weights_are_never_held() -> None:
 
 
 def test_recomputed_layers_run_once_more() -> None:
-    plain, again = (trace(tiny(f"train.recompute_encoder={wish}"), CLASSES, SIZE) for wish in ("false", "true"))
+    plain, again = (trace(tiny(f"train.recompute_encoder={value}"), CLASSES, SIZE) for value in ("false", "true"))
     assert {item.times for item in plain.work} == {3}
     assert {item.times for item in again.work} == {3, 4}
     assert [item.flops for item in again.work] == [item.flops for item in plain.work]

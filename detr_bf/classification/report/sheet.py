@@ -57,7 +57,7 @@ def classification_sheet(rows: Sequence[ClassifiedImage], class_names: Sequence[
 
 
 def reconstruction_sheet(
-    originals: Tensor, masked: Tensor, reconstructed: Tensor, images_per_line: int = 2
+    originals: Tensor, masked: Tensor, reconstructed: Tensor, *, images_per_line: int = 2
 ) -> Image.Image:
     """Draw three pictures of every image side by side; each argument is (N, 3, H, W) uint8.
 
