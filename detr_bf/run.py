@@ -20,7 +20,7 @@ from detr_bf.assembly import device_of
 from detr_bf.cli import run_tool
 from detr_bf.config import RunConfig, config_from_dict, config_to_dict, config_to_yaml, load_config
 from detr_bf.engine import Checkpoint, Claim, Measured, RunFolder, RunMarker, checkpoint_of, load_checkpoint
-from detr_bf.engine.logs import setup_logging
+from detr_bf.progress import setup_logging
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.files import write_json, write_text
 from detr_bf.report import machine_info, tolerating, write_report
@@ -72,11 +72,11 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
             claim.check_not_made_by_others(folder.metrics, folder.tensorboard)
             return checkpoint
 
-        checkpoint = distributed.on_main(prepare)
-        with distributed.failing_together():
+        checkpoint = distributed.run_on_main(prepare)
+        with distributed.raise_on_all_ranks():
             trainer = task.build_trainer(folder, checkpoint)
             claim.made(folder.metrics, folder.tensorboard, *folder.tensorboard.glob("events.out.tfevents.*"))
-        distributed.on_main(lambda: _describe(folder, claim, config))
+        distributed.run_on_main(lambda: _describe(folder, claim, config))
         claim.keep()
         try:
             result = trainer.train()
@@ -102,7 +102,7 @@ def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
         return RunFolder(_evaluation_folder(Path(config.output_dir), source, key)), key
 
     with distributed.process_group(device_of(config), config.train.timeout_minutes):
-        folder, key = distributed.on_main(find_folder)
+        folder, key = distributed.run_on_main(find_folder)
         with _locked(folder) as claim:
             setup_logging()
 
@@ -114,10 +114,10 @@ def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
                 _begin(folder, claim, RunMarker.of_this_process("evaluation", key))
                 folder.remove_unfinished()
 
-            distributed.on_main(prepare)
-            with distributed.failing_together():
+            distributed.run_on_main(prepare)
+            with distributed.raise_on_all_ranks():
                 model, evaluate = task.build_evaluation(source, folder)
-            distributed.on_main(lambda: _describe(folder, claim, config))
+            distributed.run_on_main(lambda: _describe(folder, claim, config))
             claim.keep()
             logger.info("evaluating %s", source)
             return _report(task, folder, evaluate(model), evaluate, model)
@@ -128,7 +128,7 @@ def _locked(folder: RunFolder) -> Iterator[Claim]:
     """Hold the lock of the folder, see :meth:`RunFolder.locked`; only the main process touches the folder."""
     with ExitStack() as stack:
         claims: list[Claim] = []  # not the result of on_main, which all processes would get
-        distributed.on_main(lambda: claims.append(stack.enter_context(folder.locked())))
+        distributed.run_on_main(lambda: claims.append(stack.enter_context(folder.locked())))
         yield claims[0] if claims else Claim(frozenset())
 
 
@@ -139,7 +139,7 @@ def _check_folder(folder: RunFolder, resume: bool, resume_if_possible: bool) -> 
         InputError: the folder holds another run, an evaluation, or files of the user.
     """
     marker = folder.read_marker()
-    restarted = distributed.restarts() > 0 and marker is not None and marker.launch == distributed.launch()
+    restarted = distributed.restart_count() > 0 and marker is not None and marker.launch == distributed.launch_id()
     folder.check_no_evaluation()
     if resume:
         folder.check_resumable()

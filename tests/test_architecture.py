@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "text": set(),
     "distributed": {"errors", "text"},
     "structures": {"errors", "text"},
-    "labelled": {"errors", "text"},
+    "labelled": {"errors", "text", "structures"},
     "files": {"errors", "text"},
     "boxes": {"errors", "text"},
     "panoptic_png": {"errors", "text", "files"},

@@ -25,7 +25,6 @@ from torch import Tensor
 import detr_bf
 from detr_bf.cli import run_tool
 from detr_bf.data.images import FORMATS, read_image
-from detr_bf.engine.logs import setup_logging
 from detr_bf.errors import InputError
 from detr_bf.evaluation import write_panoptic
 from detr_bf.files import (
@@ -39,7 +38,7 @@ from detr_bf.files import (
     write_json,
 )
 from detr_bf.predictor import load_predictor
-from detr_bf.progress import progress_bar
+from detr_bf.progress import progress_bar, setup_logging
 from detr_bf.report import class_labels, draw_boxes, draw_panoptic, save_picture
 from detr_bf.report.prediction_sheet import ProbableClasses, save_prediction_sheet
 from detr_bf.structures import ClassMap, Detections, PanopticMap

@@ -42,7 +42,7 @@ class Exchange:
         """All processes say what they have."""
         said = torch.tensor([images, *(side for shape in shapes for side in shape)])
         heard = [torch.empty_like(said) for _ in range(distributed.world_size())]
-        dist.all_gather(heard, said, group=distributed.side_group())
+        dist.all_gather(heard, said, group=distributed.model_group())
         numbers = [tensor.tolist() for tensor in heard]
         return cls(
             tuple(count for count, *_ in numbers),
@@ -137,7 +137,7 @@ class _Trade(torch.autograd.Function):
     def forward(ctx: Any, sent: Tensor, sizes: list[int], received: list[int]) -> Tensor:
         ctx.sizes = sizes, received
         result = sent.new_empty(sum(received))
-        dist.all_to_all_single(result, sent.contiguous(), received, sizes, group=distributed.side_group())
+        dist.all_to_all_single(result, sent.contiguous(), received, sizes, group=distributed.model_group())
         return result
 
     @staticmethod

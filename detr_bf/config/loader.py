@@ -25,7 +25,7 @@ from detr_bf.config.classification import ClassifierConfig, MaskedConfig
 from detr_bf.config.detection import DetectionConfig
 from detr_bf.config.fields import Rule
 from detr_bf.config.run import RunConfig
-from detr_bf.errors import InputError, naming
+from detr_bf.errors import InputError, prefix_errors
 from detr_bf.text import printable
 
 _RENAMED = {"train.checkpoint_every": "checkpoint.every_steps", "train.keep_every": "checkpoint.keep_every"}
@@ -90,7 +90,7 @@ def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = (), *, sou
     except _UNREADABLE as error:  # text in the place of a number, or an override that cannot be resolved
         key = str(getattr(error, "full_key", None) or "")
         raise InputError(_wrong_type(source, key, _given(tree, key), schema)) from error
-    with naming(source):
+    with prefix_errors(source):
         _check_values(config)
     return config
 

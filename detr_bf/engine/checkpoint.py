@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf import distributed
-from detr_bf.errors import InputError, naming
+from detr_bf.errors import InputError, prefix_errors
 from detr_bf.files import atomic_write, check_weights, listed, read_torch
 from detr_bf.structures import ClassMap
 from detr_bf.text import printable
@@ -224,7 +224,7 @@ def build_and_load(
     Raises:
         InputError: the config is of no model, or as :func:`load_strict`.
     """
-    with naming(f"the config in {source}"), torch.device("meta"):
+    with prefix_errors(f"the config in {source}"), torch.device("meta"):
         outline = build()
     _check_same_tensors(outline, weights, str(source))
     model = build()

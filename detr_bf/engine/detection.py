@@ -65,7 +65,7 @@ class Evaluation:
         else:
             deque(maps, maxlen=0)  # there are none to write, but the loop runs
         others = distributed.gather_to_main((boxes.detections, panoptic))
-        return distributed.on_main(lambda: self._summary(boxes, panoptic, others or []))
+        return distributed.run_on_main(lambda: self._summary(boxes, panoptic, others or []))
 
     def _summary(
         self,

@@ -113,7 +113,7 @@ class Measurement(Generic[E]):
         for batch, outputs in self.loop(model, should_stop):
             own.update(batch, outputs)
         everybody = distributed.gather_to_main(own)
-        return distributed.on_main(lambda: self._summary(everybody or []))
+        return distributed.run_on_main(lambda: self._summary(everybody or []))
 
     def _summary(self, everybody: list[E]) -> Any:
         self.evaluator, *others = everybody

@@ -29,14 +29,14 @@ class RunMarker:
     host: str
     pid: int
     since: str  # when the process locked the folder: local time, ISO 8601 with seconds
-    launch: str  # distributed.launch()
+    launch: str  # distributed.launch_id()
     evaluated: str = ""  # evaluation: SHA-256 of the weights and settings
 
     @classmethod
     def of_this_process(cls, kind: str, evaluated: str = "") -> RunMarker:
         """Return the marker that this process writes now."""
         since = datetime.now().astimezone().isoformat(timespec="seconds")
-        return cls(kind, socket.gethostname(), os.getpid(), since, distributed.launch(), evaluated)
+        return cls(kind, socket.gethostname(), os.getpid(), since, distributed.launch_id(), evaluated)
 
 
 class Claim:

@@ -173,7 +173,7 @@ class Trainer:
         if self._saved == self.progress and not others:
             return
         training = training_state(self.optimizer, self.scaler, self.progress)
-        distributed.on_main(lambda: self._write(training, others))
+        distributed.run_on_main(lambda: self._write(training, others))
         self._saved = replace(self.progress)
         self._saved_at = time.monotonic()
 
@@ -278,7 +278,7 @@ class Trainer:
         )
         self.progress.replaced += int(agreed.replaced)
         if self.progress.replaced > self.settings.max_replaced:
-            raise distributed.shared(
+            raise distributed.on_all_ranks(
                 TrainingError(
                     f"{self.progress.replaced} images of this epoch cannot be read, data.max_unreadable allows "
                     f"{self.settings.max_replaced:g}: look at the messages above and at the disk. The last saved state "
@@ -323,7 +323,7 @@ class Trainer:
         self.progress.step += 1
         self.progress.skipped += 1
         if self.progress.skipped > self.settings.max_skipped:
-            raise distributed.shared(
+            raise distributed.on_all_ranks(
                 TrainingError(
                     f"{message}\nThe last saved state is in {self.folder.last}. Try a lower optimizer.lr, "
                     "optimizer.clip_norm=0.1, train.precision=float32, look at these images with tools/check_data.py, "
@@ -379,7 +379,7 @@ class Trainer:
     def _stop(self) -> None:
         """Called where ``last.pt`` holds all that was done."""
         numbers = distributed.all_gather_object(self._watch.signal_number)
-        raise distributed.shared(
+        raise distributed.on_all_ranks(
             Interrupted(
                 next(number for number in numbers if number is not None),
                 f"stopped at step {self.progress.step}; everything is saved in {self.folder.last}. "

@@ -127,7 +127,7 @@ def test_loader_processes_that_die_leave_no_trace(tiny: Path, tmp_path: Path) ->
     job = Job(tiny, tmp_path / "run", (*SETTINGS[2], "data.workers=2"), fault="dead_worker:4")
     run = job.run()
     assert run.code == 0, run.said
-    assert run.said.count("The workers are started anew") == 1, run.said
+    assert run.said.count("The workers are restarted") == 1, run.said
     check_same(job)
 
 
