@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from detr_bf import distributed
-from detr_bf.errors import InputError, Interrupted, CommandError, TrainingError
+from detr_bf.errors import CommandError, InputError, Interrupted, TrainingError
 from detr_bf.progress import close_bars
 from detr_bf.text import safe_message
 

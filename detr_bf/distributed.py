@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from detr_bf.errors import InputError, CommandError, TrainingError
+from detr_bf.errors import CommandError, InputError, TrainingError
 
 T = TypeVar("T")
 E = TypeVar("E", bound=CommandError)

@@ -30,7 +30,7 @@ class TrainingError(CommandError, RuntimeError):
     """Training cannot continue; the message says at which step and why. Exit code 1."""
 
 
-class Interrupted(CommandError):
+class Interrupted(CommandError):  # noqa: N818
     """SIGINT or SIGTERM was received and everything is saved. Exit code 128 + ``signal_number``."""
 
     def __init__(self, signal_number: int, message: str) -> None:

@@ -106,7 +106,6 @@ class Target:
             masks=None if self.masks is None else self.masks.to(device, non_blocking=non_blocking),
         )
 
-
     def fits(self, padded: tuple[int, int], num_classes: int) -> bool:
         """Return True if the tensors have their documented shapes and types, within images of ``padded`` size."""
         count, (height, width) = len(self.boxes), self.size

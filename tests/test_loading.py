@@ -22,8 +22,8 @@ from detr_bf.config.classification import ClassifierModelConfig
 from detr_bf.conversion import convert, strip_batch_former, strip_plugins
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, RunFolder, Trainer, is_checkpoint, load_checkpoint
-from detr_bf.engine.capture import load_capture
-from detr_bf.engine.trainer import Progress
+from detr_bf.engine.recovery import load_capture
+from detr_bf.engine.state import Progress
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.interop import read_content
 from detr_bf.structures import ClassMap

@@ -20,7 +20,7 @@ from detr_bf.assembly.training import PRECISIONS, check_same_classes
 from detr_bf.assembly.trial import check_batch_norm
 from detr_bf.classification.evaluation import ClassificationEvaluator
 from detr_bf.config import ClassifierConfig
-from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, TrainingStep, load_fitting
+from detr_bf.engine import Checkpoint, Evaluation, RunFolder, Trainer, TrainingStep, load_fitting
 from detr_bf.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -61,9 +61,9 @@ def _initialise(network: nn.Module, config: ClassifierConfig) -> None:
 
 def build_classifier_evaluation(
     config: ClassifierConfig, splits: ImageSplits, device: torch.device
-) -> Measurement[ClassificationEvaluator]:
+) -> Evaluation[ClassificationEvaluator]:
     """Evaluation on the validation split."""
-    return Measurement(
+    return Evaluation(
         val_loop(config, splits, device),
         partial(
             ClassificationEvaluator, splits.class_map, splits.class_counts, many=config.eval.many, few=config.eval.few

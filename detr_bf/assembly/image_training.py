@@ -12,8 +12,8 @@ from detr_bf.assembly.training import learning_rate, metrics_log, seed_per_rank,
 from detr_bf.config import ClassifierConfig, MaskedConfig, config_to_dict
 from detr_bf.engine import (
     Checkpoint,
+    Evaluation,
     LearningRate,
-    Measurement,
     RunFolder,
     Trainer,
     TrainingStep,
@@ -33,7 +33,7 @@ def image_trainer(
     config: ClassifierConfig | MaskedConfig,
     splits: ImageSplits,
     step: TrainingStep,
-    evaluate: Measurement[Any],
+    evaluate: Evaluation[Any],
     batch_former: BatchFormerSettings,
     folder: RunFolder,
     resume_from: Checkpoint | None,

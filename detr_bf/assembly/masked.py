@@ -21,7 +21,7 @@ from detr_bf.classification.masked_autoencoder import MaskedAutoencoder, initial
 from detr_bf.classification.masked_loss import MaskedCriterion
 from detr_bf.classification.reconstruction import ReconstructionEvaluator
 from detr_bf.config import MaskedConfig
-from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, TrainingStep, checkpoint_of, load_fitting
+from detr_bf.engine import Checkpoint, Evaluation, RunFolder, Trainer, TrainingStep, checkpoint_of, load_fitting
 from detr_bf.plugins.plugin import chosen
 
 logger = logging.getLogger(__name__)
@@ -93,6 +93,6 @@ def build_masked_trainer(config: MaskedConfig, folder: RunFolder, resume_from: C
 
 def build_masked_evaluation(
     config: MaskedConfig, splits: ImageSplits, device: torch.device
-) -> Measurement[ReconstructionEvaluator]:
+) -> Evaluation[ReconstructionEvaluator]:
     """How well the masked patches of the validation split are guessed."""
-    return Measurement(val_loop(config, splits, device), ReconstructionEvaluator)
+    return Evaluation(val_loop(config, splits, device), ReconstructionEvaluator)

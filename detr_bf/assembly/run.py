@@ -36,6 +36,7 @@ from detr_bf.data.transforms import resized_size
 from detr_bf.detectors import Detector
 from detr_bf.engine import (
     Checkpoint,
+    DetectionEvaluator,
     Evaluation,
     EvaluationLoop,
     PanopticEvaluation,
@@ -138,7 +139,7 @@ def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
 
 def build_evaluation(
     config: DetectionConfig, class_map: ClassMap, device: torch.device, folder: RunFolder
-) -> Evaluation:
+) -> Evaluation[DetectionEvaluator]:
     """Evaluation on the validation split; panoptic maps are left in ``folder``."""
     data, source = build_val_data(config, class_map), data_source(config, "val")
     check_enough_tokens(config, data, "val")
@@ -148,6 +149,7 @@ def build_evaluation(
     batches = partial(
         SameSizeBatches, sizes, config.eval.batch_size, rank=distributed.rank(), world_size=distributed.world_size()
     )
+    postprocess, panoptic = build_postprocess(config), _panoptic_evaluation(config, data, folder)
     return Evaluation(
         loop=EvaluationLoop(
             make_batches=lambda start: iter(loader(data, batches(start_batch=start))),
@@ -155,19 +157,21 @@ def build_evaluation(
             device=device,
             precision=PRECISIONS[config.train.precision],
         ),
-        make_evaluator=lambda: CocoEvaluator(
-            source.annotations,
+        make_evaluator=lambda: DetectionEvaluator(
+            CocoEvaluator(
+                source.annotations,
+                class_map,
+                config.eval.engine,
+                config.eval.max_detections,
+                masks=config.model.masks,
+                panoptic=source.panoptic,
+                max_pixels=config.data.max_pixels,
+            ),
+            postprocess,
             class_map,
-            config.eval.engine,
-            config.eval.max_detections,
             masks=config.model.masks,
-            panoptic=source.panoptic,
-            max_pixels=config.data.max_pixels,
+            panoptic=panoptic,
         ),
-        postprocess=build_postprocess(config),
-        class_map=class_map,
-        masks=config.model.masks,
-        panoptic=_panoptic_evaluation(config, data, folder),
     )
 
 

@@ -23,9 +23,10 @@ from detr_bf.classification.evaluation import ClassificationEvaluator, write_pre
 from detr_bf.classification.report.sheet import ClassifiedImage, save_classification_sheet
 from detr_bf.config import ClassifierConfig
 from detr_bf.data.checks.annotations import Report
-from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, is_checkpoint, load_checkpoint, load_strict
+from detr_bf.engine import Checkpoint, Evaluation, RunFolder, Trainer, is_checkpoint, load_checkpoint, load_strict
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
+from detr_bf.labelled import LabelledImages
 from detr_bf.report import class_labels, tolerating
 from detr_bf.structures import ClassMap
 from detr_bf.tasks.pictures import pixels, shown
@@ -34,6 +35,8 @@ from detr_bf.tasks.task import Evaluate, Task
 
 class ClassificationTask(Task[ClassifierConfig]):
     """Train a classifier of timm's, with or without plug-ins."""
+
+    batch_type = LabelledImages
 
     def examine(self) -> Report:
         return check_image_data(self.config)
@@ -59,7 +62,7 @@ class ClassificationTask(Task[ClassifierConfig]):
         load_strict(model, evaluated_weights(read_network_weights(source)), str(source))
         return model.to(device), build_classifier_evaluation(self.config, splits, device)
 
-    def leave(self, folder: RunFolder, evaluate: Measurement[ClassificationEvaluator], model: nn.Module) -> None:
+    def leave(self, folder: RunFolder, evaluate: Evaluation[ClassificationEvaluator], model: nn.Module) -> None:
         assert evaluate.evaluator is not None, "the main process has evaluated"
         write_predictions(folder.predictions, evaluate.evaluator.predictions(), evaluate.evaluator.class_map)
         if not self.config.eval.pictures:

@@ -28,12 +28,21 @@ from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.coco import read_annotations
 from detr_bf.data.sample_key import SampleKey
 from detr_bf.detectors import detector_named
-from detr_bf.engine import Checkpoint, Evaluation, RunFolder, Trainer, is_checkpoint, load_checkpoint, load_strict
+from detr_bf.engine import (
+    Checkpoint,
+    DetectionEvaluator,
+    Evaluation,
+    RunFolder,
+    Trainer,
+    is_checkpoint,
+    load_checkpoint,
+    load_strict,
+)
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
 from detr_bf.evaluation import PanopticFile, write_results
 from detr_bf.report import PanopticSheetRow, SheetRow, class_labels, save_panoptic_sheet, save_sheet, tolerating
-from detr_bf.structures import ClassMap, Target
+from detr_bf.structures import Batch, ClassMap, Target
 from detr_bf.tasks.task import Evaluate, Task
 
 logger = logging.getLogger(__name__)
@@ -43,6 +52,8 @@ CLASS_BIAS = "decoder.heads.classes.0.bias"
 
 class DetectionTask(Task[DetectionConfig]):
     """Train a detector, or its mask head, on COCO files."""
+
+    batch_type = Batch
 
     def examine(self) -> Report:
         return examine(
@@ -77,19 +88,21 @@ class DetectionTask(Task[DetectionConfig]):
         load_strict(model, weights, str(source))
         return model.to(device), build_evaluation(self.config, classes, device, folder)
 
-    def leave(self, folder: RunFolder, evaluate: Evaluation, model: nn.Module) -> None:
-        write_results(folder.results, evaluate.detections, evaluate.class_map)
+    def leave(self, folder: RunFolder, evaluate: Evaluation[DetectionEvaluator], model: nn.Module) -> None:
+        found = evaluate.evaluator
+        assert found is not None, "the main process has evaluated"
+        write_results(folder.results, found.detections, found.class_map)
         if not self.config.eval.pictures:
             return
-        names = class_labels(evaluate.class_map)
+        names = class_labels(found.class_map)
         with tolerating(str(folder.sheet)):
             folder.sheet.unlink(missing_ok=True)
-            rows = list(_sheet_rows(self.config, evaluate))
+            rows = list(_sheet_rows(self.config, found))
             save_sheet(folder.sheet, rows, names, self.config.eval.picture_threshold)
-        if evaluate.panoptic:
+        if found.panoptic:
             with tolerating(str(folder.panoptic_sheet)):
                 folder.panoptic_sheet.unlink(missing_ok=True)
-                panoptic_rows = list(_panoptic_rows(folder, self.config, evaluate))
+                panoptic_rows = list(_panoptic_rows(folder, self.config, found))
                 save_panoptic_sheet(folder.panoptic_sheet, panoptic_rows, names)
 
 
@@ -137,7 +150,7 @@ def _as_evaluated(config: DetectionConfig, weights: dict[str, Tensor]) -> tuple[
     return plain, {name: value for name, value in weights.items() if unread.isdisjoint(name.split("."))}
 
 
-def _sheet_rows(config: DetectionConfig, evaluation: Evaluation) -> Iterator[SheetRow]:
+def _sheet_rows(config: DetectionConfig, evaluation: DetectionEvaluator) -> Iterator[SheetRow]:
     """Images spread evenly over the validation split, with what they hold and what was found."""
     found = {detections.image_id: detections for detections in evaluation.detections}
     for image, target in _shown_images(config, evaluation.class_map):
@@ -146,7 +159,9 @@ def _sheet_rows(config: DetectionConfig, evaluation: Evaluation) -> Iterator[She
         yield SheetRow(image, boxes, target.labels, found[target.image_id], target.file_name)
 
 
-def _panoptic_rows(folder: RunFolder, config: DetectionConfig, evaluation: Evaluation) -> Iterator[PanopticSheetRow]:
+def _panoptic_rows(
+    folder: RunFolder, config: DetectionConfig, evaluation: DetectionEvaluator
+) -> Iterator[PanopticSheetRow]:
     """The same images with both panoptic maps."""
     class_map, val = evaluation.class_map, data_source(config, "val")
     assert val.panoptic is not None, "there are maps to compare with"

@@ -22,8 +22,9 @@ from detr_bf.classification.reconstruction import ReconstructionEvaluator
 from detr_bf.classification.report.reconstructions import save_reconstructions
 from detr_bf.config import MaskedConfig
 from detr_bf.data.checks.annotations import Report
-from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, load_strict
+from detr_bf.engine import Checkpoint, Evaluation, RunFolder, Trainer, load_strict
 from detr_bf.engine.step import Criterion
+from detr_bf.labelled import LabelledImages
 from detr_bf.report import tolerating
 from detr_bf.tasks.pictures import pixels, shown
 from detr_bf.tasks.task import Evaluate, Task
@@ -31,6 +32,8 @@ from detr_bf.tasks.task import Evaluate, Task
 
 class MaskedTask(Task[MaskedConfig]):
     """Pre-train a vision transformer as a masked autoencoder."""
+
+    batch_type = LabelledImages
 
     def examine(self) -> Report:
         return check_image_data(self.config)
@@ -52,7 +55,7 @@ class MaskedTask(Task[MaskedConfig]):
         return model.to(device), build_masked_evaluation(self.config, splits, device)
 
     @torch.no_grad()
-    def leave(self, folder: RunFolder, evaluate: Measurement[ReconstructionEvaluator], model: nn.Module) -> None:
+    def leave(self, folder: RunFolder, evaluate: Evaluation[ReconstructionEvaluator], model: nn.Module) -> None:
         count = self.config.eval.pictures
         if not count:
             return

@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from detr_bf.assembly.acceleration import accelerate
 from detr_bf.config import RunConfig
 from detr_bf.data.checks.annotations import Report
-from detr_bf.engine import Checkpoint, Measured, RunFolder, Trainer, TrainingStep, build_and_load
-from detr_bf.engine.step import Criterion
+from detr_bf.engine import Checkpoint, EvaluationResult, RunFolder, Trainer, TrainingStep, build_and_load
+from detr_bf.engine.step import Criterion, TrainingBatch
 from detr_bf.errors import InputError
 
 logger = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=RunConfig)
-Evaluate = Callable[..., Measured]  # (model) -> what it measured
+Evaluate = Callable[..., EvaluationResult]  # (model) -> what it measured
 
 
 class Task(ABC, Generic[C]):
@@ -30,6 +30,8 @@ class Task(ABC, Generic[C]):
     Args:
         config: all settings.
     """
+
+    batch_type: ClassVar[type[TrainingBatch]]
 
     def __init__(self, config: C) -> None:
         self.config = config

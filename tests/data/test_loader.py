@@ -15,7 +15,7 @@ import torch
 
 from detr_bf.data.batches import EpochBatches, SameSizeBatches
 from detr_bf.data.coco import CocoDetection
-from detr_bf.data.loader import MAX_DEATHS, WorkerDiedError, make_loader, steady
+X
 from detr_bf.data.sample_key import SampleKey
 from detr_bf.data.transforms import train_transform
 from detr_bf.errors import InputError, TrainingError

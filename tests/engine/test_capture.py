@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from detr_bf import distributed
-from detr_bf.engine.capture import Capture, capture_step, load_capture, told_together
+from detr_bf.engine.recovery import Capture, capture_step, load_capture, told_together
 from detr_bf.engine.checkpoint import rng_state, set_rng_state
-from detr_bf.engine.fault import Fault, find_fault, tensors_in
+from detr_bf.engine.recovery import Fault, find_fault, tensors_in
 from detr_bf.engine.step import TrainingStep
 from detr_bf.errors import InputError
 from detr_bf.labelled import ClassTargets, LabelledImages

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.engine import Checkpoint, LearningRate, MetricsLog, RunFolder, Trainer, TrainingStep, TrainSettings
-from detr_bf.engine.capture import load_capture
+from detr_bf.engine.recovery import load_capture
 from detr_bf.engine.checkpoint import load_checkpoint
 from detr_bf.errors import Interrupted, TrainingError
 from detr_bf.losses import LossReport
@@ -244,7 +244,7 @@ def test_it_saves_at_the_start_every_few_steps_and_at_the_end_of_an_epoch(
 
 def test_it_saves_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saves, clock = Saves(monkeypatch), iter(range(0, 10_000, 60))
-    monkeypatch.setattr("detr_bf.engine.trainer.time.monotonic", lambda: next(clock))  # a minute passes at every look
+    monkeypatch.setattr("detr_bf.engine.state.time.monotonic", lambda: next(clock))  # a minute passes at every look
     make(tmp_path, epochs=1, eval_every=9, checkpoint_minutes=2.5).train()
     assert 0 < len([step for step in saves.steps if 0 < step < BATCHES]) < BATCHES - 1
 

@@ -17,7 +17,7 @@ import torch
 
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, load_checkpoint
-from detr_bf.engine.capture import load_capture
+from detr_bf.engine.recovery import load_capture
 from tests.tools import driver
 from tests.tools.conftest import TINY
 from tests.tools.launch import SETTINGS, Ended, Job, check_same, unfinished
@@ -317,7 +317,7 @@ def test_minutes_between_checkpoints_are_those_of_a_clock_that_never_jumps(
 
     monkeypatch.setattr(driver.TrainingStep, "forward", ticking)
     monkeypatch.setattr(Checkpoint, "save", noting)
-    monkeypatch.setattr("detr_bf.engine.trainer.time", SimpleNamespace(monotonic=lambda: seconds))
+    monkeypatch.setattr("detr_bf.engine.state.time", SimpleNamespace(monotonic=lambda: seconds))
     settings = ["train.epochs=2", "checkpoint.every_steps=100000", "checkpoint.every_minutes=1"]
     assert train_net(["--config", str(tiny), *settings]) == 0
     steps = [step for name, step in saved if name == "last.pt"]

@@ -15,9 +15,9 @@ import torch
 from detr_bf.assembly import build_detector_criterion, build_model
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.detectors import Detector
-from detr_bf.engine.capture import Capture, capture_step
+from detr_bf.engine.recovery import Capture, capture_step
 from detr_bf.engine.checkpoint import rng_state
-from detr_bf.engine.fault import Fault
+from detr_bf.engine.recovery import Fault
 from detr_bf.structures import ClassMap
 from tests.engine.steps import batches, step_of
 from tests.tools.test_train_net import tool, train_net

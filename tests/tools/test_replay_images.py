@@ -11,9 +11,9 @@ import pytest
 
 from detr_bf.config import load_config, schema_of
 from detr_bf.engine import RunFolder
-from detr_bf.engine.capture import Capture, capture_step, load_capture
+from detr_bf.engine.recovery import Capture, capture_step, load_capture
 from detr_bf.engine.checkpoint import rng_state
-from detr_bf.engine.fault import Fault
+from detr_bf.engine.recovery import Fault
 from detr_bf.labelled import LabelledImages
 from detr_bf.tasks import task_of
 from tests.tools.image_runs import classifier_config, masked_config

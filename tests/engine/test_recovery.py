@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from detr_bf import distributed
 from detr_bf.detectors import MaskHead
 from detr_bf.engine.checkpoint import rng_state
-from detr_bf.engine.fault import Fault, all_finite, find_fault, tensors_in
+from detr_bf.engine.recovery import Fault, all_finite, find_fault, tensors_in
 from detr_bf.engine.step import TrainingStep, wrap_ddp
 from detr_bf.losses import LossReport
 from detr_bf.structures import Batch, FeatureMap, Outputs, Queries, TokenBatch
