@@ -154,7 +154,7 @@ def trainer_of(folder: Path, model: nn.Module, **parts: Any) -> Any:
     ("changes", "message"),
     [
         ({"model": {"weight": torch.full((2, 2), torch.nan), "bias": torch.zeros(2)}}, r"NaN .* in weight"),
-        ({"training": None}, "holds weights alone"),
+        ({"training": None}, "holds only weights"),
         ({"training": training() | {"progress": {"step": 1, "evaluated_step": 0, "unknown": 3}}}, "another version"),
     ],
 )
@@ -179,6 +179,6 @@ def test_a_failing_write_says_whether_there_is_an_earlier_checkpoint(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(torch, "save", full_disk)
-    message = "That of an earlier step is there: .*--resume" if earlier else "No checkpoint was written .*start again"
+    message = "The checkpoint of an earlier step is there: .*--resume" if earlier else "No checkpoint was written .*the same command again"
     with pytest.raises(TrainingError, match=rf"step 3 cannot be written to .*No space.*{message}"):
         Trainer._write(trainer_of(tmp_path, nn.Linear(2, 2)), training(), ())

@@ -1,410 +1,265 @@
-"""The first module, parameter, target or gradient that is not finite, and a step that is left as it was."""
+"""Captured steps: everything comes back as it was, and nothing else is taken for one."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from detr_bf import distributed
-from detr_bf.detectors import MaskHead
-from detr_bf.engine.checkpoint import rng_state
-from detr_bf.engine.recovery import Fault, all_finite, find_fault, tensors_in
-from detr_bf.engine.step import TrainingStep, wrap_ddp
-from detr_bf.losses import LossReport
-from detr_bf.structures import Batch, FeatureMap, Outputs, Queries, TokenBatch
+from detr_bf.engine.recovery import Capture, capture_step, load_capture, told_together
+from detr_bf.engine.checkpoint import rng_state, set_rng_state
+from detr_bf.engine.recovery import Fault, find_fault, tensors_in
+from detr_bf.engine.step import TrainingStep
+from detr_bf.errors import InputError
+from detr_bf.labelled import ClassTargets, LabelledImages
+from detr_bf.structures import Batch, ClassMap
 from tests.detectors import tiny
 from tests.engine.steps import batches, step_of
 from tests.processes import run_together
 
-NAN, INF = float("nan"), float("inf")
+CLASSES = ClassMap((3, 7, 90), ("cat", "dog", "bird"), (True, True, False))
+CONFIG = {"seed": 1, "data": {"workers": 0, "train": {"images": "somewhere"}}, "strides": [8, 16], "init_from": None}
 
 
-def weights_of(step: TrainingStep, name: str) -> Tensor:
-    """A parameter of the detector, to be written to."""
-    return dict(step.model.named_parameters())[name].data
+def step(precision: torch.dtype = torch.float32) -> TrainingStep:
+    """Two streams with dropout, and a head whose overflow breaks the loss."""
+    broken = step_of(tiny.model(dropout=0.3, batch_former=tiny.batch_former()), precision)
+    broken.model.decoder.heads.classes[0].bias.data[0] = math.inf
+    return broken
 
 
-def fault_of(step: TrainingStep, images: list[Batch] | None = None, **changes: Any) -> Fault:
-    return find_fault(step, images or batches(), rng_state(), **changes)
+def capture(of: TrainingStep, images: list[Batch], **changes: object) -> Capture:
+    settings = {"number": 17, "class_map": CLASSES, "config": CONFIG, "scale": 2.0**16}
+    return capture_step(of, images, rng_state(), **(settings | changes))
 
 
-def two_streams() -> TrainingStep:
-    return step_of(tiny.model(batch_former=tiny.batch_former()))
+def assert_same(actual: object, expected: object) -> None:
+    """Equal to the bit, NaN included, and of the same types."""
+    assert type(actual) is type(expected)
+    if isinstance(expected, Tensor):
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    elif isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        assert_same(list(actual.values()), list(expected.values()))
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other)
+    elif is_dataclass(expected):
+        assert_same(
+            {field.name: getattr(actual, field.name) for field in fields(actual)},
+            {field.name: getattr(expected, field.name) for field in fields(expected)},
+        )
+    else:
+        assert actual == expected or (actual != actual and expected != expected)
 
 
-@pytest.mark.parametrize("name", tiny.DETECTORS)
-def test_a_healthy_step_has_no_fault(name: str) -> None:
-    step = step_of(tiny.shaken(tiny.model(name, batch_former=tiny.batch_former())))
-    fault = fault_of(step, batches(2))
-    assert not fault.found
-    assert (fault.module, fault.broken_behind) == (None, None)
-    assert (fault.parameters, fault.targets, fault.gradients) == ([], [], [])
-    assert "none" in fault.forward_lines()[-1]
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_capture_comes_back_from_its_file_as_it_was(tmp_path: Path, masks: bool) -> None:
+    images = batches(2, masks=masks)
+    before = capture(step(torch.bfloat16), images)
+    before.save(tmp_path / "captures" / "a.pt")
+    after = load_capture(tmp_path / "captures" / "a.pt")
+    assert_same(after, before)
+    assert_same(list(after.batches), images)
+    assert after.classes == CLASSES
+    assert (after.step, after.process, after.processes, after.device) == (17, 0, 1, "cpu")
+    assert (after.precision, after.scale, after.config) == (torch.bfloat16, 2.0**16, CONFIG)
+    assert (after.threads, after.torch_version) == (torch.get_num_threads(), torch.__version__)
+    assert str(Fault.from_dict(after.fault)) == str(Fault.from_dict(before.fault))
 
 
-def test_a_healthy_mask_head_has_no_fault() -> None:
-    assert str(fault_of(with_masks(), batches(masks=True))).count("none") == 1
+def test_the_loaded_step_runs_as_the_captured_one_did(tmp_path: Path) -> None:
+    captured, images = step(), batches(2)
+    rng = rng_state()
+    losses = [captured(batch).losses for batch in images]
+    set_rng_state(rng)
+    capture(captured, images, scale=1.0).save(tmp_path / "a.pt")
+    loaded = load_capture(tmp_path / "a.pt")
+    again = step()
+    for parameter in again.parameters():
+        torch.nn.init.zeros_(parameter)
+    again.model.load_state_dict(loaded.model)
+    torch.rand(5)
+    fault = find_fault(again, loaded.batches, loaded.rng)
+    terms = [{name: value for name, value in found.items() if name != "total"} for found in fault.losses]
+    assert_same(terms, [{name: value.item() for name, value in one.items()} for one in losses])
+    assert_same(asdict(fault), loaded.fault)
+    assert fault.module is not None
+    assert fault.module.name == "decoder.heads.classes.0"
 
 
-@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_capture_keeps_the_weights_of_the_moment() -> None:
+    captured = step()
+    before = {name: value.clone() for name, value in captured.model.state_dict().items()}
+    kept = capture(captured, batches())
+    for parameter in captured.parameters():
+        parameter.data.fill_(7)
+    assert_same(kept.model, before)
+
+
+def test_without_a_backward_pass_nothing_is_said_of_gradients() -> None:
+    fault = Fault.from_dict(capture(step(), batches(), with_backward=False).fault)
+    assert (fault.gradients, fault.gradient_norm, fault.broken_behind) == (None, None, None)
+    assert fault.found
+    assert fault.backward_lines() == []
+
+
+def test_a_file_holds_tensors_and_plain_values_only(tmp_path: Path) -> None:
+    capture(step(), batches()).save(tmp_path / "a.pt")
+    content = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert {tensor.device.type for tensor in tensors_in(content)} == {"cpu"}
+    assert content["batches"][0]["images"].dtype == torch.uint8
+    assert [target["file_name"] for target in content["batches"][0]["targets"]] == ["00.png", "01.png"]
+
+
+def test_a_failed_save_leaves_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, kept = tmp_path / "a.pt", capture(step(), batches())
+    path.write_bytes(b"before")
+
+    def full_disk(content: object, target: Path) -> None:
+        target.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        kept.save(path)
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"model": {}, "format": 1}])
+def test_files_of_other_programs_are_refused(tmp_path: Path, content: object) -> None:
+    torch.save(content, tmp_path / "other.pt")
+    with pytest.raises(InputError, match=r"other\.pt is not a captured step of detr_bf, format 1: give a file"):
+        load_capture(tmp_path / "other.pt")
+
+
+def test_other_formats_are_refused(tmp_path: Path) -> None:
+    capture(step(), batches()).save(tmp_path / "a.pt")
+    content = torch.load(tmp_path / "a.pt", weights_only=True)
+    torch.save(content | {"format": 2}, tmp_path / "a.pt")
+    with pytest.raises(InputError, match="format 1"):
+        load_capture(tmp_path / "a.pt")
+
+
+def first(content: dict[str, Any]) -> dict[str, Any]:
+    """The first batch."""
+    batch: dict[str, Any] = content["batches"][0]
+    return batch
+
+
+UNSOUND: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no batches": lambda content: content.update(batches=[]),
+    "an unknown kind": lambda content: first(content).update(kind="os.system"),
+    "no images": lambda content: first(content).update(images=None),
+    "images on meta": lambda content: first(content).update(images=first(content)["images"].to("meta")),
+    "images of floats": lambda content: first(content).update(images=first(content)["images"].float()),
+    "too small a mask": lambda content: first(content).update(padding_mask=first(content)["padding_mask"][:, :3]),
+    "a target too few": lambda content: first(content).update(targets=first(content)["targets"][:1]),
+    "a label of no class": lambda content: first(content)["targets"][0]["labels"].add_(10_000),
+    "a negative label": lambda content: first(content)["targets"][0]["labels"].sub_(10),
+    "a box too few": lambda content: first(content)["targets"][0].update(boxes=torch.rand(2, 4)),
+    "masks of another size": lambda content: first(content)["targets"][1].update(masks=torch.ones(1, 3, 3).bool()),
+    "an image larger than the batch": lambda content: first(content)["targets"][0].update(size=(33, 48)),
+    "losses of text": lambda content: content["fault"]["losses"][0].update(loss_ce="x"),
+}
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+def test_what_no_step_can_run_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a.pt"
+    capture(step(), batches()).save(path)
+    content = torch.load(path, weights_only=True)
+    UNSOUND[name](content)
+    torch.save(content, path)
+    with pytest.raises(InputError, match=r"a\.pt is a damaged capture of detr_bf"):
+        load_capture(path)
+
+
 @pytest.mark.parametrize(
-    ("parameter", "module", "kind"),
+    "changes",
     [
-        ("tokens.projections.0.weight", "tokens.projections.0", "Conv2d"),
-        ("encoder.layers.1.feed_forward.expand.bias", "encoder.layers.1.feed_forward.expand", "Linear"),
-        ("decoder.queries.position.weight", "decoder.queries", "LearnedQueries"),
-        ("decoder.heads.classes.0.weight", "decoder.heads.classes.0", "Linear"),
+        {"images": torch.rand(2, 1, 4, 4)},
+        {"images": torch.rand(2, 3, 16)},
+        {"places": torch.arange(3)},
+        {"targets": ClassTargets(torch.tensor([0, 3]))},
+        {"targets": ClassTargets(torch.tensor([0, 2]), soft_labels=torch.rand(2, 4))},
+        {"targets": ClassTargets(torch.tensor([0, 2]), patch_labels=torch.tensor([[0], [3]]))},
     ],
 )
-def test_a_broken_weight_is_found_in_the_module_that_uses_it(
-    parameter: str, module: str, kind: str, value: float
-) -> None:
-    step = two_streams()
-    weights_of(step, parameter).view(-1)[0] = value
-    fault = fault_of(step)
-    assert fault.module is not None
-    assert (fault.module.name, fault.module.kind, fault.module.batch) == (module, kind, 1)
-    assert fault.module.clean_inputs
-    assert fault.module.state == fault.parameters == [parameter]
-
-
-def test_a_weight_that_no_module_of_its_own_applies_is_found_in_the_layer_around_it() -> None:
-    step = two_streams()
-    name = "encoder.batch_former.mixers.shared.layers.0.self_attn.in_proj_weight"
-    weights_of(step, name).fill_(NAN)
-    fault = fault_of(step)
-    assert fault.module is not None
-    assert fault.module.name == "encoder.batch_former.mixers.shared.layers.0"
-    assert fault.module.state == [name]
-
-
-@pytest.mark.parametrize(
-    "layer", ["encoder.layers.1.feed_forward.contract", "decoder.layers.0.cross_attention.attention.out"]
-)
-def test_an_overflow_is_found_in_the_layer_where_it_happens(layer: str) -> None:
-    step = two_streams()
-    weights_of(step, f"{layer}.weight").fill_(3e38)
-    fault = fault_of(step)
-    assert fault.module is not None
-    assert (fault.module.name, fault.module.kind, fault.module.clean_inputs) == (layer, "Linear", True)
-    assert fault.module.state == fault.parameters == []
-    assert fault.found
-
-
-def test_an_overflow_of_half_precision_alone_is_found() -> None:
-    layer = "encoder.layers.0.feed_forward.expand"
-    halved, full = (step_of(tiny.model(), precision) for precision in (torch.float16, torch.float32))
-    for step in (halved, full):
-        weights_of(step, f"{layer}.weight")[:, : tiny.DIM // 2] = 6e4
-    fault = fault_of(halved)
-    assert fault.module is not None
-    assert fault.module.name == layer
-    assert fault_of(full).module is None
-
-
-def test_a_module_that_layers_share_says_which_call_it_was() -> None:
-    step = step_of(tiny.model())
-    head, calls = step.model.decoder.heads.classes[0], []
-
-    def spoil_the_second(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        calls.append(output)
-        return output / 0 if len(calls) == 4 else output  # the second layer of the second batch
-
-    head.register_forward_hook(spoil_the_second)
-    fault = fault_of(step, batches(2))
-    assert fault.module is not None
-    assert (fault.module.name, fault.module.batch, fault.module.call) == ("decoder.heads.classes.0", 2, 2)
-    assert "decoder.heads.classes.0 (Linear), batch 2, call 2: its inputs are finite" in str(fault)
-
-
-class Spoilt(nn.Module):
-    """A backbone whose maps hold an infinity, which no hook sees coming in."""
-
-    def forward(self, images: Tensor, padding_mask: Tensor) -> list[FeatureMap]:
-        (feature,) = tiny.Averages(1)(images, padding_mask)
-        return [FeatureMap(feature.tensor.index_fill(1, torch.tensor([0]), INF), feature.padding_mask)]
-
-
-def test_what_only_hands_on_is_not_taken_for_the_source() -> None:
-    step = step_of(tiny.model())
-    step.model.backbone = Spoilt()
-    fault = fault_of(step)
-    assert fault.module is not None
-    assert (fault.module.name, fault.module.clean_inputs) == ("backbone", True)
-
-
-class Careless(nn.Module):
-    """A detector that never returns what it breaks: a module is fed infinity by the detector itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(1, 1)
-
-    def forward(self, batch: Batch) -> Tensor:
-        return self.inner(torch.full((1,), INF)).nan_to_num()
-
-
-def test_where_no_module_starts_it_the_first_that_hands_it_on_is_named() -> None:
-    fault = fault_of(plain(Careless()))
-    assert fault.module is not None
-    assert (fault.module.name, fault.module.clean_inputs) == ("inner", False)
-    assert "its inputs are not finite either" in str(fault)
-
-
-def test_an_input_that_is_overwritten_counts_as_it_was() -> None:
-    detector = nn.Sequential(nn.Linear(1, 1), Overwriting())
-    detector.forward = lambda batch: detector[1](detector[0](torch.ones(1)).clone()).sum()  # type: ignore[method-assign]
-    fault = fault_of(plain(detector))
-    assert fault.module is not None
-    assert (fault.module.name, fault.module.clean_inputs) == ("1", True)
-
-
-class Overwriting(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(INF)
-
-
-def test_a_broken_target_is_named_and_so_are_its_losses() -> None:
-    first, second = batches(2)
-    target = second.targets[1]
-    broken = replace(second, targets=(second.targets[0], replace(target, boxes=torch.full_like(target.boxes, NAN))))
-    fault = fault_of(two_streams(), [first, broken])
-    assert fault.targets == ["11.png"]
-    assert (fault.module, fault.parameters) == (None, [])
-    assert all_finite(torch.tensor(list(fault.losses[0].values())))
-    bad = {name for name, value in fault.losses[1].items() if not torch.tensor(value).isfinite()}
-    assert bad == {"total", "loss_bbox", "loss_giou", "loss_bbox_0", "loss_giou_0"}
-    assert "data that are not finite in 11.png" in str(fault)
-
-
-def with_masks() -> TrainingStep:
-    head = MaskHead(tiny.DIM, heads=2, finer_channels=[tiny.CHANNELS], see_boxes=False)
-    detector = tiny.model(mask_head=head)
-    detector.backbone = tiny.Averages(2)
-    detector.levels = 1
-    return step_of(detector)
-
-
-def test_masks_that_the_losses_ask_for_are_watched() -> None:
-    step = with_masks()
-    weights_of(step, "mask_head.convolutions.out.bias").fill_(NAN)
-    fault = fault_of(step, batches(masks=True))
-    assert fault.module is not None
-    assert fault.module.name == "mask_head.convolutions.out"
-
-
-@dataclass(frozen=True)
-class Sum:
-    """What stands in for the set criterion of a toy detector."""
-
-    def __call__(self, outputs: Tensor, targets: Any) -> LossReport:
-        return LossReport({"loss_sum": outputs.sum()}, {"loss_sum": 1.0})
-
-
-def plain(model: nn.Module) -> TrainingStep:
-    """Any module with the sum of its outputs as loss."""
-    return step_of(model, criterion=Sum())  # type: ignore[arg-type]
-
-
-class Roots(nn.Module):
-    """Finite everywhere, with an infinite slope at the one root of zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
-
-    def forward(self, batch: Batch) -> Tensor:
-        x = self.middle(self.first(torch.ones(len(batch), 1)))
-        return self.last((0 * x).sqrt())
-
-
-def test_a_gradient_that_is_not_finite_is_found_where_it_begins() -> None:
-    step = plain(Roots())
-    fault = fault_of(step)
-    assert fault.losses[0]["total"] == pytest.approx(2 * step.model.last.bias.item())
-    assert fault.gradients == ["first.weight", "first.bias", "middle.weight", "middle.bias"]
-    assert fault.broken_behind == "middle"
-    assert fault.module is None
-    assert fault.found
-    assert str(fault).endswith("the gradient that comes to the output of middle is not finite already")
-    assert not fault_of(step, with_backward=False).found
-
-
-class Steep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.slope, self.idle = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))
-
-    def forward(self, batch: Batch) -> Tensor:
-        return 1e30 * self.slope
-
-
-def test_gradients_that_are_finite_with_a_norm_that_is_not() -> None:
-    fault = fault_of(plain(Steep()))
-    assert (fault.gradients, fault.gradient_norm) == ([], INF)
-    assert fault.found
-    assert "gradient norm inf; not finite: no gradient" in str(fault)
-
-
-def test_the_scale_of_the_loss_can_be_what_overflows() -> None:
-    assert fault_of(plain(Steep()), scale=1e10).gradients == ["slope"]
-    assert fault_of(plain(Steep()), scale=1e-20).gradient_norm == pytest.approx(2**0.5 * 1e30, rel=1e-5)
-
-
-def test_the_gradient_is_that_of_the_mean_over_the_batches() -> None:
-    step, images = two_streams(), batches(2)
-    rng = rng_state()
-    for batch in images:
-        (step(batch).total / 2).backward()
-    norm = nn.utils.get_total_norm([p.grad for p in step.parameters() if p.grad is not None]).item()
-    assert find_fault(step, images, rng).gradient_norm == pytest.approx(norm, rel=1e-6)
-    assert find_fault(step, images, rng, scale=1024).gradient_norm == pytest.approx(norm, rel=1e-6)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_step_is_the_same_to_the_bit_with_its_dropout(recompute: bool) -> None:
-    former = tiny.batch_former(dropout=0.5)
-    step = step_of(tiny.model(dropout=0.3, batch_former=former, recompute_encoder=recompute))
-    rng, images = rng_state(), batches(2)
-    reports = [step(batch) for batch in images]
-    expected = [{"total": report.total.item(), **_numbers(report.losses)} for report in reports]
-    assert find_fault(step, images, rng).losses == expected
-    assert fault_of(step, images).losses != expected, "another state, another dropout"
-
-
-def _numbers(losses: dict[str, Tensor]) -> dict[str, float]:
-    return {name: value.item() for name, value in losses.items()}
-
-
-def test_compiled_layers_are_watched_without_being_compiled_again() -> None:
-    step, graphs, layer = step_of(tiny.model()), [], "encoder.layers.0.feed_forward.expand"
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
-    weights_of(step, f"{layer}.bias").fill_(NAN)
-    for part in step.model.encoder.layers:
-        part.compile(backend=backend)
-    step(batches()[0])
-    compiled = len(graphs)
-    assert compiled > 0
-    fault = fault_of(step)
-    assert fault.module is not None
-    assert fault.module.name == layer
-    step(batches()[0])
-    assert len(graphs) == compiled
-
-
-def test_everything_is_left_as_it_was() -> None:
-    step = two_streams()
-    step.model.backbone = nn.Sequential(nn.BatchNorm2d(tiny.CHANNELS))
-    step.model.backbone.forward = through(step.model.backbone)  # type: ignore[method-assign]
-    step(batches()[0]).total.backward()
-    before = {name: value.clone() for name, value in step.state_dict().items()}
-    gradients = {name: p.grad.clone() for name, p in step.named_parameters() if p.grad is not None}
-    rng, modes = torch.get_rng_state(), [module.training for module in step.modules()]
-    fault_of(step, batches(2))
-    torch.rand(3)
-    torch.set_rng_state(rng)
-    fault_of(step, batches(2))
-    assert torch.equal(torch.get_rng_state(), rng)
-    assert before["model.backbone.0.num_batches_tracked"] == 1
-    assert all(torch.equal(value, before[name]) for name, value in step.state_dict().items())
-    assert all(torch.equal(value.grad, gradients[name]) for name, value in step.named_parameters() if name in gradients)
-    assert [module.training for module in step.modules()] == modes
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in step.modules())
-
-
-def through(backbone: nn.Sequential) -> Callable[[Tensor, Tensor], list[FeatureMap]]:
-    """The means of the tiny backbone, and then the norm."""
-
-    def forward(images: Tensor, padding_mask: Tensor) -> list[FeatureMap]:
-        (feature,) = tiny.Averages(1)(images, padding_mask)
-        return [FeatureMap(backbone[0](feature.tensor), feature.padding_mask)]
-
-    return forward
-
-
-def test_hooks_are_removed_when_a_step_fails() -> None:
-    step = two_streams()
-
-    def fail(module: nn.Module, arguments: Any) -> None:
-        raise RuntimeError("no memory")
-
-    handle = step.model.decoder.register_forward_pre_hook(fail)
-    rng = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="no memory"):
-        fault_of(step)
-    handle.remove()
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in step.modules())
-    assert torch.equal(torch.get_rng_state(), rng)
-
-
-def test_running_statistics_that_nothing_reads_are_not_blamed() -> None:
-    norm = nn.BatchNorm1d(1)
-    norm.running_mean.fill_(NAN)
-    detector = nn.Sequential(norm)
-    detector.forward = lambda batch: norm(torch.tensor([[1.0], [2.0]])).sum()  # type: ignore[method-assign]
-    assert fault_of(plain(detector)).parameters == []
-    norm.eval()
-    fault = fault_of(plain(detector))
-    assert fault.parameters == ["0.running_mean"]
-    assert fault.module is not None
-    assert fault.module.state == ["0.running_mean"]
-
-
-def test_many_names_are_counted() -> None:
-    step = step_of(tiny.model())
-    for parameter in step.parameters():
-        parameter.data.fill_(NAN)
-    count = sum(1 for _ in step.parameters())
-    assert f", ... ({count} in all)" in str(fault_of(step))
-
-
-def test_tensors_are_found_in_every_value_of_the_house() -> None:
-    parts = [torch.full((), float(number)) for number in range(10)]
-    tokens = TokenBatch(parts[0], {"a": parts[1]}, {"shape": (1, 2), "b": (parts[2], "text")})
-    queries = Queries(parts[3], parts[4], proposals=Outputs(parts[5], parts[6]))
-    value = ((tokens, queries), {"batch": Batch(parts[7], parts[8]), "maps": [FeatureMap(parts[9], parts[0])]})
-    assert [int(tensor) for tensor in tensors_in(value)] == [*range(10), 0]
-    assert list(tensors_in(("text", b"bytes", None, 3, Queries, lambda: parts[0]))) == []
-
-
-@pytest.mark.parametrize("value", [NAN, INF, -INF, complex(0, NAN)])
-def test_finite_means_every_number(value: complex) -> None:
-    assert not all_finite([torch.ones(2), torch.tensor([1.0, value])])
-    assert all_finite([torch.ones(2), torch.tensor([2**60]), torch.tensor([True])])
-
-
-def broken_in_one_process() -> tuple[Fault, bool]:
-    """A step whose passes exchange tokens, wrapped as in training; only process 1 has a broken target."""
-    step = step_of(tiny.model(dropout=0.0, batch_former=tiny.batch_former(gather=True, dropout=0.0)))
-    parallel = wrap_ddp(step)
-    rng, images = rng_state(), batches(2)
-    broken = [*images]
-    if distributed.rank() == 1:
-        target = replace(images[0].targets[0], boxes=torch.full((3, 4), NAN))
-        broken[0] = replace(images[0], targets=(target, images[0].targets[1]))
-    parallel(broken[0])  # training finds out before its backward pass
-    fault = find_fault(step, broken, rng)
-    assert all(parameter.grad is None for parameter in step.parameters())
-    parallel(images[1]).total.backward()  # and goes on with the next step
-    return fault, all_finite([parameter.grad for parameter in step.parameters()])
-
-
-def test_processes_look_together_and_each_finds_its_own() -> None:
-    (first, on), (second, also) = run_together(2, broken_in_one_process)
-    assert on
-    assert also
-    assert second.targets == ["00.png"]
-    assert second.found
-    assert first.targets == []
-    assert all_finite([torch.tensor(list(losses.values())) for losses in first.losses])
-    assert any(name.startswith("tokens") for name in first.gradients), "the other's gradient comes back with the tokens"
-    assert not any(name.startswith("decoder") for name in first.gradients)
+def test_batches_of_classifiers_are_checked_too(tmp_path: Path, changes: dict[str, Any]) -> None:
+    targets = ClassTargets(torch.tensor([0, 2]), torch.rand(2, 3), torch.tensor([[0, 1], [1, 2]]))
+    sound = LabelledImages(torch.rand(2, 3, 4, 4), targets, torch.arange(2))
+    kept = capture(step(), batches())
+    replace(kept, batches=(sound,)).save(tmp_path / "a.pt")
+    assert_same(load_capture(tmp_path / "a.pt").batches, (sound,))
+    replace(kept, batches=(replace(sound, **changes),)).save(tmp_path / "a.pt")
+    with pytest.raises(InputError, match=r"a\.pt is a damaged capture"):
+        load_capture(tmp_path / "a.pt")
+
+
+def test_text_of_a_capture_is_made_printable(tmp_path: Path) -> None:
+    kept, text = capture(step(), batches()), "\x1b[2J\nFORGED"
+    fault = kept.fault | {"targets": [text]}
+    (batch,) = kept.batches
+    batch = replace(batch, targets=tuple(replace(target, file_name=text) for target in batch.targets))
+    replace(kept, torch_version=text, device=text, fault=fault, batches=(batch,)).save(tmp_path / "a.pt")
+    loaded = load_capture(tmp_path / "a.pt")
+    shown = r"\x1b[2J\nFORGED"
+    assert (loaded.torch_version, loaded.device, loaded.fault["targets"]) == (shown, shown, [shown])
+    assert loaded.batches[0].names == (shown, shown)
+
+
+def test_damage_is_found_wherever_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    with pytest.raises(InputError, match="file not found"):
+        load_capture(path)
+    capture(step(), batches()).save(path)
+    whole = path.read_bytes()
+    for place in (len(whole) // 3, 2 * len(whole) // 3):
+        path.write_bytes(whole[:place])
+        with pytest.raises(InputError, match=r"a\.pt is truncated or damaged"):
+            load_capture(path)
+    weight = step().model.encoder.layers[0].feed_forward.expand.weight.detach().numpy().tobytes()
+    place = whole.index(weight)
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    with pytest.raises(InputError, match=r"a\.pt is damaged"):
+        load_capture(path)
+
+
+def test_a_step_that_is_finite_again_is_not_saved(tmp_path: Path) -> None:
+    healthy = step_of(tiny.model())
+    said = told_together(capture(healthy, batches()), tmp_path / "a.pt")
+    assert said.startswith("the loss or the gradient of step 17 is not finite\nrun again, everything is finite")
+    assert not (tmp_path / "a.pt").exists()
+
+
+def told(folder: Path) -> str:
+    """Only process 1 has a broken head."""
+    of = step_of(tiny.model())
+    of.model.decoder.heads.classes[0].bias.data[0] = (0.0, math.inf)[distributed.rank()]
+    return told_together(capture(of, batches()), folder / f"{distributed.rank()}.pt")
+
+
+def test_the_processes_concerned_save_theirs_and_all_learn_of_it(tmp_path: Path) -> None:
+    first, second = run_together(2, told, tmp_path)
+    assert first == second
+    assert first.splitlines()[:2] == [
+        "the loss or the gradient of step 17 is not finite",
+        "process 1, images 00.png, 01.png",
+    ]
+    assert first.endswith(f"captured in {tmp_path / '1.pt'}; run it again with tools/replay_capture.py")
+    assert "decoder.heads.classes.0 (Linear)" in first
+    assert list(tmp_path.iterdir()) == [tmp_path / "1.pt"]
+    saved = load_capture(tmp_path / "1.pt")
+    assert (saved.process, saved.processes) == (1, 2)
+    assert told_together(saved, None).count("captured in") == 0

@@ -311,7 +311,7 @@ def test_steps_that_are_not_finite_may_be_left_out(tmp_path: Path) -> None:
     assert trainer.progress.step == 10
     assert trainer.progress.skipped == 2
     assert {path.name for path in (tmp_path / "captures").iterdir()} == {
-        f"step_{step:07d}_process_0.pt" for step in (2, 7)
+        f"step_{step:07d}_rank_0.pt" for step in (2, 7)
     }
 
     skipping = make(tmp_path / "other", max_steps=2, batches=spoilt, max_skipped=1, optimizer=torch.optim.SGD)
@@ -334,7 +334,7 @@ def test_a_capture_holds_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("detr_bf.engine.capture._fits", lambda batch, num_classes: True)
     with pytest.raises(TrainingError):
         make(tmp_path, batches=spoilt).train()
-    captured = load_capture(tmp_path / "captures" / "step_0000002_process_0.pt")
+    captured = load_capture(tmp_path / "captures" / "step_0000002_rank_0.pt")
     assert captured.step == 2
     assert captured.config == {"of": "a test"}
     assert captured.model.keys() == regression().state_dict().keys()
