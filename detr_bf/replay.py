@@ -110,9 +110,7 @@ def _differences(capture: Capture, config: RunConfig, device: torch.device, prec
     """Return the differences between this machine and the run, a sentence each."""
     found = []
     if device.type != capture.device:
-        found.append(
-            f"it ran on {capture.device}, now on {device.type}: other kernels and random numbers"
-        )
+        found.append(f"it ran on {capture.device}, now on {device.type}: other kernels and random numbers")
     if precision != capture.precision:
         found.append(f"it ran in {_name(capture.precision)}, now in {_name(precision)}")
     if torch.get_num_threads() != capture.threads:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from detr_bf.cli import run_tool
-from detr_bf.progress import setup_logging
 from detr_bf.errors import InputError, TrainingError
+from detr_bf.progress import setup_logging
 
 SPACE = "free some space or choose another folder, then run it again"
 ESCAPE = "\x1b]0;owned\x07"

@@ -137,5 +137,5 @@ def test_one_process_goes_on_where_two_were(tiny: Path, tmp_path: Path) -> None:
     assert job.run().code != 0
     run = replace(job, processes=1).again("--resume")
     assert run.code == 0, run.said
-    assert "the checkpoint is of another number of processes" in run.said
+    assert "the checkpoint is of another number of ranks" in run.said
     assert load_checkpoint(job.folder / "last.pt").training["progress"]["step"] == 21
