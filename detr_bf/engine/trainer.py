@@ -141,15 +141,15 @@ class Trainer:
 
     def train_step(self, batches: Sequence[TrainingBatch]) -> ReducedFlags:
         """Run one optimizer step on the mean loss of ``batches``; skip it if the loss or gradient is not finite."""
+        settings = self.settings
         self.recovery.begin_step()
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * self.learning_rate(self.progress.step)
         for number, batch in enumerate(batches, start=1):
             with sync_gradients(self._ddp_step, number == len(batches)):
                 report = self._ddp_step(batch)
-                flags = reduce_flags(
-                    report.total, stop=self._stopping(), save=self._save_due(), replaced=len(batch.replaced)
-                )
+                save = distributed.is_main() and self.state.minutes_unsaved >= (settings.checkpoint_minutes or math.inf)
+                flags = reduce_flags(report.total, stop=self._stopping(), save=save, replaced=len(batch.replaced))
                 self.recovery.count_unreadable(batch, flags)
                 if flags.not_finite:
                     self.recovery.skip_step(batches[:number], with_backward=False)
@@ -157,7 +157,7 @@ class Trainer:
                 self.scaler.scale(report.total / len(batches)).backward()
             self.log.add_batch(report)
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm or math.inf)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm or math.inf)
         if not (self.scaler.is_enabled() or norm.isfinite()):  # the scaler skips infinite gradients itself
             self.recovery.skip_step(batches, with_backward=True)
             return flags
@@ -228,9 +228,6 @@ class Trainer:
 
     def _stopping(self) -> bool:
         return self.signals.received is not None
-
-    def _save_due(self) -> bool:
-        return distributed.is_main() and self.state.minutes_unsaved >= (self.settings.checkpoint_minutes or math.inf)
 
     def _stop(self) -> None:
         """Raise :class:`Interrupted` on all ranks; everything must be saved."""

@@ -283,13 +283,13 @@ def test_a_skipped_step_changes_nothing(tiny: Path, tmp_path: Path, processes: i
     assert progress(job.folder)["skipped"] == 1
     steps = records(job.folder / "metrics.jsonl", "train")
     assert [record.get("skipped_steps", 0) for record in steps if record["step"] > step] == [1] * (3 - step)
-    other = Job(tiny, tmp_path / "other", settings, processes, fault=f"unlearnt:{step}")
+    other = Job(tiny, tmp_path / "other", settings, processes, fault=f"undone:{step}")
     assert other.run().code == 0
-    left_out, unlearnt = (load_checkpoint(each.folder / "last.pt") for each in (job, other))
+    left_out, undone = (load_checkpoint(each.folder / "last.pt") for each in (job, other))
     for part in ("model", "ema"):
-        assert_same(getattr(left_out, part), getattr(unlearnt, part), part)
+        assert_same(getattr(left_out, part), getattr(undone, part), part)
     for part in ("optimizer", "rng"):
-        assert_same(left_out.training[part], unlearnt.training[part], part)
+        assert_same(left_out.training[part], undone.training[part], part)
 
 
 @slow
