@@ -15,7 +15,21 @@ from filelock import FileLock, Timeout
 
 from detr_bf import distributed
 from detr_bf.errors import InputError
-from detr_bf.files import is_folder, listed, make_output_folder, remove_empty, remove_unfinished, write_json
+from detr_bf.files import (
+    CONFIG_FILE,
+    EVALUATION_FILE,
+    MACHINE_FILE,
+    METRICS_FILE,
+    PANOPTIC_SHEET_FILE,
+    REPORT_FILE,
+    SHEET_FILE,
+    is_folder,
+    listed,
+    make_output_folder,
+    remove_empty,
+    remove_unfinished,
+    write_json,
+)
 from detr_bf.text import printable
 
 LOCK_SECONDS = 1.0  # to wait for the lock of a process that is just ending
@@ -96,7 +110,7 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        return self.path / "config.yaml"
+        return self.path / CONFIG_FILE
 
     @property
     def log(self) -> Path:
@@ -104,11 +118,11 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS_FILE
 
     @property
     def machine(self) -> Path:
-        return self.path / "machine.json"
+        return self.path / MACHINE_FILE
 
     @property
     def last(self) -> Path:
@@ -150,7 +164,7 @@ class RunFolder:
 
     @property
     def evaluation(self) -> Path:
-        return self.path / "evaluation.json"
+        return self.path / EVALUATION_FILE
 
     @property
     def results(self) -> Path:
@@ -158,15 +172,15 @@ class RunFolder:
 
     @property
     def report(self) -> Path:
-        return self.path / "report.html"
+        return self.path / REPORT_FILE
 
     @property
     def pictures(self) -> Path:
-        return self.path / "pictures"
+        return (self.path / SHEET_FILE).parent
 
     @property
     def sheet(self) -> Path:
-        return self.pictures / "validation.png"
+        return self.path / SHEET_FILE
 
     @property
     def panoptic(self) -> Path:
@@ -179,7 +193,7 @@ class RunFolder:
 
     @property
     def panoptic_sheet(self) -> Path:
-        return self.pictures / "panoptic.png"
+        return self.path / PANOPTIC_SHEET_FILE
 
     @property
     def predictions(self) -> Path:

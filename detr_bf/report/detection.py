@@ -9,10 +9,9 @@ from detr_bf.config import DetectionConfig
 from detr_bf.config.detection import DetectorPluginsConfig
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
 from detr_bf.evaluation.summary import SIZE_NAMES
+from detr_bf.files import EVALUATION_FILE, PANOPTIC_SHEET_FILE, SHEET_FILE
 from detr_bf.report.curves import DETECTION_CURVES
 from detr_bf.report.elements import (
-    EVALUATION_FILE,
-    SHEET_FILE,
     count,
     headline,
     missing,
@@ -25,7 +24,6 @@ from detr_bf.report.elements import (
 from detr_bf.report.shared_plugins import context_broadcasting, relative_localization
 from detr_bf.report.task_page import TaskPage
 
-PANOPTIC_SHEET_FILE = "pictures/panoptic.png"
 _SIDE_BY_SIDE = "Validation images with ground truth and predictions side by side"
 
 

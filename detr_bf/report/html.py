@@ -15,19 +15,14 @@ from detr_bf.classification.report import masked
 from detr_bf.classification.report import page as classification
 from detr_bf.config import saved_config
 from detr_bf.errors import InputError
-from detr_bf.files import write_text
+from detr_bf.files import CONFIG_FILE, CURVES_FILE, EVALUATION_FILE, MACHINE_FILE, METRICS_FILE, REPORT_FILE, write_text
 from detr_bf.report import detection
 from detr_bf.report.curves import draw_curves
-from detr_bf.report.elements import CURVES_FILE, EVALUATION_FILE, METRICS_FILE, drawn, missing, section, shown
+from detr_bf.report.elements import drawn, missing, section, shown
 from detr_bf.report.metrics import Metrics, read_metrics, series
 from detr_bf.report.style import STYLE
 from detr_bf.report.task_page import TaskPage
 from detr_bf.text import printable
-
-CONFIG_FILE = "config.yaml"
-MACHINE_FILE = "machine.json"
-REPORT_FILE = "report.html"
-
 
 _PAGES: Mapping[str, TaskPage] = {
     "detection": detection.PAGE,

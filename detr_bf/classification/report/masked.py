@@ -8,8 +8,9 @@ from pathlib import Path
 from detr_bf.classification.reconstruction import ReconstructionResult
 from detr_bf.classification.report.page import data_sentence
 from detr_bf.config import MaskedConfig
+from detr_bf.files import EVALUATION_FILE, SHEET_FILE
 from detr_bf.report.curves import RECONSTRUCTION_CURVES
-from detr_bf.report.elements import EVALUATION_FILE, SHEET_FILE, count, headline, missing, number, section, sheet
+from detr_bf.report.elements import count, headline, missing, number, section, sheet
 from detr_bf.report.shared_plugins import blocks
 from detr_bf.report.task_page import TaskPage
 

@@ -9,10 +9,9 @@ from detr_bf.classification.evaluation import GROUPS, ClassAccuracy, Classificat
 from detr_bf.classification.report.figures import save_class_accuracies, save_confusion
 from detr_bf.config import ClassifierConfig
 from detr_bf.config.classification import ImageDataConfig
+from detr_bf.files import EVALUATION_FILE, SHEET_FILE
 from detr_bf.report.curves import CLASSIFICATION_CURVES
 from detr_bf.report.elements import (
-    EVALUATION_FILE,
-    SHEET_FILE,
     count,
     drawn,
     headline,
