@@ -80,7 +80,7 @@ ALLOWED: dict[str, set[str]] = {
         "assembly",
     },
     "replay": {"errors", "text", "config", "engine", "assembly", "tasks"},
-    "run": {"errors", "text", "distributed", "files", "cli", "config", "engine", "report", "assembly", "tasks"},
+    "run": {"errors", "text", "distributed", "files", "progress", "cli", "config", "engine", "report", "assembly", "tasks"},
     "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
     "models": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
     "predictor": GROUND | MODEL | WORK | {"classification", "config", "engine", "interop", "assembly"},
