@@ -1,11 +1,11 @@
-"""Training runs that are killed at random moments, again and again: none may be lost, hang, or end with other weights.
+"""Training runs killed at random moments, again and again: none may be lost, hang, or end with other weights.
 
 python benchmarks/soak.py --kills 200 --output benchmarks/results/soak_cpu.json
 
-Tiny detectors train on generated data, some by one process and some by several under torchrun, and are killed with
-SIGKILL: a process, all of them, or the launcher and all of them. The same command goes on each time, until the run is
-done and its weights, optimiser, random numbers, records and detections are compared with those of an undisturbed run.
-Exit code 1 when anything is not as it must be; it is listed. Results depend on the moments, which no seed fixes.
+Tiny detectors train on generated data, in one process or in several under torchrun, and are killed with SIGKILL: one
+process, all of them, or torchrun and all of them. The same command resumes each time until the run is done. Its
+weights, optimizer, random states, records and detections are then compared with those of an uninterrupted run. Exit
+code 1 if anything differs; differences are listed. Results depend on the moments of the kills, which no seed fixes.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from detr_bf.cli import run_tool
 from detr_bf.errors import InputError
 from detr_bf.files import write_json
 
-EARLY = 0.25  # of the kills may strike while a run is starting, the others come later
-LEAST = 0.6  # of a run's time is taken to be left at least: so some starts reach the end
+EARLY = 0.25  # share of the kills that may happen while a run is starting
+LEAST = 0.6  # least share of a run's time assumed to be left, so that some attempts reach the end
 LIMIT = 300  # seconds until an attempt counts as hanging
 
 
 @dataclass
 class Counts:
-    """What happened, and what must not have."""
+    """Numbers of kills, resumptions and faults."""
 
     kills: Counter[str] = field(default_factory=Counter)  # by what was killed
     phases: Counter[str] = field(default_factory=Counter)  # by what the run was doing
@@ -72,7 +72,7 @@ class Counts:
         return "\n".join([*lines, *self.details])
 
     def fault(self, kind: str, detail: str) -> None:
-        """Note one."""
+        """Count a fault."""
         self.faults[kind] += 1
         self.details.append(f"{kind}: {detail}")
 
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Kill, check, print, write; 1 when anything is not as it must be."""
+    """Kill, check, print and write; return 1 if there are faults."""
     if options.kills < 1 or options.processes < 2 or not 0 <= options.alone <= 1:
         raise InputError(
             f"--kills must be 1 or more, --processes 2 or more and --alone from 0 to 1; got {options.kills}, "
@@ -113,16 +113,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 class Undisturbed(NamedTuple):
-    """A run to which nothing happens."""
+    """An uninterrupted run."""
 
     launch: Launch
-    prints: dict[str, str]  # of what it leaves
+    prints: dict[str, str]  # of its results
     starting: float  # seconds until the first step is done
     seconds: float  # until it ends
 
 
 class Soak:
-    """Runs one after the other until there were enough kills."""
+    """Runs one after the other until there are enough kills."""
 
     def __init__(self, work: Path, options: argparse.Namespace) -> None:
         self.work = work
@@ -134,7 +134,7 @@ class Soak:
         self.undisturbed: dict[int, Undisturbed] = {}  # by the number of processes
 
     def run(self) -> Counts:
-        """Everything."""
+        """Run until there are enough kills, and return the counts."""
         with tqdm(total=self.kills, unit="kill", disable=None) as bar:
             number = 0
             while self.counts.kills.total() < self.kills:
@@ -146,21 +146,21 @@ class Soak:
         return self.counts
 
     def _undisturbed(self, processes: int) -> Undisturbed:
-        """Made twice: the first warms all up, and both must end with the same bits."""
+        """Run twice, the first to warm up; both must end with the same bits."""
         launch, found = Launch.prepared(self.work, processes), []
         for number in range(2):
             folder, start = self.work / f"undisturbed{processes}_{number}", time.monotonic()
             with Attempt(launch, folder) as attempt:
                 if attempt.wait(LIMIT) != 0:
-                    raise InputError(f"even an undisturbed run does not end well; it said\n{attempt.said()}")
+                    raise InputError(f"even an uninterrupted run fails; output\n{attempt.said()}")
             seconds = time.monotonic() - start
             found.append(Undisturbed(launch, fingerprints(folder), attempt.trained_after or 0, seconds))
         if found[0].prints != found[1].prints:
-            raise InputError("two undisturbed runs end with different bits: nothing can be compared with them")
+            raise InputError("two uninterrupted runs end with different bits: nothing can be compared with them")
         return found[1]
 
     def _one_run(self, folder: Path, processes: int, bar: tqdm) -> None:
-        """From an empty folder until it is finished or at fault, killed as often as chance has it."""
+        """Run from an empty folder until it is finished or has a fault, killed a random number of times."""
         known = self.undisturbed[processes]
         before, code, faults, story = Standing(), None, self.counts.faults.total(), list[str]()
         while code != 0 and self.counts.faults.total() == faults:
@@ -181,17 +181,17 @@ class Soak:
         shutil.rmtree(folder)
 
     def _moment(self, known: Undisturbed, before: Standing) -> float:
-        """Seconds from a start to a kill, uniform; some runs are done by then."""
+        """Return the seconds from a start to a kill, uniform; some runs are done by then."""
         left = max(1 - (before.step or 0) / (STEPS * EPOCHS), LEAST)
         earliest = 0.0 if self.random.random() < EARLY else known.starting
         return self.random.uniform(earliest, known.starting + left * (known.seconds - known.starting))
 
     def _kill(self, attempt: Attempt, before: Standing) -> str:
-        """Kill something and note what, and in which phase of the run; both are returned."""
+        """Kill a process, count it, and return its kind and the phase of the run."""
         kind = ALONE if attempt.launch.processes == 1 else self.random.choice((ONE, EVERY_ONE, LAUNCHER))
         kind = attempt.kill(kind, self.random)
         if attempt.restarts and kind != LAUNCHER:
-            phase = "not known"  # torchrun starts the group anew, which changes the files
+            phase = "not known"  # torchrun restarts the group, which changes the files
         else:
             attempt.wait(LIMIT)
             phase = phase_of_a_kill(attempt.folder, before)
@@ -200,11 +200,11 @@ class Soak:
         return f"{kind} killed while {phase}"
 
     def _judged(self, attempt: Attempt, before: Standing, code: int | None, killed: bool) -> Standing:
-        """Where the run stands now; what is wrong with that is noted."""
+        """Return the progress of the run, and count its faults."""
         if code is None:
-            self.counts.fault("hang", f"no end within {LIMIT} s; it said\n{attempt.said()}")
+            self.counts.fault("hang", f"no end within {LIMIT} s; output\n{attempt.said()}")
         elif code != 0 and not killed:
-            self.counts.fault("failure", f"exit code {code} though nobody had killed it; it said\n{attempt.said()}")
+            self.counts.fault("failure", f"exit code {code} without a kill; output\n{attempt.said()}")
         after = Standing.of(attempt.folder)
         for kind, detail in after.faults(before):
             self.counts.fault(kind, f"{attempt.folder.name}: {detail}")

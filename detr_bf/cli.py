@@ -1,4 +1,4 @@
-"""Exit codes and error messages of the command lines; of a group of processes one prints."""
+"""Exit codes of the command lines, and error messages that one rank of a machine prints."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from detr_bf import distributed
-from detr_bf.errors import InputError, Interrupted, Told, TrainingError
+from detr_bf.errors import CommandError, InputError, Interrupted, TrainingError
 from detr_bf.progress import close_bars
 from detr_bf.text import safe_message
 
-PATIENCE = 10.0  # seconds that the first process of a machine has for saying what all will say
-_ROOM = "make room or choose another place, then run it again"
-_ACCESS = "change the permissions or choose another place, then run it again"
-_ADVICE = {  # errors of the file system that the user can mend
-    errno.ENOSPC: _ROOM,
-    errno.EDQUOT: _ROOM,
-    errno.EFBIG: _ROOM,
+PATIENCE = 10.0  # seconds that local rank 0 has to print an error that all ranks raise
+_SPACE = "free some space or choose another folder, then run it again"
+_ACCESS = "change the permissions or choose another folder, then run it again"
+_ADVICE = {  # errors of the file system that the user can fix
+    errno.ENOSPC: _SPACE,
+    errno.EDQUOT: _SPACE,
+    errno.EFBIG: _SPACE,
     errno.EACCES: _ACCESS,
     errno.EPERM: _ACCESS,
-    errno.EROFS: "choose another place, then run it again",
-    errno.EIO: "the storage fails: choose another place, then run it again",
+    errno.EROFS: "choose another folder, then run it again",
+    errno.EIO: "the storage fails: choose another folder, then run it again",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ENOTDIR: "a folder is needed where a file of that name is",
     errno.EISDIR: "a file is needed where a folder of that name is",
@@ -33,9 +33,9 @@ _ADVICE = {  # errors of the file system that the user can mend
 
 
 def run_tool(function: Callable[[], int]) -> int:
-    """Run it and return the exit code: 0 done, 1 failed, 2 bad input, 128 + N stopped by signal N.
+    """Run ``function`` and return the exit code: 0 done, 1 failed, 2 bad input, 128 + N stopped by signal N.
 
-    A file that cannot be read or written for lack of space or permission is bad input, too. Messages go to standard
+    A file that cannot be read or written for lack of space or permission is bad input too. Messages go to standard
     error through :func:`detr_bf.text.safe_message`.
     """
     try:
@@ -51,7 +51,11 @@ def run_tool(function: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno not in _ADVICE:
             raise
-        _discard_unwritable_output()
+        try:  # discard unwritable output: Python would try again at exit, and fail there
+            sys.stdout.flush()
+        except OSError:
+            with suppress(OSError):  # where standard output is no file
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         file = "" if error.filename is None else f"{error.filename}: "
         return _report(InputError(), f"error: {file}{error.strerror}; {_ADVICE[error.errno]}", 2)
     except KeyboardInterrupt:
@@ -60,25 +64,17 @@ def run_tool(function: Callable[[], int]) -> int:
         return 130
 
 
-def _discard_unwritable_output() -> None:
-    """Discard what standard output cannot write, as on a full disk: Python would try again at exit and fail there."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        with suppress(OSError):  # where standard output is no file
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _report(error: CommandError, message: str, code: int) -> int:
+    """Print an error once per machine and return ``code``.
 
-
-def _report(error: Told, message: str, code: int) -> int:
-    """What all processes of a group raise together is printed by the first of each machine.
-
-    What they raise before they meet is mostly the same too: the others wait until the first has said it, for the
-    launcher ends all as soon as one has ended. One that it leaves alone has something else to say.
+    An error of all ranks is printed by local rank 0. Before the process group exists, every rank usually fails in the
+    same way: the others wait :data:`PATIENCE` seconds so that rank 0 prints first, because torchrun ends all processes
+    as soon as one ends. A rank that is not ended by then has an error of its own and prints it.
     """
     if distributed.local_rank() > 0:
-        if error.by_all:
+        if error.on_all_ranks:
             return code
-        if not distributed.in_group():
+        if not distributed.is_initialized():
             time.sleep(PATIENCE)
     close_bars()
     print(safe_message(message), file=sys.stderr)

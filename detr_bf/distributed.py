@@ -1,7 +1,6 @@
-"""Several processes that train together: which one this is, and what they tell each other.
+"""Rank, process group and collectives of a run that torchrun started; trivial for a single process.
 
-torchrun starts them and describes the group in the environment. Without it there is one process, and everything here is
-trivial. What is called by one process must be called by all, in the same order.
+Every function that communicates is a collective: all ranks call it, in the same order.
 """
 
 from __future__ import annotations
@@ -21,60 +20,60 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from detr_bf.errors import InputError, Told, TrainingError
+from detr_bf.errors import CommandError, InputError, TrainingError
 
 T = TypeVar("T")
-E = TypeVar("E", bound=Told)
+E = TypeVar("E", bound=CommandError)
 
-_side_group: Any = None
+_model_group: Any = None
 
 
 def launched() -> bool:
-    """Whether a launcher started several processes."""
+    """Return True if torchrun started several processes."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def local_rank() -> int:
-    """The number of this process on its machine, from 0."""
+    """Return the number of this process on its machine, from 0."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def restarts() -> int:
-    """How often the launcher has started the group anew after a failure."""
+def restart_count() -> int:
+    """Return how often torchrun has restarted the processes after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def launch() -> str:
-    """What all starts of this process by one launcher have in common, and those by another have not."""
+def launch_id() -> str:
+    """Return a text that identifies one torchrun launch across its restarts."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}"
 
 
-def in_group() -> bool:
-    """Whether this process is in a group now; one that fails alone stays in it."""
+def is_initialized() -> bool:
+    """Return True while this process belongs to a process group; a rank that fails alone stays in it."""
     return dist.is_initialized()
 
 
 def rank() -> int:
-    """The number of this process, from 0."""
+    """Return the rank of this process, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """How many processes there are."""
+    """Return the number of ranks."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_main() -> bool:
-    """Whether this is process 0, the one that writes files and speaks."""
+    """Return True on rank 0, which writes the files and the messages."""
     return rank() == 0
 
 
 @contextmanager
 def process_group(device: torch.device, timeout_minutes: float) -> Iterator[None]:
-    """Within the block the processes of the launcher form a group: gloo on CPUs, NCCL between GPUs as well.
+    """Create the process group for the block: gloo for CPU tensors, NCCL for CUDA tensors.
 
-    ``device`` becomes the current one. Who waits longer than the timeout for the others fails. An exception that the
-    others do not share leaves the group as it is, since they may never come to close it.
+    ``device`` becomes the current device. A rank that waits longer than the timeout fails. An exception that only some
+    ranks raise leaves the group open, because closing it would wait for the other ranks.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
@@ -86,34 +85,34 @@ def process_group(device: torch.device, timeout_minutes: float) -> Iterator[None
     store, number, count = next(rendezvous("env://", timeout=timeout))
     store = PrefixStore(store_prefix(store, number, count, timeout), store)
     dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timeout)
-    global _side_group
-    _side_group = dist.new_group(timeout=timeout)
+    global _model_group
+    _model_group = dist.new_group(timeout=timeout)
     try:
         yield
     except BaseException as error:
-        if isinstance(error, Told) and error.by_all:
+        if isinstance(error, CommandError) and error.on_all_ranks:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
 
 
-def side_group() -> Any:
-    """A second channel between the same processes, for messages within the model.
+def model_group() -> Any:
+    """Return a second process group of all ranks, for collectives inside the model.
 
-    During a backward pass the gradients of the parameters travel on the first at the same time.
+    During the backward pass the default group reduces the gradients of the parameters at the same time.
     """
-    return _side_group
+    return _model_group
 
 
 def store_prefix(store: Store, number: int, count: int, timeout: timedelta) -> str:
-    """A name that the ``count`` processes that call this now agree on, and none that died before them knows.
+    """Return a store prefix agreed by the ``count`` live ranks and unknown to ranks of an earlier, dead group.
 
-    torchrun keeps one store over all starts of a group, and the addresses of dead processes stand in it: whoever reads
-    those fails or waits for ever. So every process asks under a name that nobody had before it, and process 0 answers
-    all questions it finds, old ones too, until all others have shown that they know its own name.
+    torchrun keeps one store across restarts, with the addresses of dead processes in it; a rank that reads those fails
+    or waits for ever. So every rank asks under a new random name, and rank 0 answers all questions it finds, old ones
+    too, until every other rank has shown that it knows rank 0's name.
 
     Raises:
-        TrainingError: the others have not come within ``timeout``.
+        TrainingError: some ranks have not asked within ``timeout``.
     """
     own = uuid.uuid4().hex
     if number > 0:
@@ -128,13 +127,13 @@ def store_prefix(store: Store, number: int, count: int, timeout: timedelta) -> s
                 store.set(f"answer/{store.get(f'question/{other}').decode()}", own)
         missing = [other for other in missing if not store.check([f"{own}/{other}"])]
         if time.monotonic() > end:
-            raise TrainingError(f"processes {missing} have not come within {timeout}: look at what they said")
+            raise TrainingError(f"ranks {missing} did not start within {timeout}: look at their messages")
         time.sleep(0.02)
     return own
 
 
 def all_reduce_sum(values: Tensor) -> Tensor:
-    """The sum over the processes, without gradient; of one process the tensor itself."""
+    """Return the sum over the ranks, without gradient."""
     if world_size() == 1:
         return values.detach()
     summed = values.detach().clone()
@@ -143,19 +142,19 @@ def all_reduce_sum(values: Tensor) -> Tensor:
 
 
 def all_reduce_mean(values: Tensor) -> Tensor:
-    """The mean over the processes, without gradient."""
+    """Return the mean over the ranks, without gradient."""
     return all_reduce_sum(values) / world_size()
 
 
 def broadcast_from_main(tensors: Iterable[Tensor]) -> None:
-    """Overwrite each with that of the main process."""
+    """Overwrite each tensor in-place with that of the main rank."""
     if world_size() > 1:
         for tensor in tensors:
             dist.broadcast(tensor, 0)
 
 
 def gather_to_main(value: T) -> list[T] | None:
-    """What each process gives, in their order, on the main one; None on the others."""
+    """Return the values of all ranks, by rank, on the main rank; None on the others."""
     if world_size() == 1:
         return [value]
     values: list[Any] | None = [None] * world_size() if is_main() else None
@@ -164,7 +163,7 @@ def gather_to_main(value: T) -> list[T] | None:
 
 
 def all_gather_object(value: T) -> list[T]:
-    """What each process gives, in their order, on all."""
+    """Return the values of all ranks, by rank, on every rank."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -172,8 +171,12 @@ def all_gather_object(value: T) -> list[T]:
     return values
 
 
-def on_main(function: Callable[[], T]) -> T:
-    """Run it on the main process; all get its result, or raise its :class:`InputError` or :class:`TrainingError`."""
+def run_on_main(function: Callable[[], T]) -> T:
+    """Run ``function`` on the main rank and return its result on every rank.
+
+    Raises:
+        InputError, TrainingError: on every rank, if ``function`` raises it.
+    """
     if world_size() == 1:
         return function()
     outcome: list[Any] = [None, None]
@@ -186,13 +189,13 @@ def on_main(function: Callable[[], T]) -> T:
     result, fault = outcome
     if fault is not None:
         kind, message = fault
-        raise shared(kind(message))
+        raise on_all_ranks(kind(message))
     return result
 
 
 @contextmanager
-def failing_together() -> Iterator[None]:
-    """An :class:`InputError` of any process within the block ends it on all; no messages are exchanged within."""
+def raise_on_all_ranks() -> Iterator[None]:
+    """Raise an :class:`InputError` of any rank on every rank at the end of the block, which must not communicate."""
     message = None
     try:
         yield
@@ -202,10 +205,10 @@ def failing_together() -> Iterator[None]:
         message = str(error)
     faults = [fault for fault in dict.fromkeys(all_gather_object(message)) if fault is not None]
     if faults:
-        raise shared(InputError("\n".join(faults)))
+        raise on_all_ranks(InputError("\n".join(faults)))
 
 
-def shared(error: E) -> E:
-    """``error`` as one that all processes raise, so that the main one alone tells it."""
-    error.by_all = True
+def on_all_ranks(error: E) -> E:
+    """Mark ``error`` as raised by every rank, so that only one rank of a machine prints it."""
+    error.on_all_ranks = True
     return error

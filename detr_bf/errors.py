@@ -1,38 +1,37 @@
-"""The exceptions the command lines turn into exit codes."""
+"""Exceptions that the command lines turn into exit codes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Told(BaseException):
-    """Its message is meant for the user; ``by_all`` says that every process of a group raises it."""
+class CommandError(BaseException):
+    """An error that the command lines show without a traceback; ``on_all_ranks``: every rank raises it."""
 
-    by_all = False
+    on_all_ranks = False
 
 
-class InputError(Told, ValueError):
-    """Bad input: the message says what was given, what was expected and what to do.
+class InputError(CommandError, ValueError):
+    """Bad input; the message says what was given, what was expected and what to do. Exit code 2.
 
-    The command lines print the message without a traceback and exit with code 2. Everything else that is raised is a
-    fault of ours and keeps its traceback.
+    Every other exception is a fault of this package and keeps its traceback.
     """
 
 
 @contextmanager
-def naming(source: str) -> Iterator[None]:
-    """Begin the message of an InputError with ``source``, which is where the refused values were read."""
+def prefix_errors(source: str) -> Iterator[None]:
+    """Put ``source``, the origin of the checked values, before the message of an InputError."""
     try:
         yield
     except InputError as error:
         raise InputError(f"{source}: {error}") from error
 
 
-class TrainingError(Told, RuntimeError):
-    """Training cannot go on; the message says where it stopped and why. The command lines exit with code 1."""
+class TrainingError(CommandError, RuntimeError):
+    """Training cannot continue; the message says at which step and why. Exit code 1."""
 
 
-class Interrupted(Told):
-    """SIGINT or SIGTERM was received and everything is saved. The command lines exit with 128 + the signal's number."""
+class Interrupted(CommandError):  # noqa: N818
+    """SIGINT or SIGTERM was received and everything is saved. Exit code 128 + ``signal_number``."""
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)

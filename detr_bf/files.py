@@ -27,6 +27,15 @@ _ZIP = b"PK\x03\x04"
 
 UNFINISHED = ".detr_bf-unfinished-"  # prefix of temporary files; only files with it are removed
 _STEM = 40  # characters of the file name in the temporary name, which is limited to 255 bytes
+# files of a run folder that its report reads or writes
+CONFIG_FILE = "config.yaml"
+MACHINE_FILE = "machine.json"
+METRICS_FILE = "metrics.jsonl"
+EVALUATION_FILE = "evaluation.json"
+REPORT_FILE = "report.html"
+CURVES_FILE = "pictures/curves.svg"
+SHEET_FILE = "pictures/validation.png"
+PANOPTIC_SHEET_FILE = "pictures/panoptic.png"
 MAX_JSON_BYTES = 2**33  # limit of an annotation file; the largest published ones have about 2**31
 
 

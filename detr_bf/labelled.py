@@ -1,18 +1,19 @@
-"""What passes between data, model, losses and evaluation of a classifier: all frozen.
+"""Frozen values passed between data, model, losses and evaluation of a classifier.
 
 Shape legend: B images, K classes, P patches, H x W pixels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from detr_bf.errors import InputError
+from detr_bf.structures import are_labels, is_dense
 
 
 class LabelledImage(NamedTuple):
@@ -20,22 +21,22 @@ class LabelledImage(NamedTuple):
 
     pixels: Tensor  # (3, H, W) float32, normalised
     label: int
-    place: int  # in the data set
+    place: int  # index in the data set
     epoch: int = 0
-    replaced: str = ""  # why the image asked for could not be read, if this one stands in for it
+    replaced: str = ""  # the error of an unreadable image that this one replaces
 
 
 @dataclass(frozen=True)
 class ClassTargets:
-    """What the losses compare with."""
+    """Targets of the losses."""
 
     labels: Tensor  # (B,) int64
-    soft_labels: Tensor | None = None  # (B, K) float32 of each class after mixing or smoothing; None: the labels alone
+    soft_labels: Tensor | None = None  # (B, K) float32 per class after mixing or smoothing; None: hard labels only
     patch_labels: Tensor | None = None  # (B, P) int64, the class of every patch after DiversePatch's CutMix
     epoch: int = 0  # of the training, for weights that change
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> ClassTargets:
-        """All tensors through a function."""
+        """Apply a function to all tensors."""
         return ClassTargets(
             function(self.labels),
             None if self.soft_labels is None else function(self.soft_labels),
@@ -50,24 +51,24 @@ class LabelledImages:
 
     images: Tensor  # (B, 3, H, W) float32, normalised
     targets: ClassTargets
-    places: Tensor  # (B,) int64, in the data set, on the CPU
-    replaced: tuple[str, ...] = ()  # why images could not be read for which others stand in
+    places: Tensor  # (B,) int64, indices in the data set, on the CPU
+    replaced: tuple[str, ...] = ()  # the errors of unreadable images that others replace
 
     def __len__(self) -> int:
         return len(self.images)
 
     @property
     def inputs(self) -> Tensor:
-        """What the model is called with."""
+        """Argument of the model."""
         return self.images
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a message calls the images."""
-        return tuple(f"image {place}" for place in self.places.tolist())
+        """Names of the images in messages."""
+        return tuple(f"image {index}" for index in self.places.tolist())
 
     def not_finite(self) -> list[str]:
-        """The names of the images that hold infinity or NaN."""
+        """Return the names of the images that hold infinity or NaN."""
         whole = self.images.flatten(1).isfinite().all(1).tolist()
         return [name for name, finite in zip(self.names, whole, strict=True) if not finite]
 
@@ -100,4 +101,26 @@ class LabelledImages:
         """Called by the DataLoader."""
         return LabelledImages(
             self.images.pin_memory(), self.targets.mapped(Tensor.pin_memory), self.places, self.replaced
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values, for a capture of the step."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> LabelledImages:
+        """Inverse of :meth:`to_dict`. Check the result with :meth:`fits`."""
+        return cls(**{**content, "targets": ClassTargets(**content["targets"])})
+
+    def fits(self, num_classes: int) -> bool:
+        """Return True if the tensors have their documented shapes and types, and labels are below ``num_classes``."""
+        images, targets = self.images, self.targets
+        rows, soft_labels, patches = len(images), targets.soft_labels, targets.patch_labels
+        return (
+            is_dense(images, (rows, 3, *images.shape[2:]), torch.float32)
+            and images.dim() == 4
+            and are_labels(targets.labels, (rows,), num_classes)
+            and (soft_labels is None or is_dense(soft_labels, (rows, num_classes), torch.float32))
+            and (patches is None or are_labels(patches, (rows, patches.shape[-1]), num_classes))
+            and is_dense(self.places, (rows,), torch.int64)
         )

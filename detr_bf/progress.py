@@ -1,26 +1,28 @@
-"""Progress bars with the time left: live on a terminal, in a log file one refresh every half minute.
+"""Progress bars and log lines; on several ranks only the main one shows bars and logs more than errors.
 
-Of several processes the main one shows them.
+Bars are live on a terminal; in a log file they are refreshed every half minute. Log lines are written above the bar.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 from tqdm import tqdm
 
 from detr_bf import distributed
-from detr_bf.text import printable
+from detr_bf.text import printable, safe_message
 
 SECONDS_IN_A_LOG = 30.0
 _bars: WeakSet[tqdm] = WeakSet()
 
 
 def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> tqdm:
-    """A tqdm bar over ``items``, on standard error; ``options`` are tqdm's own, such as ``total`` and ``unit``."""
+    """Return a tqdm bar over ``items`` on standard error; ``options`` are those of tqdm."""
     if options.get("desc") is not None:
         options["desc"] = printable(options["desc"])
     pace = {} if sys.stderr.isatty() else {"mininterval": SECONDS_IN_A_LOG, "maxinterval": SECONDS_IN_A_LOG}
@@ -30,6 +32,49 @@ def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> tqdm:
 
 
 def close_bars() -> None:
-    """Close the bars that an exception has left open, so that its message gets a line of its own."""
+    """Close the bars that an exception has left open, so that its message starts on a new line."""
     for bar in list(_bars):
         bar.close()
+
+
+class _SafeFormatter(logging.Formatter):
+    """Formatter that escapes the control characters of messages and tracebacks, except line breaks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return safe_message(super().format(record))
+
+
+class _ScreenHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+class _FileHandler(logging.FileHandler):
+    """File handler that reports a failed write once instead of printing a traceback for every line."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._failed:
+            self._failed = True
+            tqdm.write(safe_message(f"{self.baseFilename} cannot be written: {error.strerror}"), file=sys.stderr)
+
+
+def setup_logging(log_file: Path | None = None) -> None:
+    """Send the package's log to the screen and, when given, append it to ``log_file``."""
+    logger = logging.getLogger("detr_bf")
+    logger.setLevel(logging.INFO if distributed.is_main() else logging.ERROR)
+    logger.propagate = False
+    for old in list(logger.handlers):
+        logger.removeHandler(old)
+        old.close()
+    on_screen = "%(message)s" if distributed.is_main() else f"rank {distributed.rank()}: %(message)s"
+    handlers: list[tuple[logging.Handler, str]] = [(_ScreenHandler(), on_screen)]
+    if log_file is not None:
+        handlers.append((_FileHandler(log_file, encoding="utf-8"), "%(asctime)s %(levelname)s %(message)s"))
+    for handler, layout in handlers:
+        handler.setFormatter(_SafeFormatter(layout))
+        logger.addHandler(handler)

@@ -17,10 +17,18 @@ from torch import nn
 from detr_bf import distributed
 from detr_bf.assembly import device_of
 from detr_bf.config import RunConfig, config_from_dict, config_to_dict, config_to_yaml
-from detr_bf.engine import Checkpoint, Claim, Measured, RunFolder, RunMarker, checkpoint_of, load_checkpoint
-from detr_bf.engine.logs import setup_logging
+from detr_bf.engine import (
+    Checkpoint,
+    CreatedFiles,
+    EvaluationResult,
+    RunFolder,
+    RunMarker,
+    checkpoint_of,
+    load_checkpoint,
+)
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.files import write_json, write_text
+from detr_bf.progress import setup_logging
 from detr_bf.report import machine_info, tolerating, write_report
 from detr_bf.tasks import Task
 
@@ -31,7 +39,7 @@ logger = logging.getLogger(__name__)
 class Outcome:
     """The numbers of a run and where they are shown."""
 
-    result: Measured
+    result: EvaluationResult
     folder: Path
     report: Path | None  # None if it could not be written
     epochs: str = ""  # of training: the last and the best epoch
@@ -56,23 +64,23 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
         TrainingError, Interrupted: see :meth:`detr_bf.engine.Trainer.train`.
     """
     config, folder = task.config, RunFolder(Path(task.config.output_dir))
-    with distributed.process_group(device_of(config), config.train.timeout_minutes), _locked(folder) as claim:
+    with distributed.process_group(device_of(config), config.train.timeout_minutes), _locked(folder) as created:
         setup_logging()
 
         def prepare() -> Checkpoint | None:
             _check_folder(folder, resume, resume_if_possible)
-            _begin(folder, claim, RunMarker.of_this_process("training"))
+            _begin(folder, created, RunMarker.of_this_process("training"))
             checkpoint = _newest_checkpoint(folder) if folder.holds_a_run() else None
             _check(task, folder, checkpoint)
-            claim.check_not_made_by_others(folder.metrics, folder.tensorboard)
+            created.check_not_overwriting(folder.metrics, folder.tensorboard)
             return checkpoint
 
-        checkpoint = distributed.on_main(prepare)
-        with distributed.failing_together():
+        checkpoint = distributed.run_on_main(prepare)
+        with distributed.raise_on_all_ranks():
             trainer = task.build_trainer(folder, checkpoint)
-            claim.made(folder.metrics, folder.tensorboard, *folder.tensorboard.glob("events.out.tfevents.*"))
-        distributed.on_main(lambda: _describe(folder, claim, config))
-        claim.keep()
+            created.add(folder.metrics, folder.tensorboard, *folder.tensorboard.glob("events.out.tfevents.*"))
+        distributed.run_on_main(lambda: _describe(folder, created, config))
+        created.keep()
         try:
             result = trainer.train()
         finally:
@@ -97,8 +105,8 @@ def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
         return RunFolder(_evaluation_folder(Path(config.output_dir), source, key)), key
 
     with distributed.process_group(device_of(config), config.train.timeout_minutes):
-        folder, key = distributed.on_main(find_folder)
-        with _locked(folder) as claim:
+        folder, key = distributed.run_on_main(find_folder)
+        with _locked(folder) as created:
             setup_logging()
 
             def prepare() -> None:
@@ -106,27 +114,27 @@ def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
                 marker = folder.read_marker()
                 if marker is not None and marker.evaluated != key:
                     raise InputError(f"{folder.path} was taken by another evaluation meanwhile: repeat the command")
-                _begin(folder, claim, RunMarker.of_this_process("evaluation", key))
+                _begin(folder, created, RunMarker.of_this_process("evaluation", key))
                 folder.remove_unfinished()
 
-            distributed.on_main(prepare)
-            with distributed.failing_together():
+            distributed.run_on_main(prepare)
+            with distributed.raise_on_all_ranks():
                 model, classes = task.load_evaluated(source)
                 evaluate = task.build_evaluation(classes, folder)
                 model.to(device_of(config))
-            distributed.on_main(lambda: _describe(folder, claim, config))
-            claim.keep()
+            distributed.run_on_main(lambda: _describe(folder, created, config))
+            created.keep()
             logger.info("evaluating %s", source)
             return _report(task, folder, evaluate(model), evaluate, model)
 
 
 @contextmanager
-def _locked(folder: RunFolder) -> Iterator[Claim]:
+def _locked(folder: RunFolder) -> Iterator[CreatedFiles]:
     """Hold the lock of the folder, see :meth:`RunFolder.locked`; only the main process touches the folder."""
     with ExitStack() as stack:
-        claims: list[Claim] = []  # not the result of on_main, which all processes would get
-        distributed.on_main(lambda: claims.append(stack.enter_context(folder.locked())))
-        yield claims[0] if claims else Claim(frozenset())
+        entered: list[CreatedFiles] = []  # not the result of on_main, which all processes would get
+        distributed.run_on_main(lambda: entered.append(stack.enter_context(folder.locked())))
+        yield entered[0] if entered else CreatedFiles(frozenset())
 
 
 def _check_folder(folder: RunFolder, resume: bool, resume_if_possible: bool) -> None:
@@ -136,7 +144,7 @@ def _check_folder(folder: RunFolder, resume: bool, resume_if_possible: bool) -> 
         InputError: the folder holds another run, an evaluation, or files of the user.
     """
     marker = folder.read_marker()
-    restarted = distributed.restarts() > 0 and marker is not None and marker.launch == distributed.launch()
+    restarted = distributed.restart_count() > 0 and marker is not None and marker.launch == distributed.launch_id()
     folder.check_no_evaluation()
     if resume:
         folder.check_resumable()
@@ -148,7 +156,7 @@ def _check_folder(folder: RunFolder, resume: bool, resume_if_possible: bool) -> 
         folder.check_no_foreign_files()
 
 
-def _begin(folder: RunFolder, claim: Claim, marker: RunMarker) -> None:
+def _begin(folder: RunFolder, created: CreatedFiles, marker: RunMarker) -> None:
     """Mark the folder and log into it.
 
     Raises:
@@ -156,10 +164,10 @@ def _begin(folder: RunFolder, claim: Claim, marker: RunMarker) -> None:
     """
     try:
         folder.mark(marker)
-        claim.made(folder.marker)
-        claim.check_not_made_by_others(folder.log)
+        created.add(folder.marker)
+        created.check_not_overwriting(folder.log)
         setup_logging(folder.log)
-        claim.made(folder.log)
+        created.add(folder.log)
     except OSError as error:
         raise _not_writable(folder, error) from error
 
@@ -232,18 +240,18 @@ def _evaluation_folder(output: Path, source: Path, evaluated: str) -> Path:
         number += 1
 
 
-def _describe(folder: RunFolder, claim: Claim, config: RunConfig) -> None:
+def _describe(folder: RunFolder, created: CreatedFiles, config: RunConfig) -> None:
     """Write the settings and the machine.
 
     Raises:
         InputError: they cannot be written.
     """
-    claim.check_not_made_by_others(folder.config, folder.machine)
+    created.check_not_overwriting(folder.config, folder.machine)
     try:
         write_text(folder.config, config_to_yaml(config))
-        claim.made(folder.config)
+        created.add(folder.config)
         write_json(folder.machine, machine_info())
-        claim.made(folder.machine)
+        created.add(folder.machine)
     except OSError as error:
         raise _not_writable(folder, error) from error
 
@@ -284,7 +292,7 @@ def _check_same_task(config: RunConfig, checkpoint: Checkpoint, folder: RunFolde
 
 
 def _report(
-    task: Task[Any], folder: RunFolder, result: Measured, evaluate: Any, model: nn.Module, epochs: str = ""
+    task: Task[Any], folder: RunFolder, result: EvaluationResult, evaluate: Any, model: nn.Module, epochs: str = ""
 ) -> Outcome | None:
     """Results, pictures and the page that shows them, by the main process.
 

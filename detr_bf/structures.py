@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -104,6 +104,32 @@ class Target:
             masks=None if self.masks is None else self.masks.to(device, non_blocking=non_blocking),
         )
 
+    def fits(self, padded: tuple[int, int], num_classes: int) -> bool:
+        """Return True if the tensors have their documented shapes and types, within images of ``padded`` size."""
+        count, (height, width) = len(self.boxes), self.size
+        return (
+            is_dense(self.boxes, (count, 4), torch.float32)
+            and are_labels(self.labels, (count,), num_classes)
+            and 0 < height <= padded[0]
+            and 0 < width <= padded[1]
+            and (self.masks is None or is_dense(self.masks, (count, height, width), torch.bool))
+        )
+
+
+def is_dense(value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Return True for a dense tensor of that shape and type with values."""
+    return (
+        isinstance(value, Tensor)
+        and not (value.is_nested or value.is_meta)
+        and value.layout == torch.strided
+        and (value.shape, value.dtype) == (shape, dtype)
+    )
+
+
+def are_labels(value: Any, shape: tuple[int, ...], num_classes: int) -> bool:
+    """Return True for an int64 tensor of that shape whose values are class indices."""
+    return is_dense(value, shape, torch.int64) and bool(((value >= 0) & (value < num_classes)).all())
+
 
 def padding_mask(
     sizes: Sequence[tuple[int, int]], padded: tuple[int, int], device: torch.device | str = "cpu"
@@ -177,6 +203,26 @@ class Batch:
     def pin_memory(self) -> Batch:
         """Copy images and mask to pinned memory; called by the DataLoader."""
         return Batch(self.images.pin_memory(), self.padding_mask.pin_memory(), self.targets)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values, for a capture of the step."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Batch:
+        """Inverse of :meth:`to_dict`; file names are made printable. Check the result with :meth:`fits`."""
+        targets = (Target(**{**target, "file_name": printable(target["file_name"])}) for target in content["targets"])
+        return cls(**{**content, "targets": tuple(targets)})
+
+    def fits(self, num_classes: int) -> bool:
+        """Return True if the tensors have their documented shapes and types, and labels are below ``num_classes``."""
+        rows, _, height, width = self.images.shape
+        return (
+            is_dense(self.images, (rows, 3, height, width), torch.uint8)
+            and is_dense(self.padding_mask, (rows, height, width), torch.bool)
+            and len(self.targets) == rows
+            and all(target.fits((height, width), num_classes) for target in self.targets)
+        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A function in several processes that form a group, as torchrun would start them."""
+"""Run a function on several ranks of a process group, like torchrun."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 
 from detr_bf import distributed
 
-# a server that has imported torch and runs nothing else hands out processes in a moment
+# forking a server that has imported torch is faster than starting Python
 _SPAWN = multiprocessing.get_context("forkserver")
 _SPAWN.set_forkserver_preload(["tests.processes", "detr_bf.assembly"])
 
 
 def run_together(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What ``function(*arguments)`` returns in each of ``count`` processes; it must stand at the top of a module."""
+    """Return the results of ``function(*arguments)`` on ``count`` ranks; it must be a module-level function."""
     port = str(_free_port())
     pipes = [_SPAWN.Pipe(duplex=False) for _ in range(count)]
     processes = [
@@ -37,12 +37,12 @@ def run_together(count: int, function: Callable[..., Any], *arguments: Any) -> l
             process.join(timeout=20)
             process.kill()
     for rank, (_, error) in enumerate(answers):
-        assert error is None, f"process {rank}: {error}"
+        assert error is None, f"rank {rank}: {error}"
     return [result for result, _ in answers]
 
 
 def _answer(receiver: Connection, rank: int) -> tuple[Any, str | None]:
-    assert receiver.poll(timeout=120), f"process {rank} hangs"
+    assert receiver.poll(timeout=120), f"rank {rank} hangs"
     result, error = pickle.loads(receiver.recv_bytes())
     return result, error
 

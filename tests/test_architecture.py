@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "text": set(),
     "distributed": {"errors", "text"},
     "structures": {"errors", "text"},
-    "labelled": {"errors", "text"},
+    "labelled": {"errors", "text", "structures"},
     "files": {"errors", "text"},
     "boxes": {"errors", "text"},
     "progress": {"distributed", "text"},
@@ -71,7 +71,7 @@ ALLOWED: dict[str, set[str]] = {
     | WORK
     | {"plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"},
     "replay": {"errors", "text", "config", "engine", "assembly", "tasks"},
-    "run": {"errors", "text", "distributed", "files", "config", "engine", "report", "assembly", "tasks"},
+    "run": {"errors", "text", "distributed", "files", "progress", "config", "engine", "report", "assembly", "tasks"},
     "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
     "models": {"errors", "text", "config", "detectors", "engine", "assembly", "predictor", "tasks", "classification"},
     "commands": GROUND

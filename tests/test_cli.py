@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from detr_bf.cli import run_tool
-from detr_bf.engine.logs import setup_logging
 from detr_bf.errors import InputError, TrainingError
+from detr_bf.progress import setup_logging
 
-ROOM = "make room or choose another place, then run it again"
+SPACE = "free some space or choose another folder, then run it again"
 ESCAPE = "\x1b]0;owned\x07"
 
 
@@ -44,11 +44,11 @@ def failing(error: BaseException) -> int:
 @pytest.mark.parametrize(
     ("number", "said"),
     [
-        (errno.ENOSPC, "No space left on device; make room or choose another place"),
-        (errno.EDQUOT, "make room or choose another place"),
-        (errno.EFBIG, "make room or choose another place"),
-        (errno.EROFS, "Read-only file system; choose another place"),
-        (errno.EACCES, "Permission denied; change the permissions or choose another place"),
+        (errno.ENOSPC, "No space left on device; free some space or choose another folder"),
+        (errno.EDQUOT, "free some space or choose another folder"),
+        (errno.EFBIG, "free some space or choose another folder"),
+        (errno.EROFS, "Read-only file system; choose another folder"),
+        (errno.EACCES, "Permission denied; change the permissions or choose another folder"),
         (errno.EIO, "the storage fails"),
         (errno.ENAMETOOLONG, "choose a shorter name"),
     ],
@@ -77,7 +77,7 @@ def test_a_device_without_room(capsys: pytest.CaptureFixture[str]) -> None:
         return 0
 
     assert run_tool(write) == 2
-    assert "No space left on device; make room" in capsys.readouterr().err
+    assert "No space left on device; free some space" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lines", [1, 10_000])
@@ -89,7 +89,7 @@ def test_output_on_a_full_disk(lines: int) -> None:
     script = f"import sys; from detr_bf.cli import run_tool; sys.exit({tool})"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.stderr == f"error: No space left on device; {ROOM}\n"
+    assert done.stderr == f"error: No space left on device; {SPACE}\n"
     assert done.returncode == 2
 
 

@@ -1,4 +1,4 @@
-"""What the processes of a group tell each other."""
+"""Collectives of a process group, and errors that all ranks raise."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def everything() -> dict[str, Any]:
         "mean": distributed.all_reduce_mean(torch.tensor(float(rank))).item(),
         "gathered": distributed.gather_to_main({"from": rank}),
         "known": distributed.all_gather_object("ab"[rank]),
-        "on_main": distributed.on_main(lambda: f"said by {rank}"),
+        "run_on_main": distributed.run_on_main(lambda: f"from {rank}"),
     }
 
 
 def test_two_processes() -> None:
     first, second = run_together(2, everything)
-    common = {"world_size": 2, "total": [3.0, 4.0], "mean": 0.5, "known": ["a", "b"], "on_main": "said by 0"}
+    common = {"world_size": 2, "total": [3.0, 4.0], "mean": 0.5, "known": ["a", "b"], "run_on_main": "from 0"}
     assert first == {**common, "rank": 0, "is_main": True, "gathered": [{"from": 0}, {"from": 1}]}
     assert second == {**common, "rank": 1, "is_main": False, "gathered": None}
 
@@ -45,7 +45,7 @@ def test_one_process_needs_no_group() -> None:
         "mean": 0.0,
         "gathered": [{"from": 0}],
         "known": ["a"],
-        "on_main": "said by 0",
+        "run_on_main": "from 0",
     }
 
 
@@ -61,25 +61,25 @@ def summed_twice() -> list[float]:
     return value.tolist()
 
 
-def told(error: type[Exception]) -> str:
+def raised(error: type[Exception]) -> str:
     def fail() -> None:
         raise error("the disk is full")
 
     try:
-        distributed.on_main(fail)
+        distributed.run_on_main(fail)
     except error as caught:
-        return f"{type(caught).__name__}: {caught}, by all: {getattr(caught, 'by_all', None)}"
+        return f"{type(caught).__name__}: {caught}, on all ranks: {getattr(caught, 'on_all_ranks', None)}"
     return "nothing"
 
 
 @pytest.mark.parametrize("error", [InputError, TrainingError])
-def test_what_fails_on_the_main_process_fails_everywhere(error: type[Exception]) -> None:
-    assert run_together(2, told, error) == [f"{error.__name__}: the disk is full, by all: True"] * 2
+def test_an_error_of_the_main_rank_is_raised_on_every_rank(error: type[Exception]) -> None:
+    assert run_together(2, raised, error) == [f"{error.__name__}: the disk is full, on all ranks: True"] * 2
 
 
 def failing(ranks: tuple[int, ...]) -> str:
     try:
-        with distributed.failing_together():
+        with distributed.raise_on_all_ranks():
             if distributed.rank() in ranks:
                 raise InputError(f"no folder on machine {distributed.rank()}")
     except InputError as error:
@@ -91,12 +91,12 @@ def failing(ranks: tuple[int, ...]) -> str:
     ("ranks", "message"),
     [((), "fine"), ((1,), "no folder on machine 1"), ((0, 1), "no folder on machine 0\nno folder on machine 1")],
 )
-def test_bad_input_of_one_process_ends_all(ranks: tuple[int, ...], message: str) -> None:
+def test_bad_input_of_one_rank_is_raised_on_every_rank(ranks: tuple[int, ...], message: str) -> None:
     assert run_together(2, failing, ranks) == [message] * 2
 
 
-def test_a_new_start_agrees_on_a_name_in_spite_of_what_the_dead_left_in_the_store() -> None:
-    """As torchrun restarts a group: one store for all starts, in which the first left questions and addresses."""
+def test_a_restarted_group_agrees_on_a_new_prefix() -> None:
+    """Like torchrun restarting a group: one store for all starts, with questions and addresses of the first."""
     store, timeout = dist.HashStore(), timedelta(seconds=20)
     with ThreadPoolExecutor(3) as pool:
         names = []
@@ -108,6 +108,6 @@ def test_a_new_start_agrees_on_a_name_in_spite_of_what_the_dead_left_in_the_stor
     assert len(set.union(*names)) == 3
 
 
-def test_processes_that_do_not_come_are_named() -> None:
-    with pytest.raises(TrainingError, match=r"processes \[1, 2\] have not come within 0:00:00.1"):
+def test_ranks_that_do_not_start_are_named() -> None:
+    with pytest.raises(TrainingError, match=r"ranks \[1, 2\] did not start within 0:00:00.1"):
         distributed.store_prefix(dist.HashStore(), 0, 3, timedelta(seconds=0.1))

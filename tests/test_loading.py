@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +20,12 @@ from detr_bf.commands.convert import convert, deploy
 from detr_bf.config import ClassifierConfig, DetectionConfig, config_to_dict, load_config
 from detr_bf.config.classification import ClassifierModelConfig
 from detr_bf.detectors import Detector
-from detr_bf.engine import Checkpoint, RunFolder, Trainer, is_checkpoint, load_checkpoint
-from detr_bf.engine.capture import load_capture
-from detr_bf.engine.trainer import Progress
+from detr_bf.engine import Checkpoint, RunFolder, is_checkpoint, load_checkpoint
+from detr_bf.engine.recovery import load_capture
+from detr_bf.engine.state import Progress, TrainingState
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.interop import read_content
-from detr_bf.structures import ClassMap
+from detr_bf.structures import Batch, ClassMap
 from detr_bf.tasks.classification import read_classifier
 from detr_bf.tasks.masked_autoencoding import initial_weights
 from tests.checkpoints import training
@@ -64,8 +63,12 @@ def _strip(path: Path) -> object:
     return deploy(path, path.with_name("stripped.pt"), "detection")
 
 
+def _load_capture(path: Path) -> object:
+    return load_capture(path, lambda config: Batch)
+
+
 READERS: list[Callable[[Path], object]] = [
-    *(load_checkpoint, is_checkpoint, load_capture, read_content, read_initial_weights, read_network_weights),
+    *(load_checkpoint, is_checkpoint, _load_capture, read_content, read_initial_weights, read_network_weights),
     *(initial_weights, read_weights, read_classifier, detr_bf.load, detr_bf.load_classifier, _convert, _strip),
 ]
 
@@ -146,19 +149,19 @@ def test_settings_of_a_file_that_make_no_classifier_name_the_file(
         load(tmp_path / "a.pt")
 
 
-def trainer_of(folder: Path, model: nn.Module, **parts: Any) -> Any:
-    """The parts of a trainer that saving and restoring touch."""
+def state_of(folder: Path, model: nn.Module) -> TrainingState:
     optimizer = torch.optim.AdamW([next(model.parameters())], fused=True)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    own = {"model": model, "ema": None, "folder": RunFolder(folder), "class_map": CLASSES, "config": {}}
-    return SimpleNamespace(**own, optimizer=optimizer, scaler=scaler, progress=Progress(step=3), **parts)
+    state = TrainingState(model, None, optimizer, scaler, folder=RunFolder(folder), class_map=CLASSES, config={})
+    state.progress = Progress(step=3)
+    return state
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model": {"weight": torch.full((2, 2), torch.nan), "bias": torch.zeros(2)}}, r"NaN .* in weight"),
-        ({"training": None}, "holds weights alone"),
+        ({"training": None}, "holds only weights"),
         ({"training": training() | {"progress": {"step": 1, "evaluated_step": 0, "unknown": 3}}}, "another version"),
     ],
 )
@@ -169,7 +172,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path, changes: dict[str, An
     if changes.get("training"):
         changes = {"training": state | {"progress": changes["training"]["progress"]}}
     with pytest.raises(InputError, match=message):
-        Trainer._restore(trainer_of(tmp_path, network), replace(sound, **changes))
+        state_of(tmp_path, network).restore(replace(sound, **changes), seed=0)
 
 
 @pytest.mark.parametrize("earlier", [False, True])
@@ -183,6 +186,8 @@ def test_a_failing_write_says_whether_there_is_an_earlier_checkpoint(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(torch, "save", full_disk)
-    message = "That of an earlier step is there: .*--resume" if earlier else "No checkpoint was written .*start again"
+    message = (
+        "The checkpoint of an earlier step is there: .*--resume" if earlier else "No checkpoint was written .*again"
+    )
     with pytest.raises(TrainingError, match=rf"step 3 cannot be written to .*No space.*{message}"):
-        Trainer._write(trainer_of(tmp_path, nn.Linear(2, 2)), training(), ())
+        state_of(tmp_path, nn.Linear(2, 2)).save()

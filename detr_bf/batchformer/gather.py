@@ -42,7 +42,7 @@ class Exchange:
         """Gather batch and grid sizes of all ranks (a collective)."""
         own = torch.tensor([images, *(side for shape in shapes for side in shape)])
         gathered = [torch.empty_like(own) for _ in range(distributed.world_size())]
-        dist.all_gather(gathered, own, group=distributed.side_group())
+        dist.all_gather(gathered, own, group=distributed.model_group())
         numbers = [tensor.tolist() for tensor in gathered]
         return cls(
             tuple(count for count, *_ in numbers),
@@ -137,7 +137,7 @@ class _AllToAll(torch.autograd.Function):
     def forward(ctx: Any, sent: Tensor, sizes: list[int], received: list[int]) -> Tensor:
         ctx.sizes = sizes, received
         result = sent.new_empty(sum(received))
-        dist.all_to_all_single(result, sent.contiguous(), received, sizes, group=distributed.side_group())
+        dist.all_to_all_single(result, sent.contiguous(), received, sizes, group=distributed.model_group())
         return result
 
     @staticmethod

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from detr_bf.cli import run_tool
 from detr_bf.data.images import FORMATS, read_image
-from detr_bf.engine.logs import setup_logging
 from detr_bf.errors import InputError
 from detr_bf.evaluation import write_panoptic
 from detr_bf.files import (
@@ -39,15 +38,8 @@ from detr_bf.files import (
 )
 from detr_bf.models import load_predictor
 from detr_bf.predictor import Predictor
-from detr_bf.progress import progress_bar
-from detr_bf.report import (
-    ProbableClasses,
-    class_labels,
-    draw_boxes,
-    draw_panoptic,
-    prediction_sheet,
-    save_picture,
-)
+from detr_bf.progress import progress_bar, setup_logging
+from detr_bf.report import ProbableClasses, class_labels, draw_boxes, draw_panoptic, prediction_sheet, save_picture
 from detr_bf.structures import ClassMap, Detections, PanopticMap
 from detr_bf.text import printable
 

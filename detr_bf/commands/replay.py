@@ -1,7 +1,7 @@
-"""Run a captured step of training again and say what is not finite, and where it begins.
+"""Run a captured training step again and report the first module whose output is not finite.
 
-detr-bf replay runs/mine/captures/step_00000017_process_0.pt
-detr-bf replay FILE --device cpu --precision float32    # does full precision cure it?
+detr-bf replay runs/mine/captures/step_00000017_rank_0.pt
+detr-bf replay FILE --device cpu --precision float32    # is it finite in full precision?
 
 Exit code 0: it is not finite again; 3: everything is finite now; 2: bad input.
 """
@@ -16,7 +16,7 @@ from detr_bf.cli import run_tool
 from detr_bf.replay import replay
 from detr_bf.text import safe_message
 
-CURED = 3
+FINITE = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,12 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", metavar="FILE", type=Path, help="written by a run whose step was not finite")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--precision", help="float32, bf16 or fp16; default: as in the run")
-    parser.add_argument("--anomaly", action="store_true", help="let torch trace the operation whose gradient is NaN")
+    parser.add_argument(
+        "--anomaly",
+        action="store_true",
+        help="use torch's anomaly detection to find the operation whose gradient is NaN",
+    )
     options = parser.parse_args(arguments)
 
     def run() -> int:
         outcome = replay(options.file, device=options.device, precision=options.precision, anomaly=options.anomaly)
         print(safe_message(outcome))
-        return 0 if outcome.reproduced else CURED
+        return 0 if outcome.reproduced else FINITE
 
     return run_tool(run)

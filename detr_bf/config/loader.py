@@ -25,7 +25,7 @@ from detr_bf.config.classification import ClassifierConfig
 from detr_bf.config.detection import DetectionConfig
 from detr_bf.config.masked_autoencoding import MaskedConfig
 from detr_bf.config.run import RunConfig
-from detr_bf.errors import InputError, naming
+from detr_bf.errors import InputError, prefix_errors
 from detr_bf.text import printable
 
 SCHEMAS: dict[str, type[RunConfig]] = {  # by task; the first one is the default
@@ -97,7 +97,7 @@ def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = (), *, sou
     except _UNREADABLE as error:  # text instead of a number, or an override that cannot be resolved
         key = str(getattr(error, "full_key", None) or "")
         raise InputError(_wrong_type(source, key, _given(tree, key), schema)) from error
-    with naming(source):
+    with prefix_errors(source):
         _check_values(config)
     return config
 

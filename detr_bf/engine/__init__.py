@@ -1,4 +1,4 @@
-"""The training loop and what it needs; nothing in here reads a config."""
+"""Training loop, evaluation loop, optimizer, checkpoints and recovery; nothing here reads a config."""
 
 from detr_bf.engine.checkpoint import (
     Checkpoint,
@@ -8,22 +8,27 @@ from detr_bf.engine.checkpoint import (
     load_fitting,
     load_strict,
 )
-from detr_bf.engine.detection import Evaluation, PanopticEvaluation
-from detr_bf.engine.evaluate import EvaluationLoop, Measured, Measurement
+from detr_bf.engine.evaluate import (
+    DetectionEvaluator,
+    Evaluation,
+    EvaluationLoop,
+    EvaluationResult,
+    PanopticEvaluation,
+)
 from detr_bf.engine.metrics import MetricsLog
 from detr_bf.engine.optimizer import LearningRate, build_optimizer, image_parameter_groups, parameter_groups
-from detr_bf.engine.run_folder import Claim, RunFolder, RunMarker, checkpoint_of
+from detr_bf.engine.run_folder import CreatedFiles, RunFolder, RunMarker, checkpoint_of
 from detr_bf.engine.step import TrainingStep
 from detr_bf.engine.trainer import Trainer, TrainSettings
 
 __all__ = [
     "Checkpoint",
-    "Claim",
+    "CreatedFiles",
+    "DetectionEvaluator",
     "Evaluation",
     "EvaluationLoop",
+    "EvaluationResult",
     "LearningRate",
-    "Measured",
-    "Measurement",
     "MetricsLog",
     "PanopticEvaluation",
     "RunFolder",

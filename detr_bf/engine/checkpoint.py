@@ -1,10 +1,10 @@
-"""Checkpoints: written atomically, read without executing anything, compared key by key."""
+"""Checkpoints: written atomically, read without executing code, compared key by key."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf import distributed
-from detr_bf.errors import InputError, naming
+from detr_bf.errors import InputError, prefix_errors
 from detr_bf.files import atomic_write, check_weights, read_torch
 from detr_bf.structures import ClassMap
 from detr_bf.text import listed, printable
@@ -20,20 +20,20 @@ from detr_bf.text import listed, printable
 M = TypeVar("M", bound=nn.Module)
 
 FORMAT = 1
-_DEEPEST = 30  # levels of a stored config
-_MOST = 2**53  # steps and images of a run: up to here a float64 is exact
+_MAX_DEPTH = 30  # levels of a stored config
+_MAX_STEPS = 2**53  # up to here a float64 is exact
 _MIXER = re.compile(r"(?P<path>(?:.*\.)?mixers)\.(?P<mixer>shared|\d+)\.(?P<rest>.+)")  # of BatchFormerV2
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Weights with what is needed to use them, and in ``training`` what is needed to go on."""
+    """Weights, the class map and config to use them, and in ``training`` the state to resume training."""
 
     model: dict[str, Tensor]
     class_map: dict[str, Any]  # ClassMap.to_dict
     config: dict[str, Any]
-    ema: dict[str, Tensor] | None = None  # averaged weights, the ones to evaluate with
-    training: dict[str, Any] | None = None  # optimiser, scaler, RNG, progress
+    ema: dict[str, Tensor] | None = None  # averaged weights, used for evaluation
+    training: dict[str, Any] | None = None  # optimizer, scaler, RNG, progress
     format: int = FORMAT
 
     @property
@@ -41,34 +41,34 @@ class Checkpoint:
         return ClassMap.from_dict(self.class_map)
 
     def state_to_resume(self, source: str) -> dict[str, Any]:
-        """Return the state with which training goes on.
+        """Return the training state.
 
         Raises:
             InputError: the checkpoint holds none.
         """
         if self.training is None:
             raise InputError(
-                f"{source} holds weights alone (it was converted or stripped), and nothing to resume training with: "
-                f"start another run from it with init_from={source} and another output_dir"
+                f"{source} holds only weights (it was converted or stripped) and no training state to resume: start "
+                f"another run from it with init_from={source} and another output_dir"
             )
         return self.training
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The weights to evaluate with."""
+        """The weights for evaluation."""
         return self.ema if self.ema is not None else self.model
 
     def save(self, path: Path, previous: Path | None = None) -> None:
-        """Write atomically: a crash leaves the file that was there whole, and success makes it ``previous``."""
+        """Write atomically: a crash leaves the old file intact, and success renames the old file to ``previous``."""
         with atomic_write(path, previous) as temporary:
             torch.save({name: getattr(self, name) for name in self.__dataclass_fields__}, temporary)
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Return a checkpoint of ours whose every part has the structure that :meth:`Checkpoint.save` gives it.
+    """Read a checkpoint of this package and check the structure of every part.
 
     Raises:
-        InputError: as :func:`detr_bf.files.read_torch`, or the file is of another program or version, or a part of it
+        InputError: see :func:`detr_bf.files.read_torch`; the file is of another program or version, or a part of it
             has another structure.
     """
     content = read_torch(path, own=True)
@@ -101,15 +101,13 @@ def check_stored(config: Any, class_map: Any, path: Path) -> None:
     """
     _check_plain(_mapping(config, "config", path), "config", path)
     classes = _mapping(class_map, "class_map", path)
-    ids: Any
-    ids, names, things = (classes.get(name) for name in ("category_ids", "names", "is_thing"))
-    columns = [column for column in (ids, names, things or None) if column is not None]
+    columns: list[Any] = [classes.get(name) for name in ("category_ids", "names", "is_thing")]
+    ids, names, things = columns
     valid = (
         _is_list_of(ids, int)
         and _is_list_of(names, str)
-        and (not things or _is_list_of(things, bool))
-        and len({len(column) for column in columns}) == 1
-        and len(set(ids)) == len(ids)
+        and _is_list_of(things, bool)
+        and len(set(ids)) == len(ids) == len(names) == len(things)
     )
     if not valid:
         raise _malformed(path, "class_map", "lists of equal length: category_ids (distinct integers), names, is_thing")
@@ -119,7 +117,7 @@ def _check_training(training: Mapping[Any, Any], path: Path) -> None:
     optimizer = _mapping(training.get("optimizer"), "training.optimizer", path)
     groups, state = optimizer.get("param_groups"), optimizer.get("state")
     if not (_is_list_of(groups, dict) and groups and all(_is_list_of(group.get("params"), int) for group in groups)):
-        raise _malformed(path, "training.optimizer.param_groups", "groups with the numbers of their parameters")
+        raise _malformed(path, "training.optimizer.param_groups", "groups with the indices of their parameters")
     for number, moments in _mapping(state, "training.optimizer.state", path).items():
         tensors = _mapping(moments, "training.optimizer.state", path).items()
         named = {f"optimizer.{number}.{name}": value for name, value in tensors if isinstance(value, Tensor)}
@@ -128,18 +126,17 @@ def _check_training(training: Mapping[Any, Any], path: Path) -> None:
     progress = _mapping(training.get("progress"), "training.progress", path)
     steps: Any = [progress.get("step"), progress.get("evaluated_step")]
     numbers = all(value is None or _is_number(value) for value in progress.values())
-    if not (_is_list_of(steps, int) and numbers and 0 <= steps[1] <= steps[0] <= _MOST):
-        raise _malformed(path, "training.progress", "the numbers 'step' and 'evaluated_step' and others of their kind")
+    if not (_is_list_of(steps, int) and numbers and 0 <= steps[1] <= steps[0] <= _MAX_STEPS):
+        raise _malformed(path, "training.progress", "numbers, among them 'step' and 'evaluated_step'")
     if not _is_list_of([training.get("averaged")], int):
         raise _malformed(path, "training.averaged", "a number of steps")
-    rng = training.get("rng")
-    states: Any = [{"cpu": rng, "cuda": None}] if isinstance(rng, Tensor) else rng  # a tensor in earlier checkpoints
+    states: Any = training.get("rng")
     if not _is_list_of(states, dict) or not all(map(is_rng_state, states)):
-        raise _malformed(path, "training.rng", "the generator states of every process")
+        raise _malformed(path, "training.rng", "the generator states of every rank")
 
 
 def is_rng_state(state: Any) -> bool:
-    """Return whether it is what :func:`rng_state` gives."""
+    """Return True for a value of :func:`rng_state`."""
     expected = torch.get_rng_state()
     return (
         isinstance(state, Mapping)
@@ -155,8 +152,8 @@ def _is_bytes(value: Any) -> bool:
 
 
 def _check_plain(value: Any, key: str, path: Path, depth: int = 0) -> None:
-    if depth > _DEEPEST:
-        raise _malformed(path, key, f"at most {_DEEPEST} levels")
+    if depth > _MAX_DEPTH:
+        raise _malformed(path, key, f"at most {_MAX_DEPTH} levels")
     if isinstance(value, dict):
         if not all(isinstance(name, str) for name in value):
             raise _malformed(path, key, "names of settings that are strings")
@@ -176,7 +173,7 @@ def _mapping(value: Any, name: str, path: Path) -> Mapping[Any, Any]:
 
 
 def _is_list_of(values: Any, kind: type) -> bool:
-    """Return whether it is a list or tuple of that type; True and False are no integers."""
+    """Return True for a list or tuple of that type; True and False are not integers."""
     return isinstance(values, (list, tuple)) and all(
         isinstance(value, kind) and (kind is bool or not isinstance(value, bool)) for value in values
     )
@@ -193,7 +190,7 @@ def _malformed(path: Path, name: str, expected: str) -> InputError:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether the file is a checkpoint of ours, of any version, rather than somebody else's weights."""
+    """Return True for a checkpoint of this package, of any version; False for other weights."""
     content = None if path.suffix == ".safetensors" else read_torch(path)
     return isinstance(content, dict) and {"class_map", "config"} <= set(content)
 
@@ -206,7 +203,7 @@ def load_strict(model: nn.Module, weights: Mapping[str, Tensor], source: str, *,
 
     Raises:
         InputError: lists the keys that are missing, unexpected or of another shape, or whose values are not finite or
-            not floating-point where the model's are.
+            not floating-point although the model's are.
     """
     _check_same_tensors(model, weights, source)
     check_weights(weights, source, finite=finite, model=model)
@@ -218,13 +215,13 @@ def build_and_load(
 ) -> M:
     """Build the model of a stored config and load its weights.
 
-    A file may hold any config: the model is built without memory first (on the meta device), and memory is taken only
-    if its tensors are those of the file.
+    A file may hold any config, so the model is first built on the meta device, and memory is allocated only if its
+    tensors match those of the file.
 
     Raises:
-        InputError: the config is of no model, or as :func:`load_strict`.
+        InputError: the config gives no model; see :func:`load_strict`.
     """
-    with naming(f"the config in {source}"), torch.device("meta"):
+    with prefix_errors(f"the config in {source}"), torch.device("meta"):
         outline = build()
     _check_same_tensors(outline, weights, str(source))
     model = build()
@@ -246,16 +243,16 @@ def _check_same_tensors(model: nn.Module, weights: Mapping[str, Tensor], source:
 
 
 def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str, whole_but: str | None = None) -> str:
-    """Load what fits and say what does not, for fine-tuning with other classes or queries.
+    """Load the weights that fit, for fine-tuning with other classes or queries; return a text about the others.
 
-    BatchFormerV2 may be shared among its insertions in one of file and model, and not in the other.
+    BatchFormerV2 may be shared among its insertions in the file and not in the model, or the reverse.
 
     Args:
-        whole_but: the one part of the model that may be left as it is, in whole or in part; None: any may.
+        whole_but: the only part of the model for which weights may be missing; None: they may be missing anywhere.
 
     Raises:
-        InputError: nothing fits, something outside ``whole_but`` does not, or what fits is not finite or not
-            floating-point where the model's is.
+        InputError: nothing fits, weights outside ``whole_but`` are missing, or those that fit are not finite or not
+            floating-point although the model's are.
     """
     check_weights(weights, source, finite=False)
     weights, renamed = _mixers_renamed(model, weights)
@@ -265,11 +262,11 @@ def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str, w
     if not fitting:
         raise InputError(f"init_from: nothing in {source} fits this model." + _lines("its keys", sorted(weights)))
     if whole_but is not None:
-        lacking = [line for line in (*missing, *other_shape) if not line.startswith(f"{whole_but}.")]
-        if lacking:
+        unloaded = [line for line in (*missing, *other_shape) if not line.startswith(f"{whole_but}.")]
+        if unloaded:
             raise InputError(
-                f"init_from: {source} does not hold all that stays frozen."
-                + _lines("missing or different", lacking)
+                f"init_from: {source} does not hold all weights that are frozen."
+                + _lines("missing or different", unloaded)
                 + "\nUse the settings of the model it was trained with, or do not freeze it."
             )
     check_weights(fitting, source, model=model)
@@ -284,9 +281,9 @@ def load_fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str, w
 
 
 def _mixers_renamed(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Give mixers of the file the names that the model has for them, where one is shared and the other is not.
+    """Rename the mixers of the file to those of the model, if only one of the two shares its mixer.
 
-    A shared one becomes each of the model's; of several the first becomes the shared one, and the others are left out.
+    A shared mixer is copied to each mixer of the model. Among several mixers the first becomes the shared one.
     """
     by_path: dict[str, set[str]] = {}
     for found in filter(None, map(_MIXER.fullmatch, weights)):
@@ -307,7 +304,7 @@ def _mixers_renamed(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[di
 
 
 def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str], list[str]]:
-    """Keys missing in ``weights``, keys unknown to ``model``, and those of another shape with both shapes."""
+    """Return the keys missing in ``weights``, the keys unknown to ``model``, and keys of another shape with both."""
     own = model.state_dict()
     missing = [name for name in own if name not in weights]
     unexpected = [name for name in weights if name not in own]
@@ -319,22 +316,8 @@ def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str],
     return missing, unexpected, other_shape
 
 
-def training_state(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, progress: Any) -> dict[str, Any]:
-    """Everything beside the weights that decides how training goes on; all processes call it together.
-
-    The learning rate and the order of the data follow from the step in ``progress``. ``rng`` holds the generators of
-    each process.
-    """
-    return {
-        "optimizer": optimizer.state_dict(),
-        "scaler": scaler.state_dict(),
-        "progress": asdict(progress),
-        "rng": distributed.gather_to_main(rng_state()),
-    }
-
-
 def rng_state() -> dict[str, Any]:
-    """The states of torch's generators in this process."""
+    """Return the states of torch's generators on this rank."""
     return {
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
@@ -342,22 +325,20 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Inverse of :func:`rng_state`; the state of a GPU where there is one."""
+    """Inverse of :func:`rng_state`; a GPU state is ignored without a GPU."""
     torch.set_rng_state(state["cpu"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
 
 def restore_rng(states: Any, seed: int) -> bool:
-    """Set the generators of this process to those of its number among ``states``.
+    """Set the generators of this rank to its entry in ``states``.
 
-    Where there are fewer or more processes than saved states, it starts anew from ``seed``: False then.
+    If the number of ranks has changed, seed them with ``seed`` and return False.
 
     Raises:
         InputError: torch refuses the state.
     """
-    if isinstance(states, Tensor):  # an earlier checkpoint, of one process
-        states = [{"cpu": states, "cuda": None}]
     if len(states) != distributed.world_size():
         torch.manual_seed(seed)
         return False
@@ -365,7 +346,7 @@ def restore_rng(states: Any, seed: int) -> bool:
         set_rng_state(states[distributed.rank()])
     except RuntimeError as error:
         raise InputError(
-            f"the checkpoint's state of the random numbers is damaged ({error}): use an earlier checkpoint"
+            f"the random states of the checkpoint are damaged ({error}): use an earlier checkpoint"
         ) from error
     return True
 

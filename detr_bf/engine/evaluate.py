@@ -1,8 +1,12 @@
-"""The evaluation loop."""
+"""The evaluation loop, and the evaluator of detectors: boxes, masks, panoptic maps.
+
+Every task evaluates by the same protocol: each rank updates an :class:`Evaluator` with its batches, the main rank
+merges those of all ranks and summarizes. Evaluators of classifiers are in :mod:`detr_bf.classification`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -10,37 +14,53 @@ import torch
 from torch import nn
 
 from detr_bf import distributed
-from detr_bf.data.loader import steady
+from detr_bf.data.workers import restart_dead_workers
 from detr_bf.engine.step import TrainingBatch
+from detr_bf.evaluation import CocoEvaluator, EncodedMap, PanopticEvaluator, Result, merge_shards
+from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.progress import progress_bar
+from detr_bf.structures import Batch, ClassMap, Detections, Outputs, PanopticMap
 
 
-class Measured(Protocol):
-    """What an evaluation says; printed it is one line."""
+class EvaluationResult(Protocol):
+    """Metrics of one evaluation; ``str()`` gives one line."""
 
     @property
     def metrics(self) -> Mapping[str, float | None]:
-        """All numbers by name."""
+        """All metrics by name."""
 
     @property
     def score(self) -> float:
-        """What the best checkpoint is chosen by: the higher, the better."""
+        """The metric that chooses the best checkpoint; higher is better."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries and numbers, ready for JSON."""
+        """Return plain dictionaries and numbers, ready for JSON."""
+
+
+class Evaluator(Protocol):
+    """Collects the outputs of one rank for a split; picklable, because it is gathered to the main rank."""
+
+    def update(self, batch: Any, outputs: Any) -> None:
+        """Add a batch and the outputs of the model."""
+
+    def merge(self, other: Any) -> None:
+        """Add the images of another rank."""
+
+    def summarize(self) -> Any:
+        """Return the :class:`EvaluationResult` of all images."""
 
 
 class EvaluationStopped(BaseException):
-    """Some process was asked to stop; all of them raise it."""
+    """Raised on all ranks because one of them was asked to stop."""
 
 
 @dataclass(frozen=True)
 class EvaluationLoop:
-    """A model over one split, as often as it is called; several processes share the images.
+    """Inference over one split, whose images the ranks share.
 
     Args:
-        make_batches: first batch -> those of the split from there on that this process takes, ``num_batches`` in all;
-            some process takes every image, once.
+        make_batches: index of the first batch -> the remaining batches of this rank, ``num_batches`` in all. Every
+            image is in a batch of exactly one rank.
     """
 
     make_batches: Callable[[int], Iterator[Any]]
@@ -49,15 +69,15 @@ class EvaluationLoop:
     precision: torch.dtype = torch.float32
 
     def __call__(self, model: nn.Module, should_stop: Callable[[], bool]) -> Iterator[tuple[Any, Any]]:
-        """Every batch, on the device, with what the model makes of it in evaluation mode and without gradients.
+        """Yield every batch, on the device, with the outputs of the model in evaluation mode, without gradients.
 
         Raises:
-            EvaluationStopped: ``should_stop`` said so after a batch, in some process.
+            EvaluationStopped: ``should_stop`` was True after a batch, on any rank.
         """
         was_training, stop = model.training, False
         model.eval()
         try:
-            batches = steady(self.make_batches, 0)
+            batches = restart_dead_workers(self.make_batches, 0)
             for batch in progress_bar(batches, total=self.num_batches, desc="evaluating", unit="batch", leave=False):
                 moved = batch.to(self.device, non_blocking=True)
                 yield moved, self._outputs(model, moved)
@@ -74,29 +94,16 @@ class EvaluationLoop:
             return model(batch.inputs)
 
 
-class Evaluator(Protocol):
-    """Collects what a process sees of a split; travels between processes."""
-
-    def update(self, batch: Any, outputs: Any) -> None:
-        """Take in a batch and what the model made of it."""
-
-    def merge(self, other: Any) -> None:
-        """Take in what another process has seen."""
-
-    def summarize(self) -> Any:
-        """What was measured, a :class:`Measured`."""
-
-
 E = TypeVar("E", bound=Evaluator)
 
 
 @dataclass
-class Measurement(Generic[E]):
-    """Measures a model with one evaluator.
+class Evaluation(Generic[E]):
+    """Evaluation of a model on one split, for every task.
 
     Args:
-        make_evaluator: an empty one.
-        evaluator: that of the last call, with what all processes saw; on the main process only.
+        make_evaluator: returns an empty evaluator.
+        evaluator: the evaluator of the last call, with the images of all ranks; on the main rank only.
     """
 
     loop: EvaluationLoop
@@ -104,19 +111,97 @@ class Measurement(Generic[E]):
     evaluator: E | None = None
 
     def __call__(self, model: nn.Module, should_stop: Callable[[], bool] = lambda: False) -> Any:
-        """All processes get the result.
+        """Return the :class:`EvaluationResult` on every rank; a collective.
 
         Raises:
-            EvaluationStopped: as :class:`EvaluationLoop`.
+            EvaluationStopped: see :class:`EvaluationLoop`.
         """
         own = self.make_evaluator()
-        for batch, outputs in self.loop(model, should_stop):
-            own.update(batch, outputs)
-        everybody = distributed.gather_to_main(own)
-        return distributed.on_main(lambda: self._summary(everybody or []))
+        with torch.no_grad():
+            for batch, outputs in self.loop(model, should_stop):
+                own.update(batch, outputs)
+        others = distributed.gather_to_main(None if distributed.is_main() else own)
 
-    def _summary(self, everybody: list[E]) -> Any:
-        self.evaluator, *others = everybody
-        for other in others:
-            self.evaluator.merge(other)
-        return self.evaluator.summarize()
+        def summarize() -> Any:
+            self.evaluator = own
+            for other in (others or [])[1:]:
+                own.merge(other)
+            return own.summarize()
+
+        return distributed.run_on_main(summarize)
+
+
+@dataclass(frozen=True)
+class PanopticEvaluation:
+    """Parts of the evaluation of panoptic maps.
+
+    Args:
+        make_evaluator: returns an empty evaluator.
+        encode: encodes a map as a PNG with its JSON entry.
+        write: writes the encoded maps of all images; called on the main rank.
+    """
+
+    postprocess: PanopticPostprocess
+    make_evaluator: Callable[[], PanopticEvaluator]
+    encode: Callable[[PanopticMap], EncodedMap]
+    write: Callable[[Iterable[EncodedMap]], None]
+
+
+class DetectionEvaluator:
+    """Evaluator of a detector.
+
+    Args:
+        boxes: an empty evaluator of detections.
+        masks: evaluate the masks of the detections too.
+        panoptic: for models with a mask head and data with panoptic annotations.
+    """
+
+    def __init__(
+        self,
+        boxes: CocoEvaluator,
+        postprocess: Postprocess,
+        class_map: ClassMap,
+        *,
+        masks: bool = False,
+        panoptic: PanopticEvaluation | None = None,
+    ) -> None:
+        self.class_map = class_map
+        self.panoptic = panoptic
+        self._boxes, self._postprocess, self._masks = boxes, postprocess, masks
+        self._found: Sequence[Detections] = ()  # of a copy that was gathered from another rank
+        self._quality = panoptic.make_evaluator() if panoptic else None
+        self._maps: list[EncodedMap] = []
+
+    @property
+    def detections(self) -> list[Detections]:
+        """The detections by image id."""
+        return merge_shards([self._boxes.detections])
+
+    def update(self, batch: Batch, outputs: Outputs) -> None:
+        """Add a batch and the outputs of the detector."""
+        self._boxes.update(self._postprocess(outputs, batch.targets))
+        if self.panoptic and self._quality:
+            maps = self.panoptic.postprocess(outputs, batch.targets)
+            self._quality.update(maps)
+            self._maps += map(self.panoptic.encode, maps)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the results only: every rank has the ground truth and the postprocessing."""
+        return {"_found": self._boxes.detections, "_quality": self._quality, "_maps": self._maps}
+
+    def merge(self, other: DetectionEvaluator) -> None:
+        """Add the images of another rank."""
+        self._boxes.update(other._found)
+        self._maps += other._maps
+        if self._quality and other._quality:
+            self._quality.merge(other._quality)
+
+    def summarize(self) -> Result:
+        """Return the metrics and write the panoptic maps."""
+        if self.panoptic:
+            self.panoptic.write(self._maps)
+        return Result(
+            self._boxes.summarize(),
+            self._boxes.summarize_masks() if self._masks else None,
+            self._quality.summarize() if self._quality else None,
+        )

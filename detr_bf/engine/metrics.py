@@ -1,4 +1,4 @@
-"""Numbers of a run: one JSON object a line, and TensorBoard when asked for."""
+"""Metrics of a run: means over training steps, ``metrics.jsonl``, TensorBoard and the lines of ``log.txt``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from detr_bf import distributed
+from detr_bf.engine.state import Progress
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.files import read_records, write_text
-from detr_bf.losses import STREAM_NAMES
+from detr_bf.losses import STREAM_NAMES, LossReport
 
 logger = logging.getLogger(__name__)
 
-# beside the loss and its terms, the quantities that log.txt names: name in metrics.jsonl, text
+# quantities of log.txt besides the loss and its terms: name in metrics.jsonl, text
 _SUMMARIZED = {f"stream/{name}": f"{name} stream {{:.4g}}" for name in STREAM_NAMES} | {
     "class_error": "class error {:.3g} %",
     "accuracy": "accuracy {:.3f}",
@@ -35,10 +36,10 @@ class MetricsLog:
     """``metrics.jsonl``: records of kind ``train`` and ``val`` in the order of the steps.
 
     Args:
-        path: the file; what it holds is dropped.
+        path: the file; it is overwritten.
         resume_from: the last step of each kind that a resumed run keeps, so that no record appears twice. Damaged lines
             are dropped with a warning.
-        tensorboard: folder for the same numbers.
+        tensorboard: folder of TensorBoard's event files, with the same numbers.
     """
 
     def __init__(
@@ -49,19 +50,22 @@ class MetricsLog:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Append one record.
+        """Append one record, with null for numbers that are not finite: JSON has none.
 
         Raises:
-            TrainingError: it cannot be written, the disk being full for instance.
+            TrainingError: it cannot be written, for instance because the disk is full.
         """
-        finite = {name: None if _not_finite(value) else value for name, value in values.items()}
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
         try:
             self._file.write(json.dumps({"kind": kind, "step": step, **finite}) + "\n")
             self._file.flush()
         except OSError as error:
             raise TrainingError(
-                f"{self._file.name} cannot be written ({error.strerror or error}): make room, then go on with the same "
-                "command and --resume"
+                f"{self._file.name} cannot be written ({error.strerror or error}): make room, then run the same "
+                "command with --resume"
             ) from error
         if self._writer is not None:
             for name, value in values.items():
@@ -69,14 +73,14 @@ class MetricsLog:
                     self._writer.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        with suppress(OSError):  # what could not be written cannot be flushed either
+        with suppress(OSError):  # a failed write fails again when flushed
             self._file.close()
         if self._writer is not None:
             self._writer.close()
 
 
 class Means:
-    """Scalars of some steps, collected where they are and averaged over steps and processes when they are taken."""
+    """Scalars of some steps, kept on their device and averaged over steps and ranks by :meth:`take`."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Tensor]] = defaultdict(list)
@@ -95,9 +99,12 @@ class Means:
             self._values[name].append(value.detach())
 
     def take(self, per_step: str) -> dict[str, float]:
-        """The means by name, with ``step_seconds``: ``per_step`` names what is added once a step. All start anew.
+        """Return the means by name, with ``step_seconds``, and start anew; a collective.
 
-        All processes call it together, having added the same names.
+        All ranks must have added the same names.
+
+        Args:
+            per_step: a name that is added once a step.
         """
         now = time.perf_counter()
         own = torch.stack([torch.stack(values).double().mean() for values in self._values.values()])
@@ -109,7 +116,7 @@ class Means:
 
 
 class EpochMeans:
-    """Means over several training records, each weighted by the batches that it stands for."""
+    """Means over several training records, weighted by their numbers of batches."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = defaultdict(float)
@@ -122,7 +129,7 @@ class EpochMeans:
             self._batches[name] += batches
 
     def take(self) -> tuple[dict[str, float], int]:
-        """Return the means by name and the number of batches, none where nothing was added; all start anew."""
+        """Return the means by name and the number of batches, and start anew; empty and 0 if nothing was added."""
         means = {name: value / self._batches[name] for name, value in self._sums.items() if self._batches[name]}
         batches = max(self._batches.values(), default=0)
         self._sums.clear()
@@ -130,10 +137,70 @@ class EpochMeans:
         return means, batches
 
 
+class TrainingLog:
+    """Means of the training steps: a record in ``metrics.jsonl`` per window, a line in ``log.txt`` per epoch.
+
+    Args:
+        metrics: None on all ranks but the main one.
+    """
+
+    def __init__(self, metrics: MetricsLog | None) -> None:
+        self._metrics = metrics
+        self._window = Means()
+        self._epoch = EpochMeans()
+        self._weights: dict[str, float] = {}
+
+    def add_batch(self, report: LossReport) -> None:
+        """Add the losses of a batch."""
+        self._window.add(loss=report.total, **report.losses, **report.logged)
+        self._weights = report.term_weights
+
+    def add_step(self, grad_norm: Tensor) -> None:
+        """Add the gradient norm of an optimizer step."""
+        self._window.add(grad_norm=grad_norm)
+
+    def write_window(self, epoch: float, progress: Progress, optimizer: torch.optim.Optimizer) -> None:
+        """Write the means since the last record, if any; a collective.
+
+        Args:
+            epoch: epochs done, with the fraction of the current one.
+        """
+        if not self._window:
+            return
+        batches = self._window.count("loss")
+        record = {
+            "epoch": epoch,
+            **{f"lr/{group['name']}": group["lr"] for group in optimizer.param_groups},
+            "lr": optimizer.param_groups[0]["lr"],
+            **({"skipped_steps": progress.skipped} if progress.skipped else {}),
+            **({"replaced_images": progress.replaced} if progress.replaced else {}),
+            **{f"weight/{name}": weight for name, weight in self._weights.items()},
+            **self._window.take(per_step="grad_norm"),
+        }
+        self._epoch.add(record, batches)
+        self.write("train", progress.step, record)
+
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Write one record, on the main rank."""
+        if self._metrics is not None:
+            self._metrics.write(kind, step, values)
+
+    def log_epoch(self, epoch: float, step: int, accumulate: int) -> None:
+        """Log the means over the epoch, or over its part since the resumption, as one line.
+
+        Args:
+            accumulate: batches of an optimizer step.
+        """
+        means, batches = self._epoch.take()
+        if means:
+            steps = math.ceil(batches / accumulate)
+            logger.info("epoch %.3g, step %d, mean of %d steps: %s", epoch, step, steps, training_line(means))
+
+
 def training_line(means: Mapping[str, float]) -> str:
     """Return ``loss 26.55 (ce 1.203, bbox 0.456 x 5, ...), ...``: total, unweighted terms with their weights, streams.
 
-    Terms of auxiliary layers and proposals, which have no weight of their own, are only counted.
+    Terms of auxiliary layers and proposals have no weight of their own and are only counted.
     """
     terms = {name: value for name, value in means.items() if name.startswith("loss_")}
     shown = []
@@ -147,11 +214,6 @@ def training_line(means: Mapping[str, float]) -> str:
         if name in means:
             parts.append(text.format(means[name]))
     return ", ".join(parts)
-
-
-def _not_finite(value: Any) -> bool:
-    """JSON has no word for it; fp16 training meets infinite gradient norms and skips their steps."""
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _kept(path: Path, resume_from: Mapping[str, int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Parameter groups and the learning rate over the steps."""
+"""Parameter groups, optimizers and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from detr_bf.errors import InputError
 from detr_bf.files import check_weights
 from detr_bf.text import listed
 
-SCALES = "context_broadcasting.scales"  # how the names of the modules that hold them end
+_ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}  # of a parameter
+SCALES = "context_broadcasting.scales"  # last part of the names of their modules
 
 
 def parameter_groups(
@@ -29,11 +30,11 @@ def parameter_groups(
     batch_former_lr_factor: float = 1.0,
     batch_former_weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Up to five groups of the trainable parameters: transformer, backbone, batch_former, points, scales.
+    """Return up to five groups of the trainable parameters: transformer, backbone, batch_former, points, scales.
 
-    ``points`` holds what predicts reference points and sampling offsets (Zhu et al. 2021, arXiv 2010.04159, appendix
-    A.4), ``scales`` those of Context Broadcasting, without weight decay. ``batch_former_weight_decay`` None means
-    ``weight_decay``.
+    ``points`` holds the layers that predict reference points and sampling offsets (Zhu et al. 2021, arXiv 2010.04159,
+    appendix A.4), ``scales`` the scales of Context Broadcasting, without weight decay. ``batch_former_weight_decay``
+    None means ``weight_decay``.
     """
     bf_decay = weight_decay if batch_former_weight_decay is None else batch_former_weight_decay
     groups: dict[str, dict[str, Any]] = {
@@ -43,13 +44,13 @@ def parameter_groups(
         "points": {"lr": lr * point_lr_factor, "weight_decay": weight_decay},
         "scales": {"lr": lr, "weight_decay": 0.0},
     }
-    places = _special_parameters(model)
-    return _filled(groups, model, lambda name, parameter: places.get(id(parameter), "transformer"))
+    special = _special_parameters(model)
+    return _filled(groups, model, lambda name, parameter: special.get(id(parameter), "transformer"))
 
 
 def _special_parameters(model: nn.Module) -> dict[int, str]:
-    """The group of every parameter, by identity, that is not simply of the transformer."""
-    places: dict[int, str] = {}
+    """Return the group of every parameter outside the transformer group, by ``id()``."""
+    special: dict[int, str] = {}
     for name, module in model.named_modules():
         if name == "backbone":
             group = "backbone"
@@ -61,8 +62,8 @@ def _special_parameters(model: nn.Module) -> dict[int, str]:
             group = "scales"
         else:
             continue
-        places |= {id(parameter): group for parameter in module.parameters()}
-    return places
+        special |= {id(parameter): group for parameter in module.parameters()}
+    return special
 
 
 def image_parameter_groups(
@@ -74,12 +75,12 @@ def image_parameter_groups(
     batch_former_lr_factor: float = 1.0,
     batch_former_weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Up to four groups of a classifier's or masked autoencoder's trainable parameters, for plug-ins and all.
+    """Return up to four groups of the trainable parameters of a classifier or masked autoencoder.
 
-    They are ``network`` and ``batch_former``, and of each ``..._no_decay``: vectors (biases, norms, scales) and what
-    the model's ``no_weight_decay()`` names, such as timm's position embeddings and class tokens. ``decay_vectors``
-    decays those as well, but never the scales of Context Broadcasting. ``batch_former_weight_decay`` None means
-    ``weight_decay``.
+    They are ``network`` and ``batch_former``, each with ``..._no_decay`` for vectors (biases, norms, scales) and for
+    the parameters in the model's ``no_weight_decay()``, such as timm's position embeddings and class tokens.
+    ``decay_vectors`` decays those as well, except the scales of Context Broadcasting. ``batch_former_weight_decay``
+    None means ``weight_decay``.
     """
     bf_lr = lr * batch_former_lr_factor
     bf_decay = weight_decay if batch_former_weight_decay is None else batch_former_weight_decay
@@ -95,25 +96,25 @@ def image_parameter_groups(
         if isinstance(module, BatchFormer | BatchFormerV2)
         for parameter in module.parameters()
     }
-    spared: Collection[str] = getattr(model, "no_weight_decay", tuple)()
+    exempt: Collection[str] = getattr(model, "no_weight_decay", tuple)()
 
-    def place(name: str, parameter: nn.Parameter) -> str:
+    def group_of(name: str, parameter: nn.Parameter) -> str:
         group = "batch_former" if id(parameter) in attention else "network"
-        decays = decay_vectors or (parameter.ndim > 1 and name not in spared)
+        decays = decay_vectors or (parameter.ndim > 1 and name not in exempt)
         decays = decays and f"{SCALES}." not in name
         return group if decays else f"{group}_no_decay"
 
-    return _filled(groups, model, place)
+    return _filled(groups, model, group_of)
 
 
 def _filled(
-    groups: Mapping[str, dict[str, Any]], model: nn.Module, place: Callable[[str, nn.Parameter], str]
+    groups: Mapping[str, dict[str, Any]], model: nn.Module, group_of: Callable[[str, nn.Parameter], str]
 ) -> list[dict[str, Any]]:
-    """The trainable parameters in the groups that ``place`` names, without empty ones."""
+    """Return ``groups`` with their trainable parameters, without empty groups."""
     members: dict[str, list[nn.Parameter]] = {name: [] for name in groups}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            members[place(name, parameter)].append(parameter)
+            members[group_of(name, parameter)].append(parameter)
     return [{"name": name, "params": members[name], **groups[name]} for name in groups if members[name]]
 
 
@@ -125,33 +126,35 @@ def build_optimizer(
     nesterov: bool = False,
     betas: Sequence[float] = (0.9, 0.999),
 ) -> torch.optim.Optimizer:
-    """``adamw`` (Loshchilov & Hutter 2019, arXiv 1711.05101) or ``sgd``, fused. ``base_lr``: before the schedule.
+    """Build a fused ``adamw`` (Loshchilov & Hutter 2019, arXiv 1711.05101) or ``sgd``.
+
+    Each group keeps its learning rate before the schedule as ``base_lr``.
 
     Raises:
-        InputError: an unknown name, or Nesterov's momentum of 0.
+        InputError: an unknown name, or Nesterov momentum of 0.
     """
-    based = [{**group, "base_lr": group["lr"]} for group in groups]
+    with_base_lr = [{**group, "base_lr": group["lr"]} for group in groups]
     if name == "adamw":
-        return torch.optim.AdamW(based, betas=(betas[0], betas[1]), fused=True)
+        return torch.optim.AdamW(with_base_lr, betas=(betas[0], betas[1]), fused=True)
     if name != "sgd":
         raise InputError(f"optimizer.name must be adamw or sgd; got '{name}'")
     if nesterov and momentum == 0:
         raise InputError("optimizer.nesterov=true needs optimizer.momentum greater than 0, such as 0.9")
-    return torch.optim.SGD(based, momentum=momentum, nesterov=nesterov, fused=True)
+    return torch.optim.SGD(with_base_lr, momentum=momentum, nesterov=nesterov, fused=True)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], source: str) -> None:
-    """Take over the moments of ``state``; learning rates and weight decay stay those of ``optimizer``.
+    """Load the moments of ``state``; ``optimizer`` keeps its learning rates and weight decay.
 
     Raises:
-        InputError: the state belongs to other parameters, or to another kind of optimizer, or is not finite.
+        InputError: the state belongs to other parameters or to another kind of optimizer, or is not finite.
     """
     adamw, was_adamw = ("betas" in groups[0] for groups in (optimizer.param_groups, state["param_groups"]))
     if adamw != was_adamw:
         old, new = ("adamw" if kind else "sgd" for kind in (was_adamw, adamw))
         raise InputError(
             f"{source} was trained with {old} and optimizer.name is {new}: resume with optimizer.name={old}, or start "
-            "anew with init_from"
+            "a new run with init_from"
         )
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     try:
@@ -159,40 +162,31 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], sour
     except ValueError as error:
         raise InputError(
             f"{source} was trained with other parameters frozen ({error}): resume with the model.backbone settings it "
-            "was started with, or start anew with init_from"
+            "was started with, or start a new run with init_from"
         ) from error
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # of another structure
         raise InputError(f"{source}: its optimizer state is damaged ({error!r}): use another copy of it") from error
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
-    _check_moments(optimizer, source)
-    for parameter, moments in optimizer.state.items():  # the fused step takes for granted that layouts agree
-        for name, moment in moments.items():
-            if isinstance(moment, torch.Tensor) and moment.shape == parameter.shape:
-                moments[name] = torch.empty_like(parameter).copy_(moment)
-
-
-_ADAMW = {"step", "exp_avg", "exp_avg_sq"}  # what its step reads
-
-
-def _check_moments(optimizer: torch.optim.Optimizer, source: str) -> None:
-    """Refuse moments of another shape than their parameter, which the fused step does not check, or not finite ones."""
     for number, (parameter, moments) in enumerate(optimizer.state.items()):
         named = {f"optimizer.{number}.{name}": moment for name, moment in moments.items() if moment is not None}
-        if isinstance(optimizer, torch.optim.AdamW) and moments and set(moments) != _ADAMW:
+        if adamw and moments and set(moments) != _ADAMW_STATE:
             raise InputError(
                 f"{source}: its optimizer state is damaged, it holds {listed(sorted(map(str, moments)))}; expected "
-                f"{listed(sorted(_ADAMW))}. Use another copy of it"
+                f"{listed(sorted(_ADAMW_STATE))}. Use another copy of it"
             )
         check_weights(named, source)
         wrong = [name for name, moment in named.items() if moment.dim() and moment.shape != parameter.shape]
         if wrong:
             raise InputError(f"{source}: {listed(wrong)} must have the shape of the parameter: use another copy of it")
+        for name, moment in moments.items():  # the fused step checks neither shapes nor layouts
+            if isinstance(moment, torch.Tensor) and moment.shape == parameter.shape:
+                moments[name] = torch.empty_like(parameter).copy_(moment)
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The factor every group's learning rate is multiplied with at an optimiser step counted from 0.
+    """Learning rate schedule: optimizer step, from 0 -> factor of every group's learning rate.
 
     ``step``: times ``drop_factor`` at each of ``drop_steps``. ``cosine``: half a cosine down to ``min_factor`` at
     ``total_steps``. Both rise linearly over ``warmup_steps``.

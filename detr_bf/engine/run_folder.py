@@ -1,4 +1,4 @@
-"""The output folder of a run: the names of its files, its lock, and which of its files may be replaced or removed."""
+"""The output folder of a run: the names of its files, its lock, and the files that may be replaced or removed."""
 
 from __future__ import annotations
 
@@ -15,67 +15,78 @@ from filelock import FileLock, Timeout
 
 from detr_bf import distributed
 from detr_bf.errors import InputError
-from detr_bf.files import is_folder, make_output_folder, remove_empty, remove_unfinished, write_json
+from detr_bf.files import (
+    CONFIG_FILE,
+    EVALUATION_FILE,
+    MACHINE_FILE,
+    METRICS_FILE,
+    PANOPTIC_SHEET_FILE,
+    REPORT_FILE,
+    SHEET_FILE,
+    is_folder,
+    make_output_folder,
+    remove_empty,
+    remove_unfinished,
+    write_json,
+)
 from detr_bf.text import listed, printable
 
-LOCK_SECONDS = 1.0  # to wait for a process that is just ending
+LOCK_SECONDS = 1.0  # to wait for the lock of a process that is just ending
 
 
 @dataclass(frozen=True)
 class RunMarker:
-    """Content of the file that marks a folder as written by detr_bf, and by which process last."""
+    """Content of the file that marks a folder as written by detr_bf, with the last process that wrote to it."""
 
     kind: str  # training or evaluation
     host: str
     pid: int
     since: str  # when the process locked the folder: local time, ISO 8601 with seconds
-    launch: str  # distributed.launch()
+    launch: str  # distributed.launch_id()
     evaluated: str = ""  # evaluation: SHA-256 of the weights and settings
 
     @classmethod
     def of_this_process(cls, kind: str, evaluated: str = "") -> RunMarker:
-        """Return the marker that this process writes now."""
+        """Return a marker of this process."""
         since = datetime.now().astimezone().isoformat(timespec="seconds")
-        return cls(kind, socket.gethostname(), os.getpid(), since, distributed.launch(), evaluated)
+        return cls(kind, socket.gethostname(), os.getpid(), since, distributed.launch_id(), evaluated)
 
 
-class Claim:
-    """Files that this process has made in a folder that it has locked.
+class CreatedFiles:
+    """Files that this process has created in a folder it has locked; removed if the input turns out to be bad.
 
     Args:
-        before: files and folders that were there before.
+        existing: files and folders from before.
     """
 
-    def __init__(self, before: frozenset[Path]) -> None:
+    def __init__(self, existing: frozenset[Path]) -> None:
         self.kept = False
-        self._before = before
-        self._made: dict[Path, tuple[int, int]] = {}  # device and inode of each
+        self._existing = existing
+        self._created: dict[Path, tuple[int, int]] = {}  # device and inode of each
 
-    def made(self, *paths: Path) -> None:
-        """Note files that this process has just written; files that were there before do not count."""
+    def add(self, *paths: Path) -> None:
+        """Add files that this process has just written; existing ones are ignored."""
         for path in paths:
-            if self._before.isdisjoint((path, path.parent)) and path.exists():
-                self._made[path] = _identity(path)
+            if self._existing.isdisjoint((path, path.parent)) and path.exists():
+                self._created[path] = _identity(path)
 
-    def check_not_made_by_others(self, *paths: Path) -> None:
-        """Refuse to write over files that have appeared since the folder was locked.
+    def check_not_overwriting(self, *paths: Path) -> None:
+        """Refuse to overwrite files that have appeared since the folder was locked.
 
         Raises:
             InputError: there is one.
         """
         for path in paths:
-            if path not in self._before and path not in self._made and path.exists():
-                raise InputError(
-                    f"{path} was made by another program meanwhile, and would be overwritten: move it away"
-                )
+            if path not in self._existing and path not in self._created and path.exists():
+                raise InputError(f"{path} was just created by another program and would be overwritten: move it away")
 
     def keep(self) -> None:
-        """Keep the files, also if an InputError follows."""
+        """Keep the files, also after an InputError."""
         self.kept = True
 
     def remove(self) -> None:
-        """Remove the files unless they are kept, in reverse order: the lock, which was made first, is removed last."""
-        for path, identity in () if self.kept else reversed(self._made.items()):
+        """Remove the files unless they are kept, in reverse order: the lock was created first and goes last."""
+        for path, identity in () if self.kept else reversed(self._created.items()):
             with suppress(OSError):
                 if _identity(path) != identity:
                     continue
@@ -92,13 +103,13 @@ def _identity(path: Path) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The output folder of a training run or of an evaluation, and the names in it."""
+    """The output folder of a training run or of an evaluation, and the paths of its files."""
 
     path: Path
 
     @property
     def config(self) -> Path:
-        return self.path / "config.yaml"
+        return self.path / CONFIG_FILE
 
     @property
     def log(self) -> Path:
@@ -106,11 +117,11 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS_FILE
 
     @property
     def machine(self) -> Path:
-        return self.path / "machine.json"
+        return self.path / MACHINE_FILE
 
     @property
     def last(self) -> Path:
@@ -122,37 +133,37 @@ class RunFolder:
 
     @property
     def previous(self) -> Path:
-        """What was in ``last`` before: used where that is damaged."""
+        """The ``last`` of the save before, used if ``last`` is damaged."""
         return self.path / "previous.pt"
 
     @property
     def damaged(self) -> Path:
-        """Where a ``last`` that cannot be read is put."""
+        """New name of a ``last`` that cannot be read."""
         return self.path / "last.damaged.pt"
 
     @property
     def marker(self) -> Path:
-        """Mark of a folder that detr_bf writes to: a :class:`RunMarker`."""
+        """File with a :class:`RunMarker`, in every folder that detr_bf writes to."""
         return self.path / "detr_bf-run.json"
 
     @property
     def lock(self) -> Path:
-        """Lock of the process that writes to the folder."""
+        """Lock file of the process that writes to the folder."""
         return self.path / "detr_bf-run.lock"
 
     @property
     def captures(self) -> Path:
         return self.path / "captures"
 
-    def capture(self, step: int, process: int) -> Path:
-        return self.captures / f"step_{step:07d}_process_{process}.pt"
+    def capture(self, step: int, rank: int) -> Path:
+        return self.captures / f"step_{step:07d}_rank_{rank}.pt"
 
     def epoch(self, number: int) -> Path:
         return self.path / f"epoch_{number:04d}.pt"
 
     @property
     def evaluation(self) -> Path:
-        return self.path / "evaluation.json"
+        return self.path / EVALUATION_FILE
 
     @property
     def results(self) -> Path:
@@ -160,15 +171,15 @@ class RunFolder:
 
     @property
     def report(self) -> Path:
-        return self.path / "report.html"
+        return self.path / REPORT_FILE
 
     @property
     def pictures(self) -> Path:
-        return self.path / "pictures"
+        return (self.path / SHEET_FILE).parent
 
     @property
     def sheet(self) -> Path:
-        return self.pictures / "validation.png"
+        return self.path / SHEET_FILE
 
     @property
     def panoptic(self) -> Path:
@@ -181,11 +192,11 @@ class RunFolder:
 
     @property
     def panoptic_sheet(self) -> Path:
-        return self.pictures / "panoptic.png"
+        return self.path / PANOPTIC_SHEET_FILE
 
     @property
     def predictions(self) -> Path:
-        """Of a classifier: a line for every validation image."""
+        """Predictions of a classifier, one line per validation image."""
         return self.path / "predictions.csv"
 
     @property
@@ -193,7 +204,7 @@ class RunFolder:
         return self.path / "tensorboard"
 
     def create(self) -> list[Path]:
-        """Make the folder as :func:`detr_bf.files.make_output_folder`; return the folders that were missing.
+        """Create the folder, see :func:`detr_bf.files.make_output_folder`; return the folders that were missing.
 
         Raises:
             InputError: files cannot be written there.
@@ -201,27 +212,27 @@ class RunFolder:
         return make_output_folder(self.path, "output_dir")
 
     @contextmanager
-    def locked(self) -> Iterator[Claim]:
+    def locked(self) -> Iterator[CreatedFiles]:
         """Create the folder and lock it within the block against every other process that writes to it.
 
-        The kernel releases the lock when the process ends, however it ends. If an InputError ends the block, the files
-        in the claim and the folders that this process has made are removed, and nothing else is.
+        The kernel releases the lock when the process ends, however it ends. If an InputError ends the block, only the
+        created files and folders are removed.
 
         Raises:
             InputError: the folder cannot be written, or another process holds the lock.
         """
-        made = self.create()
-        claim = Claim(frozenset(path for path in (*self._all_names, self.marker, self.lock) if path.exists()))
+        folders = self.create()
+        created = CreatedFiles(frozenset(path for path in (*self._all_paths, self.marker, self.lock) if path.exists()))
         try:
             with self._lock_held():
-                claim.made(self.lock)
+                created.add(self.lock)
                 try:
-                    yield claim
+                    yield created
                 except InputError:
-                    claim.remove()
+                    created.remove()
                     raise
         except InputError:
-            remove_empty(() if claim.kept else made)
+            remove_empty(() if created.kept else folders)
             raise
 
     @contextmanager
@@ -231,9 +242,9 @@ class RunFolder:
             lock.acquire()
         except Timeout:
             holder = self.read_marker()
-            told = f"process {holder.pid} on {printable(holder.host)} since {printable(holder.since)}" if holder else ""
+            name = f"process {holder.pid} on {printable(holder.host)} since {printable(holder.since)}" if holder else ""
             raise InputError(
-                f"output_dir {self.path} is in use by another run ({told or 'just started'}): wait until it has ended, "
+                f"output_dir {self.path} is in use by another run ({name or 'just started'}): wait until it has ended, "
                 "stop it, or choose another folder with output_dir=DIR"
             ) from None
         except OSError as error:
@@ -244,11 +255,11 @@ class RunFolder:
             lock.release()
 
     def mark(self, marker: RunMarker) -> None:
-        """Write the marker; called with the lock held, before any other file is written."""
+        """Write the marker, before any other file; the lock must be held."""
         write_json(self.marker, asdict(marker))
 
     def read_marker(self) -> RunMarker | None:
-        """Return the marker; None where there is none.
+        """Return the marker, or None if there is none.
 
         Raises:
             InputError: the file is not a marker.
@@ -263,7 +274,7 @@ class RunFolder:
             ) from error
 
     def check_no_foreign_files(self) -> None:
-        """Refuse a folder without marker in which files have the names of ours: they would be overwritten.
+        """Refuse a folder without marker that holds files a run would overwrite.
 
         Raises:
             InputError: there are such files.
@@ -271,7 +282,7 @@ class RunFolder:
         if self.marker.exists():
             return
         epochs = self.path.glob(self.epoch(0).name.replace("0000", "*"))
-        foreign = [path.name for path in (*self._all_names, *epochs) if path.exists() or path.is_symlink()]
+        foreign = [path.name for path in (*self._all_paths, *epochs) if path.exists() or path.is_symlink()]
         if foreign:
             raise InputError(
                 f"output_dir {self.path} is not the folder of a run ({self.marker.name} is missing) and holds "
@@ -280,19 +291,19 @@ class RunFolder:
             )
 
     @property
-    def _all_names(self) -> tuple[Path, ...]:
+    def _all_paths(self) -> tuple[Path, ...]:
         checkpoints = self.last, self.best, self.previous, self.damaged
         results = self.evaluation, self.results, self.predictions, self.panoptic, self.panoptic_results, self.report
         others = self.log, self.metrics, self.config, self.machine, self.tensorboard, self.pictures, self.captures
         return *others, *checkpoints, *results
 
     def remove_unfinished(self) -> None:
-        """Remove temporary files that killed processes have left; called with the lock held."""
+        """Remove temporary files that killed processes have left; the lock must be held."""
         for folder in (self.path, self.pictures, self.panoptic, self.captures):
             remove_unfinished(folder)
 
     def holds_a_run(self) -> bool:
-        """Whether there is a checkpoint to go on from; killed between two renamings a run leaves ``previous`` alone."""
+        """Return True if there is a checkpoint to resume; a run killed while renaming leaves only ``previous``."""
         return self.last.exists() or self.previous.exists()
 
     def check_no_evaluation(self) -> None:
@@ -313,12 +324,12 @@ class RunFolder:
         """
         if self.holds_a_run() and self.marker.exists():
             raise InputError(
-                f"output_dir {self.path} already holds a run: go on with --resume, "
+                f"output_dir {self.path} already holds a run: continue it with --resume, "
                 "or choose another with output_dir=DIR"
             )
 
     def check_resumable(self) -> None:
-        """Refuse to resume where there is nothing.
+        """Refuse to resume without a checkpoint.
 
         Raises:
             InputError: there is no checkpoint.
@@ -328,7 +339,7 @@ class RunFolder:
 
 
 def checkpoint_of(path: str | Path) -> Path:
-    """The best checkpoint of a run folder, or its last; a file is itself."""
+    """Return the best checkpoint of a run folder, or its last; return a file unchanged."""
     folder = RunFolder(Path(path))
     if not is_folder(folder.path):
         return folder.path

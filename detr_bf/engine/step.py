@@ -1,10 +1,13 @@
-"""What the processes of a group compute in parallel, and what they agree on with every batch."""
+"""One training step under DDP, the flags reduced after each batch, and deferred signals."""
 
 from __future__ import annotations
 
+import signal
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -14,46 +17,56 @@ from torch.nn.parallel import DistributedDataParallel
 from detr_bf import distributed
 from detr_bf.losses import LossReport
 
+SAME_SIGNAL_SECONDS = 2.0  # a terminal or scheduler and torchrun may each send the same request to stop
 B = TypeVar("B")
 
 
 class TrainingBatch(Protocol):
-    """What the engine needs to know of a batch."""
+    """A batch as the engine uses it."""
 
     @property
     def inputs(self) -> Any:
-        """What the model is called with."""
+        """Argument of the model."""
 
     @property
     def targets(self) -> Any:
-        """What the criterion compares the outputs with."""
+        """Second argument of the criterion."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a message calls the images."""
+        """Names of the images in messages."""
 
     @property
     def replaced(self) -> tuple[str, ...]:
-        """Why images could not be read for which others stand in, one message for each."""
+        """Errors of unreadable images that others replace, one message each."""
 
     def not_finite(self) -> list[str]:
-        """The names of the images whose data hold infinity or NaN."""
+        """Return the names of the images whose data hold infinity or NaN."""
 
     def to(self: B, device: torch.device | str, non_blocking: bool = False) -> B:
-        """The same on another device."""
+        """Return a copy on another device."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values, for a capture of the step."""
+
+    @classmethod
+    def from_dict(cls: type[B], content: Mapping[str, Any]) -> B:
+        """Inverse of :meth:`to_dict`; any exception means damage."""
+
+    def fits(self, num_classes: int) -> bool:
+        """Return True if the tensors have their documented shapes and types, and labels are below ``num_classes``."""
 
 
 Criterion = Callable[[Any, Any], LossReport]  # (what the model returns, the targets of the batch)
 
 
 class TrainingStep(nn.Module):
-    """A batch through the model, under autocast, and its losses, outside of it.
+    """The model under autocast and its losses outside of it, as one module.
 
-    One module, because DistributedDataParallel must see every use of a parameter, and the mask head is used by the
-    losses.
+    DistributedDataParallel must see every use of a parameter, and the losses use the mask head.
 
     Args:
-        criterion: if it is a module, what it learns is in the model as well.
+        criterion: if it is a module, its parameters are in the model as well.
     """
 
     def __init__(self, model: nn.Module, criterion: Criterion, device: torch.device, precision: torch.dtype) -> None:
@@ -64,7 +77,7 @@ class TrainingStep(nn.Module):
         self.precision = precision
 
     def forward(self, batch: TrainingBatch) -> LossReport:
-        """``batch`` comes from any device."""
+        """Return the losses of a batch, which may be on any device."""
         moved = batch.to(self.device, non_blocking=True)
         with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
             outputs = self.model(moved.inputs)
@@ -72,22 +85,22 @@ class TrainingStep(nn.Module):
 
 
 def wrap_ddp(step: TrainingStep, *, unused_parameters: bool = False) -> nn.Module:
-    """The step whose gradients become the mean over all processes; of one process the step itself.
+    """Wrap the step in DistributedDataParallel; with one rank return the step itself.
 
     Args:
-        unused_parameters: some get no gradient in a step, which costs a search through the graph.
+        unused_parameters: some parameters get no gradient in a step; costs a search through the graph.
     """
     if distributed.world_size() == 1:
         return step
-    # gradients of 1 x 1 convolutions have strides of their own, of which torch warns at every start
+    # gradients of 1 x 1 convolutions have strides of their own, and torch warns of them at every start
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     return DistributedDataParallel(step, gradient_as_bucket_view=True, find_unused_parameters=unused_parameters)
 
 
 @contextmanager
-def sync_gradients(step: nn.Module, exchanged: bool) -> Iterator[None]:
-    """Forward and backward passes within the block add to the gradients; they are exchanged only if it says so."""
-    if exchanged or not isinstance(step, DistributedDataParallel):
+def sync_gradients(step: nn.Module, enabled: bool) -> Iterator[None]:
+    """Accumulate gradients within the block, and reduce them over the ranks only if ``enabled``."""
+    if enabled or not isinstance(step, DistributedDataParallel):
         yield
         return
     with step.no_sync():
@@ -95,19 +108,53 @@ def sync_gradients(step: nn.Module, exchanged: bool) -> Iterator[None]:
 
 
 class ReducedFlags(NamedTuple):
-    """What all processes know after a batch; each is a sum over them."""
+    """Sums over all ranks after a batch."""
 
-    loss: float  # of the finite ones
-    not_finite: float  # processes whose loss is not
-    stop: float  # processes that were asked to
-    save: float  # whether the main process wants a checkpoint
-    replaced: float  # images that could not be read
+    loss: float  # of the ranks whose loss is finite
+    not_finite: float  # ranks whose loss is not finite
+    stop: float  # ranks that received a signal
+    save: float  # 1 if the main rank wants a checkpoint
+    replaced: float  # unreadable images
 
 
 def reduce_flags(loss: Tensor, *, stop: bool, save: bool, replaced: int) -> ReducedFlags:
-    """Exchange what must be decided together, so that nobody waits for one that went another way."""
+    """All-reduce loss and flags so that all ranks branch alike."""
     value = loss.detach().double()
     finite = value.isfinite()
-    said = torch.tensor([stop, save, replaced], dtype=torch.float64, device=loss.device)
-    both = torch.stack([torch.where(finite, value, 0.0), (~finite).double()])
-    return ReducedFlags(*distributed.all_reduce_sum(torch.cat([both, said])).tolist())
+    flags = torch.tensor([stop, save, replaced], dtype=torch.float64, device=loss.device)
+    losses = torch.stack([torch.where(finite, value, 0.0), (~finite).double()])
+    return ReducedFlags(*distributed.all_reduce_sum(torch.cat([losses, flags])).tolist())
+
+
+class DeferredSignals:
+    """Context in which the first SIGINT or SIGTERM is only stored in ``received``; a later one acts as usual.
+
+    Signals within :data:`SAME_SIGNAL_SECONDS` of the first belong to the same request.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._received_at = 0.0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> DeferredSignals:
+        self._previous = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received, self._received_at = number, time.monotonic()
+        elif time.monotonic() - self._received_at > SAME_SIGNAL_SECONDS:
+            self._restore()
+            signal.raise_signal(number)
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)

@@ -11,10 +11,9 @@ from detr_bf.config.detection import DetectorPluginsConfig
 from detr_bf.config.run import ContextBroadcastingConfig, LocalizationConfig
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
 from detr_bf.evaluation.results import SIZE_NAMES
+from detr_bf.files import EVALUATION_FILE, PANOPTIC_SHEET_FILE, SHEET_FILE
 from detr_bf.report.curves import DETECTION_CURVES
 from detr_bf.report.page import (
-    EVALUATION_FILE,
-    SHEET_FILE,
     TaskPage,
     count,
     headline,
@@ -26,7 +25,6 @@ from detr_bf.report.page import (
     validation_sheet,
 )
 
-PANOPTIC_SHEET_FILE = "pictures/panoptic.png"
 _SIDE_BY_SIDE = "Validation images with ground truth and predictions side by side"
 
 

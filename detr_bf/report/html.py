@@ -12,15 +12,12 @@ from typing import Any
 
 from detr_bf.config import saved_config
 from detr_bf.errors import InputError
-from detr_bf.files import write_text
+from detr_bf.files import CONFIG_FILE, CURVES_FILE, EVALUATION_FILE, MACHINE_FILE, METRICS_FILE, REPORT_FILE, write_text
 from detr_bf.report.curves import Metrics, draw_curves, read_metrics, series
 from detr_bf.report.detection import DETECTION_PAGE
-from detr_bf.report.page import CURVES_FILE, EVALUATION_FILE, METRICS_FILE, TaskPage, escaped, missing, picture, section
+from detr_bf.report.page import TaskPage, escaped, missing, picture, section
 from detr_bf.text import printable
 
-CONFIG_FILE = "config.yaml"
-MACHINE_FILE = "machine.json"
-REPORT_FILE = "report.html"
 _STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1c1e22; --faint: #666d76; --line: #e2e5e9; --panel: #f6f7f9;
   --accent: #0072b2; }

@@ -12,14 +12,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from detr_bf.files import SHEET_FILE
 from detr_bf.report.curves import CurvePlan
 from detr_bf.report.drawing import tolerating
 from detr_bf.text import printable, safe_message
 
-METRICS_FILE = "metrics.jsonl"
-EVALUATION_FILE = "evaluation.json"
-CURVES_FILE = "pictures/curves.svg"
-SHEET_FILE = "pictures/validation.png"
 _MEDIA_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
 _NO_VALUE = "—"
 

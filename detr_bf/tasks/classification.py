@@ -43,7 +43,7 @@ from detr_bf.data.batches import SampleKey
 from detr_bf.data.checks.annotations import Report
 from detr_bf.engine import (
     Checkpoint,
-    Measurement,
+    Evaluation,
     RunFolder,
     build_and_load,
     checkpoint_of,
@@ -54,6 +54,7 @@ from detr_bf.engine import (
 )
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
+from detr_bf.labelled import LabelledImages
 from detr_bf.plugins import without_plugins
 from detr_bf.plugins.plugin import PREFIX
 from detr_bf.report import class_labels, save_picture, tolerating
@@ -67,6 +68,8 @@ I = TypeVar("I", ClassifierConfig, MaskedConfig)  # noqa: E741
 
 class ImageTask(Task[I]):
     """Data and optimizer of models that are trained on whole images."""
+
+    batch_type = LabelledImages
 
     def examine(self) -> Report:
         return check_image_data(self.config)
@@ -120,7 +123,7 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
         evaluator = partial(
             ClassificationEvaluator, splits.class_map, splits.class_counts, many=settings.many, few=settings.few
         )
-        return Measurement(val_loop(self.config, splits, device_of(self.config)), evaluator)
+        return Evaluation(val_loop(self.config, splits, device_of(self.config)), evaluator)
 
     def load_evaluated(self, source: Path) -> tuple[nn.Module, ClassMap]:
         classes = load_checkpoint(source).classes if is_checkpoint(source) else self.load_data().class_map
@@ -133,9 +136,7 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
         load_strict(model, weights, str(source))
         return model, classes
 
-    def write_outputs(
-        self, folder: RunFolder, evaluate: Measurement[ClassificationEvaluator], model: nn.Module
-    ) -> None:
+    def write_outputs(self, folder: RunFolder, evaluate: Evaluation[ClassificationEvaluator], model: nn.Module) -> None:
         assert evaluate.evaluator is not None, "rank 0 has evaluated"
         write_predictions(folder.predictions, evaluate.evaluator.predictions(), evaluate.evaluator.class_map)
         if not self.config.eval.pictures:

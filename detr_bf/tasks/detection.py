@@ -35,6 +35,7 @@ from detr_bf.data.transforms import resized_size
 from detr_bf.detectors import Detector, detector_named
 from detr_bf.engine import (
     Checkpoint,
+    DetectionEvaluator,
     Evaluation,
     EvaluationLoop,
     PanopticEvaluation,
@@ -83,6 +84,7 @@ class DetectionTask(Task[DetectionConfig]):
     kind = "a detector"
     page = DETECTION_PAGE
     deploy_option = "--strip-batchformer"
+    batch_type = Batch
 
     @property
     def unused_parameters(self) -> bool:
@@ -153,19 +155,23 @@ class DetectionTask(Task[DetectionConfig]):
         load_strict(model, _without(weights, unused), str(source))
         return model, classes
 
-    def write_outputs(self, folder: RunFolder, evaluate: Evaluation, model: torch.nn.Module) -> None:
-        write_results(folder.results, evaluate.detections, evaluate.class_map)
+    def write_outputs(
+        self, folder: RunFolder, evaluate: Evaluation[DetectionEvaluator], model: torch.nn.Module
+    ) -> None:
+        found = evaluate.evaluator
+        assert found is not None, "rank 0 has evaluated"
+        write_results(folder.results, found.detections, found.class_map)
         if not self.config.eval.pictures:
             return
-        names = class_labels(evaluate.class_map)
+        names = class_labels(found.class_map)
         with tolerating(str(folder.sheet)):
             folder.sheet.unlink(missing_ok=True)
-            rows = list(_sheet_rows(self.config, evaluate))
+            rows = list(_sheet_rows(self.config, found))
             save_picture(folder.sheet, comparison_sheet(rows, names, self.config.eval.picture_threshold))
-        if evaluate.panoptic:
+        if found.panoptic:
             with tolerating(str(folder.panoptic_sheet)):
                 folder.panoptic_sheet.unlink(missing_ok=True)
-                panoptic_rows = list(_panoptic_rows(folder, self.config, evaluate))
+                panoptic_rows = list(_panoptic_rows(folder, self.config, found))
                 save_picture(folder.panoptic_sheet, panoptic_sheet(panoptic_rows, names))
 
     def predictor(self, checkpoint: Checkpoint, source: Path) -> Predictor:
@@ -307,11 +313,12 @@ def _num_tokens(config: DetectionConfig, size: tuple[int, int]) -> int:
 
 def build_evaluation(
     config: DetectionConfig, class_map: ClassMap, device: torch.device, folder: RunFolder
-) -> Evaluation:
+) -> Evaluation[DetectionEvaluator]:
     """Return the evaluation on the validation split; it writes panoptic maps to ``folder``."""
     data, source = build_val_data(config, class_map), data_source(config, "val")
     check_enough_tokens(config, data, "val")
     loader = build_loader(config, device)
+    postprocess, panoptic = build_postprocess(config), _panoptic_evaluation(config, data, folder)
     # with mini-batch inference the images of a batch see each other: batches must not depend on their sizes
     sizes = [(0, 0)] * len(data) if config.batch_former.mode == "mini_batch_inference" else data.sizes
     batches = partial(
@@ -324,19 +331,21 @@ def build_evaluation(
             device=device,
             precision=PRECISIONS[config.train.precision],
         ),
-        make_evaluator=lambda: CocoEvaluator(
-            source.annotations,
+        make_evaluator=lambda: DetectionEvaluator(
+            CocoEvaluator(
+                source.annotations,
+                class_map,
+                config.eval.engine,
+                config.eval.max_detections,
+                masks=config.model.masks,
+                panoptic=source.panoptic,
+                max_pixels=config.data.max_pixels,
+            ),
+            postprocess,
             class_map,
-            config.eval.engine,
-            config.eval.max_detections,
             masks=config.model.masks,
-            panoptic=source.panoptic,
-            max_pixels=config.data.max_pixels,
+            panoptic=panoptic,
         ),
-        postprocess=build_postprocess(config),
-        class_map=class_map,
-        masks=config.model.masks,
-        panoptic=_panoptic_evaluation(config, data, folder),
     )
 
 
@@ -357,7 +366,7 @@ def _panoptic_evaluation(config: DetectionConfig, data: CocoDetection, folder: R
     )
 
 
-def _sheet_rows(config: DetectionConfig, evaluation: Evaluation) -> Iterator[SheetRow]:
+def _sheet_rows(config: DetectionConfig, evaluation: DetectionEvaluator) -> Iterator[SheetRow]:
     """Yield images spread evenly over the validation split, with ground truth and detections."""
     found = {detections.image_id: detections for detections in evaluation.detections}
     for image, target in _shown_images(config, evaluation.class_map):
@@ -366,7 +375,9 @@ def _sheet_rows(config: DetectionConfig, evaluation: Evaluation) -> Iterator[She
         yield SheetRow(image, boxes, target.labels, found[target.image_id], target.file_name)
 
 
-def _panoptic_rows(folder: RunFolder, config: DetectionConfig, evaluation: Evaluation) -> Iterator[PanopticSheetRow]:
+def _panoptic_rows(
+    folder: RunFolder, config: DetectionConfig, evaluation: DetectionEvaluator
+) -> Iterator[PanopticSheetRow]:
     """Yield the same images with both panoptic maps."""
     class_map, val = evaluation.class_map, data_source(config, "val")
     assert val.panoptic is not None, "there are maps to compare with"

@@ -24,7 +24,7 @@ from detr_bf.config import MaskedConfig
 from detr_bf.conversion import same_outputs, write_weights
 from detr_bf.engine import (
     Checkpoint,
-    Measurement,
+    Evaluation,
     RunFolder,
     build_and_load,
     checkpoint_of,
@@ -65,7 +65,7 @@ class MaskedTask(ImageTask[MaskedConfig]):
 
     def build_evaluation(self, class_map: ClassMap, folder: RunFolder, data: ImageSplits | None = None) -> Evaluate:
         loop = val_loop(self.config, data or self.load_data(), device_of(self.config))
-        return Measurement(loop, ReconstructionEvaluator)
+        return Evaluation(loop, ReconstructionEvaluator)
 
     def load_evaluated(self, source: Path) -> tuple[nn.Module, ClassMap]:
         classes = load_checkpoint(source).classes if is_checkpoint(source) else self.load_data().class_map
@@ -74,9 +74,7 @@ class MaskedTask(ImageTask[MaskedConfig]):
         return model, classes
 
     @torch.no_grad()
-    def write_outputs(
-        self, folder: RunFolder, evaluate: Measurement[ReconstructionEvaluator], model: nn.Module
-    ) -> None:
+    def write_outputs(self, folder: RunFolder, evaluate: Evaluation[ReconstructionEvaluator], model: nn.Module) -> None:
         count = self.config.eval.pictures
         if not count:
             return

@@ -22,8 +22,8 @@ from detr_bf.assembly.training import (
 )
 from detr_bf.config import RunConfig, config_to_dict
 from detr_bf.data.checks.annotations import Report
-from detr_bf.engine import Checkpoint, Measured, RunFolder, Trainer, TrainingStep, build_and_load
-from detr_bf.engine.step import Criterion
+from detr_bf.engine import Checkpoint, EvaluationResult, RunFolder, Trainer, TrainingStep, build_and_load
+from detr_bf.engine.step import Criterion, TrainingBatch
 from detr_bf.errors import InputError
 from detr_bf.report import TaskPage
 from detr_bf.structures import ClassMap
@@ -31,7 +31,7 @@ from detr_bf.structures import ClassMap
 logger = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=RunConfig)
-Evaluate = Callable[..., Measured]  # (model) -> result
+Evaluate = Callable[..., EvaluationResult]  # (model) -> result
 MakeBatches = Callable[[int, int], Iterator[Any]]  # (epoch, first batch) -> the batches of this rank from there on
 
 
@@ -43,6 +43,7 @@ class Task(ABC, Generic[C]):
     """
 
     kind: ClassVar[str]  # in messages: "a detector"
+    batch_type: ClassVar[type[TrainingBatch]]  # of a captured step
     page: ClassVar[TaskPage]  # of report.html
     deploy_option: ClassVar[str]  # of ``detr-bf convert``, see :meth:`deploy`
 

@@ -113,7 +113,7 @@ def test_the_first_few_other_classes_are_named() -> None:
 def test_a_checkpoint_without_training_state_cannot_be_resumed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.metrics.write_text("kept")
-    with pytest.raises(InputError, match=r"last\.pt holds weights alone .*init_from="):
+    with pytest.raises(InputError, match=r"last\.pt holds only weights .*init_from="):
         metrics_log(DetectionConfig(), folder, trained_on(ClassMap((0,), ("cat",))))
     assert folder.metrics.read_text() == "kept"
     broken = Checkpoint({"a": torch.tensor(torch.nan)}, {}, {}, training=training())

@@ -16,7 +16,7 @@ from tests.checkpoints import training
 
 
 def save(path: Path, step: int, weight: float = 0.5) -> None:
-    classes = {"category_ids": [1], "names": ["a"]}
+    classes = {"category_ids": [1], "names": ["a"], "is_thing": [True]}
     Checkpoint({"w": torch.tensor([weight])}, classes, {}, training=training(step)).save(path)
 
 

@@ -25,7 +25,7 @@ def checkpoint(model: nn.Module, **changes: object) -> Checkpoint:
 
 def test_round_trip(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
-    checkpoint(model, training=training() | {"rng": torch.get_rng_state()}).save(tmp_path / "a.pt")
+    checkpoint(model, training=training()).save(tmp_path / "a.pt")
     loaded = load_checkpoint(tmp_path / "a.pt")
     assert loaded.classes == CLASSES
     assert torch.equal(loaded.weights["weight"], model.weight)
@@ -140,6 +140,7 @@ def nested(depth: int) -> dict[str, Any]:
         ("class_map", {"category_ids": [1, 1], "names": ["a", "b"]}, "'class_map'"),
         ("class_map", {"category_ids": ["1"], "names": ["a"]}, "'class_map'"),
         ("class_map", {"category_ids": [1], "names": [2]}, "'class_map'"),
+        ("class_map", {"category_ids": [1], "names": ["a"]}, "'class_map'"),
         ("class_map", {"category_ids": [1], "names": ["a"], "is_thing": [1]}, "'class_map'"),
         ("class_map", {"category_ids": [1], "names": ["a"], "is_thing": [True, True]}, "'class_map'"),
         ("training", 3, "'training' must hold a dictionary"),
@@ -158,6 +159,7 @@ def nested(depth: int) -> dict[str, Any]:
         ("training.progress.best_score", "high", "'training.progress'"),
         ("training.averaged", None, "'training.averaged'"),
         ("training.rng", ..., "'training.rng'"),
+        ("training.rng", torch.get_rng_state(), "'training.rng'"),
         ("training.rng", [3], "'training.rng'"),
         ("training.rng", [{"cpu": torch.ones(3), "cuda": None}], "'training.rng'"),
         ("training.rng", [{"cpu": torch.ones(3, dtype=torch.uint8), "cuda": None}], "'training.rng'"),
@@ -179,17 +181,9 @@ def test_a_changed_first_byte_is_called_damage(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "a.pt")
 
 
-def test_a_sound_checkpoint_of_earlier_versions_is_read(tmp_path: Path) -> None:
-    classes = {"category_ids": [3, 1], "names": ["a", "b"]}
-    assert load_checkpoint(written(tmp_path / "a.pt", "class_map", classes)).classes == ClassMap((3, 1), ("a", "b"))
-    assert load_checkpoint(written(tmp_path / "a.pt", "training.rng", torch.get_rng_state())).training is not None
-    progress = {"step": 4, "evaluated_step": 2, "best_ap": 0.5}
-    assert load_checkpoint(written(tmp_path / "a.pt", "training.progress", progress)).training is not None
-
-
 def test_a_stripped_checkpoint_cannot_be_resumed() -> None:
     stripped = checkpoint(nn.Linear(2, 3))
-    with pytest.raises(InputError, match=r"last\.pt holds weights alone .*init_from=last\.pt"):
+    with pytest.raises(InputError, match=r"last\.pt holds only weights .*init_from=last\.pt"):
         stripped.state_to_resume("last.pt")
 
 

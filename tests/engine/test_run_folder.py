@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from detr_bf.engine import Claim, RunFolder, RunMarker
+from detr_bf.engine import CreatedFiles, RunFolder, RunMarker
 from detr_bf.errors import InputError
 from detr_bf.files import UNFINISHED, atomic_write
 
@@ -66,7 +66,7 @@ def test_two_folders_of_one_process_do_not_disturb_each_other(tmp_path: Path) ->
         pass
 
 
-def written_by_us(folder: RunFolder, claim: Claim) -> None:
+def written_by_us(folder: RunFolder, created: CreatedFiles) -> None:
     folder.mark(RunMarker.of_this_process("training"))
     for path in (folder.log, folder.metrics, folder.config, folder.machine):
         path.write_text("ours")
@@ -74,19 +74,19 @@ def written_by_us(folder: RunFolder, claim: Claim) -> None:
     events = folder.tensorboard / "events.out.tfevents.1"
     events.write_text("ours")
     paths = folder.marker, folder.log, folder.metrics, folder.config, folder.machine, folder.tensorboard, events
-    claim.made(*paths)
+    created.add(*paths)
 
 
 def end_with(
-    error: BaseException, folder: RunFolder, write: Callable[[RunFolder, Claim], None], begun: bool = False
+    error: BaseException, folder: RunFolder, write: Callable[[RunFolder, CreatedFiles], None], begun: bool = False
 ) -> None:
     """Lock the folder, write into it and end with the error."""
 
     def run() -> None:
-        with folder.locked() as claim:
-            write(folder, claim)
+        with folder.locked() as created:
+            write(folder, created)
             if begun:
-                claim.keep()
+                created.keep()
             raise error
 
     with pytest.raises(type(error)):
@@ -104,8 +104,8 @@ def test_bad_input_removes_what_this_process_wrote_and_nothing_else(tmp_path: Pa
     (tmp_path / "mine.txt").write_text("before")
     names = ("notes.md", "last.pt", "epoch_0003.pt", "results.json", "tensorboard/notes")
 
-    def written_by_both(folder: RunFolder, claim: Claim) -> None:
-        written_by_us(folder, claim)
+    def written_by_both(folder: RunFolder, created: CreatedFiles) -> None:
+        written_by_us(folder, created)
         for name in names:
             (folder.path / name).write_text("theirs")
         (folder.path / "pictures").mkdir()
@@ -125,9 +125,9 @@ def test_bad_input_removes_what_this_process_wrote_and_nothing_else(tmp_path: Pa
 
 def test_bad_input_leaves_what_was_there_before(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    with folder.locked() as claim:
-        written_by_us(folder, claim)
-        claim.keep()
+    with folder.locked() as created:
+        written_by_us(folder, created)
+        created.keep()
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     end_with(InputError("bad"), folder, written_by_us)
     assert before.keys() == {path for path in folder.path.rglob("*") if path.is_file()}, "written anew, not removed"
@@ -136,8 +136,8 @@ def test_bad_input_leaves_what_was_there_before(tmp_path: Path) -> None:
 def test_a_file_that_somebody_puts_in_the_place_of_ours_stays(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
 
-    def replaced(folder: RunFolder, claim: Claim) -> None:
-        written_by_us(folder, claim)
+    def replaced(folder: RunFolder, created: CreatedFiles) -> None:
+        written_by_us(folder, created)
         for path in (folder.config, folder.tensorboard / "events.out.tfevents.2"):
             (tmp_path / "theirs").write_text("theirs")
             (tmp_path / "theirs").rename(path)
@@ -148,16 +148,16 @@ def test_a_file_that_somebody_puts_in_the_place_of_ours_stays(tmp_path: Path) ->
 
 def test_a_file_that_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    with folder.locked() as claim:
+    with folder.locked() as created:
         folder.log.write_text("ours")
-        claim.made(folder.log)
-        claim.check_not_made_by_others(folder.log, folder.config)
+        created.add(folder.log)
+        created.check_not_overwriting(folder.log, folder.config)
         folder.config.write_text("theirs")
-        with pytest.raises(InputError, match=r"config\.yaml was made by another program meanwhile"):
-            claim.check_not_made_by_others(folder.log, folder.config)
-        claim.keep()
-    with folder.locked() as claim:
-        claim.check_not_made_by_others(folder.log, folder.config)
+        with pytest.raises(InputError, match=r"config\.yaml was just created by another program"):
+            created.check_not_overwriting(folder.log, folder.config)
+        created.keep()
+    with folder.locked() as created:
+        created.check_not_overwriting(folder.log, folder.config)
 
 
 def test_the_lock_is_removed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
-"""Two processes with b images each learn what one with all images learns, in float64."""
+"""Gradients of two ranks equal those of one process with the whole batch, in float64; deferred signals."""
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
@@ -10,14 +11,14 @@ from torch import Tensor
 
 from detr_bf import distributed
 from detr_bf.detectors import MaskHead
-from detr_bf.engine.step import TrainingStep, reduce_flags, sync_gradients, wrap_ddp
+from detr_bf.engine.step import DeferredSignals, TrainingStep, reduce_flags, sync_gradients, wrap_ddp
 from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
 from detr_bf.structures import Batch, Target
 from tests.detectors import tiny
 from tests.processes import run_together
 
 NAMES = ["detr", "deformable_detr_refine", "deformable_detr_two_stage"]
-SIZES = (2, 1)  # images of each process
+SIZES = (2, 1)  # images of each rank
 
 
 def step(name: str, masks: bool = False, batch_former: bool = False) -> TrainingStep:
@@ -56,7 +57,7 @@ def gradients(module: torch.nn.Module, parts: list[Batch]) -> dict[str, Tensor]:
     return {**found, "loss": torch.tensor(total)}
 
 
-def of_this_process(options: dict[str, Any], objects: tuple[int, ...], unused: bool = False) -> dict[str, Tensor]:
+def of_this_rank(options: dict[str, Any], objects: tuple[int, ...], unused: bool = False) -> dict[str, Tensor]:
     start = sum(SIZES[: distributed.rank()])
     parallel = wrap_ddp(step(**options), unused_parameters=unused)
     return gradients(parallel, [batch(start, start + SIZES[distributed.rank()], objects)])
@@ -68,7 +69,7 @@ def assert_equal(parts: list[dict[str, Tensor]], whole: dict[str, Tensor]) -> No
             assert sum(part["loss"] for part in parts) / len(parts) == pytest.approx(expected.item(), abs=1e-9)
             continue
         for part in parts:
-            assert torch.equal(part[name], parts[0][name]), "all processes have the same gradient"
+            assert torch.equal(part[name], parts[0][name]), "all ranks have the same gradient"
         torch.testing.assert_close(parts[0][name], expected, rtol=0, atol=1e-9)
 
 
@@ -81,17 +82,17 @@ def _default_dtype() -> Any:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("objects", [(3, 0, 1), (0, 0, 0), (0, 0, 1)])
 def test_gradients_are_those_of_all_images_in_one_process(name: str, objects: tuple[int, ...]) -> None:
-    """Also where a process has no object: the divisors count those of all."""
+    """Also if a rank has no object: the divisors count those of all ranks."""
     options = {"name": name}
-    assert_equal(run_together(2, of_this_process, options, objects), gradients(step(**options), [batch(0, 3, objects)]))
+    assert_equal(run_together(2, of_this_rank, options, objects), gradients(step(**options), [batch(0, 3, objects)]))
 
 
 @pytest.mark.parametrize("options", [{"masks": True}, {"batch_former": True}])
-def test_so_are_those_of_masks_and_of_gathered_batch_attention(options: dict[str, Any]) -> None:
+def test_gradients_of_masks_and_of_gathered_batch_attention_are_too(options: dict[str, Any]) -> None:
     options = {"name": "detr", **options}
     whole = gradients(step(**options), [batch(0, 3)])
     assert any("mask_head" in name or "batch_former" in name for name in whole)
-    assert_equal(run_together(2, of_this_process, options, (3, 0, 1)), whole)
+    assert_equal(run_together(2, of_this_rank, options, (3, 0, 1)), whole)
 
 
 def without_auxiliary_losses() -> dict[str, Tensor]:
@@ -104,7 +105,7 @@ def without_auxiliary_losses() -> dict[str, Tensor]:
     return found
 
 
-def test_parameters_without_a_gradient_are_allowed_when_told() -> None:
+def test_unused_parameters_are_allowed_with_the_setting() -> None:
     alone = without_auxiliary_losses()
     for part in run_together(2, without_auxiliary_losses):
         torch.testing.assert_close(part["loss"], alone["loss"])
@@ -137,15 +138,15 @@ def test_accumulation_exchanges_gradients_once() -> None:
                 torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9)
 
 
-def agreed() -> tuple[float, ...]:
+def reduced() -> tuple[float, ...]:
     rank = distributed.rank()
     return tuple(
         reduce_flags(torch.tensor([2.0, float("nan")][rank]), stop=rank == 1, save=rank == 0, replaced=2 * rank)
     )
 
 
-def test_all_learn_what_one_knows() -> None:
-    assert run_together(2, agreed) == [(2.0, 1.0, 1.0, 1.0, 2.0)] * 2
+def test_every_rank_gets_the_same_flags() -> None:
+    assert run_together(2, reduced) == [(2.0, 1.0, 1.0, 1.0, 2.0)] * 2
 
 
 @pytest.mark.parametrize("name", tiny.DETECTORS)
@@ -156,3 +157,31 @@ def test_every_parameter_gets_a_gradient_in_every_step(name: str, objects: tuple
     whole = step(name, batch_former=True)
     whole(batch(0, 3, objects)).total.backward()
     assert [n for n, p in whole.named_parameters() if p.grad is None] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_that_come_together_are_one_request(number: int) -> None:
+    """A terminal signals the whole group, and torchrun forwards its own signal."""
+    with DeferredSignals() as signals:
+        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.received == number
+
+
+def test_a_later_signal_acts_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("detr_bf.engine.step.SAME_SIGNAL_SECONDS", -1.0)
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        with DeferredSignals():
+            signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def test_handlers_are_restored() -> None:
+    before = [signal.getsignal(number) for number in DeferredSignals.SIGNALS]
+    with DeferredSignals():
+        assert signal.getsignal(signal.SIGTERM) != before[1]
+    assert [signal.getsignal(number) for number in DeferredSignals.SIGNALS] == before

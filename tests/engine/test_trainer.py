@@ -1,4 +1,4 @@
-"""The training loop on a linear regression: what it learns, when it evaluates, saves, stops and gives up."""
+"""The training loop on a linear regression: updates, evaluations, checkpoints, signals and errors."""
 
 from __future__ import annotations
 
@@ -16,64 +16,26 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.engine import Checkpoint, LearningRate, MetricsLog, RunFolder, Trainer, TrainingStep, TrainSettings
-from detr_bf.engine.capture import load_capture
 from detr_bf.engine.checkpoint import load_checkpoint
+from detr_bf.engine.recovery import load_capture
 from detr_bf.errors import Interrupted, TrainingError
-from detr_bf.losses import LossReport
-from detr_bf.structures import ClassMap
-
-BATCHES = 5  # of an epoch
-FEATURES = 3
-CLASSES = ClassMap((1,), ("a",), (True,))
-
-
-@dataclass(frozen=True)
-class Examples:
-    """A batch of a regression."""
-
-    inputs: Tensor  # (B, FEATURES)
-    targets: Tensor  # (B,)
-    names: tuple[str, ...]
-    replaced: tuple[str, ...] = ()
-
-    def not_finite(self) -> list[str]:
-        return [name for name, row in zip(self.names, self.inputs, strict=True) if not row.isfinite().all()]
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Examples:
-        return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device))
-
-
-def examples(epoch: int, number: int) -> Examples:
-    generator = torch.Generator().manual_seed(100 * epoch + number)
-    inputs = torch.randn(4, FEATURES, generator=generator)
-    return Examples(inputs, inputs.sum(1) + 1, tuple(f"{epoch}-{number}-{row}" for row in range(4)))
-
-
-def squared_error(outputs: Tensor, targets: Tensor) -> LossReport:
-    return LossReport({"loss_mse": (outputs[:, 0] - targets).square().mean()}, {"loss_mse": 2.0})
-
-
-def regression() -> nn.Module:
-    """Always the same weights; torch's generator stays as it was, for the dropout."""
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(FEATURES, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+from tests.engine.steps import BATCHES, CLASSES, FEATURES, Examples, examples, regression, spoilt, squared_error
 
 
 @dataclass
 class Scores:
-    """The evaluation of a test: gives the scores in turn and keeps the weights it was asked about."""
+    """Evaluation that returns the scores in turn and keeps the weights it was called with."""
 
     scores: Sequence[float] = (0.1,)
     seen: list[dict[str, Tensor]] = field(default_factory=list)
 
-    def __call__(self, model: nn.Module, should_stop: Callable[[], bool]) -> Measured:
+    def __call__(self, model: nn.Module, should_stop: Callable[[], bool]) -> Result:
         self.seen.append({name: value.clone() for name, value in model.state_dict().items()})
-        return Measured(self.scores[min(len(self.seen), len(self.scores)) - 1])
+        return Result(self.scores[min(len(self.seen), len(self.scores)) - 1])
 
 
 @dataclass(frozen=True)
-class Measured:
+class Result:
     score: float
 
     @property
@@ -147,7 +109,7 @@ def plain_loop(epochs: int, accumulate: int, clip: float, decay: float) -> tuple
 
 @pytest.mark.parametrize("accumulate", [1, 2, 9])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_it_learns_what_a_plain_loop_learns(tmp_path: Path, accumulate: int, clip: float) -> None:
+def test_it_equals_a_plain_loop(tmp_path: Path, accumulate: int, clip: float) -> None:
     trainer = make(tmp_path, epochs=3, accumulate=accumulate, clip_norm=clip, ema_decay=0.7)
     torch.manual_seed(9)
     trainer.train()
@@ -170,7 +132,7 @@ def test_the_averaged_weights_are_evaluated_and_saved_beside_the_others(tmp_path
     assert not torch.equal(saved.model["0.weight"], saved.weights["0.weight"])
 
 
-def test_when_it_evaluates_and_what_it_calls_the_best(tmp_path: Path) -> None:
+def test_evaluations_and_the_best_checkpoint(tmp_path: Path) -> None:
     scores = Scores((0.3, 0.5, 0.5, 0.4))
     trainer = make(tmp_path, epochs=7, eval_every=2, keep_every=3, evaluate=scores)
     result = trainer.train()
@@ -244,13 +206,13 @@ def test_it_saves_at_the_start_every_few_steps_and_at_the_end_of_an_epoch(
 
 def test_it_saves_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saves, clock = Saves(monkeypatch), iter(range(0, 10_000, 60))
-    monkeypatch.setattr("detr_bf.engine.trainer.time.monotonic", lambda: next(clock))  # a minute passes at every look
+    monkeypatch.setattr("detr_bf.engine.state.time.monotonic", lambda: next(clock))  # a minute passes with every call
     make(tmp_path, epochs=1, eval_every=9, checkpoint_minutes=2.5).train()
     assert 0 < len([step for step in saves.steps if 0 < step < BATCHES]) < BATCHES - 1
 
 
 @pytest.mark.parametrize("step", [1, 4, 5, 7])
-def test_what_is_stopped_and_resumed_ends_with_the_same_bits(tmp_path: Path, step: int) -> None:
+def test_a_stopped_and_resumed_run_ends_with_the_same_bits(tmp_path: Path, step: int) -> None:
     settings: dict[str, Any] = {"epochs": 2, "ema_decay": 0.5, "evaluate": Scores((0.2, 0.6))}
     whole = make(tmp_path / "whole", **settings)
     torch.manual_seed(1)
@@ -288,13 +250,7 @@ def test_what_is_stopped_and_resumed_ends_with_the_same_bits(tmp_path: Path, ste
         assert untimed[0] == untimed[1]
 
 
-def spoilt(epoch: int, number: int) -> Examples:
-    """The second batch of every epoch holds infinity."""
-    batch = examples(epoch, number)
-    return replace(batch, inputs=batch.inputs / 0) if number == 1 else batch
-
-
-def test_a_loss_that_is_not_finite_ends_the_training_and_teaches_nothing(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_ends_the_training_without_an_update(tmp_path: Path) -> None:
     trainer = make(tmp_path, batches=spoilt)
     with pytest.raises(TrainingError, match="the loss or the gradient of step 2 is not finite") as failed:
         trainer.train()
@@ -302,16 +258,16 @@ def test_a_loss_that_is_not_finite_ends_the_training_and_teaches_nothing(tmp_pat
     once = make(tmp_path / "once", max_steps=1, seed=0)
     before = {name: value.clone() for name, value in once.model.state_dict().items()}
     assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
-    assert not torch.equal(trainer.model.state_dict()["0.weight"], before["0.weight"]), "the first step was learnt"
+    assert not torch.equal(trainer.model.state_dict()["0.weight"], before["0.weight"]), "the first step was done"
 
 
-def test_steps_that_are_not_finite_may_be_left_out(tmp_path: Path) -> None:
+def test_steps_that_are_not_finite_can_be_skipped(tmp_path: Path) -> None:
     trainer = make(tmp_path, batches=spoilt, max_skipped=2, optimizer=torch.optim.SGD)
     trainer.train()
     assert trainer.progress.step == 10
     assert trainer.progress.skipped == 2
     assert {path.name for path in (tmp_path / "captures").iterdir()} == {
-        f"step_{step:07d}_process_0.pt" for step in (2, 7)
+        f"step_{step:07d}_rank_0.pt" for step in (2, 7)
     }
 
     skipping = make(tmp_path / "other", max_steps=2, batches=spoilt, max_skipped=1, optimizer=torch.optim.SGD)
@@ -320,21 +276,19 @@ def test_steps_that_are_not_finite_may_be_left_out(tmp_path: Path) -> None:
         torch.manual_seed(4)
         each.train()
     for name, value in one.model.state_dict().items():
-        assert torch.equal(skipping.model.state_dict()[name], value), "the second step taught nothing"
+        assert torch.equal(skipping.model.state_dict()[name], value), "the second step changed nothing"
 
 
-def test_more_than_that_end_it(tmp_path: Path) -> None:
+def test_too_many_skipped_steps_end_the_training(tmp_path: Path) -> None:
     trainer = make(tmp_path, batches=spoilt, max_skipped=1)
     with pytest.raises(TrainingError, match="step 7 is not finite"):
         trainer.train()
 
 
-def test_a_capture_holds_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("detr_bf.engine.capture._read", lambda content: content)  # the batches of a test are its own
-    monkeypatch.setattr("detr_bf.engine.capture._fits", lambda batch, num_classes: True)
+def test_a_capture_holds_the_step(tmp_path: Path) -> None:
     with pytest.raises(TrainingError):
         make(tmp_path, batches=spoilt).train()
-    captured = load_capture(tmp_path / "captures" / "step_0000002_process_0.pt")
+    captured = load_capture(tmp_path / "captures" / "step_0000002_rank_0.pt", lambda config: Examples)
     assert captured.step == 2
     assert captured.config == {"of": "a test"}
     assert captured.model.keys() == regression().state_dict().keys()
@@ -349,7 +303,7 @@ def test_images_that_cannot_be_read_are_counted_by_epoch(tmp_path: Path) -> None
         make(tmp_path / "many", batches=replaced, max_replaced=1).train()
 
 
-def test_batch_norms_forget_a_step_that_is_left_out(tmp_path: Path) -> None:
+def test_batch_norms_are_restored_when_a_step_is_skipped(tmp_path: Path) -> None:
     trainer = make(tmp_path, batches=spoilt, max_skipped=1, max_steps=2)
     norm = nn.BatchNorm1d(FEATURES)
     trainer.step.model = trainer.model = nn.Sequential(norm, trainer.model)
@@ -377,7 +331,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_training(
     assert (tmp_path / "last.pt").exists() == (when > 0)
 
 
-def test_a_finished_run_that_goes_on_only_evaluates(tmp_path: Path) -> None:
+def test_a_finished_run_only_evaluates_when_resumed(tmp_path: Path) -> None:
     make(tmp_path, epochs=1).train()
     last = load_checkpoint(tmp_path / "last.pt")
 

@@ -341,5 +341,5 @@ LOWER: dict[str, Callable[[Place], Any]] = {
     "read_image: missing": lambda place: _call("detr_bf.data.images", "read_image")(Path("nowhere.png")),
     "read_torch: a text": lambda place: _call("detr_bf.files", "read_torch")(Path("notes.md")),
     "load_checkpoint: a text": lambda place: _call("detr_bf.engine", "load_checkpoint")(Path("notes.md")),
-    "load_capture: a text": lambda place: _call("detr_bf.engine.capture", "load_capture")(Path("notes.md")),
+    "load_capture: a text": lambda place: _call("detr_bf.engine.recovery", "load_capture")(Path("notes.md"), dict),
 }

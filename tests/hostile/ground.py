@@ -179,8 +179,8 @@ def _capture(folder: Path) -> None:
     """Write a captured step, as a run does when its loss is not finite."""
     from detr_bf.assembly import build_detector_criterion, build_model
     from detr_bf.config import config_to_dict, load_config
-    from detr_bf.engine.capture import capture_step
     from detr_bf.engine.checkpoint import rng_state
+    from detr_bf.engine.recovery import capture_step
     from detr_bf.engine.step import TrainingStep
     from detr_bf.structures import Batch, ClassMap, Target
 

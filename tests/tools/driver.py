@@ -1,9 +1,9 @@
-"""A training command in a process that meets a fault at an exact moment; a program, alone or under torchrun.
+"""Program that runs a training command and causes a fault at an exact moment, alone or under torchrun.
 
 python driver.py FAULT MARKER COMMAND ARGUMENTS...
 
-FAULT is a name of ``FAULTS`` and what it takes, separated by colons. What must happen once only happens if the file
-MARKER is not there, and leaves it. COMMAND is a file in tools.
+FAULT is a name in ``FAULTS`` with its arguments, separated by colons. A fault that must happen once happens only if the
+file MARKER does not exist, and creates it. COMMAND is a file in tools.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(fault: str, marker: str, command: str, *arguments: str) -> None:
 
 
 def kill(marker: Path, moment: str, who: str, count: str) -> None:
-    """SIGKILL for process ``who``, or ``all``, when it comes to ``moment`` for the ``count``-th time."""
+    """Send SIGKILL to rank ``who``, or ``all``, when it reaches ``moment`` for the ``count``-th time."""
 
     def strike() -> None:
         if who in ("all", str(distributed.rank())) and once(marker):
@@ -59,7 +59,7 @@ def before_a_step(strike: Callable[[], None]) -> None:
 
 
 def in_a_backward_pass(strike: Callable[[], None]) -> None:
-    """When half of the gradients are there."""
+    """Strike in the middle of the backward pass."""
     forward = TrainingStep.forward
 
     def hooked(self: TrainingStep, *arguments: Any) -> Any:
@@ -74,12 +74,12 @@ def in_a_backward_pass(strike: Callable[[], None]) -> None:
 
 
 def in_an_evaluation(strike: Callable[[], None]) -> None:
-    """After its first batch, if ``strike`` counts to 1."""
+    """Strike after the first batch of the evaluation, if ``strike`` counts to 1."""
     after(CocoEvaluator, "update", strike)
 
 
 def while_writing(strike: Callable[[], None]) -> None:
-    """With half of ``last.pt`` in its temporary file."""
+    """Strike with half of ``last.pt`` in its temporary file."""
     save = torch.save
 
     def half(content: object, target: Any, **options: Any) -> None:
@@ -94,7 +94,7 @@ def while_writing(strike: Callable[[], None]) -> None:
 
 
 def between_two_renamings(strike: Callable[[], None]) -> None:
-    """``last.pt`` has become ``previous.pt``, and nothing has taken its place."""
+    """Strike when ``last.pt`` is renamed to ``previous.pt`` and the new ``last.pt`` does not exist yet."""
     rename = Path.replace
 
     def struck(self: Path, target: Path) -> Path:
@@ -106,7 +106,7 @@ def between_two_renamings(strike: Callable[[], None]) -> None:
 
 
 def not_finite(marker: Path, what: str, image_id: str) -> None:
-    """The loss, or only its gradient, is not finite whenever the image is in the batch."""
+    """Make the loss, or only its gradient, not finite whenever the image is in the batch."""
     forward = Detector.forward
 
     def spoilt(self: Detector, batch: Any) -> Any:
@@ -119,8 +119,8 @@ def not_finite(marker: Path, what: str, image_id: str) -> None:
     Detector.forward = spoilt  # type: ignore[method-assign]
 
 
-def unlearnt(marker: Path, step: str) -> None:
-    """Of a step nothing remains but the random numbers it took."""
+def undone(marker: Path, step: str) -> None:
+    """Undo a step except for its random numbers."""
     buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def remembering(forward: Callable[..., Any], step: TrainingStep, *arguments: Any) -> Any:
@@ -137,7 +137,7 @@ def unlearnt(marker: Path, step: str) -> None:
 
 
 def broken_image(marker: Path, count: str, file: str) -> None:
-    """An image file loses its second half before a step."""
+    """Cut an image file in half before a step."""
 
     def truncate() -> None:
         if once(marker):
@@ -148,7 +148,7 @@ def broken_image(marker: Path, count: str, file: str) -> None:
 
 
 def dead_worker(marker: Path, count: str) -> None:
-    """A loader process is killed while a step is computed."""
+    """Kill a loader worker during a step."""
 
     def strike() -> None:
         if once(marker):
@@ -158,13 +158,13 @@ def dead_worker(marker: Path, count: str) -> None:
 
 
 def late(marker: Path, who: str, seconds: str) -> None:
-    """A process takes its time to start."""
+    """Delay the start of a rank."""
     if os.environ.get("RANK") == who:
         time.sleep(float(seconds))
 
 
 def wild_clock(marker: Path) -> None:
-    """The time of day is a year too late and a year too early in turn."""
+    """Set the time of day to a year too late and a year too early in turn."""
     right = time.time
     sign = 1.0
 
@@ -177,7 +177,7 @@ def wild_clock(marker: Path) -> None:
 
 
 def small_files(marker: Path, count: str, file: str, more: str) -> None:
-    """From a step on no file can become larger than this one is then and some bytes more, as if the disk were full."""
+    """Limit files from a step on to the size of this one and ``more`` bytes, like a full disk."""
 
     def strike() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (Path(file).stat().st_size + int(more), resource.RLIM_INFINITY))
@@ -188,7 +188,7 @@ def small_files(marker: Path, count: str, file: str, more: str) -> None:
 FAULTS: dict[str, Callable[..., None]] = {
     "kill": kill,
     "not_finite": not_finite,
-    "unlearnt": unlearnt,
+    "undone": undone,
     "broken_image": broken_image,
     "dead_worker": dead_worker,
     "late": late,
@@ -205,7 +205,7 @@ MOMENTS: dict[str, Callable[[Callable[[], None]], None]] = {
 
 
 def once(marker: Path) -> bool:
-    """Whether this is the first process that asks."""
+    """Return True in the first process that calls it."""
     try:
         marker.touch(exist_ok=False)
     except FileExistsError:
@@ -214,7 +214,7 @@ def once(marker: Path) -> bool:
 
 
 def at(count: int, strike: Callable[[], None]) -> Callable[[], None]:
-    """Strikes when it is called for the ``count``-th time."""
+    """Return a function that strikes at its ``count``-th call."""
     calls = 0
 
     def counting() -> None:
@@ -238,7 +238,7 @@ def before(kind: type, name: str, strike: Callable[[], None]) -> None:
 
 
 def replaced(kind: type, name: str, number: int, instead: Callable[..., Any]) -> None:
-    """Call ``instead`` with the method and its arguments, when its ``number``-th call comes."""
+    """Replace the ``number``-th call of a method by ``instead``, which gets the method and its arguments."""
     method, calls = getattr(kind, name), 0
 
     @functools.wraps(method)
@@ -263,7 +263,7 @@ def after(kind: type, name: str, strike: Callable[[], None]) -> None:
 
 
 def siblings() -> Iterator[int]:
-    """The other processes that torchrun has started with this one."""
+    """Yield the other processes of this torchrun."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])

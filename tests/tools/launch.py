@@ -1,4 +1,4 @@
-"""Runs of the training commands as real processes, and what they leave behind."""
+"""Runs of the training commands as real processes, and the files they write."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """How training is started; ``processes`` of 1 stand for themselves, without torchrun."""
+    """A training command with its settings; one process runs without torchrun."""
 
     config: Path
     folder: Path
     settings: tuple[str, ...] = ()
     processes: int = 2
     restarts: int = 0
-    fault: str = ""  # as driver.py takes it
+    fault: str = ""  # the first argument of driver.py
     before: tuple[str, ...] = ()  # a command that runs the others
     tool: str = "train_net.py"
 
@@ -60,36 +60,36 @@ class Job:
         return ended(self.start(*arguments))
 
     def again(self, *arguments: str) -> Ended:
-        """Without the fault."""
+        """Run the command again without the fault."""
         return replace(self, fault="").run(*arguments)
 
     @property
     def marker(self) -> Path:
-        """The file that says that the fault has struck."""
+        """File that exists once the fault has happened."""
         return self.folder.with_name(f"{self.folder.name}.struck")
 
 
 def ended(process: subprocess.Popen[str], seconds: float = SECONDS) -> Ended:
-    """Wait for it; one that hangs is killed with all that it started, and fails the test."""
+    """Wait for the process; if it hangs, kill it with all its descendants and fail the test."""
     try:
         out, said = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         for each in [*descendants(process.pid), process.pid]:
             os.kill(each, signal.SIGKILL)
         out, said = process.communicate()
-        raise AssertionError(f"no end after {seconds} s; it said\n{out}\n{said}") from None
+        raise AssertionError(f"no end after {seconds} s; output\n{out}\n{said}") from None
     return Ended(process.returncode, out, said)
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """The processes that a process has started, and those that they have."""
+    """Yield the descendants of a process."""
     for child in children(pid):
         yield from descendants(child)
         yield child
 
 
 def children(pid: int) -> list[int]:
-    """None of one that has ended."""
+    """Return the children of a process; none if it has ended."""
     try:
         lists = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/children")]
     except (FileNotFoundError, ProcessLookupError):
@@ -98,7 +98,7 @@ def children(pid: int) -> list[int]:
 
 
 def process_of_rank(agent: int, rank: int) -> int:
-    """The process that a torchrun has started as that one."""
+    """Return the process that torchrun has started with this rank."""
     [found] = [
         child for child in children(agent) if f"RANK={rank}" in Path(f"/proc/{child}/environ").read_text().split("\0")
     ]
@@ -106,13 +106,13 @@ def process_of_rank(agent: int, rank: int) -> int:
 
 
 def wait_for_steps(process: subprocess.Popen[str], folder: Path, count: int) -> None:
-    """Until a run that has just been started has done so many."""
+    """Wait until a run has recorded ``count`` steps."""
     metrics = folder / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(records(metrics, "train")) >= count, process)
 
 
 def left_by(folder: Path) -> dict[str, Any]:
-    """All that must not depend on what happens to a run on its way."""
+    """Return all results of a run that must not depend on interruptions."""
     last, best = load_checkpoint(folder / "last.pt"), load_checkpoint(folder / "best.pt")
     parts = {name: getattr(last, name) for name in ("model", "ema", "training", "class_map")}
     found = (folder / name for name in ("results.json", "predictions.csv", "evaluation.json"))
@@ -128,7 +128,7 @@ def left_by(folder: Path) -> dict[str, Any]:
 
 
 def undisturbed(config: Path, processes: int = 2) -> dict[str, Any]:
-    """What a run of ``SETTINGS`` leaves to which nothing happens; made once, for all tests have the same data."""
+    """Return the results of a run without a fault; made once, because all tests have the same data."""
     if processes not in _undisturbed:
         job = Job(config, config.parent / "undisturbed", SETTINGS[processes], processes)
         run = job.run()
@@ -138,11 +138,11 @@ def undisturbed(config: Path, processes: int = 2) -> dict[str, Any]:
 
 
 def check_same(job: Job) -> None:
-    """Nothing happened to it, as far as one can see from what it left."""
+    """Check that the results of a run equal those of a run without a fault."""
     assert_same(left_by(job.folder), undisturbed(job.config, job.processes))
     assert unfinished(job.folder) == []
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """The temporary files in a folder."""
+    """Return the temporary files in a folder."""
     return sorted(folder.rglob(".*"))

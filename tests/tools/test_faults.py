@@ -1,4 +1,4 @@
-"""What goes wrong around a run: disks, files, data, numbers, clocks. It goes on, or ends with one clear message."""
+"""Faults around a run: disks, files, data, numbers, clocks. The run continues, or ends with one clear message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import torch
 
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, load_checkpoint
-from detr_bf.engine.capture import load_capture
+from detr_bf.engine.recovery import load_capture
+from detr_bf.structures import Batch
 from tests.tools import driver
 from tests.tools.conftest import TINY
 from tests.tools.launch import SETTINGS, Ended, Job, check_same, unfinished
@@ -25,12 +26,12 @@ from tests.tools.test_train_net import assert_same, records, tool, train_net
 
 replay: Callable[..., int] = tool("replay_capture").main
 slow = pytest.mark.slow
-IMAGE = 8  # the one that is at fault: it is seen in every epoch, by one process and by two
+IMAGE = 8  # the faulty one: in every epoch, with one rank and with two
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """As the processes of :class:`Job` have: sums in the same order."""
+    """One thread, like the processes of :class:`Job`: sums in the same order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -100,7 +101,7 @@ cp -r "$folder" "$copy"
 
 @slow
 def test_a_small_disk_that_grows(tiny: Path, tmp_path: Path) -> None:
-    """Room for three checkpoints but not for the fourth, ``best.pt`` being one of them; a file system of its own."""
+    """A file system with space for three checkpoints but not for the fourth, ``best.pt`` being one of them."""
     unshare = ["unshare", "--mount", "--map-root-user"]
     if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("this machine does not let users mount file systems")
@@ -127,7 +128,7 @@ def flipped(place: float) -> Callable[[bytearray], None]:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("damage", [cut, flipped(0), flipped(0.3), flipped(0.61803), flipped(0.97)])
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_taken(
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(
     tiny: Path,
     tmp_path: Path,
     stopped: dict[str, Path],
@@ -212,12 +213,12 @@ def test_an_image_that_breaks_during_training_is_replaced(tiny: Path, tmp_path: 
     assert [record["step"] for record in steps] == list(range(1, 10))
     replaced = [record.get("replaced_images", 0) for record in steps]
     assert replaced[:3] == [0, 0, 0]
-    assert max(replaced) == 1, "in each epoch anew"
+    assert max(replaced) == 1, "counted per epoch"
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(1, marks=slow)])
 def test_too_many_broken_images_end_the_run(tiny: Path, tmp_path: Path, processes: int) -> None:
-    """One of fifteen is more than the default allows; of two processes only one meets it."""
+    """One of fifteen is more than the default allows; only one of two ranks reads it."""
     broken = tmp_path / "train" / "images" / f"{IMAGE:04d}.png"
     job = Job(tiny, tmp_path / "run", SETTINGS[processes], processes, fault=f"broken_image:4:{broken}")
     run = job.run()
@@ -256,13 +257,13 @@ def test_a_step_that_is_not_finite_stops_the_run_with_a_capture(
     step = stopped_at(run)
     [path] = (job.folder / "captures").iterdir()
     assert f"captured in {path}" in run.said
-    capture = load_capture(path)
-    assert (capture.step, capture.processes) == (step, processes)
+    capture = load_capture(path, lambda config: Batch)
+    assert (capture.step, capture.world_size) == (step, processes)
     assert IMAGE in [target.image_id for batch in capture.batches for target in batch.targets]
-    assert f"process {capture.process}, images " in run.said
+    assert f"rank {capture.rank}, images " in run.said
     assert f"{IMAGE:04d}.png" in run.said
-    assert replay([str(path), "--device", "cpu"]) == 3, "what is wrong is not in the file but in the code"
-    monkeypatch.setattr(Detector, "forward", Detector.forward)  # put back in the end
+    assert replay([str(path), "--device", "cpu"]) == 3, "the fault is in the code, not in the file"
+    monkeypatch.setattr(Detector, "forward", Detector.forward)  # restored at the end
     driver.not_finite(tmp_path, what, str(IMAGE))
     assert replay([str(path), "--device", "cpu"]) == 0
     assert "REPRODUCED" in capsys.readouterr().out
@@ -272,23 +273,23 @@ def test_a_step_that_is_not_finite_stops_the_run_with_a_capture(
     ("processes", "what"),
     [pytest.param(n, what, marks=slow) for what in ("loss", "gradient") for n in (1, 2)],
 )
-def test_a_step_that_is_left_out_leaves_nothing_behind(tiny: Path, tmp_path: Path, processes: int, what: str) -> None:
+def test_a_skipped_step_changes_nothing(tiny: Path, tmp_path: Path, processes: int, what: str) -> None:
     settings = (*SETTINGS[processes], "train.epochs=1", "train.max_skipped=1")
     job = Job(tiny, tmp_path / "run", settings, processes, fault=f"not_finite:{what}:{IMAGE}")
     run = job.run()
     assert run.code == 0, run.said
     step = stopped_at(run)
-    assert "The step is left out, 1 of 1." in run.said
+    assert "The step is skipped, 1 of 1." in run.said
     assert progress(job.folder)["skipped"] == 1
     steps = records(job.folder / "metrics.jsonl", "train")
     assert [record.get("skipped_steps", 0) for record in steps if record["step"] > step] == [1] * (3 - step)
-    other = Job(tiny, tmp_path / "other", settings, processes, fault=f"unlearnt:{step}")
+    other = Job(tiny, tmp_path / "other", settings, processes, fault=f"undone:{step}")
     assert other.run().code == 0
-    left_out, unlearnt = (load_checkpoint(each.folder / "last.pt") for each in (job, other))
+    left_out, undone = (load_checkpoint(each.folder / "last.pt") for each in (job, other))
     for part in ("model", "ema"):
-        assert_same(getattr(left_out, part), getattr(unlearnt, part), part)
+        assert_same(getattr(left_out, part), getattr(undone, part), part)
     for part in ("optimizer", "rng"):
-        assert_same(left_out.training[part], unlearnt.training[part], part)
+        assert_same(left_out.training[part], undone.training[part], part)
 
 
 @slow
@@ -317,7 +318,7 @@ def test_minutes_between_checkpoints_are_those_of_a_clock_that_never_jumps(
 
     monkeypatch.setattr(driver.TrainingStep, "forward", ticking)
     monkeypatch.setattr(Checkpoint, "save", noting)
-    monkeypatch.setattr("detr_bf.engine.trainer.time", SimpleNamespace(monotonic=lambda: seconds))
+    monkeypatch.setattr("detr_bf.engine.state.time", SimpleNamespace(monotonic=lambda: seconds))
     settings = ["train.epochs=2", "checkpoint.every_steps=100000", "checkpoint.every_minutes=1"]
     assert train_net(["--config", str(tiny), *settings]) == 0
     steps = [step for name, step in saved if name == "last.pt"]
@@ -357,7 +358,7 @@ def test_two_processes_evaluate_as_one_does(unequal: Path, tmp_path: Path, again
 
 
 def found(folder: Path) -> dict[str, bytes]:
-    """What an evaluation says of every image, and the numbers."""
+    """Return the result files of an evaluation, by name."""
     names = ("results.json", "evaluation.json", "panoptic.json")
     files = [folder / name for name in names] + sorted((folder / "panoptic").iterdir())
     return {file.name: file.read_bytes() for file in files}
@@ -374,9 +375,7 @@ def found(folder: Path) -> dict[str, bytes]:
         pytest.param(["output_dir=/dev/null"], "output_dir /dev/null cannot be written", marks=slow),
     ],
 )
-def test_bad_input_is_told_once_by_two_processes(
-    tiny: Path, tmp_path: Path, arguments: list[str], message: str
-) -> None:
+def test_bad_input_is_printed_once_by_two_ranks(tiny: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
     job = Job(tiny, tmp_path / "run")
     run = job.run(*arguments)
     assert run.code != 0
@@ -386,7 +385,7 @@ def test_bad_input_is_told_once_by_two_processes(
     assert not job.folder.exists()
 
 
-def test_bad_input_is_told_though_the_first_process_starts_last(tiny: Path, tmp_path: Path) -> None:
+def test_bad_input_is_printed_although_the_main_rank_starts_last(tiny: Path, tmp_path: Path) -> None:
     """torchrun ends all processes as soon as one has ended."""
     job = Job(tmp_path / "nowhere.yaml", tmp_path / "run", fault="late:0:2")
     run = job.run()

@@ -51,7 +51,7 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
 def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["model.backbone.name=resnet18", "model.hidden_dim=32", "model.heads=2", "model.num_queries=6"]
     message = said("plan", ["--json", tmp_path / "plan.json", *settings], capsys, limit=10)
-    assert "File too large; make room or choose another place" in message
+    assert "File too large; free some space or choose another folder" in message
     assert not list(tmp_path.iterdir())
 
 
@@ -60,5 +60,5 @@ def test_sample_data(tmp_path: Path, capsys: pytest.CaptureFixture[str], size: i
     """The annotations exceed the limit of small images, every image that of large ones."""
     counts = ["--num-train", "40", "--num-val", "1", "--image-size", size]
     message = said("make_sample_data", ["digits", "--output", tmp_path / "d", *counts], capsys)
-    assert "File too large; make room or choose another place" in message
+    assert "File too large; free some space or choose another folder" in message
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Processes that are killed or stopped, at every moment that matters: in the end all is as if nothing had happened."""
+"""Processes that are killed or stopped at critical moments: the results equal those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ KILLS = [
 
 
 @pytest.mark.parametrize(("moment", "who"), KILLS)
-def test_a_killed_group_is_started_anew_and_ends_with_the_same_bits(
+def test_a_killed_group_is_restarted_and_ends_with_the_same_bits(
     tiny: Path, tmp_path: Path, moment: str, who: str
 ) -> None:
     job = Job(tiny, tmp_path / "run", SETTINGS[2], restarts=1, fault=f"kill:{moment}:{who}:{COUNTS[moment]}")
     run = job.run()
     assert run.code == 0, run.said
-    assert job.marker.exists(), "the fault has struck"
+    assert job.marker.exists(), "the fault happened"
     check_same(job)
 
 
@@ -59,7 +59,7 @@ def test_the_same_command_goes_on_with_resume(tiny: Path, tmp_path: Path, proces
     check_same(job)
 
 
-def test_a_group_that_is_told_to_end_saves_and_says_so_once(tiny: Path, tmp_path: Path) -> None:
+def test_a_group_that_gets_sigterm_saves_and_reports_it_once(tiny: Path, tmp_path: Path) -> None:
     job = Job(tiny, tmp_path / "run", (*SETTINGS[2], "checkpoint.every_steps=1000"))
     process = job.start()
     wait_for_steps(process, job.folder, 4)
@@ -75,14 +75,14 @@ def test_a_group_that_is_told_to_end_saves_and_says_so_once(tiny: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_everybody_told_to_end_at_once_saves_too(tiny: Path, tmp_path: Path) -> None:
-    """Schedulers signal every process of a job, and torchrun passes its own signal on: each process gets two."""
+def test_processes_that_all_get_sigterm_save_too(tiny: Path, tmp_path: Path) -> None:
+    """Schedulers signal every process of a job, and torchrun forwards its own signal: each process gets two."""
     job = Job(tiny, tmp_path / "run", (*SETTINGS[2], "checkpoint.every_steps=1000"))
     process = job.start()
     wait_for_steps(process, job.folder, 4)
     for each in children(process.pid):
         os.kill(each, signal.SIGTERM)
-    time.sleep(0.1)  # they have heard it
+    time.sleep(0.1)  # they have received it
     process.send_signal(signal.SIGTERM)
     run = ended(process)
     assert run.code != 0
@@ -123,11 +123,11 @@ def test_a_process_that_does_not_come_back_ends_the_group(tiny: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_loader_processes_that_die_leave_no_trace(tiny: Path, tmp_path: Path) -> None:
-    """One of one process, in the middle of an epoch."""
+    """One worker of one rank, in the middle of an epoch."""
     job = Job(tiny, tmp_path / "run", (*SETTINGS[2], "data.workers=2"), fault="dead_worker:4")
     run = job.run()
     assert run.code == 0, run.said
-    assert run.said.count("The workers are started anew") == 1, run.said
+    assert run.said.count("The workers are restarted") == 1, run.said
     check_same(job)
 
 
@@ -137,5 +137,5 @@ def test_one_process_goes_on_where_two_were(tiny: Path, tmp_path: Path) -> None:
     assert job.run().code != 0
     run = replace(job, processes=1).again("--resume")
     assert run.code == 0, run.said
-    assert "the checkpoint is of another number of processes" in run.said
+    assert "the checkpoint is of another number of ranks" in run.said
     assert load_checkpoint(job.folder / "last.pt").training["progress"]["step"] == 21

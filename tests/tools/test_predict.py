@@ -226,7 +226,7 @@ def test_a_full_disk(
         monkeypatch.setattr(module, name, limited(getattr(module, name)))
     out = tmp_path / "out"
     assert predict(weights, out, photos) == 2
-    assert f"{out / at}: No space left on device; make room or choose another place" in capsys.readouterr().err
+    assert f"{out / at}: No space left on device; free some space or choose another folder" in capsys.readouterr().err
     assert at not in contents(out)
     monkeypatch.undo()
     (out / at).write_text("mine")
@@ -242,7 +242,7 @@ def test_a_folder_without_permission(
 
     monkeypatch.setattr(module, "make_output_folder", denied)
     assert predict(weights, tmp_path / "out", photos) == 2
-    assert "Permission denied; change the permissions or choose another place" in capsys.readouterr().err
+    assert "Permission denied; change the permissions or choose another folder" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,4 @@
-"""Captured steps from the command line: reproduced, cured, and every way to get it wrong."""
+"""Replay of captured steps from the command line: reproduced or not, and bad input."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import torch
 from detr_bf.assembly import build_detector_criterion, build_model
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.detectors import Detector
-from detr_bf.engine.capture import Capture, capture_step
 from detr_bf.engine.checkpoint import rng_state
-from detr_bf.engine.fault import Fault
+from detr_bf.engine.recovery import Capture, Fault, capture_step
 from detr_bf.structures import ClassMap
 from tests.engine.steps import batches, step_of
 from tests.tools.test_train_net import tool, train_net
@@ -57,7 +56,7 @@ def captured(
 
 @functools.cache
 def healthy() -> Capture:
-    """Of a step in which nothing is wrong, not to be changed."""
+    """Return the capture of a finite step; do not change it."""
     return captured()
 
 
@@ -72,13 +71,13 @@ def test_a_broken_weight_is_reproduced_and_reported(tmp_path: Path, capsys: pyte
 
     assert replay(tmp_path, captured(spoil)) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{tmp_path / 'a.pt'}: step 17, process 0 of 1, cpu, float32, torch {torch.__version__}"
+    assert lines[0] == f"{tmp_path / 'a.pt'}: step 17, rank 0 of 1, cpu, float32, torch {torch.__version__}"
     assert lines[1:3] == ["batch 1 holds 00.png, 01.png", "batch 2 holds 10.png, 11.png"]
     assert lines[3].startswith("batch 1: loss nan (loss_ce_0 nan, ")
     assert f"parameters that are not finite: {LAYER}.bias" in lines
     found = f"{LAYER} (Linear), batch 1, call 1: its inputs are finite; not finite in it: {LAYER}.bias"
     assert f"first module whose output is not finite: {found}" in lines
-    assert lines[-2:] == ["losses and module are those of the run", "REPRODUCED: it is not finite again"]
+    assert lines[-2:] == ["losses and module equal those of the run", "REPRODUCED: it is not finite again"]
 
 
 def test_what_a_run_captures_is_reproduced(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +88,7 @@ def test_what_a_run_captures_is_reproduced(tiny: Path, tmp_path: Path, capsys: p
     assert f"captured in {file}" in said
     assert run_tool([str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2:] == ["losses and module are those of the run", "REPRODUCED: it is not finite again"]
+    assert lines[-2:] == ["losses and module equal those of the run", "REPRODUCED: it is not finite again"]
     (module,) = (line for line in lines if line.startswith("first module whose output is not finite: "))
     assert module in said
 
@@ -112,9 +111,9 @@ def test_the_step_is_that_of_the_run_to_the_last_digit(
     assert replay(tmp_path, capture) == 3
     out = capsys.readouterr().out
     assert set(str(Fault.from_dict(capture.fault)).splitlines()) < set(out.splitlines())
-    assert "losses and module are those of the run" in out
+    assert "losses and module equal those of the run" in out
     assert out.endswith(
-        "NOT REPRODUCED: everything is finite now, perhaps because of kernels that do not always add up in the same "
+        "NOT REPRODUCED: everything is finite now, perhaps because of kernels that do not always add in the same "
         "order\n"
     )
 
@@ -124,11 +123,11 @@ def test_full_precision_cures_an_overflow_of_the_half(tmp_path: Path, capsys: py
     assert replay(tmp_path, capture) == 0
     out = capsys.readouterr().out
     assert f"first module whose output is not finite: {LAYER} (Linear)" in out
-    assert "losses and module are those of the run" in out
+    assert "losses and module equal those of the run" in out
     assert replay(tmp_path, capture, "--precision", "float32") == 3
     out = capsys.readouterr().out
     assert "first module whose output is not finite: none" in out
-    assert "in the run it was\n  batch 1: loss nan" in out
+    assert "in the run\n  batch 1: loss nan" in out
     assert f"\n  first module whose output is not finite: {LAYER} (Linear)" in out
     assert "different here: it ran in fp16, now in float32" in out
     assert out.endswith("NOT REPRODUCED: everything is finite now, perhaps because of the differences above\n")
@@ -138,7 +137,7 @@ def test_the_scale_of_the_loss_is_that_of_the_run(tmp_path: Path, capsys: pytest
     assert replay(tmp_path, captured(scale=1e38)) == 0
     out = capsys.readouterr().out
     assert "loss inf" not in out
-    assert "the gradient that comes to the output of " in out
+    assert "the gradient of the output of " in out
     assert replay(tmp_path, replace(healthy(), scale=1024.0)) == 3
 
 
@@ -153,13 +152,13 @@ def test_anomaly_detection_names_the_operation(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"processes": 4}, ["it had 4 processes: the objects and gradients of the others are missing here"]),
-        ({"device": "cuda"}, ["it ran on cuda, now on cpu: other kernels, other numbers for dropout"]),
+        ({"world_size": 4}, ["it had 4 ranks: the objects and gradients of the others are missing here"]),
+        ({"device": "cuda"}, ["it ran on cuda, now on cpu: other kernels and random numbers"]),
         ({"threads": 99}, [f"it had 99 threads, now {torch.get_num_threads()}: sums in another order"]),
         ({"torch_version": "1.0"}, [f"it ran in torch 1.0, now in {torch.__version__}"]),
     ],
 )
-def test_what_is_different_here_is_told(
+def test_differences_from_the_run_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], said: list[str]
 ) -> None:
     assert replay(tmp_path, replace(healthy(), **changes)) == 3
@@ -167,13 +166,13 @@ def test_what_is_different_here_is_told(
     assert [line for line in lines if line.startswith("different here: ")] == [f"different here: {one}" for one in said]
 
 
-def test_images_of_other_processes_are_told_to_be_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_images_of_other_ranks_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = copy.deepcopy(healthy().config)
     config["batch_former"]["gather"] = config["train"]["compile"] = True
-    assert replay(tmp_path, replace(healthy(), processes=2, process=1, config=config)) == 3
+    assert replay(tmp_path, replace(healthy(), world_size=2, rank=1, config=config)) == 3
     out = capsys.readouterr().out
-    assert "step 17, process 1 of 2" in out
-    assert "batch_former.gather=true let images attend to those of other processes, which are missing here" in out
+    assert "step 17, rank 1 of 2" in out
+    assert "batch_former.gather=true let images attend to those of other ranks, which are missing here" in out
     assert "different here: it was compiled, and is not now" in out
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from detr_bf.config import load_config
 from detr_bf.engine import RunFolder
-from detr_bf.engine.capture import Capture, capture_step, load_capture
 from detr_bf.engine.checkpoint import rng_state
-from detr_bf.engine.fault import Fault
+from detr_bf.engine.recovery import Capture, Fault, capture_step, load_capture
 from detr_bf.labelled import LabelledImages
 from detr_bf.tasks import task_of
 from tests.tools.image_runs import classifier_config, masked_config
@@ -22,7 +21,7 @@ from tests.tools.test_train_net import assert_same, tool
 from tools.train_net import main as train_net
 
 DIVERGING = ["optimizer.lr=1e30", "train.epochs=3", "train.max_skipped=1", "train.ema.enabled=false"]
-SAME = "losses and module are those of the run"
+SAME = "losses and module equal those of the run"
 
 run_tool: Callable[[Sequence[str]], int] = tool("replay_capture").main
 
@@ -96,7 +95,7 @@ def test_the_step_is_that_of_the_run_to_the_last_digit(
 def test_mixed_batches_survive_the_file(name: str, kept: str, tmp_path: Path) -> None:
     capture = captured(classifier_config(tmp_path), *VARIANTS[name])
     capture.save(tmp_path / "a.pt")
-    read = load_capture(tmp_path / "a.pt")
+    read = load_capture(tmp_path / "a.pt", lambda config: LabelledImages)
     for batch, again in zip(capture.batches, read.batches, strict=True):
         assert isinstance(again, LabelledImages)
         assert getattr(again.targets, kept) is not None
@@ -105,15 +104,15 @@ def test_mixed_batches_survive_the_file(name: str, kept: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["batchformer_v2", "batchformer"])
-def test_images_of_other_processes_are_told_to_be_missing(
+def test_missing_images_of_other_ranks_are_reported(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capture = captured(classifier_config(tmp_path), *VARIANTS[name], f"plugins.{name}.gather=true")
     assert replay(tmp_path, capture) == 3
     assert "gather" not in capsys.readouterr().out
-    assert replay(tmp_path, replace(capture, processes=2)) == 3
+    assert replay(tmp_path, replace(capture, world_size=2)) == 3
     lines = [line for line in capsys.readouterr().out.splitlines() if "gather" in line]
-    said = "let images attend to those of other processes, which are missing here"
+    said = "let images attend to those of other ranks, which are missing here"
     assert lines == [f"different here: plugins.{name}.gather=true {said}"]
 
 

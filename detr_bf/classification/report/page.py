@@ -10,12 +10,11 @@ from detr_bf.classification.reconstruction import ReconstructionResult
 from detr_bf.classification.report.figures import save_class_accuracies, save_confusion
 from detr_bf.config import ClassifierConfig, MaskedConfig
 from detr_bf.config.classification import ImageDataConfig
+from detr_bf.files import EVALUATION_FILE, SHEET_FILE
 from detr_bf.report.curves import CurvePlan
 from detr_bf.report.detection import blocks, context_broadcasting, relative_localization
 from detr_bf.report.figures import BLACK, BLUE, ORANGE, SKY, VERMILION
 from detr_bf.report.page import (
-    EVALUATION_FILE,
-    SHEET_FILE,
     TaskPage,
     count,
     headline,

@@ -1,17 +1,17 @@
-"""Averaged weights with the statistics that belong to them."""
+"""State of a training: averaged weights with the statistics of their batch norms."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from detr_bf.engine.average import AveragedWeights
+from detr_bf.engine.state import AveragedWeights
 
 
 def network() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False))
-    model.register_buffer("places", torch.arange(7) * 7)
+    model.register_buffer("indices", torch.arange(7) * 7)
     return model.double()
 
 
@@ -35,4 +35,4 @@ def test_parameters_and_statistics_are_averaged_alike_and_other_buffers_copied()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, msg=name)
     assert not torch.equal(found["1.running_mean"], model.state_dict()["1.running_mean"])
-    assert found["places"].tolist() == model.state_dict()["places"].tolist()
+    assert found["indices"].tolist() == model.state_dict()["indices"].tolist()

@@ -1,4 +1,4 @@
-"""The first module, parameter, target or gradient that is not finite, and a step that is left as it was."""
+"""Search for the first module, parameter, target or gradient that is not finite; the step is left unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from detr_bf import distributed
 from detr_bf.detectors import MaskHead
 from detr_bf.engine.checkpoint import rng_state
-from detr_bf.engine.fault import Fault, all_finite, find_fault, tensors_in
+from detr_bf.engine.recovery import Fault, all_finite, find_fault, tensors_in
 from detr_bf.engine.step import TrainingStep, wrap_ddp
 from detr_bf.losses import LossReport
 from detr_bf.structures import Batch, FeatureMap, Outputs, Queries, TokenBatch
@@ -42,7 +42,7 @@ def test_a_healthy_step_has_no_fault(name: str) -> None:
     step = step_of(tiny.shaken(tiny.model(name, batch_former=tiny.batch_former())))
     fault = fault_of(step, batches(2))
     assert not fault.found
-    assert (fault.module, fault.broken_behind) == (None, None)
+    assert (fault.module, fault.bad_gradient_at) == (None, None)
     assert (fault.parameters, fault.targets, fault.gradients) == ([], [], [])
     assert "none" in fault.forward_lines()[-1]
 
@@ -69,11 +69,11 @@ def test_a_broken_weight_is_found_in_the_module_that_uses_it(
     fault = fault_of(step)
     assert fault.module is not None
     assert (fault.module.name, fault.module.kind, fault.module.batch) == (module, kind, 1)
-    assert fault.module.clean_inputs
+    assert fault.module.finite_inputs
     assert fault.module.state == fault.parameters == [parameter]
 
 
-def test_a_weight_that_no_module_of_its_own_applies_is_found_in_the_layer_around_it() -> None:
+def test_a_weight_without_a_module_of_its_own_is_found_in_the_layer_around_it() -> None:
     step = two_streams()
     name = "encoder.batch_former.mixers.shared.layers.0.self_attn.in_proj_weight"
     weights_of(step, name).fill_(NAN)
@@ -91,7 +91,7 @@ def test_an_overflow_is_found_in_the_layer_where_it_happens(layer: str) -> None:
     weights_of(step, f"{layer}.weight").fill_(3e38)
     fault = fault_of(step)
     assert fault.module is not None
-    assert (fault.module.name, fault.module.kind, fault.module.clean_inputs) == (layer, "Linear", True)
+    assert (fault.module.name, fault.module.kind, fault.module.finite_inputs) == (layer, "Linear", True)
     assert fault.module.state == fault.parameters == []
     assert fault.found
 
@@ -123,23 +123,23 @@ def test_a_module_that_layers_share_says_which_call_it_was() -> None:
 
 
 class Spoilt(nn.Module):
-    """A backbone whose maps hold an infinity, which no hook sees coming in."""
+    """Backbone whose maps hold an infinity that no input has."""
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> list[FeatureMap]:
         (feature,) = tiny.Averages(1)(images, padding_mask)
         return [FeatureMap(feature.tensor.index_fill(1, torch.tensor([0]), INF), feature.padding_mask)]
 
 
-def test_what_only_hands_on_is_not_taken_for_the_source() -> None:
+def test_a_module_that_passes_infinity_on_is_not_the_source() -> None:
     step = step_of(tiny.model())
     step.model.backbone = Spoilt()
     fault = fault_of(step)
     assert fault.module is not None
-    assert (fault.module.name, fault.module.clean_inputs) == ("backbone", True)
+    assert (fault.module.name, fault.module.finite_inputs) == ("backbone", True)
 
 
 class Careless(nn.Module):
-    """A detector that never returns what it breaks: a module is fed infinity by the detector itself."""
+    """Detector that itself feeds infinity to a module and returns finite values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,19 +149,19 @@ class Careless(nn.Module):
         return self.inner(torch.full((1,), INF)).nan_to_num()
 
 
-def test_where_no_module_starts_it_the_first_that_hands_it_on_is_named() -> None:
+def test_without_a_source_the_first_module_that_passes_it_on_is_named() -> None:
     fault = fault_of(plain(Careless()))
     assert fault.module is not None
-    assert (fault.module.name, fault.module.clean_inputs) == ("inner", False)
+    assert (fault.module.name, fault.module.finite_inputs) == ("inner", False)
     assert "its inputs are not finite either" in str(fault)
 
 
-def test_an_input_that_is_overwritten_counts_as_it_was() -> None:
+def test_an_input_is_checked_before_it_is_overwritten() -> None:
     detector = nn.Sequential(nn.Linear(1, 1), Overwriting())
     detector.forward = lambda batch: detector[1](detector[0](torch.ones(1)).clone()).sum()  # type: ignore[method-assign]
     fault = fault_of(plain(detector))
     assert fault.module is not None
-    assert (fault.module.name, fault.module.clean_inputs) == ("1", True)
+    assert (fault.module.name, fault.module.finite_inputs) == ("1", True)
 
 
 class Overwriting(nn.Module):
@@ -200,7 +200,7 @@ def test_masks_that_the_losses_ask_for_are_watched() -> None:
 
 @dataclass(frozen=True)
 class Sum:
-    """What stands in for the set criterion of a toy detector."""
+    """Criterion of a toy detector."""
 
     def __call__(self, outputs: Tensor, targets: Any) -> LossReport:
         return LossReport({"loss_sum": outputs.sum()}, {"loss_sum": 1.0})
@@ -228,10 +228,10 @@ def test_a_gradient_that_is_not_finite_is_found_where_it_begins() -> None:
     fault = fault_of(step)
     assert fault.losses[0]["total"] == pytest.approx(2 * step.model.last.bias.item())
     assert fault.gradients == ["first.weight", "first.bias", "middle.weight", "middle.bias"]
-    assert fault.broken_behind == "middle"
+    assert fault.bad_gradient_at == "middle"
     assert fault.module is None
     assert fault.found
-    assert str(fault).endswith("the gradient that comes to the output of middle is not finite already")
+    assert str(fault).endswith("the gradient of the output of middle is already not finite")
     assert not fault_of(step, with_backward=False).found
 
 
@@ -367,7 +367,7 @@ def test_many_names_are_counted() -> None:
     assert f" and {count - 8} more" in str(fault_of(step))
 
 
-def test_tensors_are_found_in_every_value_of_the_house() -> None:
+def test_tensors_are_found_in_every_dataclass() -> None:
     parts = [torch.full((), float(number)) for number in range(10)]
     tokens = TokenBatch(parts[0], {"a": parts[1]}, {"shape": (1, 2), "b": (parts[2], "text")})
     queries = Queries(parts[3], parts[4], proposals=Outputs(parts[5], parts[6]))
@@ -382,24 +382,24 @@ def test_finite_means_every_number(value: complex) -> None:
     assert all_finite([torch.ones(2), torch.tensor([2**60]), torch.tensor([True])])
 
 
-def broken_in_one_process() -> tuple[Fault, bool]:
-    """A step whose passes exchange tokens, wrapped as in training; only process 1 has a broken target."""
+def broken_on_one_rank() -> tuple[Fault, bool]:
+    """A step whose ranks exchange tokens, wrapped in DDP; only rank 1 has a broken target."""
     step = step_of(tiny.model(dropout=0.0, batch_former=tiny.batch_former(gather=True, dropout=0.0)))
-    parallel = wrap_ddp(step)
+    ddp_step = wrap_ddp(step)
     rng, images = rng_state(), batches(2)
     broken = [*images]
     if distributed.rank() == 1:
         target = replace(images[0].targets[0], boxes=torch.full((3, 4), NAN))
         broken[0] = replace(images[0], targets=(target, images[0].targets[1]))
-    parallel(broken[0])  # training finds out before its backward pass
+    ddp_step(broken[0])  # training stops before its backward pass
     fault = find_fault(step, broken, rng)
     assert all(parameter.grad is None for parameter in step.parameters())
-    parallel(images[1]).total.backward()  # and goes on with the next step
+    ddp_step(images[1]).total.backward()  # training continues with the next step
     return fault, all_finite([parameter.grad for parameter in step.parameters()])
 
 
-def test_processes_look_together_and_each_finds_its_own() -> None:
-    (first, on), (second, also) = run_together(2, broken_in_one_process)
+def test_every_rank_finds_its_own_fault() -> None:
+    (first, on), (second, also) = run_together(2, broken_on_one_rank)
     assert on
     assert also
     assert second.targets == ["00.png"]

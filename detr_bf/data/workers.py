@@ -1,0 +1,133 @@
+"""Detection and restart of dead loader workers.
+
+A worker killed by the kernel, for lack of memory for instance, would make DataLoader hang or raise from any line of the
+main thread. Here its death raises :class:`WorkerDiedError` where a batch is waited for, and only there.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import TypeVar
+
+from torch.utils.data._utils import signal_handling
+
+from detr_bf.errors import TrainingError
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 30  # from SIGTERM to the end of a worker
+MAX_DEATHS = 3  # of workers, without a batch in between
+EXIT_SECONDS = 1.0  # from a closed connection, the first sign of a death, to the end of the process
+
+BatchT = TypeVar("BatchT")
+
+
+class WorkerDiedError(RuntimeError):
+    """A loader worker ended while it still had batches to load; the message says how."""
+
+
+def restart_dead_workers(make_batches: Callable[[int], Iterator[BatchT]], start: int) -> Iterator[BatchT]:
+    """Yield the batches of ``make_batches(start)``; after a worker's death continue with the first missing batch.
+
+    Args:
+        make_batches: index of a batch -> the batches from there on, the same ones at every call.
+        start: index of the first batch.
+
+    Raises:
+        TrainingError: workers died :data:`MAX_DEATHS` times without a batch in between.
+    """
+    due, deaths = start, 0
+    while True:
+        try:
+            for batch in make_batches(due):
+                due, deaths = due + 1, 0
+                yield batch
+            return
+        except WorkerDiedError as death:
+            message = str(death)
+        deaths += 1
+        if deaths == MAX_DEATHS:
+            raise TrainingError(
+                f"loader workers died {deaths} times without a batch in between, last: {message}; give the job more "
+                "memory or a larger /dev/shm, or set data.workers to fewer, 0 to load in the training process"
+            )
+        logger.error(
+            "%s: out of memory, or of shared memory (/dev/shm)? The workers are restarted; fewer of them "
+            "(data.workers) need less",
+            message,
+        )
+
+
+@contextmanager
+def raise_deaths(workers: Sequence[BaseProcess]) -> Iterator[None]:
+    """Raise :class:`WorkerDiedError` within the block as soon as one of ``workers`` is dead.
+
+    A worker that dies in the middle of a message leaves its reader waiting for ever, so SIGCHLD interrupts the wait.
+    Outside the main thread, which alone receives signals, DataLoader finds most deaths itself within seconds.
+    """
+    if not _is_main_thread():
+        yield
+        return
+    previous = signal.getsignal(signal.SIGCHLD)
+
+    def check(number: int, frame: FrameType | None) -> None:
+        message = death_of(workers)
+        if message:
+            signal.signal(signal.SIGCHLD, previous)
+            raise WorkerDiedError(message)
+        if callable(previous):
+            previous(number, frame)
+
+    signal.signal(signal.SIGCHLD, check)
+    try:
+        message = death_of(workers)
+        if message:
+            raise WorkerDiedError(message)
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, previous)
+
+
+def death_of(workers: Sequence[BaseProcess], seconds: float = 0) -> str:
+    """Describe how one of ``workers`` ended, waiting up to ``seconds`` for it; empty if all are alive."""
+    ended = wait([worker.sentinel for worker in workers], seconds) if workers else ()
+    for worker in workers:
+        if worker.sentinel in ended:
+            worker.join(EXIT_SECONDS)
+            code = worker.exitcode
+            if code is not None and code < 0:
+                return f"loader worker {worker.pid} was killed by signal {-code} ({signal.strsignal(-code)})"
+            return f"loader worker {worker.pid} ended with exit code {code}"
+    return ""
+
+
+def disarm_dataloader_handler() -> None:
+    """Make DataLoader install its SIGCHLD handler, once per process, and restore the previous handler.
+
+    DataLoader's handler would raise a worker's death from any line of the main thread, even inside an optimizer step.
+    """
+    if _is_main_thread():
+        previous = signal.getsignal(signal.SIGCHLD)
+        signal_handling._set_SIGCHLD_handler()
+        signal.signal(signal.SIGCHLD, previous)
+
+
+def ignore_signals(worker: int) -> None:
+    """Ignore SIGINT in this worker, and end :data:`GRACE_SECONDS` after SIGTERM; a ``worker_init_fn``.
+
+    Ctrl-C and a scheduler's SIGTERM reach every process of a job. The training process finishes its step and saves; the
+    workers live until it closes them or dies.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE_SECONDS))
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

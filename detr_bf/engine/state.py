@@ -1,0 +1,170 @@
+"""State of a running training: progress, averaged weights, and how a checkpoint saves and restores it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from detr_bf import distributed
+from detr_bf.data.batches import derive_seed
+from detr_bf.engine.checkpoint import Checkpoint, load_strict, restore_rng, rng_state
+from detr_bf.engine.optimizer import load_optimizer
+from detr_bf.engine.run_folder import RunFolder
+from detr_bf.errors import InputError, TrainingError
+from detr_bf.structures import ClassMap
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """Counters of a run, saved in every checkpoint."""
+
+    step: int = 0  # optimizer steps done
+    evaluated_step: int = 0  # the step of the last evaluation
+    best_score: float = -math.inf
+    best_step: int = 0  # the step of the evaluation with the best score; 0: none has a score
+    skipped: int = 0  # steps skipped because they were not finite
+    replaced: int = 0  # unreadable images of this epoch
+
+
+class AveragedWeights(AveragedModel):
+    """Exponential moving average of a model's parameters and of the running statistics of its batch norms.
+
+    The statistics belong to the weights they were measured with; torch would average all buffers or none. Other buffers
+    are copied.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        self.decay = decay
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Move the average towards ``model``; the first call copies it."""
+        first = not self.n_averaged
+        before = [(statistic, statistic.clone()) for statistic in self._statistics()]
+        super().update_parameters(model)
+        for statistic, average in [] if first else before:
+            statistic.copy_(average.lerp(statistic, 1 - self.decay))
+
+    def _statistics(self) -> list[Tensor]:
+        norms = [module for module in self.module.modules() if isinstance(module, _BatchNorm)]
+        found = (statistic for norm in norms for statistic in (norm.running_mean, norm.running_var))
+        return [statistic for statistic in found if statistic is not None]
+
+
+class TrainingState:
+    """Model, averaged weights, optimizer, gradient scaler and progress of a run, saved to its folder.
+
+    The learning rate and the order of the data follow from ``progress.step``.
+
+    Args:
+        ema: None without averaged weights.
+        class_map, config: stored with the weights, to use them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ema: AveragedWeights | None,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        *,
+        folder: RunFolder,
+        class_map: ClassMap,
+        config: dict[str, Any],
+    ) -> None:
+        self.model, self.ema, self.optimizer, self.scaler = model, ema, optimizer, scaler
+        self.folder, self.class_map, self.config = folder, class_map, config
+        self.progress = Progress()
+        self._saved: Progress | None = None
+        self._saved_at = time.monotonic()
+
+    @property
+    def minutes_unsaved(self) -> float:
+        """Minutes since the last checkpoint, or since the start."""
+        return (time.monotonic() - self._saved_at) / 60
+
+    def save(self, *others: Path) -> None:
+        """Write ``others`` and then ``last.pt`` with the same content; a collective.
+
+        Nothing is written if ``last.pt`` holds this progress already and there are no others. ``last.pt`` comes last:
+        a run killed in between repeats the steps that led to the others.
+        """
+        if self._saved == self.progress and not others:
+            return
+        training = {
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "progress": asdict(self.progress),
+            "rng": distributed.gather_to_main(rng_state()),  # generators of every rank
+            "averaged": 0 if self.ema is None else int(self.ema.n_averaged),
+        }
+        distributed.run_on_main(lambda: self._write(training, others))
+        self._saved = replace(self.progress)
+        self._saved_at = time.monotonic()
+
+    def _write(self, training: dict[str, Any], others: Sequence[Path]) -> None:
+        checkpoint = Checkpoint(
+            model=self.model.state_dict(),
+            class_map=self.class_map.to_dict(),
+            config=self.config,
+            ema=None if self.ema is None else self.ema.module.state_dict(),
+            training=training,
+        )
+        try:
+            for path in others:
+                checkpoint.save(path)
+            checkpoint.save(self.folder.last, previous=self.folder.previous)
+        except (OSError, RuntimeError) as error:  # torch's writer raises the latter
+            advice = (
+                "The checkpoint of an earlier step is there: make room, then run the same command with --resume"
+                if self.folder.holds_a_run()
+                else "No checkpoint was written before it: make room, then run the same command again"
+            )
+            raise TrainingError(
+                f"the checkpoint of step {self.progress.step} cannot be written to {self.folder.path} ({error}). "
+                + advice
+            ) from error
+
+    def restore(self, checkpoint: Checkpoint, seed: int) -> None:
+        """Load ``checkpoint``, read from ``last.pt``.
+
+        Args:
+            seed: of the run; seeds the generators if the run had another number of ranks.
+
+        Raises:
+            InputError: the checkpoint has no training state, or one of another model, optimizer or version.
+        """
+        source = str(self.folder.last)
+        state = checkpoint.state_to_resume(source)
+        load_strict(self.model, checkpoint.model, source)
+        if self.ema is not None:
+            load_strict(self.ema.module, checkpoint.weights, source)
+            self.ema.n_averaged.fill_(state["averaged"])
+        load_optimizer(self.optimizer, state["optimizer"], source)
+        try:
+            if self.scaler.is_enabled() and state["scaler"]:  # empty if the run was not in fp16 before
+                self.scaler.load_state_dict(state["scaler"])
+            self.progress = Progress(**state["progress"])
+        except (KeyError, TypeError) as error:
+            raise InputError(
+                f"{source}: its training state is of another version or damaged ({error}): start a new run with "
+                f"init_from={source} and another output_dir"
+            ) from error
+        if not restore_rng(state["rng"], derive_seed(seed, self.progress.step, distributed.rank())):
+            logger.warning(
+                "the checkpoint is of another number of ranks: random numbers, and with another total batch size the "
+                "position in the epoch, differ from those of an uninterrupted run"
+            )

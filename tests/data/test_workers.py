@@ -1,0 +1,225 @@
+"""Dead loader workers: batches are the same after a restart, and repeated deaths end the training."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from detr_bf.data.batches import EpochBatches, SampleKey
+from detr_bf.data.coco import CocoDetection
+from detr_bf.data.loader import make_loader
+from detr_bf.data.workers import MAX_DEATHS, WorkerDiedError, restart_dead_workers
+from detr_bf.errors import TrainingError
+from detr_bf.structures import Batch, Target
+from tests.data.test_loader import TRAINING, Factory, assert_same, load, load_all
+
+
+def test_batches_continue_with_the_first_missing_one() -> None:
+    starts: list[int] = []
+
+    def make_batches(start: int) -> Iterator[int]:
+        starts.append(start)
+        for index in range(start, 6):
+            if index in (2, 4) and starts.count(index) == 0:
+                raise WorkerDiedError("killed")
+            yield index
+
+    assert list(restart_dead_workers(make_batches, 1)) == [1, 2, 3, 4, 5]
+    assert starts == [1, 2, 4]
+
+
+def test_deaths_without_a_batch_in_between_end_the_training() -> None:
+    def make_batches(start: int) -> Iterator[int]:
+        raise WorkerDiedError("killed")
+        yield
+
+    with pytest.raises(TrainingError, match=rf"died {MAX_DEATHS} times .* last: killed; .*data.workers"):
+        list(restart_dead_workers(make_batches, 0))
+
+
+def kill_a_worker(number: int = 0) -> None:
+    """Kill a worker and wait until it is dead."""
+    worker = sorted(multiprocessing.active_children(), key=lambda child: child.pid)[number]
+    os.kill(worker.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+
+
+def maker(dataset: CocoDetection, starts: list[int], workers: int = 2) -> Callable[[int], Iterator[Batch]]:
+    """Return the argument of ``restart_dead_workers``; ``starts`` collects the indices it is called with."""
+
+    def make(start: int) -> Iterator[Batch]:
+        assert not multiprocessing.active_children(), "the workers of the last iterator must have ended"
+        starts.append(start)
+        chosen = EpochBatches(len(dataset), 2, seed=5, epoch=1, start_batch=start)
+        return iter(make_loader(dataset, chosen, collate=Batch.collate, workers=workers))
+
+    return make
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_killed_worker_changes_no_batch(coco_folder: Factory, victim: int, caplog: pytest.LogCaptureFixture) -> None:
+    data = coco_folder(num_images=12)
+    dataset = CocoDetection(data.images, data.annotations, TRAINING, seed=5)
+    starts: list[int] = []
+    found = []
+    for batch in restart_dead_workers(maker(dataset, starts), 1):
+        found.append(batch)
+        if len(found) == victim + 1 and len(starts) == 1:
+            kill_a_worker()
+            sum(range(1_000_000))  # time in which a signal handler would be called
+    assert_same(found, load(data)[1:])
+    assert starts == [1, victim + 2]
+    assert "was killed by signal 9 (Killed): out of memory" in caplog.text
+    assert "data.workers" in caplog.text
+
+
+class Deadly(CocoDetection):
+    """Data set with an image that kills its worker the first ``deaths`` times; files in ``count`` count them."""
+
+    count: Path
+    deaths = 1
+    index = 4
+
+    def __getitem__(self, key: SampleKey) -> tuple[torch.Tensor, Target]:
+        deaths = len(list(self.count.iterdir()))
+        if key.index == self.index and deaths < self.deaths:
+            (self.count / str(deaths)).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(key)
+
+
+def deadly(data: SimpleNamespace, tmp_path: Path, deaths: int) -> Deadly:
+    dataset = Deadly(data.images, data.annotations, TRAINING, seed=5)
+    dataset.count, dataset.deaths = tmp_path / "deaths", deaths
+    dataset.count.mkdir()
+    return dataset
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_dies_while_its_batch_is_waited_for(coco_folder: Factory, tmp_path: Path, workers: int) -> None:
+    data = coco_folder(num_images=12)
+    starts: list[int] = []
+    began = time.monotonic()
+    found = list(restart_dead_workers(maker(deadly(data, tmp_path, MAX_DEATHS - 1), starts, workers), 0))
+    assert time.monotonic() - began < 9, "DataLoader itself looks every five seconds"
+    assert_same(found, load(data))
+    assert len(starts) == MAX_DEATHS
+
+
+def test_workers_that_keep_dying_end_the_training(coco_folder: Factory, tmp_path: Path) -> None:
+    dataset = deadly(coco_folder(num_images=12), tmp_path, 1000)
+    dataset.index = next(iter(EpochBatches(len(dataset), 2, seed=5, epoch=1)))[0].index  # no batch comes in between
+    starts: list[int] = []
+    with pytest.raises(TrainingError, match=rf"died {MAX_DEATHS} times .* was killed by signal 9 .*data.workers"):
+        list(restart_dead_workers(maker(dataset, starts), 0))
+    assert len(starts) == MAX_DEATHS
+    assert not multiprocessing.active_children()
+
+
+def test_deaths_with_batches_in_between_do_not_add_up(coco_folder: Factory) -> None:
+    data = coco_folder(num_images=12)
+    dataset = CocoDetection(data.images, data.annotations, TRAINING, seed=5)
+    starts: list[int] = []
+    found = []
+    for batch in restart_dead_workers(maker(dataset, starts), 0):
+        found.append(batch)
+        if len(found) < 6:
+            kill_a_worker()
+    assert_same(found, load(data))
+    assert starts == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_death_after_the_last_batch_is_ignored(coco_folder: Factory) -> None:
+    data = coco_folder(num_images=4)
+    dataset = CocoDetection(data.images, data.annotations, TRAINING, seed=5)
+    batches = iter(make_loader(dataset, EpochBatches(4, 2, seed=5, epoch=1), collate=Batch.collate, workers=1))
+    found = [next(batches), next(batches)]
+    kill_a_worker()
+    assert next(batches, None) is None
+    assert_same(found, load(data))
+
+
+class Large(CocoDetection):
+    """Data set whose samples do not fit into the pipe at once."""
+
+    def __getitem__(self, key: SampleKey) -> tuple[torch.Tensor, Target]:
+        image, target = super().__getitem__(key)
+        return image, replace(target, file_name="x" * 1_000_000)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_killed_in_the_middle_of_a_message(coco_folder: Factory, victim: int) -> None:
+    """Its reader would wait for the rest for ever, and the other worker for the lock of the pipe."""
+    data = coco_folder(num_images=12)
+    dataset = Large(data.images, data.annotations, TRAINING, seed=5)
+    starts: list[int] = []
+    batches = restart_dead_workers(maker(dataset, starts), 0)
+    found = [next(batches)]
+    time.sleep(1)  # until one writes and the other waits
+    kill_a_worker(victim)
+    assert_same([*found, *batches], load(data))
+    assert starts == [0, 1]
+
+
+def test_a_death_is_found_outside_the_main_thread_too(coco_folder: Factory, tmp_path: Path) -> None:
+    data = coco_folder(num_images=12)
+    dataset, found = deadly(data, tmp_path, 1), []
+    starts: list[int] = []
+    thread = threading.Thread(target=lambda: found.extend(restart_dead_workers(maker(dataset, starts), 0)))
+    thread.start()
+    thread.join(60)
+    assert_same(found, load(data))
+    assert len(starts) == 2
+
+
+def test_a_death_is_raised_without_restart_dead_workers(coco_folder: Factory, tmp_path: Path) -> None:
+    dataset = deadly(coco_folder(num_images=12), tmp_path, 1)
+    with pytest.raises(WorkerDiedError, match=r"loader worker \d+ was killed by signal 9 \(Killed\)"):
+        load_all(dataset, workers=2)
+    assert not multiprocessing.active_children()
+
+
+class Leaving(CocoDetection):
+    """Data set whose worker exits."""
+
+    def __getitem__(self, key: SampleKey) -> tuple[torch.Tensor, Target]:
+        os._exit(7)
+
+
+def test_the_exit_code_of_a_death_is_reported(coco_folder: Factory) -> None:
+    data = coco_folder()
+    with pytest.raises(WorkerDiedError, match="ended with exit code 7"):
+        load_all(Leaving(data.images, data.annotations, TRAINING), workers=1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_other_faults_are_not_tried_again(coco_folder: Factory, workers: int) -> None:
+    data = coco_folder(num_images=12)
+    dataset = CocoDetection(data.images, data.annotations, TRAINING, seed=5)
+    dataset.file_names.pop()
+    starts: list[int] = []
+    with pytest.raises(IndexError):
+        list(restart_dead_workers(maker(dataset, starts, workers), 0))
+    assert starts == [0]
+
+
+def test_the_handler_of_sigchld_is_restored(coco_folder: Factory, tmp_path: Path) -> None:
+    calls = []
+    before = signal.signal(signal.SIGCHLD, mine := lambda number, frame: calls.append(number))
+    try:
+        data = coco_folder(num_images=12)
+        list(restart_dead_workers(maker(deadly(data, tmp_path, 1), []), 0))
+        assert signal.getsignal(signal.SIGCHLD) is mine
+        assert calls
+    finally:
+        signal.signal(signal.SIGCHLD, before)
