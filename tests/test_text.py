@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from detr_bf.text import csv_cell, printable, safe_message
+from detr_bf.text import csv_cell, listed, printable, safe_message
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,11 @@ def test_a_message_keeps_its_lines_and_its_length() -> None:
 def test_a_cell_is_no_formula(text: str) -> None:
     assert csv_cell(text) == f"'{text}"
     assert csv_cell(f"a{text}") == f"a{text}"
+
+
+def test_listed_names_the_first_and_counts_the_others() -> None:
+    assert listed([]) == ""
+    assert listed(["a", "b\n"]) == "a, b\\n"
+    assert listed(range(10), 3) == "0, 1, 2 and 7 more"
+    assert listed(["a", "b", "c"], 2, separator="; ") == "a; b and 1 more"
+    assert listed(iter(lambda: "a", None), 2, total=10**17) == f"a, a and {10**17 - 2} more", "taken one by one"
