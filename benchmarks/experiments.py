@@ -48,7 +48,7 @@ class Experiment:
 
     variants: Mapping[str, tuple[str, ...]]  # settings by name
     metrics: tuple[str, ...]  # of ClassificationResult, fractions; the first is drawn
-    data: Mapping[str, tuple[str, ...]]  # settings by name of the data set
+    data: Mapping[str, tuple[str, ...]]  # settings of each data set
     large: tuple[str, ...]  # settings for a GPU
 
 
