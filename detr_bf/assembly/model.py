@@ -278,7 +278,7 @@ def build_panoptic_postprocess(config: DetectionConfig, class_map: ClassMap) -> 
 
 
 def accelerate(model: nn.Module, config: RunConfig) -> None:
-    """Apply ``train.channels_last`` and ``train.compile`` to a new model, in-place.
+    """Apply ``train.channels_last`` and ``train.compile`` to a new model (in-place).
 
     Names, values and shapes of parameters stay the same, and so do checkpoints. Compilation takes place at the first
     call. Of a detector, the backbone and each encoder and decoder layer are compiled, for images of any size; batch

@@ -40,6 +40,7 @@ class FeatureTokens(nn.Module):
         """
         levels = list(self._levels(features, padding_mask))
         masks = [level.padding_mask for level in levels]
+        extents = [torch.tensor([mask.shape[2], mask.shape[1]], device=mask.device) for mask in masks]
         positions = [self.position(mask) for mask in masks]
         if self.level_embedding is not None:
             positions = [x + vector for x, vector in zip(positions, self.level_embedding, strict=True)]
@@ -48,7 +49,9 @@ class FeatureTokens(nn.Module):
             {
                 "padding_mask": torch.cat([mask.flatten(1) for mask in masks], dim=1),
                 "position": torch.cat(positions, dim=1),
-                "valid_ratios": torch.stack([_valid_ratio(mask) for mask in masks], dim=1),
+                "valid_ratios": torch.stack(
+                    [unpadded(mask) / extent for mask, extent in zip(masks, extents, strict=True)], dim=1
+                ),
                 "image_size": unpadded(padding_mask),
             },
             {"spatial_shapes": tuple((mask.shape[1], mask.shape[2]) for mask in masks)},
@@ -68,7 +71,3 @@ def unpadded(padding_mask: Tensor) -> Tensor:
     """Return width and height (B, 2), float, of the unpadded part of a mask (B, H, W)."""
     valid = ~padding_mask
     return torch.stack([valid[:, 0].sum(1), valid[:, :, 0].sum(1)], dim=-1).float()
-
-
-def _valid_ratio(mask: Tensor) -> Tensor:
-    return unpadded(mask) / torch.tensor([mask.shape[2], mask.shape[1]], device=mask.device)

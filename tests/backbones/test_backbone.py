@@ -1,4 +1,4 @@
-"""What every backbone does, seen on torchvision's ResNets."""
+"""Properties of every backbone, tested with torchvision's ResNets."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_user_mistakes(name: str, changes: dict, words: list[str]) -> None:
 
 
 def kept_bytes(backbone: Backbone, precision: torch.dtype) -> int:
-    """Of the distinct feature maps that a backward pass of the backbone needs."""
+    """Return the size of the distinct feature maps that a backward pass of the backbone needs."""
     images, mask = padded_batch()
     kept: dict[int, int] = {}
 

@@ -72,7 +72,7 @@ def check_equal(parts: list[dict[str, Any]], whole: dict[str, Any]) -> None:
 
 
 def run_pooled(features: Tensor, shared_classifier: bool) -> dict[str, Any]:
-    """As :func:`run`, of BatchFormer on pooled features."""
+    """Run BatchFormer on pooled features, as :func:`run` does."""
     torch.manual_seed(0)
     settings = {"dropout": 0.0, "num_layers": 2, "gather": True}
     bf = BatchFormer(DIM, **settings, shared_classifier=shared_classifier).double().train()

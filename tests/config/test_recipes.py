@@ -129,7 +129,11 @@ def test_a_recipe_writes_to_a_folder_of_its_own_name(name: str) -> None:
 
 
 def test_every_recipe_is_a_row_of_the_guide() -> None:
-    assert {row.path for row in ROWS if not row.settings} == set(RECIPES)
+    """A config without a published number, in a new folder, need not be listed."""
+    listed = {row.path for row in ROWS if not row.settings}
+    assert listed <= set(RECIPES)
+    folders = {Path(name).parent for name in listed}
+    assert not {name for name in RECIPES if "Published:" in comment(name) or Path(name).parent in folders} - listed
 
 
 def test_no_two_rows_of_the_guide_train_the_same() -> None:

@@ -1,4 +1,4 @@
-"""What every detector must do, from end to end on tiny parts: shapes, streams, padding, queries, gradients."""
+"""Properties of every detector, end to end with tiny parts: shapes, streams, padding, queries, gradients."""
 
 from __future__ import annotations
 

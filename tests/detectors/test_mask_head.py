@@ -124,7 +124,7 @@ def state(detector: Detector) -> dict[str, Tensor]:
 
 
 def train_a_little(detector: Detector) -> None:
-    """Everything that has a gradient moves, and so do the statistics of whatever is in training mode."""
+    """Update all parameters with a gradient, and the statistics of all modules in training mode."""
     optimizer = torch.optim.AdamW([p for p in detector.parameters() if p.requires_grad], lr=0.1, weight_decay=0.1)
     for _ in range(2):
         outputs = detector.train()(images())

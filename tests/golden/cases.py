@@ -67,7 +67,7 @@ def options(case: Case) -> Options:
 
 
 def mask_head(case: Case) -> MaskHead | None:
-    """That of the files has the maps of a ResNet-50."""
+    """Build the mask head; the recorded ones read the maps of a ResNet-50."""
     cfg = case.cfg
     if not cfg.get("masks"):
         return None
@@ -75,7 +75,7 @@ def mask_head(case: Case) -> MaskHead | None:
 
 
 def family(case: Case) -> str:
-    """Which of our detectors a recorded one is."""
+    """Return the name of our detector for a recorded one."""
     repository = json.dumps(case.manifest["upstream"]).lower()
     if "deformable" in repository:
         return "deformable_detr"

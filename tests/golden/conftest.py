@@ -37,7 +37,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _has(kind: str, folder: Path, name: str) -> bool:
-    """Whether the case holds what the kind is about, where not all of the name do."""
+    """Return whether the case contains the tensors of the kind, if not all cases of the name do."""
     if kind != "mini_batch_case":
         return True
     tensors = json.loads((folder / f"{name}.json").read_text())["tensors"]

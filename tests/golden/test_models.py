@@ -55,7 +55,7 @@ def test_mini_batch_inference(mini_batch_case: Case) -> None:
 
 
 def test_gradients(gradient_case: Case) -> None:
-    """Of a fixed scalar of all outputs: they show where gradients stop."""
+    """Gradients of a fixed scalar of all outputs show where gradients stop."""
     model, maps = build(gradient_case).train(), features(gradient_case)
     for feature in maps:
         feature.tensor.requires_grad_()

@@ -30,7 +30,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class Stats(NamedTuple):
-    """Of the numbers of one tensor."""
+    """Summary of the numbers of one tensor."""
 
     mean: float
     std: float

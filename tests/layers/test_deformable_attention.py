@@ -1,4 +1,4 @@
-"""Where deformable attention looks, at the start and for points and boxes."""
+"""Sampling points of deformable attention: initial, for points and for boxes."""
 
 from __future__ import annotations
 

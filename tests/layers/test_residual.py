@@ -1,4 +1,4 @@
-"""Where the norm stands."""
+"""Residual connection with pre- and post-norm."""
 
 from __future__ import annotations
 

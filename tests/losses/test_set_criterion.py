@@ -219,7 +219,7 @@ def test_half_precision_predictions_are_compared_in_float32() -> None:
 
 @pytest.mark.parametrize("streams", [1, 2])
 def test_proposals_are_compared_with_objects_of_one_class(streams: int) -> None:
-    """As if the proposals were the outputs of a detector and every object were of class 0."""
+    """Equal to a detector whose outputs are the proposals, with every object in class 0."""
     outputs, targets = example((2, 0, 3), streams=streams)
     proposals, _ = example((4, 1, 2), streams=streams)
     with_proposals = criterion(Focal())(replace(outputs, proposals=proposals), targets)

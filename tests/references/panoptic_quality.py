@@ -27,7 +27,7 @@ class Scene:
 
 @dataclass
 class Tally:
-    """What all images give for one category."""
+    """Sum one category over all images."""
 
     iou: float = 0.0
     tp: int = 0
@@ -82,7 +82,7 @@ def mostly_uncounted(
     truth_pixels: Mapping[int, set[tuple[int, int]]],
     found_pixels: Mapping[int, set[tuple[int, int]]],
 ) -> bool:
-    """Whether more than half of a predicted segment lies on void or on the last crowd of its category."""
+    """Return whether more than half of a predicted segment lies on void or on the last crowd of its category."""
     uncounted = set(truth_pixels.get(0, set()))
     crowds = [e for e in scene.truth_segments if e["iscrowd"] and e["category_id"] == found["category_id"]]
     if crowds:

@@ -69,7 +69,7 @@ def test_layer_as_torch_attention_and_norms(pre_norm: bool) -> None:
 
 
 def contents(module: Decoder, seen: TokenBatch) -> list[Tensor]:
-    """What every layer hands to the heads, from zero content."""
+    """Return the input of the heads for every layer, starting from zero content."""
     position = module.queries.position.weight.repeat(ROWS, 1, 1)
     content, states = torch.zeros(ROWS, QUERIES, DIM, dtype=torch.float64), []
     for each in module.layers:
