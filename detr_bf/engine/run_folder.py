@@ -101,107 +101,49 @@ def _identity(path: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
+class _Inside:
+    """Path of a file or folder in a run folder, as an attribute of :class:`RunFolder`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
+        return folder.path / self.name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The output folder of a training run or of an evaluation, and the paths of its files."""
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        return self.path / CONFIG_FILE
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log.txt"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / METRICS_FILE
-
-    @property
-    def machine(self) -> Path:
-        return self.path / MACHINE_FILE
-
-    @property
-    def last(self) -> Path:
-        return self.path / "last.pt"
-
-    @property
-    def best(self) -> Path:
-        return self.path / "best.pt"
-
-    @property
-    def previous(self) -> Path:
-        """The ``last`` of the save before, used if ``last`` is damaged."""
-        return self.path / "previous.pt"
-
-    @property
-    def damaged(self) -> Path:
-        """New name of a ``last`` that cannot be read."""
-        return self.path / "last.damaged.pt"
-
-    @property
-    def marker(self) -> Path:
-        """File with a :class:`RunMarker`, in every folder that detr_bf writes to."""
-        return self.path / "detr_bf-run.json"
-
-    @property
-    def lock(self) -> Path:
-        """Lock file of the process that writes to the folder."""
-        return self.path / "detr_bf-run.lock"
-
-    @property
-    def captures(self) -> Path:
-        return self.path / "captures"
+    config = _Inside(CONFIG_FILE)
+    log = _Inside("log.txt")
+    metrics = _Inside(METRICS_FILE)
+    machine = _Inside(MACHINE_FILE)
+    marker = _Inside("detr_bf-run.json")  # a RunMarker, in every folder that detr_bf writes to
+    lock = _Inside("detr_bf-run.lock")  # held by the process that writes to the folder
+    last = _Inside("last.pt")
+    best = _Inside("best.pt")
+    previous = _Inside("previous.pt")  # the ``last`` of the save before, used if ``last`` is damaged
+    damaged = _Inside("last.damaged.pt")  # new name of a ``last`` that cannot be read
+    captures = _Inside("captures")
+    evaluation = _Inside(EVALUATION_FILE)
+    results = _Inside("results.json")
+    predictions = _Inside("predictions.csv")  # of a classifier, one line per validation image
+    panoptic = _Inside("panoptic")  # the PNG files that ``panoptic_results`` lists
+    panoptic_results = _Inside("panoptic.json")
+    report = _Inside(REPORT_FILE)
+    pictures = _Inside(str(Path(SHEET_FILE).parent))
+    sheet = _Inside(SHEET_FILE)
+    panoptic_sheet = _Inside(PANOPTIC_SHEET_FILE)
+    tensorboard = _Inside("tensorboard")
 
     def capture(self, step: int, rank: int) -> Path:
         return self.captures / f"step_{step:07d}_rank_{rank}.pt"
 
     def epoch(self, number: int) -> Path:
         return self.path / f"epoch_{number:04d}.pt"
-
-    @property
-    def evaluation(self) -> Path:
-        return self.path / EVALUATION_FILE
-
-    @property
-    def results(self) -> Path:
-        return self.path / "results.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / REPORT_FILE
-
-    @property
-    def pictures(self) -> Path:
-        return (self.path / SHEET_FILE).parent
-
-    @property
-    def sheet(self) -> Path:
-        return self.path / SHEET_FILE
-
-    @property
-    def panoptic(self) -> Path:
-        """Folder of the PNG files that ``panoptic_results`` lists."""
-        return self.path / "panoptic"
-
-    @property
-    def panoptic_results(self) -> Path:
-        return self.path / "panoptic.json"
-
-    @property
-    def panoptic_sheet(self) -> Path:
-        return self.path / PANOPTIC_SHEET_FILE
-
-    @property
-    def predictions(self) -> Path:
-        """Predictions of a classifier, one line per validation image."""
-        return self.path / "predictions.csv"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
 
     def create(self) -> list[Path]:
         """Create the folder, see :func:`detr_bf.files.make_output_folder`; return the folders that were missing.

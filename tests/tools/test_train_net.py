@@ -94,19 +94,6 @@ def test_checkpoint_holds_the_class_map_and_the_config(tiny: Path, tmp_path: Pat
     assert checkpoint.config["train"]["max_steps"] == 1
 
 
-def test_a_checkpoint_from_before_panoptic_quality_resumes(tiny: Path, tmp_path: Path) -> None:
-    """Its best score went by the name of AP."""
-    assert train_net(["--config", str(tiny), "train.max_steps=5"]) == 0
-    last = tmp_path / "run" / "last.pt"
-    checkpoint = load_checkpoint(last)
-    progress = checkpoint.training["progress"]
-    del progress["best_score"]
-    progress["best_ap"] = 0.875
-    checkpoint.save(last)
-    assert train_net(["--config", str(tiny), "train.max_steps=6", "--resume"]) == 0
-    assert load_checkpoint(last).training["progress"]["best_score"] == 0.875
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_killed_run_resumes_to_the_same_bits(tiny: Path, tmp_path: Path, workers: int) -> None:
     common = ["--config", str(tiny), f"data.workers={workers}", "checkpoint.every_steps=2"]
