@@ -1,4 +1,4 @@
-"""What passes between data, model, losses and evaluation of a classifier: all frozen.
+"""Frozen containers passed between data, model, losses and evaluation of image models.
 
 Shape legend: B images, K classes, P patches, H x W pixels.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,27 +14,28 @@ from torch import Tensor
 from detr_bf.errors import InputError
 
 
-class LabelledImage(NamedTuple):
+@dataclass(frozen=True)
+class LabelledImage:
     """One image of a data set."""
 
     pixels: Tensor  # (3, H, W) float32, normalised
     label: int
-    place: int  # in the data set
+    index: int  # in the data set
     epoch: int = 0
-    replaced: str = ""  # why the image asked for could not be read, if this one stands in for it
+    replaced: str = ""  # error of the unreadable image that this one replaces
 
 
 @dataclass(frozen=True)
 class ClassTargets:
-    """What the losses compare with."""
+    """Targets of the losses."""
 
     labels: Tensor  # (B,) int64
-    soft_labels: Tensor | None = None  # (B, K) float32 of each class after mixing or smoothing; None: the labels alone
-    patch_labels: Tensor | None = None  # (B, P) int64, the class of every patch after DiversePatch's CutMix
-    epoch: int = 0  # of the training, for weights that change
+    soft_labels: Tensor | None = None  # (B, K) float32 after mixing or smoothing; None: use ``labels``
+    patch_labels: Tensor | None = None  # (B, P) int64, the class of each patch after DiversePatch's CutMix
+    epoch: int = 0  # of the training, for scheduled loss weights
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> ClassTargets:
-        """All tensors through a function."""
+        """Apply a function to all tensors."""
         return ClassTargets(
             function(self.labels),
             None if self.soft_labels is None else function(self.soft_labels),
@@ -50,24 +50,24 @@ class LabelledImages:
 
     images: Tensor  # (B, 3, H, W) float32, normalised
     targets: ClassTargets
-    places: Tensor  # (B,) int64, in the data set, on the CPU
-    replaced: tuple[str, ...] = ()  # why images could not be read for which others stand in
+    indices: Tensor  # (B,) int64, in the data set, on the CPU
+    replaced: tuple[str, ...] = ()  # errors of unreadable images that were replaced
 
     def __len__(self) -> int:
         return len(self.images)
 
     @property
     def inputs(self) -> Tensor:
-        """What the model is called with."""
+        """Input of the model."""
         return self.images
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a message calls the images."""
-        return tuple(f"image {place}" for place in self.places.tolist())
+        """Names of the images in messages."""
+        return tuple(f"image {index}" for index in self.indices.tolist())
 
     def not_finite(self) -> list[str]:
-        """The names of the images that hold infinity or NaN."""
+        """Return the names of the images that contain infinity or NaN."""
         whole = self.images.flatten(1).isfinite().all(1).tolist()
         return [name for name, finite in zip(self.names, whole, strict=True) if not finite]
 
@@ -84,7 +84,7 @@ class LabelledImages:
         return cls(
             torch.stack([sample.pixels for sample in samples]),
             ClassTargets(torch.tensor([sample.label for sample in samples]), epoch=samples[0].epoch),
-            torch.tensor([sample.place for sample in samples]),
+            torch.tensor([sample.index for sample in samples]),
             tuple(sample.replaced for sample in samples if sample.replaced),
         )
 
@@ -92,12 +92,12 @@ class LabelledImages:
         return LabelledImages(
             self.images.to(device, non_blocking=non_blocking),
             self.targets.mapped(lambda value: value.to(device, non_blocking=non_blocking)),
-            self.places,
+            self.indices,
             self.replaced,
         )
 
     def pin_memory(self) -> LabelledImages:
         """Called by the DataLoader."""
         return LabelledImages(
-            self.images.pin_memory(), self.targets.mapped(Tensor.pin_memory), self.places, self.replaced
+            self.images.pin_memory(), self.targets.mapped(Tensor.pin_memory), self.indices, self.replaced
         )

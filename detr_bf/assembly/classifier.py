@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from detr_bf.assembly.model import device_of
 from detr_bf.assembly.network import build_network
 from detr_bf.assembly.plugins import add_context, add_diverse, add_localization, add_v1, add_v2
-from detr_bf.classification.balanced_softmax import BalancedSoftmax
-from detr_bf.classification.criterion import ClassifierCriterion, cross_entropy
+from detr_bf.classification.criterion import BalancedSoftmax, ClassifierCriterion, cross_entropy
 from detr_bf.config import ClassifierConfig, config_from_dict
 from detr_bf.engine import build_and_load, checkpoint_of, load_checkpoint
 from detr_bf.errors import InputError

@@ -15,10 +15,9 @@ from detr_bf.assembly.classifier import build_classifier, build_classifier_crite
 from detr_bf.assembly.classifier_data import ImageSplits, build_image_splits, val_loop
 from detr_bf.assembly.image_training import image_trainer
 from detr_bf.assembly.model import device_of
-from detr_bf.assembly.network import read_network_weights, with_resized_positions
+from detr_bf.assembly.network import check_batch_norm, read_network_weights, with_resized_positions
 from detr_bf.assembly.training import PRECISIONS, check_same_classes
-from detr_bf.assembly.trial import check_batch_norm
-from detr_bf.classification.evaluation import ClassificationEvaluator
+from detr_bf.classification.metrics import ClassificationEvaluator
 from detr_bf.config import ClassifierConfig
 from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, TrainingStep, load_fitting
 from detr_bf.errors import InputError

@@ -17,9 +17,8 @@ from detr_bf.assembly.network import ENCODER, build_network
 from detr_bf.assembly.plugins import layers_of, named
 from detr_bf.assembly.training import PRECISIONS, check_same_classes
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.classification.masked_autoencoder import MaskedAutoencoder, initialize_as_published
-from detr_bf.classification.masked_loss import MaskedCriterion
-from detr_bf.classification.reconstruction import ReconstructionEvaluator
+from detr_bf.classification.masked_autoencoder import MaskedAutoencoder, MaskedCriterion, initialize_as_published
+from detr_bf.classification.metrics import ReconstructionEvaluator
 from detr_bf.config import MaskedConfig
 from detr_bf.engine import Checkpoint, Measurement, RunFolder, Trainer, TrainingStep, checkpoint_of, load_fitting
 from detr_bf.plugins.plugin import chosen
@@ -43,7 +42,7 @@ def build_masked_autoencoder(config: MaskedConfig) -> MaskedAutoencoder:
         decoder_depth=model.decoder_depth,
         decoder_heads=model.decoder_heads,
         mask_ratio=model.mask_ratio,
-        normalize_pixels=model.normalize_pixels,
+        norm_pix_loss=model.normalize_pixels,
         batch_former=_batch_former(config),
     )
 

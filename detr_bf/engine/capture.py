@@ -125,7 +125,7 @@ def _fits(batch: TrainingBatch, num_classes: int) -> bool:
             and _are_labels(targets.labels, (rows,), num_classes)
             and (soft_labels is None or _is_tensor(soft_labels, (rows, num_classes), torch.float32))
             and (patches is None or _are_labels(patches, (rows, patches.shape[-1]), num_classes))
-            and _is_tensor(batch.places, (rows,), torch.int64)
+            and _is_tensor(batch.indices, (rows,), torch.int64)
         )
     assert isinstance(batch, Batch), "there are two kinds of batches"
     rows, _, height, width = batch.images.shape

@@ -75,7 +75,7 @@ class PatchMix:
     """A batch after CutMix along the edges of patches."""
 
     images: Tensor  # (B, 3, H, W)
-    targets: Tensor  # (B, K) float32, what share of the image belongs to which class
+    soft_labels: Tensor  # (B, K) float32, the share of each class in the image
     patch_labels: Tensor  # (B, P) int64, the class of the image each patch came from
 
 

@@ -19,7 +19,7 @@ from detr_bf.assembly import (
     evaluated_weights,
     read_network_weights,
 )
-from detr_bf.classification.evaluation import ClassificationEvaluator, write_predictions
+from detr_bf.classification.metrics import ClassificationEvaluator, write_predictions
 from detr_bf.classification.report.sheet import ClassifiedImage, save_classification_sheet
 from detr_bf.config import ClassifierConfig
 from detr_bf.data.checks.annotations import Report
@@ -74,7 +74,7 @@ class ClassificationTask(Task[ClassifierConfig]):
         val, found = build_image_splits(self.config).val, evaluator.predictions()
         half = -(-self.config.eval.pictures // 2)
         for row in (*found.most_confident(False, half), *found.most_confident(True, half)):
-            image = shown(pixels(val, int(found.places[row])), self.config.data.transforms)
+            image = shown(pixels(val, int(found.indices[row])), self.config.data.transforms)
             yield ClassifiedImage(image, int(found.labels[row]), int(found.predicted[row]), float(found.scores[row]))
 
 

@@ -17,8 +17,8 @@ from detr_bf.assembly import (
     check_image_data,
     device_of,
 )
-from detr_bf.classification.masked_loss import MaskedCriterion
-from detr_bf.classification.reconstruction import ReconstructionEvaluator
+from detr_bf.classification.masked_autoencoder import MaskedCriterion
+from detr_bf.classification.metrics import ReconstructionEvaluator
 from detr_bf.classification.report.reconstructions import save_reconstructions
 from detr_bf.config import MaskedConfig
 from detr_bf.data.checks.annotations import Report

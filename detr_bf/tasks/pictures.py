@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from detr_bf.classification.labelled_images import LabelledImageSet
+from detr_bf.classification.data import LabelledImageSet
 from detr_bf.config.classification import ImageTransformConfig
 from detr_bf.data.sample_key import SampleKey
 

@@ -19,7 +19,7 @@ from detr_bf.assembly.classifier_data import (
     train_batches,
     val_loop,
 )
-from detr_bf.classification.mixing import BatchMix
+from detr_bf.classification.augmentation import BatchMix
 from detr_bf.config import ClassifierConfig, MaskedConfig, load_config
 from detr_bf.config.classification import ImageTransformConfig
 from detr_bf.errors import InputError
@@ -62,8 +62,8 @@ def test_training_batches_are_mixed_and_smoothed(root: Path) -> None:
     batches = epoch(config_for(root))
     assert [batch.images.shape for batch in batches] == [(4, 3, 8, 8)] * 3
     for batch in batches:
-        assert batch.targets.shares is not None
-        assert float(batch.targets.shares.min()) >= 0.05 - 1e-6
+        assert batch.targets.soft_labels is not None
+        assert float(batch.targets.soft_labels.min()) >= 0.05 - 1e-6
     later = epoch(config_for(root), start=1)
     assert all(torch.equal(one.images, other.images) for one, other in zip(batches[1:], later, strict=True))
     assert {batch.targets.epoch for batch in epoch(config_for(root), 5)} == {5}
@@ -79,7 +79,7 @@ def test_two_processes_see_the_images_of_one(root: Path, monkeypatch: pytest.Mon
         shares.append(epoch(config_for(root, *off, "train.batch_size=2")))
     for whole, *parts in zip(alone, *shares, strict=True):
         assert torch.equal(torch.cat([part.images for part in parts]), whole.images)
-        assert whole.targets.shares is None
+        assert whole.targets.soft_labels is None
 
 
 def test_the_long_tail_counts_what_is_left(root: Path) -> None:
@@ -115,9 +115,9 @@ def test_every_validation_image_comes_once(root: Path, monkeypatch: pytest.Monke
         batches = loop.make_batches(0)
         assert loop.num_batches == 1
         for batch in batches:
-            assert batch.targets.shares is None
+            assert batch.targets.soft_labels is None
             assert (rank, len(batch)) in ((0, 4), (1, 2))
-            seen |= dict(zip(batch.places.tolist(), batch.targets.labels.tolist(), strict=True))
+            seen |= dict(zip(batch.indices.tolist(), batch.targets.labels.tolist(), strict=True))
     assert seen == dict(enumerate([0, 0, 0, 1, 1, 1]))
 
 
@@ -138,7 +138,7 @@ def test_what_mixes(root: Path) -> None:
 
 
 def test_pretraining_sees_images_alone(root: Path) -> None:
-    assert all(batch.targets.shares is None for batch in epoch(config_for(root, schema=MaskedConfig)))
+    assert all(batch.targets.soft_labels is None for batch in epoch(config_for(root, schema=MaskedConfig)))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_patches_are_mixed_in_the_loader(root: Path) -> None:
     for batch in batches:
         assert batch.targets.patch_labels is not None
         assert batch.targets.patch_labels.shape == (4, 4)
-        assert batch.targets.shares is not None
+        assert batch.targets.soft_labels is not None
 
 
 def test_patch_mixing_is_a_function_of_the_seed() -> None:
@@ -170,9 +170,9 @@ def test_patch_mixing_is_a_function_of_the_seed() -> None:
     assert not torch.equal(first.images, other.images)
     assert first.targets.epoch == 4
     assert first.targets.patch_labels is not None
-    assert first.targets.shares is not None
+    assert first.targets.soft_labels is not None
     counted = torch.stack([(first.targets.patch_labels == label).float().mean(1) for label in range(3)], 1)
-    torch.testing.assert_close(first.targets.shares, counted)
+    torch.testing.assert_close(first.targets.soft_labels, counted)
 
 
 def test_patches_of_a_network_without_any_are_refused(root: Path) -> None:

@@ -190,7 +190,7 @@ def test_what_no_step_can_run_is_refused(tmp_path: Path, name: str) -> None:
     [
         {"images": torch.rand(2, 1, 4, 4)},
         {"images": torch.rand(2, 3, 16)},
-        {"places": torch.arange(3)},
+        {"indices": torch.arange(3)},
         {"targets": ClassTargets(torch.tensor([0, 3]))},
         {"targets": ClassTargets(torch.tensor([0, 2]), soft_labels=torch.rand(2, 4))},
         {"targets": ClassTargets(torch.tensor([0, 2]), patch_labels=torch.tensor([[0], [3]]))},

@@ -282,7 +282,7 @@ def mixed_batch(seed: int, smoothing: float = 0.0) -> tuple[Tensor, Tensor, obje
 @pytest.mark.parametrize("seed", range(20))
 def test_cutmix_keeps_patches_whole_and_counts_what_it_did(seed: int) -> None:
     _, labels, mix = mixed_batch(seed)
-    for image, target, patch_labels in zip(mix.images, mix.targets, mix.patch_labels, strict=True):
+    for image, target, patch_labels in zip(mix.images, mix.soft_labels, mix.patch_labels, strict=True):
         assert patch_labels.shape == (16,)
         for patch, label in enumerate(patch_labels.tolist()):
             row, column = divmod(patch, 4)
@@ -298,7 +298,7 @@ def test_cutmix_keeps_patches_whole_and_counts_what_it_did(seed: int) -> None:
 
 
 def test_cutmix_takes_every_share_of_the_image() -> None:
-    shares = torch.tensor([float(mixed_batch(seed)[2].targets[0, 0]) for seed in range(300)])
+    shares = torch.tensor([float(mixed_batch(seed)[2].soft_labels[0, 0]) for seed in range(300)])
     assert shares.min() < 0.2
     assert shares.max() == 1
     assert 0.55 < shares.mean() < 0.85, "half, and what is clipped, and images paired with themselves"
@@ -307,7 +307,7 @@ def test_cutmix_takes_every_share_of_the_image() -> None:
 def test_cutmix_smooths_the_images_targets_only() -> None:
     _, _, sharp = mixed_batch(3)
     _, _, smooth = mixed_batch(3, smoothing=0.1)
-    torch.testing.assert_close(smooth.targets, 0.9 * sharp.targets + 0.1 / CLASSES)
+    torch.testing.assert_close(smooth.soft_labels, 0.9 * sharp.soft_labels + 0.1 / CLASSES)
     assert torch.equal(smooth.patch_labels, sharp.patch_labels)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from detr_bf.classification.reconstruction import ReconstructionResult
+from detr_bf.classification.metrics import ReconstructionResult
 from detr_bf.classification.report.page import data_sentence
 from detr_bf.config import MaskedConfig
 from detr_bf.report.curves import RECONSTRUCTION_CURVES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from detr_bf.classification.evaluation import GROUPS, ClassAccuracy, ClassificationResult
+from detr_bf.classification.metrics import GROUPS, ClassAccuracy, ClassificationResult
 from detr_bf.classification.report.figures import save_class_accuracies, save_confusion
 from detr_bf.config import ClassifierConfig
 from detr_bf.config.classification import ImageDataConfig
