@@ -296,13 +296,13 @@ def test_fashion_mnist_by_torchvision_and_not_at_all(tmp_path: Path, monkeypatch
 
 def test_pairs_are_two_garments_side_by_side() -> None:
     pixels = torch.arange(40, dtype=torch.uint8).view(40, 1, 1).expand(40, 3, 2)  # image i is i everywhere
-    pairs, labels = pairs_of(pixels, torch.arange(40) % 10, count=3, seed=1)
+    pairs, labels = pairs_of(pixels, torch.arange(40) % 10, pairs=3, seed=1)
     assert pairs.shape == (300, 3, 4)
     assert torch.bincount(labels).tolist() == [3] * 100
     left, right = pairs[:, 0, 0].long(), pairs[:, 0, 3].long()
     assert torch.equal(left % 10 * 10 + right % 10, labels)
     assert torch.equal(pairs[:, :, :2], left.view(-1, 1, 1).expand(-1, 3, 2))
-    again, _ = pairs_of(pixels, torch.arange(40) % 10, count=3, seed=1)
+    again, _ = pairs_of(pixels, torch.arange(40) % 10, pairs=3, seed=1)
     assert torch.equal(pairs, again)
     assert left[:3].tolist() == [10, 30, 0], "the same in every version"
 
