@@ -201,7 +201,7 @@ def test_images_that_patches_do_not_fill_are_told_before_the_first_step(build: o
 def test_models_without_a_norm_of_every_patch_are_refused() -> None:
     for changes in ({"global_pool": "avg"}, {"final_norm": False}):
         model = tiny.vit(**changes)
-        with pytest.raises(InputError, match=r"none there.* build it with fc_norm=False"):
+        with pytest.raises(InputError, match=r"no final norm.* build it with fc_norm=False"):
             add_diverse_patch(model, CLASSES)
         assert not hasattr(model, "plugins")
     add_diverse_patch(tiny.vit(global_pool="avg", fc_norm=False), CLASSES)

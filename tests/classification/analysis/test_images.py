@@ -223,7 +223,7 @@ def test_what_has_no_maps_is_refused() -> None:
         maps_of(tiny.vit(), 2)
     pooled = tiny.vit()
     add_batchformer(pooled, heads=2)
-    with pytest.raises(InputError, match=r"no indices.*batchformer_v2"):
+    with pytest.raises(InputError, match=r"no positions.*batchformer_v2"):
         maps_of(pooled, 2)
     model = tiny.vit()
     add_batchformer_v2(model, [2])
