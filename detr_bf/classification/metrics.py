@@ -222,7 +222,7 @@ class ClassificationEvaluator:
             InputError: there is no image.
         """
         rows = self._rows.joined()
-        return Predictions(rows["place"], rows["label"], rows["predicted"], rows["score"])
+        return Predictions(rows["index"], rows["label"], rows["predicted"], rows["score"])
 
     def summarize(self) -> ClassificationResult:
         """Return the metrics of all images, bitwise independent of how the split was divided among ranks.

@@ -281,7 +281,7 @@ def add_relative_localization(
     if grid is None and (pool or variant in ("ce", "reg")):
         raise InputError(
             f"variant={variant}, pool={pool}: classes and pooling need a grid of one size, and a detector's images "
-            "vary: use abs, signed or all, without pool"
+            "vary: take abs, signed or all, without pool"
         )
     every = variant == "all"
     predictors = [

@@ -128,7 +128,7 @@ def test_positions_of_another_image_size_are_interpolated(caplog: pytest.LogCapt
         resized = with_resized_positions(model, weights, "a.pt")
     assert "init_from a.pt: its pos_embed of 4 x 4 patches is interpolated to 8 x 8" in caplog.text
     assert "of another shape" not in load_fitting(model, resized, "a.pt")
-    assert torch.equal(model.pos_embed[:, 0], weights["pos_embed"][:, 0]), "the class token has no place"
+    assert torch.equal(model.pos_embed[:, 0], weights["pos_embed"][:, 0]), "the class token has no position in the grid"
     small = F.avg_pool2d(model.pos_embed[0, 1:].T.unflatten(1, (8, 8)), 2)
     grid = weights["pos_embed"][0, 1:].T.unflatten(1, (4, 4))
     assert F.cosine_similarity(small.flatten(), grid.flatten(), dim=0) > 0.9

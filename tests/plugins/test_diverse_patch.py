@@ -210,14 +210,14 @@ def test_models_without_a_norm_of_every_patch_are_refused() -> None:
 def test_a_single_patch_differs_from_no_other() -> None:
     swin = SwinTransformer(img_size=8, patch_size=4, window_size=2, embed_dim=8, depths=(1, 1), num_heads=(2, 2))
     for model in (tiny.vit(patch_size=32), swin):
-        with pytest.raises(InputError, match="each image is a single patch"):
+        with pytest.raises(InputError, match="each image has a single patch"):
             add_diverse_patch(model, CLASSES, contrastive=0)
     model = tiny.vit(dynamic_img_size=True)
     plugin = add_diverse_patch(model, CLASSES, mixing=0)
     model.train()(tiny.images()[..., :8, :8])
-    with pytest.raises(InputError, match="each image is a single patch"):
+    with pytest.raises(InputError, match="each image has a single patch"):
         plugin()
-    with pytest.raises(InputError, match="each image is a single patch"):
+    with pytest.raises(InputError, match="each image has a single patch"):
         contrastive_loss(patches()[:, :1], patches()[:, :1])
 
 
