@@ -204,17 +204,19 @@ class MaskedAutoencoder(nn.Module):
                 f"got images of {tuple(images.shape[-2:])} pixels, expected {self.image_size}: resize them, or build "
                 "the encoder with another img_size"
             )
-        if self.training:
-            order = torch.rand(len(images), self.evaluation_order.shape[1], device=images.device)
-        else:
-            order = self.evaluation_order.expand(len(images), -1)
-        visible, masked = visible_indices(order, self.num_visible)
+        visible, masked = visible_indices(self._order(images), self.num_visible)
         decoded = self._decode(self._encode(images, visible), visible)
         predicted = self.decoder_prediction(decoded.tokens[:, self.prefix :])
         streams = decoded.num_streams
         return Reconstructed(
             predicted, repeat_targets(self._wanted(images), streams), repeat_targets(masked, streams), streams
         )
+
+    def _order(self, images: Tensor) -> Tensor:
+        """Return numbers (B, P) whose smallest are the visible patches: random in training, else fixed."""
+        if self.training:
+            return torch.rand(len(images), self.evaluation_order.shape[1], device=images.device)
+        return self.evaluation_order.expand(len(images), -1)
 
     @torch.no_grad()
     def _wanted(self, images: Tensor) -> Tensor:

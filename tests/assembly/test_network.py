@@ -110,7 +110,7 @@ def test_only_a_failed_download_speaks_of_pretrained_weights(monkeypatch: pytest
 
     failing(ConnectionError("no network here"))
     with pytest.raises(
-        InputError, match=r"model.pretrained=true: .*resnet18 cannot be had \(no network here\).*init_from"
+        InputError, match=r"model.pretrained=true: .*resnet18 cannot be loaded \(no network here\).*init_from"
     ):
         build("resnet18", pretrained=True)
     failing(RuntimeError("size mismatch"))

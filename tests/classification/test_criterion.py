@@ -78,7 +78,7 @@ def test_every_plugin_adds_its_loss_and_every_parameter_learns() -> None:
     add_relative_localization(model, weight=0.5, pool=False)
     mix = patch_cutmix(tiny.images(3), LABELS, patch_size=model.patch_embed.patch_size, num_classes=tiny.CLASSES)
     report = ClassifierCriterion(model, cross_entropy())(
-        model(mix.images), ClassTargets(LABELS, mix.targets, mix.patch_labels)
+        model(mix.images), ClassTargets(LABELS, mix.soft_labels, mix.patch_labels)
     )
     assert set(report.losses) == {"loss_ce", "loss_cosine", "loss_contrastive", "loss_mixing", "loss_localization"}
     streams = report.logged["stream/clean"] + report.logged["stream/batchformer"]
