@@ -24,11 +24,11 @@ from detr_bf.assembly.classification import build_classifier, build_classifier_c
 from detr_bf.assembly.classifier_data import build_mix
 from detr_bf.assembly.model import accelerate
 from detr_bf.assembly.training import PRECISIONS
+from detr_bf.classification.batch import ClassTargets, LabelledImages
 from detr_bf.cli import run_tool
 from detr_bf.config import ClassifierConfig, load_config
 from detr_bf.engine import TrainingStep
 from detr_bf.files import write_json
-from detr_bf.labelled import ClassTargets, LabelledImages
 from timing import Seconds, Spread, alternate, paired_ratios
 
 NUM_CLASSES = 1000  # as ImageNet

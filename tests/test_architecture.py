@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "detr_bf"
 OUTSIDE = {"tools", "tests", "benchmarks"}  # they use the package, never the other way round
 
-GROUND = {"errors", "text", "distributed", "structures", "files", "boxes", "progress", "labelled"}
+GROUND = {"errors", "text", "distributed", "structures", "files", "boxes", "progress"}
 MODEL = {"ops", "batchformer", "layers", "backbones", "transformer", "detectors"}
 WORK = {"losses", "data", "postprocess", "evaluation", "report"}
 
@@ -26,7 +26,6 @@ ALLOWED: dict[str, set[str]] = {
     "text": set(),
     "distributed": {"errors", "text"},
     "structures": {"errors", "text"},
-    "labelled": {"errors", "text", "structures"},
     "files": {"errors", "text"},
     "boxes": {"errors", "text"},
     "progress": {"distributed", "text"},
@@ -38,12 +37,11 @@ ALLOWED: dict[str, set[str]] = {
     "backbones": {"errors", "text", "structures", "files"},
     "transformer": {"errors", "structures", "boxes", "batchformer", "layers"},
     "detectors": {"errors", "structures", "boxes", "batchformer", "layers", "backbones", "transformer"},
-    "losses": {"errors", "distributed", "structures", "labelled", "boxes"},
+    "losses": {"errors", "distributed", "structures", "boxes"},
     "plugins": {
         "errors",
         "distributed",
         "structures",
-        "labelled",
         "ops",
         "batchformer",
         "layers",

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from detr_bf.assembly.network import build_network
 from detr_bf.assembly.plugins import add_context, add_diverse, add_localization, add_v1, add_v2, layers_of, named
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.classification.balanced_softmax import BalancedSoftmax
-from detr_bf.classification.criterion import ClassifierCriterion, cross_entropy
+from detr_bf.classification.criterion import BalancedSoftmax, ClassifierCriterion, cross_entropy
 from detr_bf.classification.masked_autoencoder import MaskedAutoencoder, initialize_as_published
 from detr_bf.config import ClassifierConfig, MaskedConfig
 from detr_bf.engine import build_optimizer, image_parameter_groups
@@ -138,7 +137,7 @@ def build_masked_autoencoder(config: MaskedConfig) -> MaskedAutoencoder:
         decoder_depth=model.decoder_depth,
         decoder_heads=model.decoder_heads,
         mask_ratio=model.mask_ratio,
-        normalize_pixels=model.normalize_pixels,
+        norm_pix_loss=model.normalize_pixels,
         batch_former=_batch_former(config),
     )
 

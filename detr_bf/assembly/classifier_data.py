@@ -1,10 +1,11 @@
-"""The data of classifiers and of masked pre-training."""
+"""Data of classifiers and masked autoencoders."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
@@ -12,12 +13,11 @@ from torch.utils.data import Sampler
 from detr_bf import distributed
 from detr_bf.assembly.network import build_network
 from detr_bf.assembly.training import PRECISIONS, epoch_batches
-from detr_bf.classification.augmentation import EvalTransform, TrainTransform
+from detr_bf.classification.augmentation import BatchMix, EvalTransform, Mix, MixedBatch, TrainTransform, WithKeys
+from detr_bf.classification.batch import LabelledImages
 from detr_bf.classification.checks import examine_images
-from detr_bf.classification.labelled_images import LabelledImageSet
-from detr_bf.classification.long_tail import kept_places
-from detr_bf.classification.mixing import BatchMix, Mix, MixedBatch, WithKeys
-from detr_bf.classification.sources import LabelledSplits, read_splits, require_no_flips, require_two_classes
+from detr_bf.classification.data import LabelledImageSet, kept_indices, require_no_flips, require_two_classes
+from detr_bf.classification.sources import read_splits
 from detr_bf.config import ClassifierConfig, MaskedConfig
 from detr_bf.config.classification import ImageTransformConfig
 from detr_bf.data.batches import SameSizeBatches, SampleKey
@@ -25,42 +25,41 @@ from detr_bf.data.checks.annotations import Report
 from detr_bf.data.loader import BatchLoader, make_loader
 from detr_bf.engine import EvaluationLoop
 from detr_bf.errors import InputError
-from detr_bf.labelled import LabelledImages
 from detr_bf.plugins import mixing_patch_size, patch_cutmix
 from detr_bf.structures import ClassMap
 
-MakeBatches = Callable[[int, int], Iterator[LabelledImages]]  # epoch, first batch -> the batches from there on
+MakeBatches = Callable[[int, int], Iterator[LabelledImages]]  # (epoch, first batch) -> batches from there on
 ImageConfig = ClassifierConfig | MaskedConfig
 
-_NAMED = 10  # classes that a message names
+_NAMED = 10  # most classes that a message names
 
 
 @dataclass(frozen=True)
 class ImageSplits:
-    """The data of a run."""
+    """Training and validation data of a run."""
 
-    train: LabelledImageSet  # thinned out where the config says so
+    train: LabelledImageSet  # reduced by data.per_class and data.long_tail
     val: LabelledImageSet
     class_map: ClassMap
 
     @property
     def class_counts(self) -> tuple[int, ...]:
-        """Training images of each class."""
+        """Number of training images of each class."""
         return self.train.class_counts
 
 
 def build_image_splits(config: ImageConfig) -> ImageSplits:
-    """Both splits, transformed; the training split has a long tail where the config says so.
+    """Build both splits with their transforms; the training split is reduced by per_class and long_tail.
 
     Raises:
-        InputError: the data cannot be had, or a class is left without training images.
+        InputError: the data cannot be read or fetched, or a class has no training images.
     """
     data = config.data
     found = read_splits(data.name, data.root, data.train, data.val, data.max_pixels)
     if isinstance(config, ClassifierConfig):
         require_two_classes(found)
         require_no_flips(found, data.name, data.transforms.horizontal_flip)
-    kept = kept_places(
+    kept = kept_indices(
         found.train.labels,
         found.class_map.num_classes,
         per_class=data.per_class,
@@ -74,23 +73,17 @@ def build_image_splits(config: ImageConfig) -> ImageSplits:
         seed=config.seed,
         replace_unreadable=data.max_unreadable > 0,
     )
-    _check_counts(found, train.class_counts)
+    if empty := [name for name, count in zip(found.class_map.names, train.class_counts, strict=True) if not count]:
+        raise InputError(
+            f"{found.train.origin}: {len(empty)} of {found.class_map.num_classes} classes have no training images, "
+            f"such as {', '.join(empty[:_NAMED])}: add images of them, or remove the classes from both splits"
+        )
     val = LabelledImageSet(found.val, found.class_map, build_image_eval_transform(data.transforms))
     return ImageSplits(train, val, found.class_map)
 
 
-def _check_counts(found: LabelledSplits, counts: tuple[int, ...]) -> None:
-    empty = [name for name, count in zip(found.class_map.names, counts, strict=True) if not count]
-    if empty:
-        few = ", ".join(empty[:_NAMED])
-        raise InputError(
-            f"{found.train.origin}: {len(empty)} of {len(counts)} classes have no training images, such as {few}: "
-            "give images of them, or leave the classes out of both splits"
-        )
-
-
 def build_image_train_transform(transforms: ImageTransformConfig) -> TrainTransform:
-    """Augmentation as the config says."""
+    """Build the training transform."""
     return TrainTransform(
         (transforms.size, transforms.size),
         crop=transforms.crop,
@@ -99,7 +92,7 @@ def build_image_train_transform(transforms: ImageTransformConfig) -> TrainTransf
         horizontal_flip=transforms.horizontal_flip,
         color_jitter=transforms.color_jitter,
         auto_augment=transforms.auto_augment,
-        erase=transforms.erase,
+        erase_prob=transforms.erase,
         interpolation=transforms.interpolation,
         mean=transforms.mean,
         std=transforms.std,
@@ -107,10 +100,16 @@ def build_image_train_transform(transforms: ImageTransformConfig) -> TrainTransf
 
 
 def build_image_eval_transform(transforms: ImageTransformConfig) -> EvalTransform:
-    """Resize and centre crop; images keep their ratio of sides if training takes random crops of them."""
+    """Build resize and centre crop; the aspect ratio is kept if training uses random resized crops.
+
+    Random resized crops enlarge images, so evaluation then crops 7/8 of each side by default.
+    """
+    share = transforms.eval_crop
+    if share is None:
+        share = 0.875 if transforms.crop == "resized" else 1.0
     return EvalTransform(
         (transforms.size, transforms.size),
-        share=_eval_share(transforms),
+        share=share,
         keep_ratio=transforms.crop == "resized",
         interpolation=transforms.interpolation,
         mean=transforms.mean,
@@ -118,15 +117,8 @@ def build_image_eval_transform(transforms: ImageTransformConfig) -> EvalTransfor
     )
 
 
-def _eval_share(transforms: ImageTransformConfig) -> float:
-    """Random crops show images enlarged, so evaluation cuts their edges off."""
-    if transforms.eval_crop is not None:
-        return transforms.eval_crop
-    return 0.875 if transforms.crop == "resized" else 1.0
-
-
 def train_batches(config: ImageConfig, splits: ImageSplits, device: torch.device) -> tuple[MakeBatches, int]:
-    """(epoch, first batch) -> this process's training batches from there on, and how many an epoch has."""
+    """Return (epoch, first batch) -> training batches of this rank from there on, and the batches per epoch."""
     batches = epoch_batches(config, len(splits.train), repeats=config.data.repeats)
     load = _train_loader(config, splits, device)
     return (
@@ -138,21 +130,18 @@ def train_batches(config: ImageConfig, splits: ImageSplits, device: torch.device
 def _train_loader(
     config: ImageConfig, splits: ImageSplits, device: torch.device
 ) -> Callable[[Sampler[list[SampleKey]]], BatchLoader[LabelledImages]]:
-    workers, pin_memory = config.data.workers, device.type == "cuda"
+    settings: dict[str, Any] = {"workers": config.data.workers, "pin_memory": device.type == "cuda"}
     mix = build_mix(config, splits.class_map.num_classes)
     if mix is None:
-        return partial(
-            make_loader, splits.train, collate=LabelledImages.collate, workers=workers, pin_memory=pin_memory
-        )
-    collate = MixedBatch(mix, config.seed)
-    return partial(make_loader, WithKeys(splits.train), collate=collate, workers=workers, pin_memory=pin_memory)
+        return partial(make_loader, splits.train, collate=LabelledImages.collate, **settings)
+    return partial(make_loader, WithKeys(splits.train), collate=MixedBatch(mix, config.seed), **settings)
 
 
 def val_loop(config: ImageConfig, splits: ImageSplits, device: torch.device) -> EvaluationLoop:
-    """A model over the validation split, whose images the processes share."""
+    """Build the evaluation loop over the validation split, divided among ranks."""
     batches = partial(
         SameSizeBatches,
-        [(0, 0)] * len(splits.val),  # the transform makes all alike
+        [(0, 0)] * len(splits.val),  # all images have one size after the transform
         config.eval.batch_size,
         rank=distributed.rank(),
         world_size=distributed.world_size(),
@@ -174,7 +163,7 @@ def val_loop(config: ImageConfig, splits: ImageSplits, device: torch.device) -> 
 
 @dataclass(frozen=True)
 class PatchMixing:
-    """DiversePatch's CutMix along the edges of patches."""
+    """DiversePatch's CutMix with whole patches."""
 
     patch_size: tuple[int, int]
     num_classes: int
@@ -189,15 +178,15 @@ class PatchMixing:
             smoothing=self.smoothing,
             generator=torch.Generator().manual_seed(seed),
         )
-        targets = replace(batch.targets, soft_labels=mixed.targets, patch_labels=mixed.patch_labels)
+        targets = replace(batch.targets, soft_labels=mixed.soft_labels, patch_labels=mixed.patch_labels)
         return replace(batch, images=mixed.images, targets=targets)
 
 
 def build_mix(config: ImageConfig, num_classes: int) -> Mix | None:
-    """What mixes a training batch: DiversePatch's mixing if it is on, else mixup and CutMix; None if nothing does.
+    """Build the mixing of training batches: DiversePatch's if enabled, else mixup and CutMix; None if all are off.
 
-    The shares of a mixed batch are smoothed by ``loss.label_smoothing`` for cross-entropy, which without mixing does
-    so itself; Balanced Softmax never does.
+    The soft labels are smoothed by ``loss.label_smoothing`` for cross-entropy, as the loss does without mixing; for
+    Balanced Softmax they are not.
     """
     if isinstance(config, MaskedConfig):
         return None
@@ -218,9 +207,13 @@ def build_mix(config: ImageConfig, num_classes: int) -> Mix | None:
 
 
 def patch_size(config: ClassifierConfig) -> tuple[int, int]:
-    """Height and width in pixels of what DiversePatch mixes in the config's network; :class:`InputError` without."""
+    """Return height and width in pixels of the patches that DiversePatch mixes.
+
+    Raises:
+        InputError: the network does not fit DiversePatch.
+    """
     model = config.model
-    with torch.device("meta"):  # without memory for its weights
+    with torch.device("meta"):  # no memory for the weights
         network = build_network(
             model.name, num_classes=0, image_size=config.data.transforms.size, options=model.options
         )
@@ -228,7 +221,7 @@ def patch_size(config: ClassifierConfig) -> tuple[int, int]:
 
 
 def check_image_data(config: ImageConfig) -> Report:
-    """What is wrong with the data of a config, as it is before it is thinned out."""
+    """Check the complete data of a config, before it is reduced."""
     data, classify = config.data, isinstance(config, ClassifierConfig)
     splits = read_splits(data.name, data.root, data.train, data.val, data.max_pixels)
     return examine_images(splits, classify=classify, workers=max(1, data.workers))

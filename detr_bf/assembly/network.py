@@ -1,20 +1,23 @@
-"""Networks of others, by name, and their weights."""
+"""timm and CIFAR classifiers by name, a dry run of each, and their weights."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 import timm
+import torch
 from timm.layers.helpers import to_2tuple
+from timm.layers.patch_embed import PatchEmbed
 from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from detr_bf import interop
-from detr_bf.assembly.trial import MISFIT, try_network
 from detr_bf.classification.cifar_resnet import cifar_resnet
 from detr_bf.engine import checkpoint_of
 from detr_bf.errors import InputError
@@ -23,7 +26,8 @@ from detr_bf.text import printable
 logger = logging.getLogger(__name__)
 
 CIFAR_RESNET = "cifar_resnet"
-ENCODER = "encoder."  # of a masked autoencoder
+ENCODER = "encoder."  # prefix of the encoder's weights in a masked autoencoder
+_MISFIT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def build_network(
@@ -36,14 +40,15 @@ def build_network(
     drop_path: float = 0.0,
     options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """A model of timm, or ``cifar_resnet`` with its depth, that was tried on two images.
+    """Build a timm model, or ``cifar_resnet`` with its depth, and dry-run it on two images.
 
     Args:
         image_size: in pixels.
         options: further arguments of ``timm.create_model``.
 
     Raises:
-        InputError: there is no such model, it does not take the settings or the images, or its weights cannot be had.
+        InputError: there is no such model, it does not accept the settings or the images, or its weights cannot be
+            loaded.
     """
     chosen = dict(options or {})
     if name.startswith(CIFAR_RESNET):
@@ -54,7 +59,7 @@ def build_network(
         _check_known(name)
         _check_size(chosen, image_size)
         network = _of_timm(name, num_classes, image_size, pretrained, dropout, drop_path, chosen)
-    try_network(network, name, image_size=image_size, num_classes=num_classes)
+    dry_run(network, name, image_size=image_size, num_classes=num_classes)
     return network
 
 
@@ -73,35 +78,30 @@ def _of_timm(
     given |= {"img_size": image_size} if timm.models.get_pretrained_cfg_value(name, "fixed_input_size") else {}
     given |= options
     if pretrained:
-        _check_weights(name)
+        config = timm.get_pretrained_cfg(name)
+        if config is None or not config.has_weights:
+            raise InputError(f"model.pretrained=true: timm has no weights of {name}; set model.pretrained=false")
     try:
         model: nn.Module = timm.create_model(name, pretrained=pretrained, **given)
     except OSError as error:
         raise InputError(
-            f"model.pretrained=true: the weights of {name} cannot be had ({error}). Give a file with "
+            f"model.pretrained=true: the weights of {name} cannot be loaded ({error}). Give a file with "
             "init_from=FILE, or train from scratch with model.pretrained=false"
         ) from error
-    except MISFIT as error:
+    except _MISFIT as error:
         weights = " with its pretrained weights" if pretrained else ""
         raise InputError(f"model.name={name}{weights} does not take {given}: {error}") from error
     return model
 
 
 def _check_size(options: Mapping[str, Any], image_size: int) -> None:
-    """A network made for one size would refuse the images of another at the first step."""
     own = options.get("img_size")
     if own is None or options.get("dynamic_img_size") or to_2tuple(own) == (image_size, image_size):
         return
     raise InputError(
-        f"model.options.img_size={own} and data.transforms.size={image_size} differ: leave img_size out, which is "
-        "taken from the data"
+        f"model.options.img_size={own} and data.transforms.size={image_size} differ: remove img_size, which is taken "
+        "from the data"
     )
-
-
-def _check_weights(name: str) -> None:
-    config = timm.get_pretrained_cfg(name)
-    if config is None or not config.has_weights:
-        raise InputError(f"model.pretrained=true: timm has no weights of {name}; set model.pretrained=false")
 
 
 def _check_known(name: str) -> None:
@@ -109,13 +109,13 @@ def _check_known(name: str) -> None:
         return
     near = timm.list_models(f"*{name.split('_')[0]}*")[:8]
     raise InputError(
-        f"model.name={name}: timm {timm.__version__} has no such model. Near it are {', '.join(near) or 'none'}; "
-        f"besides timm's there are {CIFAR_RESNET}20, 32, 44 and 56"
+        f"model.name={name}: timm {timm.__version__} has no such model. Similar names: {', '.join(near) or 'none'}; "
+        f"there are also {CIFAR_RESNET}20, 32, 44 and 56"
     )
 
 
 def _cifar_resnet(name: str, num_classes: int, options: Mapping[str, Any], **foreign: float) -> nn.Module:
-    """``foreign``: settings of ``model`` that it does not have."""
+    """Build a CIFAR ResNet; ``foreign`` are settings of ``model`` that it does not have."""
     depth = name.removeprefix(CIFAR_RESNET)
     if not (depth.isdecimal() and len(depth) <= 4):
         raise InputError(f"model.name={printable(name)}: give a depth of at most four digits, such as {CIFAR_RESNET}32")
@@ -129,10 +129,109 @@ def _cifar_resnet(name: str, num_classes: int, options: Mapping[str, Any], **for
         raise InputError(f"model.name={name} does not take {dict(options)}: {error}") from error
 
 
-def with_resized_positions(network: nn.Module, weights: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Interpolate the positions of a vision transformer that was trained on images of another size, and say so.
+def dry_run(network: nn.Module, name: str, *, image_size: int, num_classes: int) -> None:
+    """Run two images through a network without plug-ins in evaluation mode, to find shape errors early.
 
-    What is no square grid of positions of the same width is left as it is.
+    The network is left in training mode.
+
+    Args:
+        name: the setting ``model.name``.
+        image_size: in pixels, ``data.transforms.size``.
+        num_classes: 0 for a network without a classifier, whose outputs may have any shape.
+
+    Raises:
+        InputError: the network does not accept RGB images of this size, or does not return ``num_classes`` logits each.
+    """
+    _check_patches(network, image_size)
+    network.eval()
+    try:
+        output = _outputs(network, 2, image_size)
+    finally:
+        network.train()
+    shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    if num_classes and output is not None and shape != (2, num_classes):
+        raise InputError(
+            f"model.name={name} returns {shape} for two images, expected one row of {num_classes} logits each: remove "
+            "what changes the classifier from model.options, such as global_pool or num_classes"
+        )
+
+
+def check_batch_norm(network: nn.Module, *, image_size: int, rows: int) -> None:
+    """Check that a training batch of ``rows`` images per rank gives batch norm two or more values per channel.
+
+    The network is left in training mode; its statistics do not change.
+
+    Raises:
+        InputError: a batch norm would get a single value.
+    """
+    if rows != 1:  # the loader reports batches without images
+        return
+    network.train()
+    getattr(network, "plugins", nn.Identity()).eval()  # they do not gather the images of other ranks here
+    try:
+        with suppress(RuntimeError):  # operators that need values are checked in training
+            _meta_outputs(network, rows, image_size)
+    except ValueError as error:
+        raise InputError(
+            f"batch norm cannot train on {rows} image of {image_size} x {image_size} pixels ({error}): give "
+            "train.batch_size=2 or more, and at least two training images for each process"
+        ) from error
+    finally:
+        network.train()
+
+
+def _check_patches(network: nn.Module, image_size: int) -> None:
+    """timm silently drops pixels beyond the last full patch."""
+    embed = getattr(network, "patch_embed", None)
+    if not isinstance(embed, PatchEmbed) or embed.dynamic_img_pad:
+        return
+    if any(image_size % side for side in embed.patch_size):
+        height, width = embed.patch_size
+        raise InputError(
+            f"data.transforms.size={image_size} is not a multiple of the model's patches of {height} x {width} pixels: "
+            f"give {max(1, image_size // height) * height} for instance, or another model.options.patch_size"
+        )
+
+
+def _outputs(network: nn.Module, rows: int, image_size: int) -> Any:
+    """Return the outputs on meta tensors, or on zeros if an operator needs values; None if neither is possible.
+
+    Raises:
+        InputError: the forward pass fails.
+    """
+    try:
+        return _meta_outputs(network, rows, image_size)
+    except _MISFIT as error:
+        if next(network.parameters()).is_meta:
+            if isinstance(error, NotImplementedError):  # the network needs values and has none
+                return None
+            raise _misfit(image_size, error) from error
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=()):
+            return network(torch.zeros(rows, 3, image_size, image_size))
+    except _MISFIT as error:
+        raise _misfit(image_size, error) from error
+
+
+def _meta_outputs(network: nn.Module, rows: int, image_size: int) -> Any:
+    """Run the network on meta copies of its weights and buffers, which stay unchanged."""
+    tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    meta = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
+    with torch.no_grad(), torch.device("meta"), torch.random.fork_rng(devices=()):
+        return functional_call(network, meta, (torch.empty(rows, 3, image_size, image_size),))
+
+
+def _misfit(image_size: int, error: Exception) -> InputError:
+    return InputError(
+        f"the model does not work on colour images of data.transforms.size={image_size} ({error}): change the size, or "
+        "the sizes and channels in model.options"
+    )
+
+
+def with_resized_positions(network: nn.Module, weights: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """Interpolate the position embedding of a ViT that was trained on images of another size, and log it.
+
+    A position embedding that is no square grid, or has another width, is returned unchanged.
     """
     model, found = cast("Any", network), weights.get("pos_embed")
     own, grid = getattr(model, "pos_embed", None), getattr(getattr(model, "patch_embed", None), "grid_size", None)
@@ -148,7 +247,7 @@ def with_resized_positions(network: nn.Module, weights: Mapping[str, Tensor], so
 
 
 def read_network_weights(path: Path) -> dict[str, Tensor]:
-    """Weights of a run or file for a timm network; of a masked autoencoder those of its encoder."""
+    """Return the weights of a run or file for a timm network; of a masked autoencoder only the encoder's."""
     weights = interop.read_state(checkpoint_of(path))
     if any(name.startswith(ENCODER) for name in weights):
         return {name.removeprefix(ENCODER): value for name, value in weights.items() if name.startswith(ENCODER)}

@@ -1,14 +1,16 @@
-"""Transforms of images for classifiers: timm's augmentation, and every random number a function of a seed.
+"""Augmentation of images for classifiers, and mixup and CutMix of batches: timm's, as functions of a seed.
 
-A transform takes the pixels of an image, (C, h, w) uint8 with one or three channels, and a seed; it gives (3, H, W)
-float32, normalised. Grey becomes three equal channels.
+An image transform maps the pixels of an image, (C, h, w) uint8 with one or three channels, and a seed to a normalised
+(3, H, W) float32 image. Grey images get three equal channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import chain
-from random import Random
 from typing import Protocol
 
 import numpy as np
@@ -21,51 +23,86 @@ from timm.data.auto_augment import (
     posterize,
     rand_augment_transform,
 )
+from timm.data.mixup import Mixup, mixup_target
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
+from torch.utils.data import Dataset
 from torchvision.transforms import ColorJitter
 
-from detr_bf.classification.randomness import seeded
+from detr_bf.classification.batch import LabelledImage, LabelledImages
+from detr_bf.data.batches import SampleKey, derive_seed
 from detr_bf.errors import InputError
 
 Picture = Callable[[Image.Image], Image.Image]
-SHIFT_SHARE = 0.45  # of the image's shorter side, the largest shift of an automatic policy, as timm's own recipes have
+Mix = Callable[[LabelledImages, int], LabelledImages]  # (batch, seed) -> mixed batch
+KeyedSample = tuple[SampleKey, LabelledImage]
+SHIFT_SHARE = 0.45  # largest shift of an automatic policy / the shorter side of the image, as in timm's recipes
+_MIXING = 1  # separates the seed of a batch from that of its first image
+
+
+@contextmanager
+def seeded(seed: int, *, numpy: bool = True) -> Iterator[None]:
+    """Seed the global generators of Python, NumPy and torch (CPU) within the block; restore them afterwards.
+
+    Args:
+        numpy: seed NumPy's generator too; saving its state is much slower than that of the others.
+    """
+    python = random.getstate()
+    try:
+        random.seed(seed)
+        # not torch.manual_seed, which would also seed the generators of every accelerator
+        with _numpy_seeded(seed) if numpy else nullcontext(), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+
+
+@contextmanager
+def _numpy_seeded(seed: int) -> Iterator[None]:
+    state = np.random.get_state()
+    try:
+        np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+        yield
+    finally:
+        np.random.set_state(state)
 
 
 class ImageTransform(Protocol):
-    """See the top of the file."""
+    """Function from pixels and a seed to a normalised image; see the module docstring."""
 
-    fixed: Resize | None  # what it does first whatever the seed, if there is such a thing
+    fixed: Resize | None  # its first operation, if that is the same for every seed
 
     def __call__(self, pixels: Tensor, seed: int) -> Tensor: ...
 
 
 class Resize:
-    """To ``size`` (height, width), whatever the ratio was."""
+    """Resize to ``size`` (height, width), ignoring the aspect ratio."""
 
     def __init__(self, size: tuple[int, int], interpolation: str) -> None:
         self.size = size
         self.method = Image.Resampling(str_to_pil_interp(interpolation))
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """(C, h, w) uint8 -> (C, *size) uint8; an image of that size is returned as it is."""
+        """(C, h, w) uint8 -> (C, *size) uint8; an image of that size is returned unchanged."""
         if tuple(pixels.shape[-2:]) == self.size:
             return pixels
         return pixels_of(picture_of(pixels).resize(self.size[::-1], self.method))
 
 
 class TrainTransform:
-    """Crop, flip, change of colours, normalisation, random erasing: in this order, each only where it is wanted.
+    """Crop, horizontal flip, colour augmentation, normalisation and random erasing, in this order.
 
     Args:
         size: (height, width) in pixels.
-        crop: ``resized``: a random part of the image, its area in ``area`` and its ratio of sides 3/4 to 4/3, is
-            resized to ``size``; ``padded``: the image is resized to ``size`` and shifted by up to ``padding`` pixels
-            either way, black coming in (He et al. 2016, section 4.2); ``none``: it is resized alone.
-        color_jitter: of brightness, contrast and saturation, where there is no ``auto_augment``.
+        crop: ``resized``: a random part of the image, with a relative area in ``area`` and an aspect ratio of 3/4 to
+            4/3, is resized to ``size``; ``padded``: the image is resized to ``size`` and shifted by up to ``padding``
+            pixels in each direction, with black borders (He et al. 2016, section 4.2); ``none``: it is only resized.
+        horizontal_flip: probability.
+        color_jitter: strength for brightness, contrast and saturation; unused with ``auto_augment``.
         auto_augment: timm's name of a policy (``rand-m9-mstd0.5-inc1``, ``augmix-m3``, ``original``); empty: none.
-        erase: probability of erasing a random rectangle, which becomes noise.
-        mean, std: of the three channels, pixels counting from 0 to 1.
+        erase_prob: probability of replacing a random rectangle by noise.
+        mean, std: of the three channels, for pixels from 0 to 1.
 
     Raises:
         InputError: timm does not know the policy.
@@ -81,7 +118,7 @@ class TrainTransform:
         horizontal_flip: float,
         color_jitter: float,
         auto_augment: str,
-        erase: float,
+        erase_prob: float,
         interpolation: str,
         mean: Sequence[float],
         std: Sequence[float],
@@ -98,18 +135,18 @@ class TrainTransform:
         elif color_jitter:
             self.colours = ColorJitter(*[color_jitter] * 3)
         self.normalize = Normalize(mean, std)
-        self.erase = erase
+        self.erase_prob = erase_prob
         self._eraser = RandomErasing(1.0, mode="pixel", device="cpu")
-        self._numpy = bool(auto_augment)  # draws numbers there, too
+        self._numpy = bool(auto_augment)  # the policies also draw from NumPy's generator
 
     def __call__(self, pixels: Tensor, seed: int) -> Tensor:
-        draw = Random(seed)  # of numbers of our own; timm and torchvision draw from global generators
+        draw = random.Random(seed)  # for our own numbers; timm and torchvision draw from global generators
         if self.fixed is not None:
             pixels = self.fixed(pixels)
         if self.padding:
             down, right = (draw.randint(-self.padding, self.padding) for _ in range(2))
             pixels = shifted(pixels, down, right)
-        flip, erase = draw.random() < self.horizontal_flip, draw.random() < self.erase
+        flip, erase = draw.random() < self.horizontal_flip, draw.random() < self.erase_prob
         if not (self.crop or self.colours or erase):
             return self.normalize(pixels.flip(-1) if flip else pixels)
         with seeded(draw.getrandbits(64), numpy=self._numpy):
@@ -124,13 +161,16 @@ class TrainTransform:
 
 
 class EvalTransform:
-    """Resize, then the middle of it; the seed changes nothing.
+    """Resize and centre crop; the seed is unused.
 
     Args:
-        size: (height, width) of what is looked at, in pixels.
-        share: of the resized image's height and width that is looked at.
-        keep_ratio: whether the image keeps its ratio of sides, and what juts out is cut off; else all of it is resized,
-            as the crops ``padded`` and ``none`` of training do.
+        size: (height, width) of the crop in pixels.
+        share: crop size / size of the resized image, greater than 0 and at most 1.
+        keep_ratio: keep the aspect ratio and cut off what exceeds the crop; False: resize without keeping it, like the
+            crops ``padded`` and ``none`` in training.
+
+    Raises:
+        InputError: ``share`` is out of range.
     """
 
     def __init__(
@@ -155,14 +195,14 @@ class EvalTransform:
         return self.normalize(centre((self.fixed or self._covering(pixels))(pixels), self.size))
 
     def _covering(self, pixels: Tensor) -> Resize:
-        """To the smallest size of the image's own ratio that covers ``full``."""
+        """Return the resize to the smallest size with the image's aspect ratio that covers ``full``."""
         height, width = pixels.shape[-2:]
         factor = max(self.full[0] / height, self.full[1] / width)
         return Resize((round(height * factor), round(width * factor)), self.interpolation)
 
 
 class Normalize:
-    """(C, h, w) uint8 -> (3, h, w) float32 of mean 0 and deviation 1 over the data set, C = 1 or 3."""
+    """(C, h, w) uint8 -> (3, h, w) float32 of mean 0 and standard deviation 1 over the data set, C = 1 or 3."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         deviation = torch.tensor(std, dtype=torch.float64).view(3, 1, 1)
@@ -174,40 +214,40 @@ class Normalize:
 
 
 def shifted(pixels: Tensor, down: int, right: int) -> Tensor:
-    """(C, h, w) uint8 moved by so many pixels, up and left if negative, with zeros where nothing was."""
-    there, array = np.zeros(tuple(pixels.shape), np.uint8), pixels.numpy()  # NumPy cuts small arrays faster than torch
+    """Shift (C, h, w) uint8 by ``down`` and ``right`` pixels, up and left if negative; new pixels are 0."""
+    result, array = np.zeros(tuple(pixels.shape), np.uint8), pixels.numpy()  # NumPy slices small arrays faster
     (to_rows, from_rows), (to_columns, from_columns) = _overlap(down, array.shape[1]), _overlap(right, array.shape[2])
-    there[:, to_rows, to_columns] = array[:, from_rows, from_columns]
-    return torch.from_numpy(there)
+    result[:, to_rows, to_columns] = array[:, from_rows, from_columns]
+    return torch.from_numpy(result)
 
 
 def _overlap(shift: int, length: int) -> tuple[slice, slice]:
-    """Where values stay that are moved by ``shift`` within ``length``: their places afterwards and before."""
+    """Return the target and source slices of the values that a shift leaves within ``length``."""
     count = max(length - abs(shift), 0)
     to, start = max(shift, 0), max(-shift, 0)
     return slice(to, to + count), slice(start, start + count)
 
 
 def centre(pixels: Tensor, size: tuple[int, int]) -> Tensor:
-    """The middle (C, *size) of an image that is at least as large."""
+    """Return the centre crop (C, *size) of an image that is at least that large."""
     top, left = (pixels.shape[-2] - size[0]) // 2, (pixels.shape[-1] - size[1]) // 2
     return pixels[:, top : top + size[0], left : left + size[1]]
 
 
 def picture_of(pixels: Tensor) -> Image.Image:
-    """(C, h, w) uint8 as Pillow's, grey for one channel and RGB for three."""
+    """Convert (C, h, w) uint8 to a Pillow image, grey for one channel and RGB for three."""
     array = pixels.permute(1, 2, 0).numpy()
     return Image.fromarray(np.ascontiguousarray(array[..., 0] if len(pixels) == 1 else array))
 
 
 def pixels_of(picture: Image.Image) -> Tensor:
-    """Inverse of :func:`picture_of`."""
+    """Convert a Pillow image to (C, h, w) uint8: the inverse of :func:`picture_of`."""
     array = torch.from_numpy(np.array(picture))
     return array[None] if array.ndim == 2 else array.permute(2, 0, 1)
 
 
 def _policy(name: str, size: tuple[int, int], interpolation: str, mean: Sequence[float]) -> Picture:
-    """timm's automatic augmentation of that name, as its own recipes set it up."""
+    """Build timm's automatic augmentation policy of this name, with the settings of timm's recipes."""
     settings = {
         "translate_const": int(min(size) * SHIFT_SHARE),
         "img_mean": tuple(round(255 * value) for value in mean),
@@ -222,7 +262,7 @@ def _policy(name: str, size: tuple[int, int], interpolation: str, mean: Sequence
             policy = auto_augment_transform(name, settings)
     except (AssertionError, KeyError, ValueError) as error:
         raise InputError(
-            f"data.transforms.auto_augment={name!r} is no policy that timm knows ({error!r}): expected one as "
+            f"data.transforms.auto_augment={name!r} is no policy that timm knows ({error!r}): expected one such as "
             "rand-m9-mstd0.5-inc1, augmix-m3-w3, original or v0, or nothing"
         ) from error
     for operation in policy.ops if hasattr(policy, "ops") else chain(*policy.policy):
@@ -232,5 +272,65 @@ def _policy(name: str, size: tuple[int, int], interpolation: str, mean: Sequence
 
 
 def _posterized(picture: Image.Image, bits: int, **settings: object) -> Image.Image:
-    """timm's, where Pillow from 13 on refuses what the strongest level asks for: to keep none of a pixel's bits."""
+    """timm's posterize; Pillow 13 and later refuse 0 bits, timm's strongest level."""
     return posterize(picture, bits, **settings) if bits else picture.point(lambda value: 0)
+
+
+class BatchMix:
+    """Mixup and CutMix (Zhang et al. 2018, arXiv 1710.09412; Yun et al. 2019, arXiv 1905.04899), one mode per batch.
+
+    Image i is mixed with image B - 1 - i. The last image of an odd batch keeps its pixels.
+
+    Args:
+        mixup: alpha of the Beta distribution of the mixing share; 0: no mixup.
+        cutmix: the same for CutMix.
+        probability: of mixing a batch.
+        switch: probability of CutMix if both are enabled.
+        smoothing: label smoothing, of mixed and of unmixed targets.
+
+    Raises:
+        InputError: mixup and CutMix are both off.
+    """
+
+    def __init__(
+        self, num_classes: int, *, mixup: float, cutmix: float, probability: float, switch: float, smoothing: float
+    ) -> None:
+        if not mixup > 0 and not cutmix > 0:
+            raise InputError(f"mixup={mixup} and cutmix={cutmix}: expected one of them to be greater than 0")
+        self.num_classes = num_classes
+        self.smoothing = smoothing
+        self.mixup = Mixup(
+            mixup, cutmix, prob=probability, switch_prob=switch, label_smoothing=smoothing, num_classes=num_classes
+        )
+
+    def __call__(self, batch: LabelledImages, seed: int) -> LabelledImages:
+        images, labels = batch.images.clone(), batch.targets.labels
+        shares = mixup_target(labels, self.num_classes, smoothing=self.smoothing)
+        pairs = len(batch) // 2 * 2
+        if pairs:
+            with seeded(seed):
+                images[:pairs], shares[:pairs] = self.mixup(images[:pairs], labels[:pairs])
+        return replace(batch, images=images, targets=replace(batch.targets, soft_labels=shares))
+
+
+class WithKeys(Dataset[KeyedSample]):
+    """Data set that returns each sample with its key, for :class:`MixedBatch`."""
+
+    def __init__(self, dataset: Dataset[LabelledImage]) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, key: SampleKey) -> KeyedSample:
+        return key, self.dataset[key]
+
+
+@dataclass(frozen=True)
+class MixedBatch:
+    """Collate function that mixes the batch; it depends only on the images, ``seed`` and the key of the first image."""
+
+    mix: Mix
+    seed: int
+
+    def __call__(self, samples: list[KeyedSample]) -> LabelledImages:
+        batch = LabelledImages.collate([sample for _, sample in samples])
+        first = samples[0][0]
+        return self.mix(batch, derive_seed(first.sample_seed(self.seed), _MIXING))

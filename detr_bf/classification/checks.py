@@ -1,4 +1,4 @@
-"""Examine labelled images before the first training step: everything that is wrong, at once."""
+"""Checks of labelled images before training; one report lists all findings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from detr_bf.classification.sources.splits import FileImages, LabelledSplit, LabelledSplits
+from detr_bf.classification.data import FileImages, LabelledSplit, LabelledSplits
 from detr_bf.data.checks.annotations import Report
 from detr_bf.data.checks.files import ImageRecord, check_files, existing_name
 from detr_bf.data.checks.report import Check, repeated, shared_images
@@ -16,12 +16,12 @@ from detr_bf.files import cache_folder
 from detr_bf.structures import ClassMap
 from detr_bf.text import printable
 
-_NAMED = 3  # images of two classes that a message names
+_NAMED = 3  # most images of two classes that a message names
 
 
 @dataclass(frozen=True)
 class ExaminedSplit:
-    """A split with what is known about its files; images in memory have none."""
+    """Split with the records of its files; images in memory have none."""
 
     split: LabelledSplit
     class_map: ClassMap
@@ -30,11 +30,11 @@ class ExaminedSplit:
     files: Mapping[str, ImageRecord] = field(default_factory=dict)
 
     def shown(self, name: str) -> str:
-        """The path of a file as it is printed."""
+        """Return the path of a file for a message."""
         return printable(self.folder / name)
 
     def labelled_files(self) -> Iterator[tuple[str, int]]:
-        """Each entry of the list with its label; of images in memory there is none."""
+        """Iterate over file names and labels; empty for images in memory."""
         return zip(self.names, self.split.labels.tolist(), strict=False)
 
 
@@ -47,8 +47,10 @@ def examine_images(
 ) -> Report:
     """Run every check on both splits.
 
-    ``classify`` says that the classes are to be told apart, which a masked autoencoder does not; ``workers`` threads
-    read the image files that the cache in ``cache_dir`` does not know.
+    Args:
+        classify: run the checks that only matter to classifiers; False for masked autoencoders.
+        cache_dir: cache of file records.
+        workers: threads that read the image files missing in the cache.
     """
     cache_dir = cache_dir or cache_folder("doctor")
     train, val = (_examined(split, splits.class_map, cache_dir, workers) for split in (splits.train, splits.val))
@@ -99,9 +101,9 @@ def _repeated_files(part: ExaminedSplit) -> Iterator[str]:
 
 def _labels_outside(part: ExaminedSplit) -> Iterator[str]:
     labels, classes = part.split.labels, part.class_map.num_classes
-    for place in ((labels < 0) | (labels >= classes)).nonzero().flatten().tolist():
-        image = part.shown(part.names[place]) if part.names else f"image {place}"
-        yield f"{image}: label {int(labels[place])}, {classes} classes"
+    for index in ((labels < 0) | (labels >= classes)).nonzero().flatten().tolist():
+        image = part.shown(part.names[index]) if part.names else f"image {index}"
+        yield f"{image}: label {int(labels[index])}, {classes} classes"
 
 
 def _classes_without_images(part: ExaminedSplit) -> Iterator[str]:
@@ -109,10 +111,6 @@ def _classes_without_images(part: ExaminedSplit) -> Iterator[str]:
     inside = labels[(labels >= 0) & (labels < classes)]
     for label in (torch.bincount(inside, minlength=classes) == 0).nonzero().flatten().tolist():
         yield f"{label} ({part.class_map.names[label]})"
-
-
-def _single_class(part: ExaminedSplit) -> Iterator[str]:
-    return iter(part.class_map.names if part.class_map.num_classes < 2 else ())
 
 
 def _files_of_two_classes(part: ExaminedSplit) -> Iterator[str]:
@@ -125,8 +123,8 @@ def _files_of_two_classes(part: ExaminedSplit) -> Iterator[str]:
 
 
 def _contents_of_two_classes(part: ExaminedSplit) -> Iterator[str]:
-    """Two files for each class that an image is in besides its first; the first case names the next ones too."""
-    first: dict[str, dict[int, str]] = {}  # by content: a file of each class
+    """Report a pair of files per further class of the same image; the first message lists the first pairs."""
+    first: dict[str, dict[int, str]] = {}  # by content: one file per class
     for name, label in part.labelled_files():
         record = part.files.get(name)
         if record and record.sha256:
@@ -147,15 +145,20 @@ def _contents_of_two_classes(part: ExaminedSplit) -> Iterator[str]:
 CHECKS = (
     Check("error", "file-missing", "the image file does not exist", _missing_files),
     Check("error", "file-unreadable", "the image cannot be decoded", _unreadable_files),
-    Check("warning", "image-16-bit", "scaled to 8 bits: grey from the bits it uses, colour's upper 8", _deep_images),
-    Check("warning", "file-repeated", "the file is listed again: it counts again", _repeated_files),
-    Check("error", "label-outside", "the label is none of the training data's classes", _labels_outside),
+    Check("warning", "image-16-bit", "scaled to 8 bits: grey by the bits in use, colour by its upper 8", _deep_images),
+    Check("warning", "file-repeated", "the file is listed twice and counts twice", _repeated_files),
+    Check("error", "label-outside", "the label is not a class of the training data", _labels_outside),
 )
-TRAIN_CHECKS = (Check("error", "class-without-images", "nothing to learn the class from", _classes_without_images),)
+TRAIN_CHECKS = (Check("error", "class-without-images", "no training image of the class", _classes_without_images),)
 CLASS_CHECKS = (
-    Check("error", "single-class", "a classifier needs two or more to tell apart", _single_class),
+    Check(
+        "error",
+        "single-class",
+        "a classifier needs two or more",
+        lambda part: iter(part.class_map.names if part.class_map.num_classes < 2 else ()),
+    ),
     Check("error", "file-of-two-classes", "the file is listed with two labels", _files_of_two_classes),
-    Check("warning", "image-of-two-classes", "the same image: both labels are learnt", _contents_of_two_classes),
+    Check("warning", "image-of-two-classes", "the same image with two labels", _contents_of_two_classes),
 )
-VAL_CHECKS = (Check("warning", "class-without-images", "the class is not measured", _classes_without_images),)
-PAIR_CHECKS = (Check("warning", "train-val-overlap", "the same image in both: accuracy is too good", shared_images),)
+VAL_CHECKS = (Check("warning", "class-without-images", "the class is not evaluated", _classes_without_images),)
+PAIR_CHECKS = (Check("warning", "train-val-overlap", "the same image in both: accuracy is too high", shared_images),)

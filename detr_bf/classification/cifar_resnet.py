@@ -1,4 +1,4 @@
-"""The small residual networks for images of 32 x 32 pixels (He et al. 2016, CVPR, arXiv 1512.03385, section 4.2).
+"""Small residual networks for images of 32 x 32 pixels (He et al. 2016, CVPR, arXiv 1512.03385, section 4.2).
 
 Shape legend: B images, C channels, H x W pixels, K classes.
 """
@@ -12,7 +12,7 @@ from detr_bf.errors import InputError
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions and a shortcut without parameters (option A): every ``stride``-th pixel, new channels 0."""
+    """Two convolutions and a parameter-free shortcut (option A): every ``stride``-th pixel, zeros as new channels."""
 
     def __init__(self, channels_in: int, channels: int, stride: int = 1) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class CifarResNet(nn.Module):
         self.fc = nn.Linear(4 * width, num_classes)
 
     def get_classifier(self) -> nn.Linear:
-        """As of timm's models."""
+        """Return the linear classifier, like timm's models."""
         return self.fc
 
     def forward(self, images: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class CifarResNet(nn.Module):
 
 
 def cifar_resnet(depth: int, num_classes: int, width: int = 16) -> CifarResNet:
-    """ResNet-20, 32, 44, 56, ... of section 4.2.
+    """Build ResNet-20, 32, 44, 56, ... of section 4.2.
 
     Args:
         depth: layers with weights, 6n + 2.
@@ -64,7 +64,7 @@ def cifar_resnet(depth: int, num_classes: int, width: int = 16) -> CifarResNet:
         width: channels of the first stage.
 
     Raises:
-        InputError: another depth, or no classes or channels.
+        InputError: ``depth`` is not 6n + 2, or there are no classes or channels.
     """
     blocks, rest = divmod(depth - 2, 6)
     if rest or blocks < 1:

@@ -1,12 +1,14 @@
-"""A masked autoencoder on timm's vision transformer (He et al. 2022, CVPR, arXiv 2111.06377), with batch attention.
+"""Masked autoencoder on timm's vision transformer (He et al. 2022, CVPR, arXiv 2111.06377), with batch attention.
 
-Shape legend: B images, R rows (streams x images, clean stream first), P patches of p x q pixels, V of them visible, T
-class and other tokens before the patches, S = T + P, C channels of the encoder, D of the decoder.
+Shape legend: B images, R rows (streams x images, clean stream first), P patches of p x q pixels, n = 3 p q numbers of a
+patch, V visible patches, T class and other tokens before the patches, S = T + P, C channels of the encoder, D of the
+decoder.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -16,8 +18,9 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerV2, repeat_targets
-from detr_bf.classification.masked_loss import Reconstructed
 from detr_bf.errors import InputError
+from detr_bf.losses import STREAM_NAMES, LossReport
+from detr_bf.losses.classification import at_least_float32
 from detr_bf.plugins.plugin import require_vit
 from detr_bf.structures import TokenBatch
 from detr_bf.transformer import Encoder
@@ -26,32 +29,65 @@ EVALUATION_SEED = 0
 VARIANCE_FLOOR = 1e-6  # added to the variance of a patch
 
 
+@dataclass(frozen=True)
+class Reconstructed:
+    """Predicted patches and their targets."""
+
+    predicted: Tensor  # (R, P, n)
+    wanted: Tensor  # (R, P, n) float32 or better, without gradient
+    masked: Tensor  # (R, P) bool, True = hidden from the encoder
+    num_streams: int = 1
+
+    @property
+    def loss_per_image(self) -> Tensor:
+        """Mean squared error over the masked patches of each image, (R,) in float32 or better."""
+        error = (at_least_float32(self.predicted) - self.wanted).square().mean(-1)
+        return (error * self.masked).sum(1) / self.masked.sum(1)
+
+
+class MaskedCriterion:
+    """Mean reconstruction loss over the images, which is the mean of the streams' losses."""
+
+    def __call__(self, outputs: Reconstructed, targets: object = None) -> LossReport:
+        """Return the loss; ``targets`` is unused, because the image is the target."""
+        streams = outputs.loss_per_image.unflatten(0, (outputs.num_streams, -1)).mean(1)
+        logged = {}
+        if outputs.num_streams > 1:
+            named = zip(STREAM_NAMES, streams.detach(), strict=True)
+            logged = {f"stream/{name}": loss for name, loss in named}
+        return LossReport({"loss_reconstruction": streams.mean()}, {"loss_reconstruction": 1.0}, logged)
+
+
 def into_patches(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """(B, 3, H, W) -> (B, P, p * q * 3): patches row by row, of each the pixels row by row, of each the colours."""
+    """(B, 3, H, W) -> (B, P, n): patches row by row, the pixels of a patch row by row, the colours of a pixel last."""
     grid = images.unflatten(3, (-1, size[1])).unflatten(2, (-1, size[0]))  # (B, 3, H/p, p, W/q, q)
     return grid.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 
 def into_images(patches: Tensor, size: tuple[int, int], grid: tuple[int, int]) -> Tensor:
-    """(R, P, p * q * 3) -> (R, 3, H, W): the inverse of :func:`into_patches`, for a ``grid`` of H/p x W/q patches."""
+    """(R, P, n) -> (R, 3, H, W): the inverse of :func:`into_patches`, for a ``grid`` of H/p x W/q patches."""
     pixels = patches.unflatten(2, (*size, -1)).unflatten(1, grid)  # (R, H/p, W/q, p, q, 3)
     return pixels.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
 
 
-def moments(patches: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, P, n) -> mean and standard deviation, twice (B, P, 1), of each patch; the variance is the unbiased one."""
+def patch_moments(patches: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, P, n) -> mean and standard deviation of each patch, both (B, P, 1), from the unbiased variance."""
     variance = patches.var(-1, keepdim=True) + VARIANCE_FLOOR
     return patches.mean(-1, keepdim=True), variance.sqrt()
 
 
-def visible_places(order: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Numbers (B, P) -> the places (B, count) int64 of the smallest, and where they are not, (B, P) bool."""
-    places = order.argsort(1)[:, :count]
-    return places, torch.ones_like(order, dtype=torch.bool).scatter(1, places, False)
+def visible_indices(order: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Numbers (B, P) -> indices (B, count) int64 of the smallest, and the mask (B, P) bool of all others."""
+    indices = order.argsort(1)[:, :count]
+    return indices, torch.ones_like(order, dtype=torch.bool).scatter(1, indices, False)
 
 
 def sine_positions(grid: tuple[int, int], dim: int, prefix: int) -> Tensor:
-    """(1, prefix + P, dim): the paper's code's fixed sines of column and row, and 0 for what stands before patches."""
+    """Return the fixed sine-cosine positions of the paper's code, (1, prefix + P, dim); 0 for the prefix tokens.
+
+    Raises:
+        InputError: ``dim`` is not divisible by 4.
+    """
     if dim % 4:
         raise InputError(f"the sine-cosine position embedding needs a width divisible by 4, got {dim}")
     rows_first = build_sincos2d_pos_embed(list(grid), dim, interleave_sin_cos=True)
@@ -60,22 +96,22 @@ def sine_positions(grid: tuple[int, int], dim: int, prefix: int) -> Tensor:
 
 @torch.no_grad()
 def initialize_as_published(module: nn.Module) -> None:
-    """Xavier for linear maps and the patches' projection, 0 for biases, 0.02 for class tokens, as in the paper's code.
+    """Initialise as the paper's code: Xavier for linear maps and patch projection, 0 for biases, 0.02 for class tokens.
 
-    It is for an encoder without pretrained weights; the decoder begins like this.
+    For an encoder without pretrained weights; the decoder is always initialised like this.
     """
     for name, parameter in module.named_parameters():
         if name.rpartition(".")[2] in ("cls_token", "dist_token", "reg_token", "mask_token"):
             nn.init.normal_(parameter, std=0.02)
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Conv2d):
-            nn.init.xavier_uniform_(part.weight.view(len(part.weight), -1))  # a convolution as the linear map it is
+            nn.init.xavier_uniform_(part.weight.view(len(part.weight), -1))  # a convolution as a linear map
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
 
 
 class BlockLayer(nn.Module):
-    """A timm block as a layer of our encoder."""
+    """A timm block as a layer of :class:`~detr_bf.transformer.Encoder`."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -87,22 +123,22 @@ class BlockLayer(nn.Module):
 
 
 class MaskedAutoencoder(nn.Module):
-    """Patches of an image are guessed from the few that are shown; what learns by it is ``encoder``.
+    """Masked autoencoder: the decoder predicts the patches that are hidden from ``encoder``.
 
-    In training the visible patches of each image are drawn from torch's generator; in evaluation they are the same ones
-    for every image and every time, so that a loss depends neither on order nor on batch size. Positions are fixed.
+    In training the visible patches of each image are drawn from torch's generator. In evaluation they are fixed and the
+    same for every image, so that a loss depends neither on order nor on batch size. Position embeddings are fixed.
 
     Args:
         encoder: the bare model, built with ``num_classes=0``; its position embedding is replaced. Its state dict,
-            here with ``encoder.`` before each key, loads into the plain model.
+            with the prefix ``encoder.`` in this module, loads into the plain model.
         decoder_dim, decoder_depth, decoder_heads: width D, blocks and heads of the decoder; 512, 8 and 16 in the paper.
-        mask_ratio: share of the patches that the encoder does not see.
-        normalize_pixels: patches are to be guessed with mean 0 and variance 1 each.
+        mask_ratio: share of the patches hidden from the encoder.
+        norm_pix_loss: predict patches normalised to mean 0 and variance 1 each.
         batch_former: batch attention among the decoder's blocks, of width D and made for ``decoder_depth`` layers.
 
     Raises:
-        InputError: another model, parts that would not learn, a decoder or mask that is impossible, or batch attention
-            made for more blocks.
+        InputError: ``encoder`` is another model or has parts that would not be trained, the decoder or the mask is
+            impossible, or batch attention is at a block that the decoder lacks.
     """
 
     decoder_position: Tensor
@@ -116,7 +152,7 @@ class MaskedAutoencoder(nn.Module):
         decoder_depth: int,
         decoder_heads: int,
         mask_ratio: float,
-        normalize_pixels: bool,
+        norm_pix_loss: bool,
         batch_former: BatchFormerV2 | None = None,
     ) -> None:
         super().__init__()
@@ -124,10 +160,14 @@ class MaskedAutoencoder(nn.Module):
         embed = self.encoder.patch_embed
         self.patch_size, self.grid, self.image_size = embed.patch_size, embed.grid_size, embed.img_size
         self.num_visible = _num_visible(embed.num_patches, mask_ratio)
-        self.normalize_pixels = normalize_pixels
+        self.norm_pix_loss = norm_pix_loss
         self.prefix = self.encoder.num_prefix_tokens
         self._fix_positions()
-        _check_insertions(batch_former, decoder_depth)
+        if batch_former is not None and max(batch_former.insertions) >= decoder_depth:
+            raise InputError(
+                f"batch_former.layers={list(batch_former.insertions)}: the decoder has {decoder_depth} blocks, counted "
+                f"from 0; give indices from 0 to {decoder_depth - 1}"
+            )
         if decoder_dim % decoder_heads:
             raise InputError(f"model.decoder_heads={decoder_heads} must divide model.decoder_dim={decoder_dim}")
         self.decoder_embed = nn.Linear(self.encoder.embed_dim, decoder_dim)
@@ -144,28 +184,28 @@ class MaskedAutoencoder(nn.Module):
         self.register_buffer("evaluation_order", order[None], persistent=False)
 
     def _fix_positions(self) -> None:
-        """In place of what the encoder learns otherwise."""
+        """Replace the encoder's learned position embedding by fixed sines."""
         fixed = cast("nn.Parameter", self.encoder.pos_embed).requires_grad_(False)
         prefix = 0 if self.encoder.no_embed_class else self.prefix
         fixed.data.copy_(sine_positions(self.grid, self.encoder.embed_dim, prefix))
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters that are no matrices of a linear map, as timm's models have it."""
+        """Return the names of parameters without weight decay, like timm's models."""
         return {"mask_token", *(f"encoder.{name}" for name in self.encoder.no_weight_decay())}
 
     def forward(self, images: Tensor) -> Reconstructed:
         """Images (B, 3, H, W) -> R = 2B rows in training with two streams, else R = B.
 
         Raises:
-            InputError: images of another size than the encoder's.
+            InputError: the images have another size than the encoder's.
         """
         if images.shape[-2:] != self.image_size:
             raise InputError(
                 f"got images of {tuple(images.shape[-2:])} pixels, expected {self.image_size}: resize them, or build "
                 "the encoder with another img_size"
             )
-        places, masked = visible_places(self._order(images), self.num_visible)
-        decoded = self._decode(self._encode(images, places), places)
+        visible, masked = visible_indices(self._order(images), self.num_visible)
+        decoded = self._decode(self._encode(images, visible), visible)
         predicted = self.decoder_prediction(decoded.tokens[:, self.prefix :])
         streams = decoded.num_streams
         return Reconstructed(
@@ -173,64 +213,64 @@ class MaskedAutoencoder(nn.Module):
         )
 
     def _order(self, images: Tensor) -> Tensor:
+        """Return numbers (B, P) whose smallest are the visible patches: random in training, else fixed."""
         if self.training:
             return torch.rand(len(images), self.evaluation_order.shape[1], device=images.device)
         return self.evaluation_order.expand(len(images), -1)
 
     @torch.no_grad()
     def _wanted(self, images: Tensor) -> Tensor:
-        """(B, P, p * q * 3)."""
+        """Return the target patches (B, P, n)."""
         patches = into_patches(images, self.patch_size)
-        if not self.normalize_pixels:
+        if not self.norm_pix_loss:
             return patches
-        mean, deviation = moments(patches)
+        mean, deviation = patch_moments(patches)
         return (patches - mean) / deviation
 
-    def _encode(self, images: Tensor, places: Tensor) -> Tensor:
-        """(B, 3, H, W) and places (B, V) -> (B, T + V, C)."""
+    def _encode(self, images: Tensor, visible: Tensor) -> Tensor:
+        """Images (B, 3, H, W) and indices of visible patches (B, V) -> (B, T + V, C)."""
         vit = self.encoder
         tokens = vit._pos_embed(vit.patch_embed(images))
-        patches = tokens[:, self.prefix :].gather(1, places[..., None].expand(-1, -1, tokens.shape[2]))
+        patches = tokens[:, self.prefix :].gather(1, visible[..., None].expand(-1, -1, tokens.shape[2]))
         tokens = vit.norm_pre(torch.cat([tokens[:, : self.prefix], patches], dim=1))
         tokens = checkpoint_seq(vit.blocks, tokens) if vit.grad_checkpointing else vit.blocks(tokens)
         return cast("Tensor", vit.norm(tokens))
 
-    def _decode(self, encoded: Tensor, places: Tensor) -> TokenBatch:
-        """(B, T + V, C) and places (B, V) -> (R, S, D)."""
+    def _decode(self, encoded: Tensor, visible: Tensor) -> TokenBatch:
+        """Encoded tokens (B, T + V, C) and indices of visible patches (B, V) -> (R, S, D)."""
         tokens = self.decoder_embed(encoded)
         hidden = self.mask_token.to(tokens.dtype).expand(len(tokens), self.evaluation_order.shape[1], -1)
-        index = places[..., None].expand(-1, -1, tokens.shape[2])
-        patches = hidden.scatter(1, index, tokens[:, self.prefix :])
+        patches = hidden.scatter(1, visible[..., None].expand(-1, -1, tokens.shape[2]), tokens[:, self.prefix :])
         tokens = torch.cat([tokens[:, : self.prefix], patches], dim=1) + self.decoder_position
         batch: TokenBatch = self.decoder(TokenBatch(tokens))
         return batch
 
     @torch.no_grad()
     def pictures(self, images: Tensor, result: Reconstructed) -> tuple[Tensor, Tensor]:
-        """What the encoder saw of ``images`` (B, 3, H, W), 0 elsewhere, and that with the clean stream's guesses.
+        """Return ``images`` with masked patches set to 0, and with masked patches predicted by the clean stream.
 
-        Both (B, 3, H, W). Normalised guesses get the mean and the variance of the patch that they stand for.
+        Both are (B, 3, H, W). Normalised predictions are scaled back with the patch's own mean and deviation.
         """
         patches = into_patches(images, self.patch_size)
         masked = result.masked[: len(images), :, None]
-        guessed = result.predicted[: len(images)].to(patches.dtype)
-        if self.normalize_pixels:
-            mean, deviation = moments(patches)
-            guessed = guessed * deviation + mean
-        return self.unpatchify(patches.masked_fill(masked, 0)), self.unpatchify(torch.where(masked, guessed, patches))
+        predicted = result.predicted[: len(images)].to(patches.dtype)
+        if self.norm_pix_loss:
+            mean, deviation = patch_moments(patches)
+            predicted = predicted * deviation + mean
+        return self.unpatchify(patches.masked_fill(masked, 0)), self.unpatchify(torch.where(masked, predicted, patches))
 
     def unpatchify(self, patches: Tensor) -> Tensor:
-        """(R, P, p * q * 3) -> (R, 3, H, W)."""
+        """(R, P, n) -> (R, 3, H, W)."""
         return into_images(patches, self.patch_size, self.grid)
 
 
 def _checked(encoder: nn.Module) -> VisionTransformer:
-    """``encoder``, if all of it would learn."""
+    """Return ``encoder`` if it is a ViT of which every part is trained."""
     vit = require_vit(encoder)
     if vit.num_classes or vit.attn_pool is not None or isinstance(vit.norm, nn.Identity):
         raise InputError(
-            "the encoder has a classifier, a pooling with parameters or a norm behind its pooling, and none of them "
-            "would learn: build it with num_classes=0, global_pool='token' and its final norm"
+            "the encoder has a classifier, a pooling with parameters or a norm after its pooling, and none of them "
+            "would be trained: build it with num_classes=0, global_pool='token' and its final norm"
         )
     embed = vit.patch_embed
     if any(side % patch for side, patch in zip(embed.img_size, embed.patch_size, strict=True)):
@@ -239,12 +279,11 @@ def _checked(encoder: nn.Module) -> VisionTransformer:
             "patch_size of the encoder"
         )
     if vit.pos_embed is None:
-        raise InputError("the encoder has no position embedding, so visible patches could be anywhere: give it one")
+        raise InputError("the encoder has no position embedding, so it cannot locate visible patches: give it one")
     return vit
 
 
 def _num_visible(patches: int, mask_ratio: float) -> int:
-    """How many patches of an image are visible."""
     visible = round(patches * (1 - mask_ratio))
     if not 0 < visible < patches:
         raise InputError(
@@ -252,12 +291,3 @@ def _num_visible(patches: int, mask_ratio: float) -> int:
             "at least one, and hides at least one"
         )
     return visible
-
-
-def _check_insertions(batch_former: BatchFormerV2 | None, decoder_depth: int) -> None:
-    """Batch attention at a block that does not exist would never be called."""
-    if batch_former is not None and max(batch_former.insertions) >= decoder_depth:
-        raise InputError(
-            f"batch_former.layers={list(batch_former.insertions)}: the decoder has {decoder_depth} blocks, counted "
-            f"from 0; give indices from 0 to {decoder_depth - 1}"
-        )

@@ -1,4 +1,4 @@
-"""Look into trained classifiers: writes OUTPUT/NAME.csv and a picture that compares the runs.
+"""Analyse trained classifiers: writes OUTPUT/NAME.csv and a picture that compares the runs.
 
 detr-bf analyze attention-entropy --run runs/plain --run runs/broadcasting --output pictures
 detr-bf analyze fgsm --run runs/plain --output pictures --images 10000 --epsilons 1,2 data.root=DIR
@@ -20,13 +20,13 @@ from detr_bf.assembly.classification import build_classifier_criterion
 from detr_bf.assembly.classifier_data import build_image_splits
 from detr_bf.assembly.model import device_of
 from detr_bf.classification.analysis import ANALYSES, EPSILONS, Analysis, Pixels, Subject
+from detr_bf.classification.batch import LabelledImage, LabelledImages
 from detr_bf.cli import run_tool
 from detr_bf.config import ClassifierConfig
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.loader import make_loader
 from detr_bf.errors import InputError
 from detr_bf.files import check_output_file, write_text
-from detr_bf.labelled import LabelledImage, LabelledImages
 from detr_bf.progress import progress_bar
 from detr_bf.report.figures import SUFFIXES, save_figure
 from detr_bf.tasks.classification import read_classifier
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def named(sources: Sequence[Path]) -> dict[str, Path]:
-    """The runs by name: that of the folder, or of a file and its folder; where two are alike, as paths differ."""
+    """Name runs by folder, or by folder and file; if two names are equal, by the differing parts of their paths."""
     if len({source.resolve() for source in sources}) < len(sources):
         raise InputError(f"--run: the same is given twice in {', '.join(map(str, sources))}")
     names = [f"{source.parent.name}/{source.stem}" if source.is_file() else source.resolve().name for source in sources]
@@ -83,7 +83,7 @@ def named(sources: Sequence[Path]) -> dict[str, Path]:
 
 
 def differences(sources: Sequence[Path]) -> list[str]:
-    """What is left of each path without the parts at the beginning and at the end that all have in common."""
+    """Return each path without the common parts at the beginning and the end."""
     parts = [list(source.resolve().parts) for source in sources]
     for end in (0, -1):
         while all(len(path) > 1 for path in parts) and len({path[end] for path in parts}) == 1:
@@ -93,7 +93,7 @@ def differences(sources: Sequence[Path]) -> list[str]:
 
 
 def make_subject(source: Path, analysis: Analysis, options: argparse.Namespace) -> Subject:
-    """A run's model, with images of its validation split if the analysis looks at any."""
+    """Load a run's model, and images of its validation split if the analysis needs any."""
     device = device_of(ClassifierConfig(device=options.device))
     model, config, class_map = read_classifier(source, options.overrides, device)
     pixels = Pixels(config.data.transforms.mean, config.data.transforms.std)
@@ -103,13 +103,16 @@ def make_subject(source: Path, analysis: Analysis, options: argparse.Namespace) 
     if splits.class_map != class_map:
         raise InputError(
             f"{source} was trained on the classes {', '.join(class_map.names)}, but its data has now "
-            f"{', '.join(splits.class_map.names)}: give the data that it was trained on, as data.root=DIR"
+            f"{', '.join(splits.class_map.names)}: give the data that it was trained on with data.root=DIR"
         )
     criterion = build_classifier_criterion(config, model, splits.class_counts).to(device)
-    places = some_of(len(splits.val), options.images or analysis.images)
+    count = options.images or analysis.images
+    indices = torch.randperm(len(splits.val), generator=torch.Generator().manual_seed(0))[:count].tolist()
     return Subject(
         model=model,
-        batches=load(splits.val, Places(places, options.batch_size), config.data.workers, f"{options.name}, {source}"),
+        batches=load(
+            splits.val, IndexBatches(indices, options.batch_size), config.data.workers, f"{options.name}, {source}"
+        ),
         class_names=class_map.names,
         class_counts=splits.class_counts,
         pixels=pixels,
@@ -119,46 +122,43 @@ def make_subject(source: Path, analysis: Analysis, options: argparse.Namespace) 
     )
 
 
-def some_of(count: int, wanted: int) -> list[int]:
-    """Places of ``wanted`` of ``count`` images, or of all, in a random order that is always the same."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(0))[:wanted].tolist()
+class IndexBatches(Sampler[list[SampleKey]]):
+    """Batches of the images at these indices."""
 
-
-class Places(Sampler[list[SampleKey]]):
-    """Batches of the images at these places."""
-
-    def __init__(self, places: Sequence[int], batch_size: int) -> None:
-        self.batches = [places[start : start + batch_size] for start in range(0, len(places), batch_size)]
+    def __init__(self, indices: Sequence[int], batch_size: int) -> None:
+        self.batches = [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         for batch in self.batches:
-            yield [SampleKey(epoch=0, index=index) for index in batch]
+            yield [SampleKey(0, index) for index in batch]
 
 
-def load(images: Dataset[LabelledImage], places: Places, workers: int, description: str) -> Iterator[LabelledImages]:
-    """The images at these places, with a progress bar."""
-    loader = make_loader(images, places, collate=LabelledImages.collate, workers=workers)
-    for batch in progress_bar(loader, total=len(places), desc=description, unit="batch", leave=False):
+def load(
+    images: Dataset[LabelledImage], sampler: IndexBatches, workers: int, description: str
+) -> Iterator[LabelledImages]:
+    """Load batches with a progress bar."""
+    loader = make_loader(images, sampler, collate=LabelledImages.collate, workers=workers)
+    for batch in progress_bar(loader, total=len(sampler), desc=description, unit="batch", leave=False):
         for reason in batch.replaced:
-            logger.warning("another image stands in: %s", reason)
+            logger.warning("unreadable image replaced by another: %s", reason)
         yield batch
 
 
 def parse_epsilons(text: str | None) -> Sequence[float]:
-    """``0,1,2`` in 255ths."""
+    """Parse ``0,1,2``, in 255ths."""
     if text is None:
         return EPSILONS
     try:
         return [float(number) / 255 for number in text.split(",")]
     except ValueError as error:
-        raise InputError(f"--epsilons must be numbers with commas between them, such as 0,1,2; got '{text}'") from error
+        raise InputError(f"--epsilons must be numbers separated by commas, such as 0,1,2; got '{text}'") from error
 
 
 def write_table(path: Path, rows: Sequence[dict[str, object]]) -> None:
-    """CSV; None is an empty cell, and text is written so that a spreadsheet does not run it."""
+    """Write CSV; None is an empty cell, and text is escaped so that a spreadsheet does not run it."""
     text = io.StringIO()
     table = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
     table.writeheader()

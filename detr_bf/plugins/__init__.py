@@ -1,4 +1,4 @@
-"""Ideas for classifiers and vision transformers, as plug-ins of unmodified timm models."""
+"""Plug-ins for unmodified timm models, and some for the encoders of our detectors."""
 
 from detr_bf.plugins.batchformer import add_batchformer, add_batchformer_v2, num_streams
 from detr_bf.plugins.context_broadcasting import ContextBroadcasting, add_context_broadcasting

@@ -1,4 +1,4 @@
-"""Batch attention in models that are not ours: BatchFormerV2 among a ViT's blocks, BatchFormer before any classifier.
+"""Batch attention in timm and torchvision models: BatchFormerV2 between ViT blocks, BatchFormer before a classifier.
 
 Shape legend: B images, R rows (streams x images, clean stream first), S tokens with the class token, C channels.
 """
@@ -18,14 +18,14 @@ from detr_bf.errors import InputError
 from detr_bf.plugins.plugin import PREFIX, Plugin, chosen, require_vit
 from detr_bf.structures import TokenBatch
 
-IMAGENET_LAYER = 7  # the eighth; the paper saw early ones diverge
+IMAGENET_LAYER = 7  # the eighth; early layers diverged in the paper
 
 
 T = TypeVar("T", BatchFormer, BatchFormerV2)
 
 
 class BatchAttention(Plugin, Generic[T]):
-    """What both kinds have; ``batch_former`` is the module. A model has one of them."""
+    """Base class of both kinds; a model can have one of them. ``batch_former`` is the module."""
 
     def __init__(self, batch_former: T) -> None:
         super().__init__()
@@ -33,41 +33,41 @@ class BatchAttention(Plugin, Generic[T]):
 
     @property
     def num_streams(self) -> int:
-        """How many streams leave the model now."""
+        """Number of streams that the model returns in its present mode."""
         return self.batch_former.num_streams
 
     def join(self, host: nn.Module, hooks: Iterable[RemovableHandle]) -> None:
-        """As every plug-in, but beside no other batch attention, which would double the batch once more."""
+        """Add the plug-in to ``host``; InputError if that has another batch attention, which also forks the batch."""
         for other in getattr(host, PREFIX, {}).values():
             if isinstance(other, BatchAttention) and other.name != self.name:
                 raise InputError(
-                    f"the model has {other.name} already, and both would fork the batch: call its remove() first"
+                    f"the model already has {other.name}, and both would fork the batch: call its remove() first"
                 )
         super().join(host, hooks)
 
 
 class BatchFormerV2Plugin(BatchAttention[BatchFormerV2]):
-    """BatchFormerV2 before or after chosen blocks."""
+    """BatchFormerV2 before or after the chosen blocks."""
 
     name = "batchformer_v2"
 
     def attach(self, model: nn.Module) -> None:
-        """Hang on the chosen blocks."""
+        """Register the hooks on the chosen blocks."""
         vit = require_vit(model)
         self.join(vit, self._hooks(vit))
-        vars(vit)["forward_intermediates"] = self._forward_intermediates  # get_intermediate_layers calls it, too
+        vars(vit)["forward_intermediates"] = self._forward_intermediates  # also called by get_intermediate_layers
 
     def remove(self) -> None:
-        """Leave the model as it was; InputError if it is removed already."""
+        """Restore the model without this plug-in; InputError if it was already removed."""
         for host in self._host:
             del vars(host)["forward_intermediates"]
         super().remove()
 
     def _forward_intermediates(self, *args: Any, **kwargs: Any) -> Any:
-        """timm's method while one stream leaves the blocks: it counts on as many rows after each as there are images.
+        """timm's method for a single stream: it expects one row per image after every block.
 
         Raises:
-            InputError: the batch is doubled between blocks.
+            InputError: the model is in training mode with two streams.
         """
         if self.num_streams > 1:
             raise InputError(
@@ -99,7 +99,7 @@ class BatchFormerV2Plugin(BatchAttention[BatchFormerV2]):
         return self._mix(layer, output)
 
     def _check_mask(self, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> None:
-        """The mask of a block, which all later ones get as it is: only one that all images share fits two streams."""
+        """Check that all images share the attention mask, because later blocks get the same mask for both streams."""
         if self.num_streams > 1 and attn_mask is not None and attn_mask.dim() > 2 and len(attn_mask) > 1:
             raise InputError(
                 f"BatchFormerV2 doubles the batch between blocks, and attn_mask of shape {tuple(attn_mask.shape)} has "
@@ -108,7 +108,7 @@ class BatchFormerV2Plugin(BatchAttention[BatchFormerV2]):
             )
 
     def _mix(self, layer: int, tokens: Tensor) -> Tensor:
-        """The first insertion forks, so that all later ones find what it made."""
+        """Apply an insertion; the first one gets one stream and forks, later ones get the streams it returned."""
         streams = 1 if layer == self.batch_former.insertions[0] else self.num_streams
         batch = TokenBatch(tokens, num_streams=streams)
         return self.batch_former(batch, layer=layer, position=self.batch_former.position).tokens
@@ -126,21 +126,21 @@ def add_batchformer_v2(
     dropout: float = 0.5,
     gather: bool = False,
 ) -> BatchFormerV2Plugin:
-    """BatchFormerV2 in a timm ViT or DeiT, class token included; evaluation is untouched.
+    """Add BatchFormerV2 to a timm ViT or DeiT, class token included; evaluation does not change.
 
     In training the model returns logits (2B, K), clean stream first: see :func:`num_streams` and
-    :class:`detr_bf.batchformer.StreamLoss`. So does ``forward_features``, whose tokens (2B, S, C) ``forward_head``
-    takes; ``forward_intermediates`` is refused as long as there are two streams. An ``attn_mask`` given to the model
-    must then be the same for all images.
+    :class:`detr_bf.batchformer.StreamLoss`. ``forward_features`` then returns tokens (2B, S, C), which ``forward_head``
+    accepts; ``forward_intermediates`` raises an error. An ``attn_mask`` must then be shared by all images.
 
     Args:
         model: the bare model.
-        layers: blocks from 0; the eighth, as for ImageNet; ``all``, as for CIFAR-100 and long tails.
-        heads: None means as many as the model has.
+        layers: block indices from 0; the default is for ImageNet, ``all`` is for CIFAR-100 and long tails.
+        heads: None: as many as the model has.
         position, shared, mode, num_layers, dropout, gather: see :class:`BatchFormerV2`.
 
     Raises:
-        InputError: another model, layers that do not exist, an unknown position or mode, or it has batch attention.
+        InputError: the model is unsupported or already has batch attention, layers do not exist, or the position or
+            the mode is unknown.
     """
     vit = require_vit(model)
     where = chosen(layers, len(vit.blocks))
@@ -168,7 +168,7 @@ class BatchFormerPlugin(BatchAttention[BatchFormer]):
     name = "batchformer"
 
     def attach(self, model: nn.Module, readers: Sequence[nn.Module]) -> None:
-        """Hang on the ``readers`` within ``model``."""
+        """Register the hooks on the ``readers`` within ``model``."""
         self.join(model, (reader.register_forward_pre_hook(self._before) for reader in readers))
 
     def _before(self, reader: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -186,22 +186,23 @@ def add_batchformer(
     shared_classifier: bool = True,
     gather: bool = False,
 ) -> BatchFormerPlugin:
-    """BatchFormer before the classifier of a timm or torchvision model; evaluation is untouched.
+    """Add BatchFormer before the classifier of a timm or torchvision model; evaluation does not change.
 
     In training the model returns logits (2B, K), clean stream first: see :func:`num_streams` and
-    :class:`detr_bf.batchformer.StreamLoss`. Two other uses of the paper are a matter of ``before``:
+    :class:`detr_bf.batchformer.StreamLoss`. ``before`` also covers two other uses of the paper:
 
     - RIDE, one BatchFormer for three experts: the experts' classifiers, with ``shared_classifier=False``;
     - MoCo-v3, ``before=("base_encoder.head", "momentum_encoder.head")``, both projectors and not the predictor, with
       :func:`detr_bf.batchformer.contrast_streams`.
 
     Args:
-        before: names of the modules in ``model`` that read the features; None means its classifiers.
-        dim: channels of the features; None means what these modules' first linear layer reads.
+        before: names of the modules in ``model`` that read the features; None: its classifiers.
+        dim: channels of the features; None: the input channels of these modules' first linear layer.
         heads, dropout, num_layers, shared_classifier, gather: see :class:`BatchFormer`.
 
     Raises:
-        InputError: no such modules, features of several widths, auxiliary classifiers, or it has batch attention.
+        InputError: there are no such modules, features have several widths, or the model has auxiliary classifiers or
+            already batch attention.
     """
     readers = _classifiers(model) if before is None else [_named(model, name) for name in before]
     if dim is None:
@@ -221,15 +222,15 @@ def add_batchformer(
 
 
 def num_streams(model: nn.Module) -> int:
-    """How many streams ``model`` returns now, clean stream first; it may be wrapped or compiled."""
+    """Return the number of streams of ``model`` in its present mode; it may be wrapped or compiled."""
     plugins = (module for module in model.modules() if isinstance(module, BatchAttention))
     return next((plugin.num_streams for plugin in plugins), 1)
 
 
 def _classifiers(model: Any) -> Sequence[nn.Module]:
-    """The linear layers that give a timm or torchvision model's logits."""
+    """Return the linear layers that compute a timm or torchvision model's logits."""
     if getattr(model, "aux_logits", False):
-        raise InputError("auxiliary classifiers would see one stream only: build the model with aux_logits=False")
+        raise InputError("auxiliary classifiers would get one stream only: build the model with aux_logits=False")
     if hasattr(model, "get_classifier"):  # timm
         found = model.get_classifier()
         heads = list(found) if isinstance(found, tuple) else [found]
@@ -254,7 +255,7 @@ def _named(model: nn.Module, name: str) -> nn.Module:
 
 
 def _common_width(readers: Sequence[nn.Module]) -> int:
-    """Channels that the modules read, which must be the same."""
+    """Return the input channels of the modules, which must be equal."""
     widths = {
         next((layer.in_features for layer in reader.modules() if isinstance(layer, nn.Linear)), 0) for reader in readers
     }

@@ -1,4 +1,4 @@
-"""Context Broadcasting: the mean token is added to every token (Hyeon-Woo et al., ICCV 2023, arXiv 2210.08457).
+"""Context Broadcasting: add the mean token to every token (Hyeon-Woo et al., ICCV 2023, arXiv 2210.08457).
 
 Shape legend: R rows (images, or streams x images), S tokens with the class token, C channels.
 """
@@ -20,28 +20,24 @@ from detr_bf.transformer import Encoder
 
 
 def broadcast_context(tokens: Tensor, scale: Tensor | None = None, padding_mask: Tensor | None = None) -> Tensor:
-    """(R, S, C) -> (R, S, C): half the token and half the mean, or with ``scale`` (C,) token + scale * mean.
+    """(R, S, C) -> (R, S, C): (token + mean) / 2, or with ``scale`` (C,) token + scale * mean.
 
-    ``padding_mask`` (R, S), True = padding, leaves tokens out of the mean.
+    ``padding_mask`` (R, S), True = padding, excludes tokens from the mean.
     """
-    mean = _mean(tokens, padding_mask)
-    return (tokens + mean) / 2 if scale is None else tokens + scale.to(tokens.dtype) * mean
-
-
-def _mean(tokens: Tensor, padding_mask: Tensor | None) -> Tensor:
     if padding_mask is None:
-        return tokens.mean(1, keepdim=True)
-    valid = ~padding_mask[..., None]
-    return tokens.masked_fill(~valid, 0).sum(1, keepdim=True) / valid.sum(1, keepdim=True).clamp(min=1)
+        mean = tokens.mean(1, keepdim=True)
+    else:
+        valid = ~padding_mask[..., None]
+        mean = tokens.masked_fill(~valid, 0).sum(1, keepdim=True) / valid.sum(1, keepdim=True).clamp(min=1)
+    return (tokens + mean) / 2 if scale is None else tokens + scale.to(tokens.dtype) * mean
 
 
 class ContextBroadcasting(Plugin):
     """Context Broadcasting at the end of chosen feed-forward networks, in training and in evaluation.
 
-    It stands on the network's output, before layer scale, drop path and the residual sum. ``scales`` holds the vectors
-    of the scaled kind by the index of their block; they start at 0, which is the identity, and want no weight decay.
-    Without scales each of its blocks has an entry in the state dict all the same: other blocks or none make another
-    network, into which the weights must not be loaded unnoticed.
+    It is applied to the network's output, before layer scale, drop path and the residual sum. ``scales`` are the
+    learned scales by block index; they start at 0, which is the identity, and need no weight decay. Without scales each
+    block has a buffer in the state dict, so that loading the weights into a model with other blocks fails.
     """
 
     name = "context_broadcasting"
@@ -55,12 +51,12 @@ class ContextBroadcasting(Plugin):
             self.register_buffer(f"block_{layer}", torch.ones((), dtype=torch.int64))
 
     def attach(self, model: nn.Module, networks: Sequence[nn.Module]) -> None:
-        """Hang on the chosen of ``networks``; those of our encoder come with the padding of their layer."""
+        """Register the hooks on the chosen ``networks``; in our encoder also on its layers, for their padding masks."""
         self.join(model, self._hooks(model, networks))
 
     def _hooks(self, model: nn.Module, networks: Sequence[nn.Module]) -> Iterator[RemovableHandle]:
         for layer in self.layers:
-            name = str(layer)  # torch.compile for any size would take a number for one of those that vary
+            name = str(layer)  # torch.compile with dynamic sizes would treat an int as a size
             yield networks[layer].register_forward_hook(partial(self._broadcast, name))
             if isinstance(model, Encoder):
                 yield model.layers[layer].register_forward_pre_hook(partial(self._keep_padding, name))
@@ -79,27 +75,23 @@ class ContextBroadcasting(Plugin):
 def add_context_broadcasting(
     model: nn.Module, layers: Sequence[int] | str = "upper", *, scaled: bool = False, skip: Sequence[int] = ()
 ) -> ContextBroadcasting:
-    """Context Broadcasting in a timm ViT, DeiT, PiT or Mixer, or in one of our detectors' encoders.
+    """Add Context Broadcasting to a timm ViT, DeiT, PiT or Mixer, or to one of our detectors' encoders.
 
     Args:
         model: the bare model.
-        layers: ``upper``, the upper half of the blocks; ``all``; or indices from 0, PiT's stages one after another.
-        scaled: with a learned factor for each channel (CB_S) instead of one half. The paper has it in ``all``.
-        skip: blocks left out nevertheless, such as those whose output a feature pyramid reads.
+        layers: ``upper``, the upper half of the blocks; ``all``; or indices from 0, counted through PiT's stages.
+        scaled: learn a factor per channel (CB_S) instead of one half. The paper uses it in ``all`` blocks.
+        skip: excluded blocks, such as those whose output a feature pyramid reads.
 
     Raises:
-        InputError: another model, layers that do not exist, nothing left after ``skip``, or it has one already.
+        InputError: the model is unsupported or already has the plug-in, layers do not exist, or ``skip`` leaves none.
     """
     networks = feed_forwards(model)
     where = [layer for layer in chosen(layers, len(networks)) if layer not in skip]
     if not where:
         raise InputError(f"layers={layers!r} with skip={list(skip)} leaves no block: skip fewer")
-    scales = {layer: torch.zeros(_width(networks[layer])) for layer in where if scaled}
+    linear = [[m for m in network.modules() if isinstance(m, nn.Linear)] for network in networks]
+    scales = {layer: torch.zeros(linear[layer][-1].out_features) for layer in where if scaled}
     plugin = ContextBroadcasting(where, scales)
     plugin.attach(model, networks)
     return plugin
-
-
-def _width(network: nn.Module) -> int:
-    """Channels of what a feed-forward network gives: those of its last linear map."""
-    return [module for module in network.modules() if isinstance(module, nn.Linear)][-1].out_features

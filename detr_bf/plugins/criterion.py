@@ -15,11 +15,11 @@ from detr_bf.plugins.relative_localization import RelativeLocalizationLoss
 
 
 class PluginCriterion:
-    """A criterion, and the losses of the plug-ins of a part of the model, such as a detector's encoder.
+    """Criterion plus the losses of the plug-ins of a part of the model, such as a detector's encoder.
 
     Args:
         criterion: (outputs, targets) -> its report.
-        part: what the plug-ins were added to; they keep what they work on from each forward pass.
+        part: the module with the plug-ins, which keep the features they need of each forward pass.
     """
 
     def __init__(self, criterion: Callable[[Any, Any], LossReport], part: nn.Module) -> None:
@@ -36,16 +36,16 @@ def plugin_losses(
     *,
     localization_weight: float | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Losses of the plug-ins of ``model`` for its last forward pass in training, not weighted, and their weights.
+    """Return unweighted losses of the plug-ins of ``model`` for its last forward pass in training, and their weights.
 
     Args:
-        patch_labels: as :class:`DiversePatchLoss` wants them.
-        localization_weight: lambda of relative localization from here on; None leaves it as it is.
+        patch_labels: see :class:`DiversePatchLoss`.
+        localization_weight: new lambda of relative localization; None: unchanged.
     """
     losses: dict[str, Tensor] = {}
     weights: dict[str, float] = {}
     plugins = getattr(model, PREFIX, {})
-    among_blocks = BatchFormerV2Plugin.name in plugins  # BatchFormer forks behind all tokens
+    among_blocks = BatchFormerV2Plugin.name in plugins  # BatchFormer forks after the tokens
     streams = num_streams(model) if among_blocks else 1
     for plugin in plugins.values():
         if isinstance(plugin, DiversePatchLoss):

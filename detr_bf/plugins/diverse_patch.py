@@ -1,16 +1,16 @@
-"""DiversePatch: patches of the last layer shall stay different (Gong et al. 2021, arXiv 2104.12753).
+"""DiversePatch: losses that keep the patches of the last layer different (Gong et al. 2021, arXiv 2104.12753).
 
 Shape legend: B images, R rows (images, or streams x images), P patches, C channels, K classes.
 
-Of a Swin transformer the patches are the tokens of its last stage, such as 32 x 32 pixels, and the contrastive loss is
-not for it: they are not those that enter the first block.
+The patches of a Swin transformer are the tokens of its last stage, such as 32 x 32 pixels. The contrastive loss does
+not apply to it, because they are not the tokens of the first block.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from detr_bf.batchformer import repeat_targets
 from detr_bf.errors import InputError
@@ -42,10 +41,10 @@ def cosine_loss(last: Tensor) -> Tensor:
 
 
 def contrastive_loss(first: Tensor, last: Tensor) -> Tensor:
-    """Patches (R, P, C) of the first and last layer -> (): patch i shall be nearer to its own beginning (section 4.2).
+    """Patches (R, P, C) of the first and last layer -> (): each last patch is drawn to its own first one (section 4.2).
 
-    The mean over i of softplus(h1_i . (m_i - hL_i)), with m_i the mean of the other patches hL_j. It has the printed
-    formula's and the released code's m_i; no gradient reaches ``first``.
+    The mean over i of softplus(h1_i . (m_i - hL_i)), with m_i the mean of the other patches hL_j, as in the printed
+    formula and the released code. No gradient flows to ``first``.
 
     Raises:
         InputError: P is 1.
@@ -58,25 +57,25 @@ def contrastive_loss(first: Tensor, last: Tensor) -> Tensor:
 
 
 def mixing_loss(logits: Tensor, patch_labels: Tensor) -> Tensor:
-    """Logits (R, P, K) of each patch and the class (R, P) of the image it came from -> () (section 4.3)."""
+    """Logits (R, P, K) of each patch and the class (R, P) of its source image -> () (section 4.3)."""
     return F.cross_entropy(at_least_float32(logits).flatten(0, 1), patch_labels.flatten())
 
 
 def _check_several(patches: int) -> None:
     if patches < 2:
         raise InputError(
-            "diverse_patch: each image is a single patch, which differs from no other: take larger images or a smaller "
-            "patch size"
+            "diverse_patch: each image has a single patch, but the losses compare patches: use larger images or a "
+            "smaller patch size"
         )
 
 
 @dataclass(frozen=True)
 class PatchMix:
-    """A batch after CutMix along the edges of patches."""
+    """Batch after CutMix of whole patches."""
 
     images: Tensor  # (B, 3, H, W)
-    targets: Tensor  # (B, K) float32, what share of the image belongs to which class
-    patch_labels: Tensor  # (B, P) int64, the class of the image each patch came from
+    soft_labels: Tensor  # (B, K) float32, the share of each class in the image
+    patch_labels: Tensor  # (B, P) int64, the class of each patch's source image
 
 
 def patch_cutmix(
@@ -88,18 +87,18 @@ def patch_cutmix(
     smoothing: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> PatchMix:
-    """CutMix (Yun et al. 2019, arXiv 1905.04899) with a rectangle of whole patches, the same for all images.
+    """Apply CutMix (Yun et al. 2019, arXiv 1905.04899) with a rectangle of whole patches, the same for all images.
 
     Args:
         images: (B, 3, H, W).
         labels: (B,) int64.
         patch_size: height and width in pixels.
         num_classes: K.
-        smoothing: of the images' targets, not of the patches'.
+        smoothing: of ``soft_labels``, not of ``patch_labels``.
         generator: of random numbers, on the CPU.
 
     Raises:
-        InputError: patches do not fill the image, or labels are outside the classes.
+        InputError: patches do not fill the images, or labels are outside the classes.
     """
     check_labels(labels, num_classes)
     height, width = images.shape[-2:]
@@ -123,7 +122,7 @@ def _check_filled(size: tuple[int, int], patch_size: tuple[int, int]) -> None:
 
 
 def _rectangle(rows: int, columns: int, generator: torch.Generator | None) -> Tensor:
-    """A grid (rows, columns) bool with one rectangle whose area before clipping is uniform, anywhere."""
+    """Draw a grid (rows, columns) bool with one rectangle at a random position, its area uniform before clipping."""
     side = math.sqrt(torch.rand((), generator=generator).item())  # Beta(1, 1) is the uniform distribution
     grid = torch.zeros(rows, columns, dtype=torch.bool)
     spans = []
@@ -136,10 +135,10 @@ def _rectangle(rows: int, columns: int, generator: torch.Generator | None) -> Te
 
 
 class DiversePatchLoss(Plugin):
-    """The three losses of DiversePatch on the patches of the last forward pass in training; evaluation is untouched.
+    """The three losses of DiversePatch on the patches of the last forward pass in training; evaluation does not change.
 
-    The first layer's patches are what enters the first block, the last layer's what leaves the final norm. Of a Swin
-    transformer the first ones only say how many images there are.
+    The first layer's patches are the input of the first block, the last layer's the output of the final norm. For a
+    Swin transformer the first ones are only used to count the images.
     """
 
     name = "diverse_patch"
@@ -152,43 +151,37 @@ class DiversePatchLoss(Plugin):
         self.prefix_tokens = 0
 
     def attach(self, model: nn.Module) -> None:
-        """Hang on what stands before the first and behind the last block."""
+        """Register the hooks before the first and after the last block."""
         host: Any = _require_host(model)
         swin = isinstance(host, SwinTransformer)
         self.prefix_tokens = 0 if swin else host.num_prefix_tokens
-        self.join(host, self._hooks(host.patch_embed if swin else host.norm_pre, host.norm))
+        sources = {"first": host.patch_embed if swin else host.norm_pre, "last": host.norm}
+        self.join(host, (part.register_forward_hook(partial(self._keep, name)) for name, part in sources.items()))
 
-    def _hooks(self, first: nn.Module, last: nn.Module) -> Iterator[RemovableHandle]:
-        yield first.register_forward_hook(self._keep_first)
-        yield last.register_forward_hook(self._keep_last)
-
-    def _keep_first(self, module: nn.Module, args: Any, output: Tensor) -> None:
+    def _keep(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
         if self.training:
-            self._kept["first"] = output.detach()
-
-    def _keep_last(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        if self.training:
-            self._kept["last"] = output
+            self._kept[name] = output.detach() if name == "first" else output
 
     def forward(
         self, patch_labels: Tensor | None = None, num_streams: int = 1, *, weighted: bool = True
     ) -> dict[str, Tensor]:
-        """``cosine``, ``contrastive`` and ``mixing``, each times its weight, in float32; those of weight 0 left out.
+        """Return ``cosine``, ``contrastive`` and ``mixing``, in float32, times their weights; weight 0 removes a loss.
 
         Args:
-            patch_labels: (B, P) int64, as :func:`patch_cutmix` gives them.
-            num_streams: how many streams the model's last layer holds, :func:`detr_bf.plugins.num_streams`.
-            weighted: False gives the losses without their weights.
+            patch_labels: (B, P) int64, from :func:`patch_cutmix`.
+            num_streams: streams in the last layer, from :func:`detr_bf.plugins.num_streams`.
+            weighted: False: return the losses without their weights.
 
         Raises:
             InputError: the model was not called before, it has another number of streams, or labels are missing,
-                outside the classes or of other patches.
+                outside the classes or of another shape.
         """
-        first, last = (self._patches(self._take(which)) for which in ("first", "last"))
+        # (R, S, C), or Swin's (R, H, W, C)
+        first, last = (patches_of(self._take(key).flatten(1, -2), self.prefix_tokens) for key in ("first", "last"))
         if len(last) != len(first) * num_streams:
             raise InputError(
-                f"num_streams={num_streams}, but {len(first)} images have left {len(last)} rows: "
-                "give what detr_bf.plugins.num_streams(model) says"
+                f"num_streams={num_streams}, but {len(first)} images have {len(last)} rows in the last layer: "
+                "give detr_bf.plugins.num_streams(model)"
             )
         with torch.autocast(last.device.type, enabled=False):
             losses = {}
@@ -202,10 +195,6 @@ class DiversePatchLoss(Plugin):
                     full_precision(self.patch_head, last), repeat_targets(labels, num_streams)
                 )
             return {name: self.weights[name] * loss for name, loss in losses.items()} if weighted else losses
-
-    def _patches(self, tokens: Tensor) -> Tensor:
-        """(R, S, C), or Swin's (R, H, W, C) -> (R, P, C)."""
-        return patches_of(tokens.flatten(1, -2), self.prefix_tokens)
 
     def _checked(self, labels: Tensor | None, images: int, patches: int) -> Tensor:
         given = None if labels is None else tuple(labels.shape)
@@ -221,43 +210,44 @@ class DiversePatchLoss(Plugin):
 def add_diverse_patch(
     model: nn.Module, num_classes: int, *, cosine: float = 1.0, contrastive: float = 1.0, mixing: float = 1.0
 ) -> DiversePatchLoss:
-    """DiversePatch for a timm ViT, DeiT or Swin.
+    """Add DiversePatch to a timm ViT, DeiT or Swin.
 
-    Call what it returns after the model, and add its losses to the model's.
+    Call the returned module after the model, and add its losses to the loss.
 
     Args:
         model: the bare model.
-        num_classes: K of the patches' classifier, one linear layer of its own.
-        cosine, contrastive, mixing: weights; 0 leaves a loss out. Of Swin ``contrastive`` must be 0.
+        num_classes: K of the classifier of patches, a separate linear layer.
+        cosine, contrastive, mixing: weights; 0 removes a loss. For Swin ``contrastive`` must be 0.
 
     Raises:
-        InputError: another model, one without a norm behind the last block or with a single patch an image, a Swin
-            with the contrastive loss, or it has one already.
+        InputError: the model is unsupported, has no norm after the last block, a single patch per image or already
+            this plug-in, or is a Swin with the contrastive loss.
     """
-    host = _require_host(model)
+    host: Any = _require_host(model)
     if contrastive and isinstance(host, SwinTransformer):
         raise InputError(
-            f"contrastive={contrastive:g}: it compares each patch with its own beginning, but each of the last tokens "
-            "of a Swin transformer is merged of many first ones, with other channels: set contrastive=0 "
+            f"contrastive={contrastive:g}: it compares each patch with the same patch of the first layer, but Swin "
+            "merges many first patches into each of its last ones: set contrastive=0 "
             "(plugins.diverse_patch.contrastive=0)"
         )
-    _check_several(_num_patches(host))
+    swin = isinstance(host, SwinTransformer)
+    _check_several(math.prod(host.layers[-1].output_resolution if swin else host.patch_embed.grid_size))
     plugin = DiversePatchLoss(host.num_features, num_classes, cosine=cosine, contrastive=contrastive, mixing=mixing)
     plugin.attach(model)
     return plugin
 
 
 def mixing_patch_size(model: nn.Module) -> tuple[int, int]:
-    """Height and width in pixels of the patches that :func:`patch_cutmix` keeps whole for this model's DiversePatch.
+    """Return height and width in pixels of the patches of this model's DiversePatch, for :func:`patch_cutmix`.
 
     Raises:
-        InputError: another model than :func:`add_diverse_patch` takes, or these patches do not fill its images.
+        InputError: :func:`add_diverse_patch` does not support the model, or these patches do not fill its images.
     """
     host: Any = _require_host(model)
     stages = host.layers if isinstance(host, SwinTransformer) else ()
     merged = 2 ** sum(not isinstance(stage.downsample, nn.Identity) for stage in stages)  # along a side
     height, width = (merged * side for side in host.patch_embed.patch_size)
-    if host.patch_embed.strict_img_size:  # else images may have any
+    if host.patch_embed.strict_img_size:  # else images may have any size
         _check_filled(host.patch_embed.img_size, (height, width))
     return height, width
 
@@ -268,13 +258,7 @@ def _require_host(model: nn.Module) -> VisionTransformer | SwinTransformer:
     host = model if isinstance(model, SwinTransformer) else require_vit(model)
     if isinstance(host.norm, nn.Identity):
         raise InputError(
-            "DiversePatch works on the patches behind the final norm, and this model has none there, as timm's have "
-            "that pool by the mean: build it with fc_norm=False and its final norm (model.options.fc_norm=false)"
+            "DiversePatch needs the patches after the final norm, and this model has no final norm, like timm's models "
+            "with mean pooling: build it with fc_norm=False and its final norm (model.options.fc_norm=false)"
         )
     return host
-
-
-def _num_patches(host: Any) -> int:
-    """Of an image of the size that the model was built for."""
-    swin = isinstance(host, SwinTransformer)
-    return math.prod(host.layers[-1].output_resolution if swin else host.patch_embed.grid_size)

@@ -1,13 +1,13 @@
-"""What the plug-ins share: a place in the model, hooks that can be taken away again, the blocks they hang on.
+"""Base of the plug-ins: a child module of the model, removable hooks, and the blocks they are registered on.
 
-A plug-in is a module under ``model.plugins``. Its tensors are in the model's state dict with that one prefix before
-them, so optimisers, averages of weights and checkpoints know them; all other keys stay those of the model alone. Hooks
-are bound methods of the plug-in, so that a deep copy of the model has hooks of its own.
+A plug-in is a module under ``model.plugins``. Its tensors are in the model's state dict with the prefix ``plugins``, so
+that optimisers, averages of weights and checkpoints include them; the other keys do not change. Hooks are bound methods
+of the plug-in, so that a deep copy of the model has hooks of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 from timm.models.mlp_mixer import MlpMixer
@@ -26,14 +26,14 @@ T = TypeVar("T")
 
 
 def without_plugins(state: Mapping[str, T]) -> dict[str, T]:
-    """A state dict as the model without plug-ins has it: what is deployed."""
+    """Remove the tensors of plug-ins from a state dict, for deployment."""
     return {key: value for key, value in state.items() if PREFIX not in key.split(".")}
 
 
 def keep_own_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before loading: a state dict that holds no plug-in at all leaves those that only training uses as they are.
+    """Keep training-only plug-ins unchanged when loading a state dict without plug-ins (a load_state_dict pre-hook).
 
-    What a plug-in adds to the network in evaluation is missing, and a strict load says so.
+    Missing tensors of plug-ins that change evaluation are still reported by a strict load.
     """
     if any(key.startswith(prefix) for key in state):
         return
@@ -43,7 +43,7 @@ def keep_own_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
 
 
 class Plugins(nn.ModuleDict):
-    """The plug-ins of one model, by name."""
+    """Plug-ins of one model by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,54 +51,51 @@ class Plugins(nn.ModuleDict):
 
 
 class Plugin(nn.Module):
-    """Base of all plug-ins. What was kept of a forward pass is not copied with the model."""
+    """Base class of plug-ins. Features kept from a forward pass are not copied with the model."""
 
     name: ClassVar[str]
-    in_evaluation: ClassVar[bool] = False  # the model's outputs in evaluation are others with it
+    in_evaluation: ClassVar[bool] = False  # it changes the outputs of the model in evaluation
 
     def __init__(self) -> None:
         super().__init__()
         self._handles: list[RemovableHandle] = []
-        self._host: tuple[nn.Module, ...] = ()  # in a tuple, because an attribute would make it a child
+        self._host: tuple[nn.Module, ...] = ()  # in a tuple, because an attribute would register it as a child
         self._kept: dict[str, Any] = {}
 
     def join(self, host: nn.Module, hooks: Iterable[RemovableHandle]) -> None:
-        """Become a part of ``host``, on its device and in its dtype and mode; ``hooks`` are registered by iterating.
+        """Add the plug-in to ``host``, with its device, dtype and mode; ``hooks`` are registered by iterating.
 
         Raises:
-            InputError: the model has one already, or calls all its children one after another.
+            InputError: the model already has this plug-in, or is an ``nn.Sequential``, which calls all its children.
         """
         if isinstance(host, nn.Sequential):
             raise InputError(
                 f"a plug-in becomes a child of the model, and a {type(host).__name__} would call it like a layer: put "
-                "the layers into a module with a forward of its own"
+                "the layers into a module with its own forward"
             )
         plugins = getattr(host, PREFIX, None) or Plugins()
         assert isinstance(plugins, Plugins), f"the model uses the name {PREFIX} itself"
         if self.name in plugins:
             raise InputError(f"the model has a plug-in {self.name} already: call its remove() first")
         reference = next(host.parameters())
-        types = {(own.device, own.dtype if own.is_floating_point() else reference.dtype) for own in self._tensors()}
+        tensors = (*self.parameters(), *self.buffers())
+        types = {(own.device, own.dtype if own.is_floating_point() else reference.dtype) for own in tensors}
         if types - {(reference.device, reference.dtype)}:
-            self.to(device=reference.device, dtype=reference.dtype)  # which tensors without numbers cannot
+            self.to(device=reference.device, dtype=reference.dtype)  # not possible for meta tensors
         self.train(host.training)
         plugins[self.name] = self
         host.add_module(PREFIX, plugins)
         self._host = (host,)
         self._handles = list(hooks)
 
-    def _tensors(self) -> Iterator[Tensor]:
-        yield from self.parameters()
-        yield from self.buffers()
-
     def remove(self) -> None:
-        """Leave the model as it was.
+        """Restore the model without this plug-in.
 
         Raises:
-            InputError: it is removed already.
+            InputError: the plug-in was already removed.
         """
         if not self._host:
-            raise InputError(f"the plug-in {self.name} belongs to no model: it was removed already")
+            raise InputError(f"the plug-in {self.name} belongs to no model: it was already removed")
         for handle in self._handles:
             handle.remove()
         plugins = getattr(self._host[0], PREFIX)
@@ -107,23 +104,23 @@ class Plugin(nn.Module):
             delattr(self._host[0], PREFIX)
         self._handles, self._host, self._kept = [], (), {}
 
-    def _take(self, what: str) -> Any:
-        """What the last forward pass in training left."""
-        if what not in self._kept:
+    def _take(self, key: str) -> Any:
+        """Return and forget features of the last forward pass in training."""
+        if key not in self._kept:
             raise InputError(
-                f"{self.name}: no features to work on. Call the model in training mode before each call of the loss"
+                f"{self.name}: no features were kept. Call the model in training mode before each call of the loss"
             )
-        return self._kept.pop(what)
+        return self._kept.pop(key)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": {}}
 
 
 def chosen(layers: Sequence[int] | str, depth: int) -> tuple[int, ...]:
-    """Indices of blocks counted from 0, from ``all``, ``upper`` (the upper half) or a list.
+    """Return the indices of blocks for ``all``, ``upper`` (the upper half) or a list of indices from 0.
 
     Raises:
-        InputError: another word, or a list that is empty, leaves the ``depth`` blocks or does not ascend.
+        InputError: ``layers`` is another word, or a list that is empty, not ascending or outside the ``depth`` blocks.
     """
     if isinstance(layers, str):
         starts = {"all": 0, "upper": depth // 2}
@@ -135,10 +132,10 @@ def chosen(layers: Sequence[int] | str, depth: int) -> tuple[int, ...]:
 
 
 def feed_forwards(model: nn.Module) -> list[nn.Module]:
-    """The networks that work on each token alone, one a block, whose output is (R, S, C).
+    """Return the feed-forward network of every block, with outputs (R, S, C).
 
     Raises:
-        InputError: the model is none of those known, or its blocks have no such network.
+        InputError: the model is of an unsupported class, or its blocks have no such network.
     """
     if isinstance(model, VisionTransformer | MlpMixer):
         blocks = list(model.blocks)
@@ -160,30 +157,30 @@ def feed_forwards(model: nn.Module) -> list[nn.Module]:
 
 
 def require_vit(model: nn.Module) -> VisionTransformer:
-    """``model``, if it is a timm VisionTransformer whose images keep all their patches.
+    """Return ``model`` if it is a timm VisionTransformer without random patch dropping.
 
     Raises:
-        InputError: it is not.
+        InputError: it is another model, or drops patches.
     """
     if not isinstance(model, VisionTransformer):
         raise refused(model, "VisionTransformer (ViT, DeiT)")
     if not isinstance(model.patch_drop, nn.Identity):
         raise InputError(
-            "the model leaves patches out at random, other ones in each image, so a token's index does not say its "
-            "place: build it with patch_drop_rate=0"
+            "the model drops random patches of each image, so the index of a token is not its position: build it with "
+            "patch_drop_rate=0"
         )
     return model
 
 
 def refused(model: nn.Module, timm_models: str, ours: str = "") -> InputError:
-    """The error for a model that a plug-in does not know."""
+    """Create the error for a model that a plug-in does not support."""
     own = f" or detr_bf.transformer.{ours}" if ours else ""
     return InputError(
         f"got a {type(model).__name__}, expected timm's {timm_models}{own}: "
-        "give the bare model, before it is wrapped or compiled"
+        "give the bare model, not wrapped or compiled"
     )
 
 
 def patches_of(tokens: Tensor, prefix_tokens: int) -> Tensor:
-    """(R, S, C) -> (R, P, C), without class, distillation and register tokens."""
+    """(R, S, C) -> (R, P, C): remove class, distillation and register tokens."""
     return tokens[:, prefix_tokens:]

@@ -1,4 +1,4 @@
-"""Dense relative localization: how far apart are two tokens? (Liu et al. 2021, NeurIPS, arXiv 2106.03746)
+"""Dense relative localization: predict the distance of two tokens (Liu et al. 2021, NeurIPS, arXiv 2106.03746).
 
 Shape legend: R rows (images, or streams x images), S = H x W tokens of a grid, C channels, M pairs of an image. Axis 0
 of a pair's target is the row, axis 1 the column.
@@ -26,54 +26,54 @@ from detr_bf.transformer import Encoder
 
 VARIANTS = ("abs", "signed", "ce", "reg", "all")
 HIDDEN = 512
-VARIANCE_WEIGHT = 0.001  # alpha of the variant reg
+VARIANCE_WEIGHT = 0.001  # alpha of the variant ``reg``
 Grid = tuple[int, int]  # height and width in tokens
 
 
 def sample_pairs(extent: Tensor, pairs: int) -> Tensor:
-    """``extent`` (R, 2), height and width of each image in tokens -> places (R, M, 2, 2) int64: row and column of both.
+    """Draw ``pairs`` positions from ``extent`` (R, 2), height and width in tokens: (R, M, 2, 2) int64 rows and columns.
 
-    All are independent and uniform, so a place may come twice.
+    All are independent and uniform, so both positions of a pair may be equal.
     """
     share = torch.rand(len(extent), pairs, 2, 2, device=extent.device)
     return (share * extent[:, None, None]).long()
 
 
-def tokens_at(tokens: Tensor, places: Tensor, width: int) -> Tensor:
-    """Tokens (R, S, C) of a grid ``width`` wide, at places (R, M, 2, 2) -> pairs (R, M, 2C), first one first."""
-    index = (places[..., 0] * width + places[..., 1]).flatten(1)
+def tokens_at(tokens: Tensor, positions: Tensor, width: int) -> Tensor:
+    """Tokens (R, S, C) of a grid ``width`` wide and positions (R, M, 2, 2) -> pairs (R, M, 2C), first token first."""
+    index = (positions[..., 0] * width + positions[..., 1]).flatten(1)
     found = tokens.gather(1, index[..., None].expand(-1, -1, tokens.shape[2]))
-    return found.view(*places.shape[:2], 2 * tokens.shape[2])
+    return found.view(*positions.shape[:2], 2 * tokens.shape[2])
 
 
-def offsets(places: Tensor) -> Tensor:
-    """Places (R, M, 2, 2) -> first minus second (R, M, 2) int64, in tokens."""
-    return places[:, :, 0] - places[:, :, 1]
+def offsets(positions: Tensor) -> Tensor:
+    """Positions (R, M, 2, 2) -> first minus second (R, M, 2) int64, in tokens."""
+    return positions[:, :, 0] - positions[:, :, 1]
 
 
 def distance_loss(predicted: Tensor, target: Tensor) -> Tensor:
-    """(R, M, 2) both -> (): L1, the mean over pairs and axes."""
+    """(R, M, 2) and (R, M, 2) -> (): L1, the mean over pairs and axes."""
     return F.l1_loss(predicted, target)
 
 
 def entropy_loss(logits: Sequence[Tensor], offset: Tensor) -> Tensor:
-    """Logits (R, M, 2k - 1) of each axis, classes are offsets from 1 - k, and offsets (R, M, 2) -> (): their sum."""
+    """Sum the cross-entropies of both axes: logits (R, M, 2k - 1) of offsets from 1 - k, and offsets (R, M, 2)."""
     axes = zip(logits, offset.unbind(-1), strict=True)
     return torch.stack([F.cross_entropy(axis.flatten(0, 1), _classes(axis, at).flatten()) for axis, at in axes]).sum()
 
 
 def regression_loss(logits: Sequence[Tensor], offset: Tensor) -> Tensor:
-    """As :func:`entropy_loss`, with a regression from the mean and variance of the classes' distribution."""
+    """Sum the regression losses of both axes, from mean and variance of the class distribution; see entropy_loss."""
     losses = []
     for axis, at in zip(logits, offset.unbind(-1), strict=True):
-        mean, variance = moments(axis)
+        mean, variance = index_moments(axis)
         variance = variance + 1e-8
         error = (_classes(axis, at) - mean) ** 2 / variance
         losses.append((error + VARIANCE_WEIGHT * variance.log() / 2).mean())
     return torch.stack(losses).sum()
 
 
-def moments(logits: Tensor) -> tuple[Tensor, Tensor]:
+def index_moments(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Logits (..., n) -> mean and variance (...) of the class index under their softmax."""
     probability, index = logits.softmax(-1), torch.arange(logits.shape[-1], device=logits.device)
     mean = (probability * index).sum(-1)
@@ -85,31 +85,28 @@ def _classes(logits: Tensor, offset: Tensor) -> Tensor:
 
 
 def pooled(tokens: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
-    """(R, S, C) -> a grid of half the size: windows of 3 x 3, 2 apart, from 1 outside, over what is inside.
-
-    14 x 14 becomes 7 x 7.
-    """
+    """(R, S, C) -> a grid of half the size, 14 x 14 to 7 x 7: average pooling 3 x 3, stride 2, uncounted padding."""
     maps = tokens.transpose(1, 2).unflatten(2, grid)
     small = F.avg_pool2d(maps, 3, stride=2, padding=1, count_include_pad=False)
     return small.flatten(2).transpose(1, 2), (small.shape[2], small.shape[3])
 
 
 def ramped(weight: float, epoch: float, epochs: int, ramp: int = 20) -> float:
-    """The released code's weight: rising over the first ``ramp`` epochs, then falling to 0 at the end, linearly."""
+    """Return the released code's weight: linear from 0 over ``ramp`` epochs, then linear to 0 at the last epoch."""
     if epoch <= ramp:
         return weight * epoch / ramp
     return weight * (1 - (epoch - ramp) / (epochs - ramp))
 
 
 class PairPredictor(nn.Module):
-    """Predicts the distance of two tokens of one grid, and says how wrong it is.
+    """Loss of the predicted distance of two tokens of a grid.
 
     Args:
         dim: channels C.
         variant: ``abs``, ``signed``, ``ce`` or ``reg``.
-        grid: of the tokens, needed for ``ce`` and ``reg``, whose classes it counts.
+        grid: of the tokens, needed for ``ce`` and ``reg``, whose classes depend on it.
         pairs: M.
-        normalize: distances in parts of the grid's height and width, not in tokens.
+        normalize: divide distances by the grid's height and width instead of counting tokens.
     """
 
     def __init__(self, dim: int, *, variant: str, grid: Grid | None, pairs: int, normalize: bool) -> None:
@@ -126,10 +123,10 @@ class PairPredictor(nn.Module):
     def forward(self, tokens: Tensor, grid: Grid, extent: Tensor | None = None) -> Tensor:
         """Tokens (R, S, C) -> (), in float32 or better.
 
-        ``extent`` (R, 2): height and width, in tokens, of the part of each image to sample from; None means the grid.
+        ``extent`` (R, 2): height and width, in tokens, of the part of each image to sample from; None: the grid.
 
         Raises:
-            InputError: a grid of one token, or another one than the classes were made for.
+            InputError: the grid has one token, or is not the grid of the classes.
         """
         if max(grid) < 2 or (self.grid is not None and grid != self.grid):
             expected = "two tokens or more" if self.grid is None else f"{self.grid}"
@@ -137,9 +134,9 @@ class PairPredictor(nn.Module):
         with torch.autocast(tokens.device.type, enabled=False):
             if extent is None:
                 extent = torch.tensor([grid], device=tokens.device).expand(len(tokens), -1)
-            places = sample_pairs(extent, self.pairs)
-            predicted = at_least_float32(full_precision(self.mlp, tokens_at(tokens, places, grid[1])))
-            return self._loss(predicted, offsets(places), extent)
+            positions = sample_pairs(extent, self.pairs)
+            predicted = at_least_float32(full_precision(self.mlp, tokens_at(tokens, positions, grid[1])))
+            return self._loss(predicted, offsets(positions), extent)
 
     def _loss(self, predicted: Tensor, offset: Tensor, extent: Tensor) -> Tensor:
         if self.variant == "ce":
@@ -151,9 +148,9 @@ class PairPredictor(nn.Module):
 
 
 class RelativeLocalizationLoss(Plugin):
-    """Relative localization on the tokens of the last forward pass in training; evaluation is untouched.
+    """Relative localization on the tokens of the last forward pass in training; evaluation does not change.
 
-    Tokens are those that leave the last block, before the final norm, and of our encoders the memory. ``weight`` is
+    The tokens are the output of the last block, before the final norm; in our encoders the memory. ``weight`` is
     lambda; set it before each epoch for a schedule such as :func:`ramped`.
     """
 
@@ -167,7 +164,7 @@ class RelativeLocalizationLoss(Plugin):
         self.prefix_tokens = prefix_tokens
 
     def attach(self, model: nn.Module, sources: Sequence[nn.Module]) -> None:
-        """Hang on the ``sources`` of tokens within ``model``, or, where there are none, on its last tokens."""
+        """Register hooks on the ``sources`` of tokens within ``model``; without sources on its last tokens."""
         hooks = self._encoder_hooks if isinstance(model, Encoder) else self._timm_hooks
         self.join(model, hooks(model, sources))
 
@@ -183,7 +180,7 @@ class RelativeLocalizationLoss(Plugin):
             yield source.register_forward_hook(partial(self._keep_output, index))
         yield model.register_forward_hook(partial(self._end_encoder, not sources))
 
-    # Blocks that are worked out a second time, in the backward pass, must not leave tokens: so there is an end.
+    # "open" ends with the forward pass: activation checkpointing runs blocks again, and must not keep their tokens.
 
     def _begin(self, patch_embed: Any, args: tuple[Tensor, ...]) -> None:
         if self.training:
@@ -209,10 +206,10 @@ class RelativeLocalizationLoss(Plugin):
                 self._kept["tokens"][0] = memory.tokens
 
     def forward(self, *, weighted: bool = True) -> Tensor:
-        """() in float32: ``weight`` times the loss, or the loss alone, summed over the places it is measured at.
+        """Return ``weight`` times the loss, or the loss alone, () in float32, summed over all sources of tokens.
 
         Raises:
-            InputError: the model was not called in training mode before, or its grid is not one to measure on.
+            InputError: the model was not called in training mode before, or its grid is unsuitable.
         """
         tokens = self._take("tokens")
         losses = [predict(*self._grid(tokens[index])) for index, predict in enumerate(self.predictors)]
@@ -221,7 +218,7 @@ class RelativeLocalizationLoss(Plugin):
         return self.weight * loss if weighted else loss
 
     def _grid(self, tokens: Tensor) -> tuple[Tensor, Grid, Tensor | None]:
-        """Tokens (R, S, C), the grid they form, and the part of it that each image fills."""
+        """Return tokens (R, S, C), their grid, and the part of it that each image fills."""
         if "memory" in self._kept:
             return _last_level(tokens, self._kept["memory"])
         if tokens.dim() == 4:  # Swin
@@ -233,9 +230,9 @@ class RelativeLocalizationLoss(Plugin):
 
 
 def _last_level(tokens: Tensor, memory: TokenBatch) -> tuple[Tensor, Grid, Tensor]:
-    """The coarsest level of an encoder's tokens; images fill the upper left of it, the rest is padding.
+    """Return the coarsest level of an encoder's tokens; images fill its upper left, the rest is padding.
 
-    Before batch attention makes a second stream of them, tokens are of the first, the clean one, alone.
+    Tokens from before the first batch attention have only the clean stream, which is the first.
     """
     height, width = memory.static["spatial_shapes"][-1]
     cells = height * width
@@ -253,22 +250,22 @@ def add_relative_localization(
     normalize: bool = True,
     pool: bool | None = None,
 ) -> RelativeLocalizationLoss:
-    """Dense relative localization for a timm ViT, DeiT or Swin, or one of our detectors' encoders.
+    """Add dense relative localization to a timm ViT, DeiT or Swin, or to one of our detectors' encoders.
 
-    Call what it returns after the model, and add its loss to the model's.
+    Call the returned module after the model, and add its loss to the loss.
 
     Args:
         model: the bare model.
-        variant: ``abs``, the distance; ``signed``; ``ce``, the offset as a class; ``reg``, a regression from these
-            classes; ``all``, the distance at every block (of Swin: stage), each with a predictor of its own.
-        weight: lambda; None means the published 0.01 of ViT and 0.5 of Swin. For an encoder it must be given.
-        pairs: M, of each image.
-        normalize: distances in parts of the grid; False counts tokens, as the released code does.
-        pool: halve the grid first (:func:`pooled`); None means for a ViT, as published.
+        variant: ``abs``: the distance; ``signed``: the offset; ``ce``: the offset as a class; ``reg``: a regression
+            from these classes; ``all``: the distance after every block (Swin: stage), each with its own predictor.
+        weight: lambda; None: the published 0.01 for ViT and 0.5 for Swin. Required for an encoder.
+        pairs: M, per image.
+        normalize: divide distances by the size of the grid; False: count tokens, as the released code does.
+        pool: halve the grid first (:func:`pooled`); None: only for a ViT, as published.
 
     Raises:
-        InputError: another model, an unknown variant, no weight for an encoder, no pairs, classes without a fixed grid,
-            or it has one already.
+        InputError: the model is unsupported or already has the plug-in, the variant is unknown, an encoder has no
+            weight, there are no pairs, or the variant needs a fixed grid.
     """
     if variant not in VARIANTS:
         raise InputError(f"variant must be one of {', '.join(VARIANTS)}; got '{variant}'")
@@ -297,7 +294,7 @@ def add_relative_localization(
 
 
 def _layout(model: nn.Module) -> tuple[list[nn.Module], list[int], Grid | None]:
-    """Where tokens come from, with how many channels, and the last grid if it has one size."""
+    """Return the modules that output tokens, their channels, and the last grid if it has a fixed size."""
     if isinstance(model, Encoder):
         width = next(module.normalized_shape[0] for module in model.modules() if isinstance(module, nn.LayerNorm))
         return list(model.layers), [width] * len(model.layers), None

@@ -29,10 +29,10 @@ from detr_bf.assembly.classifier_data import (
     val_loop,
 )
 from detr_bf.assembly.model import device_of
-from detr_bf.assembly.network import read_network_weights, with_resized_positions
-from detr_bf.assembly.trial import check_batch_norm
-from detr_bf.classification.evaluation import ClassificationEvaluator, write_predictions
-from detr_bf.classification.labelled_images import LabelledImageSet
+from detr_bf.assembly.network import check_batch_norm, read_network_weights, with_resized_positions
+from detr_bf.classification.batch import LabelledImages
+from detr_bf.classification.data import LabelledImageSet
+from detr_bf.classification.metrics import ClassificationEvaluator, write_predictions
 from detr_bf.classification.predictor import ClassifierPredictor
 from detr_bf.classification.report.page import CLASSIFICATION_PAGE
 from detr_bf.classification.report.sheet import ClassifiedImage, classification_sheet
@@ -54,7 +54,6 @@ from detr_bf.engine import (
 )
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
-from detr_bf.labelled import LabelledImages
 from detr_bf.plugins import without_plugins
 from detr_bf.plugins.plugin import PREFIX
 from detr_bf.report import class_labels, save_picture, tolerating
@@ -152,7 +151,7 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
         val, found = build_image_splits(self.config).val, evaluator.predictions()
         half = -(-self.config.eval.pictures // 2)
         for row in (*found.most_confident(False, half), *found.most_confident(True, half)):
-            image = shown(pixels(val, int(found.places[row])), self.config.data.transforms)
+            image = shown(pixels(val, int(found.indices[row])), self.config.data.transforms)
             yield ClassifiedImage(image, int(found.labels[row]), int(found.predicted[row]), float(found.scores[row]))
 
     def predictor(self, checkpoint: Checkpoint, source: Path) -> ClassifierPredictor:

@@ -15,9 +15,8 @@ from detr_bf.assembly.classification import build_masked_autoencoder
 from detr_bf.assembly.classifier_data import ImageSplits, val_loop
 from detr_bf.assembly.model import device_of
 from detr_bf.assembly.network import ENCODER
-from detr_bf.classification.masked_autoencoder import MaskedAutoencoder
-from detr_bf.classification.masked_loss import MaskedCriterion
-from detr_bf.classification.reconstruction import ReconstructionEvaluator
+from detr_bf.classification.masked_autoencoder import MaskedAutoencoder, MaskedCriterion
+from detr_bf.classification.metrics import ReconstructionEvaluator
 from detr_bf.classification.report.page import MASKED_PAGE
 from detr_bf.classification.report.sheet import reconstruction_sheet
 from detr_bf.config import MaskedConfig

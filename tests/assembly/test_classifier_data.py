@@ -19,11 +19,11 @@ from detr_bf.assembly.classifier_data import (
     train_batches,
     val_loop,
 )
-from detr_bf.classification.mixing import BatchMix
+from detr_bf.classification.augmentation import BatchMix
+from detr_bf.classification.batch import ClassTargets, LabelledImages
 from detr_bf.config import ClassifierConfig, load_config
 from detr_bf.config.classification import ImageTransformConfig
 from detr_bf.errors import InputError
-from detr_bf.labelled import ClassTargets, LabelledImages
 
 CPU = torch.device("cpu")
 
@@ -117,7 +117,7 @@ def test_every_validation_image_comes_once(root: Path, monkeypatch: pytest.Monke
         for batch in batches:
             assert batch.targets.soft_labels is None
             assert (rank, len(batch)) in ((0, 4), (1, 2))
-            seen |= dict(zip(batch.places.tolist(), batch.targets.labels.tolist(), strict=True))
+            seen |= dict(zip(batch.indices.tolist(), batch.targets.labels.tolist(), strict=True))
     assert seen == dict(enumerate([0, 0, 0, 1, 1, 1]))
 
 

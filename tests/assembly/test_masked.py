@@ -52,7 +52,7 @@ def test_a_masked_autoencoder_gives_all_it_has(tmp_path: Path, caplog: pytest.Lo
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("data.transforms.size=33", "size=33 is no multiple of the model's patches of 8 x 8 pixels"),
+        ("data.transforms.size=33", "size=33 is not a multiple of the model's patches of 8 x 8 pixels"),
         ("model.options.in_chans=1", "does not work on colour images of data.transforms.size=32"),
         ("model.options.img_size=64", "model.options.img_size=64 and data.transforms.size=32 differ"),
         ("batch_former.layers=[a]", r"^batch_former.layers must be a word .* got \['a'\]"),

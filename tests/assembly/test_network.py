@@ -1,5 +1,8 @@
+"""Networks by name, and the dry run on meta tensors."""
+
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -7,10 +10,14 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from detr_bf.assembly.network import build_network, with_resized_positions
+from detr_bf.assembly.classification import build_classifier
+from detr_bf.assembly.network import build_network, check_batch_norm, with_resized_positions
+from detr_bf.config import ClassifierConfig, load_config
 from detr_bf.engine import load_fitting
 from detr_bf.errors import InputError
+from detr_bf.plugins import add_batchformer
 
 VIT = "vit_tiny_patch16_224"
 TINY = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
@@ -22,18 +29,18 @@ def build(name: str = VIT, *, image_size: int = 32, num_classes: int = 2, **sett
 
 def refusals() -> Any:
     vit = {"options": TINY}
-    yield VIT, {"image_size": 33, **vit}, r"size=33 is no multiple of .* patches of 8 x 8 pixels: give 32"
-    yield VIT, {"image_size": 5, **vit}, r"size=5 is no multiple .*: give 8"
-    yield VIT, {"image_size": 33, "num_classes": 0, **vit}, r"size=33 is no multiple"
+    yield VIT, {"image_size": 33, **vit}, r"size=33 is not a multiple of .* patches of 8 x 8 pixels: give 32"
+    yield VIT, {"image_size": 5, **vit}, r"size=5 is not a multiple .*: give 8"
+    yield VIT, {"image_size": 33, "num_classes": 0, **vit}, r"size=33 is not a multiple"
     yield VIT, {"options": TINY | {"img_size": 64}}, r"model.options.img_size=64 and data.transforms.size=32 differ"
     yield VIT, {"options": TINY | {"img_size": [32, 64]}}, r"img_size=\[32, 64\] and data.transforms.size=32 differ"
     yield VIT, {"options": TINY | {"in_chans": 1}}, r"colour images of data.transforms.size=32 .*1 channels.*options"
     yield (
         VIT,
         {"options": TINY | {"global_pool": ""}},
-        r"makes \(2, 17, 2\) of two images, expected one row of 2 logits",
+        r"returns \(2, 17, 2\) for two images, expected one row of 2 logits",
     )
-    yield VIT, {"options": TINY | {"num_classes": 5}}, r"makes \(2, 5\) of two images"
+    yield VIT, {"options": TINY | {"num_classes": 5}}, r"returns \(2, 5\) for two images"
     yield VIT, {"options": TINY | {"embed_dim": -3}}, r"does not take .*negative dimension"
     yield VIT, {"options": TINY | {"patch_size": 0}}, r"does not take .*'patch_size': 0"
     yield VIT, {"options": TINY | {"act_layer": "no"}}, r"does not take .*'act_layer': 'no'"
@@ -63,7 +70,7 @@ def test_the_trial_changes_neither_the_network_nor_random_numbers(name: str, mon
     options = TINY if name == VIT else {}
     torch.manual_seed(0)
     tried, after = build(name, options=options), torch.rand(3)
-    monkeypatch.setattr("detr_bf.assembly.network.try_network", lambda *_, **__: None)
+    monkeypatch.setattr("detr_bf.assembly.network.dry_run", lambda *_, **__: None)
     torch.manual_seed(0)
     plain, expected = build(name, options=options), torch.rand(3)
     assert torch.equal(after, expected)
@@ -103,7 +110,7 @@ def test_only_a_failed_download_speaks_of_pretrained_weights(monkeypatch: pytest
 
     failing(ConnectionError("no network here"))
     with pytest.raises(
-        InputError, match=r"model.pretrained=true: .*resnet18 cannot be had \(no network here\).*init_from"
+        InputError, match=r"model.pretrained=true: .*resnet18 cannot be loaded \(no network here\).*init_from"
     ):
         build("resnet18", pretrained=True)
     failing(RuntimeError("size mismatch"))
@@ -121,7 +128,7 @@ def test_positions_of_another_image_size_are_interpolated(caplog: pytest.LogCapt
         resized = with_resized_positions(model, weights, "a.pt")
     assert "init_from a.pt: its pos_embed of 4 x 4 patches is interpolated to 8 x 8" in caplog.text
     assert "of another shape" not in load_fitting(model, resized, "a.pt")
-    assert torch.equal(model.pos_embed[:, 0], weights["pos_embed"][:, 0]), "the class token has no place"
+    assert torch.equal(model.pos_embed[:, 0], weights["pos_embed"][:, 0]), "the class token has no position in the grid"
     small = F.avg_pool2d(model.pos_embed[0, 1:].T.unflatten(1, (8, 8)), 2)
     grid = weights["pos_embed"][0, 1:].T.unflatten(1, (4, 4))
     assert F.cosine_similarity(small.flatten(), grid.flatten(), dim=0) > 0.9
@@ -134,3 +141,47 @@ def test_positions_that_are_no_grid_are_left_alone(positions: torch.Tensor | Non
     assert with_resized_positions(model, weights, "a.pt").keys() == weights.keys()
     assert with_resized_positions(model, weights, "a.pt").get("pos_embed") is positions
     assert with_resized_positions(torch.nn.Linear(2, 2), weights, "a.pt") == weights
+
+
+PROBE = (
+    "model.name=vit_tiny_patch16_224",
+    "model.options={patch_size: 8, embed_dim: 16, depth: 1, num_heads: 2}",
+    "model.linear_probe=true",
+    "data.transforms.size=16",
+)
+
+
+def resnet(image_size: int) -> nn.Module:
+    return build_network("resnet18", num_classes=2, image_size=image_size)
+
+
+def test_batch_norm_over_one_value_is_refused_and_the_network_left_as_it_was() -> None:
+    network = resnet(32)
+    before = copy.deepcopy(network.state_dict())
+    with pytest.raises(
+        InputError, match=r"1 image of 32 x 32 pixels .*1, 512, 1, 1.*: give train.batch_size=2 or more"
+    ):
+        check_batch_norm(network, image_size=32, rows=1)
+    assert all(module.training for module in network.modules())
+    assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
+
+
+def test_two_images_or_more_pixels_are_enough() -> None:
+    network = resnet(64)
+    add_batchformer(network)
+    before = copy.deepcopy(network.state_dict())
+    check_batch_norm(network, image_size=64, rows=1)
+    assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
+    assert all(module.training for module in network.modules())
+    check_batch_norm(network, image_size=32, rows=2)
+
+
+def test_a_linear_probe_needs_two_images() -> None:
+    network = build_classifier(load_config(None, PROBE, schema=ClassifierConfig), 2)
+    with pytest.raises(InputError, match="batch norm cannot train on 1 image"):
+        check_batch_norm(network, image_size=16, rows=1)
+
+
+def test_a_network_without_batch_norm_learns_from_one() -> None:
+    settings = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "img_size": 16}
+    check_batch_norm(timm.create_model("vit_tiny_patch16_224", **settings), image_size=16, rows=1)

@@ -17,7 +17,7 @@ from detr_bf.assembly.plugins import add_diverse, add_encoder_plugins, add_v1, a
 from detr_bf.config import DetectionConfig, load_config
 from detr_bf.config.classification import PluginsConfig
 from detr_bf.config.detection import DetectorLocalizationConfig, DetectorPluginsConfig
-from detr_bf.config.plugins import ContextBroadcastingConfig
+from detr_bf.config.run import ContextBroadcastingConfig
 from detr_bf.detectors import Detector
 from detr_bf.engine import load_strict
 from detr_bf.errors import InputError

@@ -12,9 +12,9 @@ import torch
 
 import plugins
 from detr_bf.assembly.classifier_data import build_image_splits, train_batches
+from detr_bf.classification.batch import LabelledImages
 from detr_bf.config import ClassifierConfig
 from detr_bf.engine import RunFolder
-from detr_bf.labelled import LabelledImages
 from detr_bf.plugins import num_streams
 from detr_bf.tasks.classification import ClassificationTask
 

@@ -24,7 +24,7 @@ def autoencoder(
     attention: BatchFormerV2 | None = None, encoder: dict[str, Any] | None = None, **changes: Any
 ) -> MaskedAutoencoder:
     settings = {"decoder_dim": DIM, "decoder_depth": DEPTH, "decoder_heads": 2, "mask_ratio": 0.75} | changes
-    settings.setdefault("normalize_pixels", True)
+    settings.setdefault("norm_pix_loss", True)
     vit = tiny.vit(**{"num_classes": 0} | (encoder or {}))
     torch.manual_seed(2)
     return MaskedAutoencoder(vit, **settings, batch_former=attention).double().eval()

@@ -1,3 +1,5 @@
+"""Augmentation of images, mixup and CutMix."""
+
 from __future__ import annotations
 
 import random
@@ -9,16 +11,20 @@ import torch
 from PIL import Image
 
 from detr_bf.classification.augmentation import (
+    BatchMix,
     EvalTransform,
+    MixedBatch,
     Normalize,
     Resize,
     TrainTransform,
     centre,
     picture_of,
     pixels_of,
+    seeded,
     shifted,
 )
-from detr_bf.classification.randomness import seeded
+from detr_bf.classification.batch import ClassTargets, LabelledImage, LabelledImages
+from detr_bf.data.batches import SampleKey
 from detr_bf.errors import InputError
 
 MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.25, 0.5]
@@ -29,9 +35,9 @@ EVERYTHING = {
     "horizontal_flip": 0.5,
     "color_jitter": 0.3,
     "auto_augment": "rand-m9-mstd0.5-inc1",
-    "erase": 0.5,
+    "erase_prob": 0.5,
 }
-NOTHING = {"crop": "none", "horizontal_flip": 0.0, "color_jitter": 0.0, "auto_augment": "", "erase": 0.0}
+NOTHING = {"crop": "none", "horizontal_flip": 0.0, "color_jitter": 0.0, "auto_augment": "", "erase_prob": 0.0}
 
 
 def train_transform(size: tuple[int, int] = (16, 16), **changes: object) -> TrainTransform:
@@ -55,7 +61,7 @@ SETTINGS = [
     {"auto_augment": "v0"},
     {"auto_augment": "", "crop": "none"},
     {**NOTHING, "crop": "padded", "padding": 3, "horizontal_flip": 0.5},
-    {**NOTHING, "erase": 1.0},
+    {**NOTHING, "erase_prob": 1.0},
 ]
 
 
@@ -146,7 +152,7 @@ def test_a_shift_moves_every_pixel(down: int, right: int) -> None:
 
 def test_erasing_comes_as_often_as_asked_and_leaves_the_rest() -> None:
     pixels = noise(3, 16, 16)
-    plain, transform = Normalize(MEAN, STD)(pixels), train_transform(**{**NOTHING, "erase": 0.5})
+    plain, transform = Normalize(MEAN, STD)(pixels), train_transform(**{**NOTHING, "erase_prob": 0.5})
     changed = [(transform(pixels, seed) != plain).any(0) for seed in range(200)]
     assert 72 <= sum(bool(mask.any()) for mask in changed) <= 128
     for mask in changed:
@@ -165,7 +171,7 @@ def test_colours_change_with_and_without_a_policy() -> None:
 
 def test_the_strongest_level_of_a_policy_works() -> None:
     """Posterize keeps no bit then, which Pillow refuses from 13 on."""
-    transform, pixels = train_transform(auto_augment="rand-m10-inc1", erase=0.0), noise(3, 16, 16)
+    transform, pixels = train_transform(auto_augment="rand-m10-inc1", erase_prob=0.0), noise(3, 16, 16)
     seen = [transform(pixels, seed) for seed in range(150)]
     assert all(bool(image.isfinite().all()) for image in seen)
 
@@ -216,3 +222,113 @@ def test_evaluation_of_odd_sizes(size: tuple[int, int]) -> None:
 def test_an_impossible_share_is_refused() -> None:
     with pytest.raises(InputError, match="eval_crop must be greater than 0 and at most 1, got 0"):
         eval_transform((16, 16), 0, keep_ratio=True)
+
+
+LABELS = [0, 1, 2, 3, 4, 0, 1, 2]
+
+
+def batch(size: int = 8) -> LabelledImages:
+    """Image i has the value i everywhere."""
+    values = torch.arange(size, dtype=torch.float32)
+    targets = ClassTargets(torch.tensor(LABELS[:size]), epoch=3)
+    return LabelledImages(values.view(-1, 1, 1, 1).expand(-1, 3, 8, 8).clone(), targets, torch.arange(size))
+
+
+def mix(**changes: float) -> BatchMix:
+    return BatchMix(5, **{"mixup": 0.8, "cutmix": 1.0, "probability": 1.0, "switch": 0.5, "smoothing": 0.0, **changes})
+
+
+def expected_shares(mixed: LabelledImages) -> torch.Tensor:
+    """What each class has of the pixels, counted pixel by pixel from an image's own value and its partner's."""
+    count, soft_labels = len(mixed), torch.zeros(len(mixed), 5)
+    for row, image in enumerate(mixed.images):
+        other = count - 1 - row
+        share = float((image.mean() - other) / (row - other)) if row != other else 1.0
+        soft_labels[row, LABELS[row]] += share
+        soft_labels[row, LABELS[other]] += 1 - share
+    return soft_labels
+
+
+@pytest.mark.parametrize("changes", [{"cutmix": 0.0}, {"mixup": 0.0}, {}])
+def test_shares_are_those_of_the_pixels(changes: dict[str, float]) -> None:
+    for seed in range(20):
+        mixed = mix(**changes)(batch(), seed)
+        assert mixed.targets.soft_labels is not None
+        torch.testing.assert_close(mixed.targets.soft_labels, expected_shares(mixed), atol=1e-5, rtol=0)
+        assert torch.equal(mixed.targets.labels, batch().targets.labels)
+        assert mixed.targets.epoch == 3
+        assert torch.equal(mixed.indices, batch().indices)
+
+
+def test_mixup_blends_and_cutmix_cuts() -> None:
+    blended, cut = mix(cutmix=0.0)(batch(), 1), mix(mixup=0.0)(batch(), 1)
+    assert len(blended.images[0].unique()) == 1
+    assert set(cut.images[0].unique().tolist()) == {0.0, 7.0}
+
+
+def test_both_come_where_both_are_on() -> None:
+    kinds = [len(mix(switch=0.25)(batch(), seed).images[0].unique()) for seed in range(200)]
+    assert 25 <= kinds.count(2) <= 75
+
+
+def test_a_batch_is_mixed_as_often_as_asked() -> None:
+    plain = sum(torch.equal(mix(probability=0.25)(batch(), seed).images, batch().images) for seed in range(200))
+    assert 125 <= plain <= 175
+
+
+def test_smoothing_is_in_the_shares_mixed_or_not() -> None:
+    soft_labels = mix(probability=0.0, smoothing=0.2)(batch(), 1).targets.soft_labels
+    assert soft_labels is not None
+    assert soft_labels[0].tolist() == pytest.approx([0.84, 0.04, 0.04, 0.04, 0.04])
+    mixed = mix(smoothing=0.2)(batch(), 1).targets.soft_labels
+    assert mixed is not None
+    assert mixed.sum(1).tolist() == pytest.approx([1.0] * 8)
+    assert float(mixed.min()) == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_an_odd_last_image_keeps_its_pixels(size: int) -> None:
+    mixed = mix()(batch(size), 2)
+    assert torch.equal(mixed.images[-1], batch(size).images[-1])
+    assert mixed.targets.soft_labels is not None
+    assert mixed.targets.soft_labels[-1].tolist() == torch.eye(5)[LABELS[size - 1]].tolist()
+    if size > 1:
+        even = mix()(batch(6), 2)
+        assert not torch.equal(mixed.images[:6], batch(7).images[:6])
+        assert torch.equal(mixed.images[:6], even.images)
+
+
+def test_the_given_batch_and_the_generators_are_untouched() -> None:
+    np.random.seed(3)
+    before, given = np.random.get_state()[1].tolist(), batch()
+    first, second, other = (mix()(given, seed) for seed in (5, 5, 6))
+    assert np.random.get_state()[1].tolist() == before
+    assert torch.equal(given.images, batch().images)
+    assert torch.equal(first.images, second.images)
+    assert not torch.equal(first.images, other.images)
+
+
+def test_nothing_to_mix_with_is_refused() -> None:
+    with pytest.raises(InputError, match=r"mixup=0.0 and cutmix=0.0"):
+        mix(mixup=0.0, cutmix=0.0)
+
+
+def test_a_collated_batch_is_mixed_by_the_key_of_its_first_image() -> None:
+    seeds: list[int] = []
+
+    def note(given: LabelledImages, seed: int) -> LabelledImages:
+        seeds.append(seed)
+        return given
+
+    samples = [LabelledImage(torch.full((3, 4, 4), i), i, i, 2) for i in range(3)]
+    for keys, seed in [
+        ([(0, 0, 0), (0, 1, 0)], 1),
+        ([(0, 0, 0), (0, 2, 0)], 1),
+        ([(1, 0, 0), (0, 1, 0)], 1),
+        ([(0, 0, 1), (0, 1, 0)], 1),
+        ([(0, 0, 0), (0, 1, 0)], 2),
+    ]:
+        made = MixedBatch(note, seed)([(SampleKey(*key), samples[key[1]]) for key in keys])
+        assert made.indices.tolist() == [key[1] for key in keys]
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds)) == 4

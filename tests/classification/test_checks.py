@@ -7,8 +7,8 @@ import torch
 from PIL import Image
 
 from detr_bf.classification.checks import examine_images
+from detr_bf.classification.data import LabelledSplits, array_split, class_map_of
 from detr_bf.classification.sources import read_splits
-from detr_bf.classification.sources.splits import LabelledSplits, array_split, class_map_of
 from detr_bf.data.checks.annotations import Report
 
 

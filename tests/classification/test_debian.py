@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from detr_bf.classification.sources.debian import Package, unpacked
+from detr_bf.classification.debian import Package, unpacked
 from detr_bf.errors import InputError
 
 

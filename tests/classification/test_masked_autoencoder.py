@@ -1,4 +1,4 @@
-"""The masked autoencoder against loops, and what it is with batch attention."""
+"""The masked autoencoder and its loss against loops, with and without batch attention."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from detr_bf import distributed
 from detr_bf.classification.masked_autoencoder import (
     MaskedAutoencoder,
+    MaskedCriterion,
+    Reconstructed,
     initialize_as_published,
     into_images,
     into_patches,
     sine_positions,
-    visible_places,
+    visible_indices,
 )
-from detr_bf.classification.masked_loss import Reconstructed
 from detr_bf.errors import InputError
 from tests.classification.masked import CLOSE, PATCHES, SIDE, VISIBLE, autoencoder, batch_former
 from tests.plugins import tiny
@@ -52,8 +53,8 @@ def test_positions_are_sines_of_the_column_then_of_the_row(grid: tuple[int, int]
     for row in range(grid[0]):
         for column in range(grid[1]):
             expected = []
-            for place in (column, row):
-                angles = [place / 10000 ** (k / 4) for k in range(4)]
+            for coordinate in (column, row):
+                angles = [coordinate / 10000 ** (k / 4) for k in range(4)]
                 expected += [math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles]
             torch.testing.assert_close(positions[0, 1 + row * grid[1] + column], torch.tensor(expected))
 
@@ -66,14 +67,14 @@ def test_every_image_has_exactly_its_share_of_visible_patches(ratio: float, visi
 
 def test_visible_patches_are_those_of_the_smallest_numbers_as_a_loop_finds_them() -> None:
     numbers = torch.rand(5, PATCHES)
-    places, masked = visible_places(numbers, VISIBLE)
+    visible, masked = visible_indices(numbers, VISIBLE)
     for row in range(5):
         found: list[int] = []
         while len(found) < VISIBLE:
-            left = [place for place in range(PATCHES) if place not in found]
-            found.append(min(left, key=lambda place: numbers[row, place].item()))
-        assert sorted(places[row].tolist()) == sorted(found)
-        assert masked[row].tolist() == [place not in found for place in range(PATCHES)]
+            left = [patch for patch in range(PATCHES) if patch not in found]
+            found.append(min(left, key=lambda patch: numbers[row, patch].item()))
+        assert sorted(visible[row].tolist()) == sorted(found)
+        assert masked[row].tolist() == [patch not in found for patch in range(PATCHES)]
 
 
 def test_masks_are_random_for_each_image_and_every_patch_is_as_likely() -> None:
@@ -90,16 +91,16 @@ def slow(model: MaskedAutoencoder, image: Tensor, masked: Tensor) -> Tensor:
     vit = model.encoder
     weight, bias = vit.patch_embed.proj.weight.flatten(1), vit.patch_embed.proj.bias
     tokens = [vit.cls_token[0, 0] + vit.pos_embed[0, 0]]
-    for place in range(PATCHES):
-        if not masked[place]:
-            row, column = divmod(place, 4)
+    for patch in range(PATCHES):
+        if not masked[patch]:
+            row, column = divmod(patch, 4)
             cut = image[:, SIDE * row : SIDE * (row + 1), SIDE * column : SIDE * (column + 1)]
-            tokens.append(weight @ cut.flatten() + bias + vit.pos_embed[0, 1 + place])
+            tokens.append(weight @ cut.flatten() + bias + vit.pos_embed[0, 1 + patch])
     encoded = model.decoder_embed(vit.norm(vit.blocks(torch.stack(tokens)[None])))[0]
     shown, decoded = iter(encoded[1:]), [encoded[0]]
-    for place in range(PATCHES):
-        here = model.mask_token[0, 0] if masked[place] else next(shown)
-        decoded.append(here + model.decoder_position[0, 1 + place])
+    for patch in range(PATCHES):
+        here = model.mask_token[0, 0] if masked[patch] else next(shown)
+        decoded.append(here + model.decoder_position[0, 1 + patch])
     x = torch.stack(decoded)[None]
     for layer in model.decoder.layers:
         x = layer.block(x)
@@ -108,22 +109,22 @@ def slow(model: MaskedAutoencoder, image: Tensor, masked: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_as_a_loop_over_images_and_patches(normalize: bool) -> None:
-    model, images = autoencoder(normalize_pixels=normalize).train(), tiny.images()
+    model, images = autoencoder(norm_pix_loss=normalize).train(), tiny.images()
     result = model(images)
     for index, image in enumerate(images):
         torch.testing.assert_close(result.predicted[index], slow(model, image, result.masked[index]))
         errors = []
-        for place in range(PATCHES):
-            row, column = divmod(place, 4)
+        for patch in range(PATCHES):
+            row, column = divmod(patch, 4)
             cut = image[:, SIDE * row : SIDE * (row + 1), SIDE * column : SIDE * (column + 1)]
             wanted = cut.permute(1, 2, 0).flatten().tolist()
             if normalize:
                 mean = sum(wanted) / len(wanted)
                 variance = sum((value - mean) ** 2 for value in wanted) / (len(wanted) - 1)
                 wanted = [(value - mean) / math.sqrt(variance + 1e-6) for value in wanted]
-            assert result.wanted[index, place].tolist() == pytest.approx(wanted)
-            guesses = result.predicted[index, place].tolist()
-            if result.masked[index, place]:
+            assert result.wanted[index, patch].tolist() == pytest.approx(wanted)
+            guesses = result.predicted[index, patch].tolist()
+            if result.masked[index, patch]:
                 errors.append(sum((g - w) ** 2 for g, w in zip(guesses, wanted, strict=True)) / len(wanted))
         assert result.loss_per_image[index].item() == pytest.approx(sum(errors) / len(errors), rel=1e-10)
 
@@ -133,7 +134,7 @@ def test_as_a_loop_over_images_and_patches(normalize: bool) -> None:
 def test_parameters_are_as_many_as_in_the_papers_code(name: str, parameters: int) -> None:
     encoder = timm.create_model(f"vit_{name}_patch16_224", num_classes=0)
     settings = {"decoder_dim": 512, "decoder_depth": 8, "decoder_heads": 16, "mask_ratio": 0.75}
-    model = MaskedAutoencoder(encoder, **settings, normalize_pixels=True)
+    model = MaskedAutoencoder(encoder, **settings, norm_pix_loss=True)
     assert sum(p.numel() for p in model.parameters()) + model.decoder_position.numel() == parameters
 
 
@@ -166,8 +167,8 @@ def test_encoder_loads_into_the_plain_model() -> None:
     state = {key.removeprefix(prefix): value for key, value in model.state_dict().items() if key.startswith(prefix)}
     plain = tiny.vit(num_classes=0)
     plain.load_state_dict(state)
-    places = torch.arange(PATCHES)[None].expand(tiny.IMAGES, -1)
-    expected = model._encode(tiny.images(), places)
+    visible = torch.arange(PATCHES)[None].expand(tiny.IMAGES, -1)
+    expected = model._encode(tiny.images(), visible)
     torch.testing.assert_close(plain.forward_features(tiny.images()), expected, **CLOSE)
 
 
@@ -217,7 +218,7 @@ def test_evaluation_is_that_without_batch_attention_to_the_bit_and_repeats() -> 
 
 def test_pictures_hide_what_is_hidden_and_keep_what_is_seen() -> None:
     for normalize in (True, False):
-        model, images = autoencoder(batch_former(), normalize_pixels=normalize), tiny.images()
+        model, images = autoencoder(batch_former(), norm_pix_loss=normalize), tiny.images()
         result = seeded(model.train(), images)
         perfect = copy.copy(result)
         object.__setattr__(perfect, "predicted", result.wanted)
@@ -322,7 +323,7 @@ def test_it_learns_images_by_heart() -> None:
     vit = tiny.vit(num_classes=0, embed_dim=32)
     initialize_as_published(vit)
     model = MaskedAutoencoder(
-        vit.float(), decoder_dim=32, decoder_depth=1, decoder_heads=2, mask_ratio=0.5, normalize_pixels=False
+        vit.float(), decoder_dim=32, decoder_depth=1, decoder_heads=2, mask_ratio=0.5, norm_pix_loss=False
     ).train()
     stripes = (torch.arange(32) // 4 % 2).float().expand(4, 3, 32, 32) * torch.tensor([1.0, -1.0, 0.5, 2.0])[
         :, None, None, None
@@ -361,7 +362,67 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], message: str) -> No
 def test_other_models_and_images_of_other_sizes_are_refused() -> None:
     with pytest.raises(InputError, match="expected timm's VisionTransformer"):
         MaskedAutoencoder(
-            tiny.mixer(), decoder_dim=8, decoder_depth=1, decoder_heads=1, mask_ratio=0.5, normalize_pixels=True
+            tiny.mixer(), decoder_dim=8, decoder_depth=1, decoder_heads=1, mask_ratio=0.5, norm_pix_loss=True
         )
     with pytest.raises(InputError, match=r"images of \(32, 40\) pixels, expected \(32, 32\)"):
         autoencoder()(torch.zeros(1, 3, 32, 40, dtype=torch.float64))
+
+
+LOSS_PATCHES, NUMBERS = 5, 6
+
+
+def example(rows: int, num_streams: int = 1) -> Reconstructed:
+    generator = torch.Generator().manual_seed(0)
+    predicted, wanted = torch.randn(2, rows, LOSS_PATCHES, NUMBERS, generator=generator, dtype=torch.float64)
+    masked = torch.zeros(rows, LOSS_PATCHES, dtype=torch.bool)
+    masked[:, [1, 4]] = masked[0, 2] = True
+    return Reconstructed(predicted.requires_grad_(), wanted, masked, num_streams)
+
+
+def test_as_the_plain_loop_over_masked_patches() -> None:
+    result = example(3)
+    for row in range(3):
+        errors = [
+            sum((float(p) - float(w)) ** 2 for p, w in zip(guess, wanted, strict=True)) / NUMBERS
+            for guess, wanted, masked in zip(
+                result.predicted[row].detach(), result.wanted[row], result.masked[row], strict=True
+            )
+            if masked
+        ]
+        assert result.loss_per_image[row].item() == pytest.approx(sum(errors) / len(errors), rel=1e-12)
+
+
+def test_a_perfect_guess_costs_nothing_and_one_off_by_one_costs_one() -> None:
+    result = example(3)
+    for shift in (0.0, 1.0):
+        guess = Reconstructed(result.wanted + shift, result.wanted, result.masked)
+        torch.testing.assert_close(guess.loss_per_image, torch.full((3,), shift, dtype=torch.float64))
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    result = example(2)
+
+    def loss(predicted: torch.Tensor) -> torch.Tensor:
+        return MaskedCriterion()(Reconstructed(predicted, result.wanted, result.masked)).total
+
+    assert torch.autograd.gradcheck(loss, (result.predicted,))
+
+
+def test_the_loss_is_the_mean_of_the_streams_and_each_is_logged() -> None:
+    result = example(4, num_streams=2)
+    report = MaskedCriterion()(result, None)
+    per_image = result.loss_per_image
+    torch.testing.assert_close(report.total, per_image.mean())
+    torch.testing.assert_close(report.losses["loss_reconstruction"], per_image.mean())
+    assert set(report.logged) == {"stream/clean", "stream/batchformer"}
+    torch.testing.assert_close(report.logged["stream/clean"], per_image[:2].mean().detach())
+    torch.testing.assert_close(report.logged["stream/batchformer"], per_image[2:].mean().detach())
+    assert not any(value.requires_grad for value in report.logged.values())
+    assert not MaskedCriterion()(example(4)).logged
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    result = example(3)
+    half = Reconstructed(result.predicted.half(), result.wanted.float(), result.masked)
+    assert half.loss_per_image.dtype == torch.float32
+    torch.testing.assert_close(half.loss_per_image.double(), result.loss_per_image, rtol=1e-2, atol=0)

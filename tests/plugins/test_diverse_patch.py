@@ -201,7 +201,7 @@ def test_images_that_patches_do_not_fill_are_told_before_the_first_step(build: o
 def test_models_without_a_norm_of_every_patch_are_refused() -> None:
     for changes in ({"global_pool": "avg"}, {"final_norm": False}):
         model = tiny.vit(**changes)
-        with pytest.raises(InputError, match=r"none there.* build it with fc_norm=False"):
+        with pytest.raises(InputError, match=r"no final norm.* build it with fc_norm=False"):
             add_diverse_patch(model, CLASSES)
         assert not hasattr(model, "plugins")
     add_diverse_patch(tiny.vit(global_pool="avg", fc_norm=False), CLASSES)
@@ -210,14 +210,14 @@ def test_models_without_a_norm_of_every_patch_are_refused() -> None:
 def test_a_single_patch_differs_from_no_other() -> None:
     swin = SwinTransformer(img_size=8, patch_size=4, window_size=2, embed_dim=8, depths=(1, 1), num_heads=(2, 2))
     for model in (tiny.vit(patch_size=32), swin):
-        with pytest.raises(InputError, match="each image is a single patch"):
+        with pytest.raises(InputError, match="each image has a single patch"):
             add_diverse_patch(model, CLASSES, contrastive=0)
     model = tiny.vit(dynamic_img_size=True)
     plugin = add_diverse_patch(model, CLASSES, mixing=0)
     model.train()(tiny.images()[..., :8, :8])
-    with pytest.raises(InputError, match="each image is a single patch"):
+    with pytest.raises(InputError, match="each image has a single patch"):
         plugin()
-    with pytest.raises(InputError, match="each image is a single patch"):
+    with pytest.raises(InputError, match="each image has a single patch"):
         contrastive_loss(patches()[:, :1], patches()[:, :1])
 
 
@@ -282,7 +282,7 @@ def mixed_batch(seed: int, smoothing: float = 0.0) -> tuple[Tensor, Tensor, obje
 @pytest.mark.parametrize("seed", range(20))
 def test_cutmix_keeps_patches_whole_and_counts_what_it_did(seed: int) -> None:
     _, labels, mix = mixed_batch(seed)
-    for image, target, patch_labels in zip(mix.images, mix.targets, mix.patch_labels, strict=True):
+    for image, target, patch_labels in zip(mix.images, mix.soft_labels, mix.patch_labels, strict=True):
         assert patch_labels.shape == (16,)
         for patch, label in enumerate(patch_labels.tolist()):
             row, column = divmod(patch, 4)
@@ -298,7 +298,7 @@ def test_cutmix_keeps_patches_whole_and_counts_what_it_did(seed: int) -> None:
 
 
 def test_cutmix_takes_every_share_of_the_image() -> None:
-    shares = torch.tensor([float(mixed_batch(seed)[2].targets[0, 0]) for seed in range(300)])
+    shares = torch.tensor([float(mixed_batch(seed)[2].soft_labels[0, 0]) for seed in range(300)])
     assert shares.min() < 0.2
     assert shares.max() == 1
     assert 0.55 < shares.mean() < 0.85, "half, and what is clipped, and images paired with themselves"
@@ -307,7 +307,7 @@ def test_cutmix_takes_every_share_of_the_image() -> None:
 def test_cutmix_smooths_the_images_targets_only() -> None:
     _, _, sharp = mixed_batch(3)
     _, _, smooth = mixed_batch(3, smoothing=0.1)
-    torch.testing.assert_close(smooth.targets, 0.9 * sharp.targets + 0.1 / CLASSES)
+    torch.testing.assert_close(smooth.soft_labels, 0.9 * sharp.soft_labels + 0.1 / CLASSES)
     assert torch.equal(smooth.patch_labels, sharp.patch_labels)
 
 

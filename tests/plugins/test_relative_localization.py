@@ -19,7 +19,7 @@ from detr_bf.plugins.relative_localization import (
     PairPredictor,
     distance_loss,
     entropy_loss,
-    moments,
+    index_moments,
     offsets,
     pooled,
     regression_loss,
@@ -33,7 +33,7 @@ ROWS, PAIRS, DIM, GRID = 2, 7, 4, (3, 5)
 
 
 def example() -> tuple[Tensor, Tensor]:
-    """Tokens (R, S, C) of a grid that is not square, and places."""
+    """Tokens (R, S, C) of a grid that is not square, and positions."""
     torch.manual_seed(0)
     tokens = torch.randn(ROWS, GRID[0] * GRID[1], DIM, dtype=torch.float64)
     return tokens, sample_pairs(torch.tensor([GRID] * ROWS), PAIRS)
@@ -50,7 +50,7 @@ def every_pair() -> Iterator[tuple[int, int]]:
 
 
 def every_class(logits: Sequence[Tensor], offset: Tensor) -> Iterator[tuple[list[float], int]]:
-    """Axis by axis and pair by pair: the probabilities of all offsets, and the place of the right one."""
+    """Axis by axis and pair by pair: the probabilities of all offsets, and the position of the right one."""
     for axis, side in enumerate(GRID):
         for row, pair in every_pair():
             exponentials = [math.exp(value) for value in logits[axis][row, pair].tolist()]
@@ -59,43 +59,43 @@ def every_class(logits: Sequence[Tensor], offset: Tensor) -> Iterator[tuple[list
 
 
 def test_pairs_are_the_features_at_row_and_column() -> None:
-    tokens, places = example()
+    tokens, positions = example()
     features = tokens.transpose(1, 2).unflatten(2, GRID)
-    pairs = tokens_at(tokens, places, GRID[1])
+    pairs = tokens_at(tokens, positions, GRID[1])
     for row, pair in every_pair():
-        (r1, c1), (r2, c2) = places[row, pair].tolist()
+        (r1, c1), (r2, c2) = positions[row, pair].tolist()
         assert torch.equal(pairs[row, pair], torch.cat([features[row, :, r1, c1], features[row, :, r2, c2]]))
 
 
 def test_places_are_uniform_over_each_image_and_each_axis() -> None:
     extent = torch.tensor([[3, 5], [2, 1]])
-    places = sample_pairs(extent, 30_000)
+    positions = sample_pairs(extent, 30_000)
     for row, (height, width) in enumerate(extent.tolist()):
         for which in (0, 1):
             for axis, length in enumerate((height, width)):
-                share = torch.bincount(places[row, :, which, axis], minlength=length) / 30_000
-                assert len(share) == length, "no place beyond the image"
+                share = torch.bincount(positions[row, :, which, axis], minlength=length) / 30_000
+                assert len(share) == length, "no position beyond the image"
                 torch.testing.assert_close(share, torch.full((length,), 1 / length), rtol=0, atol=0.02)
 
 
 def test_swapping_flips_signed_targets_only_and_a_pair_of_one_token_has_target_0() -> None:
-    _, places = example()
-    assert torch.equal(offsets(places.flip(2)), -offsets(places))
-    assert (offsets(places) != 0).any()
-    assert not offsets(places[:, :, :1].expand(-1, -1, 2, -1)).any()
+    _, positions = example()
+    assert torch.equal(offsets(positions.flip(2)), -offsets(positions))
+    assert (offsets(positions) != 0).any()
+    assert not offsets(positions[:, :, :1].expand(-1, -1, 2, -1)).any()
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("variant", ["abs", "signed"])
 def test_distances_as_a_loop_over_pairs(variant: str, normalize: bool) -> None:
-    tokens, places = example()
+    tokens, positions = example()
     network = predictor(variant, normalize=normalize)
     torch.manual_seed(0)
     torch.randn(ROWS, GRID[0] * GRID[1], DIM, dtype=torch.float64)
     loss = network(tokens, GRID)
     values = []
     for row, pair in every_pair():
-        (r1, c1), (r2, c2) = places[row, pair].tolist()
+        (r1, c1), (r2, c2) = positions[row, pair].tolist()
         hidden = torch.cat([tokens[row, r1 * GRID[1] + c1], tokens[row, r2 * GRID[1] + c2]])
         for layer in network.mlp.layers[:-1]:
             hidden = F.linear(hidden, layer.weight, layer.bias).clamp(min=0)
@@ -148,7 +148,7 @@ def test_uniform_classes_cost_the_logarithm_of_their_number() -> None:
 
 @pytest.mark.parametrize("side", [3, 7])
 def test_variance_of_uniform_classes(side: int) -> None:
-    mean, variance = moments(torch.zeros(2 * side - 1))
+    mean, variance = index_moments(torch.zeros(2 * side - 1))
     assert mean.item() == pytest.approx(side - 1), "offset 0"
     assert variance.item() == pytest.approx(((2 * side - 1) ** 2 - 1) / 12)
 

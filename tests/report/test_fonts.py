@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from detr_bf.classification.analysis.figures import Cell, add_legend, draw_sheet, one_plot
-from detr_bf.classification.evaluation import ClassAccuracy, ClassificationResult
+from detr_bf.classification.metrics import ClassAccuracy, ClassificationResult
 from detr_bf.classification.report.figures import save_class_accuracies, save_confusion
 from detr_bf.classification.report.sheet import ClassifiedImage, classification_sheet
 from detr_bf.errors import InputError, Interrupted

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from detr_bf.classification.analysis import ANALYSES
+from detr_bf.commands.analyze import main as analyze
+from detr_bf.commands.analyze import named, write_table
 from detr_bf.text import printable
-from tools.analyze import main as analyze
-from tools.analyze import named, write_table
 from tools.train_net import main as train_net
 
 TINY = """

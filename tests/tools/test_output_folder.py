@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from detr_bf.engine import load_checkpoint
-from detr_bf.tasks import DetectionTask
+from detr_bf.tasks.detection import DetectionTask
 from tests.tools.launch import Job, wait_for_steps
 from tests.tools.test_train_net import train_net
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from detr_bf.classification.batch import LabelledImages
 from detr_bf.config import load_config
 from detr_bf.engine import RunFolder
 from detr_bf.engine.checkpoint import rng_state
 from detr_bf.engine.recovery import Capture, Fault, capture_step, load_capture
-from detr_bf.labelled import LabelledImages
 from detr_bf.tasks import task_of
 from tests.tools.image_runs import classifier_config, masked_config
 from tests.tools.test_train_classifier import BALANCED, VARIANTS

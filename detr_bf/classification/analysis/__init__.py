@@ -1,18 +1,29 @@
-"""What classifiers have learned: from a model and labelled images to a table and a picture, one analysis a file.
+"""Analyses of trained classifiers: each turns a model and labelled images into a table and a figure.
 
 :data:`ANALYSES` names them for ``tools/analyze.py``; each is also a function of its own.
 """
 
-from detr_bf.classification.analysis.attention_distance import attention_distance
-from detr_bf.classification.analysis.attention_entropy import attention_entropy
-from detr_bf.classification.analysis.feature_maps import feature_maps
-from detr_bf.classification.analysis.fgsm import fgsm
-from detr_bf.classification.analysis.grad_cam import grad_cam
-from detr_bf.classification.analysis.gradient_influence import gradient_influence
-from detr_bf.classification.analysis.occlusion import occlusion
-from detr_bf.classification.analysis.patch_similarity import patch_similarity
-from detr_bf.classification.analysis.registry import ANALYSES, Analysis
-from detr_bf.classification.analysis.scale_ratios import scale_ratios
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from matplotlib.figure import Figure
+
+from detr_bf.classification.analysis.blocks import (
+    attention_distance,
+    attention_entropy,
+    draw_attention_distance,
+    draw_attention_entropy,
+    draw_patch_similarity,
+    draw_scale_ratios,
+    patch_similarity,
+    scale_ratios,
+)
+from detr_bf.classification.analysis.gradient_influence import draw_gradient_influence, gradient_influence
+from detr_bf.classification.analysis.images import draw_feature_maps, draw_grad_cam, feature_maps, grad_cam
+from detr_bf.classification.analysis.robustness import draw_fgsm, draw_occlusion, fgsm, occlusion
 from detr_bf.classification.analysis.subject import EPSILONS, Pixels, Subject
 
 __all__ = [
@@ -31,3 +42,44 @@ __all__ = [
     "patch_similarity",
     "scale_ratios",
 ]
+
+
+class AnalysisResult(Protocol):
+    """Result of an analysis."""
+
+    def rows(self) -> list[dict[str, object]]:
+        """Return a table, the same columns in every row."""
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """One analysis."""
+
+    run: Callable[[Subject], AnalysisResult]
+    draw: Callable[[Mapping[str, Any]], Figure]  # results by the name of their run
+    images: int  # default number of images; 0: none are needed
+
+
+ANALYSES: dict[str, Analysis] = {
+    "attention-entropy": Analysis(lambda s: attention_entropy(s.model, s.batches), draw_attention_entropy, 256),
+    "attention-distance": Analysis(lambda s: attention_distance(s.model, s.batches), draw_attention_distance, 256),
+    "scale-ratios": Analysis(lambda s: scale_ratios(s.model), draw_scale_ratios, 0),
+    "patch-similarity": Analysis(lambda s: patch_similarity(s.model, s.batches), draw_patch_similarity, 256),
+    "gradient-influence": Analysis(
+        lambda s: gradient_influence(
+            s.model, s.batches, class_names=s.class_names, class_counts=s.class_counts, loss=s.loss
+        ),
+        draw_gradient_influence,
+        256,
+    ),
+    "grad-cam": Analysis(
+        lambda s: grad_cam(s.model, s.batches, class_names=s.class_names, pixels=s.pixels), draw_grad_cam, 12
+    ),
+    "feature-maps": Analysis(
+        lambda s: feature_maps(s.model, s.batches, class_names=s.class_names, pixels=s.pixels), draw_feature_maps, 12
+    ),
+    "occlusion": Analysis(
+        lambda s: occlusion(s.model, s.batches, pixels=s.pixels, patch=s.patch), draw_occlusion, 1000
+    ),
+    "fgsm": Analysis(lambda s: fgsm(s.model, s.batches, pixels=s.pixels, epsilons=s.epsilons), draw_fgsm, 1000),
+}

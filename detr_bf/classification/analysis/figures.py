@@ -1,4 +1,4 @@
-"""Plots and sheets that compare runs: one colour a run, one column a run."""
+"""Plots and sheets that compare runs: one colour or column per run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from detr_bf.report.fonts import plain
 
 COLOURS = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, BLACK)
 _CELL = 1.5  # inches, side of an image on a sheet
-_LETTERS = 28  # characters that fit into the title of a cell
+_LETTERS = 28  # most characters of the title of a cell
 
 
 def run_colours(runs: Mapping[str, object]) -> dict[str, str]:
-    """The colour of each run."""
+    """Return the colour of each run."""
     return {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(runs)}
 
 
 def one_plot(heading: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-    """A figure with one empty plot in it."""
+    """Create a figure with one empty plot."""
     figure = Figure(figsize=(6.4, 4.2), layout="constrained", facecolor="white")
     axes = figure.subplots()
     title(axes, heading)
@@ -38,12 +38,12 @@ def one_plot(heading: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
 
 
 def count_layers(axes: Axes) -> None:
-    """The horizontal axis counts blocks: whole numbers only."""
+    """Show only integers on the horizontal axis, which counts blocks."""
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
 
 
 def add_legend(axes: Axes) -> None:
-    """Names of the lines, in a free place."""
+    """Add the names of the lines."""
     axes.legend(frameon=False, labelcolor=INK, fontsize=9)
 
 
@@ -53,27 +53,27 @@ class Cell:
 
     picture: np.ndarray  # (H, W, 3) float from 0 to 1
     caption: str = ""
-    heat: np.ndarray | None = None  # (h, w) drawn instead of the picture, or over it
+    heat: np.ndarray | None = None  # (h, w) drawn instead of the picture, or over it if ``over``
     over: bool = False
 
 
 def check_same_images(runs: Mapping[str, Sequence[tuple[int, str]]]) -> None:
-    """Whether all runs show images of the same places and classes, so that they can stand in one row.
+    """Check that all runs have images of the same indices and classes, so that one row can show them.
 
     Raises:
-        InputError: they do not.
+        InputError: they have different images.
     """
     (first, expected), *others = runs.items()
     for name, images in others:
         if list(images) != list(expected):
             raise InputError(
-                f"'{first}' and '{name}' show other images, {len(expected)} and {len(images)}: a sheet compares runs "
-                "on the same data; draw one for each"
+                f"'{first}' and '{name}' show different images, {len(expected)} and {len(images)}: a sheet compares "
+                "runs on the same data; draw one for each"
             )
 
 
 def draw_sheet(heading: str, columns: Mapping[str, Sequence[Cell]], across: int = 2) -> Figure:
-    """Images in rows under the names of their columns, of equal length, ``across`` of such groups side by side."""
+    """Draw columns of equal length under their names, wrapped into ``across`` groups side by side."""
     count = len(next(iter(columns.values())))
     across = min(across, count)
     lines, wide = math.ceil(count / across), across * len(columns)
@@ -82,11 +82,11 @@ def draw_sheet(heading: str, columns: Mapping[str, Sequence[Cell]], across: int 
     grid = figure.subplots(lines, wide, squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()
-    for place, (name, cells) in enumerate(columns.items()):
+    for column, (name, cells) in enumerate(columns.items()):
         for number, cell in enumerate(cells):
             line, group = divmod(number, across)
             above = f"{name}\n" if line == 0 else ""
-            _draw_cell(grid[line, group * len(columns) + place], cell, above)
+            _draw_cell(grid[line, group * len(columns) + column], cell, above)
     return figure
 
 

@@ -1,4 +1,4 @@
-"""How much the other images of a batch teach a class (Hou et al. 2022, CVPR, arXiv 2203.01522, figure 6).
+"""Gradient influence of a batch's other images on a class (Hou et al. 2022, CVPR, arXiv 2203.01522, figure 6).
 
 Shape legend: B images, R = 2B rows, clean stream first, K classes.
 """
@@ -19,37 +19,37 @@ from torch import Tensor, nn
 
 from detr_bf.classification.analysis.figures import add_legend, one_plot, run_colours
 from detr_bf.classification.analysis.subject import Loss, hooked, moved, two_streams
+from detr_bf.classification.batch import LabelledImages
 from detr_bf.errors import InputError
-from detr_bf.labelled import LabelledImages
 from detr_bf.losses.classification import check_labels
 from detr_bf.report.fonts import plain
 
 
 @dataclass(frozen=True)
 class ClassInfluence:
-    """The mean influence on the images of one class."""
+    """Mean influence on the images of one class."""
 
     label: int
     name: str
     training_images: int
-    images: int  # the mean is over
+    images: int  # number of images in the mean
     clean: float  # of the clean stream: 0
     batchformer: float  # of the batch-attended stream
 
 
 @dataclass(frozen=True)
 class GradientInfluence:
-    """All classes that were seen, that with the most training images first."""
+    """Influence on all classes with images, ordered from the most to the fewest training images."""
 
     classes: tuple[ClassInfluence, ...]
 
     def cumulative(self) -> list[float]:
-        """Of each class, the mean influence over it and all with more training images."""
+        """Return for each class the mean influence over it and all classes before it."""
         sums = accumulate(at.batchformer for at in self.classes)
         return [total / count for count, total in enumerate(sums, 1)]
 
     def rows(self) -> list[dict[str, object]]:
-        """One a class, for a table."""
+        """Return a table, one row per class."""
         return [{**vars(at), "cumulative": mean} for at, mean in zip(self.classes, self.cumulative(), strict=True)]
 
 
@@ -61,19 +61,19 @@ def gradient_influence(
     class_counts: Sequence[int],
     loss: Loss = F.cross_entropy,
 ) -> GradientInfluence:
-    """g_i, the mean over other images j and over channels of |dL_i / df_j|, averaged by class.
+    """Measure g_i, the mean over other images j and over channels of |dL_i / df_j|, averaged by class.
 
-    f is what the model's batch attention reads first: the pooled features with BatchFormer, the tokens of the first
-    insertion with BatchFormerV2, whose mean is over tokens too. L_i is the loss of image i in one stream. Dropout
-    is off, and batch norm has its running statistics. Influence depends on how many images a batch holds, so a last,
-    smaller batch is left out.
+    f is the input of the first batch attention: the pooled features for BatchFormer, the tokens of the first insertion
+    for BatchFormerV2, with a mean over tokens too. L_i is the loss of image i in one stream. Dropout is off, and batch
+    norm uses its running statistics. Influence depends on the batch size, so a smaller last batch is skipped.
 
     Args:
         class_names, class_counts: names and training images of the K classes.
-        loss: that the model was trained with.
+        loss: training loss of the model.
 
     Raises:
-        InputError: a model without two streams, batches of one image, no images, or labels outside the classes.
+        InputError: the model has no two streams, batches have one image, there are no images, or labels are outside
+            the classes.
     """
     found: dict[int, list[Tensor]] = defaultdict(list)
     size = 0
@@ -104,11 +104,11 @@ def gradient_influence(
 
 @torch.enable_grad()
 def _influence(model: nn.Module, batch_former: nn.Module, batch: LabelledImages, loss: Loss) -> Tensor:
-    """(2, B): g_i of the clean and of the batch-attended stream."""
+    """Return g_i of the clean and of the batch-attended stream, (2, B)."""
     leaves: list[Tensor] = []
 
     def cut(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """What batch attention reads becomes a leaf; that of later insertions, in two streams, stays."""
+        """Make the input of batch attention a leaf; inputs of later insertions have two streams and stay."""
         given = args[0]
         features = given if isinstance(given, Tensor) else given.tokens
         if len(features) != len(batch):
@@ -127,14 +127,14 @@ def _influence(model: nn.Module, batch_former: nn.Module, batch: LabelledImages,
 
 
 def _of_others(loss: Tensor, leaves: Sequence[Tensor], own: int) -> Tensor:
-    """The mean size of the gradients that reach all features but those of image ``own``."""
+    """Return the mean absolute gradient with respect to the features of all images except ``own``."""
     gradients = torch.autograd.grad(loss, leaves, retain_graph=True)
     sizes = torch.cat([gradient.abs().flatten(1) for gradient in gradients], 1).mean(1)
     return (sizes[:own].sum() + sizes[own + 1 :].sum()) / (len(sizes) - 1)
 
 
 def draw_gradient_influence(runs: Mapping[str, GradientInfluence]) -> Figure:
-    """The cumulative mean over the classes, one line a run, the frequent classes first."""
+    """Plot the cumulative mean over the classes, one line per run, frequent classes first."""
     figure, axes = one_plot(
         "Influence of the other images", "classes, from many to few training images", "cumulative mean of |∂Lᵢ/∂fⱼ|"
     )
@@ -150,7 +150,7 @@ def draw_gradient_influence(runs: Mapping[str, GradientInfluence]) -> Figure:
 
 
 def _name_classes(axes: Axes, results: Sequence[GradientInfluence]) -> None:
-    """Names under the axis where few classes have one order."""
+    """Label the axis with class names if all runs have the same 20 or fewer classes."""
     names = {tuple(at.name for at in result.classes) for result in results}
     if len(names) == 1 and len(only := names.pop()) <= 20:
         axes.set_xticks(range(1, len(only) + 1), list(map(plain, only)), rotation=45, ha="right", fontsize=8)

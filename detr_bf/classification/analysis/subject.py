@@ -1,4 +1,4 @@
-"""What an analysis looks at, and the mode of the model meanwhile.
+"""Model and images of an analysis, and the mode of the model during it.
 
 Shape legend: B images, H x W pixels, K classes.
 """
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from detr_bf.batchformer import BatchFormer, BatchFormerV2
+from detr_bf.classification.batch import LabelledImages
 from detr_bf.errors import InputError
-from detr_bf.labelled import LabelledImages
 from detr_bf.plugins.batchformer import BatchAttention
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits (B, K), labels (B,) -> ()
@@ -25,18 +25,18 @@ EPSILONS = tuple(n / 255 for n in (0, 1, 2, 4, 8))
 
 @dataclass(frozen=True)
 class Pixels:
-    """How images were normalised: (pixel - mean) / std, with pixels from 0 (black) to 1."""
+    """Normalisation of images: (pixel - mean) / std, with pixels from 0 (black) to 1."""
 
     mean: Sequence[float]  # red, green, blue
     std: Sequence[float]
 
     def normalised(self, pixel: float, like: Tensor) -> Tensor:
-        """The value (3, 1, 1) that a pixel of one grey has in images (B, 3, H, W) like these."""
+        """Return the normalised value (3, 1, 1) of a grey pixel, in device and dtype of ``like``."""
         mean, std = self._channels(like)
         return (pixel - mean) / std
 
     def step(self, size: float, like: Tensor) -> Tensor:
-        """What a step of ``size`` in pixels is in normalised images: (3, 1, 1)."""
+        """Return a step of ``size``, with black to white 1, in normalised images: (3, 1, 1)."""
         return size / self._channels(like)[1]
 
     def shown(self, images: Tensor) -> Tensor:
@@ -53,21 +53,21 @@ class Pixels:
 
 @dataclass(frozen=True)
 class Subject:
-    """A trained classifier, and the images and settings to examine it with."""
+    """Trained classifier, and the images and settings of its analysis."""
 
     model: nn.Module
-    batches: Iterable[LabelledImages]  # gone through once
+    batches: Iterable[LabelledImages]  # iterated once
     class_names: Sequence[str]  # K
-    class_counts: Sequence[int]  # K, training images
+    class_counts: Sequence[int]  # K numbers of training images
     pixels: Pixels
-    loss: Loss = F.cross_entropy  # that the model was trained with
-    epsilons: Sequence[float] = EPSILONS  # of FGSM, black to white is 1
+    loss: Loss = F.cross_entropy  # training loss of the model
+    epsilons: Sequence[float] = EPSILONS  # steps of FGSM, black to white is 1
     patch: int | None = None  # side of occluded patches in pixels; None: a ViT's own, else a 14th of the image
 
 
 @contextmanager
 def evaluating(model: nn.Module, *training: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode but those named, without their children; afterwards all as they were."""
+    """Set evaluation mode within the block, except for the modules ``training`` (without their children)."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     for module in training:
@@ -81,7 +81,7 @@ def evaluating(model: nn.Module, *training: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Hooks that are registered by iterating, and taken away at the end."""
+    """Register hooks by iterating over ``handles``, and remove them at the end of the block."""
     with ExitStack() as stack:
         for handle in handles:
             stack.enter_context(handle)
@@ -89,10 +89,10 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 def moved(batches: Iterable[LabelledImages], model: nn.Module) -> Iterator[LabelledImages]:
-    """The batches on the model's device.
+    """Move the batches to the model's device.
 
     Raises:
-        InputError: there are none.
+        InputError: there are no batches.
     """
     device, empty = next(model.parameters()).device, True
     for batch in batches:
@@ -104,10 +104,10 @@ def moved(batches: Iterable[LabelledImages], model: nn.Module) -> Iterator[Label
 
 @contextmanager
 def two_streams(model: nn.Module) -> Iterator[BatchFormer | BatchFormerV2]:
-    """The model in evaluation mode, but giving both streams; batch attention without dropout.
+    """Set evaluation mode within the block, but return both streams; batch attention has no dropout.
 
     Raises:
-        InputError: the model has no batch attention, or it makes no second stream.
+        InputError: the model has no batch attention, or it has no second stream.
     """
     found = [module for module in model.modules() if isinstance(module, BatchAttention)]
     if not found:

@@ -11,7 +11,7 @@ from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from detr_bf.classification.evaluation import ClassAccuracy, ClassificationResult
+from detr_bf.classification.metrics import ClassAccuracy, ClassificationResult
 from detr_bf.errors import InputError
 from detr_bf.report.figures import BLUE, FAINT, INK, ORANGE, VERMILION, check_suffix, clear_lines, save_figure, title
 from detr_bf.report.fonts import plain

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from detr_bf.classification.evaluation import GROUPS, ClassAccuracy, ClassificationResult
-from detr_bf.classification.reconstruction import ReconstructionResult
+from detr_bf.classification.metrics import GROUPS, ClassAccuracy, ClassificationResult, ReconstructionResult
 from detr_bf.classification.report.figures import save_class_accuracies, save_confusion
 from detr_bf.config import ClassifierConfig, MaskedConfig
 from detr_bf.config.classification import ImageDataConfig

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.classification.analysis import Pixels
-from detr_bf.labelled import ClassTargets, LabelledImages
+from detr_bf.classification.batch import ClassTargets, LabelledImages
 from tests.plugins import tiny
 
 NAMES = tuple(f"class {label}" for label in range(tiny.CLASSES))
@@ -14,20 +14,20 @@ PIXELS = Pixels(mean=(0.4, 0.5, 0.6), std=(0.1, 0.2, 0.3))
 
 
 def batches(*sizes: int, seed: int = 0) -> list[LabelledImages]:
-    """Batches of these sizes; pixels are from black to white, normalised; labels and places are all different."""
+    """Batches of these sizes; pixels are from black to white, normalised; labels and indices are all different."""
     generator = torch.Generator().manual_seed(seed)
     mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (PIXELS.mean, PIXELS.std))
     found, start = [], 0
     for size in sizes:
         pixels = torch.rand(size, 3, 32, 32, generator=generator, dtype=torch.float64)
-        places = torch.arange(start, start + size)
-        found.append(LabelledImages((pixels - mean) / std, ClassTargets(places % tiny.CLASSES), places))
+        indices = torch.arange(start, start + size)
+        found.append(LabelledImages((pixels - mean) / std, ClassTargets(indices % tiny.CLASSES), indices))
         start += size
     return found
 
 
 class Convolutional(nn.Module):
-    """Two convolutions, 8 x 8 places of 4 channels at the end, a linear classifier."""
+    """Two convolutions, 8 x 8 indices of 4 channels at the end, a linear classifier."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,9 +16,9 @@ from detr_bf.classification.analysis.gradient_influence import (
     GradientInfluence,
     draw_gradient_influence,
 )
-from detr_bf.classification.balanced_softmax import BalancedSoftmax
+from detr_bf.classification.batch import LabelledImages
+from detr_bf.classification.criterion import BalancedSoftmax
 from detr_bf.errors import InputError
-from detr_bf.labelled import LabelledImages
 from detr_bf.plugins import add_batchformer, add_batchformer_v2
 from tests.classification.analysis.examples import NAMES, Convolutional, batches, convolutional
 from tests.plugins import tiny

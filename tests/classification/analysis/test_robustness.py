@@ -11,10 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detr_bf.classification.analysis import EPSILONS, Pixels, fgsm, occlusion
-from detr_bf.classification.analysis.fgsm import attack, draw_fgsm, loss_gradient
-from detr_bf.classification.analysis.occlusion import SHARES, draw_occlusion, drop_patches
+from detr_bf.classification.analysis.robustness import (
+    SHARES,
+    attack,
+    draw_fgsm,
+    draw_occlusion,
+    drop_patches,
+    loss_gradient,
+)
+from detr_bf.classification.batch import ClassTargets, LabelledImages
 from detr_bf.errors import InputError
-from detr_bf.labelled import ClassTargets, LabelledImages
 from tests.classification.analysis.examples import PIXELS, batches, convolutional
 from tests.plugins import tiny
 
@@ -44,8 +50,8 @@ def test_dropped_patches_as_a_loop() -> None:
     fill = torch.tensor([-4.0, 7.0, 9.0], dtype=torch.float64)[:, None, None]
     found = drop_patches(batch.images, order, 0.3, (8, 4), fill)
     assert (found != batch.images).any(1).sum((1, 2)).tolist() == [round(0.3 * 32) * 32] * 2
-    for image, original, places in zip(found, batch.images, order.tolist(), strict=True):
-        for number, place in enumerate(places):
+    for image, original, indices in zip(found, batch.images, order.tolist(), strict=True):
+        for number, place in enumerate(indices):
             row, column = 8 * (place // 8), 4 * (place % 8)
             patch = (slice(None), slice(row, row + 8), slice(column, column + 4))
             expected = fill.expand(3, 8, 4) if number < 10 else original[patch]

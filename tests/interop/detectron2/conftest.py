@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from pycocotools import mask as coco_mask
 
-from detr_bf.data.panoptic import read_ids
+from detr_bf.data.masks import read_ids
 
 IDS = {3: 150, 7: 90, 100: 2, 120: 120}  # category ids with things and stuff mixed; things of 150 include crowds
 

@@ -14,15 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from detr_bf.classification.evaluation import (
+from detr_bf.classification.batch import ClassTargets, LabelledImages
+from detr_bf.classification.metrics import (
     ClassificationEvaluator,
     ClassificationResult,
+    ReconstructionEvaluator,
+    ReconstructionResult,
     calibration_error,
     write_predictions,
 )
-from detr_bf.classification.reconstruction import ReconstructionEvaluator, ReconstructionResult
 from detr_bf.errors import InputError
-from detr_bf.labelled import ClassTargets, LabelledImages
 from detr_bf.structures import ClassMap
 
 
@@ -31,8 +32,8 @@ def class_map(count: int) -> ClassMap:
 
 
 def batch(labels: list[int], first: int = 0) -> LabelledImages:
-    places = torch.arange(first, first + len(labels))
-    return LabelledImages(torch.zeros(len(labels), 3, 1, 1), ClassTargets(torch.tensor(labels)), places)
+    indices = torch.arange(first, first + len(labels))
+    return LabelledImages(torch.zeros(len(labels), 3, 1, 1), ClassTargets(torch.tensor(labels)), indices)
 
 
 def evaluator(count: int, train_images: int = 50) -> ClassificationEvaluator:
@@ -192,7 +193,7 @@ def test_predictions_are_found_by_confidence_and_written(tmp_path: Path) -> None
     assert predictions.most_confident(right=False, count=1) == [3]
     write_predictions(tmp_path / "predictions.csv", predictions, measured.class_map)
     rows = list(csv.DictReader((tmp_path / "predictions.csv").open(newline="")))
-    assert [row["place"] for row in rows] == ["10", "11", "12", "13", "14"]
+    assert [row["index"] for row in rows] == ["10", "11", "12", "13", "14"]
     assert [row["class"] for row in rows] == ["cat (0)", "a, b", "a, b", "a, b", "cat (2)"]
     assert [row["predicted"] for row in rows] == ["cat (0)", "a, b", "cat (0)", "cat (2)", ""]
     assert float(rows[0]["score"]) == pytest.approx(math.exp(3) / (math.exp(3) + 2), abs=1e-6)
@@ -210,9 +211,9 @@ def test_names_in_the_table_are_no_formulas(tmp_path: Path) -> None:
 
 
 def test_bad_input_is_told() -> None:
-    with pytest.raises(InputError, match="3 classes need as many numbers"):
+    with pytest.raises(InputError, match="must be 3 numbers of training images"):
         ClassificationEvaluator(class_map(3), [1, 2])
-    with pytest.raises(InputError, match="none below 0"):
+    with pytest.raises(InputError, match="0 or more"):
         ClassificationEvaluator(class_map(2), [1, -2])
     with pytest.raises(InputError, match="few <= many, got 30 and 20"):
         ClassificationEvaluator(class_map(2), [1, 2], many=20, few=30)
@@ -250,9 +251,9 @@ def test_reconstruction_tells_losses_that_are_not_finite_and_wrong_shapes() -> N
     measured = ReconstructionEvaluator()
     with pytest.raises(InputError, match="no image was evaluated"):
         measured.summarize()
-    with pytest.raises(InputError, match=r"2 images needs as many losses.*\(4,\)"):
+    with pytest.raises(InputError, match=r"2 images needs one loss per image.*\(4,\)"):
         measured.update(batch([0, 0]), Outputs(torch.zeros(4)))
     measured.update(batch([0, 0]), Outputs(torch.tensor([1.0, math.nan])))
     result = measured.summarize()
     assert (result.loss, result.score, result.num_not_finite) == (None, -math.inf, 1)
-    assert "1 of 2 images without a finite one" in str(result)
+    assert "1 of 2 images without a finite loss" in str(result)

@@ -1,4 +1,4 @@
-"""Grad-CAM against a loop with finite differences, and in networks where the answer is known."""
+"""Maps of images: Grad-CAM, and feature maps of both streams."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from detr_bf.classification.analysis import grad_cam
-from detr_bf.classification.analysis.grad_cam import CamImage, CamSheet, class_activation, draw_grad_cam
+from detr_bf.classification.analysis import feature_maps, grad_cam
+from detr_bf.classification.analysis.images import (
+    CamImage,
+    CamSheet,
+    FeatureMaps,
+    class_activation,
+    draw_feature_maps,
+    draw_grad_cam,
+)
 from detr_bf.classification.cifar_resnet import cifar_resnet
 from detr_bf.errors import InputError
+from detr_bf.plugins import add_batchformer, add_batchformer_v2
 from tests.classification.analysis.examples import NAMES, PIXELS, batches, convolutional
 from tests.plugins import tiny
 
@@ -47,12 +55,12 @@ def test_an_image_without_any_heat_stays_0() -> None:
     assert not class_activation(torch.ones(1, 2, 3, 3), -torch.ones(1, 2, 3, 3)).any()
     image = CamImage(7, "a", "b", 0.5, np.zeros((4, 4, 3)), np.zeros((3, 3)))
     assert CamSheet((image,)).rows() == [
-        {"place": 7, "class": "a", "predicted": "b", "probability": 0.5, "centre_row": None, "centre_column": None}
+        {"index": 7, "class": "a", "predicted": "b", "probability": 0.5, "centre_row": None, "centre_column": None}
     ]
 
 
 def test_of_a_network_with_pooling_and_a_linear_layer_it_is_the_class_activation_map() -> None:
-    """There the mean gradient of channel c is its weight over the number of places."""
+    """There the mean gradient of channel c is its weight over the number of indices."""
     model, [batch] = convolutional(), batches(4)
     with torch.no_grad():
         maps = model.features(batch.images)
@@ -63,7 +71,7 @@ def test_of_a_network_with_pooling_and_a_linear_layer_it_is_the_class_activation
         np.testing.assert_allclose(image.heat, (heat / heat.max()).numpy(), rtol=1e-5, atol=1e-7)
         assert image.predicted == NAMES[int(scores.argmax())]
         assert image.probability == pytest.approx(float(scores.softmax(0)[NAMES.index(image.name)]))
-    assert [image.place for image in sheet.images] == [0, 1, 2, 3]
+    assert [image.index for image in sheet.images] == [0, 1, 2, 3]
 
 
 def test_of_a_vit_it_is_that_of_the_patches_behind_the_last_first_norm() -> None:
@@ -155,5 +163,82 @@ def test_the_picture_has_a_column_a_run_and_refuses_runs_of_other_images() -> No
     axes = draw_grad_cam(runs).axes
     assert [ax.get_title().split("\n")[0] for ax in axes[:6]] == ["image", "one", "two"] * 2
     for other in (cam(tiny.vit(), 2), CamSheet(runs["two"].images[::-1])):
-        with pytest.raises(InputError, match="'one' and 'two' show other images"):
+        with pytest.raises(InputError, match="'one' and 'two' show different images"):
             draw_grad_cam({"one": runs["one"], "two": other})
+
+
+def maps_of(model: Any, *sizes: int) -> FeatureMaps:
+    return feature_maps(model, batches(*sizes), class_names=NAMES, pixels=PIXELS)
+
+
+def by_hand(images: Tensor, *, position: str) -> Tensor:
+    """(2B, 4, 4) with one insertion at block 2: what the block that reads both streams gives."""
+    plain, with_former = tiny.vit(), tiny.vit()
+    mixer: Any = add_batchformer_v2(with_former, [2], position=position).batch_former.mixers["shared"]
+    first = 2 if position == "before" else 3
+    with torch.no_grad():
+        tokens = plain._pos_embed(plain.patch_embed(images))
+        for block in plain.blocks[:first]:
+            tokens = block(tokens)
+        tokens = plain.blocks[first](torch.cat([tokens, mixer.eval()(tokens)]))
+    return tokens[:, 1:].mean(-1).view(-1, 4, 4)
+
+
+@pytest.mark.parametrize("position", ["before", "after"])
+def test_maps_are_those_of_the_block_behind_the_insertion(position: str) -> None:
+    model, [batch] = tiny.vit(), batches(3)
+    add_batchformer_v2(model, [2], position=position)
+    found = maps_of(model, 3)
+    expected = by_hand(batch.images, position=position).numpy()
+    for row, image in enumerate(found.images):
+        np.testing.assert_allclose(image.clean, expected[row], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(image.batchformer, expected[3 + row], rtol=1e-5, atol=1e-6)
+        assert not np.allclose(image.clean, image.batchformer)
+        assert (image.index, image.name) == (row, NAMES[row])
+        shown = batch.images[row].permute(1, 2, 0) * torch.tensor(PIXELS.std) + torch.tensor(PIXELS.mean)
+        np.testing.assert_allclose(image.picture, shown, atol=1e-6)
+
+
+def test_behind_the_last_block_stands_the_norm() -> None:
+    model = tiny.vit()
+    add_batchformer_v2(model, [3], position="after")
+    last = tiny.vit()
+    [batch] = batches(2)
+    with torch.no_grad():
+        expected = last.forward_features(batch.images)[:, 1:].mean(-1).view(2, 4, 4)
+    for image, clean in zip(maps_of(model, 2).images, expected, strict=True):
+        np.testing.assert_allclose(image.clean, clean.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_without_batch_attention_both_maps_are_the_same() -> None:
+    model = tiny.vit()
+    add_batchformer_v2(model, "all", mode="duplicate")
+    for row in maps_of(model, 2, 3).rows():
+        assert row["clean_mean"] == row["batchformer_mean"]
+        assert row["correlation"] == pytest.approx(1)
+
+
+def test_what_has_no_maps_is_refused() -> None:
+    with pytest.raises(InputError, match="no batch attention"):
+        maps_of(tiny.vit(), 2)
+    pooled = tiny.vit()
+    add_batchformer(pooled, heads=2)
+    with pytest.raises(InputError, match=r"no positions.*batchformer_v2"):
+        maps_of(pooled, 2)
+    model = tiny.vit()
+    add_batchformer_v2(model, [2])
+    with pytest.raises(InputError, match="two or more, got one"):
+        maps_of(model, 1)
+    with pytest.raises(InputError, match="expected timm's VisionTransformer"):
+        maps_of(tiny.mixer(), 2)
+
+
+def test_the_picture_shows_image_and_both_streams_of_every_run() -> None:
+    model = tiny.vit()
+    add_batchformer_v2(model, [2])
+    maps = maps_of(model, 3)
+    axes = draw_feature_maps({"a": maps, "b": maps}).axes
+    names = [ax.get_title().split("\n")[:2] for ax in axes[:5]]
+    assert names == [["image", "class 0"], *([run, f"{s} stream"] for run in "ab" for s in ("clean", "BatchFormer"))]
+    drawn = axes[2].images[0].get_array()
+    np.testing.assert_array_equal(drawn, maps.images[0].batchformer)

@@ -1,4 +1,4 @@
-"""Frozen values passed between data, model, losses and evaluation of a classifier.
+"""Frozen containers passed between data, model, losses and evaluation of image models.
 
 Shape legend: B images, K classes, P patches, H x W pixels.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,15 @@ from detr_bf.errors import InputError
 from detr_bf.structures import are_labels, is_dense
 
 
-class LabelledImage(NamedTuple):
+@dataclass(frozen=True)
+class LabelledImage:
     """One image of a data set."""
 
     pixels: Tensor  # (3, H, W) float32, normalised
     label: int
-    place: int  # index in the data set
+    index: int  # in the data set
     epoch: int = 0
-    replaced: str = ""  # the error of an unreadable image that this one replaces
+    replaced: str = ""  # error of the unreadable image that this one replaces
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class ClassTargets:
     """Targets of the losses."""
 
     labels: Tensor  # (B,) int64
-    soft_labels: Tensor | None = None  # (B, K) float32 per class after mixing or smoothing; None: hard labels only
-    patch_labels: Tensor | None = None  # (B, P) int64, the class of every patch after DiversePatch's CutMix
-    epoch: int = 0  # of the training, for weights that change
+    soft_labels: Tensor | None = None  # (B, K) float32 after mixing or smoothing; None: use ``labels``
+    patch_labels: Tensor | None = None  # (B, P) int64, the class of each patch after DiversePatch's CutMix
+    epoch: int = 0  # of the training, for scheduled loss weights
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> ClassTargets:
         """Apply a function to all tensors."""
@@ -51,24 +52,24 @@ class LabelledImages:
 
     images: Tensor  # (B, 3, H, W) float32, normalised
     targets: ClassTargets
-    places: Tensor  # (B,) int64, indices in the data set, on the CPU
-    replaced: tuple[str, ...] = ()  # the errors of unreadable images that others replace
+    indices: Tensor  # (B,) int64, in the data set, on the CPU
+    replaced: tuple[str, ...] = ()  # errors of unreadable images that were replaced
 
     def __len__(self) -> int:
         return len(self.images)
 
     @property
     def inputs(self) -> Tensor:
-        """Argument of the model."""
+        """Input of the model."""
         return self.images
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the images in messages."""
-        return tuple(f"image {index}" for index in self.places.tolist())
+        return tuple(f"image {index}" for index in self.indices.tolist())
 
     def not_finite(self) -> list[str]:
-        """Return the names of the images that hold infinity or NaN."""
+        """Return the names of the images that contain infinity or NaN."""
         whole = self.images.flatten(1).isfinite().all(1).tolist()
         return [name for name, finite in zip(self.names, whole, strict=True) if not finite]
 
@@ -85,7 +86,7 @@ class LabelledImages:
         return cls(
             torch.stack([sample.pixels for sample in samples]),
             ClassTargets(torch.tensor([sample.label for sample in samples]), epoch=samples[0].epoch),
-            torch.tensor([sample.place for sample in samples]),
+            torch.tensor([sample.index for sample in samples]),
             tuple(sample.replaced for sample in samples if sample.replaced),
         )
 
@@ -93,14 +94,14 @@ class LabelledImages:
         return LabelledImages(
             self.images.to(device, non_blocking=non_blocking),
             self.targets.mapped(lambda value: value.to(device, non_blocking=non_blocking)),
-            self.places,
+            self.indices,
             self.replaced,
         )
 
     def pin_memory(self) -> LabelledImages:
         """Called by the DataLoader."""
         return LabelledImages(
-            self.images.pin_memory(), self.targets.mapped(Tensor.pin_memory), self.places, self.replaced
+            self.images.pin_memory(), self.targets.mapped(Tensor.pin_memory), self.indices, self.replaced
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,5 +123,5 @@ class LabelledImages:
             and are_labels(targets.labels, (rows,), num_classes)
             and (soft_labels is None or is_dense(soft_labels, (rows, num_classes), torch.float32))
             and (patches is None or are_labels(patches, (rows, patches.shape[-1]), num_classes))
-            and is_dense(self.places, (rows,), torch.int64)
+            and is_dense(self.indices, (rows,), torch.int64)
         )

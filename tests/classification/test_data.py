@@ -1,6 +1,9 @@
+"""Labelled images and long tails."""
+
 from __future__ import annotations
 
 import random
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -8,14 +11,21 @@ import pytest
 import torch
 from PIL import Image
 
-from detr_bf.classification.augmentation import EvalTransform, TrainTransform
-from detr_bf.classification.labelled_images import LabelledImageSet
-from detr_bf.classification.mixing import BatchMix, MixedBatch, WithKeys
-from detr_bf.classification.sources.splits import ArrayImages, FileImages, LabelledSplit, array_split, class_map_of
+from detr_bf.classification.augmentation import BatchMix, EvalTransform, MixedBatch, TrainTransform, WithKeys
+from detr_bf.classification.batch import LabelledImages
+from detr_bf.classification.data import (
+    ArrayImages,
+    FileImages,
+    LabelledImageSet,
+    LabelledSplit,
+    array_split,
+    class_map_of,
+    kept_indices,
+    long_tail_counts,
+)
 from detr_bf.data.batches import EpochBatches, SampleKey
 from detr_bf.data.loader import make_loader
 from detr_bf.errors import InputError
-from detr_bf.labelled import LabelledImages
 
 CLASSES = class_map_of(["a", "b", "c"])
 
@@ -29,7 +39,7 @@ def transform(crop: str = "resized", auto_augment: str = "rand-m9-mstd0.5-inc1",
         horizontal_flip=0.5,
         color_jitter=0.0,
         auto_augment=auto_augment,
-        erase=0.5,
+        erase_prob=0.5,
         interpolation="bicubic",
         mean=[0.5] * 3,
         std=[0.25] * 3,
@@ -56,7 +66,7 @@ def assert_same(first: list[LabelledImages], second: list[LabelledImages]) -> No
     assert len(first) == len(second) > 0
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one.images, other.images)
-        assert torch.equal(one.places, other.places)
+        assert torch.equal(one.indices, other.indices)
         assert one.targets.soft_labels is not None
         assert other.targets.soft_labels is not None
         assert torch.equal(one.targets.soft_labels, other.targets.soft_labels)
@@ -84,7 +94,7 @@ def test_loading_leaves_the_generators_of_the_training_alone(workers: int) -> No
 def test_copies_of_an_image_are_augmented_each_in_its_own_way() -> None:
     data = in_memory()
     first, second = (data[SampleKey(1, 3, copy)] for copy in range(2))
-    assert first.place == second.place == 3
+    assert first.index == second.index == 3
     assert first.label == second.label == 0
     assert not torch.equal(first.pixels, second.pixels)
     assert torch.equal(first.pixels, data[SampleKey(1, 3)].pixels)
@@ -99,12 +109,12 @@ def test_resizing_beforehand_changes_nothing(crop: str, monkeypatch: pytest.Monk
     quick = in_memory(transform=transform(crop, "", 16))
     assert isinstance(quick.images, ArrayImages)
     assert quick.images.pixels.shape == (12, 3, 16, 16)
-    monkeypatch.setattr("detr_bf.classification.labelled_images._MAX_BYTES", 0)
+    monkeypatch.setattr("detr_bf.classification.data._MAX_BYTES", 0)
     slow = in_memory(transform=transform(crop, "", 16))
     assert isinstance(slow.images, ArrayImages)
     assert slow.images.pixels.shape == (12, 3, 10, 10)
-    for place in range(12):
-        assert torch.equal(quick[SampleKey(0, place)].pixels, slow[SampleKey(0, place)].pixels)
+    for index in range(12):
+        assert torch.equal(quick[SampleKey(0, index)].pixels, slow[SampleKey(0, index)].pixels)
 
 
 def test_evaluation_gives_every_image_as_it_is() -> None:
@@ -113,8 +123,8 @@ def test_evaluation_gives_every_image_as_it_is() -> None:
     )
     data = in_memory(transform=plain)
     assert isinstance(data.images, ArrayImages)
-    for place in range(12):
-        torch.testing.assert_close(data[SampleKey(0, place)].pixels, data.images.pixels[place].float())
+    for index in range(12):
+        torch.testing.assert_close(data[SampleKey(0, index)].pixels, data.images.pixels[index].float())
 
 
 def test_class_counts_and_labels() -> None:
@@ -149,10 +159,10 @@ def test_another_image_stands_in_for_one_that_cannot_be_read(tmp_path: Path, wor
     assert [message for batch in whole for message in batch.replaced] == []
     [message] = [message for batch in found for message in batch.replaced]
     assert message.startswith(f"image file {tmp_path / '3.png'} cannot be used")
-    assert 3 not in [place for batch in found for place in batch.places.tolist()]
-    assert sum(batch.places.ne(other.places).sum() for batch, other in zip(found, whole, strict=True)) == 1
+    assert 3 not in [index for batch in found for index in batch.indices.tolist()]
+    assert sum(batch.indices.ne(other.indices).sum() for batch, other in zip(found, whole, strict=True)) == 1
     sample = data[SampleKey(1, 3)]
-    assert sample.label == data.labels[sample.place]
+    assert sample.label == data.labels[sample.index]
 
 
 def test_an_unreadable_image_is_told_where_none_may_stand_in(tmp_path: Path) -> None:
@@ -168,3 +178,119 @@ def test_a_data_set_of_broken_images_ends(tmp_path: Path) -> None:
         path.write_bytes(b"")
     with pytest.raises(InputError, match="the file is empty"):
         data[SampleKey(0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("n", "classes", "imbalance", "total"),
+    [
+        (500, 100, 10, 19573),
+        (500, 100, 50, 12608),
+        (500, 100, 100, 10847),
+        (500, 100, 200, 9502),
+        (5000, 10, 100, 12406),
+        (5000, 10, 10, 20431),
+    ],
+)
+def test_the_published_long_tails_of_cifar(n: int, classes: int, imbalance: float, total: int) -> None:
+    """The sizes that papers name for CIFAR-10-LT and CIFAR-100-LT."""
+    counts = long_tail_counts(n, classes, imbalance)
+    assert sum(counts) == total
+    assert counts[0] == n
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] == int(n / imbalance)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 4, 7, 10, 11, 21, 100])
+def test_counts_are_those_of_exact_arithmetic(classes: int) -> None:
+    """Class c keeps the largest m with m ** (K - 1) * imbalance ** c <= n ** (K - 1)."""
+    steps = classes - 1
+    for n in [*range(1, 60), 98, 103, 107, 161, 500, 1280, 5000, 6000]:
+        for imbalance in {
+            value for value in (1, 1.1, 1.5, 2, 3, 4, 8, 10, 12.5, 27, 49, 50, 100, 200, 256, n) if value <= n
+        }:
+            exact, whole = Fraction(str(imbalance)), n**steps
+            for index, kept in enumerate(long_tail_counts(n, classes, imbalance)):
+                assert kept**steps * exact**index <= whole, (n, imbalance, index)
+                assert (kept + 1) ** steps * exact**index > whole, (n, imbalance, index)
+
+
+@pytest.mark.parametrize("n", [49, 98, 103, 107, 161])
+def test_as_many_times_fewer_as_there_are_images_leaves_one(n: int) -> None:
+    assert long_tail_counts(n, 10, n)[-1] == 1
+
+
+def test_no_imbalance_and_a_single_class_keep_all() -> None:
+    assert long_tail_counts(7, 3, 1) == [7, 7, 7]
+    assert long_tail_counts(7, 1, 100) == [7]
+
+
+@pytest.mark.parametrize("imbalance", [0.5, 0, -1, float("nan"), float("inf")])
+def test_an_imbalance_below_one_is_refused(imbalance: float) -> None:
+    with pytest.raises(InputError, match=r"imbalance must be 1 or more and finite, got"):
+        long_tail_counts(7, 3, imbalance)
+
+
+def test_a_tail_without_images_is_refused() -> None:
+    with pytest.raises(InputError, match="imbalance=100 leaves no image of the last class, of 50 in the first"):
+        long_tail_counts(50, 10, 100)
+
+
+LABELS = torch.tensor([i * 7 % 5 for i in range(200)])  # 40 of each of 5 classes
+
+
+def counts_of(indices: torch.Tensor) -> list[int]:
+    return torch.bincount(LABELS[indices], minlength=5).tolist()
+
+
+def test_the_order_says_which_classes_are_the_head() -> None:
+    indices = kept_indices(LABELS, 5, imbalance=10, order=[3, 1, 4, 0, 2])
+    counts = long_tail_counts(40, 5, 10)
+    assert counts == [40, 22, 12, 7, 4]
+    assert [counts_of(indices)[label] for label in (3, 1, 4, 0, 2)] == counts
+    assert counts_of(kept_indices(LABELS, 5, imbalance=10)) == counts
+
+
+def test_what_is_kept_stays_in_order_and_is_always_the_same() -> None:
+    torch.manual_seed(1)
+    np.random.seed(1)
+    first = kept_indices(LABELS, 5, imbalance=10)
+    torch.manual_seed(2)
+    np.random.seed(2)
+    assert torch.equal(first, kept_indices(LABELS, 5, imbalance=10))
+    assert torch.equal(first, first.unique())
+    assert first.tolist()[:6] == [0, 5, 8, 10, 12, 15], "the same in every version"
+
+
+def test_a_larger_imbalance_keeps_some_of_what_a_smaller_one_keeps() -> None:
+    small, large = (set(kept_indices(LABELS, 5, imbalance=value).tolist()) for value in (2, 20))
+    assert large < small
+
+
+def test_those_kept_are_spread_over_the_class() -> None:
+    """Neighbours in a data set are often alike."""
+    labels = torch.zeros(1000, dtype=torch.int64)
+    indices = kept_indices(labels, 1, per_class=100).float()
+    assert 350 < float(indices.mean()) < 650
+
+
+def test_a_limit_for_each_class_takes_all_of_a_smaller_one() -> None:
+    labels = torch.tensor([0] * 10 + [1] * 3 + [2] * 10)
+    assert torch.bincount(labels[kept_indices(labels, 3, per_class=5)]).tolist() == [5, 3, 5]
+    assert len(kept_indices(labels, 3)) == 23
+
+
+def test_the_limit_comes_before_the_tail_and_small_classes_stay_whole() -> None:
+    labels = torch.tensor([0] * 100 + [1] * 3 + [2] * 100)
+    kept = kept_indices(labels, 3, per_class=40, imbalance=4)
+    assert torch.bincount(labels[kept]).tolist() == [40, 3, 10]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 1, 2, 3, 3], [1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]])
+def test_an_order_that_is_no_permutation_is_refused(order: list[int]) -> None:
+    with pytest.raises(InputError, match="order must name each of the 5 classes, 0 to 4, once; got"):
+        kept_indices(LABELS, 5, order=order)
+
+
+def test_a_limit_of_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match="per_class must be 1 or more, got 0"):
+        kept_indices(LABELS, 5, per_class=0)

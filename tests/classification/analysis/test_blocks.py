@@ -1,4 +1,4 @@
-"""Entropy and distance of attention against loops over timm's own unfused attention, and where they are known."""
+"""Values per block against loops: attention, similarity of patches, learned scales."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from detr_bf.classification.analysis import attention_distance, attention_entropy
-from detr_bf.classification.analysis.attention import measure_attention
-from detr_bf.classification.analysis.attention_distance import draw_attention_distance, patch_distances
-from detr_bf.classification.analysis.attention_entropy import draw_attention_entropy
-from detr_bf.classification.analysis.layers import LayerCurve
+from detr_bf.classification.analysis import attention_distance, attention_entropy, patch_similarity, scale_ratios
+from detr_bf.classification.analysis.blocks import (
+    LayerCurve,
+    draw_attention_distance,
+    draw_attention_entropy,
+    draw_patch_similarity,
+    draw_scale_ratios,
+    measure_attention,
+    patch_distances,
+)
 from detr_bf.errors import InputError
+from detr_bf.plugins import add_context_broadcasting
 from tests.classification.analysis.examples import all_images, batches
 from tests.plugins import tiny
 
@@ -160,3 +166,72 @@ def test_the_picture_holds_a_line_a_run_and_the_bound() -> None:
     assert list(axes.lines[1].get_ydata()) == [at.mean for at in runs["two"].layers]
     [axes] = draw_attention_distance({"one": LayerCurve.of([[torch.tensor([1.0, 3.0])]])}).axes
     assert list(axes.lines[0].get_ydata()) == [2.0]
+
+
+def block_outputs(model: Any, images: Tensor) -> list[Tensor]:
+    """By calling the parts of timm's model one after another."""
+    with torch.no_grad():
+        tokens = model._pos_embed(model.patch_embed(images))
+        found = []
+        for block in model.blocks:
+            tokens = block(tokens)
+            found.append(tokens)
+    return found
+
+
+def test_similarity_as_a_loop_over_pairs() -> None:
+    model, images = tiny.deit(), batches(3, 2)
+    curve = patch_similarity(model, images)
+    for at, tokens in zip(curve.layers, block_outputs(model, all_images(images)), strict=True):
+        values = []
+        for image in tokens[:, 2:]:
+            pairs = [(a, b) for i, a in enumerate(image) for j, b in enumerate(image) if i != j]
+            cosines = [abs(float(a @ b) / float(a.norm() * b.norm())) for a, b in pairs]
+            values.append(sum(cosines) / len(cosines))
+        assert at.mean == pytest.approx(sum(values) / 5, rel=1e-10)
+        assert (at.low, at.high) == pytest.approx(tuple(np.percentile(values, [15, 85])), rel=1e-10)
+
+
+def test_patches_that_are_all_the_same_have_similarity_1() -> None:
+    model = tiny.vit()
+    nn.init.zeros_(model.patch_embed.proj.weight)  # the bias alone is left
+    nn.init.zeros_(model.pos_embed)
+    curve = patch_similarity(model, batches(2))
+    assert [at.mean for at in curve.layers] == pytest.approx([1.0] * tiny.DEPTH, rel=1e-12)
+    assert curve.bound == 1.0
+
+
+def test_another_model_is_refused_and_a_picture_is_drawn() -> None:
+    with pytest.raises(InputError, match="expected timm's VisionTransformer"):
+        patch_similarity(tiny.swin(), batches(2))
+    [axes] = draw_patch_similarity({"run": patch_similarity(tiny.vit(), batches(2))}).axes
+    assert [line.get_label() for line in axes.lines] == ["run", "upper bound 1.000"]
+
+
+def test_the_ratio_of_known_scales() -> None:
+    model = tiny.vit(embed_dim=22, num_heads=2)  # quantiles 0.1 and 0.9 of 22 numbers stand 2.1 from the ends
+    plugin = add_context_broadcasting(model, [1, 3], scaled=True)
+    plugin.scales["3"].data = torch.arange(22, dtype=torch.float64).flip(0) - 10.5
+    plugin.scales["1"].data = torch.arange(22, dtype=torch.float64) - 3.1
+    first, last = scale_ratios(model).layers
+    assert (first.layer, last.layer) == (1, 3)
+    assert (first.low, first.high, first.ratio) == pytest.approx((-1.0, 15.8, 1 / 15.8))
+    assert (last.low, last.high, last.ratio) == pytest.approx((-8.4, 8.4, 1.0))
+    assert scale_ratios(model).rows()[0] == {"layer": 1, "q10": first.low, "q90": first.high, "ratio": first.ratio}
+
+
+def test_scales_before_training_have_no_ratio() -> None:
+    model = tiny.vit()
+    add_context_broadcasting(model, "all", scaled=True)
+    ratios = scale_ratios(model)
+    assert [at.ratio for at in ratios.layers] == [None] * tiny.DEPTH
+    [axes] = draw_scale_ratios({"run": ratios}).axes
+    assert all(math.isnan(value) for value in axes.lines[0].get_ydata())
+
+
+def test_a_model_without_scales_is_refused() -> None:
+    model = tiny.vit()
+    add_context_broadcasting(model)
+    for without in (model, tiny.vit()):
+        with pytest.raises(InputError, match=r"no learned scales.*context_broadcasting\.scaled=true"):
+            scale_ratios(without)
