@@ -205,7 +205,7 @@ def refusals() -> Iterator[tuple[list[str], str]]:
     yield ["model.name=cifar_resnetx"], "give a depth"
     yield ["plugins.batchformer_v2.enabled=true", "plugins.batchformer_v2.layers=[2]"], "has 2 blocks"
     yield ["plugins.batchformer_v2.enabled=true", "plugins.batchformer_v2.layers=[a]"], "list of block numbers"
-    yield [*VARIANTS["batchformer_v2"], "plugins.batchformer.enabled=true"], "has batchformer_v2 already"
+    yield [*VARIANTS["batchformer_v2"], "plugins.batchformer.enabled=true"], "already has batchformer_v2"
     yield ["data.long_tail.imbalance=0.5"], "imbalance"
     yield ["data.long_tail.order=[1,2]"], "order"
     yield ["optimizer.betas=[0.9]"], "optimizer.betas must be two numbers"
