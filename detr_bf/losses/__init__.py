@@ -2,9 +2,10 @@
 
 from detr_bf.losses.classification import Classification, CrossEntropy, Focal
 from detr_bf.losses.matcher import HungarianMatcher, Matches, PaddedTargets
-from detr_bf.losses.set_criterion import STREAM_NAMES, LossReport, SetCriterion
+from detr_bf.losses.set_criterion import LOGGED_METRICS, STREAM_NAMES, LossReport, SetCriterion
 
 __all__ = [
+    "LOGGED_METRICS",
     "STREAM_NAMES",
     "Classification",
     "CrossEntropy",

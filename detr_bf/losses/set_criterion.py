@@ -7,7 +7,7 @@ h x w cells of a predicted mask, H x W pixels.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -106,7 +106,11 @@ class SetCriterion:
         }
         weights = {name: weight for name in losses for kind, weight in kinds.items() if name.startswith(kind)}
         logged = _stream_log(streams, weights) if outputs.num_streams > 1 else {}
-        return LossReport(losses, weights, logged | self._quality(outputs, padded, matches))
+        with torch.no_grad():
+            logged |= {
+                name: metric(outputs, padded, matches, self.classification) for name, metric in LOGGED_METRICS.items()
+            }
+        return LossReport(losses, weights, logged)
 
     def _stream_losses(
         self, outputs: Outputs, targets: PaddedTargets, num_boxes: Tensor
@@ -128,29 +132,40 @@ class SetCriterion:
             "loss_giou": _per_stream(outputs, disparity) / num_boxes,
         }
 
-    @torch.no_grad()
-    def _quality(self, outputs: Outputs, targets: PaddedTargets, matches: Matches) -> dict[str, Tensor]:
-        """Return class error of the matched queries in percent, and error of the object count, for the last layer.
-
-        The prediction of a query is the largest of all its logits; with cross-entropy a matched query that predicts
-        no-object is an error, as in the released code of DETR.
-        """
-        logits, wanted = outputs.logits[-1], _target_classes(outputs, targets, matches)[-1]
-        matched = wanted >= 0
-        right = matched & (logits.argmax(-1) == wanted)
-        counts = torch.tensor(targets.counts, device=logits.device, dtype=torch.float)
-        predicted = self.classification.is_object(logits).sum(1)
-        return {
-            "class_error": 100 - 100 * right.sum() / matched.sum().clamp(min=1),
-            "cardinality_error": (predicted - counts).abs().mean(),
-        }
-
 
 def _target_classes(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> Tensor:
     """Return (L, R, Q) int64: the label of the matched object, -1 for none."""
     classes = torch.full(outputs.logits.shape[:3], -1, dtype=torch.int64, device=outputs.logits.device)
     classes[matches.layer, matches.row, matches.query] = targets.labels[matches.row, matches.target]
     return classes
+
+
+def class_error(outputs: Outputs, targets: PaddedTargets, matches: Matches, classification: Classification) -> Tensor:
+    """Return the share of matched queries of the last layer with a wrong class, in percent.
+
+    The prediction of a query is the largest of all its logits; with cross-entropy a matched query that predicts
+    no-object is an error, as in the released code of DETR.
+    """
+    logits, wanted = outputs.logits[-1], _target_classes(outputs, targets, matches)[-1]
+    matched = wanted >= 0
+    right = matched & (logits.argmax(-1) == wanted)
+    return 100 - 100 * right.sum() / matched.sum().clamp(min=1)
+
+
+def cardinality_error(
+    outputs: Outputs, targets: PaddedTargets, matches: Matches, classification: Classification
+) -> Tensor:
+    """Return the mean error of the number of objects that the last layer predicts in an image."""
+    logits = outputs.logits[-1]
+    counts = torch.tensor(targets.counts, device=logits.device, dtype=torch.float)
+    return (classification.is_object(logits).sum(1) - counts).abs().mean()
+
+
+# Metrics logged in training, by name: (outputs, targets, matches, classification) -> scalar, without gradient
+LOGGED_METRICS: dict[str, Callable[[Outputs, PaddedTargets, Matches, Classification], Tensor]] = {
+    "class_error": class_error,
+    "cardinality_error": cardinality_error,
+}
 
 
 def _box_losses(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> tuple[Tensor, Tensor]:

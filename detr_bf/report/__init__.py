@@ -1,6 +1,5 @@
 """Pictures, curves and the HTML page of a run."""
 
-from detr_bf.report.comparison import Comparison, Interval, compare_variants, comparison_table, save_comparison
 from detr_bf.report.curves import Metrics, draw_curves, read_metrics
 from detr_bf.report.detection import DETECTION_PAGE
 from detr_bf.report.drawing import draw_boxes, save_picture, tolerating
@@ -13,17 +12,13 @@ from detr_bf.report.sheet import ProbableClasses, SheetRow, comparison_sheet, pr
 
 __all__ = [
     "DETECTION_PAGE",
-    "Comparison",
-    "Interval",
     "Metrics",
     "PanopticSheetRow",
     "ProbableClasses",
     "SheetRow",
     "TaskPage",
     "class_labels",
-    "compare_variants",
     "comparison_sheet",
-    "comparison_table",
     "draw_boxes",
     "draw_curves",
     "draw_panoptic",
@@ -31,7 +26,6 @@ __all__ = [
     "panoptic_sheet",
     "prediction_sheet",
     "read_metrics",
-    "save_comparison",
     "save_picture",
     "tolerating",
     "write_report",

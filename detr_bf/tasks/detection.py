@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ from detr_bf.assembly.model import (
 from detr_bf.assembly.training import PRECISIONS, build_groups, epoch_batches, read_initial_weights
 from detr_bf.config import DetectionConfig, config_to_dict
 from detr_bf.config.detection import SplitConfig
-from detr_bf.conversion import CHECKPOINT_SUFFIXES, same_outputs, writing
 from detr_bf.data.batches import SameSizeBatches, SampleKey, aspect_buckets
 from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.coco import CocoDetection, read_annotations
@@ -57,7 +57,6 @@ from detr_bf.evaluation import (
     write_encoded,
     write_results,
 )
-from detr_bf.predictor import Predictor
 from detr_bf.report import (
     DETECTION_PAGE,
     PanopticSheetRow,
@@ -70,6 +69,9 @@ from detr_bf.report import (
 )
 from detr_bf.structures import Batch, ClassMap, Target
 from detr_bf.tasks.task import Evaluate, MakeBatches, Task
+
+if TYPE_CHECKING:
+    from detr_bf.predictor import Predictor
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +177,8 @@ class DetectionTask(Task[DetectionConfig]):
                 save_picture(folder.panoptic_sheet, panoptic_sheet(panoptic_rows, names))
 
     def predictor(self, checkpoint: Checkpoint, source: Path) -> Predictor:
+        from detr_bf.predictor import Predictor  # not needed for training
+
         config, classes = self.config, checkpoint.classes
         model = build_and_load(lambda: self.build_model(classes.num_classes), checkpoint.weights, source)
         return Predictor(
@@ -193,6 +197,8 @@ class DetectionTask(Task[DetectionConfig]):
         Raises:
             InputError: the detector has no batch attention, or evaluation uses it.
         """
+        from detr_bf.conversion import CHECKPOINT_SUFFIXES, same_outputs, writing  # not needed for training
+
         if target.suffix not in CHECKPOINT_SUFFIXES:
             raise InputError(
                 f"{target}: a checkpoint holds more than tensors, so its name must end in "

@@ -14,7 +14,7 @@ from detr_bf.boxes import inverse_sigmoid
 from detr_bf.detectors.deformable_detr import cell_centres
 from detr_bf.detectors.two_stage import anchor_boxes, inverse_of_anchors
 from detr_bf.layers import DeformableAttention, LearnedPosition, sine_of_coordinates, sine_position
-from detr_bf.layers.deformable_attention import initial_offsets
+from detr_bf.layers.attention import initial_offsets
 from detr_bf.losses import CrossEntropy, Focal
 from detr_bf.ops import ms_deform_attn
 from detr_bf.postprocess import PanopticPostprocess, Postprocess

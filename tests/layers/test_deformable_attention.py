@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from detr_bf.errors import InputError
 from detr_bf.layers import DeformableAttention
-from detr_bf.layers.deformable_attention import initial_offsets
+from detr_bf.layers.attention import initial_offsets
 from tests.references.deformable_attention import loops
 
 DIM, HEADS, POINTS, ROWS, QUERIES = 8, 2, 3, 2, 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, LossReport, SetCriterion
+from detr_bf.losses import LOGGED_METRICS, CrossEntropy, Focal, HungarianMatcher, LossReport, SetCriterion
 from detr_bf.structures import Outputs, Target
 from tests.references.examples import random_outputs, random_targets
 from tests.references.set_criterion import image_cost, match, set_losses
@@ -234,3 +234,18 @@ def test_proposals_are_compared_with_objects_of_one_class(streams: int) -> None:
         torch.testing.assert_close(with_proposals.losses[f"{name}_enc"], of_proposals.losses[name])
         assert with_proposals.weights[f"{name}_enc"] == WEIGHTS[name]
     torch.testing.assert_close(with_proposals.total, alone.total + of_proposals.total)
+
+
+def test_a_registered_metric_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One function and one line of the registry: (outputs, targets, matches, classification) -> scalar."""
+
+    def matched_queries(*arguments: object) -> Tensor:
+        assert not torch.is_grad_enabled()
+        return torch.tensor(float(len(arguments[2].query)))
+
+    monkeypatch.setitem(LOGGED_METRICS, "matched_queries", matched_queries)
+    outputs, targets = example((2, 3), layers=2)
+    report = criterion()(outputs, targets)
+    assert report.logged["matched_queries"] == 2 * 5
+    assert {"class_error", "cardinality_error"} < set(report.logged)
+    assert "matched_queries" not in report.losses

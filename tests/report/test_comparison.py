@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from detr_bf.errors import InputError
-from detr_bf.report import Interval, compare_variants, comparison_table, save_comparison
+from detr_bf.report.comparison import Interval, compare_variants, comparison_table, save_comparison
 
 THREE_SEEDS = {"plain": [70.0, 72.0, 74.0], "ours": [71.0, 74.0, 77.0]}
 T_2, T_4 = 4.302652730, 2.776445105  # 97.5 % quantiles of Student's t with 2 and 4 degrees of freedom, from a table
