@@ -11,8 +11,8 @@ from typing import Any, ParamSpec
 from torch import nn
 
 from detr_bf.config.classification import BatchFormerPluginConfig, BatchFormerV2PluginConfig, DiversePatchConfig
+from detr_bf.config.common import ContextBroadcastingConfig, LocalizationConfig
 from detr_bf.config.detection import DetectorPluginsConfig
-from detr_bf.config.run import ContextBroadcastingConfig, LocalizationConfig
 from detr_bf.errors import InputError
 from detr_bf.plugins import (
     add_batchformer,

@@ -1,6 +1,7 @@
 """Settings: typed dataclasses, YAML files that inherit, ``key=value`` overrides."""
 
 from detr_bf.config.classification import ClassifierConfig
+from detr_bf.config.common import RunConfig
 from detr_bf.config.detection import DetectionConfig
 from detr_bf.config.loader import (
     SCHEMAS,
@@ -12,7 +13,6 @@ from detr_bf.config.loader import (
     saved_config,
 )
 from detr_bf.config.masked_autoencoding import MaskedConfig
-from detr_bf.config.run import RunConfig
 
 __all__ = [
     "SCHEMAS",

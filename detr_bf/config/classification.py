@@ -9,11 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from detr_bf.config.fields import (
+from detr_bf.config.common import (
     LAYERS,
     RATE,
     STEPS,
     WIDTH,
+    ContextBroadcastingConfig,
+    LoadingConfig,
+    LocalizationConfig,
+    OptimizerConfig,
+    RunConfig,
     arguments,
     below_one,
     choice,
@@ -23,13 +28,6 @@ from detr_bf.config.fields import (
     numbers,
     path,
     positive,
-)
-from detr_bf.config.run import (
-    ContextBroadcastingConfig,
-    LoadingConfig,
-    LocalizationConfig,
-    OptimizerConfig,
-    RunConfig,
 )
 from detr_bf.errors import InputError
 

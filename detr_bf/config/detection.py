@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from detr_bf.config.fields import (
+from detr_bf.config.common import (
     LAYERS,
     RATE,
     STEPS,
     WIDTH,
+    ContextBroadcastingConfig,
+    LoadingConfig,
+    LocalizationConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
     below_one,
     choice,
     fraction,
@@ -21,14 +27,6 @@ from detr_bf.config.fields import (
     path,
     positive,
     sizes,
-)
-from detr_bf.config.run import (
-    ContextBroadcastingConfig,
-    LoadingConfig,
-    LocalizationConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainConfig,
 )
 from detr_bf.errors import InputError
 

@@ -22,9 +22,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from detr_bf.config.classification import ClassifierConfig
+from detr_bf.config.common import RunConfig
 from detr_bf.config.detection import DetectionConfig
 from detr_bf.config.masked_autoencoding import MaskedConfig
-from detr_bf.config.run import RunConfig
 from detr_bf.errors import InputError, prefix_errors
 from detr_bf.text import printable
 

@@ -14,10 +14,11 @@ from detr_bf.config.classification import (
     ImageTransformConfig,
     InsertedPluginConfig,
 )
-from detr_bf.config.fields import (
+from detr_bf.config.common import (
     LAYERS,
     RATE,
     WIDTH,
+    RunConfig,
     arguments,
     choice,
     fraction,
@@ -25,7 +26,6 @@ from detr_bf.config.fields import (
     numbers,
     positive,
 )
-from detr_bf.config.run import RunConfig
 
 
 @dataclass

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from detr_bf.config import DetectionConfig
+from detr_bf.config.common import ContextBroadcastingConfig, LocalizationConfig
 from detr_bf.config.detection import DetectorPluginsConfig
-from detr_bf.config.run import ContextBroadcastingConfig, LocalizationConfig
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
 from detr_bf.evaluation.results import SIZE_NAMES
 from detr_bf.files import EVALUATION_FILE, PANOPTIC_SHEET_FILE, SHEET_FILE

@@ -16,8 +16,8 @@ from detr_bf.assembly.model import accelerate
 from detr_bf.assembly.plugins import add_diverse, add_encoder_plugins, add_v1, add_v2, encoder_of
 from detr_bf.config import DetectionConfig, load_config
 from detr_bf.config.classification import PluginsConfig
+from detr_bf.config.common import ContextBroadcastingConfig
 from detr_bf.config.detection import DetectorLocalizationConfig, DetectorPluginsConfig
-from detr_bf.config.run import ContextBroadcastingConfig
 from detr_bf.detectors import Detector
 from detr_bf.engine import load_strict
 from detr_bf.errors import InputError

@@ -29,7 +29,7 @@ from detr_bf.config.classification import (
     PluginsConfig,
     RelativeLocalizationConfig,
 )
-from detr_bf.config.run import ContextBroadcastingConfig
+from detr_bf.config.common import ContextBroadcastingConfig
 from detr_bf.errors import InputError
 from detr_bf.files import write_json, write_text
 from detr_bf.report import save_picture, write_report

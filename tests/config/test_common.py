@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from detr_bf.config import ClassifierConfig, DetectionConfig, MaskedConfig, load_config
-from detr_bf.config.fields import ARGUMENTS, FRACTION, Rule
+from detr_bf.config.common import ARGUMENTS, FRACTION, Rule
 from detr_bf.errors import InputError
 
 SCHEMAS = (DetectionConfig, ClassifierConfig, MaskedConfig)
@@ -44,7 +44,7 @@ def numeric_fields() -> list[Any]:
 @pytest.mark.parametrize(("schema", "key", "hint", "field"), numeric_fields())
 def test_every_number_has_a_range(schema: type[Any], key: str, hint: Any, field: dataclasses.Field[Any]) -> None:
     rule = field.metadata.get("rule")
-    assert isinstance(rule, Rule), f"{key} of {schema.__name__} has no rule: see detr_bf/config/fields.py"
+    assert isinstance(rule, Rule), f"{key} of {schema.__name__} has no rule: see detr_bf/config/common.py"
     wrap = {list: lambda value: [value], dict: lambda value: {"a": value}}.get(typing.get_origin(hint), lambda v: v)
     for value in (math.nan, math.inf, -math.inf, 1e40):
         assert not rule.holds(wrap(value)), f"{key} accepts {value}"
