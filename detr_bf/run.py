@@ -258,7 +258,7 @@ def _describe(folder: RunFolder, created: CreatedFiles, config: RunConfig) -> No
 
 def _not_writable(folder: RunFolder, error: OSError) -> InputError:
     return InputError(
-        f"output_dir {folder.path} cannot be written ({error.strerror or error}): make room, or choose another folder "
+        f"output_dir {folder.path} cannot be written ({error.strerror or error}): free some space, or choose another folder "
         "with output_dir=DIR"
     )
 
@@ -306,7 +306,7 @@ def _report(
         task.write_outputs(folder, evaluate, model)
     except OSError as error:
         raise TrainingError(
-            f"the results ({result}) cannot be written to {folder.path} ({error.strerror or error}): make room, then "
+            f"the results ({result}) cannot be written to {folder.path} ({error.strerror or error}): free some space, then "
             "run the same command with --resume, or with --eval-only if that is what it was"
         ) from error
     report = None

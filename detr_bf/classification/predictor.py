@@ -40,7 +40,7 @@ class ClassifierPredictor:
         return probabilities
 
     def predict(self, images: Iterable[ImageLike], batch_size: int = 1) -> Iterator[Tensor]:
-        """As :meth:`__call__` for many images, in their order.
+        """Classify many images, in their order.
 
         Raises:
             InputError: as :meth:`Predictor.predict`, or the model's answer is not finite.

@@ -64,7 +64,7 @@ class MetricsLog:
             self._file.flush()
         except OSError as error:
             raise TrainingError(
-                f"{self._file.name} cannot be written ({error.strerror or error}): make room, then run the same "
+                f"{self._file.name} cannot be written ({error.strerror or error}): free some space, then run the same "
                 "command with --resume"
             ) from error
         if self._writer is not None:

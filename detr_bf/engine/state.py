@@ -129,9 +129,9 @@ class TrainingState:
             checkpoint.save(self.folder.last, previous=self.folder.previous)
         except (OSError, RuntimeError) as error:  # torch's writer raises the latter
             advice = (
-                "The checkpoint of an earlier step is there: make room, then run the same command with --resume"
+                "The checkpoint of an earlier step is there: free some space, then run the same command with --resume"
                 if self.folder.holds_a_run()
-                else "No checkpoint was written before it: make room, then run the same command again"
+                else "No checkpoint was written before it: free some space, then run the same command again"
             )
             raise TrainingError(
                 f"the checkpoint of step {self.progress.step} cannot be written to {self.folder.path} ({error}). "

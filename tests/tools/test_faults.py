@@ -83,7 +83,7 @@ def test_a_full_disk_stops_the_run_with_a_whole_checkpoint(
     assert run.code == 1, run.said
     assert run.said.count("training stopped: ") == 1
     assert message in run.said
-    assert "make room" in run.said
+    assert "free some space" in run.said
     assert progress(folder)["step"] == 4
     assert unfinished(folder) == []
     assert job.again("--resume").code == 0

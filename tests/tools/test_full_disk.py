@@ -44,7 +44,7 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
     target = tmp_path / f"out{suffix}"
     message = said("convert_checkpoint", [tmp_path / "in.pth", target], capsys)
     assert f"{target} cannot be written (" in message
-    assert "make room, or name another file" in message
+    assert "free some space, or name another file" in message
     assert [path.name for path in tmp_path.iterdir()] == ["in.pth"]
 
 
