@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """The numbers of a run and where they are shown."""
+    """Result of a run and the files that show it."""
 
     result: EvaluationResult
     folder: Path
@@ -50,17 +50,15 @@ class Outcome:
 
 
 def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = False) -> Outcome | None:
-    """Check the data, train, evaluate, report.
-
-    Called by every process of a group; all but the first get None.
+    """Check the data, train, evaluate and write the report. Every rank calls this; ranks other than 0 get None.
 
     Args:
-        resume: go on from the checkpoint in the folder.
-        resume_if_possible: the same if there is one. A process that torchrun restarts resumes in any case, but only the
-            run that the same torchrun started.
+        resume: resume from the checkpoint in the folder.
+        resume_if_possible: resume if there is a checkpoint. A rank that torchrun restarts always resumes a run that the
+            same launch started.
 
     Raises:
-        InputError: before the first step, for anything the user can mend.
+        InputError: before the first step, for anything that the user can correct.
         TrainingError, Interrupted: see :meth:`detr_bf.engine.Trainer.train`.
     """
     config, folder = task.config, RunFolder(Path(task.config.output_dir))
@@ -92,8 +90,8 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
 def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
     """Evaluate ``source``, a checkpoint of ours or foreign weights, with the model and validation data of the task.
 
-    The results are written to ``output_dir``, or to a folder ``eval-NAME`` in it where it holds a run or the evaluation
-    of other weights or settings. Called by every process of a group; all but the first get None.
+    The results are written to ``output_dir``, or to ``output_dir/eval-NAME`` if ``output_dir`` holds a run or the
+    evaluation of other weights or settings. Every rank calls this; ranks other than 0 get None.
 
     Raises:
         InputError: the weights are another model's.
@@ -113,7 +111,7 @@ def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
                 folder.check_no_foreign_files()
                 marker = folder.read_marker()
                 if marker is not None and marker.evaluated != key:
-                    raise InputError(f"{folder.path} was taken by another evaluation meanwhile: repeat the command")
+                    raise InputError(f"{folder.path} is now used by another evaluation: repeat the command")
                 _begin(folder, created, RunMarker.of_this_process("evaluation", key))
                 folder.remove_unfinished()
 
@@ -130,15 +128,15 @@ def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
 
 @contextmanager
 def _locked(folder: RunFolder) -> Iterator[CreatedFiles]:
-    """Hold the lock of the folder, see :meth:`RunFolder.locked`; only the main process touches the folder."""
+    """Hold the lock of the folder, see :meth:`RunFolder.locked`; only rank 0 accesses the folder."""
     with ExitStack() as stack:
-        entered: list[CreatedFiles] = []  # not the result of on_main, which all processes would get
+        entered: list[CreatedFiles] = []  # not the result of run_on_main, which all ranks would get
         distributed.run_on_main(lambda: entered.append(stack.enter_context(folder.locked())))
         yield entered[0] if entered else CreatedFiles(frozenset())
 
 
 def _check_folder(folder: RunFolder, resume: bool, resume_if_possible: bool) -> None:
-    """Check that the run may begin, or go on, in the folder.
+    """Check that a run may start or resume in the folder.
 
     Raises:
         InputError: the folder holds another run, an evaluation, or files of the user.
@@ -151,16 +149,16 @@ def _check_folder(folder: RunFolder, resume: bool, resume_if_possible: bool) -> 
     elif not (resume_if_possible or restarted):
         folder.check_unused()
     if marker is None and folder.holds_a_run() and (resume or resume_if_possible):
-        _newest_checkpoint(folder)  # a copy of a run: its checkpoint tells that it is ours
+        _newest_checkpoint(folder)  # a copied run has no marker: its checkpoint must be ours
     else:
         folder.check_no_foreign_files()
 
 
 def _begin(folder: RunFolder, created: CreatedFiles, marker: RunMarker) -> None:
-    """Mark the folder and log into it.
+    """Mark the folder and start its log file.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: the folder cannot be written.
     """
     try:
         folder.mark(marker)
@@ -179,11 +177,11 @@ def _check(task: Task[Any], folder: RunFolder, checkpoint: Checkpoint | None) ->
     task.check()
     folder.remove_unfinished()
     if checkpoint is not None:
-        _tell_changes(task.config, checkpoint, folder)
+        _log_changes(task.config, checkpoint, folder)
 
 
 def _newest_checkpoint(folder: RunFolder) -> Checkpoint:
-    """The last one, or where that is damaged or missing the one before it."""
+    """Return the last checkpoint, or the previous one if the last is damaged or missing."""
     try:
         return load_checkpoint(folder.last)
     except InputError as error:
@@ -192,22 +190,22 @@ def _newest_checkpoint(folder: RunFolder) -> Checkpoint:
         checkpoint = load_checkpoint(folder.previous)
         if folder.last.exists():
             folder.last.replace(folder.damaged)
-        logger.error("%s\nTraining goes on from %s instead, which is older.", error, folder.previous)
+        logger.error("%s\nTraining resumes from the older %s instead.", error, folder.previous)
         return checkpoint
 
 
 def evaluation_source(config: RunConfig, named: bool) -> Path:
-    """Return the checkpoint that ``--eval-only`` evaluates: the run's own best, or last, or what was named instead.
+    """Return the checkpoint that ``--eval-only`` evaluates: the run's best or else last, or the one named.
 
     Args:
-        named: whether ``init_from`` was given on the command line. In a config file it says what training starts from.
+        named: True if ``init_from`` was given on the command line. In a config file it is the start of training.
 
     Raises:
         InputError: there is no such file.
     """
     source = checkpoint_of(config.init_from if named and config.init_from else config.output_dir)
     if not source.is_file():
-        training_only = f"; init_from={config.init_from} of the config file is what training starts from"
+        training_only = f"; init_from={config.init_from} in the config file is only the start of training"
         raise InputError(
             f"nothing to evaluate: {source} is no checkpoint{training_only if config.init_from and not named else ''}. "
             "Give output_dir=DIR of a trained run, or name the weights on the command line with init_from=FILE"
@@ -216,7 +214,7 @@ def evaluation_source(config: RunConfig, named: bool) -> Path:
 
 
 def _evaluation_key(config: RunConfig, source: Path) -> str:
-    """Return what distinguishes one evaluation from another: a hash of the weights and of all settings."""
+    """Return a hash of the weights and of all settings, which identifies an evaluation."""
     settings = {key: value for key, value in config_to_dict(config).items() if key not in ("output_dir", "init_from")}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     with source.open("rb") as weights:
@@ -241,10 +239,10 @@ def _evaluation_folder(output: Path, source: Path, evaluated: str) -> Path:
 
 
 def _describe(folder: RunFolder, created: CreatedFiles, config: RunConfig) -> None:
-    """Write the settings and the machine.
+    """Write the settings and the description of the machine.
 
     Raises:
-        InputError: they cannot be written.
+        InputError: the files cannot be written.
     """
     created.check_not_overwriting(folder.config, folder.machine)
     try:
@@ -258,13 +256,13 @@ def _describe(folder: RunFolder, created: CreatedFiles, config: RunConfig) -> No
 
 def _not_writable(folder: RunFolder, error: OSError) -> InputError:
     return InputError(
-        f"output_dir {folder.path} cannot be written ({error.strerror or error}): free some space, or choose another folder "
-        "with output_dir=DIR"
+        f"output_dir {folder.path} cannot be written ({error.strerror or error}): free some space, or choose another "
+        "folder with output_dir=DIR"
     )
 
 
-def _tell_changes(config: RunConfig, checkpoint: Checkpoint, folder: RunFolder) -> None:
-    """Log which settings differ from those the run was started with."""
+def _log_changes(config: RunConfig, checkpoint: Checkpoint, folder: RunFolder) -> None:
+    """Log the settings that differ from those of the start of the run."""
     before = _flat(config_to_dict(config_from_dict(checkpoint.config, source=f"the config in {folder.last}")))
     changed = [
         f"{key}: {before[key]} -> {value}"
@@ -272,7 +270,7 @@ def _tell_changes(config: RunConfig, checkpoint: Checkpoint, folder: RunFolder) 
         if before[key] != value
     ]
     if changed:
-        logger.warning("resuming with other settings than the run was started with: %s", "; ".join(changed))
+        logger.warning("resuming with settings that differ from the start of the run: %s", "; ".join(changed))
 
 
 def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
@@ -287,17 +285,17 @@ def _check_same_task(config: RunConfig, checkpoint: Checkpoint, folder: RunFolde
     if type(before) is not type(config):
         raise InputError(
             f"{folder.last} is of a {type(before).__name__}, not of a {type(config).__name__}: resume with the command "
-            "that began it, or choose another folder with output_dir=DIR"
+            "that started it, or choose another folder with output_dir=DIR"
         )
 
 
 def _report(
     task: Task[Any], folder: RunFolder, result: EvaluationResult, evaluate: Any, model: nn.Module, epochs: str = ""
 ) -> Outcome | None:
-    """Results, pictures and the page that shows them, by the main process.
+    """Write results, pictures and report (rank 0 only).
 
     Raises:
-        TrainingError: the numbers cannot be written. A page that cannot be made is a warning.
+        TrainingError: the results cannot be written. A failing report is a warning.
     """
     if not distributed.is_main():
         return None
@@ -306,8 +304,8 @@ def _report(
         task.write_outputs(folder, evaluate, model)
     except OSError as error:
         raise TrainingError(
-            f"the results ({result}) cannot be written to {folder.path} ({error.strerror or error}): free some space, then "
-            "run the same command with --resume, or with --eval-only if that is what it was"
+            f"the results ({result}) cannot be written to {folder.path} ({error.strerror or error}): free "
+            "some space, then repeat the command with --resume, or the evaluation"
         ) from error
     report = None
     with tolerating(str(folder.report)):

@@ -203,7 +203,7 @@ def test_evaluation_with_the_config_of_a_run_means_that_run_and_not_its_parent(
     assert evaluate(child / "config.yaml") == 2
     said = capsys.readouterr().err
     assert "nothing to evaluate" in said
-    assert f"init_from={parent} of the config file is what training starts from" in said
+    assert f"init_from={parent} in the config file is only the start of training" in said
 
 
 def test_a_report_that_cannot_be_made_is_a_warning(
