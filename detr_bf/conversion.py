@@ -40,7 +40,7 @@ def writing(target: Path) -> Iterator[None]:
         raise InputError(f"{target} cannot be written ({reason}): free some space, or name another file") from error
 
 
-def write_weights(target: Path, weights: Mapping[str, Tensor]) -> None:
+def save_weights(target: Path, weights: Mapping[str, Tensor]) -> None:
     """Write weights under their own names."""
     with writing(target):
         interop.write_weights(target, weights)

@@ -14,8 +14,8 @@ from torch import nn
 import detr_bf
 from detr_bf.assembly import build_model, read_initial_weights
 from detr_bf.assembly.network import read_network_weights
-from detr_bf.backbones.weights import load_classifier as load_backbone
-from detr_bf.backbones.weights import read_weights
+from detr_bf.backbones.weights import load_network_weights as load_backbone
+from detr_bf.backbones.weights import read_network_file
 from detr_bf.commands.convert import convert, deploy
 from detr_bf.config import ClassifierConfig, DetectionConfig, config_to_dict, load_config
 from detr_bf.config.classification import ClassifierModelConfig
@@ -69,7 +69,7 @@ def _load_capture(path: Path) -> object:
 
 READERS: list[Callable[[Path], object]] = [
     *(load_checkpoint, is_checkpoint, _load_capture, read_content, read_initial_weights, read_network_weights),
-    *(initial_weights, read_weights, read_classifier, detr_bf.load, detr_bf.load_classifier, _convert, _strip),
+    *(initial_weights, read_network_file, read_classifier, detr_bf.load, detr_bf.load_classifier, _convert, _strip),
 ]
 
 

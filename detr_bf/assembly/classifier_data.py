@@ -28,7 +28,7 @@ from detr_bf.errors import InputError
 from detr_bf.plugins import mixing_patch_size, patch_cutmix
 from detr_bf.structures import ClassMap
 
-MakeBatches = Callable[[int, int], Iterator[LabelledImages]]  # (epoch, first batch) -> batches from there on
+MakeImageBatches = Callable[[int, int], Iterator[LabelledImages]]  # (epoch, first batch) -> batches from there on
 ImageConfig = ClassifierConfig | MaskedConfig
 
 _NAMED = 10  # most classes that a message names
@@ -117,7 +117,7 @@ def build_image_eval_transform(transforms: ImageTransformConfig) -> EvalTransfor
     )
 
 
-def train_batches(config: ImageConfig, splits: ImageSplits, device: torch.device) -> tuple[MakeBatches, int]:
+def train_batches(config: ImageConfig, splits: ImageSplits, device: torch.device) -> tuple[MakeImageBatches, int]:
     """Return (epoch, first batch) -> training batches of this rank from there on, and the batches per epoch."""
     batches = epoch_batches(config, len(splits.train), repeats=config.data.repeats)
     load = _train_loader(config, splits, device)

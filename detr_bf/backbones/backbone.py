@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchvision.models import resnet as torchvision_resnet
 from torchvision.models._api import WeightsEnum
 
-from detr_bf.backbones.weights import download_failed, load_classifier, read_weights
+from detr_bf.backbones.weights import download_failed, load_network_weights, read_network_file
 from detr_bf.errors import InputError
 from detr_bf.structures import FeatureMap, resize_mask
 
@@ -184,7 +184,7 @@ def build_resnet(name: str, *, weights: str, strides: Sequence[int], dilation: b
     if weights == "imagenet":
         resnet.load_state_dict(download(published))
     elif weights != "none":
-        load_classifier(resnet, read_weights(weights), classifier=("fc",), source=weights)
+        load_network_weights(resnet, read_network_file(weights), classifier=("fc",), source=weights)
     widest = resnet.fc.in_features  # channels of stage 4; each stage before it has half as many
     return Network(
         body=ResNetBody(resnet, levels),

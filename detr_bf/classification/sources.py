@@ -22,7 +22,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 from detr_bf.classification.data import FileImages, LabelledSplit, LabelledSplits, array_split, class_map_of
 from detr_bf.classification.debian import Package, unpacked
 from detr_bf.data.images import MAX_PIXELS
-from detr_bf.data.samples.digits import INSTALL, NAMES, Glyphs, load_glyphs, split_glyphs
+from detr_bf.data.samples.digits import DIGIT_NAMES, INSTALL, Glyphs, load_glyphs, split_glyphs
 from detr_bf.errors import InputError
 from detr_bf.files import is_file, is_folder, read_regular
 from detr_bf.text import printable
@@ -273,7 +273,7 @@ def _digit_splits(pixels: NDArray[np.uint8], labels: NDArray[np.int64], origin: 
     return LabelledSplits(
         _digit_split(glyphs["train"], f"{origin}, train"),
         _digit_split(glyphs["val"], f"{origin}, val"),
-        class_map_of(NAMES),
+        class_map_of(DIGIT_NAMES),
         mirrored="a mirrored digit is none",
     )
 

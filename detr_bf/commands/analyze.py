@@ -28,7 +28,7 @@ from detr_bf.data.loader import make_loader
 from detr_bf.errors import InputError
 from detr_bf.files import check_output_file, write_text
 from detr_bf.progress import progress_bar
-from detr_bf.report.figures import SUFFIXES, save_figure
+from detr_bf.report.figures import FIGURE_SUFFIXES, save_figure
 from detr_bf.tasks.classification import read_classifier
 from detr_bf.text import csv_cell, safe_message
 
@@ -46,16 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--images", metavar="N", type=int, help="of the validation split, at random; default by NAME")
     parser.add_argument("--batch-size", metavar="N", type=int, default=64, help="default %(default)s")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    formats = [suffix[1:] for suffix in SUFFIXES]
+    formats = [suffix[1:] for suffix in FIGURE_SUFFIXES]
     parser.add_argument("--format", choices=formats, default="png", help="of the picture; default %(default)s")
     parser.add_argument("--epsilons", metavar="A,B,...", help="fgsm: steps in 255ths; default 0,1,2,4,8")
     parser.add_argument("--patch", metavar="N", type=int, help="occlusion: side of a patch in pixels; default by model")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of all runs, as data.root=DIR")
     options = parser.parse_intermixed_args(arguments)
-    return run_tool(lambda: run(options))
+    return run_tool(lambda: _run(options))
 
 
-def run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     """Analyse every run, write the table and the picture."""
     table, picture = (options.output / f"{options.name}.{suffix}" for suffix in ("csv", options.format))
     for path in (table, picture):
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"--batch-size and --images must be 1 or more; got {options.batch_size} and {options.images}")
     analysis = ANALYSES[options.name]
     results = {
-        name: analysis.run(make_subject(source, analysis, options)) for name, source in named(options.run).items()
+        name: analysis.run(make_subject(source, analysis, options)) for name, source in run_names(options.run).items()
     }
     figure = analysis.draw(results)
     rows = [{"run": name, **row} for name, result in results.items() for row in result.rows()]
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def named(sources: Sequence[Path]) -> dict[str, Path]:
+def run_names(sources: Sequence[Path]) -> dict[str, Path]:
     """Name runs by folder, or by folder and file; if two names are equal, by the differing parts of their paths."""
     if len({source.resolve() for source in sources}) < len(sources):
         raise InputError(f"--run: the same is given twice in {', '.join(map(str, sources))}")
@@ -110,7 +110,7 @@ def make_subject(source: Path, analysis: Analysis, options: argparse.Namespace) 
     indices = torch.randperm(len(splits.val), generator=torch.Generator().manual_seed(0))[:count].tolist()
     return Subject(
         model=model,
-        batches=load(
+        batches=load_batches(
             splits.val, IndexBatches(indices, options.batch_size), config.data.workers, f"{options.name}, {source}"
         ),
         class_names=class_map.names,
@@ -136,7 +136,7 @@ class IndexBatches(Sampler[list[SampleKey]]):
             yield [SampleKey(0, index) for index in batch]
 
 
-def load(
+def load_batches(
     images: Dataset[LabelledImage], sampler: IndexBatches, workers: int, description: str
 ) -> Iterator[LabelledImages]:
     """Load batches with a progress bar."""

@@ -14,7 +14,7 @@ from detr_bf.cli import run_tool
 from detr_bf.commands import add_config_arguments, configs_and_overrides
 from detr_bf.config import load_config
 from detr_bf.files import check_output_file, write_json
-from detr_bf.planning import COCO_IMAGES, GPUS, Machine, describe, gpu_named, make_plan, read_measured
+from detr_bf.planning import COCO_IMAGES, GPUS, Machine, describe_plan, gpu_named, make_plan, read_measured
 from detr_bf.text import safe_message
 
 
@@ -41,10 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     time.add_argument("--tflops", type=float, metavar="X", help="rate that a GPU sustains, instead of peak rates")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers, in bytes and seconds")
     options = parser.parse_intermixed_args(arguments)
-    return run_tool(lambda: run(options))
+    return run_tool(lambda: _run(options))
 
 
-def run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     """Make a plan, print it and write its numbers."""
     if options.json is not None:
         check_output_file(options.json, "--json")
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         seconds, source = read_measured(options.measured, config)
         machine = replace(machine, seconds_per_step=seconds, seconds_source=source)
     plan = make_plan(config, machine, load_config(files, task="detection") if files else None)
-    print(safe_message(describe(plan, config, machine)))
+    print(safe_message(describe_plan(plan, config, machine)))
     if options.json is not None:
         write_json(options.json, plan.to_dict())
     return 0

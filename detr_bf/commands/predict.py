@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from detr_bf.cli import run_tool
-from detr_bf.data.images import FORMATS, read_image
+from detr_bf.data.images import IMAGE_FORMATS, read_image
 from detr_bf.errors import InputError
 from detr_bf.evaluation import write_panoptic
 from detr_bf.files import (
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from detr_bf.classification.predictor import ClassifierPredictor
 
 DETECTION_THRESHOLD = 0.5
-MOST_CLASSES = 5  # of an image
+SHOWN_CLASSES = 5  # of an image
 MOST_ON_SHEET = 60  # images
 WRITTEN = ".detr_bf_predict.json"  # lists the files that this command has written in the output folder
 LONGEST_STEM = 150  # bytes of an input's name in the name of its picture
@@ -65,10 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("inputs", nargs="+", metavar="IMAGE_OR_FOLDER", type=Path)
     options = parser.parse_args(arguments)
-    return run_tool(lambda: run(options))
+    return run_tool(lambda: _run(options))
 
 
-def run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     """Predict, write, print."""
     setup_logging()
     if options.threshold is not None and not 0 <= options.threshold <= 1:
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     output = Output(options.output)
     files = list(image_files(options.inputs, output.written))
     predictor = load_predictor(options.checkpoint, options.device)
-    images = Images(files, predictor.max_pixels)
+    images = InputImages(files, predictor.max_pixels)
     if not isinstance(predictor, Predictor):
         if options.panoptic:
             raise InputError(f"{options.checkpoint} is of a classifier, and --panoptic needs a detector with masks")
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if images.unreadable else 0
 
 
-class Images:
+class InputImages:
     """Image files, and the reasons why some of them could not be read."""
 
     def __init__(self, files: Sequence[Path], max_pixels: int) -> None:
@@ -144,7 +144,7 @@ class Output:
         return {_real(self.folder) / name for name in self._before}
 
     @contextmanager
-    def writing(self, names: Sequence[str], images: Images) -> Iterator[None]:
+    def writing(self, names: Sequence[str], images: InputImages) -> Iterator[None]:
         """Check that files may be written, and record those that were; new folders that stay empty are removed.
 
         Raises:
@@ -172,7 +172,7 @@ class Output:
             remove_empty(new)
 
 
-def write_objects(output: Output, predictor: Predictor, images: Images, threshold: float) -> list[str]:
+def write_objects(output: Output, predictor: Predictor, images: InputImages, threshold: float) -> list[str]:
     """Write a picture of each image and ``predictions.json``; return the lines to print."""
     entries = []
     names, labels = images.picture_names(), class_labels(predictor.class_map)
@@ -187,7 +187,7 @@ def write_objects(output: Output, predictor: Predictor, images: Images, threshol
     return [f"{count} objects in {len(entries)} images: {printable(output.folder)}"]
 
 
-def write_classes(output: Output, predictor: ClassifierPredictor, images: Images, threshold: float) -> list[str]:
+def write_classes(output: Output, predictor: ClassifierPredictor, images: InputImages, threshold: float) -> list[str]:
     """Write the most probable classes of each image as JSON and on a sheet; return the lines to print."""
     entries: list[dict[str, Any]] = []
     shown: list[ProbableClasses] = []
@@ -212,7 +212,7 @@ def write_classes(output: Output, predictor: ClassifierPredictor, images: Images
 
 def most_probable(probabilities: Tensor, class_map: ClassMap, threshold: float) -> list[dict[str, Any]]:
     """Return category id, name and probability of the most probable classes, from probabilities (K,), best first."""
-    scores, labels = (values.tolist() for values in probabilities.topk(min(MOST_CLASSES, len(probabilities))))
+    scores, labels = (values.tolist() for values in probabilities.topk(min(SHOWN_CLASSES, len(probabilities))))
     return [
         {"category_id": class_map.category_ids[label], "name": class_map.names[label], "score": score}
         for score, label in zip(scores, labels, strict=True)
@@ -220,7 +220,7 @@ def most_probable(probabilities: Tensor, class_map: ClassMap, threshold: float) 
     ]
 
 
-def write_panoptic_maps(output: Output, predictor: Predictor, images: Images) -> list[str]:
+def write_panoptic_maps(output: Output, predictor: Predictor, images: InputImages) -> list[str]:
     """Write pictures and COCO panoptic results: ``panoptic.json`` with PNG files of segment ids in ``panoptic``.
 
     ``image_id`` is the index in ``images``, which is the number at the start of the file names.
@@ -244,7 +244,7 @@ def image_files(inputs: Sequence[Path], written: set[Path]) -> Iterator[Path]:
 
     Broken links are included: reading them reports the error.
     """
-    readable = {suffix for suffix, name in Image.registered_extensions().items() if name in FORMATS}
+    readable = {suffix for suffix, name in Image.registered_extensions().items() if name in IMAGE_FORMATS}
     for path in inputs:
         if not path.exists():
             raise InputError(f"no such file or folder: {printable(path)}")

@@ -26,7 +26,15 @@ from detr_bf.text import printable
 
 logger = logging.getLogger(__name__)
 
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")  # JPEG is MPO too; AVIF where Pillow was built with it
+IMAGE_FORMATS = (
+    "JPEG",
+    "PNG",
+    "WEBP",
+    "BMP",
+    "TIFF",
+    "GIF",
+    "AVIF",
+)  # JPEG is MPO too; AVIF where Pillow was built with it
 MAX_PIXELS = 178_956_970  # default of data.max_pixels: Pillow warns above it
 _BYTES_PER_PIXEL = 8  # limit of the file size: uncompressed RGBA of 16 bits
 _SMALLEST_LIMIT = 2**26  # bytes; the limit of the file size is never smaller
@@ -146,7 +154,7 @@ def image_bytes(path: Path, max_pixels: int = MAX_PIXELS) -> bytes:
 
 
 def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Decode the bytes of a file of one of :data:`FORMATS`; all images are opened here.
+    """Decode the bytes of a file of one of :data:`IMAGE_FORMATS`; all images are opened here.
 
     No other decoder of Pillow is used, because some start programs (EPS). The file extension is ignored.
 
@@ -169,7 +177,7 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     except Exception as error:  # on a broken file decoders raise almost anything (struct, zlib, SyntaxError, ...)
         raise ValueError(f"it cannot be decoded ({printable(error) or type(error).__name__})") from error
     if image is None:
-        raise ValueError(f"it cannot be decoded (none of the formats {', '.join(FORMATS)})")
+        raise ValueError(f"it cannot be decoded (none of the formats {', '.join(IMAGE_FORMATS)})")
     return image
 
 
@@ -183,10 +191,10 @@ def image_sizes(image: Image.Image) -> ImageSizes:
 def _identified(data: bytes) -> ImageFile | None:
     """Return the image whose header is in ``data``, or None.
 
-    Same as ``Image.open`` with ``formats=FORMATS``, without its size limit, which is one variable for the process.
+    Same as ``Image.open`` with ``formats=IMAGE_FORMATS``, but without its size limit, which is global to the process.
     """
     Image.init()
-    for name in FORMATS:
+    for name in IMAGE_FORMATS:
         if name not in Image.OPEN:
             continue
         factory, accept = Image.OPEN[name]

@@ -19,7 +19,7 @@ from detr_bf.text import listed, printable
 
 M = TypeVar("M", bound=nn.Module)
 
-FORMAT = 1
+CHECKPOINT_FORMAT = 1
 _MAX_DEPTH = 30  # levels of a stored config
 _MAX_STEPS = 2**53  # up to here a float64 is exact
 _MIXER = re.compile(r"(?P<path>(?:.*\.)?mixers)\.(?P<mixer>shared|\d+)\.(?P<rest>.+)")  # of BatchFormerV2
@@ -34,7 +34,7 @@ class Checkpoint:
     config: dict[str, Any]
     ema: dict[str, Tensor] | None = None  # averaged weights, used for evaluation
     training: dict[str, Any] | None = None  # optimizer, scaler, RNG, progress
-    format: int = FORMAT
+    format: int = CHECKPOINT_FORMAT
 
     @property
     def classes(self) -> ClassMap:
@@ -76,13 +76,13 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if not isinstance(content, dict) or set(content) != expected:
         found = listed(sorted(map(str, content))) if isinstance(content, dict) else f"a {type(content).__name__}"
         raise InputError(
-            f"{path} is not a detr_bf checkpoint of format {FORMAT}: it holds {found or 'nothing'}; "
+            f"{path} is not a detr_bf checkpoint of format {CHECKPOINT_FORMAT}: it holds {found or 'nothing'}; "
             f"expected {', '.join(sorted(expected))}"
         )
-    if content["format"] != FORMAT or isinstance(content["format"], bool):
+    if content["format"] != CHECKPOINT_FORMAT or isinstance(content["format"], bool):
         raise InputError(
             f"{path} is a detr_bf checkpoint of format {printable(content['format'])}, and this version reads format "
-            f"{FORMAT}: use the version of detr_bf that wrote it"
+            f"{CHECKPOINT_FORMAT}: use the version of detr_bf that wrote it"
         )
     for name in ("model", "ema"):
         if name == "model" or content[name] is not None:

@@ -17,7 +17,7 @@ from detr_bf.files import check_weights
 from detr_bf.text import listed
 
 _ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}  # of a parameter
-SCALES = "context_broadcasting.scales"  # last part of the names of their modules
+SCALE_PARAMETERS = "context_broadcasting.scales"  # last part of the names of their modules
 
 
 def parameter_groups(
@@ -58,7 +58,7 @@ def _special_parameters(model: nn.Module) -> dict[int, str]:
             group = "batch_former"
         elif isinstance(module, nn.Linear) and re.search(r"\.sampling_offsets$|\bqueries\.reference\b", name):
             group = "points"
-        elif name.endswith(SCALES):
+        elif name.endswith(SCALE_PARAMETERS):
             group = "scales"
         else:
             continue
@@ -101,7 +101,7 @@ def image_parameter_groups(
     def group_of(name: str, parameter: nn.Parameter) -> str:
         group = "batch_former" if id(parameter) in attention else "network"
         decays = decay_vectors or (parameter.ndim > 1 and name not in exempt)
-        decays = decays and f"{SCALES}." not in name
+        decays = decays and f"{SCALE_PARAMETERS}." not in name
         return group if decays else f"{group}_no_decay"
 
     return _filled(groups, model, group_of)

@@ -32,7 +32,7 @@ from detr_bf.text import printable
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # of a capture
+CAPTURE_FORMAT = 1  # of a capture
 MAX_CAPTURES = 3  # files of skipped steps in a run: each holds all weights
 MAX_NAMES = 5  # in a list, before "..."
 
@@ -273,7 +273,7 @@ class Capture:
     threads: int
     device: str  # its type
     torch_version: str
-    format: int = FORMAT
+    format: int = CAPTURE_FORMAT
 
     @property
     def classes(self) -> ClassMap:
@@ -298,9 +298,9 @@ def load_capture(path: Path, batch_type_of: Callable[[dict[str, Any]], type[Trai
     """
     content = read_torch(path, own=True)
     expected = {field.name for field in fields(Capture)}
-    if not isinstance(content, dict) or set(content) != expected or content["format"] != FORMAT:
+    if not isinstance(content, dict) or set(content) != expected or content["format"] != CAPTURE_FORMAT:
         raise InputError(
-            f"{path} is not a captured step of detr_bf, format {FORMAT}: give a file that a training run wrote when "
+            f"{path} is not a captured step of detr_bf, format {CAPTURE_FORMAT}: give a file that a run wrote when "
             "its loss or gradient was not finite"
         )
     check_stored(content["config"], content["class_map"], path)

@@ -27,7 +27,7 @@ from detr_bf.data.coco import CocoAnnotations, annotated_size, check_maps, read_
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.masks import Segmentations, parts_of, read_ids
 from detr_bf.errors import InputError
-from detr_bf.evaluation.results import METRIC_NAMES, ClassResult, CocoSummary
+from detr_bf.evaluation.results import BOX_METRIC_NAMES, ClassResult, CocoSummary
 from detr_bf.files import write_json
 from detr_bf.postprocess import encoded
 from detr_bf.structures import ClassMap, Detections
@@ -345,7 +345,7 @@ def _twelve_numbers(curves: Curves) -> dict[str, float | None]:
         *(recall[:, :, 0, limit] for limit in (0, 1, 2)),
         *(recall[:, :, size, 2] for size in (1, 2, 3)),
     )
-    return {name: _mean_valid(view) for name, view in zip(METRIC_NAMES, views, strict=True)}
+    return {name: _mean_valid(view) for name, view in zip(BOX_METRIC_NAMES, views, strict=True)}
 
 
 def _per_class(curves: Curves, objects: Iterable[Mapping[str, Any]], class_map: ClassMap) -> dict[str, ClassResult]:

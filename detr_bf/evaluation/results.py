@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-METRIC_NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
+BOX_METRIC_NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 PANOPTIC_METRIC_NAMES = ("PQ", "SQ", "RQ", "PQ_th", "SQ_th", "RQ_th", "PQ_st", "SQ_st", "RQ_st")
 SIZE_NAMES = ("small", "medium", "large")
 
@@ -52,7 +52,7 @@ class CocoSummary:
     @property
     def metrics(self) -> dict[str, float | None]:
         """Return the twelve metrics by name, in COCO's order."""
-        return {name: getattr(self, name) for name in METRIC_NAMES}
+        return {name: getattr(self, name) for name in BOX_METRIC_NAMES}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and numbers for JSON."""

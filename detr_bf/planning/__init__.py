@@ -2,7 +2,7 @@
 
 from detr_bf.planning.machine import COCO_IMAGES, GPUS, Gpu, Machine, gpu_named, read_measured
 from detr_bf.planning.plan import Plan, make_plan
-from detr_bf.planning.text import describe
+from detr_bf.planning.text import describe_plan
 from detr_bf.planning.trace import Trace, trace
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "Machine",
     "Plan",
     "Trace",
-    "describe",
+    "describe_plan",
     "gpu_named",
     "make_plan",
     "read_measured",

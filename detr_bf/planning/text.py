@@ -26,7 +26,7 @@ from detr_bf.planning.trace import OBJECTS, kernels_assumed
 CLOSE = 0.9  # share of a GPU's memory above which a plan barely fits
 
 
-def describe(plan: Plan, config: DetectionConfig, machine: Machine) -> str:
+def describe_plan(plan: Plan, config: DetectionConfig, machine: Machine) -> str:
     """Return all numbers, advice and assumptions of a plan."""
     train = config.train
     batches = "1 batch" if train.accumulate == 1 else f"{train.accumulate} batches"

@@ -15,16 +15,16 @@ INK, FAINT = "#3a3f46", "#d9dce1"
 # Okabe and Ito, "Color Universal Design" (2008)
 BLACK, BLUE, ORANGE, GREEN, PINK = "#1c1e22", "#0072b2", "#e69f00", "#009e73", "#cc79a7"
 SKY, VERMILION = "#56b4e9", "#d55e00"
-SUFFIXES = (".svg", ".png", ".pdf")
+FIGURE_SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def check_suffix(output: str | Path, what: str) -> None:
     """Check the suffix of a figure's file; the message begins with ``what``, for example ``curves are``.
 
     Raises:
-        InputError: the suffix is not one of ``SUFFIXES``.
+        InputError: the suffix is not one of ``FIGURE_SUFFIXES``.
     """
-    if Path(output).suffix not in SUFFIXES:
+    if Path(output).suffix not in FIGURE_SUFFIXES:
         raise InputError(f"{what} written as .svg, .png or .pdf; got '{output}'")
 
 

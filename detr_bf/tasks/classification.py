@@ -38,7 +38,7 @@ from detr_bf.classification.report.page import CLASSIFICATION_PAGE
 from detr_bf.classification.report.sheet import ClassifiedImage, classification_sheet
 from detr_bf.config import ClassifierConfig, MaskedConfig, config_from_dict
 from detr_bf.config.classification import ImageTransformConfig, PluginsConfig
-from detr_bf.conversion import same_outputs, write_weights
+from detr_bf.conversion import same_outputs, save_weights
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.checks.annotations import Report
 from detr_bf.engine import (
@@ -190,7 +190,7 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
         bare = build_and_load(lambda: build_classifier(plain, num_classes, pretrained=False), kept, source)
         if not same_outputs(self._trained(checkpoint, source), bare, random_images(config)):
             raise InputError(f"{source}: evaluation changes without plug-ins, so nothing was written")
-        write_weights(target, kept)
+        save_weights(target, kept)
         removed = len(checkpoint.weights) - len(kept)
         return (
             f"{removed} tensors of plug-ins left out, evaluation is the same to the bit; the other {len(kept)} load "

@@ -20,7 +20,7 @@ from detr_bf.classification.metrics import ReconstructionEvaluator
 from detr_bf.classification.report.page import MASKED_PAGE
 from detr_bf.classification.report.sheet import reconstruction_sheet
 from detr_bf.config import MaskedConfig
-from detr_bf.conversion import same_outputs, write_weights
+from detr_bf.conversion import same_outputs, save_weights
 from detr_bf.engine import (
     Checkpoint,
     Evaluation,
@@ -101,7 +101,7 @@ class MaskedTask(ImageTask[MaskedConfig]):
         encoder = build_and_load(lambda: self.build_model(0).encoder, kept, source)
         if not same_outputs(whole.encoder, encoder, random_images(self.config)):
             raise InputError(f"{source}: the encoder alone gives other outputs, so nothing was written")
-        write_weights(target, kept)
+        save_weights(target, kept)
         return (
             f"{len(kept)} tensors of the encoder load into the plain {self.config.model.name} without classes: {target}"
         )

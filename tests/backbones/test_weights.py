@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torchvision.models import resnet as torchvision_resnet
 
 from detr_bf.backbones import Backbone, build_backbone
-from detr_bf.backbones.weights import read_weights
+from detr_bf.backbones.weights import read_network_file
 from detr_bf.errors import InputError
 
 
@@ -91,7 +91,7 @@ def test_a_truncated_file_is_named(suffix: str, state: dict[str, torch.Tensor], 
         save_file(state, path)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(InputError, match=f"w{suffix}"):
-        read_weights(path)
+        read_network_file(path)
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"state_dict": {"epoch": 3}}, {"lr": 0.1}])
@@ -99,7 +99,7 @@ def test_what_is_no_state_dict_is_refused(content: object, tmp_path: Path) -> No
     path = tmp_path / "w.pth"
     torch.save(content, path)
     with pytest.raises(InputError, match="expected a state dict"):
-        read_weights(path)
+        read_network_file(path)
 
 
 def test_a_missing_file_is_named() -> None:

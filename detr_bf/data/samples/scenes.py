@@ -14,14 +14,22 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from detr_bf.data.samples.composite import Area, Scene, Split, area_of, populate, random_crop
-from detr_bf.data.samples.digits import LICENCE, NAMES, Glyphs, load_glyphs, load_photos, random_digit, split_glyphs
+from detr_bf.data.samples.composite import Area, SampleSplit, Scene, area_of, populate, random_crop
+from detr_bf.data.samples.digits import (
+    DIGIT_NAMES,
+    LICENCE,
+    Glyphs,
+    load_glyphs,
+    load_photos,
+    random_digit,
+    split_glyphs,
+)
 from detr_bf.data.samples.writing import SPLITS, Recipe, already_built, write_dataset
 from detr_bf.files import output_path
 
 STUFF = ("brick", "grass", "gravel")
 MAX_REGIONS = 3  # an image
-SHARES = (0.25, 0.75)  # fraction of the remaining pixels in one region
+STUFF_SHARES = (0.25, 0.75)  # fraction of the remaining pixels in one region
 WAVES = 6  # in the noise whose level sets are the regions
 CYCLES = (0.3, 1.4)  # of one wave, in periods across the image
 TINT = 0.12  # largest relative change of a colour channel of a texture
@@ -55,15 +63,15 @@ def build_scenes(
     glyphs, textures = split_glyphs(*load_glyphs()), load_photos([f"{name}.png" for name in STUFF])
     areas = {split: stuff_areas(textures, split) for split in SPLITS}
 
-    def draw(split: Split, rng: np.random.Generator) -> Scene:
+    def draw(split: SampleSplit, rng: np.random.Generator) -> Scene:
         return random_panoptic_scene(areas[split], glyphs[split], recipe.image_size, recipe.object_size, rng)
 
-    return write_dataset(output, recipe, NAMES, LICENCE, draw, progress, STUFF)
+    return write_dataset(output, recipe, DIGIT_NAMES, LICENCE, draw, progress, STUFF)
 
 
-def stuff_areas(textures: list[Image.Image], split: Split) -> dict[int, Area]:
+def stuff_areas(textures: list[Image.Image], split: SampleSplit) -> dict[int, Area]:
     """Return the split's part of each texture by category id, in the order of ``STUFF``."""
-    return {number: area_of(texture, split) for number, texture in enumerate(textures, start=len(NAMES) + 1)}
+    return {number: area_of(texture, split) for number, texture in enumerate(textures, start=len(DIGIT_NAMES) + 1)}
 
 
 def random_panoptic_scene(
@@ -86,13 +94,13 @@ def random_panoptic_scene(
 def random_regions(size: int, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
     """Return (size, size) region numbers 0 to ``count`` - 1 with smooth boundaries.
 
-    Each region except 0 gets a fraction within ``SHARES`` of the remaining pixels, so none is very small.
+    Each region except 0 gets a fraction within ``STUFF_SHARES`` of the remaining pixels, so none is very small.
     """
     regions = np.zeros((size, size), dtype=np.int64)
     for number in range(1, count):
         left = regions == 0
         field = smooth_noise(size, rng)
-        regions[left & (field <= np.quantile(field[left], rng.uniform(*SHARES)))] = number
+        regions[left & (field <= np.quantile(field[left], rng.uniform(*STUFF_SHARES)))] = number
     return regions
 
 

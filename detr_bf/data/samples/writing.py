@@ -23,21 +23,21 @@ from pycocotools import mask as coco_mask
 
 from detr_bf.data.annotation_values import MAX_ID
 from detr_bf.data.masks import encoded_ids
-from detr_bf.data.samples.composite import BACKGROUND, Scene, Split
+from detr_bf.data.samples.composite import BACKGROUND, SampleSplit, Scene
 from detr_bf.errors import InputError
 from detr_bf.files import make_output_folder, read_json, remove_empty, write_json
 from detr_bf.progress import progress_bar
 from detr_bf.text import printable
 
 MANIFEST = "dataset.json"
-SPLITS: tuple[Split, ...] = get_args(Split)
+SPLITS: tuple[SampleSplit, ...] = get_args(SampleSplit)
 JPEG_QUALITY = 92
 _STEM = 40  # characters of the folder name in the name of its temporary folder
 
 MAX_IMAGES = 1_000_000  # of a split
 IMAGE_SIZES = range(32, 4097)  # pixels
 
-Draw = Callable[[Split, np.random.Generator], Scene]
+Draw = Callable[[SampleSplit, np.random.Generator], Scene]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Recipe:
         if not 0.05 <= low <= high <= 1:
             raise InputError(f"object_size is {low} to {high} of the image; expected 0.05 <= least <= largest <= 1")
 
-    def num_images(self, split: Split) -> int:
+    def num_images(self, split: SampleSplit) -> int:
         return self.num_train if split == "train" else self.num_val
 
     def manifest(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _write_split(
     names: Sequence[str],
     licence: dict[str, str],
     draw: Draw,
-    split: Split,
+    split: SampleSplit,
     progress: bool,
     stuff_names: Sequence[str],
 ) -> None:
@@ -219,7 +219,7 @@ def _write_split(
         write_json(folder / f"{split}_panoptic.json", {**common, "annotations": panoptic, "categories": categories})
 
 
-def _panoptic_folder(folder: Path, split: Split) -> Path:
+def _panoptic_folder(folder: Path, split: SampleSplit) -> Path:
     return folder / f"{split}_panoptic"
 
 
@@ -239,7 +239,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest if isinstance(manifest, dict) else {}
 
 
-def _split_is_there(folder: Path, recipe: Recipe, split: Split, panoptic: bool) -> bool:
+def _split_is_there(folder: Path, recipe: Recipe, split: SampleSplit, panoptic: bool) -> bool:
     folders = [folder / split, _panoptic_folder(folder, split)] if panoptic else [folder / split]
     return all(
         images.with_name(f"{images.name}.json").is_file()

@@ -20,7 +20,7 @@ _MODULES = {
     "DetrBfCheckpointer": "checkpoint",
     "DetrBfDatasetMapper": "mapper",
     "PanopticQualityEvaluator": "evaluation",
-    "Trainer": "training",
+    "DetrBfTrainer": "training",
     "add_detr_bf_config": "meta_arch",
     "build_detr_bf": "meta_arch",
     "build_evaluator": "evaluation",

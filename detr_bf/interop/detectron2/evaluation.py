@@ -34,7 +34,7 @@ from detr_bf.structures import ClassMap, PanopticMap, Segment
 
 logger = logging.getLogger(__name__)
 
-TASKS = {False: ("bbox",), True: ("bbox", "segm")}  # by whether masks are evaluated
+EVALUATION_TASKS = {False: ("bbox",), True: ("bbox", "segm")}  # by whether masks are evaluated
 Dictionaries = Sequence[Mapping[str, Any]]
 
 
@@ -56,7 +56,7 @@ def build_evaluator(
     if not isinstance(dataset_name, str):
         raise InputError(f"expected the name of one data set, got {dataset_name}: evaluate data sets one by one")
     kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
-    folder, tasks = str(output_dir), TASKS[masks]
+    folder, tasks = str(output_dir), EVALUATION_TASKS[masks]
     makers: dict[str, Callable[[], DatasetEvaluator]] = {
         "coco": lambda: COCOEvaluator(dataset_name, tasks, output_dir=folder),
         "coco_panoptic_seg": lambda: _panoptic_evaluator(dataset_name, folder, masks, panoptic),
@@ -101,7 +101,7 @@ class ThingEvaluator(COCOEvaluator):
         is_thing = torch.tensor(classes.is_thing)
         self._thing_index = torch.where(is_thing, is_thing.cumsum(0) - 1, -1)  # by class; -1: stuff
         entry = _describe_things(dataset_name, classes, Path(output_dir), masks)
-        super().__init__(entry, TASKS[masks], output_dir=str(output_dir))
+        super().__init__(entry, EVALUATION_TASKS[masks], output_dir=str(output_dir))
 
     def process(self, inputs: Dictionaries, outputs: Dictionaries) -> None:
         """Add images; detections of stuff are ignored."""

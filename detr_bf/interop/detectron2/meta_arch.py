@@ -189,7 +189,7 @@ class DetrBf(nn.Module):
         if self.state_dict().keys().isdisjoint(state_dict):
             raise InputError(
                 f"none of the {len(state_dict)} tensors has a name of this model. Weights of the core, the authors or "
-                "Hugging Face are read by DetrBfCheckpointer and our Trainer; for detectron2's own checkpointer "
+                "Hugging Face are read by DetrBfCheckpointer and DetrBfTrainer; for detectron2's own checkpointer "
                 "convert them with tools/convert_checkpoint.py --to detectron2. Weights of a detectron2 backbone need "
                 "MODEL.DETR_BF.BACKBONE.NAME detectron2"
             )

@@ -169,7 +169,7 @@ def check_evaluable(options: argparse.Namespace, weights: str, output_dir: str) 
 # ---- yacs configs ----
 
 
-class Trainer(DefaultTrainer):
+class DetrBfTrainer(DefaultTrainer):
     """Detectron2's trainer with DETR's augmentation and optimizer, our evaluators and our checkpoint formats."""
 
     @classmethod
@@ -209,14 +209,14 @@ def train_yacs(options: argparse.Namespace) -> Any:
     """
     cfg = _setup(options)
     if not options.eval_only:
-        trainer = Trainer(cfg)
+        trainer = DetrBfTrainer(cfg)
         trainer.resume_or_load(resume=options.resume)
         trainer.train()
         return getattr(trainer, "_last_eval_results", None)
     check_evaluable(options, cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR)
-    model = Trainer.build_model(cfg)
+    model = DetrBfTrainer.build_model(cfg)
     DetrBfCheckpointer(model, save_dir=cfg.OUTPUT_DIR).resume_or_load(cfg.MODEL.WEIGHTS, resume=options.resume)
-    return Trainer.test(cfg, model)
+    return DetrBfTrainer.test(cfg, model)
 
 
 def _setup(options: argparse.Namespace) -> CfgNode:
@@ -279,7 +279,7 @@ def train_lazy(options: argparse.Namespace) -> Any:
     DetrBfCheckpointer(model, save_dir=cfg.train.output_dir).resume_or_load(
         cfg.train.init_checkpoint, resume=options.resume
     )
-    return evaluate(cfg, model)
+    return evaluate_model(cfg, model)
 
 
 def _datasets(cfg: DictConfig) -> list[str]:
@@ -288,7 +288,7 @@ def _datasets(cfg: DictConfig) -> list[str]:
     return [name for each in names if each is not None for name in ([each] if isinstance(each, str) else each)]
 
 
-def evaluate(cfg: DictConfig, model: nn.Module) -> Any:
+def evaluate_model(cfg: DictConfig, model: nn.Module) -> Any:
     """Return the results of ``dataloader.evaluator`` on ``dataloader.test``."""
     results = inference_on_dataset(model, instantiate(cfg.dataloader.test), instantiate(cfg.dataloader.evaluator))
     if comm.is_main_process():
@@ -306,7 +306,7 @@ def _train(cfg: DictConfig, model: nn.Module, *, resume: bool) -> Any:
     found: dict[str, Any] = {}
 
     def test() -> Any:
-        found["results"] = evaluate(cfg, parallel)
+        found["results"] = evaluate_model(cfg, parallel)
         return found["results"]
 
     trainer.register_hooks(

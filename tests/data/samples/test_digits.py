@@ -12,7 +12,7 @@ from pycocotools.coco import COCO
 
 from detr_bf.data.samples import digits
 from detr_bf.data.samples.digits import (
-    NAMES,
+    DIGIT_NAMES,
     PHOTOS,
     build_digits,
     contrast,
@@ -65,7 +65,7 @@ def test_annotations_are_valid_coco_and_exact(tmp_path: Path) -> None:
     folder = build_digits(tmp_path / "digits", num_train=40, num_val=5, image_size=96)
     coco = COCO(str(folder / "train.json"))
     assert {category["id"]: category["name"] for category in coco.dataset["categories"]} == {
-        int(name) + 1: name for name in NAMES
+        int(name) + 1: name for name in DIGIT_NAMES
     }
     counts = [len(coco.imgToAnns[image_id]) for image_id in coco.imgs]
     assert min(counts) >= 1

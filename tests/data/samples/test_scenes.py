@@ -16,8 +16,8 @@ from detr_bf.data.samples.composite import BACKGROUND
 from detr_bf.data.samples.digits import load_photos, split_glyphs
 from detr_bf.data.samples.scenes import (
     BRIGHTNESS,
-    SHARES,
     STUFF,
+    STUFF_SHARES,
     TINT,
     build_scenes,
     random_panoptic_scene,
@@ -134,7 +134,7 @@ def test_regions_are_large_and_have_smooth_boundaries(count: int) -> None:
         regions = random_regions(128, count, np.random.default_rng(seed))
         shares = np.bincount(regions.ravel(), minlength=count) / regions.size
         assert len(shares) == count
-        assert shares.min() >= SHARES[0] * (1 - SHARES[1]) - 0.01
+        assert shares.min() >= STUFF_SHARES[0] * (1 - STUFF_SHARES[1]) - 0.01
         ragged = ndimage.median_filter(regions, 5, mode="nearest") != regions
         assert ragged.mean() < 0.01
 

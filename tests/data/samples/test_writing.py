@@ -14,7 +14,7 @@ import pytest
 from pycocotools import mask as coco_mask
 
 from detr_bf.data.samples import build_digits, build_scenes
-from detr_bf.data.samples.composite import Scene, Split
+from detr_bf.data.samples.composite import SampleSplit, Scene
 from detr_bf.data.samples.writing import MANIFEST, Recipe, already_built, annotation, panoptic_segments, write_dataset
 from detr_bf.errors import InputError
 from detr_bf.text import printable
@@ -23,13 +23,13 @@ RECIPE = Recipe("toy", 1, num_train=3, num_val=2, image_size=32, seed=0, object_
 LICENCE = {"name": "none", "url": ""}
 
 
-def draw(split: Split, rng: np.random.Generator) -> Scene:
+def draw(split: SampleSplit, rng: np.random.Generator) -> Scene:
     owner = np.full((32, 32), -1, dtype=np.int64)
     owner[4:9, rng.integers(20) :] = 0
     return Scene(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8), (2,), owner)
 
 
-def draw_with_stuff(split: Split, rng: np.random.Generator) -> Scene:
+def draw_with_stuff(split: SampleSplit, rng: np.random.Generator) -> Scene:
     stuff = np.full((32, 32), 3, dtype=np.int64)
     stuff[20:] = 4
     return replace(draw(split, rng), stuff=stuff)
@@ -170,7 +170,7 @@ def test_a_damaged_manifest_is_that_of_no_set(tmp_path: Path, manifest: bytes) -
 def test_an_interrupted_build_leaves_no_set_and_is_made_up_for(tmp_path: Path) -> None:
     calls = 0
 
-    def interrupted(split: Split, rng: np.random.Generator) -> Scene:
+    def interrupted(split: SampleSplit, rng: np.random.Generator) -> Scene:
         nonlocal calls
         calls += 1
         if calls == 5:  # the last image
@@ -211,7 +211,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: py
 def test_a_folder_that_is_filled_meanwhile_is_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / "toy"
 
-    def filling(split: Split, rng: np.random.Generator) -> Scene:
+    def filling(split: SampleSplit, rng: np.random.Generator) -> Scene:
         folder.mkdir(exist_ok=True)
         (folder / "notes.md").write_text("theirs")
         return draw(split, rng)
@@ -261,7 +261,7 @@ def test_a_name_that_no_folder_can_have(
 
 
 def test_a_failed_build_leaves_no_folder(tmp_path: Path) -> None:
-    def broken(split: Split, rng: np.random.Generator) -> Scene:
+    def broken(split: SampleSplit, rng: np.random.Generator) -> Scene:
         raise OSError
 
     with pytest.raises(OSError):  # noqa: PT011

@@ -62,7 +62,7 @@ import sys
 from pathlib import Path
 installed = [path for path in sys.path if not (Path(path) / "detectron2").is_dir()]
 sys.path[:] = [{str(tmp_path)!r}, *installed]
-from detr_bf.interop.detectron2 import Trainer
+from detr_bf.interop.detectron2 import DetrBfTrainer
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert f"see {detectron2.INSTALL_GUIDE}" in ended.stderr
