@@ -68,7 +68,7 @@ def configs_and_overrides(options: argparse.Namespace) -> tuple[list[Path], list
         InputError: a config is neither a file nor the name of a packaged config.
     """
     given = [*options.config, *options.settings]
-    overrides = [text for text in given if "=" in text and not Path(text).is_file()]
+    overrides = [text for text in given if "=" in text and "/" not in text.partition("=")[0]]
     return [_config_file(text) for text in given if text not in overrides], overrides
 
 

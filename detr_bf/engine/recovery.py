@@ -28,13 +28,12 @@ from detr_bf.errors import InputError, TrainingError
 from detr_bf.files import atomic_write, check_weights, read_torch
 from detr_bf.losses import LossReport
 from detr_bf.structures import ClassMap
-from detr_bf.text import printable
+from detr_bf.text import listed, printable
 
 logger = logging.getLogger(__name__)
 
 CAPTURE_FORMAT = 1  # of a capture
 MAX_CAPTURES = 3  # files of skipped steps in a run: each holds all weights
-MAX_NAMES = 5  # in a list, before "..."
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class BadModule:
     def __str__(self) -> str:
         name = self.name or "the model itself"
         inputs = "its inputs are finite" if self.finite_inputs else "its inputs are not finite either"
-        state = f"; not finite in it: {_some(self.state)}" if self.state else ""
+        state = f"; not finite in it: {listed(self.state)}" if self.state else ""
         return f"{name} ({self.kind}), batch {self.batch}, call {self.call}: {inputs}{state}"
 
 
@@ -86,9 +85,9 @@ class Fault:
             terms = ", ".join(f"{name} {value:.6g}" for name, value in losses.items() if name != "total")
             lines.append(f"batch {number}: loss {losses['total']:.6g} ({terms})")
         if self.targets:
-            lines.append(f"data that are not finite in {_some(self.targets)}")
+            lines.append(f"data that are not finite in {listed(self.targets)}")
         if self.parameters:
-            lines.append(f"parameters that are not finite: {_some(self.parameters)}")
+            lines.append(f"parameters that are not finite: {listed(self.parameters)}")
         lines.append(f"first module whose output is not finite: {self.module or 'none'}")
         return lines
 
@@ -96,7 +95,7 @@ class Fault:
         """Return the findings of the backward pass, one per line; none if it was not run."""
         if self.gradients is None:
             return []
-        lines = [f"gradient norm {self.gradient_norm:.6g}; not finite: {_some(self.gradients) or 'no gradient'}"]
+        lines = [f"gradient norm {self.gradient_norm:.6g}; not finite: {listed(self.gradients) or 'no gradient'}"]
         if self.bad_gradient_at is not None:
             lines.append(f"the gradient of the output of {self.bad_gradient_at} is already not finite")
         return lines
@@ -248,11 +247,6 @@ def _bad_state(module: nn.Module, prefix: str = "") -> list[str]:
         tensors = [*part.named_parameters(recurse=False), *(() if unread else part.named_buffers(recurse=False))]
         bad += [f"{path}.{name}".lstrip(".") for name, tensor in tensors if not all_finite(tensor)]
     return bad
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f", ... ({len(names)} in all)" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
 
 
 @dataclass(frozen=True)

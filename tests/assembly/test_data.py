@@ -12,7 +12,7 @@ from detr_bf.config import DetectionConfig, load_config
 from detr_bf.data.batches import SampleKey
 from detr_bf.engine import RunFolder
 from detr_bf.errors import InputError
-from detr_bf.tasks.detection import DetectionTask, build_evaluation
+from detr_bf.tasks.detection import DetectionTask, _panoptic_evaluation, build_evaluation
 
 Factory = Callable[..., SimpleNamespace]
 
@@ -80,8 +80,8 @@ def test_the_doctor_and_evaluation_see_the_same_files(root: Path, tmp_path: Path
     report = DetectionTask(settings).examine()
     assert not report.errors
     classes = build_train_data(settings).class_map
-    built = build_evaluation(settings, classes, torch.device("cpu"), RunFolder(tmp_path / "run"))
-    assert built.make_evaluator().class_map == classes
+    built = build_evaluation(settings, classes, torch.device("cpu"), RunFolder(tmp_path / "run")).make_evaluator()
+    assert built.class_map == classes
     assert built.panoptic is not None
     assert built.panoptic.make_evaluator().class_map == classes
 
@@ -108,6 +108,7 @@ def test_the_pixel_limit_reaches_every_reader(root: Path, tmp_path: Path) -> Non
     evaluation = build_evaluation(tight, data.class_map, torch.device("cpu"), RunFolder(tmp_path / "run"))
     with pytest.raises(InputError, match=said):
         evaluation.make_evaluator()
-    assert evaluation.panoptic is not None
+    panoptic = _panoptic_evaluation(tight, data, RunFolder(tmp_path / "run"))
+    assert panoptic is not None
     with pytest.raises(InputError, match=said):
-        evaluation.panoptic.make_evaluator()._truths[101]
+        panoptic.make_evaluator()._truths[101]

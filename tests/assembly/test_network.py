@@ -177,7 +177,7 @@ def test_two_images_or_more_pixels_are_enough() -> None:
 
 
 def test_a_linear_probe_needs_two_images() -> None:
-    network = build_classifier(load_config(None, PROBE, schema=ClassifierConfig), 2)
+    network = build_classifier(load_config(None, PROBE, task="classification"), 2)
     with pytest.raises(InputError, match="batch norm cannot train on 1 image"):
         check_batch_norm(network, image_size=16, rows=1)
 

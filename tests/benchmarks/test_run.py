@@ -47,7 +47,7 @@ def test_everything_is_printed_and_written(tmp_path: Path, capsys: pytest.Captur
     assert record["machine"]["torch"] == torch.__version__
     shown = capsys.readouterr().out
     assert "on / duplicate" in shown
-    assert "orientation only" in shown
+    assert "may be disturbed by other work" in shown
 
 
 @pytest.mark.usefixtures("tiny")

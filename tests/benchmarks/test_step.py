@@ -150,7 +150,7 @@ def test_settings_are_compared_with_none(tmp_path: Path, capsys: pytest.CaptureF
     [
         (["--rounds", "1"], "--rounds must be 2 or more"),
         (["--recipe", "detr/none"], "config file not found"),
-        (["model.masks=true"], "these images have no masks"),
+        (["model.masks=true"], "the images of this benchmark have no masks"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

@@ -59,7 +59,7 @@ def test_a_resumed_log_may_be_missing_or_all_garbage_but_no_folder(tmp_path: Pat
         MetricsLog(path, resume_from=state).close()
         assert path.read_bytes() == b""
     (tmp_path / "folder").mkdir()
-    with pytest.raises(InputError, match="it is a folder, expected a regular file, of one JSON object a line"):
+    with pytest.raises(InputError, match="it is a folder, expected a regular file of one JSON object a line"):
         MetricsLog(tmp_path / "folder", resume_from=state)
 
 

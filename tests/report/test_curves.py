@@ -83,7 +83,7 @@ def test_names_that_no_term_has_are_not_drawn(tmp_path: Path, name: str) -> None
 
 
 def test_a_folder_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="it is a folder, expected a regular file, of one JSON object a line"):
+    with pytest.raises(InputError, match="it is a folder, expected a regular file of one JSON object a line"):
         read_metrics(tmp_path)
 
 

@@ -10,7 +10,7 @@ from tests.tools.test_train_classifier import TINY
 def classifier_config(folder: Path) -> Path:
     """Of a tiny ViT, four steps an epoch; its run is ``folder / "run"``."""
     path = folder / "classifier.yaml"
-    path.write_text(f"task: classification\noutput_dir: {folder / 'run'}\n{TINY}")
+    path.write_text(f"{TINY}output_dir: {folder / 'run'}\n")
     return path
 
 
@@ -18,6 +18,6 @@ def masked_config(folder: Path) -> Path:
     """Of a tiny masked autoencoder; its run is ``folder / "mae"``."""
     decoder = "  decoder_dim: 16\n  decoder_depth: 2\n  decoder_heads: 2\n"
     path = folder / "masked.yaml"
-    text = TINY.replace("  name: vit", f"{decoder}  name: vit")
-    path.write_text(f"task: masked_autoencoding\noutput_dir: {folder / 'mae'}\n{text}")
+    text = TINY.replace("  name: vit", f"{decoder}  name: vit").replace("task: classification", "task: masked_autoencoding")
+    path.write_text(f"{text}output_dir: {folder / 'mae'}\n")
     return path

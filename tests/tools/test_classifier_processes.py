@@ -51,8 +51,9 @@ def trained(config: str, settings: list[str], folder: str) -> dict[str, Tensor]:
 
 def evaluated(config: str, source: str) -> dict[str, Any]:
     """What ``evaluation.json`` would hold."""
-    model, evaluate = task_with(config, []).build_evaluation(Path(source), RunFolder(Path(source).parent))
-    return evaluate(model).to_dict()
+    task = task_with(config, [])
+    model, classes = task.load_evaluated(Path(source))
+    return task.build_evaluation(classes, RunFolder(Path(source).parent))(model).to_dict()
 
 
 def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

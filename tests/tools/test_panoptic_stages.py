@@ -164,7 +164,7 @@ def test_boxes_have_no_panoptic_maps(stuff: SimpleNamespace, capsys: pytest.Capt
     [
         (["freeze.detector=true"], "it needs model.masks=true"),
         (FROZEN, "needs init_from=RUN_OR_FILE"),
-        ([*FROZEN, "init_from=BOXES", "model.hidden_dim=48"], "does not hold all that stays frozen"),
+        ([*FROZEN, "init_from=BOXES", "model.hidden_dim=48"], "does not hold all weights that are frozen"),
         ([*MASKS, "data.train.panoptic=''"], "set data.train.panoptic"),
         ([*MASKS, "data.train.panoptic=/nowhere"], "panoptic folder /nowhere does not exist"),
     ],

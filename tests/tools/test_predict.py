@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import errno
 import json
 import os
@@ -15,9 +16,8 @@ from PIL import Image
 from detr_bf.report import fonts
 from detr_bf.structures import ClassMap
 from tests.tools.test_convert_checkpoint import checkpoint
-from tests.tools.test_train_net import tool
 
-module: ModuleType = tool("predict")
+module: ModuleType = importlib.import_module("detr_bf.commands.predict")
 main: Callable[[Sequence[str]], int] = module.main
 
 

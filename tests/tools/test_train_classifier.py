@@ -25,7 +25,7 @@ TRANSFORMS = (
 VIT = "name: vit_tiny_patch16_224\n  options: {patch_size: 4, embed_dim: 24, depth: 2, num_heads: 2}"
 CNN = "name: cifar_resnet8\n  options: {width: 4}\n  drop_path: 0.0"
 MIXER = "name: gmixer_12_224"
-TINY = f"""
+TINY = f"""task: classification
 model:
   {VIT}
 data:
@@ -64,7 +64,7 @@ VARIANTS = {
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     """A config of a tiny ViT, four steps an epoch."""
-    (tmp_path / "tiny.yaml").write_text(f"task: classification\noutput_dir: {tmp_path / 'run'}\n{TINY}")
+    (tmp_path / "tiny.yaml").write_text(f"{TINY}output_dir: {tmp_path / 'run'}\n")
     return tmp_path / "tiny.yaml"
 
 
@@ -72,8 +72,8 @@ def tiny(tmp_path: Path) -> Path:
 def masked(tmp_path: Path) -> Path:
     """A config of a tiny masked autoencoder."""
     decoder = "  decoder_dim: 16\n  decoder_depth: 2\n  decoder_heads: 2\n"
-    text = TINY.replace("  name: vit", f"{decoder}  name: vit").replace("pictures: 4", "pictures: 3")
-    (tmp_path / "masked.yaml").write_text(f"task: masked_autoencoding\noutput_dir: {tmp_path / 'mae'}\n{text}")
+    text = TINY.replace("  name: vit", f"{decoder}  name: vit").replace("pictures: 4", "pictures: 3").replace("task: classification", "task: masked_autoencoding")
+    (tmp_path / "masked.yaml").write_text(f"{text}output_dir: {tmp_path / 'mae'}\n")
     return tmp_path / "masked.yaml"
 
 
@@ -170,7 +170,7 @@ def test_a_linear_probe_needs_all_of_a_trained_network_and_no_plugin(
     assert train_net(probe) == 2
     assert "needs a trained network" in capsys.readouterr().err
     assert train_net([*probe, f"init_from={tmp_path / 'trunk'}", "model.options.depth=3"]) == 2
-    assert "does not hold all that stays frozen" in capsys.readouterr().err
+    assert "does not hold all weights that are frozen" in capsys.readouterr().err
     assert train_net([*probe, f"init_from={tmp_path / 'trunk'}", *VARIANTS["batchformer_v2"]]) == 2
     assert "plugins.batchformer_v2 has nothing to do there" in capsys.readouterr().err
     assert train_net([*probe, f"init_from={tmp_path / 'trunk'}"]) == 0
