@@ -68,7 +68,7 @@ def test_other_faults_keep_their_traceback(error: Exception) -> None:
         run_tool(lambda: failing(error))
 
 
-def test_a_device_without_room(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_device(capsys: pytest.CaptureFixture[str]) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full on this system")
 

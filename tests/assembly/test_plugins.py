@@ -87,8 +87,8 @@ def step(detector: Detector, batch: Batch) -> tuple[Outputs, Tensor, dict[str, T
 def test_plugins_stand_in_the_one_encoder_and_leave_all_other_weights_as_they_start(name: str) -> None:
     plain, plugged = built(*OF_DETECTORS[name]), built(*OF_DETECTORS[name], *BOTH)
     added = {key for key in plugged.state_dict() if "plugins" in key.split(".")}
-    place = next(path for path, module in plugged.named_modules() if module is encoder_of(plugged))
-    assert {key.removeprefix(f"{place}.plugins.").split(".")[0] for key in added} == {
+    prefix = next(path for path, module in plugged.named_modules() if module is encoder_of(plugged))
+    assert {key.removeprefix(f"{prefix}.plugins.").split(".")[0] for key in added} == {
         "context_broadcasting",
         "relative_localization",
     }

@@ -46,8 +46,8 @@ def test_order_gives_every_function_every_place_equally_often() -> None:
     alternate({name: machine.work(name, 1.0) for name in "abc"}, 6, warmup=0, clock=machine.clock)
     rounds = [machine.diary[start : start + 3] for start in range(0, 18, 3)]
     assert all(sorted(order) == ["a", "b", "c"] for order in rounds)
-    for place in range(3):
-        assert Counter(order[place] for order in rounds) == {"a": 2, "b": 2, "c": 2}
+    for position in range(3):
+        assert Counter(order[position] for order in rounds) == {"a": 2, "b": 2, "c": 2}
     assert set(Counter(pair for order in rounds for pair in pairwise(order)).values()) == {2}
 
 

@@ -50,11 +50,11 @@ def test_attention_is_shared_among_all_heads_and_places() -> None:
         powers = {}
         for head in range(HEADS):
             channels = slice(head * DIM // HEADS, (head + 1) * DIM // HEADS)
-            for place in (0, 2, 3):
-                product = torch.dot(query[number, channels], key[place, channels]) / (DIM / HEADS) ** 0.5
-                powers[head, place] = product.exp().item()
-        for (head, place), power in powers.items():
-            assert found[0, number, head, place].item() == pytest.approx(power / sum(powers.values()), rel=1e-4)
+            for position in (0, 2, 3):
+                product = torch.dot(query[number, channels], key[position, channels]) / (DIM / HEADS) ** 0.5
+                powers[head, position] = product.exp().item()
+        for (head, position), power in powers.items():
+            assert found[0, number, head, position].item() == pytest.approx(power / sum(powers.values()), rel=1e-4)
     torch.testing.assert_close(found.sum((2, 3)), torch.ones(1, 3))
     assert not found[..., padding[0]].any()
 

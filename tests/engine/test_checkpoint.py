@@ -98,13 +98,13 @@ def written(path: Path, part: str, value: object) -> Path:
     whole = checkpoint(model, training=training())
     content = copy.deepcopy({field.name: getattr(whole, field.name) for field in fields(whole)})
     *groups, name = part.split(".")
-    place: Any = content
+    holder: Any = content
     for group in groups:
-        place = place[group]
+        holder = holder[group]
     if value is ...:
-        del place[name]
+        del holder[name]
     else:
-        place[name] = value
+        holder[name] = value
     torch.save(content, path)
     return path
 

@@ -241,13 +241,13 @@ def test_truncated_and_changed_files_are_refused(tmp_path: Path) -> None:
         load_capture(path, batch_type)
     capture(step(), batches()).save(path)
     whole = path.read_bytes()
-    for place in (len(whole) // 3, 2 * len(whole) // 3):
-        path.write_bytes(whole[:place])
+    for offset in (len(whole) // 3, 2 * len(whole) // 3):
+        path.write_bytes(whole[:offset])
         with pytest.raises(InputError, match=r"a\.pt is truncated or damaged"):
             load_capture(path, batch_type)
     weight = step().model.encoder.layers[0].feed_forward.expand.weight.detach().numpy().tobytes()
-    place = whole.index(weight)
-    path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    offset = whole.index(weight)
+    path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
     with pytest.raises(InputError, match=r"a\.pt is damaged"):
         load_capture(path, batch_type)
 

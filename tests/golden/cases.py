@@ -152,8 +152,8 @@ def recorded(case: Case, prefix: str) -> Outputs:
     """The recorded output dictionary with its auxiliary layers, stacked, and the encoder's proposals."""
     tensors = case.below(prefix)
     count = sum(name.startswith("aux_outputs.") and name.endswith("pred_boxes") for name in tensors)
-    places = [f"aux_outputs.{layer}." for layer in range(count)] + [""]
-    logits, boxes = (torch.stack([tensors[place + kind] for place in places]) for kind in ("pred_logits", "pred_boxes"))
+    layers = [f"aux_outputs.{layer}." for layer in range(count)] + [""]
+    logits, boxes = (torch.stack([tensors[layer + kind] for layer in layers]) for kind in ("pred_logits", "pred_boxes"))
     proposals = None
     if "enc_outputs.pred_logits" in tensors:
         proposals = Outputs(tensors["enc_outputs.pred_logits"][None], tensors["enc_outputs.pred_boxes"][None])

@@ -96,7 +96,7 @@ def probe(outputs: Outputs) -> Tensor:
         named["enc_outputs.pred_logits"] = outputs.proposals.logits[0]
         named["enc_outputs.pred_boxes"] = outputs.proposals.boxes[0]
     terms = []
-    for place, name in enumerate(sorted(named)):
+    for index, name in enumerate(sorted(named)):
         x = named[name].double()
-        terms.append((x * torch.cos(0.7 * torch.arange(x.numel(), dtype=torch.float64) + place).view_as(x)).sum())
+        terms.append((x * torch.cos(0.7 * torch.arange(x.numel(), dtype=torch.float64) + index).view_as(x)).sum())
     return torch.stack(terms).sum()

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.hostile import ground
-from tests.hostile.battery import DISAGREE, NEXT_COMMAND, Build, Case, Place
+from tests.hostile import fixtures
+from tests.hostile.battery import DISAGREE, NEXT_COMMAND, Build, Case, CaseFiles
 
 Content = dict[str, Any]
 HERE = "/the/folder/of/the/case"  # placeholder in the content of an annotation file
@@ -16,7 +16,7 @@ HUGE = int("9" * 400)
 
 
 def detection(
-    place: Place,
+    files: CaseFiles,
     train: Any = None,
     val: Any = None,
     *,
@@ -24,21 +24,21 @@ def detection(
     images: tuple[Path | None, Path | None] = (None, None),
     panoptic: bool = False,
 ) -> Path:
-    """Write a config whose annotations are given as content, text or bytes; None: the file of the ground."""
+    """Write a config whose annotations are given as content, text or bytes; None: the file of the fixtures."""
     kind = "panoptic_" if panoptic else ""
     lines = []
     for name, content, folder in (("train", train, images[0]), ("val", val, images[1])):
-        source = place.ground / f"{kind}{name}"
+        source = files.fixtures / f"{kind}{name}"
         path = source / "annotations.json"
         if content is not None:
-            text = content if isinstance(content, (str, bytes)) else dumps(content).replace(HERE, str(place.folder))
-            path = place.write(f"{name}.json", text)
+            text = content if isinstance(content, (str, bytes)) else dumps(content).replace(HERE, str(files.folder))
+            path = files.write(f"{name}.json", text)
         maps = f", panoptic: {source}/panoptic" if panoptic else ""
         lines.append(
             f"  {name}: {{images: {json.dumps(str(folder or source / 'images'))}, annotations: {path}{maps}}}\n"
         )
-    whole = ground.MODEL + settings + "data:\n" + "".join(lines) + ground.REST
-    return place.write("config.yaml", whole + f"output_dir: {place.folder / 'run'}\n")
+    whole = fixtures.MODEL + settings + "data:\n" + "".join(lines) + fixtures.REST
+    return files.write("config.yaml", whole + f"output_dir: {files.folder / 'run'}\n")
 
 
 def dumps(content: Any) -> str:
@@ -84,13 +84,13 @@ Change = Callable[[Content], Any]
 def mutated(change: Change, split: str = "train", **options: Any) -> Build:
     """A case with an annotation file changed by a function, or replaced by the return value of the function."""
 
-    def build(place: Place) -> Callable[[], int]:
-        content: Content = ground.panoptic() if options.get("panoptic") else ground.coco()
+    def build(files: CaseFiles) -> Callable[[], int]:
+        content: Content = fixtures.panoptic() if options.get("panoptic") else fixtures.coco()
         if split == "val":
-            first = ground.panoptic if options.get("panoptic") else ground.coco
+            first = fixtures.panoptic if options.get("panoptic") else fixtures.coco
             content = first(first=101)
         replaced = change(content)
-        config = detection(place, **{split: replaced if isinstance(replaced, dict) else content}, **options)
+        config = detection(files, **{split: replaced if isinstance(replaced, dict) else content}, **options)
         return lambda: agree(config)
 
     return build
@@ -165,7 +165,7 @@ FILES: dict[str, Any] = {
     "empty file": "",
     "one brace": "{",
     "binary": bytes(range(256)) * 4,
-    "utf-16": json.dumps(ground.coco()).encode("utf-16-le")[1:],
+    "utf-16": json.dumps(fixtures.coco()).encode("utf-16-le")[1:],
     "a number": "5",
     "null": "null",
     "a string": '"images"',
@@ -177,7 +177,7 @@ FILES: dict[str, Any] = {
     "escape in a key": '{"\\u001b]0;owned\\u0007\\nFORGED\\n": 1}',
     "key of 100,000 letters": json.dumps({"k" * 100_000: 1}),
     "a number of 5,000 digits": '{"images": ' + "9" * 5000 + "}",
-    "truncated": json.dumps(ground.coco())[:-40],
+    "truncated": json.dumps(fixtures.coco())[:-40],
 }
 
 BAD: dict[str, tuple[Change, str]] = {  # exit code 2, and a word required in the message
@@ -326,27 +326,27 @@ NAMES = {  # class names that must be printed, drawn and written safely
 def renamed(name: str) -> Build:
     """A whole run with report; both splits have a class of that name."""
 
-    def build(place: Place) -> Callable[[], int]:
-        contents = [ground.coco(first=first) for first in (1, 101)]
+    def build(files: CaseFiles) -> Callable[[], int]:
+        contents = [fixtures.coco(first=first) for first in (1, 101)]
         for content in contents:
             content["categories"][0]["name"] = name
-        config = detection(place, *contents)
-        return lambda: agree(config) or predict(place)
+        config = detection(files, *contents)
+        return lambda: agree(config) or predict(files)
 
     return build
 
 
-def predict(place: Place) -> int:
+def predict(files: CaseFiles) -> int:
     """Draw all detections in one image."""
     from tools.predict import main
 
     command = ["--checkpoint", "run", "--output", "found", "--threshold", "0", "--device", "cpu"]
-    return main([*command, str(place.ground / "val" / "images" / "0101.png")])
+    return main([*command, str(files.fixtures / "val" / "images" / "0101.png")])
 
 
 def as_file(text: Any) -> Build:
-    def build(place: Place) -> Callable[[], int]:
-        config = detection(place, train=text)
+    def build(files: CaseFiles) -> Callable[[], int]:
+        config = detection(files, train=text)
         return lambda: agree(config)
 
     return build
@@ -355,10 +355,10 @@ def as_file(text: Any) -> Build:
 def special(make: Callable[[Path], Any]) -> Build:
     """The annotation path is not a regular file, or an unusual one."""
 
-    def build(place: Place) -> Callable[[], int]:
-        config = detection(place, train="")
-        (place.folder / "train.json").unlink()
-        make(place.folder / "train.json")
+    def build(files: CaseFiles) -> Callable[[], int]:
+        config = detection(files, train="")
+        (files.folder / "train.json").unlink()
+        make(files.folder / "train.json")
         return lambda: agree(config)
 
     return build

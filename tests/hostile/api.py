@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.hostile.annotations import fifo
-from tests.hostile.battery import Build, Case, Place
+from tests.hostile.battery import Build, Case, CaseFiles
 from tests.hostile.images import BROKEN
 
 OURS = ("InputError",)
@@ -15,13 +15,13 @@ OURS_OR_PLAIN = ("InputError", "TypeError", "ValueError")  # for arguments of a 
 
 
 def load(argument: Any, kind: str = "load", device: Any = "cpu") -> Build:
-    def build(place: Place) -> Callable[[], Any]:
+    def build(files: CaseFiles) -> Callable[[], Any]:
         import detr_bf
 
         if argument == "pipe":
-            fifo(place.folder / "pipe")
+            fifo(files.folder / "pipe")
         source = (
-            str(place.ground / argument[1:]) if isinstance(argument, str) and argument.startswith("@") else argument
+            str(files.fixtures / argument[1:]) if isinstance(argument, str) and argument.startswith("@") else argument
         )
         return lambda: getattr(detr_bf, kind)(source, device)
 
@@ -29,17 +29,17 @@ def load(argument: Any, kind: str = "load", device: Any = "cpu") -> Build:
 
 
 def with_predictor(
-    make: Callable[[Any, Place], Any], use: Callable[[Any, Any], Any] | None = None, run: str = "detector"
+    make: Callable[[Any, CaseFiles], Any], use: Callable[[Any, Any], Any] | None = None, run: str = "detector"
 ) -> Build:
-    """Call a predictor of the ground with an input made by the function."""
+    """Call a predictor of the fixtures with an input made by the function."""
 
-    def build(place: Place) -> Callable[[], Any]:
+    def build(files: CaseFiles) -> Callable[[], Any]:
         import torch
 
         import detr_bf
 
         kind = detr_bf.load_classifier if run == "classifier" else detr_bf.load
-        predictor, argument = kind(place.ground / run, "cpu"), make(torch, place)
+        predictor, argument = kind(files.fixtures / run, "cpu"), make(torch, files)
         return lambda: _finite(use(predictor, argument) if use else predictor(argument))
 
     return build
@@ -57,65 +57,65 @@ def _finite(found: Any) -> Any:
     return found
 
 
-def _image(name: str) -> Callable[[Any, Place], Any]:
-    def make(torch: Any, place: Place) -> Any:
-        path = place.folder / "bad.jpg"
+def _image(name: str) -> Callable[[Any, CaseFiles], Any]:
+    def make(torch: Any, files: CaseFiles) -> Any:
+        path = files.folder / "bad.jpg"
         BROKEN[name](path)
         return path
 
     return make
 
 
-IMAGES: dict[str, Callable[[Any, Place], Any]] = {
-    "null": lambda torch, place: None,
-    "a number": lambda torch, place: 5,
-    "a list": lambda torch, place: [[1, 2], [3, 4]],
-    "an object": lambda torch, place: {"image": 1},
-    "a path that is missing": lambda torch, place: "nowhere.jpg",
-    "a folder": lambda torch, place: place.folder,
-    "an empty path": lambda torch, place: "",
-    "a path with NUL": lambda torch, place: "a\0b.jpg",
-    "a path of 5,000 letters": lambda torch, place: "p" * 5000,
-    "a path with escapes": lambda torch, place: "\x1b[2J.jpg",
-    "bytes": lambda torch, place: b"\x89PNG",
-    "no channels": lambda torch, place: torch.zeros(24, 32, dtype=torch.uint8),
-    "one dimension": lambda torch, place: torch.zeros(24, dtype=torch.uint8),
-    "a scalar": lambda torch, place: torch.tensor(5, dtype=torch.uint8),
-    "four dimensions": lambda torch, place: torch.zeros(2, 3, 24, 32, dtype=torch.uint8),
-    "no rows": lambda torch, place: torch.zeros(3, 0, 32, dtype=torch.uint8),
-    "no pixels": lambda torch, place: torch.zeros(3, 0, 0, dtype=torch.uint8),
-    "nothing": lambda torch, place: torch.zeros(0, dtype=torch.uint8),
-    "five channels": lambda torch, place: torch.zeros(5, 24, 32, dtype=torch.uint8),
-    "two channels": lambda torch, place: torch.zeros(2, 24, 32, dtype=torch.uint8),
-    "NaN": lambda torch, place: torch.full((3, 24, 32), float("nan")),
-    "one NaN": lambda torch, place: torch.rand(3, 24, 32).index_fill(2, torch.tensor([5]), float("nan")),
-    "infinity": lambda torch, place: torch.full((3, 24, 32), float("inf")),
-    "floats of 255": lambda torch, place: torch.full((3, 24, 32), 255.0),
-    "negative floats": lambda torch, place: torch.full((3, 24, 32), -0.5),
-    "booleans": lambda torch, place: torch.ones(3, 24, 32, dtype=torch.bool),
-    "8-bit integers with a sign": lambda torch, place: torch.zeros(3, 24, 32, dtype=torch.int8),
-    "64-bit integers": lambda torch, place: torch.full((3, 24, 32), 2**40),
-    "complex numbers": lambda torch, place: torch.zeros(3, 24, 32, dtype=torch.complex64),
-    "on meta": lambda torch, place: torch.zeros(3, 24, 32, dtype=torch.uint8, device="meta"),
-    "sparse": lambda torch, place: torch.zeros(3, 24, 32).to_sparse(),
-    "quantized": lambda torch, place: torch.quantize_per_tensor(torch.zeros(3, 24, 32), 0.1, 0, torch.quint8),
-    "nested": lambda torch, place: torch.nested.nested_tensor([torch.zeros(24, 32)] * 3),
-    "expanded to a terabyte": lambda torch, place: torch.zeros(3, 1, 1, dtype=torch.uint8).expand(3, 2**19, 2**19),
-    "an array of objects": lambda torch, place: __import__("numpy").array([None, "a"], dtype=object),
-    "an array of strings": lambda torch, place: __import__("numpy").array(["a", "b"]),
-    "an array of five channels": lambda torch, place: __import__("numpy").zeros((24, 32, 5), "uint8"),
-    "an array of NaN": lambda torch, place: __import__("numpy").full((24, 32, 3), float("nan")),
+IMAGES: dict[str, Callable[[Any, CaseFiles], Any]] = {
+    "null": lambda torch, _: None,
+    "a number": lambda torch, _: 5,
+    "a list": lambda torch, _: [[1, 2], [3, 4]],
+    "an object": lambda torch, _: {"image": 1},
+    "a path that is missing": lambda torch, _: "nowhere.jpg",
+    "a folder": lambda torch, files: files.folder,
+    "an empty path": lambda torch, _: "",
+    "a path with NUL": lambda torch, _: "a\0b.jpg",
+    "a path of 5,000 letters": lambda torch, _: "p" * 5000,
+    "a path with escapes": lambda torch, _: "\x1b[2J.jpg",
+    "bytes": lambda torch, _: b"\x89PNG",
+    "no channels": lambda torch, _: torch.zeros(24, 32, dtype=torch.uint8),
+    "one dimension": lambda torch, _: torch.zeros(24, dtype=torch.uint8),
+    "a scalar": lambda torch, _: torch.tensor(5, dtype=torch.uint8),
+    "four dimensions": lambda torch, _: torch.zeros(2, 3, 24, 32, dtype=torch.uint8),
+    "no rows": lambda torch, _: torch.zeros(3, 0, 32, dtype=torch.uint8),
+    "no pixels": lambda torch, _: torch.zeros(3, 0, 0, dtype=torch.uint8),
+    "nothing": lambda torch, _: torch.zeros(0, dtype=torch.uint8),
+    "five channels": lambda torch, _: torch.zeros(5, 24, 32, dtype=torch.uint8),
+    "two channels": lambda torch, _: torch.zeros(2, 24, 32, dtype=torch.uint8),
+    "NaN": lambda torch, _: torch.full((3, 24, 32), float("nan")),
+    "one NaN": lambda torch, _: torch.rand(3, 24, 32).index_fill(2, torch.tensor([5]), float("nan")),
+    "infinity": lambda torch, _: torch.full((3, 24, 32), float("inf")),
+    "floats of 255": lambda torch, _: torch.full((3, 24, 32), 255.0),
+    "negative floats": lambda torch, _: torch.full((3, 24, 32), -0.5),
+    "booleans": lambda torch, _: torch.ones(3, 24, 32, dtype=torch.bool),
+    "8-bit integers with a sign": lambda torch, _: torch.zeros(3, 24, 32, dtype=torch.int8),
+    "64-bit integers": lambda torch, _: torch.full((3, 24, 32), 2**40),
+    "complex numbers": lambda torch, _: torch.zeros(3, 24, 32, dtype=torch.complex64),
+    "on meta": lambda torch, _: torch.zeros(3, 24, 32, dtype=torch.uint8, device="meta"),
+    "sparse": lambda torch, _: torch.zeros(3, 24, 32).to_sparse(),
+    "quantized": lambda torch, _: torch.quantize_per_tensor(torch.zeros(3, 24, 32), 0.1, 0, torch.quint8),
+    "nested": lambda torch, _: torch.nested.nested_tensor([torch.zeros(24, 32)] * 3),
+    "expanded to a terabyte": lambda torch, _: torch.zeros(3, 1, 1, dtype=torch.uint8).expand(3, 2**19, 2**19),
+    "an array of objects": lambda torch, _: __import__("numpy").array([None, "a"], dtype=object),
+    "an array of strings": lambda torch, _: __import__("numpy").array(["a", "b"]),
+    "an array of five channels": lambda torch, _: __import__("numpy").zeros((24, 32, 5), "uint8"),
+    "an array of NaN": lambda torch, _: __import__("numpy").full((24, 32, 3), float("nan")),
     **{
         f"a file: {name}": _image(name)
         for name in ("empty", "a text", "EPS", "PNG bomb", "a pipe", "30 GB of nothing", "a link to itself")
     },
 }
-FINE: dict[str, Callable[[Any, Place], Any]] = {  # unusual but valid
-    "one pixel": lambda torch, place: torch.zeros(3, 1, 1, dtype=torch.uint8),
-    "one row of 5,000": lambda torch, place: torch.zeros(3, 1, 5000, dtype=torch.uint8),
-    "not contiguous": lambda torch, place: torch.zeros(32, 24, 3, dtype=torch.uint8).permute(2, 1, 0),
-    "floats from 0 to 1": lambda torch, place: torch.rand(3, 24, 32),
-    "with gradients": lambda torch, place: torch.rand(3, 24, 32, requires_grad=True),
+FINE: dict[str, Callable[[Any, CaseFiles], Any]] = {  # unusual but valid
+    "one pixel": lambda torch, _: torch.zeros(3, 1, 1, dtype=torch.uint8),
+    "one row of 5,000": lambda torch, _: torch.zeros(3, 1, 5000, dtype=torch.uint8),
+    "not contiguous": lambda torch, _: torch.zeros(32, 24, 3, dtype=torch.uint8).permute(2, 1, 0),
+    "floats from 0 to 1": lambda torch, _: torch.rand(3, 24, 32),
+    "with gradients": lambda torch, _: torch.rand(3, 24, 32, requires_grad=True),
 }
 PREDICT: dict[str, Callable[[Any, Any], Any]] = {
     "batch size of 0": lambda predictor, image: list(predictor.predict([image], batch_size=0)),
@@ -131,7 +131,7 @@ PREDICT: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def create(name: Any, **options: Any) -> Build:
-    def build(place: Place) -> Callable[[], Any]:
+    def build(files: CaseFiles) -> Callable[[], Any]:
         import detr_bf
 
         return lambda: detr_bf.create_model(name, **options)
@@ -161,7 +161,7 @@ CREATED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def plugin(name: str, call: Callable[[Any, Any], Any]) -> tuple[str, Build]:
-    def build(place: Place) -> Callable[[], Any]:
+    def build(files: CaseFiles) -> Callable[[], Any]:
         import timm
 
         from detr_bf import plugins as vit
@@ -307,8 +307,8 @@ def cases() -> Iterator[Case]:
     yield from _lower(group)
 
 
-def lower(call: Callable[[Place], Any]) -> Build:
-    return lambda place: lambda: call(place)
+def lower(call: Callable[[CaseFiles], Any]) -> Build:
+    return lambda files: lambda: call(files)
 
 
 def _lower(group: str) -> Iterator[Case]:
@@ -317,29 +317,29 @@ def _lower(group: str) -> Iterator[Case]:
         yield Case(group, name, lower(call), codes=(), raises=OURS_OR_PLAIN)
 
 
-def _config(place: Place) -> Any:
+def _config(files: CaseFiles) -> Any:
     from detr_bf.config import load_config
 
-    return load_config(place.ground / "detector.yaml")
+    return load_config(files.fixtures / "detector.yaml")
 
 
 def _call(module: str, name: str) -> Any:
     return getattr(__import__(module, fromlist=[name]), name)
 
 
-LOWER: dict[str, Callable[[Place], Any]] = {
-    "load_config: a number": lambda place: _call("detr_bf.config", "load_config")(5),
-    "load_config: overrides in one text": lambda place: _call("detr_bf.config", "load_config")(None, "train.epochs=5"),
-    "load_config: missing": lambda place: _call("detr_bf.config", "load_config")(Path("nowhere.yaml")),
-    "config_from_dict: an unknown key": lambda place: _call("detr_bf.config", "config_from_dict")({"wings": 4}),
-    "config_from_dict: a list": lambda place: _call("detr_bf.config", "config_from_dict")([1, 2]),
-    "config_from_dict: an interpolation": lambda place: _call("detr_bf.config", "config_from_dict")(
+LOWER: dict[str, Callable[[CaseFiles], Any]] = {
+    "load_config: a number": lambda _: _call("detr_bf.config", "load_config")(5),
+    "load_config: overrides in one text": lambda _: _call("detr_bf.config", "load_config")(None, "train.epochs=5"),
+    "load_config: missing": lambda _: _call("detr_bf.config", "load_config")(Path("nowhere.yaml")),
+    "config_from_dict: an unknown key": lambda _: _call("detr_bf.config", "config_from_dict")({"wings": 4}),
+    "config_from_dict: a list": lambda _: _call("detr_bf.config", "config_from_dict")([1, 2]),
+    "config_from_dict: an interpolation": lambda _: _call("detr_bf.config", "config_from_dict")(
         {"seed": "${oc.env:HOSTILE_SECRET}"}
     ),
-    "build_model: no classes": lambda place: _call("detr_bf.assembly", "build_model")(_config(place), -1),
-    "read_annotations: missing": lambda place: _call("detr_bf.data.coco", "read_annotations")(Path("nowhere.json")),
-    "read_image: missing": lambda place: _call("detr_bf.data.images", "read_image")(Path("nowhere.png")),
-    "read_torch: a text": lambda place: _call("detr_bf.files", "read_torch")(Path("notes.md")),
-    "load_checkpoint: a text": lambda place: _call("detr_bf.engine", "load_checkpoint")(Path("notes.md")),
-    "load_capture: a text": lambda place: _call("detr_bf.engine.recovery", "load_capture")(Path("notes.md"), dict),
+    "build_model: no classes": lambda files: _call("detr_bf.assembly", "build_model")(_config(files), -1),
+    "read_annotations: missing": lambda _: _call("detr_bf.data.coco", "read_annotations")(Path("nowhere.json")),
+    "read_image: missing": lambda _: _call("detr_bf.data.images", "read_image")(Path("nowhere.png")),
+    "read_torch: a text": lambda _: _call("detr_bf.files", "read_torch")(Path("notes.md")),
+    "load_checkpoint: a text": lambda _: _call("detr_bf.engine", "load_checkpoint")(Path("notes.md")),
+    "load_capture: a text": lambda _: _call("detr_bf.engine.recovery", "load_capture")(Path("notes.md"), dict),
 }

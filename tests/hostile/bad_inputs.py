@@ -28,7 +28,7 @@ MODULES = (
     "operators",
 )
 PRELOADED = (
-    *("tools.train_net", "tools.train_classifier", "tools.pretrain_mae", "tools.predict", "tools.check_data"),
+    *("tools.train_net", "tools.predict", "tools.check_data"),
     *("tools.convert_checkpoint", "tools.plan", "tools.replay_capture", "tools.analyze", "tools.make_sample_data"),
     *("matplotlib.pyplot", "pycocotools.cocoeval", "torchvision", "timm", "detr_bf.plugins", "detr_bf.interop"),
 )
@@ -48,16 +48,16 @@ def preload() -> None:
     text_bomb()
 
 
-def make_ground(folder: Path) -> None:
-    """Make the ground in a separate process, because threads of torch do not survive a fork."""
+def make_fixtures(folder: Path) -> None:
+    """Make the fixtures in a separate process, because threads of torch do not survive a fork."""
     child = os.fork()
     if child == 0:
         code = 70
         try:
-            from tests.hostile.ground import make_ground as make
+            from tests.hostile.fixtures import make_fixtures as make
 
             os.environ["DETR_BF_CACHE"] = str(folder.parent / "cache")
-            with open(folder.parent / "ground.log", "w") as log:  # noqa: PTH123
+            with open(folder.parent / "fixtures.log", "w") as log:  # noqa: PTH123
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
             make(folder)
@@ -70,7 +70,7 @@ def make_ground(folder: Path) -> None:
         finally:
             os._exit(code)
     if os.waitpid(child, 0)[1] != 0:
-        raise RuntimeError(f"the ground could not be made:\n{(folder.parent / 'ground.log').read_text()[-3000:]}")
+        raise RuntimeError(f"the fixtures could not be made:\n{(folder.parent / 'fixtures.log').read_text()[-3000:]}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,9 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     scratch = Path(tempfile.mkdtemp(prefix="bad_inputs_")).resolve()
     try:
-        (scratch / "ground").mkdir()
+        (scratch / "fixtures").mkdir()
         if not options.module or set(options.module) <= set(MODULES):
-            make_ground(scratch / "ground")
+            make_fixtures(scratch / "fixtures")
 
         def report(verdict: battery.Verdict) -> None:
             if not verdict.passed:
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             elif options.verbose:
                 print(f"passed {verdict.case} ({verdict.outcome}, {verdict.seconds:.2f} s)", flush=True)
 
-        verdicts = battery.run_battery(chosen, scratch / "ground", scratch, report)
+        verdicts = battery.run_battery(chosen, scratch / "fixtures", scratch, report)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if options.json:

@@ -48,11 +48,11 @@ CURSOR_UP = "\x1b[A"  # printed by nested tqdm progress bars
 
 
 @dataclass(frozen=True)
-class Place:
+class CaseFiles:
     """Folders of a case."""
 
     folder: Path  # the working directory; holds the files of USERS
-    ground: Path  # data and runs shared by all cases, read-only
+    fixtures: Path  # data and runs shared by all cases, read-only
     base: Path  # contains the folder, $HOME, $TMPDIR and the cache
 
     def write(self, name: str, content: str | bytes) -> Path:
@@ -62,14 +62,14 @@ class Place:
         return path
 
     def copy(self, name: str, target: str | None = None) -> Path:
-        """Copy a file or folder of the ground to the folder of the case."""
-        source, path = self.ground / name, self.folder / (target or Path(name).name)
+        """Copy a file or folder of the fixtures to the folder of the case."""
+        source, path = self.fixtures / name, self.folder / (target or Path(name).name)
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, path) if source.is_dir() else shutil.copy2(source, path)
         return path
 
 
-Build = Callable[[Place], Callable[[], Any]]
+Build = Callable[[CaseFiles], Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -122,31 +122,31 @@ def shown_line(text: str) -> str:
 # ---- one case ----
 
 
-def run_case(case: Case, ground: Path, scratch: Path) -> Verdict:
+def run_case(case: Case, fixtures: Path, scratch: Path) -> Verdict:
     """Fork, build, call, check, and remove the folder."""
     base = Path(tempfile.mkdtemp(prefix="case_", dir=scratch))
-    place = Place(base / "work", ground, base)
+    files = CaseFiles(base / "work", fixtures, base)
     for folder in ("work", "home", "tmp", "cache"):
         (base / folder).mkdir()
     for name, text in USERS.items():
-        place.write(name, text)
+        files.write(name, text)
     reader, writer = os.pipe()
     began = time.monotonic()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _live(case, place, writer)
+        _live(case, files, writer)
     os.close(writer)
     verdict = Verdict(case.title)
     try:
-        outcome = _watch(case, child, reader, place, verdict)
+        outcome = _watch(case, child, reader, files, verdict)
         verdict.seconds = time.monotonic() - began
         verdict.output = _output(base)
         verdict.faults += judge(case, outcome, verdict.output)
         if outcome is not None:
             before = outcome.pop("before", None)
             if before is not None:
-                verdict.faults += compare(case, before, snapshot(base, ground), base)
+                verdict.faults += compare(case, before, snapshot(base, fixtures), base)
         verdict.outcome = _in_words(outcome)
     finally:
         os.close(reader)
@@ -154,14 +154,14 @@ def run_case(case: Case, ground: Path, scratch: Path) -> Verdict:
     return verdict
 
 
-def _live(case: Case, place: Place, writer: int) -> None:
+def _live(case: Case, files: CaseFiles, writer: int) -> None:
     """Run the case in the child process; never returns."""
     status = 0
     try:
         os.setsid()
-        _enter(place)
-        call = case.build(place)
-        _send(writer, {"before": snapshot(place.base, place.ground)})
+        _enter(files)
+        call = case.build(files)
+        _send(writer, {"before": snapshot(files.base, files.fixtures)})
         _send(writer, {"outcome": _call(call)})
     except BaseException:
         status = 70
@@ -201,15 +201,15 @@ def confine(folder: Path) -> bool:
     return libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0 and libc.syscall(restrict, rules, 0) == 0
 
 
-def _enter(place: Place) -> None:
+def _enter(files: CaseFiles) -> None:
     """Set up the process of a case with its own home, cache, temporary folder and secret."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the runner
-    os.chdir(place.folder)
-    confine(place.base)
+    os.chdir(files.folder)
+    confine(files.base)
     os.environ |= {
-        "HOME": str(place.base / "home"),
-        "TMPDIR": str(place.base / "tmp"),
-        "DETR_BF_CACHE": str(place.base / "cache"),
+        "HOME": str(files.base / "home"),
+        "TMPDIR": str(files.base / "tmp"),
+        "DETR_BF_CACHE": str(files.base / "cache"),
         "HOSTILE_SECRET": SECRET,
     }
     tempfile.tempdir = None
@@ -219,7 +219,7 @@ def _enter(place: Place) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     for number, name in ((1, "stdout"), (2, "stderr")):
-        file = os.open(place.base / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        file = os.open(files.base / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, number)
         errors = "strict" if number == 1 else "backslashreplace"  # as Python opens them in a UTF-8 locale
         setattr(sys, name, open(number, "w", encoding="utf-8", errors=errors, buffering=1, closefd=False))  # noqa: SIM115
@@ -244,7 +244,7 @@ def _send(writer: int, message: dict[str, Any]) -> None:
         data = data[os.write(writer, data) :]
 
 
-def _watch(case: Case, child: int, reader: int, place: Place, verdict: Verdict) -> dict[str, Any] | None:
+def _watch(case: Case, child: int, reader: int, files: CaseFiles, verdict: Verdict) -> dict[str, Any] | None:
     """Return the messages of the child and how it ended; kill it at the time limit."""
     messages: dict[str, Any] = {}
     data, limit, began = b"", BUILD_SECONDS, time.monotonic()
@@ -379,10 +379,10 @@ def leaks(text: str, never: Sequence[str] = ()) -> list[str]:
 # ---- files ----
 
 
-def snapshot(base: Path, ground: Path) -> dict[str, str]:
+def snapshot(base: Path, fixtures: Path) -> dict[str, str]:
     """Describe every file, folder, link and pipe below both folders, except caches and the output of the case."""
     found: dict[str, str] = {}
-    for root, prefix in ((base, ""), (ground, "GROUND/")):
+    for root, prefix in ((base, ""), (fixtures, "FIXTURES/")):
         pending = [root]
         while pending:
             for entry in os.scandir(pending.pop()):
@@ -445,12 +445,12 @@ def _allowed(name: str, patterns: Iterable[str]) -> bool:
 
 
 def run_battery(
-    cases: Sequence[Case], ground: Path, scratch: Path, report: Callable[[Verdict], None] | None = None
+    cases: Sequence[Case], fixtures: Path, scratch: Path, report: Callable[[Verdict], None] | None = None
 ) -> list[Verdict]:
     """Run all cases, one after another."""
     verdicts = []
     for case in cases:
-        verdicts.append(run_case(case, ground, scratch))
+        verdicts.append(run_case(case, fixtures, scratch))
         if report is not None:
             report(verdicts[-1])
     return verdicts

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.hostile.annotations import fifo, sparse
-from tests.hostile.battery import SECRET, Build, Case, Place
+from tests.hostile.battery import SECRET, Build, Case, CaseFiles
 from tests.hostile.images import predict
 
 Content = dict[str, Any]
@@ -21,10 +21,10 @@ LOGGED = ("run/log.txt", "run/detr_bf-run.json", "run/.detr_bf*")  # files that 
 Change = Callable[[Content], Any]
 
 
-def content_of(place: Place, name: str = "detector/last.pt") -> Content:
+def content_of(files: CaseFiles, name: str = "detector/last.pt") -> Content:
     import torch
 
-    content: Content = torch.load(place.ground / name, weights_only=True)
+    content: Content = torch.load(files.fixtures / name, weights_only=True)
     return content
 
 
@@ -39,41 +39,41 @@ def save(content: Any, path: Path) -> None:
         sys.setrecursionlimit(before)
 
 
-def predicting(source: str) -> Callable[[Place], int]:
-    def call(place: Place) -> int:
-        image = place.ground / "val" / "images" / "0101.png"
+def predicting(source: str) -> Callable[[CaseFiles], int]:
+    def call(files: CaseFiles) -> int:
+        image = files.fixtures / "val" / "images" / "0101.png"
         return predict("--checkpoint", source, "--output", "found", image)
 
     return call
 
 
-def resuming(place: Place) -> int:
+def resuming(files: CaseFiles) -> int:
     from tools.train_net import main
 
-    return main(["--config", str(place.ground / "detector.yaml"), "output_dir=run", "train.epochs=2", "--resume"])
+    return main(["--config", str(files.fixtures / "detector.yaml"), "output_dir=run", "train.epochs=2", "--resume"])
 
 
-def evaluating(source: str) -> Callable[[Place], int]:
-    def call(place: Place) -> int:
+def evaluating(source: str) -> Callable[[CaseFiles], int]:
+    def call(files: CaseFiles) -> int:
         from tools.train_net import main
 
-        config = str(place.ground / "detector.yaml")
+        config = str(files.fixtures / "detector.yaml")
         return main(["--config", config, f"init_from={source}", "output_dir=evaluated", "--eval-only"])
 
     return call
 
 
-def fine_tuning(source: str) -> Callable[[Place], int]:
-    def call(place: Place) -> int:
+def fine_tuning(source: str) -> Callable[[CaseFiles], int]:
+    def call(files: CaseFiles) -> int:
         from tools.train_net import main
 
-        return main(["--config", str(place.ground / "detector.yaml"), f"init_from={source}", "output_dir=tuned"])
+        return main(["--config", str(files.fixtures / "detector.yaml"), f"init_from={source}", "output_dir=tuned"])
 
     return call
 
 
-def converting(source: str, *options: str) -> Callable[[Place], int]:
-    def call(place: Place) -> int:
+def converting(source: str, *options: str) -> Callable[[CaseFiles], int]:
+    def call(files: CaseFiles) -> int:
         from tools.convert_checkpoint import main
 
         return main([source, "out.pt", *options])
@@ -81,8 +81,8 @@ def converting(source: str, *options: str) -> Callable[[Place], int]:
     return call
 
 
-def replaying(source: str) -> Callable[[Place], int]:
-    def call(place: Place) -> int:
+def replaying(source: str) -> Callable[[CaseFiles], int]:
+    def call(files: CaseFiles) -> int:
         from tools.replay_capture import main
 
         return main([source, "--device", "cpu"])
@@ -90,8 +90,8 @@ def replaying(source: str) -> Callable[[Place], int]:
     return call
 
 
-def loading(source: str) -> Callable[[Place], Any]:
-    def call(place: Place) -> Any:
+def loading(source: str) -> Callable[[CaseFiles], Any]:
+    def call(files: CaseFiles) -> Any:
         import detr_bf
 
         return detr_bf.load(source, "cpu")
@@ -100,34 +100,34 @@ def loading(source: str) -> Callable[[Place], Any]:
 
 
 def changed(
-    change: Change, call: Callable[[Place], Any], name: str = "detector/last.pt", target: str = "bad.pt"
+    change: Change, call: Callable[[CaseFiles], Any], name: str = "detector/last.pt", target: str = "bad.pt"
 ) -> Build:
     """Save a checkpoint after a change, or the return value of the change."""
 
-    def build(place: Place) -> Callable[[], Any]:
-        content = content_of(place, name)
+    def build(files: CaseFiles) -> Callable[[], Any]:
+        content = content_of(files, name)
         replaced = change(content)
         if target.startswith("run/"):
-            place.copy("detector", "run")
+            files.copy("detector", "run")
             for other in ("last.pt", "previous.pt", "best.pt"):
-                (place.folder / "run" / other).unlink(missing_ok=True)
-        save(content if replaced is None else replaced, place.folder / target)
-        return lambda: call(place)
+                (files.folder / "run" / other).unlink(missing_ok=True)
+        save(content if replaced is None else replaced, files.folder / target)
+        return lambda: call(files)
 
     return build
 
 
-def made(make: Callable[[Path], Any], call: Callable[[Place], Any], target: str = "bad.pt") -> Build:
+def made(make: Callable[[Path], Any], call: Callable[[CaseFiles], Any], target: str = "bad.pt") -> Build:
     """A file that is not a checkpoint."""
 
-    def build(place: Place) -> Callable[[], Any]:
+    def build(files: CaseFiles) -> Callable[[], Any]:
         if target.startswith("run/"):
-            place.copy("detector", "run")
+            files.copy("detector", "run")
             for other in ("last.pt", "previous.pt", "best.pt"):
-                (place.folder / "run" / other).unlink(missing_ok=True)
-        os.environ["HOSTILE_SOURCE"] = str(place.ground / "detector" / "last.pt")
-        make(place.folder / target)
-        return lambda: call(place)
+                (files.folder / "run" / other).unlink(missing_ok=True)
+        os.environ["HOSTILE_SOURCE"] = str(files.fixtures / "detector" / "last.pt")
+        make(files.folder / target)
+        return lambda: call(files)
 
     return build
 

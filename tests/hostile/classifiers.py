@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.hostile import ground
+from tests.hostile import fixtures
 from tests.hostile.annotations import fifo, sparse
-from tests.hostile.battery import DISAGREE, NEXT_COMMAND, Build, Case, Place
+from tests.hostile.battery import DISAGREE, NEXT_COMMAND, Build, Case, CaseFiles
 from tests.hostile.images import BROKEN
 
 
@@ -34,13 +34,13 @@ def agree(config: Path, *settings: str) -> int:
 
 
 def folder(change: Callable[[Path], Any], call: Callable[..., int] = agree, settings: tuple[str, ...] = ()) -> Build:
-    """A classifier on a changed copy of the class folders of the ground."""
+    """A classifier on a changed copy of the class folders of the fixtures."""
 
-    def build(place: Place) -> Callable[[], int]:
-        root = place.copy("classes")
+    def build(files: CaseFiles) -> Callable[[], int]:
+        root = files.copy("classes")
         change(root)
         lines = f"  name: image_folder\n  root: {root}\n"
-        config = place.write("config.yaml", ground.classifier_config(lines, place.folder / "run"))
+        config = files.write("config.yaml", fixtures.classifier_config(lines, files.folder / "run"))
         return lambda: call(config, *settings)
 
     return build
@@ -49,12 +49,12 @@ def folder(change: Callable[[Path], Any], call: Callable[..., int] = agree, sett
 def lists(train: str | bytes, val: str | bytes | None = None) -> Build:
     """A classifier on lists of files."""
 
-    def build(place: Place) -> Callable[[], int]:
-        root = place.copy("classes")
-        place.write("train.txt", train)
-        place.write("val.txt", train if val is None else val)
-        lines = f"  name: list\n  root: {root}\n  train: {place.folder}/train.txt\n  val: {place.folder}/val.txt\n"
-        config = place.write("config.yaml", ground.classifier_config(lines, place.folder / "run"))
+    def build(files: CaseFiles) -> Callable[[], int]:
+        root = files.copy("classes")
+        files.write("train.txt", train)
+        files.write("val.txt", train if val is None else val)
+        lines = f"  name: list\n  root: {root}\n  train: {files.folder}/train.txt\n  val: {files.folder}/val.txt\n"
+        config = files.write("config.yaml", fixtures.classifier_config(lines, files.folder / "run"))
         return lambda: agree(config)
 
     return build
@@ -174,10 +174,10 @@ def cases() -> Iterator[Case]:
 
 
 def special_list(make: Callable[[Path], Any]) -> Build:
-    def build(place: Place) -> Callable[[], int]:
-        call = lists(GOOD)(place)
-        (place.folder / "train.txt").unlink()
-        make(place.folder / "train.txt")
+    def build(files: CaseFiles) -> Callable[[], int]:
+        call = lists(GOOD)(files)
+        (files.folder / "train.txt").unlink()
+        make(files.folder / "train.txt")
         return call
 
     return build

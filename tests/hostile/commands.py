@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.hostile.annotations import fifo
-from tests.hostile.battery import Build, Case, Place
+from tests.hostile.battery import Build, Case, CaseFiles
 from tests.hostile.images import encoded
 
-# {G}: folder of the ground, {I}: one of its images
+# {G}: folder of the fixtures, {I}: one of its images
 PREDICT = ("--checkpoint", "{G}/detector", "--output", "found", "--device", "cpu")
 ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # by tool: name -> arguments, required words
     "predict": {
@@ -230,8 +230,6 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # by tool: nam
         "nothing": ((), "--config"),
         "no file behind the option": (("--config",), "--config"),
         "an unknown option": (("--config", "{G}/detector.yaml", "--wings"), "--wings"),
-        "a config of a classifier": (("--config", "{G}/classifier.yaml"), "train_classifier"),
-        "a config of an autoencoder": (("--config", "{G}/masked.yaml"), "pretrain_mae"),
         "evaluating and resuming": (
             ("--config", "{G}/detector.yaml", "output_dir=run", "--eval-only", "--auto-resume"),
             "exclude",
@@ -263,25 +261,19 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # by tool: nam
             ("--config", "{G}/detector.yaml", "output_dir=run", "init_from={G}/classifier"),
             "fit|classif",
         ),
-    },
-    "train_classifier": {
-        "a config of a detector": (("--config", "{G}/detector.yaml"), "train_net|detect|unknown"),
-        "evaluating a detector": (
+        "evaluating a detector as a classifier": (
             ("--config", "{G}/classifier.yaml", "output_dir=run", "--eval-only", "init_from={G}/detector"),
             "detect|architecture|class",
         ),
-        "starting from a detector": (
+        "a classifier from a detector": (
             ("--config", "{G}/classifier.yaml", "output_dir=run", "init_from={G}/detector"),
             "fit|detect",
         ),
-        "starting from a text": (
+        "a classifier from a text": (
             ("--config", "{G}/classifier.yaml", "output_dir=run", "init_from=notes.md"),
             "notes.md",
         ),
-    },
-    "pretrain_mae": {
-        "a config of a classifier": (("--config", "{G}/classifier.yaml"), "train_classifier"),
-        "evaluating a detector": (
+        "evaluating a detector as an autoencoder": (
             ("--config", "{G}/masked.yaml", "output_dir=run", "--eval-only", "init_from={G}/detector"),
             "detect|architecture|fit",
         ),
@@ -292,20 +284,20 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # by tool: nam
 def tool(name: str, arguments: tuple[str, ...]) -> Build:
     """Run the tool with these arguments."""
 
-    def build(place: Place) -> Callable[[], Any]:
-        place.write(
+    def build(files: CaseFiles) -> Callable[[], Any]:
+        files.write(
             "nonsense.json", json.dumps({"rows": [{"precision": [], "batch_size": {}, "step": 5}], "height": "x"})
         )
-        place.write("deep.json", "[" * 100_000 + "]" * 100_000)
+        files.write("deep.json", "[" * 100_000 + "]" * 100_000)
         row = {"precision": "float32", "batch_size": 3, "step": {"median": float("nan")}}
-        place.write("nan.json", json.dumps({"rows": [row], "height": 800, "width": 1066, "recipe": "x"}))
-        fifo(place.folder / "pipe")
-        place.write("more.png", encoded("PNG"))
-        image = place.ground / "val" / "images" / "0101.png"
-        given = [each.replace("{G}", str(place.ground)).replace("{I}", str(image)) for each in arguments]
+        files.write("nan.json", json.dumps({"rows": [row], "height": 800, "width": 1066, "recipe": "x"}))
+        fifo(files.folder / "pipe")
+        files.write("more.png", encoded("PNG"))
+        image = files.fixtures / "val" / "images" / "0101.png"
+        given = [each.replace("{G}", str(files.fixtures)).replace("{I}", str(image)) for each in arguments]
         main = importlib.import_module(f"tools.{name}").main
         if name == "plan" and "--config" not in given:
-            given = ["--config", str(place.ground / "detector.yaml"), *given]
+            given = ["--config", str(files.fixtures / "detector.yaml"), *given]
         return lambda: main(given)
 
     return build

@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from tests.hostile.annotations import fifo, sparse, train
-from tests.hostile.battery import SECRET, Build, Case, Place
+from tests.hostile.battery import SECRET, Build, Case, CaseFiles
 from tests.hostile.classifiers import classify
 
 
-def text(content: str | bytes | Callable[[Place], str]) -> Build:
+def text(content: str | bytes | Callable[[CaseFiles], str]) -> Build:
     """Train with this config file."""
 
-    def build(place: Place) -> Callable[[], int]:
-        path = place.write("config.yaml", content(place) if callable(content) else content)
+    def build(files: CaseFiles) -> Callable[[], int]:
+        path = files.write("config.yaml", content(files) if callable(content) else content)
         return lambda: train(path)
 
     return build
 
 
 def special(make: Callable[[Path], Any]) -> Build:
-    def build(place: Place) -> Callable[[], int]:
-        path = place.folder / "config.yaml"
+    def build(files: CaseFiles) -> Callable[[], int]:
+        path = files.folder / "config.yaml"
         make(path)
         return lambda: train(path)
 
@@ -33,10 +33,10 @@ def special(make: Callable[[Path], Any]) -> Build:
 
 
 def override(*settings: str, task: str = "detector") -> Build:
-    """Train with the config of the ground and these settings."""
+    """Train with the config of the fixtures and these settings."""
 
-    def build(place: Place) -> Callable[[], int]:
-        config = place.ground / f"{task}.yaml"
+    def build(files: CaseFiles) -> Callable[[], int]:
+        config = files.fixtures / f"{task}.yaml"
         if task == "masked":
             from tools.train_net import main
 
@@ -53,20 +53,20 @@ def alias_bomb() -> str:
     return "\n".join(lines) + "\nmodel: *a11\n"
 
 
-def inherits(place: Place, *, times: int = 3000) -> str:
+def inherits(files: CaseFiles, *, times: int = 3000) -> str:
     """A long chain of inherited files."""
     for i in range(times):
-        place.write(f"base_{i}.yaml", f"base: base_{i + 1}.yaml\n")
-    place.write(f"base_{times}.yaml", "seed: 1\n")
+        files.write(f"base_{i}.yaml", f"base: base_{i + 1}.yaml\n")
+    files.write(f"base_{times}.yaml", "seed: 1\n")
     return "base: base_0.yaml\n"
 
 
-def circle(place: Place) -> str:
-    place.write("other.yaml", "base: config.yaml\n")
+def circle(files: CaseFiles) -> str:
+    files.write("other.yaml", "base: config.yaml\n")
     return "base: other.yaml\n"
 
 
-BOMBS: dict[str, str | bytes | Callable[[Place], str]] = {
+BOMBS: dict[str, str | bytes | Callable[[CaseFiles], str]] = {
     "not YAML": "model: [1, 2\n",
     "tabs": "model:\n\tname: detr\n",
     "binary": bytes(range(256)),
@@ -348,11 +348,11 @@ def cases() -> Iterator[Case]:
 
 
 def without_secret(build: Build) -> Build:
-    def built(place: Place) -> Callable[[], Any]:
+    def built(files: CaseFiles) -> Callable[[], Any]:
         import os
 
         os.environ["HOSTILE_SECRET"] = "plain"
-        return build(place)
+        return build(files)
 
     return built
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.hostile import ground
+from tests.hostile import fixtures
 from tests.hostile.annotations import detection, train
-from tests.hostile.battery import DISAGREE, NEXT_COMMAND, Build, Case, Place
+from tests.hostile.battery import DISAGREE, NEXT_COMMAND, Build, Case, CaseFiles
 from tests.hostile.checkpoints import LOGGED
 from tests.hostile.classifiers import classify
 from tests.hostile.images import predict
@@ -36,74 +36,74 @@ DOTFILES = {
 }
 
 
-def dotfolders(place: Place, folder: str) -> None:
+def dotfolders(files: CaseFiles, folder: str) -> None:
     for name in (".cache.d.partial", ".git.lock.d", ".venv.3.12"):
-        place.write(f"{folder}/{name}/inside", "mine\n")
+        files.write(f"{folder}/{name}/inside", "mine\n")
 
 
-def training(prepare: Callable[[Place], Any], *settings: str, output: str = "run") -> Build:
-    """Train the detector of the ground with a prepared output folder."""
+def training(prepare: Callable[[CaseFiles], Any], *settings: str, output: str = "run") -> Build:
+    """Train the detector of the fixtures with a prepared output folder."""
 
-    def build(place: Place) -> Callable[[], int]:
-        prepare(place)
-        return lambda: train(place.ground / "detector.yaml", f"output_dir={output}", *settings)
+    def build(files: CaseFiles) -> Callable[[], int]:
+        prepare(files)
+        return lambda: train(files.fixtures / "detector.yaml", f"output_dir={output}", *settings)
 
     return build
 
 
-def holding(*names: str, folder: str = "run") -> Callable[[Place], None]:
-    def prepare(place: Place) -> None:
+def holding(*names: str, folder: str = "run") -> Callable[[CaseFiles], None]:
+    def prepare(files: CaseFiles) -> None:
         for name in names:
-            place.write(f"{folder}/{name}", f"my own {name}\n")
+            files.write(f"{folder}/{name}", f"my own {name}\n")
 
     return prepare
 
 
-def dotfiles(folder: str) -> Callable[[Place], None]:
-    def prepare(place: Place) -> None:
+def dotfiles(folder: str) -> Callable[[CaseFiles], None]:
+    def prepare(files: CaseFiles) -> None:
         for name, content in DOTFILES.items():
-            place.write(f"{folder}/{name}", content)
-        dotfolders(place, folder)
+            files.write(f"{folder}/{name}", content)
+        dotfolders(files, folder)
 
     return prepare
 
 
-def run_of_ours(place: Place) -> None:
-    place.copy("detector", "run")
+def run_of_ours(files: CaseFiles) -> None:
+    files.copy("detector", "run")
 
 
-def run_with_dotfiles(place: Place) -> None:
-    run_of_ours(place)
-    dotfiles("run")(place)
+def run_with_dotfiles(files: CaseFiles) -> None:
+    run_of_ours(files)
+    dotfiles("run")(files)
 
 
-def link(name: str, target: str, folder: str = "run") -> Callable[[Place], None]:
+def link(name: str, target: str, folder: str = "run") -> Callable[[CaseFiles], None]:
     """An output file is a link to a file of the user."""
 
-    def prepare(place: Place) -> None:
-        place.write(target, "precious\n")
-        (place.folder / folder).mkdir(exist_ok=True)
-        (place.folder / folder / name).symlink_to(place.folder / target)
+    def prepare(files: CaseFiles) -> None:
+        files.write(target, "precious\n")
+        (files.folder / folder).mkdir(exist_ok=True)
+        (files.folder / folder / name).symlink_to(files.folder / target)
 
     return prepare
 
 
-def second_run(place: Place) -> Callable[[], int]:
+def second_run(files: CaseFiles) -> Callable[[], int]:
     """A second run starts in the folder of a live one."""
-    return _beside_a_live_run(place, [])
+    return _beside_a_live_run(files, [])
 
 
-def resumed_beside_a_live_run(place: Place) -> Callable[[], int]:
-    run_of_ours(place)
-    return _beside_a_live_run(place, ["--resume", "train.epochs=2"], ["--resume", "train.epochs=100000"])
+def resumed_beside_a_live_run(files: CaseFiles) -> Callable[[], int]:
+    run_of_ours(files)
+    return _beside_a_live_run(files, ["--resume", "train.epochs=2"], ["--resume", "train.epochs=100000"])
 
 
-def _beside_a_live_run(place: Place, arguments: list[str], first: list[str] | None = None) -> Callable[[], int]:
-    config = str(place.ground / "detector.yaml")
+def _beside_a_live_run(files: CaseFiles, arguments: list[str], first: list[str] | None = None) -> Callable[[], int]:
+    config = str(files.fixtures / "detector.yaml")
     command = [config, "output_dir=run", *(first or ["train.epochs=100000", "checkpoint.every_steps=1"])]
     child = os.fork()
     if child == 0:  # a separate process, ended with the case
-        os.dup2(os.open(place.base / "tmp" / "live.log", os.O_WRONLY | os.O_CREAT, 0o600), 1)
+        os.dup2(os.open(files.base / "tmp" / "live.log", os.O_WRONLY | os.O_CREAT, 0o600), 1)
         os.dup2(1, 2)
         code = 1
         try:
@@ -111,7 +111,7 @@ def _beside_a_live_run(place: Place, arguments: list[str], first: list[str] | No
         finally:
             os._exit(code)
     end = time.monotonic() + 50
-    lines = place.folder / "run" / "metrics.jsonl"
+    lines = files.folder / "run" / "metrics.jsonl"
     before = lines.stat().st_size if lines.exists() else 0
     while not (lines.exists() and lines.stat().st_size > before):
         if time.monotonic() > end or os.waitpid(child, os.WNOHANG)[0]:
@@ -121,7 +121,7 @@ def _beside_a_live_run(place: Place, arguments: list[str], first: list[str] | No
     return lambda: train(Path(config), "output_dir=run", *arguments)
 
 
-def killed_run(place: Place) -> Callable[[], int]:
+def killed_run(files: CaseFiles) -> Callable[[], int]:
     """The lock of a killed run is released."""
     script = (
         "import os, signal, sys\n"
@@ -130,30 +130,30 @@ def killed_run(place: Place) -> Callable[[], int]:
         "from tools.train_net import main\n"
         "main(sys.argv[1:])\n"
     )
-    config = str(place.ground / "detector.yaml")
+    config = str(files.fixtures / "detector.yaml")
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", script, "--config", config, "output_dir=run"]
     subprocess.run(
-        command, cwd=place.folder, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, check=False
+        command, cwd=files.folder, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, check=False
     )
     return lambda: train(Path(config), "output_dir=run")
 
 
-def evaluation(prepare: Callable[[Place], Any], *settings: str) -> Build:
+def evaluation(prepare: Callable[[CaseFiles], Any], *settings: str) -> Build:
     return training(prepare, "--eval-only", *settings)
 
 
-def eval_with_own_config(place: Place) -> Callable[[], int]:
+def eval_with_own_config(files: CaseFiles) -> Callable[[], int]:
     """Evaluation of a fine-tuned run with its config.yaml uses the weights of this run."""
-    command = place.ground / "detector.yaml"
-    settings = [f"init_from={place.ground}/detector", "output_dir=run", "optimizer.lr=0.1"]
+    command = files.fixtures / "detector.yaml"
+    settings = [f"init_from={files.fixtures}/detector", "output_dir=run", "optimizer.lr=0.1"]
 
     def call() -> int:
         code = train(command, *settings)
         print(NEXT_COMMAND, flush=True)
-        trained = json.loads((place.folder / "run" / "evaluation.json").read_text())
-        again = train(place.folder / "run" / "config.yaml", "--eval-only")
-        found = list((place.folder / "run").glob("eval*/evaluation.json"))
+        trained = json.loads((files.folder / "run" / "evaluation.json").read_text())
+        again = train(files.folder / "run" / "config.yaml", "--eval-only")
+        found = list((files.folder / "run").glob("eval*/evaluation.json"))
         if code or again or len(found) != 1 or json.loads(found[0].read_text()) != trained:
             print(f"trained {code}, evaluated {again}, results {found}")
             return DISAGREE
@@ -162,32 +162,32 @@ def eval_with_own_config(place: Place) -> Callable[[], int]:
     return call
 
 
-def missing_output(place: Place) -> Callable[[], int]:
-    config = detection(place)
+def missing_output(files: CaseFiles) -> Callable[[], int]:
+    config = detection(files)
     config.write_text("\n".join(line for line in config.read_text().splitlines() if not line.startswith("output_dir")))
     return lambda: train(config, "output_dir=")
 
 
-def predicting(prepare: Callable[[Place], Any], output: str, *inputs: str) -> Build:
-    def build(place: Place) -> Callable[[], int]:
-        prepare(place)
-        images = inputs or (str(place.ground / "val" / "images"),)
-        return lambda: predict("--checkpoint", place.ground / "detector", "--output", output, *images)
+def predicting(prepare: Callable[[CaseFiles], Any], output: str, *inputs: str) -> Build:
+    def build(files: CaseFiles) -> Callable[[], int]:
+        prepare(files)
+        images = inputs or (str(files.fixtures / "val" / "images"),)
+        return lambda: predict("--checkpoint", files.fixtures / "detector", "--output", output, *images)
 
     return build
 
 
-def photos(place: Place) -> None:
+def photos(files: CaseFiles) -> None:
     for name in ("one.png", "two.png"):
-        (place.folder / "photos").mkdir(exist_ok=True)
-        ground.picture().save(place.folder / "photos" / name)
+        (files.folder / "photos").mkdir(exist_ok=True)
+        fixtures.picture().save(files.folder / "photos" / name)
 
 
-def nothing(place: Place) -> None:
+def nothing(files: CaseFiles) -> None:
     """Leave the folder as it is."""
 
 
-def full_disk(place: Place) -> None:
+def full_disk(files: CaseFiles) -> None:
     """Limit files to a few kilobytes, as on a full disk."""
     import resource
     import signal
@@ -196,24 +196,24 @@ def full_disk(place: Place) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
 
-def on_a_full_disk(call: Callable[[Place], int]) -> Build:
-    def build(place: Place) -> Callable[[], int]:
+def on_a_full_disk(call: Callable[[CaseFiles], int]) -> Build:
+    def build(files: CaseFiles) -> Callable[[], int]:
         def run() -> int:
-            full_disk(place)
-            return call(place)
+            full_disk(files)
+            return call(files)
 
         return run
 
     return build
 
 
-def _convert(place: Place) -> int:
+def _convert(files: CaseFiles) -> int:
     from tools.convert_checkpoint import main
 
-    return main([str(place.ground / "detector"), "out.pt"])
+    return main([str(files.fixtures / "detector"), "out.pt"])
 
 
-def _samples(place: Place) -> int:
+def _samples(files: CaseFiles) -> int:
     from tools.make_sample_data import main
 
     return main(["scenes", "--output", "made", "--num-train", "2", "--num-val", "1", "--image-size", "512"])
@@ -358,11 +358,14 @@ def cases() -> Iterator[Case]:
     yield Case(
         group,
         "output_dir is a link to itself",
-        training(lambda place: (place.folder / "run").symlink_to("run")),
+        training(lambda files: (files.folder / "run").symlink_to("run")),
         says=("output_dir",),
     )
     yield Case(
-        group, "output_dir is a pipe", training(lambda place: os.mkfifo(place.folder / "run")), says=("output_dir",)
+        group,
+        "output_dir is a pipe",
+        training(lambda files: os.mkfifo(files.folder / "run")),
+        says=("output_dir",),
     )
     yield Case(group, "output_dir is empty", missing_output, codes=(0, 2), writes=here)
     yield Case(group, "output_dir is the home", home, codes=(0,), writes=())
@@ -409,9 +412,13 @@ def _tools(group: str) -> Iterator[Case]:
         group, "predict nothing leaves no folder", predicting(nothing, "found", "nowhere.jpg"), says=("nowhere.jpg",)
     )
     for name, call in {
-        "training": lambda place: train(place.ground / "detector.yaml", "output_dir=run"),
-        "prediction": lambda place: predict(
-            "--checkpoint", place.ground / "detector", "--output", "run", place.ground / "val" / "images"
+        "training": lambda files: train(files.fixtures / "detector.yaml", "output_dir=run"),
+        "prediction": lambda files: predict(
+            "--checkpoint",
+            files.fixtures / "detector",
+            "--output",
+            "run",
+            files.fixtures / "val" / "images",
         ),
         "conversion": _convert,
         "sample data": _samples,
@@ -425,35 +432,36 @@ def _tools(group: str) -> Iterator[Case]:
         )
 
 
-def damaged_metrics(place: Place) -> None:
-    run_of_ours(place)
-    place.write("run/metrics.jsonl", b'{"kind": "train", "step": 1}\n[1]\n{broken\n\xff\xfe\n5\n{"kind": "val"')
+def damaged_metrics(files: CaseFiles) -> None:
+    run_of_ours(files)
+    files.write("run/metrics.jsonl", b'{"kind": "train", "step": 1}\n[1]\n{broken\n\xff\xfe\n5\n{"kind": "val"')
 
 
-def folders_of_ours(place: Place) -> None:
+def folders_of_ours(files: CaseFiles) -> None:
     for name in ("config.yaml", "last.pt", "log.txt"):
-        (place.folder / "run" / name).mkdir(parents=True)
+        (files.folder / "run" / name).mkdir(parents=True)
 
 
-def as_classifier(place: Place) -> Callable[[], int]:
-    run_of_ours(place)
-    return lambda: classify(place.ground / "classifier.yaml", "output_dir=run", "--resume")
+def as_classifier(files: CaseFiles) -> Callable[[], int]:
+    run_of_ours(files)
+    return lambda: classify(files.fixtures / "classifier.yaml", "output_dir=run", "--resume")
 
 
-def evaluating_others(place: Place) -> Callable[[], int]:
-    run_of_ours(place)
-    other = place.copy(
-        "detector/previous.pt" if (place.ground / "detector/previous.pt").exists() else "detector/last.pt", "other.pt"
+def evaluating_others(files: CaseFiles) -> Callable[[], int]:
+    run_of_ours(files)
+    other = files.copy(
+        "detector/previous.pt" if (files.fixtures / "detector/previous.pt").exists() else "detector/last.pt",
+        "other.pt",
     )
-    return lambda: train(place.ground / "detector.yaml", "output_dir=run", f"init_from={other}", "--eval-only")
+    return lambda: train(files.fixtures / "detector.yaml", "output_dir=run", f"init_from={other}", "--eval-only")
 
 
-def home(place: Place) -> Callable[[], int]:
+def home(files: CaseFiles) -> Callable[[], int]:
     """``~`` is the home folder; no folder of that name is created."""
 
     def call() -> int:
-        code = train(place.ground / "detector.yaml", "output_dir=~/x")
-        made = place.base / "home" / "x"
+        code = train(files.fixtures / "detector.yaml", "output_dir=~/x")
+        made = files.base / "home" / "x"
         there = (made / "report.html").exists()
         if there:
             __import__("shutil").rmtree(made)

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.hostile import ground
+from tests.hostile import fixtures
 from tests.hostile.annotations import agree, check, detection, fifo, sparse, train
-from tests.hostile.battery import SECRET, Build, Case, Place
+from tests.hostile.battery import SECRET, Build, Case, CaseFiles
 from tests.hostile.panoptic import bomb, chunk, png
 
 EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
@@ -30,7 +30,7 @@ SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"
 
 def encoded(format_name: str, **options: Any) -> bytes:
     data = io.BytesIO()
-    ground.picture().save(data, format=format_name, **options)
+    fixtures.picture().save(data, format=format_name, **options)
     return data.getvalue()
 
 
@@ -41,8 +41,8 @@ def archive() -> bytes:
     return data.getvalue()
 
 
-def flipped(data: bytes, place: int) -> bytes:
-    return data[:place] + bytes([data[place] ^ 0xFF]) + data[place + 1 :]
+def flipped(data: bytes, offset: int) -> bytes:
+    return data[:offset] + bytes([data[offset] ^ 0xFF]) + data[offset + 1 :]
 
 
 @functools.cache
@@ -144,18 +144,18 @@ def listed_name() -> str:
 def in_training(make: Callable[[Path], Any], call: Callable[[Path], int], *, settings: tuple[str, ...] = ()) -> Build:
     """Use this file as the first training image."""
 
-    def build(place: Place) -> Callable[[], int]:
-        folder = place.copy("train/images", "images")
+    def build(files: CaseFiles) -> Callable[[], int]:
+        folder = files.copy("train/images", "images")
         (folder / listed_name()).unlink()
         make(folder / listed_name())
-        config = detection(place, images=(folder, None))
+        config = detection(files, images=(folder, None))
         return lambda: call(config, *settings)  # type: ignore[call-arg]
 
     return build
 
 
 def predict(*arguments: object) -> int:
-    """Predict with the detector of the ground."""
+    """Predict with the detector of the fixtures."""
     from tools.predict import main
 
     return main(["--device", "cpu", *map(str, arguments)])
@@ -164,12 +164,12 @@ def predict(*arguments: object) -> int:
 def among_good_ones(make: Callable[[Path], Any], name: str = "bad.jpg", model: str = "detector") -> Build:
     """Predict for a folder with this file between two valid ones."""
 
-    def build(place: Place) -> Callable[[], int]:
+    def build(files: CaseFiles) -> Callable[[], int]:
         for good in ("a.png", "z.png"):
-            place.write(f"photos/{good}", encoded("PNG"))
-        make(place.folder / "photos" / name)
-        photos = sorted((place.folder / "photos").iterdir())
-        return lambda: predict("--checkpoint", place.ground / model, "--output", "found", *photos)
+            files.write(f"photos/{good}", encoded("PNG"))
+        make(files.folder / "photos" / name)
+        photos = sorted((files.folder / "photos").iterdir())
+        return lambda: predict("--checkpoint", files.fixtures / model, "--output", "found", *photos)
 
     return build
 
@@ -177,11 +177,11 @@ def among_good_ones(make: Callable[[Path], Any], name: str = "bad.jpg", model: s
 def folder_of_one(make: Callable[[Path], Any]) -> Build:
     """Predict for a folder with one bad file among valid ones."""
 
-    def build(place: Place) -> Callable[[], int]:
+    def build(files: CaseFiles) -> Callable[[], int]:
         for good in ("a.png", "z.png"):
-            place.write(f"photos/{good}", encoded("PNG"))
-        make(place.folder / "photos" / "bad.jpg")
-        return lambda: predict("--checkpoint", place.ground / "detector", "--output", "found", "photos")
+            files.write(f"photos/{good}", encoded("PNG"))
+        make(files.folder / "photos" / "bad.jpg")
+        return lambda: predict("--checkpoint", files.fixtures / "detector", "--output", "found", "photos")
 
     return build
 
@@ -204,12 +204,12 @@ STRANGE_NAMES = {
 def strangely_named(name: bytes, model: str) -> Build:
     """Predict for a folder whose only image has that name."""
 
-    def build(place: Place) -> Callable[[], int]:
-        (place.folder / "photos").mkdir()
-        path = os.fsencode(place.folder / "photos") + b"/" + name
+    def build(files: CaseFiles) -> Callable[[], int]:
+        (files.folder / "photos").mkdir()
+        path = os.fsencode(files.folder / "photos") + b"/" + name
         with open(path, "wb") as file:  # noqa: PTH123
             file.write(encoded("PNG"))
-        return lambda: predict("--checkpoint", place.ground / model, "--output", "found", "--threshold", 0, "photos")
+        return lambda: predict("--checkpoint", files.fixtures / model, "--output", "found", "--threshold", 0, "photos")
 
     return build
 
@@ -217,16 +217,16 @@ def strangely_named(name: bytes, model: str) -> Build:
 def strangely_named_data(name: str) -> Build:
     """A data set whose first images have that name, in both splits."""
 
-    def build(place: Place) -> Callable[[], int]:
+    def build(files: CaseFiles) -> Callable[[], int]:
         contents = []
         for split, first in (("train", 1), ("val", 101)):
-            content = ground.coco(first=first)
-            folder = place.copy(f"{split}/images", f"{split}_images")
+            content = fixtures.coco(first=first)
+            folder = files.copy(f"{split}/images", f"{split}_images")
             (folder / content["images"][0]["file_name"]).rename(folder / name)
             content["images"][0]["file_name"] = name
             contents.append(content)
-        folders = (place.folder / "train_images", place.folder / "val_images")
-        config = detection(place, *contents, images=folders)
+        folders = (files.folder / "train_images", files.folder / "val_images")
+        config = detection(files, *contents, images=folders)
         return lambda: agree(config)
 
     return build
@@ -235,9 +235,9 @@ def strangely_named_data(name: str) -> Build:
 def alone(make: Callable[[Path], Any]) -> Build:
     """Predict for this file."""
 
-    def build(place: Place) -> Callable[[], int]:
-        make(place.folder / "bad.jpg")
-        return lambda: predict("--checkpoint", place.ground / "detector", "--output", "found", "bad.jpg")
+    def build(files: CaseFiles) -> Callable[[], int]:
+        make(files.folder / "bad.jpg")
+        return lambda: predict("--checkpoint", files.fixtures / "detector", "--output", "found", "bad.jpg")
 
     return build
 
@@ -317,10 +317,10 @@ def cases() -> Iterator[Case]:
 
 
 def panoptic_maps(make: Callable[[Path], Any]) -> Build:
-    def build(place: Place) -> Callable[[], int]:
-        place.write("photos/a.png", encoded("PNG"))
-        make(place.folder / "photos" / "bad.jpg")
-        photos = sorted((place.folder / "photos").iterdir())
-        return lambda: predict("--checkpoint", place.ground / "masks", "--output", "found", "--panoptic", *photos)
+    def build(files: CaseFiles) -> Callable[[], int]:
+        files.write("photos/a.png", encoded("PNG"))
+        make(files.folder / "photos" / "bad.jpg")
+        photos = sorted((files.folder / "photos").iterdir())
+        return lambda: predict("--checkpoint", files.fixtures / "masks", "--output", "found", "--panoptic", *photos)
 
     return build

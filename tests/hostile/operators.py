@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.hostile.battery import Build, Case, Place
+from tests.hostile.battery import Build, Case, CaseFiles
 
 ORDINARY = (
     "RuntimeError",
@@ -41,7 +41,7 @@ class Deformable:
 
 
 def deformable(change: Callable[[Deformable], Any], backward: bool = False) -> Build:
-    def build(place: Place) -> Callable[[], Any]:
+    def build(files: CaseFiles) -> Callable[[], Any]:
         import torch
 
         import detr_bf.ops  # noqa: F401
@@ -268,7 +268,7 @@ def _seed(torch: Any) -> Any:
 
 
 def raw(call: Call) -> Build:
-    def build(place: Place) -> Callable[[], Any]:
+    def build(files: CaseFiles) -> Callable[[], Any]:
         import torch
 
         import detr_bf.ops  # noqa: F401
@@ -279,7 +279,7 @@ def raw(call: Call) -> Build:
 
 
 def wrapped(call: Callable[[Any, Any], Any]) -> Build:
-    def build(place: Place) -> Callable[[], Any]:
+    def build(files: CaseFiles) -> Callable[[], Any]:
         import torch
 
         from detr_bf import ops

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.hostile import ground
+from tests.hostile import fixtures
 from tests.hostile.annotations import (
     HERE,
     HUGE,
@@ -29,7 +29,7 @@ from tests.hostile.annotations import (
     sparse,
     twice,
 )
-from tests.hostile.battery import Build, Case, Place
+from tests.hostile.battery import Build, Case, CaseFiles
 
 MASKS = "  masks: true\n"
 
@@ -58,11 +58,11 @@ def same_stem(content: Content) -> None:
 def panoptic(change: Change, split: str = "train") -> Build:
     """A run with a mask head, on changed panoptic data."""
 
-    def build(place: Place) -> Callable[[], int]:
+    def build(files: CaseFiles) -> Callable[[], int]:
         first = {"train": 1, "val": 101}
-        content = ground.panoptic(first=first[split])
+        content = fixtures.panoptic(first=first[split])
         replaced = change(content)
-        config = detection(place, **{split: replaced if isinstance(replaced, dict) else content}, panoptic=True)
+        config = detection(files, **{split: replaced if isinstance(replaced, dict) else content}, panoptic=True)
         _with_masks(config)
         return lambda: agree(config)
 
@@ -76,11 +76,11 @@ def _with_masks(config: Path) -> None:
 def map_file(make: Callable[[Path], Any], split: str = "train") -> Build:
     """Replace the first PNG of a split."""
 
-    def build(place: Place) -> Callable[[], int]:
-        config = detection(place, panoptic=True)
+    def build(files: CaseFiles) -> Callable[[], int]:
+        config = detection(files, panoptic=True)
         _with_masks(config)
-        folder = place.copy(f"panoptic_{split}/panoptic", "maps")
-        source = place.ground / f"panoptic_{split}"
+        folder = files.copy(f"panoptic_{split}/panoptic", "maps")
+        source = files.fixtures / f"panoptic_{split}"
         config.write_text(config.read_text().replace(f"panoptic: {source}/panoptic", f"panoptic: {folder}"))
         path = folder / ("0001_map.png" if split == "train" else "0101_map.png")
         path.unlink()
@@ -90,7 +90,7 @@ def map_file(make: Callable[[Path], Any], split: str = "train") -> Build:
     return build
 
 
-def image(mode: str, size: tuple[int, int] = (ground.WIDTH, ground.HEIGHT)) -> Callable[[Path], None]:
+def image(mode: str, size: tuple[int, int] = (fixtures.WIDTH, fixtures.HEIGHT)) -> Callable[[Path], None]:
     def make(path: Path) -> None:
         Image.new(mode, size).save(path, format="PNG")
 
@@ -98,15 +98,15 @@ def image(mode: str, size: tuple[int, int] = (ground.WIDTH, ground.HEIGHT)) -> C
 
 
 def sixteen_bit(path: Path) -> None:
-    Image.fromarray(np.full((ground.HEIGHT, ground.WIDTH), 300, np.uint16)).save(path)
+    Image.fromarray(np.full((fixtures.HEIGHT, fixtures.WIDTH), 300, np.uint16)).save(path)
 
 
 def palette(path: Path) -> None:
-    Image.new("RGB", (ground.WIDTH, ground.HEIGHT), (11, 0, 0)).quantize(4).save(path)
+    Image.new("RGB", (fixtures.WIDTH, fixtures.HEIGHT), (11, 0, 0)).quantize(4).save(path)
 
 
 def jpeg(path: Path) -> None:
-    Image.new("RGB", (ground.WIDTH, ground.HEIGHT), (11, 0, 0)).save(path, format="JPEG")
+    Image.new("RGB", (fixtures.WIDTH, fixtures.HEIGHT), (11, 0, 0)).save(path, format="JPEG")
 
 
 def content(data: bytes) -> Callable[[Path], Any]:
@@ -252,11 +252,11 @@ SEGMENTATIONS: dict[str, Any] = {
 def instance(value: Any, split: str = "train") -> Build:
     """A run with a mask head, on detection data with one changed segmentation."""
 
-    def build(place: Place) -> Callable[[], int]:
+    def build(files: CaseFiles) -> Callable[[], int]:
         change = put("annotations", "segmentation", value)
-        data = ground.coco(first=1 if split == "train" else 101)
+        data = fixtures.coco(first=1 if split == "train" else 101)
         change(data)
-        config = detection(place, **{split: data})
+        config = detection(files, **{split: data})
         _with_masks(config)
         return lambda: agree(config)
 
@@ -309,15 +309,15 @@ def cases() -> Iterator[Case]:
         )
 
 
-def maps_of_a_detection_file(place: Place) -> Callable[[], int]:
-    config = detection(place, train=ground.coco(), panoptic=True)
+def maps_of_a_detection_file(files: CaseFiles) -> Callable[[], int]:
+    config = detection(files, train=fixtures.coco(), panoptic=True)
     return lambda: agree(config)
 
 
-def maps_are_a_file(place: Place) -> Callable[[], int]:
-    config = detection(place, panoptic=True)
+def maps_are_a_file(files: CaseFiles) -> Callable[[], int]:
+    config = detection(files, panoptic=True)
     _with_masks(config)
-    source = f"{place.ground}/panoptic_train/panoptic"
-    shutil.copy(place.ground / "detector.yaml", place.folder / "maps")
-    config.write_text(config.read_text().replace(source, os.fspath(place.folder / "maps")))
+    source = f"{files.fixtures}/panoptic_train/panoptic"
+    shutil.copy(files.fixtures / "detector.yaml", files.folder / "maps")
+    config.write_text(config.read_text().replace(source, os.fspath(files.folder / "maps")))
     return lambda: agree(config)

@@ -119,8 +119,8 @@ def in_both_places(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def test_modules_that_are_not_shared_are_written_in_both_places() -> None:
     written = to_foreign(with_batch_former("detr", "own_twice"), "detr")
-    places = {key.removesuffix(".linear1.weight") for key in written if ".bf." in key and "linear1.weight" in key}
-    assert places == {f"transformer.{place}.{layer}" for place in ("bf", "encoder.bf") for layer in (0, 1)}
+    prefixes = {key.removesuffix(".linear1.weight") for key in written if ".bf." in key and "linear1.weight" in key}
+    assert prefixes == {f"transformer.{prefix}.{layer}" for prefix in ("bf", "encoder.bf") for layer in (0, 1)}
 
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
@@ -135,8 +135,8 @@ def test_places_that_differ_are_refused(kind: str) -> None:
 def test_counters_of_a_profiler_are_left_out(name: str) -> None:
     state = state_of(name)
     counted = to_foreign(state, "deformable_detr")
-    for place in ("", "transformer.encoder.layers.0.", "bbox_embed.0."):
-        counted |= {f"{place}total_{what}": torch.zeros(1) for what in ("params", "ops")}
+    for prefix in ("", "transformer.encoder.layers.0.", "bbox_embed.0."):
+        counted |= {f"{prefix}total_{what}": torch.zeros(1) for what in ("params", "ops")}
     assert_same(from_foreign(counted, "x"), state)
 
 
@@ -174,6 +174,6 @@ def test_panoptic_files_hold_the_detector_and_a_mask_head(kind: str | None) -> N
     assert {key.split(".")[0] for key in written} == {"detr", "bbox_attention", "mask_head"}
     assert_same(from_foreign(written, "x"), state | mask_head)
     stored = in_both_places(written)
-    for place in ("transformer.bf.", "transformer.encoder.bf."):
-        one_place = {key: x for key, x in stored.items() if ".bf." not in key or key.startswith(f"detr.{place}")}
-        assert_same(from_foreign(one_place, "x"), state | mask_head)
+    for prefix in ("transformer.bf.", "transformer.encoder.bf."):
+        one_prefix = {key: x for key, x in stored.items() if ".bf." not in key or key.startswith(f"detr.{prefix}")}
+        assert_same(from_foreign(one_prefix, "x"), state | mask_head)

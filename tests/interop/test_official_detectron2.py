@@ -80,16 +80,16 @@ def test_batch_attention_makes_a_round_trip(form: str) -> None:
     ],
 )
 @pytest.mark.parametrize(
-    ("form", "place"),
+    ("form", "prefix"),
     [
         ("detectron2_resnet", "detector.backbone.body"),
         ("detr_detectron2", "detr.backbone.0.backbone"),
         ("detr_detectron2_panoptic", "detr.detr.backbone.0.backbone"),
     ],
 )
-def test_their_resnet_is_torchvisions_under_other_names(form: str, place: str, theirs: str, ours: str) -> None:
+def test_their_resnet_is_torchvisions_under_other_names(form: str, prefix: str, theirs: str, ours: str) -> None:
     state = state_for(form)
-    assert torch.equal(to_foreign(state, form)[f"{place}.{theirs}"], state[f"backbone.body.{ours}"])
+    assert torch.equal(to_foreign(state, form)[f"{prefix}.{theirs}"], state[f"backbone.body.{ours}"])
 
 
 @pytest.mark.parametrize("name", ["resnet50", "resnet101"])

@@ -1,31 +1,35 @@
-"""Multi-head attention against torch's own, with the same weights."""
+"""Multi-head attention against torch's, and deformable attention against loops, with the same weights."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from detr_bf.errors import InputError
-from detr_bf.layers import MultiHeadAttention, multi_head_attention
+from detr_bf.layers import DeformableAttention, MultiHeadAttention, multi_head_attention
+from detr_bf.layers.attention import initial_offsets
 from tests.references.attention import packed_attention
+from tests.references.deformable_attention import loops
 
 ROWS, QUERIES, KEYS, DIM, HEADS = 3, 4, 6, 8, 2
+POINTS, SHAPES, TOKENS = 3, [(4, 6), (2, 3)], 30  # of deformable attention
 
 
 def attention(dropout: float = 0.0) -> MultiHeadAttention:
     torch.manual_seed(0)
     module = MultiHeadAttention(DIM, HEADS, dropout).double()
     for parameter in module.parameters():  # biases start at zero and would not be seen
-        torch.nn.init.normal_(parameter)
+        nn.init.normal_(parameter)
     return module
 
 
-def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return tuple(torch.randn(ROWS, n, DIM, generator=generator, dtype=torch.float64) for n in (QUERIES, KEYS, KEYS))
 
 
-def padding() -> torch.Tensor:
+def padding() -> Tensor:
     return torch.arange(KEYS) >= torch.tensor([KEYS, 4, 1])[:, None]
 
 
@@ -95,3 +99,73 @@ def test_bias_is_added_to_the_logits_and_padding_still_hidden() -> None:
             logits[:, mask[row]] = -torch.inf
             expected = logits.softmax(-1) @ value[row, :, 3 * head : 3 * head + 3]
             torch.testing.assert_close(out[row, :, 3 * head : 3 * head + 3], expected)
+
+
+# ---- deformable attention ----
+
+
+def deformable_attention() -> DeformableAttention:
+    torch.manual_seed(0)
+    attention = DeformableAttention(DIM, heads=HEADS, levels=len(SHAPES), points=POINTS).double()
+    for parameter in attention.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return attention
+
+
+def deformable_inputs(coordinates: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, references, tokens, padding mask."""
+    torch.manual_seed(1)
+    query = torch.randn(ROWS, QUERIES, DIM, dtype=torch.float64)
+    reference = torch.rand(ROWS, QUERIES, len(SHAPES), coordinates, dtype=torch.float64)
+    tokens = torch.randn(ROWS, TOKENS, DIM, dtype=torch.float64)
+    return query, reference, tokens, torch.rand(ROWS, TOKENS) < 0.3
+
+
+@pytest.mark.parametrize("coordinates", [2, 4])
+def test_deformable_attention_against_loops(coordinates: int) -> None:
+    attention, (query, reference, tokens, mask) = deformable_attention(), deformable_inputs(coordinates)
+    value = (tokens @ attention.value.weight.T + attention.value.bias).masked_fill(mask[..., None], 0)
+    weights = (query @ attention.attention_weights.weight.T + attention.attention_weights.bias).view(
+        ROWS, QUERIES, HEADS, -1
+    )
+    weights = weights.softmax(-1).view(ROWS, QUERIES, HEADS, len(SHAPES), POINTS)
+    offsets = query @ attention.sampling_offsets.weight.T + attention.sampling_offsets.bias
+    offsets = offsets.view(ROWS, QUERIES, HEADS, len(SHAPES), POINTS, 2)
+    locations = torch.empty_like(offsets)
+    for level, (height, width) in enumerate(SHAPES):
+        for point in range(POINTS):
+            step = torch.tensor([1 / width, 1 / height], dtype=torch.float64)
+            if coordinates == 4:
+                step = reference[:, :, level, 2:].unsqueeze(2) / 2 / POINTS
+            moved = reference[:, :, level, :2].unsqueeze(2) + offsets[:, :, :, level, point] * step
+            locations[:, :, :, level, point] = moved
+    found = loops(value.view(ROWS, TOKENS, HEADS, -1), SHAPES, locations, weights)
+    expected = found @ attention.out.weight.T + attention.out.bias
+    torch.testing.assert_close(attention(query, reference, tokens, SHAPES, mask), expected)
+
+
+def test_deformable_attention_padded_tokens_count_for_nothing() -> None:
+    attention, (query, reference, tokens, mask) = deformable_attention(), deformable_inputs(2)
+    edited = tokens.masked_fill(mask[..., None], 9.0)
+    assert torch.equal(
+        attention(query, reference, edited, SHAPES, mask), attention(query, reference, tokens, SHAPES, mask)
+    )
+
+
+def test_deformable_attention_heads_start_in_all_directions() -> None:
+    offsets = initial_offsets(4, 1, 3)[:, 0]
+    expected = torch.tensor([[1.0, 0], [0, 1], [-1, 0], [0, -1]])
+    for point in range(3):
+        torch.testing.assert_close(offsets[:, point], expected * (point + 1), atol=1e-6, rtol=0)
+
+
+def test_new_deformable_attention_looks_at_fixed_places_with_equal_weights() -> None:
+    attention = DeformableAttention(DIM, heads=HEADS, levels=2, points=POINTS)
+    assert not attention.sampling_offsets.weight.any()
+    assert not attention.attention_weights.weight.any()
+    torch.testing.assert_close(attention.sampling_offsets.bias, initial_offsets(HEADS, 2, POINTS).flatten())
+
+
+def test_deformable_attention_heads_must_divide_the_width() -> None:
+    with pytest.raises(InputError, match="heads=3 must divide"):
+        DeformableAttention(8, heads=3, levels=1, points=1)

@@ -1,11 +1,13 @@
-"""Position-wise networks."""
+"""Position-wise networks, and the residual connection with pre- and post-norm."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from detr_bf.layers import MLP, FeedForward
+from detr_bf.layers import MLP, FeedForward, Residual
 
 
 def test_feed_forward_is_two_matrices_with_relu_between() -> None:
@@ -45,3 +47,29 @@ def test_mlp_is_linear_layers_of_the_widths_with_relu_between_only() -> None:
     torch.testing.assert_close(module(x), out)
     assert [tuple(layer.weight.shape) for layer in module.layers] == [(5, 3), (7, 5), (2, 7)]
     assert (module(x) < 0).any(), "no ReLU at the end"
+
+
+def residual(**changes: object) -> Residual:
+    torch.manual_seed(0)
+    module = Residual(4, **changes)
+    torch.nn.init.normal_(module.norm.weight)
+    torch.nn.init.normal_(module.norm.bias)
+    return module
+
+
+def norm(module: Residual, x: Tensor) -> Tensor:
+    return F.layer_norm(x, (4,), module.norm.weight, module.norm.bias)
+
+
+def test_residual_with_pre_and_post_norm() -> None:
+    x = torch.randn(2, 3, 4)
+    post, pre = residual(), residual(pre_norm=True)
+    torch.testing.assert_close(post(x, torch.sin), norm(post, x + x.sin()))
+    torch.testing.assert_close(pre(x, torch.sin), x + norm(pre, x).sin())
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_residual_dropout_takes_from_the_function_and_never_from_the_input(pre_norm: bool) -> None:
+    module, x = residual(dropout=1.0, pre_norm=pre_norm), torch.randn(2, 3, 4)
+    torch.testing.assert_close(module(x, torch.exp), x if pre_norm else norm(module, x))
+    assert not torch.allclose(module.eval()(x, torch.exp), module.train()(x, torch.exp))

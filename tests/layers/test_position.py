@@ -19,9 +19,9 @@ def mask_of(*sizes: tuple[int, int], height: int = 5, width: int = 7) -> torch.T
     return mask
 
 
-def cell(place: int, length: int, channels: int, temperature: float) -> list[float]:
-    """The encoding of cell ``place`` of ``length``, counted from 0, along one axis."""
-    angle = 2 * math.pi * (place + 1) / length
+def cell(index: int, length: int, channels: int, temperature: float) -> list[float]:
+    """The encoding of cell ``index`` of ``length``, counted from 0, along one axis."""
+    angle = 2 * math.pi * (index + 1) / length
     values = []
     for pair in range(channels // 2):
         phase = angle / temperature ** (2 * pair / channels)

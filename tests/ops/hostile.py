@@ -105,8 +105,8 @@ def call(name: str, choose: random.Random) -> str:
     """Make one call with one to three invalid arguments and return its outcome in a word."""
     arguments = OPERATORS[name]()
     try:
-        for place in choose.sample(range(len(arguments)), choose.choice([1, 1, 2, 3][: len(arguments)])):
-            arguments[place] = spoilt(arguments[place], choose)
+        for index in choose.sample(range(len(arguments)), choose.choice([1, 1, 2, 3][: len(arguments)])):
+            arguments[index] = spoilt(arguments[index], choose)
     except (RuntimeError, ValueError, TypeError):
         return "not made"  # torch itself refuses such a tensor
     try:

@@ -171,7 +171,7 @@ def test_names_stay_in_the_picture_and_off_each_other() -> None:
         assert height / 2 <= y <= 60 - height / 2
 
 
-def test_a_segment_without_room_has_no_name() -> None:
+def test_a_segment_too_small_for_its_name_has_none() -> None:
     numbers = np.full((40, 60), 1, dtype=np.int32)
     numbers[10:15, 10:15] = 2  # smaller than its name
     points = interior_points(numbers, [(20, 10), (20, 10), (20, 10)])  # of the third nothing is left at this size

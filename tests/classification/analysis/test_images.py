@@ -89,11 +89,11 @@ def test_of_a_vit_it_is_that_of_the_patches_behind_the_last_first_norm() -> None
             return logits[torch.arange(2), batch.targets.labels]
 
         gradient = torch.zeros_like(normed)
-        for place in np.ndindex(*normed.shape[1:]):
+        for index in np.ndindex(*normed.shape[1:]):
             up, down = normed.clone(), normed.clone()
-            up[(slice(None), *place)] += STEP
-            down[(slice(None), *place)] -= STEP
-            gradient[(slice(None), *place)] = (scores(up) - scores(down)) / (2 * STEP)
+            up[(slice(None), *index)] += STEP
+            down[(slice(None), *index)] -= STEP
+            gradient[(slice(None), *index)] = (scores(up) - scores(down)) / (2 * STEP)
     for row, image in enumerate(cam(model, 2).images):
         weights = gradient[row, 2:].mean(0)
         heat = torch.stack([(weights * patch).sum().clamp(min=0) for patch in normed[row, 2:]]).view(4, 4)

@@ -51,8 +51,8 @@ def test_dropped_patches_as_a_loop() -> None:
     found = drop_patches(batch.images, order, 0.3, (8, 4), fill)
     assert (found != batch.images).any(1).sum((1, 2)).tolist() == [round(0.3 * 32) * 32] * 2
     for image, original, indices in zip(found, batch.images, order.tolist(), strict=True):
-        for number, place in enumerate(indices):
-            row, column = 8 * (place // 8), 4 * (place % 8)
+        for number, index in enumerate(indices):
+            row, column = 8 * (index // 8), 4 * (index % 8)
             patch = (slice(None), slice(row, row + 8), slice(column, column + 4))
             expected = fill.expand(3, 8, 4) if number < 10 else original[patch]
             torch.testing.assert_close(image[patch], expected, rtol=0, atol=0)
@@ -118,12 +118,12 @@ def test_attacked_pixels_as_a_loop() -> None:
     gradient[0, 0, 0] = 0
     found = attack(batch.images, gradient, 0.3, PIXELS)
     pixel, after = (PIXELS.shown(images).double() for images in (batch.images, found))
-    for place in [(0, 0, 0), (0, 0, 5), (0, 9, 7), (1, 31, 31), (1, 3, 8)]:
+    for index in [(0, 0, 0), (0, 0, 5), (0, 9, 7), (1, 31, 31), (1, 3, 8)]:
         for channel in range(3):
-            slope = float(gradient[place[0], channel, place[1], place[2]])
+            slope = float(gradient[index[0], channel, index[1], index[2]])
             step = math.copysign(0.3, slope) if slope else 0.0
-            expected = min(max(float(pixel[(*place, channel)]) + step, 0.0), 1.0)
-            assert float(after[(*place, channel)]) == pytest.approx(expected, abs=1e-6)
+            expected = min(max(float(pixel[(*index, channel)]) + step, 0.0), 1.0)
+            assert float(after[(*index, channel)]) == pytest.approx(expected, abs=1e-6)
     low, high = (PIXELS.normalised(value, found) for value in (0.0, 1.0))
     assert (found >= low).all()
     assert (found <= high).all()
@@ -133,15 +133,15 @@ def test_the_gradient_is_that_of_the_cross_entropy_of_every_image() -> None:
     model, [batch] = convolutional(), batches(2)
     gradient = loss_gradient(model, batch)
     step = 1e-6
-    for place in [(0, 0, 3, 3), (1, 2, 17, 8), (1, 1, 31, 0)]:
+    for index in [(0, 0, 3, 3), (1, 2, 17, 8), (1, 1, 31, 0)]:
         up, down = batch.images.clone(), batch.images.clone()
-        up[place] += step
-        down[place] -= step
-        row = place[0]
+        up[index] += step
+        down[index] -= step
+        row = index[0]
         losses = [
             F.cross_entropy(model(images)[row, None], batch.targets.labels[row, None]).item() for images in (up, down)
         ]
-        assert gradient[place].item() == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=1e-4, abs=1e-9)
+        assert gradient[index].item() == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=1e-4, abs=1e-9)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -159,9 +159,9 @@ def test_heads_of_other_sizes_are_left_out_with_a_warning(
 @pytest.mark.parametrize("suffix", [".pkl", ".pth?matching_heuristics=True"])
 def test_backbones_are_left_to_detectron2(make: Callable[..., nn.Module], tmp_path: Path, suffix: str) -> None:
     whole, model = make(seed=1, d2_backbone=True), make(d2_backbone=True)
-    before, place = model.state_dict(), "detector.backbone.body."
+    before, prefix = model.state_dict(), "detector.backbone.body."
     before = {name: tensor.clone() for name, tensor in before.items()}
-    body = {name.removeprefix(place): x for name, x in whole.state_dict().items() if name.startswith(place)}
+    body = {name.removeprefix(prefix): x for name, x in whole.state_dict().items() if name.startswith(prefix)}
     if suffix == ".pkl":
         arrays = {name: tensor.numpy() for name, tensor in body.items()}
         content = {"model": arrays, "__author__": "torchvision", "matching_heuristics": True}
@@ -169,7 +169,7 @@ def test_backbones_are_left_to_detectron2(make: Callable[..., nn.Module], tmp_pa
     else:
         torch.save(body, tmp_path / "R-18.pth")
     checkpointer(model).load(f"{tmp_path / 'R-18'}{suffix}")
-    assert_same(model.state_dict(), before | {f"{place}{name}": tensor for name, tensor in body.items()})
+    assert_same(model.state_dict(), before | {f"{prefix}{name}": tensor for name, tensor in body.items()})
 
 
 def test_counters_of_norms_that_are_frozen_here_are_not_reported(
@@ -277,8 +277,8 @@ def test_their_resnet_with_our_weights_gives_torchvisions_maps(tiny_cfg: MakeCfg
     whole = {f"backbone.{name}": tensor for name, tensor in state.items()}
     signs = {"decoder.queries.position.weight": torch.zeros(1), f"{HEAD}0.weight": torch.zeros(1)}
     named = to_foreign(whole | signs, "detectron2_resnet")
-    place = f"detector.{BODY}"
-    theirs.load_state_dict({name.removeprefix(place): x for name, x in named.items() if name.startswith(place)})
+    prefix = f"detector.{BODY}"
+    theirs.load_state_dict({name.removeprefix(prefix): x for name, x in named.items() if name.startswith(prefix)})
     pixels = torch.randn(1, 3, 64, 96, generator=torch.Generator().manual_seed(1))
     expected, found = body.maps(pixels), theirs(pixels)
     for stage, level in enumerate(expected):

@@ -162,11 +162,11 @@ def test_the_defaults_are_the_augmentation_of_detr() -> None:
     assert sides >= set(range(480, 801, 32))
 
 
-@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("index", range(4))
 @pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("short_side", [48, 96])
 def test_panoptic_objects_are_those_of_the_core(
-    panoptic_folder: Factory, place: int, masks: bool, short_side: int
+    panoptic_folder: Factory, index: int, masks: bool, short_side: int
 ) -> None:
     data, records = panoptic(panoptic_folder)
     core = CocoDetection(
@@ -176,8 +176,8 @@ def test_panoptic_objects_are_those_of_the_core(
         masks=masks,
         panoptic=data.panoptic,
     )
-    image, target = core[SampleKey(0, place)]
-    sample = mapper(*eval_augmentations(short_side=short_side, max_size=1000), masks=masks)(records[place])
+    image, target = core[SampleKey(0, index)]
+    sample = mapper(*eval_augmentations(short_side=short_side, max_size=1000), masks=masks)(records[index])
     found = sample["instances"]
     height, width = target.size
     assert sample["image"].shape == image.shape

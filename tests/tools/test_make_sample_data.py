@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).parents[3] / "tools/make_sample_data.py"
+TOOL = Path(__file__).parents[2] / "tools/make_sample_data.py"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,9 +1,8 @@
-"""The ground: tiny data sets, configs and trained runs of every task, shared by all cases and read-only."""
+"""The fixtures: tiny data sets, configs and trained runs of every task, shared by all cases and read-only."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +147,9 @@ def image_folder(root: Path) -> str:
     return f"  name: image_folder\n  root: {root}\n"
 
 
-def make_ground(folder: Path) -> None:
+def make_fixtures(folder: Path) -> None:
     """Write data, configs and runs: ``detector``, ``masks`` (panoptic), ``classifier``, ``masked``, ``capture.pt``."""
-    from tools.pretrain_mae import main as pretrain_mae
-    from tools.train_classifier import main as train_classifier
-
-    from tools.train_net import main as train_net
+    from tools.train_net import main as train
 
     write_split(folder / "train", coco())
     write_split(folder / "val", coco(first=101))
@@ -162,16 +158,16 @@ def make_ground(folder: Path) -> None:
     plain = detector_config(folder / "train", folder / "val", folder / "detector")
     masks = detector_config(folder / "panoptic_train", folder / "panoptic_val", folder / "masks", panoptic=True)
     data = image_folder(folder / "classes")
-    configs: list[tuple[str, str, Callable[[list[str]], int]]] = [
-        ("detector", plain, train_net),
-        ("masks", masks.replace("  heads: 2\n", "  heads: 2\n  masks: true\n", 1), train_net),
-        ("classifier", classifier_config(data, folder / "classifier"), train_classifier),
-        ("masked", classifier_config(data, folder / "masked", MASKED), pretrain_mae),
-    ]
-    for name, text, train in configs:
+    configs = {
+        "detector": plain,
+        "masks": masks.replace("  heads: 2\n", "  heads: 2\n  masks: true\n", 1),
+        "classifier": classifier_config(data, folder / "classifier"),
+        "masked": classifier_config(data, folder / "masked", MASKED),
+    }
+    for name, text in configs.items():
         (folder / f"{name}.yaml").write_text(text)
         code = train(["--config", str(folder / f"{name}.yaml")])
-        assert code == 0, f"training the {name} of the ground failed with exit code {code}"
+        assert code == 0, f"training the {name} of the fixtures failed with exit code {code}"
     _capture(folder)
 
 
