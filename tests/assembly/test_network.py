@@ -14,7 +14,7 @@ from torch import nn
 
 from detr_bf.assembly.classification import build_classifier
 from detr_bf.assembly.network import build_network, check_batch_norm, with_resized_positions
-from detr_bf.config import ClassifierConfig, load_config
+from detr_bf.config import load_config
 from detr_bf.engine import load_fitting
 from detr_bf.errors import InputError
 from detr_bf.plugins import add_batchformer

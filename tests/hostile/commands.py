@@ -227,13 +227,15 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # by tool: nam
         "an output of 300 letters": (("scenes", "--output", "m" * 300, "--num-train", "1", "--num-val", "1"), "mmmm"),
     },
     "train_net": {
-        "nothing": ((), "--config"),
+        "nothing": ((), "give a config"),
         "no file behind the option": (("--config",), "--config"),
         "an unknown option": (("--config", "{G}/detector.yaml", "--wings"), "--wings"),
         "evaluating and resuming": (
             ("--config", "{G}/detector.yaml", "output_dir=run", "--eval-only", "--auto-resume"),
             "exclude",
         ),
+        "a config of a classifier with another task": (("--config", "{G}/classifier.yaml", "task=detection"), "task"),
+        "a packaged config that does not exist": (("detr_r50_bvf2",), "detr_r50_bfv2"),
         "evaluating a classifier": (
             ("--config", "{G}/detector.yaml", "output_dir=run", "--eval-only", "init_from={G}/classifier"),
             "classif|architecture|fit",

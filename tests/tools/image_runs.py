@@ -18,6 +18,8 @@ def masked_config(folder: Path) -> Path:
     """Of a tiny masked autoencoder; its run is ``folder / "mae"``."""
     decoder = "  decoder_dim: 16\n  decoder_depth: 2\n  decoder_heads: 2\n"
     path = folder / "masked.yaml"
-    text = TINY.replace("  name: vit", f"{decoder}  name: vit").replace("task: classification", "task: masked_autoencoding")
+    text = TINY.replace("  name: vit", f"{decoder}  name: vit").replace(
+        "task: classification", "task: masked_autoencoding"
+    )
     path.write_text(f"{text}output_dir: {folder / 'mae'}\n")
     return path

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import detr_bf
 from detr_bf import interop
@@ -224,7 +225,9 @@ def test_stripping_proves_that_evaluation_stays_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = saved(tmp_path)
-    monkeypatch.setattr(BatchFormerV2, "train", lambda self, mode=True: nn.Module.train(self, True))  # in evaluation, too
+    monkeypatch.setattr(
+        BatchFormerV2, "train", lambda self, mode=True: nn.Module.train(self, True)
+    )  # in evaluation, too
     assert convert(source, tmp_path / "out.pt", "--strip-batchformer") == 2
     assert "evaluation changes without batch attention" in capsys.readouterr().err
     assert not (tmp_path / "out.pt").exists()

@@ -72,7 +72,11 @@ def tiny(tmp_path: Path) -> Path:
 def masked(tmp_path: Path) -> Path:
     """A config of a tiny masked autoencoder."""
     decoder = "  decoder_dim: 16\n  decoder_depth: 2\n  decoder_heads: 2\n"
-    text = TINY.replace("  name: vit", f"{decoder}  name: vit").replace("pictures: 4", "pictures: 3").replace("task: classification", "task: masked_autoencoding")
+    text = (
+        TINY.replace("  name: vit", f"{decoder}  name: vit")
+        .replace("pictures: 4", "pictures: 3")
+        .replace("task: classification", "task: masked_autoencoding")
+    )
     (tmp_path / "masked.yaml").write_text(f"{text}output_dir: {tmp_path / 'mae'}\n")
     return tmp_path / "masked.yaml"
 
