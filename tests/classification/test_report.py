@@ -1,4 +1,4 @@
-"""Pictures and page of a classifier."""
+"""Figures and report page of a classifier."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def of_classes(count: int) -> ClassificationResult:
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """Figures that would have been written."""
+    """Collect the figures instead of writing them."""
     drawn: list[Figure] = []
     monkeypatch.setattr(class_figures, "save_figure", lambda path, figure: drawn.append(figure))
     return drawn
@@ -134,7 +134,7 @@ def image(value: int, height: int = 28, width: int = 28) -> Tensor:
 
 
 def rows_of(picture: Image.Image, value: int) -> tuple[int, int]:
-    """First and last line that show a grey level over more than 100 pixels."""
+    """Return the first and last row that have a grey level in more than 100 pixels."""
     grey = (transforms.pil_to_tensor(picture) == value).all(0)
     lines = (grey.sum(1) > 100).nonzero().flatten()
     return int(lines[0]), int(lines[-1])

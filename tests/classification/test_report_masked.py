@@ -1,4 +1,4 @@
-"""Pictures and page of a masked autoencoder."""
+"""Figures and report page of a masked autoencoder."""
 
 from __future__ import annotations
 

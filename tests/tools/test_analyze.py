@@ -1,4 +1,4 @@
-"""tools/analyze.py: tables and pictures of real runs on scikit-learn's digits, and every way to get it wrong."""
+"""Analysis of real runs on scikit-learn's digits: tables, figures, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SCALED = (
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the run ``batches``, with BatchFormerV2, and the run ``scales``, with scaled broadcasting."""
+    """Train the runs ``batches``, with BatchFormerV2, and ``scales``, with scaled broadcasting, in one folder."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "tiny.yaml").write_text(TINY)
     for name, settings in {"batches": V2, "scales": SCALED}.items():
@@ -99,7 +99,7 @@ def test_the_same_images_are_chosen_every_time(runs: Path, tmp_path: Path) -> No
 def test_runs_are_named_by_folder_and_files_by_folder_and_name(runs: Path, tmp_path: Path) -> None:
     assert list(named([runs / "scales", runs / "batches" / "last.pt"])) == ["scales", "batches/last"]
     alike = [tmp_path / "plain" / "seed_0", tmp_path / "scaled" / "seed_0"]
-    assert list(named(alike)) == ["plain", "scaled"], "the parts of their paths that they do not share"
+    assert list(named(alike)) == ["plain", "scaled"], "the parts of their paths that differ"
     assert list(named([tmp_path / "a" / "b" / "a", tmp_path / "b" / "a"])) == ["a/b", "b"]
 
 
@@ -154,11 +154,11 @@ def test_an_output_that_cannot_be_written_is_told_before_the_runs_are_read(
 
 
 def test_an_error_has_a_line_of_its_own(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where a progress bar is open."""
+    """Also holds while a progress bar is open."""
     command = ["occlusion", "--run", str(runs / "scales"), "--patch", "3", "--output", str(tmp_path / "out")]
     assert analyze(command) == 2
     printed = capsys.readouterr().err
-    assert "occlusion" in printed.split("error:")[0], "the bar"
+    assert "occlusion" in printed.split("error:")[0], "the progress bar"
     assert re.search(r"[\r\n]error: patches of 3 x 3", printed)
 
 
