@@ -1,10 +1,12 @@
 """Detectors of Hugging Face transformers as an independent check: the same weights give the same outputs.
 
-Both see the same pixels through the same ResNet, so that backbone, padding masks, position encodings (Deformable DETR's
-names the centres of cells, -0.5, there as here), transformer and heads are compared as a whole. Two things are theirs:
-with ``auxiliary_loss`` their DETR and Conditional DETR feed normed states into the next layer, so it stays off and the
-heads are applied here to what the layers gave; and they tie the class heads of all layers, which refinement keeps
-apart, so with refinement tying is off and the box heads are shared with the decoder by hand, as their code means it.
+Both models read the same pixels through the same ResNet, which compares backbone, padding masks, position encodings,
+transformer and heads. Deformable DETR's encodings number the cell centres from -0.5 in both implementations.
+
+Two differences of transformers are avoided. With ``auxiliary_loss`` its DETR and Conditional DETR feed normalised
+states into the next layer, so it is off and the tests apply the heads to the outputs of the layers. It ties the class
+heads of all layers, but box refinement needs separate heads, so with refinement tying is off, and the tests share the
+box heads with the decoder.
 """
 
 from __future__ import annotations
