@@ -17,7 +17,7 @@ compilers = pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("indu
 
 
 def compile_whole(function: Callable[..., Any], compiler: str) -> Callable[..., Any]:
-    """Compile one graph for all sizes; inductor uses the random numbers of PyTorch, not its own."""
+    """Compile one graph for all sizes; Inductor uses PyTorch's random numbers, not its own."""
     torch._dynamo.reset()
     options = {"fallback_random": True} if compiler == "inductor" else None
     return torch.compile(function, fullgraph=True, dynamic=True, backend=compiler, options=options)

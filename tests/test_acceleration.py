@@ -1,4 +1,4 @@
-"""Compilation, memory format and recomputation: names, values and gradients stay what they are."""
+"""Compilation, memory format and recomputation: names, values and gradients do not change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL = [
 ]
 
 every_detector = pytest.mark.parametrize("name", DETECTORS)
-# Inductor takes a minute for each; aot_eager traces as it does, but writes no C++.
+# Inductor takes a minute for each; aot_eager traces the same way but generates no C++.
 slowly = [pytest.param(name, "inductor", marks=pytest.mark.slow) for name in DETECTORS]
 
 
@@ -64,7 +64,7 @@ def loss(outputs: Outputs) -> Tensor:
 
 
 def trained(module: Detector, batch: Batch) -> tuple[Outputs, dict[str, Tensor]]:
-    """Outputs in training, and the gradients of all that is trained; from the same random numbers each time."""
+    """Return outputs in training mode and the gradients of all trainable parameters, with fixed random numbers."""
     torch.manual_seed(7)
     module.zero_grad()
     outputs = module.train()(batch)
@@ -85,7 +85,7 @@ def of_images(count: int, height: int, width: int) -> Batch:
 @every_detector
 @pytest.mark.usefixtures("_float64")
 def test_recomputed_encoder_layers_give_the_same_bits(name: str) -> None:
-    """With dropout, and the random numbers of what follows."""
+    """Compare with dropout, and the random numbers drawn afterwards."""
     found = []
     for recompute in (False, True):
         settings = {"batch_former": batch_former(layers=[0, 1]), "activation_checkpointing": recompute}
@@ -129,7 +129,7 @@ def test_backbone_and_layers_are_compiled_and_no_name_changes(name: str) -> None
     assert len(layers) == 4
     assert compiled == {module.backbone, *layers}
     assert list(module.state_dict()) == names
-    assert all(part._compiled_call_impl is None for part in copy.deepcopy(module).modules()), "the average of weights"
+    assert all(part._compiled_call_impl is None for part in copy.deepcopy(module).modules()), "the averaged weights"
 
 
 def test_nothing_is_done_unasked() -> None:
@@ -142,7 +142,7 @@ def test_nothing_is_done_unasked() -> None:
 @pytest.mark.parametrize(("name", "compiler"), [("detr", "aot_eager"), *slowly])
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_training_and_evaluation(name: str, compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two streams from the second layer on, other sizes and numbers of images, back and forth."""
+    """Two streams from the second layer on, with changing sizes and numbers of images."""
     usual = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, **settings: usual(self, backend=compiler, **settings))
     plain = shaken(model(name, dropout=0.0, batch_former=batch_former(layers=[1])), std=0.1)
@@ -168,7 +168,7 @@ def same(actual: Outputs, expected: Outputs) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_mask_stage_and_recomputation_with_dropout() -> None:
-    """The whole detector is trained, then the mask head alone; with recomputed layers as without."""
+    """Train the complete detector, then the mask head alone, with and without recomputed layers."""
     found = []
     for recompute in (False, True):
         head = MaskHead(DIM, heads=2, finer_channels=[CHANNELS])
@@ -183,7 +183,7 @@ def test_compiled_mask_stage_and_recomputation_with_dropout() -> None:
         same(outputs, expected)
         assert gradients.keys() == wanted.keys()
         assert all(torch.equal(gradients[key], gradient) for key, gradient in wanted.items())
-    assert all(key.startswith("mask_head.") for key in found[0][3]), "nothing else has a gradient"
+    assert all(key.startswith("mask_head.") for key in found[0][3]), "no other parameter has a gradient"
 
 
 def _pairs(run: tuple) -> list[tuple[Outputs, dict[str, Tensor]]]:

@@ -14,13 +14,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "detr_bf"
-OUTSIDE = {"tools", "tests", "benchmarks"}  # they use the package, never the other way round
+OUTSIDE = {"tools", "tests", "benchmarks"}  # they import the package, never the reverse
 
 GROUND = {"errors", "text", "distributed", "structures", "files", "boxes", "progress"}
 MODEL = {"ops", "batchformer", "layers", "backbones", "transformer", "detectors"}
 WORK = {"losses", "data", "postprocess", "evaluation", "report"}
 
-# From the bottom to the top. Configs become objects in `assembly` alone; nothing below it knows foreign checkpoints.
+# From the bottom up. Only `assembly` turns configs into objects; nothing below it knows foreign checkpoints.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "text": set(),
@@ -55,7 +55,7 @@ ALLOWED: dict[str, set[str]] = {
         "structures",
         "boxes",
         "losses",
-    },  # how scores are read follows the classification loss
+    },  # reading of scores depends on the classification loss
     "evaluation": GROUND | {"data", "postprocess"},
     "report": GROUND | {"config", "data", "postprocess", "evaluation"},  # it describes the config of a finished run
     "engine": GROUND | MODEL | WORK,
@@ -76,12 +76,12 @@ ALLOWED: dict[str, set[str]] = {
     | WORK
     | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}
     | {"tasks", "replay", "run", "planning", "models"},
-    "__init__": {"models", "predictor", "classification"},  # the public names, imported at their first use
+    "__init__": {"models", "predictor", "classification"},  # the public names, imported on first use
     "__main__": {"commands"},
     "interop/detectron2": GROUND
     | MODEL
     | WORK
-    | {"cli", "config", "engine", "interop", "assembly", "models"},  # and nobody may import it
+    | {"cli", "config", "engine", "interop", "assembly", "models"},  # no other package may import it
 }
 NESTED = {"interop/detectron2"}
 FORBIDDEN_LIBRARIES = {"config": {"torch", "torchvision", "timm"}}
@@ -91,7 +91,7 @@ MAX_FILE_LINES = 600
 
 
 def imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
-    """Line and absolute dotted name of every import in ``source``, a file of ``package`` (for relative imports)."""
+    """Yield line and absolute name of every import in ``source``, a file of ``package`` (for relative imports)."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -102,13 +102,13 @@ def imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
 
 
 def package_of(parts: Sequence[str]) -> str:
-    """The package of a module, given by its folders and its name below ``detr_bf``."""
+    """Return the package of a module, given by its folders and its name below ``detr_bf``."""
     deeper = "/".join(parts[:2])
     return deeper if deeper in NESTED else parts[0]
 
 
 def forbidden_imports(source: str, path: str) -> list[str]:
-    """One sentence for each import that ``path`` (relative to the package, ``data/coco.py``) may not have."""
+    """Report each import that ``path`` (relative to the package, ``data/coco.py``) may not have."""
     parts = Path(path).with_suffix("").parts
     owner, package = package_of(parts), ".".join(("detr_bf", *parts[:-1]))
     if owner not in ALLOWED:
@@ -128,7 +128,7 @@ def forbidden_imports(source: str, path: str) -> list[str]:
 
 
 def too_long(source: str, path: str) -> list[str]:
-    """One sentence for the file and for each of its functions that is longer than allowed."""
+    """Report the file and each of its functions if longer than allowed."""
     lines = len(source.splitlines())
     found = [f"{path}: {lines} lines, at most {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
     for node in ast.walk(ast.parse(source)):
@@ -152,7 +152,7 @@ def test_imports_point_down() -> None:
 
 
 def module_graph() -> dict[str, set[str]]:
-    """Module -> the modules of ``detr_bf`` that importing it imports, without imports in functions and for types."""
+    """Map each module to the modules of ``detr_bf`` that its import imports, except in functions and for types."""
     files = {
         path: "detr_bf." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in python_files(PACKAGE)
     }
@@ -252,7 +252,7 @@ def test_long_code_is_found() -> None:
 
 
 def test_detectors_are_short_and_hold_only_their_difference() -> None:
-    """At most 250 lines, and no six lines of code in a row stand in two of them."""
+    """At most 250 lines per file, and no six consecutive lines of code in two files."""
     windows: dict[str, str] = {}
     for path in python_files(PACKAGE / "detectors"):
         source = path.read_text(encoding="utf-8")
@@ -263,7 +263,7 @@ def test_detectors_are_short_and_hold_only_their_difference() -> None:
 
 
 def six_lines(source: str) -> Iterator[str]:
-    """Every run of six lines, without blank ones, imports and lone brackets."""
+    """Yield every run of six lines, without blank lines, imports and lone brackets."""
     imports = {
         line
         for node in ast.parse(source).body

@@ -76,7 +76,7 @@ def test_the_published_detr_r50_has_its_size() -> None:
     )
     model = build_model(config, num_classes=91)
     parameters = list(model.parameters())
-    assert sum(p.numel() for p in parameters) == 41_524_768  # recorded from facebookresearch/detr, as the next
+    assert sum(p.numel() for p in parameters) == 41_524_768  # recorded from facebookresearch/detr, like the next value
     assert sum(p.numel() for p in parameters if p.requires_grad) == 41_302_368
 
 

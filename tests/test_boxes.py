@@ -1,4 +1,4 @@
-"""Generalized IoU against torchvision's, and where torchvision's divides by zero."""
+"""Generalized IoU compared with torchvision's, and degenerate boxes for which torchvision divides by zero."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def test_gradient() -> None:
 @pytest.mark.parametrize(
     ("a", "b", "expected"),
     [
-        ((0.5, 0.5, 0.5, 0.5), (0.2, 0.2, 0.6, 0.7), 0.0),  # a point inside a box: nothing of the hull is wasted
+        ((0.5, 0.5, 0.5, 0.5), (0.2, 0.2, 0.6, 0.7), 0.0),  # a point inside a box: the hull has no other area
         ((0.5, 0.5, 0.5, 0.5), (0.5, 0.5, 0.5, 0.5), 0.0),  # a point with itself
         ((0.1, 0.1, 0.1, 0.1), (0.5, 0.5, 0.5, 0.5), -1.0),  # two points
         ((0.5, 0.1, 0.5, 0.6), (0.5, 0.1, 0.5, 0.6), 0.0),  # a line with itself
         ((0.1, 0.1, 0.4, 0.1), (0.2, 0.3, 0.6, 0.3), -1.0),  # two lines
-        ((0.6, 0.6, 0.4, 0.4), (0.6, 0.6, 0.8, 0.8), 0.0),  # corners in the wrong order count as no area
+        ((0.6, 0.6, 0.4, 0.4), (0.6, 0.6, 0.8, 0.8), 0.0),  # corners in the wrong order have no area
     ],
 )
 def test_degenerate_boxes(a: tuple[float, ...], b: tuple[float, ...], expected: float, dtype: torch.dtype) -> None:

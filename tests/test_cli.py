@@ -23,7 +23,7 @@ ESCAPE = "\x1b]0;owned\x07"
 
 @contextmanager
 def log_to(file: Path) -> Iterator[logging.Logger]:
-    """The package's logger, set up for the block alone."""
+    """Set up the package's logger inside the block."""
     logger = logging.getLogger("detr_bf")
     before = logger.level, logger.propagate
     setup_logging(file)
@@ -58,7 +58,7 @@ def test_storage_that_the_user_can_mend_is_one_line(number: int, said: str, caps
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: out/a.json: ")
     assert said in line
-    assert run_tool(lambda: failing(OSError(number, os.strerror(number)))) == 2, "write() names no file"
+    assert run_tool(lambda: failing(OSError(number, os.strerror(number)))) == 2, "write() gives no file name"
     assert capsys.readouterr().err.startswith(f"error: {os.strerror(number)}; ")
 
 
@@ -82,7 +82,7 @@ def test_a_full_device(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("lines", [1, 10_000])
 def test_output_on_a_full_disk(lines: int) -> None:
-    """Python would write the rest at exit, and end with code 120."""
+    """Python would write the rest at exit and end with code 120."""
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full on this system")
     tool = f"run_tool(lambda: print('text\\n' * {lines}) or 0)"

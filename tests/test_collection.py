@@ -1,4 +1,4 @@
-"""Every test file is run by a bare ``pytest``."""
+"""Collection of every test file by a bare ``pytest``."""
 
 from __future__ import annotations
 

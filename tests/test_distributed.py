@@ -96,7 +96,7 @@ def test_bad_input_of_one_rank_is_raised_on_every_rank(ranks: tuple[int, ...], m
 
 
 def test_a_restarted_group_agrees_on_a_new_prefix() -> None:
-    """Like torchrun restarting a group: one store for all starts, with questions and addresses of the first."""
+    """Restart like torchrun: one store for all starts, with requests and addresses of the first start."""
     store, timeout = dist.HashStore(), timedelta(seconds=20)
     with ThreadPoolExecutor(3) as pool:
         names = []

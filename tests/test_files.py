@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, and reading executes nothing."""
+"""Files are written completely or not at all, and reading executes no code."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_content_appears_under_its_name_when_it_is_whole(tmp_path: Path) -> None
     with atomic_write(path) as temporary:
         temporary.write_text("half")
         assert not path.exists()
-        assert temporary.parent == path.parent, "moving within a folder is atomic"
-        assert temporary.suffix == ".txt", "writers choose the format by it"
+        assert temporary.parent == path.parent, "a rename within a folder is atomic"
+        assert temporary.suffix == ".txt", "writers choose the format by the extension"
         temporary.write_text("whole")
     assert path.read_text() == "whole"
     assert list(path.parent.iterdir()) == [path]
@@ -109,7 +109,7 @@ def test_what_was_there_becomes_the_previous_one(tmp_path: Path) -> None:
 
 
 def killed_while_writing(path: Path) -> Path:
-    """Leave what a process leaves that is killed within ``atomic_write``."""
+    """Create the files left by a process that is killed within ``atomic_write``."""
     with atomic_write(path) as temporary:
         copy = temporary.with_name(f"{temporary.name}.copy")
         temporary.rename(copy)
@@ -126,7 +126,7 @@ def test_what_killed_processes_have_left_is_removed(tmp_path: Path, name: str) -
 
 
 def test_files_of_others_are_never_removed(tmp_path: Path) -> None:
-    """``.*.*.*`` were, ``.terraform.lock.hcl`` among them."""
+    """An earlier pattern ``.*.*.*`` removed them, ``.terraform.lock.hcl`` for example."""
     names = (".terraform.lock.hcl", ".env.production.local", ".eslintrc.base.json", ".last.ab12_x9z.pt", ".hidden")
     for name in (*names, "last.pt", "log.txt", "detr_bf-unfinished-a.txt"):
         (tmp_path / name).write_text("x")
@@ -150,7 +150,7 @@ def test_check_sums_of_a_whole_file_agree(tmp_path: Path) -> None:
 
 
 def test_every_changed_bit_of_a_tensor_is_found(tmp_path: Path) -> None:
-    """torch.load itself does not look."""
+    """torch.load itself does not verify checksums."""
     path = tmp_path / "a.pt"
     whole = saved(path)
     start = whole.index(torch.arange(1000.0).numpy().tobytes())
@@ -161,7 +161,7 @@ def test_every_changed_bit_of_a_tensor_is_found(tmp_path: Path) -> None:
 
 
 def test_every_changed_bit_of_a_tensor_is_found_by_reading(tmp_path: Path) -> None:
-    """Initial weights, backbones and foreign checkpoints are read by it."""
+    """Initial weights, backbones and foreign checkpoints are read by read_torch."""
     path = tmp_path / "a.pt"
     whole = saved(path)
     index = whole.index(torch.arange(1000.0).numpy().tobytes()) + 2345
@@ -326,7 +326,7 @@ def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytes
 
 
 class Payload:
-    """Creates a folder when it is unpickled."""
+    """Object that creates a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -341,7 +341,7 @@ def test_torch_file_that_would_execute_something_is_refused(tmp_path: Path) -> N
         read_torch(tmp_path / "a.pth")
     assert not (tmp_path / "executed").exists()
     torch.load(tmp_path / "a.pth", weights_only=False)
-    assert (tmp_path / "executed").exists(), "the file was armed"
+    assert (tmp_path / "executed").exists(), "a plain load runs the code"
 
 
 def test_command_lines_beside_the_weights_are_read(tmp_path: Path) -> None:
@@ -446,7 +446,7 @@ def test_lone_surrogates_are_written_escaped(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_text(encoding="utf-8") == r"caf\udce9"
 
 
-HOPELESS = {  # outputs for which there can be no file and no folder
+HOPELESS = {  # outputs that can be neither file nor folder
     "a\0b": "embedded null byte",
     "\ud800": "surrogates not allowed",
     "n" * 300: "File name too long",
@@ -460,7 +460,7 @@ HOPELESS = {  # outputs for which there can be no file and no folder
 
 @pytest.fixture
 def cluttered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[Path]:
-    """Fill the working directory with what is no regular file and one that is; return all of it."""
+    """Fill the working directory with special files and one regular file; return all paths."""
     monkeypatch.chdir(tmp_path)
     Path("notes.md").write_text("mine")
     Path("folder").mkdir()

@@ -1,4 +1,4 @@
-"""Every reader of weights finds a changed bit, and everything that loads weights refuses NaN."""
+"""Loading of weights: every reader finds a changed bit, and NaN is refused."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_every_reader_finds_a_changed_bit(
     content = bytearray(path.read_bytes())
     content[content.index(checkpoint.model[NORM].numpy().tobytes()) + 5] ^= 1
     path.write_bytes(content)
-    torch.load(path, weights_only=True)  # torch itself does not look
+    torch.load(path, weights_only=True)  # torch itself does not check
     with pytest.raises(InputError, match=r"a\.pt is damaged: its part .* is not what was written"):
         read(path)
 
@@ -102,7 +102,7 @@ def test_a_backbone_refuses_weights_that_are_not_finite() -> None:
     network = nn.ModuleDict({"conv": nn.Conv2d(3, 2, 1), "fc": nn.Linear(2, 2)})
     weights = {name: value.clone() for name, value in network.state_dict().items()}
     weights["fc.bias"][0] = torch.nan
-    load_backbone(network, weights, classifier=("fc",), source="a.pth")  # which is left out
+    load_backbone(network, weights, classifier=("fc",), source="a.pth")  # the entry that is left out
     weights["conv.bias"][0] = torch.nan
     with pytest.raises(InputError, match=r"weights=a\.pth holds NaN or infinite weights, .* in conv\.bias"):
         load_backbone(network, weights, classifier=("fc",), source="a.pth")

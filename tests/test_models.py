@@ -30,7 +30,7 @@ def test_names_are_filtered() -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_builds(path: Path) -> None:
-    """Narrow and without weights, but with the recipe's own layers, levels and insertions."""
+    """Make a recipe narrow and without weights, but keep its layers, levels and insertions."""
     config = load_config(path)
     narrow = ["model.hidden_dim=32", "model.heads=8", "model.feedforward_dim=16", "model.num_queries=6"]
     model = detr_bf.create_model(path.stem, num_classes=3, overrides=[*narrow, "model.backbone.name=resnet18"])

@@ -1,4 +1,4 @@
-"""The planner: what it counts against runs that really happen, its arithmetic against sums by hand, and its advice."""
+"""Planner: counts compared with real runs, arithmetic compared with sums by hand, and advice."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def blank(count: int) -> Batch:
 
 
 def kept_by_a_real_run(config: DetectionConfig) -> int:
-    """Bytes alive after a real forward pass: tensors saved by autograd, and inputs and results of the criterion."""
+    """Return the bytes alive after a real forward pass: saved by autograd, and inputs and results of the criterion."""
     torch.manual_seed(0)
     model = build_model(config, CLASSES, pretrained=False).train()
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
@@ -109,14 +109,14 @@ def test_what_is_kept_is_what_a_real_run_keeps(name: str) -> None:
 
 @pytest.mark.parametrize("name", DETECTORS)
 def test_in_half_precision_it_is_nearly_so(name: str) -> None:
-    """The CPU's attention in bf16 works in float32 inside."""
+    """The CPU's attention in bf16 computes in float32 internally."""
     config = tiny(*DETECTORS[name], "train.precision=bf16")
     assert trace(config, CLASSES, SIZE, device="cpu").kept == pytest.approx(kept_by_a_real_run(config), rel=0.01)
 
 
 @pytest.mark.parametrize("name", DETECTORS)
 def test_recomputation_keeps_what_checkpointed_layers_keep(name: str) -> None:
-    """Against torch.utils.checkpoint, which the model itself uses; losses are the same either way."""
+    """Compare with torch.utils.checkpoint, which the model uses; losses are the same either way."""
     plain, again = (tiny(*DETECTORS[name], f"train.recompute_encoder={value}") for value in ("false", "true"))
     found, whole = (trace(config, CLASSES, SIZE, device="cpu") for config in (again, plain))
     assert whole.kept - found.kept == kept_without_losses(plain) - kept_without_losses(again)
@@ -125,7 +125,7 @@ def test_recomputation_keeps_what_checkpointed_layers_keep(name: str) -> None:
 
 
 def kept_without_losses(config: DetectionConfig) -> int:
-    """The model's own forward pass, only its tensors are fake."""
+    """Run the model's own forward pass on fake tensors."""
     with fake_tensors("cpu"):
         model = build_model(config, CLASSES, pretrained=False).train()
         with Recorder(model) as recorder:
@@ -146,7 +146,7 @@ def test_flops_of_matrices_and_convolutions_are_torchs() -> None:
 
 
 def test_flops_of_our_operators_by_hand() -> None:
-    """Three images at 6 x 8 positions, 2 heads of 16 channels; over 4 processes each image meets twelve."""
+    """Three images at 6 x 8 positions, 2 heads of 16 channels; over 4 processes each image attends to twelve."""
     (attention,) = works("detr", "batch_attention_packed")
     assert attention.flops == 2 * (3 * 3) * 48 * 2 * 16 * 2
     (gathered,) = works("detr", "batch_attention_packed", GATHER, processes=4)
@@ -162,7 +162,7 @@ def works(name: str, operator: str, *settings: str, processes: int = 1) -> list[
 
 
 def test_on_a_gpu_attention_weights_are_never_held() -> None:
-    """48 tokens: 2 heads x 48 x 48 numbers and their dropout in each of 3 layers of 3 images, at the very least."""
+    """48 tokens: at least 2 heads x 48 x 48 numbers and their dropout in each of 3 layers of 3 images."""
     config = tiny("batch_former.enabled=false")
     held = trace(config, CLASSES, SIZE, device="cpu").kept - trace(config, CLASSES, SIZE).kept
     assert held > 3 * 3 * 2 * 48 * 48 * 4 * 2
@@ -199,7 +199,7 @@ def test_memory_by_hand() -> None:
     assert memory.gradients == 4 * trained
     assert memory.moments == 8 * trained
     assert memory.activations == found.peak >= found.kept
-    assert memory.exchange == 2 * (3 * 48 * 3 * 32 * 4)  # twice query, key and value of three images
+    assert memory.exchange == 2 * (3 * 48 * 3 * 32 * 4)  # query, key and value of three images, twice
     rest = memory.total - memory.allowance
     assert memory.allowance == pytest.approx(0.6 * 2**30 + 0.1 * rest)
     assert memory_of(config, Machine(gpus=1), found).exchange == 0
@@ -259,7 +259,7 @@ def test_batch_attention_spans_a_process_or_all_of_them() -> None:
 
 
 def test_traffic_by_hand() -> None:
-    """Three of four parts of query, key and value leave and of the result come back; gradients go both ways again."""
+    """Three quarters of query, key and value are sent, and of the result received; gradients take the reverse way."""
     config = tiny(GATHER, "train.accumulate=2")
     plan = plan_of(config, gpus=4)
     assert plan.traffic.gradients == 2 * 3 / 4 * plan.memory.gradients
@@ -333,7 +333,7 @@ def test_an_operator_takes_the_longer_of_arithmetic_and_memory() -> None:
 
 
 def test_the_estimate_gives_back_the_published_training() -> None:
-    """300 epochs in 3 days on 16 V100 with 4 images each; the share is worked out from that, and is a share."""
+    """300 epochs in 3 days on 16 V100 with 4 images each; the share is derived from that and lies between 0 and 1."""
     assert 0.1 < published_share() < 0.6
     assert published_seconds_per_step() == pytest.approx(3 * 24 * 3600 / (300 * 118287 / 64))
     config = load_config(None, ["batch_former.enabled=false", "train.batch_size=4", "train.epochs=300"])
@@ -368,7 +368,7 @@ def test_a_benchmarks_record_gives_the_time_of_its_own_precision_and_batch(tmp_p
     assert seconds == pytest.approx(0.25 * 2 / 2)
     assert "detr/detr_r50 192 x 128" in source
     assert read_measured(file, tiny("train.precision=bf16"))[0] == pytest.approx(0.125 / 2)
-    for size in (4, 64):  # not measured, out of memory
+    for size in (4, 64):  # not measured: out of memory
         with pytest.raises(InputError, match=rf"no step of .*=float32 .*={size}; it has float32 3, bf16 3"):
             read_measured(file, tiny(f"train.batch_size={size}"))
     with pytest.raises(InputError, match="file not found"):
@@ -418,7 +418,7 @@ def test_half_precision_is_faster_where_there_are_tensor_cores() -> None:
 
 
 def test_what_does_not_fit_says_so_and_what_would_help() -> None:
-    """Every proposal is planned anew, stands on those before, needs less, and the last one fits."""
+    """Every proposal is planned, extends the previous one, needs less memory, and the last one fits."""
     settings = (*DETECTORS["deformable_detr_two_stage"], "model.feedforward_dim=2048", "train.batch_size=4")
     config = tiny(*settings)
     needed, sparing = need(*settings), (*settings, "train.precision=bf16", "train.recompute_encoder=true")
@@ -440,7 +440,7 @@ def test_what_does_not_fit_says_so_and_what_would_help() -> None:
 
 
 def need(*settings: str) -> float:
-    """Bytes of a GPU."""
+    """Return the bytes of a GPU."""
     config, machine = tiny(*settings), Machine(gpus=1, num_classes=CLASSES)
     return memory_of(config, machine, trace_of(config, machine)).total
 

@@ -1,4 +1,4 @@
-"""From outputs to scored boxes in pixels of the files."""
+"""Postprocessing: from outputs to scored boxes in pixels of the image files."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_size_after_the_transforms_does_not_matter() -> None:
 
 
 def with_masks(logits: torch.Tensor, targets: list[Target], classification: CrossEntropy | Focal) -> Outputs:
-    """Every query sure of the class of its place, but for the last, which claims nothing."""
+    """Make every query sure of the class of its index, except the last, which predicts no object."""
     images, queries = logits.shape[:2]
     claims = torch.full((1, images, queries, classification.num_logits(CLASSES)), -20.0)
     for query in range(queries - 1):
@@ -110,7 +110,7 @@ def with_masks(logits: torch.Tensor, targets: list[Target], classification: Cros
 def masked_example(
     queries: int = QUERIES, classification: CrossEntropy | Focal | None = None
 ) -> tuple[Outputs, list[Target]]:
-    """Two images of one batch, of different sizes, with random smooth masks."""
+    """Draw two images of one batch, of different sizes, with smooth random masks."""
     sizes, originals = [(24, 40), (32, 20)], [(48, 80), (33, 21)]
     _, targets = example(CLASSES)
     targets = [
@@ -131,15 +131,15 @@ def test_detections_have_masks_of_the_original_image() -> None:
         inside = (enlarged[:, :height, :width] > 0)[:, None].byte()
         expected = F.interpolate(inside, target.original_size)[:, 0]
         assert all(mask["size"] == list(target.original_size) for mask in found.masks)
-        assert all(isinstance(mask["counts"], str) for mask in found.masks), "ready for JSON"
+        assert all(isinstance(mask["counts"], str) for mask in found.masks), "serializable as JSON"
         masks = torch.tensor(np.stack([coco_mask.decode(mask) for mask in found.masks]))
         labels = found.labels[:CLASSES].tolist()
-        assert sorted(labels) == list(range(CLASSES)), "query i is of class i; the last, of none, comes last"
+        assert sorted(labels) == list(range(CLASSES)), "query i has class i; the last query, without object, is last"
         assert torch.equal(masks, expected[[*labels, CLASSES]])
 
 
 def panoptic(classification: CrossEntropy | Focal | None = None, **settings: object) -> PanopticPostprocess:
-    """The classes 0 and 1 are things."""
+    """Classes 0 and 1 are things."""
     things = tuple(label < 2 for label in range(CLASSES))
     return PanopticPostprocess(classification or CrossEntropy(), things, **settings)
 
@@ -191,7 +191,7 @@ def test_small_segments_leave_their_pixels_to_the_others() -> None:
         segment.label for segment in everything.segments if segment.area > smallest.area
     }
     check_consistent(found, targets[0])
-    assert found.ids.all(), "no pixel is left over"
+    assert found.ids.all(), "all pixels are assigned"
 
 
 def test_nobody_takes_part() -> None:

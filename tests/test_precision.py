@@ -1,4 +1,4 @@
-"""Half precision: a detector under autocast, its losses outside, as the trainer has it."""
+"""Half precision: detector under autocast, losses outside, as in the trainer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ both_halves = pytest.mark.parametrize("precision", [torch.bfloat16, torch.float1
 
 
 def detector(name: str, *, masks: bool) -> Detector:
-    """Without dropout but in batch attention, and away from where it starts: there queries are alike, and a rounding
-    decides which is matched."""
+    """Build a detector with dropout only in batch attention, and with random weights.
+
+    Initial queries are so similar that rounding would decide which of them are matched.
+    """
     settings: dict[str, object] = {"dropout": 0.0, "batch_former": batch_former(dropout=0.5)}
     finer = DETECTORS[name][0] + 1
     if name.endswith("two_stage"):
-        settings["num_queries"] = 9 if masks else 126  # every token, so that no rounding decides which are taken
+        settings["num_queries"] = 9 if masks else 126  # all tokens, so that rounding cannot change the selection
     if masks:
         settings["mask_head"] = MaskHead(DIM, heads=2, finer_channels=[CHANNELS] * finer, see_boxes=name != "detr")
     module = model(name, **settings)
@@ -53,7 +55,7 @@ def targets() -> list[Target]:
 
 
 def trained(module: nn.Module, precision: torch.dtype) -> tuple[LossReport, Tensor]:
-    """The losses, and all gradients one after another."""
+    """Return the losses and all gradients, concatenated."""
     torch.manual_seed(7)
     module.zero_grad()
     with torch.autocast("cpu", precision, enabled=precision != torch.float32):

@@ -1,4 +1,4 @@
-"""Images that the predictors take, and those that they refuse."""
+"""Images that the predictors accept, and images that they refuse."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_limit_of_pixels_holds_in_every_form(image: Any) -> None:
 
 
 def predictors() -> list[Any]:
-    """A detector that counts its images, and a classifier that adds their pixels."""
+    """Build a detector that counts its images and a classifier that adds their pixels."""
 
     class Counting(Predictor):
         def _detect(self, samples: Any) -> list[Detections]:

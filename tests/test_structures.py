@@ -1,4 +1,4 @@
-"""The values that pass between the rooms."""
+"""Frozen dataclasses passed between packages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CATEGORIES = [{"id": 90, "name": "bird"}, {"id": 3, "name": "cat"}, {"id": 7}]
 def test_class_map_is_contiguous_in_order_of_id() -> None:
     class_map = ClassMap.from_categories(CATEGORIES)
     assert class_map.category_ids == (3, 7, 90)
-    assert class_map.names == ("cat", "7", "bird"), "a class without a name is called by its id"
+    assert class_map.names == ("cat", "7", "bird"), "a class without a name is named by its id"
     assert class_map.num_classes == 3
     assert [class_map.index[i] for i in class_map.category_ids] == [0, 1, 2]
     with pytest.raises(KeyError):
@@ -51,10 +51,10 @@ def test_class_map_survives_json_and_keeps_any_order() -> None:
 def test_class_names_are_cleaned_wherever_they_come_from(given: object, shown: str) -> None:
     read = ClassMap.from_categories([{"id": 7, "name": given}])
     assert read.names == (shown,)
-    assert ClassMap.from_dict(read.to_dict()) == read, "and stay as they are"
+    assert ClassMap.from_dict(read.to_dict()) == read, "unchanged"
     if isinstance(given, str):
         assert ClassMap.from_dict({"category_ids": [7], "names": [given]}) == ClassMap((7,), (given,)) == read
-    shown.encode()  # can be written
+    shown.encode()  # writable tensors
 
 
 def test_distinct_names_differ_from_each_other() -> None:

@@ -190,7 +190,7 @@ def test_the_doctor_looks_at_the_whole_data(root: Path, monkeypatch: pytest.Monk
 
 
 def test_balanced_softmax_is_never_smoothed(root: Path) -> None:
-    """Its labels are not without mixing either."""
+    """Balanced Softmax needs hard labels, with mixing or without."""
     settings = ("data.mix.mixup=1", "loss.label_smoothing=0.3")
     found = [
         build_mix(config_for(root, *settings, f"loss.name={name}"), 2) for name in ("cross_entropy", "balanced_softmax")

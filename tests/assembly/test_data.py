@@ -18,7 +18,7 @@ Factory = Callable[..., SimpleNamespace]
 
 
 def config(prefix: str, *overrides: str) -> DetectionConfig:
-    """Training on the folder ``train``, evaluation on ``val``, with masks."""
+    """Data settings with the training folder ``train``, the validation folder ``val``, and masks."""
     paths = [
         f"data.{split}.{key}={prefix}{split}/{name}"
         for split in ("train", "val")
@@ -29,7 +29,7 @@ def config(prefix: str, *overrides: str) -> DetectionConfig:
 
 @pytest.fixture
 def root(panoptic_folder: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the data of both splits, as $DETECTRON2_DATASETS; the working directory is another."""
+    """Set $DETECTRON2_DATASETS to a folder with both splits; the working directory is a different folder."""
     panoptic_folder(name="train")
     panoptic_folder(name="val", first_image_id=101)
     (tmp_path / "elsewhere").mkdir()

@@ -79,7 +79,7 @@ def test_the_trial_changes_neither_the_network_nor_random_numbers(name: str, mon
 
 
 class NeedsNumbers(torch.nn.Module):
-    """As networks that look at what they see; ``wrong`` ones do not even work with numbers."""
+    """Network whose forward pass reads tensor values; with ``wrong`` it fails on real tensors too."""
 
     def __init__(self, wrong: bool) -> None:
         super().__init__()

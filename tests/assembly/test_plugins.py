@@ -56,7 +56,7 @@ def built(*settings: str) -> Detector:
 
 
 def with_plugins(detector: Detector, variant: str = "abs") -> Detector:
-    """Both, in every layer, with random scales."""
+    """Add both plug-ins to every layer, with random scales."""
     plugins = DetectorPluginsConfig(
         ContextBroadcastingConfig(enabled=True, layers="all", scaled=True),
         DetectorLocalizationConfig(enabled=True, weight=1.0, variant=variant),
@@ -74,7 +74,7 @@ def targets(count: int = 2) -> tuple[Target, ...]:
 
 
 def step(detector: Detector, batch: Batch) -> tuple[Outputs, Tensor, dict[str, Tensor]]:
-    """Outputs, the loss of localization, and the gradients of both; from the same random numbers each time."""
+    """Return outputs, localization loss, and the gradients of both, always from the same random seed."""
     torch.manual_seed(7)
     detector.zero_grad()
     outputs = detector.train()(batch)
@@ -124,7 +124,7 @@ def test_without_them_there_is_nothing_of_them() -> None:
     assert not hasattr(built().encoder, "plugins")
     assert isinstance(build_detector_criterion(config(), built()), SetCriterion)
     context = config(f"{CONTEXT}enabled=true")
-    assert isinstance(build_detector_criterion(context, build_model(context, 3)), SetCriterion), "it has no loss"
+    assert isinstance(build_detector_criterion(context, build_model(context, 3)), SetCriterion), "no loss to add"
 
 
 @every_detector
@@ -166,13 +166,13 @@ def test_every_layer_is_measured_also_before_the_second_stream(fork: int) -> Non
 
 
 def check_extent(extent: Tensor) -> None:
-    """The second image of every stream fills half of the height and of the width of 8 x 12 cells."""
+    """Check the extents: full 8 x 12 cells for the first image of each stream, 4 x 6 for the second."""
     assert extent.tolist() == [[8, 12], [4, 6]] * (len(extent) // 2)
 
 
 @pytest.mark.parametrize("name", BLIND_TO_PADDING)
 def test_padding_is_left_out_of_the_mean(name: str) -> None:
-    """The image that fills a quarter of its batch gives what it gives alone."""
+    """An image padded to four times its area gives the same outputs as without padding."""
     detector, batch = with_plugins(shaken(model(name))).eval(), images()
     for scale in encoder_of(detector).plugins["context_broadcasting"].scales.values():
         nn.init.ones_(scale)
@@ -210,7 +210,7 @@ def _fresh_compiler() -> Iterator[None]:
 )
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_layers_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a break in any graph; aot_eager traces as Inductor does, but writes no C++."""
+    """Compile without graph breaks; aot_eager traces like Inductor but generates no C++."""
     usual = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, **settings: usual(self, backend="aot_eager", **settings))
     plain = with_plugins(shaken(model(name, batch_former=batch_former(layers=[1]), dropout=0.0), std=0.1), "all")
@@ -240,7 +240,7 @@ def test_scales_have_no_weight_decay_and_every_parameter_is_trained_once() -> No
 
 
 def test_a_copy_has_plugins_of_its_own() -> None:
-    """As the average of the weights is one."""
+    """The averaged weights are such a deep copy."""
     detector = with_plugins(shaken(model(), std=0.1))
     other = copy.deepcopy(detector)
     nn.init.zeros_(encoder_of(detector).plugins["context_broadcasting"].scales["0"])
@@ -265,7 +265,7 @@ def test_the_mask_stage_keeps_context_broadcasting_as_it_is() -> None:
 
 @pytest.mark.parametrize("name", ["detr", "deformable_detr"])
 def test_the_planner_counts_a_detector_with_plugins(name: str) -> None:
-    """Means are a little more work, and their scales and the predictor a little more weights."""
+    """Means add a little compute; scales and the predictor add a few weights."""
     plugged, plain = (
         trace(config(*OF_DETECTORS[name], *settings, "train.recompute_encoder=true"), 3, (96, 128))
         for settings in (BOTH, ())
@@ -334,7 +334,7 @@ def test_settings_reach_batch_attention_and_diverse_patch() -> None:
     model, plugins = tiny.vit(), PluginsConfig()
     for add in (add_v1, add_v2):
         add(model, plugins.batchformer if add is add_v1 else plugins.batchformer_v2)
-    assert not hasattr(model, "plugins"), "they are off"
+    assert not hasattr(model, "plugins"), "the plug-ins are disabled"
     settings = {"num_layers": 2, "heads": 2, "dropout": 0.25}
     v2 = replace(plugins.batchformer_v2, enabled=True, layers=[1, 3], position="after", shared=False, **settings)
     add_v2(model, v2)

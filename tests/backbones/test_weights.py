@@ -63,7 +63,7 @@ def test_a_larger_network_of_the_same_family_is_refused(tmp_path: Path) -> None:
 
 
 class Malicious:
-    """Unpickling it would create the file."""
+    """Object whose unpickling creates a file."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -78,7 +78,7 @@ def test_a_pickle_that_executes_is_refused(state: dict[str, torch.Tensor], tmp_p
     with pytest.raises(InputError, match="refused"):
         build(str(path))
     assert not marker.exists()
-    torch.load(path, weights_only=False)  # the trap is real
+    torch.load(path, weights_only=False)  # a plain torch.load does run the code
     assert marker.exists()
 
 

@@ -1,4 +1,4 @@
-"""Batch attention over several processes gives what one process with all images gives, in float64."""
+"""Batch attention over several ranks gives the results of one process with all images, in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIM = 16
 SHAPES = ((4, 5), (2, 3))
 CELLS = sum(height * width for height, width in SHAPES)
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-10}
-PER_PROCESS = {2: (2, 1), 4: (1, 3, 2, 1)}  # images, also unequal ones
+PER_PROCESS = {2: (2, 1), 4: (1, 3, 2, 1)}  # images per rank, also unequal
 
 
 def module(**changes: object) -> BatchFormerV2:
@@ -40,7 +40,7 @@ def rows(batch: TokenBatch, start: int, stop: int) -> TokenBatch:
 
 
 def run(batch: TokenBatch, **changes: object) -> dict[str, Any]:
-    """Two insertions, and the gradients of the sum over all images of a function that tells the outputs apart."""
+    """Run two insertions; return the outputs and the gradients of a sum that weighs the channels differently."""
     bf = module(**changes)
     batch.tokens.requires_grad_()
     out = bf(bf(batch, layer=0, position="before"), layer=1, position="before")
@@ -62,7 +62,7 @@ def test_several_processes_equal_one_with_all_images(count: int, changes: dict[s
 
 
 def check_equal(parts: list[dict[str, Any]], whole: dict[str, Any]) -> None:
-    """Outputs of each stream, gradients of the inputs, and the sum of the parameters' gradients."""
+    """Return outputs of each stream, gradients of the inputs, and the summed gradients of the parameters."""
     for stream, expected in enumerate(whole["out"]):
         torch.testing.assert_close(torch.cat([part["out"][stream] for part in parts]), expected, **CLOSE)
     torch.testing.assert_close(torch.cat([part["input"] for part in parts]), whole["input"], **CLOSE)
@@ -97,7 +97,7 @@ def test_pooled_features_of_several_processes_equal_those_of_one(count: int, sha
     check_equal(run_together(count, share_pooled, sizes, shared_classifier), whole)
 
 
-OTHER_SHAPES = (((4, 5), (2, 3)), ((3, 7), (1, 4)))  # of two processes
+OTHER_SHAPES = (((4, 5), (2, 3)), ((3, 7), (1, 4)))  # for two ranks
 
 
 def mixed_here(mask_padding: bool) -> Tensor:
@@ -108,7 +108,7 @@ def mixed_here(mask_padding: bool) -> Tensor:
 
 @pytest.mark.parametrize("mask_padding", [False, True])
 def test_grids_of_other_sizes_are_aligned_by_level_at_their_corner(mask_padding: bool) -> None:
-    """Against a loop over positions: those who have the position attend to each other, and nobody else."""
+    """Compare with a loop over positions: images that have a position attend to each other and to no others."""
     parts = run_together(2, mixed_here, mask_padding)
     layer: BatchFormerLayer = module(layers=[0]).mixers["shared"]
     batches = [images(2, shapes) for shapes in OTHER_SHAPES]
@@ -148,7 +148,7 @@ def evaluated() -> Tensor:
 
 
 def test_evaluation_stays_with_the_images_of_its_process() -> None:
-    """So processes may have unequal numbers of batches there."""
+    """Ranks may have unequal numbers of batches in evaluation."""
     bf = module(mode="mini_batch_inference").eval()
     for rank, found in enumerate(run_together(2, evaluated)):
         expected = bf(images(1 + rank), layer=0, position="before").tokens
@@ -177,7 +177,7 @@ def test_with_one_process_there_is_nothing_to_gather() -> None:
 
 
 def two_steps_in_one() -> dict[str, Tensor]:
-    """Gradient accumulation: the sequence is what one batch of all processes holds, and no longer."""
+    """Accumulate gradients over two batches; each sequence holds one batch of all ranks, never two."""
     bf = module(layers=[0])
     for step in range(2):
         batch = images(4)

@@ -1,4 +1,4 @@
-"""Batch mixers: the layer compared with torch's, and a toy mixer by name."""
+"""Batch mixers: the layer compared with torch's, and a toy mixer registered by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _on_both_backends(backend: str) -> None:
 
 
 def pair(dropout: float, dtype: torch.dtype = torch.float32) -> tuple[nn.TransformerEncoderLayer, BatchEncoderLayer]:
-    """Torch's layer and ours with its parameters, none of them zero."""
+    """Return torch's layer and ours with the same non-zero parameters."""
     stock = nn.TransformerEncoderLayer(DIM, HEADS, dim_feedforward=DIM, dropout=dropout, dtype=dtype)
     for parameter in stock.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -36,7 +36,7 @@ def pair(dropout: float, dtype: torch.dtype = torch.float32) -> tuple[nn.Transfo
 def output_and_gradients(
     layer: nn.Module, tokens: Tensor, unseen: Tensor | None, **settings: Tensor | None
 ) -> list[Tensor]:
-    """Positions that are ``unseen`` by all images do not count."""
+    """Return output and gradients without the positions that are ``unseen`` by all images."""
     tokens = tokens.clone().requires_grad_()
     output = layer(tokens, **settings)
     seen = output if unseen is None else output[~unseen.all(0).expand(len(unseen), -1)]
@@ -48,7 +48,7 @@ def output_and_gradients(
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_result_and_gradients_are_those_of_torch(dtype: torch.dtype, masked: bool, training: bool) -> None:
-    """Masked: at a quarter of the positions nobody is left, and the layer around passes the tokens through."""
+    """With a mask, a quarter of the positions have no image left; BatchFormer passes those tokens through."""
     stock, ours = (layer.train(training) for layer in pair(0.0, dtype))
     tokens = torch.randn(IMAGES, TOKENS, DIM, dtype=dtype)
     ignored = torch.rand(IMAGES, TOKENS) < 0.5 if masked else None
@@ -74,7 +74,7 @@ def test_evaluation_drops_nothing() -> None:
 
 
 def test_dropout_has_the_distribution_of_torch() -> None:
-    """Mean and variance of every output over 4,000 equal positions: five standard errors of their difference.
+    """Compare mean and variance of every output over 4,000 equal positions, within five standard errors.
 
     No norms, which would hide a wrong scale.
     """
@@ -100,7 +100,7 @@ def test_dropout_changes_with_every_call_and_repeats_with_the_seed() -> None:
 
 
 def test_gradient_with_dropout_is_that_of_the_pass_it_belongs_to() -> None:
-    """Finite differences under one seed, by a checkpointed pass too."""
+    """Check gradients by finite differences under one seed, also with activation checkpointing."""
     _, ours = pair(0.3, torch.float64)
     tokens = torch.randn(2, 3, DIM, dtype=torch.float64, requires_grad=True)
 

@@ -1,4 +1,4 @@
-"""The properties a right implementation of BatchFormer has, in float64."""
+"""Properties of BatchFormer, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The properties a right implementation has (spec of BatchFormerV2), in float64."""
+"""Properties of BatchFormerV2 (spec of BatchFormerV2), in float64."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_duplicate_is_two_clean_streams_without_parameters() -> None:
 def test_padding_mask_hides_padded_entries_and_passes_them_through() -> None:
     module, x = batch_former(mask_padding=True).train(), tokens()
     mask = torch.zeros(IMAGES, TOKENS, dtype=torch.bool)
-    mask[0, 3:] = mask[1, 4] = mask[2, 4] = True  # position 3: images 1 and 2; position 4: nobody
+    mask[0, 3:] = mask[1, 4] = mask[2, 4] = True  # position 3: images 1 and 2; position 4: no image
     out = module(batch_of(x, mask), layer=0, position="before").tokens[IMAGES:]
     assert torch.equal(out[mask], x[mask])
     torch.testing.assert_close(out[1:, 3], module.mixers["shared"](x[1:, 3:4])[:, 0])

@@ -1,4 +1,4 @@
-"""The comparison of batch attention with torch's own, on few positions."""
+"""Benchmark of batch attention against torch's, on few positions."""
 
 from __future__ import annotations
 

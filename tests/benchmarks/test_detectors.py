@@ -1,4 +1,4 @@
-"""The table of detectors, on tiny images and few of them."""
+"""Table of detectors, on a few tiny images."""
 
 from __future__ import annotations
 

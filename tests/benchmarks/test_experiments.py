@@ -1,4 +1,4 @@
-"""Experiments: each run once, a table, a record; finished runs are not repeated."""
+"""Experiments: each variant runs once and gives a table and a record; finished runs are not repeated."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def test_one_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.main([*size, "--recipes", recipe, "--output", str(tmp_path / "rows.json")]) == 0
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["what"] for row in rows] == ["training step", "inference"]
-    assert {problem is None for problem in seen} == {True, False}, "both were run"
+    assert {problem is None for problem in seen} == {True, False}, "both must run"
     assert library.PROBLEMS["cpu"] is None
 
 

@@ -1,4 +1,4 @@
-"""The comparison of deformable attention with its peers, on few queries."""
+"""Benchmark of deformable attention against other implementations, on few queries."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_local_samples_lie_near_their_query() -> None:
 
 @needs_kernels
 def test_memory_can_be_kept() -> None:
-    """In a separate process, because malloc keeps the setting."""
+    """Run in a separate process, because malloc keeps the setting."""
     script = str(Path(benchmark.__file__))
     command = [sys.executable, script, "--keep-memory", "--cases", "decoder", "--batch-sizes", "1", "--rounds", "2"]
     done = subprocess.run(command, capture_output=True, text=True)

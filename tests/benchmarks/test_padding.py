@@ -1,4 +1,4 @@
-"""The share of padding in training batches, on few images."""
+"""Share of padding in training batches, on few images."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_record_holds_the_sizes_it_was_made_from(tmp_path: Path) -> None:
 
 
 def test_the_share_is_that_of_all_batches_together() -> None:
-    """A batch of 4 x 6 and 2 x 6 is 4 x 6 twice; one of 3 x 3 and 4 x 6 has 15 of 48 pixels padded."""
+    """A batch of 4 x 6 and 2 x 6 is padded to 4 x 6 twice; one of 3 x 3 and 4 x 6 has 15 of 48 pixels padded."""
     same = (0, 0, np.array([[4, 6], [2, 6]]))
     assert shares(Sizes("", [(1, 1)] * 2), [same], 2, 1) == [12 / 48]
     assert shares(Sizes("", [(1, 1)] * 2), [(0, 0, np.array([[3, 3], [4, 6]]))], 2, 1) == [15 / 48]

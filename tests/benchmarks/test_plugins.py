@@ -33,7 +33,7 @@ DIGITS = (
     "data.transforms.auto_augment=''",
     "data.transforms.erase=0",
     "data.transforms.horizontal_flip=0",
-    "optimizer.name=sgd",  # whose step, unlike AdamW's first, knows the length of the gradient
+    "optimizer.name=sgd",  # its first step depends on the size of the gradient, AdamW's does not
     "optimizer.lr=1",
     "optimizer.warmup_epochs=0",
     "train.max_steps=1",
@@ -102,7 +102,7 @@ def test_a_step_learns_with_the_plug_in_it_is_named_after(variant: str) -> None:
 
 
 def expected_plugins(variant: str) -> set[str]:
-    """Variants with their own parameters."""
+    """Variants that have parameters of their own."""
     if variant in (plugins.AGAIN, "batchformer_v2_duplicate", "context_broadcasting_upper", "context_broadcasting_all"):
         return set()
     names = ("batchformer_v2", "batchformer", "context_broadcasting", "diverse_patch", "relative_localization")
@@ -143,7 +143,7 @@ def test_it_is_the_step_of_a_training_run(
     config = config_of(*settings, *DIGITS)
     measured = plugins.Step(config)
     splits = build_image_splits(config)
-    measured.mix = None  # the loader's processes have mixed it
+    measured.mix = None  # the loader's workers have mixed it
     measured.batch = next(train_batches(config, splits, measured.device)[0](0, 0))
     measured()
     trainer = ClassificationTask(config).build_trainer(RunFolder(tmp_path))

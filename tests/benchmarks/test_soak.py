@@ -1,4 +1,4 @@
-"""Conclusions from the files of a killed run, and a short soak."""
+"""Conclusions drawn from the files of a killed run, and a short soak test."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def resume(folder: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run in its third step."""
+    """Write the files of a run that was killed in its third step."""
     save(tmp_path / "last.pt", 2)
     record(tmp_path, 1, 2)
     return tmp_path
@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_what_a_killed_run_was_doing(run: Path) -> None:
     assert phase_of_a_kill(run, Standing()) == "training"
-    assert phase_of_a_kill(run, Standing.of(run)) == "starting again", "nothing has happened since"
+    assert phase_of_a_kill(run, Standing.of(run)) == "starting again", "nothing has changed since"
     before = Standing.of(run)
     resume(run)
     record(run, 3)

@@ -1,4 +1,4 @@
-"""The parts of a training step, on a tiny model."""
+"""Parts of a training step, on a tiny model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_row_is_printed_and_written(tmp_path: Path, capsys: pytest.Capture
         assert sum(row["shares"].values()) == pytest.approx(1)
         assert row["images_per_second"] == pytest.approx(row["batch_size"] / row["step"]["median"])
         assert row["kept"] > 0
-        assert row["peak"] is None, "of a CPU"
+        assert row["peak"] is None, "no GPU columns on a CPU"
     kept = {(row["precision"], row["batch_size"]): row["kept"] for row in record["rows"]}
     assert kept["float32", 3] > 1.2 * kept["float32", 2]
     shown = capsys.readouterr().out.splitlines()
@@ -164,14 +164,14 @@ def test_what_cannot_be_measured_is_refused(
 
 
 class Clock:
-    """Only work moves it."""
+    """Clock that advances only by work."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
 
 class Work(torch.autograd.Function):
-    """The identity, which takes ``forward`` seconds and its gradient ``backward``."""
+    """Identity whose forward takes ``forward`` seconds and whose backward takes ``backward``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock, forward: float, backward: float) -> Tensor:
@@ -218,7 +218,7 @@ def test_every_moment_counts_once_for_the_innermost_part(clock: Clock) -> None:
     watch = Stopwatch(torch.device("cpu"))
     module = Timed(Outer(clock, Timed(Inner(clock), watch, "inner")), watch, "outer")
     tokens, position = (torch.ones(1, 2, 3, requires_grad=True) for _ in range(2))
-    for _ in range(2):  # the second is a measurement of its own
+    for _ in range(2):  # the second call is a separate measurement
         watch.start("rest")
         clock.now += 256.0
         batch = module(TokenBatch(tokens, {"position": position}, {"spatial_shapes": ((1, 2),)}))

@@ -11,7 +11,7 @@ from timing import Spread, alternate, paired_ratios
 
 
 class Machine:
-    """A clock that only its own work moves, and a diary of what ran."""
+    """Clock that advances only by its own work, with a log of what ran."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -75,7 +75,7 @@ def test_pixels_are_a_function_of_the_seed_alone(changes: dict[str, object]) -> 
     torch.manual_seed(5)
     before = states()
     again = [transform(pixels, seed) for seed in reversed(range(12))][::-1]
-    assert states() == before, "the generators of the training are untouched"
+    assert states() == before, "the random generators of the training are untouched"
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
     assert torch.equal(pixels, given), "and so is the image"
     assert len({tuple(image.flatten().tolist()) for image in first}) > 5
@@ -157,20 +157,20 @@ def test_erasing_comes_as_often_as_asked_and_leaves_the_rest() -> None:
     assert 72 <= sum(bool(mask.any()) for mask in changed) <= 128
     for mask in changed:
         rows, columns = mask.any(1).nonzero().flatten(), mask.any(0).nonzero().flatten()
-        assert int(mask.sum()) == len(rows) * len(columns), "a rectangle"
+        assert int(mask.sum()) == len(rows) * len(columns), "the mixed region is a rectangle"
 
 
 def test_colours_change_with_and_without_a_policy() -> None:
     grey = torch.full((3, 16, 16), 100, dtype=torch.uint8)
     jitter = train_transform(**{**NOTHING, "color_jitter": 0.4})
     assert len({float(jitter(grey, seed)[0, 0, 0]) for seed in range(10)}) > 5
-    for seed in range(5):  # a policy takes the place of the jitter
+    for seed in range(5):  # a policy replaces the colour jitter
         policies = [train_transform(auto_augment="rand-m3", color_jitter=jitter) for jitter in (0.0, 0.4)]
         assert torch.equal(*(policy(grey, seed) for policy in policies))
 
 
 def test_the_strongest_level_of_a_policy_works() -> None:
-    """Posterize keeps no bit then, which Pillow refuses from 13 on."""
+    """At level 10, Posterize keeps 0 bits, which Pillow refuses from version 13 on."""
     transform, pixels = train_transform(auto_augment="rand-m10-inc1", erase_prob=0.0), noise(3, 16, 16)
     seen = [transform(pixels, seed) for seed in range(150)]
     assert all(bool(image.isfinite().all()) for image in seen)
@@ -228,7 +228,7 @@ LABELS = [0, 1, 2, 3, 4, 0, 1, 2]
 
 
 def batch(size: int = 8) -> LabelledImages:
-    """Image i has the value i everywhere."""
+    """Images whose pixels all equal the index of the image."""
     values = torch.arange(size, dtype=torch.float32)
     targets = ClassTargets(torch.tensor(LABELS[:size]), epoch=3)
     return LabelledImages(values.view(-1, 1, 1, 1).expand(-1, 3, 8, 8).clone(), targets, torch.arange(size))
@@ -239,7 +239,7 @@ def mix(**changes: float) -> BatchMix:
 
 
 def expected_shares(mixed: LabelledImages) -> torch.Tensor:
-    """What each class has of the pixels, counted pixel by pixel from an image's own value and its partner's."""
+    """Compute each class's share of the pixels, pixel by pixel from the values of an image and its partner."""
     count, soft_labels = len(mixed), torch.zeros(len(mixed), 5)
     for row, image in enumerate(mixed.images):
         other = count - 1 - row

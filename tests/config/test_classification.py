@@ -1,4 +1,4 @@
-"""Defaults and checks of classifiers and of masked pre-training."""
+"""Defaults and checks of classifier and masked-autoencoder settings."""
 
 from __future__ import annotations
 

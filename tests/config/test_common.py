@@ -1,4 +1,4 @@
-"""Every number of every schema has a range."""
+"""Range checks: every number of every schema has one."""
 
 from __future__ import annotations
 

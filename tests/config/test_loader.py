@@ -224,7 +224,7 @@ def test_the_files_or_an_override_name_the_task(tmp_path: Path) -> None:
     child, none, masked = (tmp_path / f"{name}.yaml" for name in ("child", "none", "masked"))
     for task, schema in SCHEMAS.items():
         assert type(load_config(None, [f"task={task}"])) is schema
-        assert type(load_config(none, task=task)) is schema, "a file that names no task"
+        assert type(load_config(none, task=task)) is schema, "a file without a task"
         assert load_config(None, task=task).task == task
     assert type(load_config(child)) is type(load_config([none, child], task="classification")) is ClassifierConfig
     assert type(load_config(none)) is DetectionConfig
@@ -268,7 +268,7 @@ def test_what_is_no_config_file(tmp_path: Path, name: str) -> None:
 
 
 def texts() -> list[str]:
-    """Words that may or may not look like an interpolation."""
+    """Texts that may or may not look like an interpolation."""
     parts = ["\\", "${", "}", "$", "{", "oc.env:SECRET", ":", "'", " ", "a"]
     numbers = random.Random(0)
     return ["".join(numbers.choices(parts, k=numbers.randint(1, 8))) for _ in range(300)]

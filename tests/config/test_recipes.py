@@ -1,4 +1,4 @@
-"""Files of ``configs/`` and command lines of docs/recipes.md: all load, build, differ and state their row's values."""
+"""Files of ``configs/`` and command lines of docs/recipes.md: all load, build, differ and match their rows."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ NUM_CLASSES = 10
 
 
 class Row(NamedTuple):
-    """A row of a table with a command."""
+    """Row of a table with a command."""
 
-    label: str  # first cell, after the head of its column
+    label: str  # first cell, below the head of its column
     path: str  # in configs/
     settings: tuple[str, ...]
-    number: str  # published; empty if there is none
+    number: str  # published value; empty if there is none
 
     def __str__(self) -> str:
         return " ".join([Path(self.path).stem, *self.settings])
@@ -156,7 +156,7 @@ def test_pre_training_names_the_probe_that_has_its_number(row: Row) -> None:
 
 SIZES = {"Ti": "tiny", "T": "tiny", "S": "small", "B": "base", "L": "large"}
 Check = Callable[[Any, re.Match[str]], bool]
-STATED: dict[str, Check] = {  # parts of labels, and the settings they state
+STATED: dict[str, Check] = {  # parts of labels, and the settings they imply
     r"batch (\d+)": lambda config, found: config.train.batch_size == int(found[1]),
     r"(\d+) epochs": lambda config, found: config.train.epochs == int(found[1]),
     r"(\d+) layers": lambda config, found: config.plugins.batchformer.num_layers == int(found[1]),
@@ -287,7 +287,7 @@ def test_settings_of_the_classifiers_are_those_of_the_guide() -> None:
 
 @pytest.mark.parametrize("row", [row for row in CLASSIFIERS if plug_ins(row) and ": batch" not in row.label], ids=str)
 def test_a_plug_in_is_the_only_difference_to_a_baseline(row: Row) -> None:
-    """One exception: mixing of DiversePatch excludes repeated augmentation."""
+    """Except that mixing of DiversePatch excludes repeated augmentation."""
     (plugin,) = plug_ins(row)
     own, others = values(row), [values(other) for other in CLASSIFIERS if not plug_ins(other)]
     mixes = plugin == "diverse_patch" and own["plugins.diverse_patch.mixing"]
@@ -337,7 +337,7 @@ def test_every_masked_autoencoder_builds(row: Row) -> None:
     ],
 )
 def test_networks_are_as_large_as_the_papers(command: str, millions: float) -> None:
-    """With the 1,000 classes of ImageNet."""
+    """Compute with the 1,000 classes of ImageNet."""
     (row,) = (row for row in CLASSIFIERS if str(row) == command)
     with torch.device("meta"):
         network = build_classifier(load(row.path, *row.settings), 1000, pretrained=False)

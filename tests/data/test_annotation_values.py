@@ -1,4 +1,4 @@
-"""Values of annotations: data checks, data set and evaluators accept the same ones."""
+"""Values of annotations: data checks, data set and evaluators accept the same values."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def indices(chosen: list[list[SampleKey]]) -> list[int]:
 
 
 def together(num_samples: int, batch_size: int, world_size: int, **changes: object) -> list[list[SampleKey]]:
-    """Keys of all ranks, batch by batch."""
+    """Return the keys of all ranks, batch by batch."""
     shares = [batches(num_samples, batch_size, rank=r, world_size=world_size, **changes) for r in range(world_size)]
     return [list(chain(*batch)) for batch in zip(*shares, strict=True)]
 
@@ -37,14 +37,14 @@ def test_an_epoch_is_a_seeded_permutation() -> None:
 
 
 def test_one_process_sees_the_permutation_as_it_is() -> None:
-    """So that a run of an earlier version can be resumed."""
+    """The order of earlier versions is kept, so that their runs can be resumed."""
     order = torch.randperm(50, generator=torch.Generator().manual_seed(derive_seed(0, 3))).tolist()
     assert indices(batches(50, 4)) == order[:48]
 
 
 def test_repeated_augmentation_shows_fewer_images_several_times_each() -> None:
     chosen = batches(50, 6, repeats=3)
-    assert len(chosen) == len(batches(50, 6)) == 8, "an epoch is as long as without"
+    assert len(chosen) == len(batches(50, 6)) == 8, "as long as an epoch without repeats"
     for batch in chosen:
         assert Counter(key.index for key in batch) == dict.fromkeys({key.index for key in batch}, 3)
         assert [key.copy for key in batch] == [0, 0, 1, 1, 2, 2]
@@ -132,7 +132,7 @@ def test_buckets_change_neither_the_number_of_batches_nor_that_an_image_comes_on
 
 
 def test_batches_are_of_one_bucket_but_for_what_is_left_over() -> None:
-    """17, 17 and 16 images: four batches of four each, and none of the two images left over makes a batch."""
+    """Buckets of 17, 17 and 16 images: four batches of four each; the two remaining images are dropped."""
     assert Counter(BUCKETS) == {0: 17, 1: 17, 2: 16}
     assert all(len(group) == 1 for group in groups_of(batches(50, 4, buckets=BUCKETS), BUCKETS))
     mixed = [group for group in groups_of(batches(50, 5, buckets=BUCKETS), BUCKETS) if len(group) > 1]
@@ -161,7 +161,7 @@ def test_the_order_of_bucketed_batches_is_random() -> None:
     assert 4 <= changes <= 16, "9.5 on average, with a deviation of 2.2"
     assert order != [min(group) for group in groups_of(batches(80, 4, buckets=buckets, epoch=4), buckets)]
     mixed_last = [len(group) for group in groups_of(batches(50, 5, buckets=BUCKETS), BUCKETS)].index(3)
-    assert mixed_last != 9, "what is left over does not come last by rule"
+    assert mixed_last != 9, "the mixed batch is not always the last"
 
 
 def test_evaluation_puts_images_of_one_size_together_and_each_comes_once() -> None:
@@ -214,7 +214,7 @@ def test_wider_images_are_in_later_buckets(count: int) -> None:
     assert max(Counter(buckets).values()) < 2 * 200 / count
     of_ratio = sorted({(width / height, bucket) for (height, width), bucket in zip(sizes, buckets, strict=True)})
     assert [bucket for _, bucket in of_ratio] == sorted(bucket for _, bucket in of_ratio)
-    assert len({ratio for ratio, _ in of_ratio}) == len(of_ratio), "one bucket for each ratio"
+    assert len({ratio for ratio, _ in of_ratio}) == len(of_ratio), "one bucket for each aspect ratio"
 
 
 def test_one_bucket_is_no_grouping_and_needs_no_sizes() -> None:

@@ -17,7 +17,7 @@ from detr_bf.errors import InputError
 from detr_bf.structures import ClassMap
 
 Factory = Callable[..., SimpleNamespace]
-PLAIN = eval_transform(short_side=48, max_size=1000)  # keeps the fixture's 64 x 48 as they are
+PLAIN = eval_transform(short_side=48, max_size=1000)  # leaves the fixture's 64 x 48 images unchanged
 
 
 def dataset(data: SimpleNamespace, **changes: object) -> CocoDetection:
@@ -169,7 +169,7 @@ def test_loading_a_sample_leaves_the_global_generator_alone(coco_folder: Factory
 
 def test_mixed_seeds_differ() -> None:
     seeds = {derive_seed(seed, epoch, index) for seed in range(5) for epoch in range(5) for index in range(20)}
-    assert len({seed & 0xFFFFFFFF for seed in seeds}) == 500  # torch's CPU generator uses the lower half
+    assert len({seed & 0xFFFFFFFF for seed in seeds}) == 500  # torch's CPU generator uses only the lower half
     assert derive_seed(1, 23) != derive_seed(12, 3)
 
 
@@ -272,10 +272,10 @@ def test_a_size_that_is_no_number_is_refused(coco_folder: Factory) -> None:
 
 
 def segmented(data: SimpleNamespace) -> SimpleNamespace:
-    """Every box gets the segmentation of its own pixels: polygon and run lengths take turns."""
+    """Add to every box the segmentation of its own pixels, as polygons and run lengths in turn."""
     for number, annotation in enumerate(data.content["annotations"]):
         x, y, w, h = annotation["bbox"]
-        column = [48 * x + y, *([h, 48 - h] * w)]  # of runs, down the columns of 48 pixels
+        column = [48 * x + y, *([h, 48 - h] * w)]  # runs, column by column of 48 pixels
         runs = {"size": [48, 64], "counts": [*column[:-1], 48 * 64 - sum(column[:-1])]}
         polygon = [[x, y, x + w, y, x + w, y + h, x, y + h]]
         annotation["segmentation"] = runs if number % 2 else polygon
@@ -284,7 +284,7 @@ def segmented(data: SimpleNamespace) -> SimpleNamespace:
 
 
 def filled(*boxes: Sequence[int]) -> torch.Tensor:
-    """(T, 48, 64) masks of boxes x, y, width, height."""
+    """Return masks (T, 48, 64) of boxes x, y, width, height."""
     masks = torch.zeros(len(boxes), 48, 64, dtype=torch.bool)
     for mask, (x, y, w, h) in zip(masks, boxes, strict=True):
         mask[y : y + h, x : x + w] = True

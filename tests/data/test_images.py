@@ -21,14 +21,14 @@ RED, BLUE = (220, 20, 20), (20, 20, 220)
 
 
 def picture() -> Image.Image:
-    """60 x 40, red on the left, blue on the right."""
+    """Image of 60 x 40 pixels, red on the left, blue on the right."""
     image = Image.new("RGB", (60, 40), RED)
     image.paste(BLUE, (30, 0, 60, 40))
     return image
 
 
 def png(width: int, height: int, pixels: bytes) -> bytes:
-    """A PNG of 16-bit colour, which Pillow does not write."""
+    """Write a PNG of 16-bit colour, which Pillow cannot write."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -38,7 +38,7 @@ def png(width: int, height: int, pixels: bytes) -> bytes:
 
 
 def turned() -> Image.Exif:
-    """EXIF that asks for a quarter turn clockwise."""
+    """Return EXIF data that asks for a quarter turn clockwise."""
     exif = Image.Exif()
     exif[0x0112] = 6
     return exif
@@ -70,7 +70,7 @@ def test_colour_formats(tmp_path: Path, name: str, mode: str, save: dict[str, ob
     assert pixels.dtype == torch.uint8
     assert_colour(pixels, 20, 10, picture().convert(mode).convert("RGB").getpixel((10, 20)))
     assert_colour(pixels, 20, 50, picture().convert(mode).convert("RGB").getpixel((50, 20)))
-    assert pixels[0, 20, 10] > 150 > pixels[2, 20, 10]  # still red on the left
+    assert pixels[0, 20, 10] > 150 > pixels[2, 20, 10]  # red is still on the left
 
 
 @pytest.mark.parametrize("name", ["grey.jpg", "grey.png"])
@@ -83,7 +83,7 @@ def test_grey_becomes_three_equal_channels(tmp_path: Path, name: str) -> None:
     ("values", "shown", "depth"),
     [
         ([0, 300, 0x7FFF, 0xFFFF], [0, 1, 127, 255], 16),
-        ([0, 16, 2048, 4095], [0, 1, 128, 255], 12),  # 12 bits in a file of 16: not black
+        ([0, 16, 2048, 4095], [0, 1, 128, 255], 12),  # 12-bit values in a 16-bit file: not black
         ([0, 1, 4, 1023], [0, 0, 1, 255], 10),
         ([0, 64, 8192, 16383], [0, 1, 128, 255], 14),
         ([0, 1, 200, 255], [0, 1, 200, 255], 8),
@@ -123,7 +123,7 @@ def test_exif_rotation_is_applied(tmp_path: Path, name: str) -> None:
     picture().save(tmp_path / name, exif=turned())
     for pixels in (read_image(tmp_path / name), read_image(tmp_path / name, annotated=(60, 40))):
         assert pixels.shape == (3, 60, 40)
-        assert_colour(pixels, 10, 20, RED)  # the left edge is now at the top
+        assert_colour(pixels, 10, 20, RED)  # the left edge is the top now
         assert_colour(pixels, 50, 20, BLUE)
 
 
@@ -185,7 +185,7 @@ def test_the_number_of_pixels_is_limited_before_decoding(
         read_image(tmp_path / name, max_pixels=2399)
 
 
-@pytest.mark.parametrize("side", [14_000, 60_000])  # beyond Pillow's limit for a warning, and for an error
+@pytest.mark.parametrize("side", [14_000, 60_000])  # above Pillow's limits for a warning and for an error
 def test_pillow_has_no_say_in_the_limit(
     tmp_path: Path, side: int, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

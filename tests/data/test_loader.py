@@ -148,7 +148,7 @@ def test_the_replacement_depends_only_on_seed_epoch_and_index(coco_folder: Facto
 
 
 def test_a_replacement_is_augmented_like_the_requested_image(coco_folder: Factory) -> None:
-    """Requested itself in the same epoch, it is augmented differently."""
+    """An image that is requested itself in the same epoch gets another augmentation."""
     data = coco_folder(num_images=2)
     sizes = [[replacing(data)[SampleKey(epoch, index)][1].size for index in range(2)] for epoch in range(10)]
     (data.images / "0001.png").unlink()

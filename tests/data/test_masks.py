@@ -37,7 +37,7 @@ def compressed(mask: np.ndarray) -> dict[str, object]:
 
 
 def lengths(mask: np.ndarray) -> list[int]:
-    """Run lengths column by column, the first of zeros: written anew as the test's oracle."""
+    """Independent run-length encoding, column by column, the first run of zeros, as the oracle of the tests."""
     counts, value = [0], 0
     for pixel in mask.T.flatten().tolist():
         if pixel != value:
@@ -147,7 +147,7 @@ def test_nothing_is_kept_that_workers_would_copy() -> None:
         ({"size": [30, 40], "counts": []}, "cover 0 pixels"),
         ({"size": [30, 40], "counts": ""}, "not compressed run lengths"),
         ({"size": [30, 40], "counts": "5"}, "cover 5 pixels"),
-        ({"size": [30, 40], "counts": "é"}, "cover 15 pixels"),  # read as a question mark
+        ({"size": [30, 40], "counts": "é"}, "cover 15 pixels"),  # decoded as a question mark
         ({"size": [30, 40], "counts": "!5"}, "not compressed run lengths"),
         ({"size": [30, 40], "counts": "z5"}, "not compressed run lengths"),
         ({"size": [30, 40], "counts": "`"}, "not compressed run lengths"),

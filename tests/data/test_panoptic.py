@@ -23,7 +23,7 @@ from detr_bf.errors import InputError
 from detr_bf.structures import Batch, ClassMap, Target
 
 Factory = Callable[..., SimpleNamespace]
-PLAIN = eval_transform(short_side=48, max_size=1000)  # keeps the fixture's 64 x 48 as they are
+PLAIN = eval_transform(short_side=48, max_size=1000)  # leaves the fixture's 64 x 48 images unchanged
 
 
 def dataset(data: SimpleNamespace, **changes: object) -> CocoDetection:
@@ -36,7 +36,7 @@ def target(data: SimpleNamespace, index: int = 0, **changes: object) -> Target:
 
 
 def objects(data: SimpleNamespace, index: int = 0) -> list[dict[str, object]]:
-    """The segments of an image that are not crowds, as they stand in the JSON."""
+    """Return the segments of an image that are not crowds, as listed in the JSON."""
     return [segment for segment in data.content["annotations"][index]["segments_info"] if not segment["iscrowd"]]
 
 
@@ -45,7 +45,7 @@ def segment_ids(data: SimpleNamespace, index: int = 0) -> Tensor:
 
 
 def corners(found: Target) -> Tensor:
-    """(T, 4) x, y, width, height in pixels, at the size of the target."""
+    """Return boxes (T, 4) x, y, width, height in pixels of the target."""
     height, width = found.size
     return box_convert(found.boxes, "cxcywh", "xywh") * torch.tensor([width, height, width, height])
 
@@ -222,7 +222,7 @@ def test_augmented_masks_lie_on_the_colour_of_their_class(panoptic_folder: Facto
         assert found.masks.shape == (len(found.labels), *found.size)
         assert len(found.boxes) == len(found.labels)
         for mask, label in zip(found.masks, found.labels.tolist(), strict=True):
-            if mask.sum() >= 20:  # of few pixels all are at the edge
+            if mask.sum() >= 20:  # few pixels: all of them are at the edge
                 middle = image[:, mask].float().median(dim=1).values
                 assert (middle - colours).abs().amax(dim=1).argmin() == label
 
@@ -290,7 +290,7 @@ def repeated_annotation(data: SimpleNamespace) -> None:
 
 def repeated_segment_id(data: SimpleNamespace) -> None:
     segments = data.content["annotations"][1]["segments_info"]
-    segments[2]["id"] = segments[1]["id"]  # a crowd's counts too: whose pixels are they?
+    segments[2]["id"] = segments[1]["id"]  # ids of crowds must be unique too, or pixels are ambiguous
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from detr_bf.errors import InputError
 
 
 def sample(height: int, width: int, *corners: tuple[int, int, int, int]) -> Sample:
-    """A black image with a solid rectangle of its own brightness for every box (x0, y0, x1, y1); labels 0, 1, ..."""
+    """Draw one solid rectangle of its own brightness on black for every box (x0, y0, x1, y1), with labels 0, 1, ..."""
     image = torch.zeros(3, height, width, dtype=torch.uint8)
     for number, (x0, y0, x1, y1) in enumerate(corners):
         image[number, y0:y1, x0:x1] = 255
@@ -34,7 +34,7 @@ def sample(height: int, width: int, *corners: tuple[int, int, int, int]) -> Samp
 
 
 def painted(image: Tensor, channel: int) -> Tensor:
-    """Corners of the bright pixels of a channel."""
+    """Return the corners of the bright pixels of a channel."""
     rows, columns = torch.nonzero(image[channel] > 127, as_tuple=True)
     return torch.stack([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1])
 
@@ -42,13 +42,13 @@ def painted(image: Tensor, channel: int) -> Tensor:
 @pytest.mark.parametrize(
     ("height", "width", "short_side", "max_size", "expected"),
     [
-        (480, 640, 800, 1333, (800, 1066)),  # 800 * 640 / 480 = 1066.67, cut off
+        (480, 640, 800, 1333, (800, 1066)),  # 800 * 640 / 480 = 1066.67, rounded down
         (640, 480, 800, 1333, (1066, 800)),
         (100, 100, 64, None, (64, 64)),
         (333, 500, 333, 1333, (333, 500)),
         # 1280 / 427 * 800 = 2398 is too long: 1333 * 427 / 1280 = 444.68 -> 445, then 445 * 1280 / 427 = 1333.96
         (427, 1280, 800, 1333, (445, 1333)),
-        # 100 * 30 / 201 = 14.93 -> 15, then 15 * 201 / 30 = 100.5, cut off
+        # 100 * 30 / 201 = 14.93 -> 15, then 15 * 201 / 30 = 100.5, rounded down
         (30, 201, 64, 100, (15, 100)),
         # 100 * 30 / 197 = 15.23 -> 15, then 15 * 197 / 30 = 98.5: below max_size, where torchvision gives 100
         (30, 197, 64, 100, (15, 98)),
@@ -89,7 +89,7 @@ def test_boxes_stay_on_their_pixels(seed: int) -> None:
     assert min(image.shape[-2:]) in (80, 96, 112) or max(image.shape[-2:]) >= 157
     assert boxes.canvas_size == image.shape[-2:]
     for box, label in zip(boxes.as_subclass(Tensor), labels.tolist(), strict=True):
-        if (box[2:] - box[:2]).min() >= 6:  # slivers fade into black when they are resized
+        if (box[2:] - box[:2]).min() >= 6:  # slivers fade into black when resized
             assert (painted(image, label) - box).abs().max() <= 2.0
 
 
@@ -124,7 +124,7 @@ def test_crop_sides_cover_their_range_inclusively() -> None:
         heights.add(image.shape[-2])
         widths.add(image.shape[-1])
     assert heights == {5, 6, 7, 8}
-    assert widths == {5, 6, 7}  # no more than there is
+    assert widths == {5, 6, 7}  # at most all pixels
 
 
 def test_an_image_below_the_smallest_crop_is_kept_whole() -> None:
@@ -157,7 +157,7 @@ def test_images_without_objects_pass() -> None:
 
 
 def with_masks(plain: Sample) -> Sample:
-    """The same with the bright pixels of each object's channel as its mask."""
+    """Draw the same image, with the bright pixels of each object's channel as its mask."""
     masks = (plain.image.as_subclass(Tensor)[: len(plain.labels)] > 127).to(torch.uint8)
     return plain._replace(masks=Mask(masks))
 
@@ -178,9 +178,9 @@ def test_masks_stay_on_their_pixels(seed: int) -> None:
     for mask, box in zip(masks, boxes.as_subclass(Tensor), strict=True):
         assert mask.any()
         if (box[2:] - box[:2]).min() >= 6:
-            # a pixel for each of two roundings, and the 40 of the smallest crop may have become 112
+            # one pixel for each of two roundings; the 40 pixels of the smallest crop may have become 112
             assert (painted(mask[None] * 255, 0) - box).abs().max() <= 1 + 112 / 40
-            assert torch.equal(mask.bool(), torch.outer(mask.any(dim=1), mask.any(dim=0)))  # a rectangle still
+            assert torch.equal(mask.bool(), torch.outer(mask.any(dim=1), mask.any(dim=0)))  # it is still a rectangle
 
 
 def test_masks_are_resized_to_the_nearest_pixel() -> None:
@@ -203,7 +203,7 @@ def test_masks_are_flipped_with_the_image() -> None:
 def test_a_crop_removes_objects_of_which_no_pixel_is_left() -> None:
     plain = sample(40, 40, (0, 0, 40, 40), (0, 0, 40, 40))
     masks = torch.zeros(2, 40, 40, dtype=torch.uint8)
-    masks[0, :10, :10] = 1  # the boxes always cross the crop, these pixels do not
+    masks[0, :10, :10] = 1  # the boxes always cross the crop, these pixels never do
     masks[1, 30:, 30:] = 1
     seen = set()
     for seed in range(50):
@@ -230,7 +230,7 @@ def test_images_without_objects_pass_with_masks() -> None:
 def test_extra_transforms_are_applied_after_the_standard_ones(
     coco_folder: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line registers a transform, the config names it, the training data uses it."""
+    """Register a transform in one line, name it in the config, and use it on the training data."""
     seen = []
 
     def inverted(sample: Sample) -> Sample:

@@ -76,7 +76,7 @@ def test_a_killed_worker_changes_no_batch(coco_folder: Factory, victim: int, cap
         found.append(batch)
         if len(found) == victim + 1 and len(starts) == 1:
             kill_a_worker()
-            sum(range(1_000_000))  # time in which a signal handler would be called
+            sum(range(1_000_000))  # time for a signal handler to be called
     assert_same(found, load(data)[1:])
     assert starts == [1, victim + 2]
     assert "was killed by signal 9 (Killed): out of memory" in caplog.text
@@ -118,7 +118,7 @@ def test_a_worker_that_dies_while_its_batch_is_waited_for(coco_folder: Factory, 
 
 def test_workers_that_keep_dying_end_the_training(coco_folder: Factory, tmp_path: Path) -> None:
     dataset = deadly(coco_folder(num_images=12), tmp_path, 1000)
-    dataset.index = next(iter(EpochBatches(len(dataset), 2, seed=5, epoch=1)))[0].index  # no batch comes in between
+    dataset.index = next(iter(EpochBatches(len(dataset), 2, seed=5, epoch=1)))[0].index  # no batch in between
     starts: list[int] = []
     with pytest.raises(TrainingError, match=rf"died {MAX_DEATHS} times .* was killed by signal 9 .*data.workers"):
         list(restart_dead_workers(maker(dataset, starts), 0))
@@ -150,7 +150,7 @@ def test_a_death_after_the_last_batch_is_ignored(coco_folder: Factory) -> None:
 
 
 class Large(CocoDetection):
-    """Data set whose samples do not fit into the pipe at once."""
+    """Data set whose samples are larger than the buffer of the pipe."""
 
     def __getitem__(self, key: SampleKey) -> tuple[torch.Tensor, Target]:
         image, target = super().__getitem__(key)
@@ -159,7 +159,7 @@ class Large(CocoDetection):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_worker_killed_in_the_middle_of_a_message(coco_folder: Factory, victim: int) -> None:
-    """Its reader would wait for the rest for ever, and the other worker for the lock of the pipe."""
+    """Without a restart, the reader would wait for the rest forever, and the other worker for the lock of the pipe."""
     data = coco_folder(num_images=12)
     dataset = Large(data.images, data.annotations, TRAINING, seed=5)
     starts: list[int] = []

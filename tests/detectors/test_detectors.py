@@ -133,7 +133,7 @@ def test_more_padding_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in DETECTORS if name != "smca_multi_scale"])
 @pytest.mark.parametrize("pre_norm", [True, False])
 def test_pre_norm(name: str, pre_norm: bool) -> None:
-    """Pre-norm layers leave their sum as it is, so that a norm follows the last."""
+    """Pre-norm layers do not normalise their sum, so a norm follows the last layer."""
     module = model(name, pre_norm=pre_norm)
     assert isinstance(module.encoder.norm, nn.LayerNorm if pre_norm else nn.Identity)
     assert isinstance(module.decoder.norm, nn.LayerNorm) or not pre_norm
@@ -146,12 +146,12 @@ def test_class_prior_is_the_score_every_class_starts_with(name: str) -> None:
     for head in model(name, class_prior=0.01).decoder.heads.classes:
         torch.testing.assert_close(head.bias.sigmoid(), torch.full((LOGITS,), 0.01))
     unset = model(name).decoder.heads.classes[0]
-    assert len(set(unset.bias.tolist())) == LOGITS, "without a prior the bias is left alone"
+    assert len(set(unset.bias.tolist())) == LOGITS, "without a prior the bias is unchanged"
 
 
 @every_detector
 def test_heads_keep_their_precision_under_autocast(name: str) -> None:
-    """Boxes rounded to bfloat16 would be wrong by whole pixels."""
+    """Boxes rounded to bfloat16 would be wrong by several pixels."""
     network = shaken(model(name)).eval()
     with torch.autocast("cpu", torch.bfloat16):
         outputs = network(images())
@@ -199,7 +199,7 @@ def _options() -> Options:
 
 
 def test_conditional_detr_compares_places_in_one_encoding() -> None:
-    """The encoding of a reference point at a cell is that of the cell's own position, whatever the temperature."""
+    """The encoding of a reference point at a cell equals that of the cell's position, at any temperature."""
     module = model("conditional_detr", position_temperature=20.0)
     mask = torch.zeros(1, 4, 6, dtype=torch.bool)
     cells = module.tokens.position(mask)[0].view(4, 6, -1)

@@ -1,4 +1,4 @@
-"""The mask head by itself and in every detector, and the stage that trains it alone."""
+"""Mask head alone and in every detector, and the training stage of the mask head alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADS = 2
 
 @pytest.fixture(autouse=True)
 def _in_float64() -> Iterator[None]:
-    """So that the order of sums does not hide behind a tolerance."""
+    """Use float64, so that tolerances do not hide errors."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
@@ -31,7 +31,7 @@ def batch_former(**settings: object) -> BatchFormerV2:
 
 
 def with_masks(name: str = "detr", **changes: object) -> Detector:
-    """The detector with two finer maps for its mask head than it makes tokens of."""
+    """Build the detector with a mask head that reads two maps finer than those of the tokens."""
     finer = DETECTORS[name][0] + 1
     head = MaskHead(DIM, heads=HEADS, finer_channels=[CHANNELS] * finer, see_boxes=name != "detr")
     detector = model(name, mask_head=head, **changes)
@@ -61,7 +61,7 @@ def test_attention_is_shared_among_all_heads_and_places() -> None:
 
 @pytest.mark.parametrize("name", DETECTORS)
 def test_a_mask_does_not_depend_on_which_others_are_asked_for(name: str) -> None:
-    """Value and gradients: the losses work out those of matched queries only."""
+    """Compare value and gradients of masks computed only for the matched queries."""
     detector = with_masks(name, batch_former=batch_former(dropout=0.0), dropout=0.0).train()
     row, query = torch.tensor([3, 0, 3]), torch.tensor([1, 4, 0])
     gradients = []
@@ -74,7 +74,7 @@ def test_a_mask_does_not_depend_on_which_others_are_asked_for(name: str) -> None
 
 
 def test_cells_that_a_box_covers() -> None:
-    """In the unpadded part: the second image fills half of the map in both directions."""
+    """Coverage relative to the unpadded part; the second image fills half of the map in both directions."""
     padding = torch.zeros(2, 4, 6, dtype=torch.bool)
     padding[1, 2:] = padding[1, :, 3:] = True
     boxes = torch.tensor([[0.5, 0.5, 0.5, 0.5]]).expand(2, 1, 4)  # from a quarter to three quarters
@@ -104,7 +104,7 @@ def test_every_detector_has_a_mask_for_every_query(name: str) -> None:
 
 @pytest.mark.parametrize("name", DETECTORS)
 def test_masks_of_two_streams(name: str) -> None:
-    """The first half is what evaluation gives; the second looks at the same images."""
+    """The first half equals the evaluation outputs; the second half sees the same images."""
     detector = with_masks(name, dropout=0.0, batch_former=batch_former(dropout=0.0))
     batch = images()
     both, clean = detector.train()(batch), detector.eval()(batch)
@@ -124,7 +124,7 @@ def state(detector: Detector) -> dict[str, Tensor]:
 
 
 def train_a_little(detector: Detector) -> None:
-    """Update all parameters with a gradient, and the statistics of all modules in training mode."""
+    """Update all parameters that have a gradient, and the statistics of all modules in training mode."""
     optimizer = torch.optim.AdamW([p for p in detector.parameters() if p.requires_grad], lr=0.1, weight_decay=0.1)
     for _ in range(2):
         outputs = detector.train()(images())
@@ -133,7 +133,7 @@ def train_a_little(detector: Detector) -> None:
 
 
 class NormalisedAverages(Averages):
-    """With statistics that follow the batches in training mode."""
+    """Backbone with batch-norm statistics that change in training mode."""
 
     def __init__(self, levels: int) -> None:
         super().__init__(levels)
@@ -168,7 +168,7 @@ def test_the_frozen_detector_has_no_dropout_and_two_streams(name: str) -> None:
     assert outputs.num_streams == 2
     for found, wanted in zip(clean_stream(outputs), clean_stream(expected), strict=True):
         torch.testing.assert_close(found, wanted)
-    assert torch.equal(detector(images()).masks.all(), outputs.masks.all()), "batch attention drops nothing either"
+    assert torch.equal(detector(images()).masks.all(), outputs.masks.all()), "batch attention has no dropout either"
     assert detector.eval()(images()).num_streams == 1
 
 

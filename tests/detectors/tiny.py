@@ -22,11 +22,11 @@ IMAGES, CHANNELS, DIM, QUERIES, LOGITS, LAYERS = 2, 3, 32, 5, 4, 2
 
 
 class Kind(NamedTuple):
-    """A detector to be tested."""
+    """Detector under test."""
 
     maps: int  # number of feature maps
     make: Callable[..., Detector]
-    settings: tuple[str, ...] = ()  # of a config that builds it, beside the strides; model.name, if it is not the key
+    settings: tuple[str, ...] = ()  # config overrides besides the strides; model.name if it differs from the key
 
 
 REFINE = ("model.name=deformable_detr", "model.deformable.box_refine=true")
@@ -44,7 +44,7 @@ DETECTORS = {
 
 
 def settings_of(name: str, stride: int = 32) -> tuple[str, ...]:
-    """Settings of a config that builds the detector on a map of ``stride``, or on several from stride 8 on."""
+    """Return settings that build the detector on a map of ``stride``, or on several maps from stride 8 on."""
     kind = DETECTORS[name]
     strides = [stride] if kind.maps == 1 else [8 * 2**level for level in range(kind.maps)]
     own = (setting.format(stride=stride) for setting in kind.settings)
@@ -56,7 +56,7 @@ BLIND_TO_PADDING = ("detr", "conditional_detr", "smca")
 
 
 class Averages(nn.Module):
-    """A backbone without weights: the means over cells of 4 x 4 pixels, 8 x 8, and so on."""
+    """Backbone without weights: means over cells of 4 x 4 pixels, 8 x 8, and so on."""
 
     def __init__(self, levels: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def model(name: str = "detr", **changes: object) -> Detector:
 
 
 def shaken(module: Detector, std: float = 0.3) -> Detector:
-    """Every parameter random: what starts at zero would hide paths."""
+    """Make every parameter random, because parameters that start at zero would hide errors."""
     torch.manual_seed(2)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=std)
@@ -99,7 +99,7 @@ def batch_former(**changes: object) -> BatchFormerV2:
 
 
 def images() -> Batch:
-    """Two images of 32 x 48 pixels, the second only 16 x 24 without padding."""
+    """Return two images of 32 x 48 pixels; the second has 16 x 24 unpadded pixels."""
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randint(256, (IMAGES, CHANNELS, 32, 48), generator=generator, dtype=torch.uint8)
     mask = torch.zeros(IMAGES, 32, 48, dtype=torch.bool)

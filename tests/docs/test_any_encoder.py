@@ -1,4 +1,4 @@
-"""The guide's example runs as it is printed, and its model has the properties that the guide claims."""
+"""Example of the guide: it runs as printed, and its model has the claimed properties."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "any_encoder.md"
 
 @cache
 def page() -> dict[str, Any]:
-    """What is defined once all code of the page has run."""
+    """Return the names defined after all code of the page has run."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) == 3
     names: dict[str, Any] = {"__name__": "any_encoder"}
@@ -27,7 +27,7 @@ def page() -> dict[str, Any]:
 
 
 def trained() -> Any:
-    """The page's model in training mode without dropout."""
+    """Model of the page in training mode without dropout."""
     model = copy.deepcopy(page()["model"]).train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -57,7 +57,7 @@ def test_clean_half_of_training_is_evaluation() -> None:
 
 @pytest.mark.parametrize("stream", [0, 1])
 def test_masked_cells_reach_the_points_of_their_own_hand_in_neither_stream(stream: int) -> None:
-    """The mask is doubled: cells beyond an image get a gradient through the mean alone, the same for all of them."""
+    """The mask is repeated for both streams: padded cells get a gradient only through the mean, the same for all."""
     features, outside = inputs()
     features.requires_grad_()
     guessed = trained()(features, outside)[0].unflatten(0, (2, -1))

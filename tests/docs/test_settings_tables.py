@@ -1,4 +1,4 @@
-"""The generated reference of settings, and the script of the guide to thresholds."""
+"""Generated reference of settings, and the script of the guide to thresholds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_row_has_type_default_range_and_comment(tables: ModuleType) -> None:
 
 
 def test_threshold_script_counts_as_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One image, two objects, three boxes: right at 0.9, wrong at 0.6, right at 0.3."""
+    """Detections of one image with two objects: right at 0.9, wrong at 0.6, right at 0.3."""
     (script,) = re.findall(r"```python\n(import sys.*?)```", (DOCS / "thresholds.md").read_text(), re.DOTALL)
     boxes = [[0, 0, 10, 10], [50, 50, 10, 10]]
     annotations = [

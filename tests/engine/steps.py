@@ -15,7 +15,7 @@ from detr_bf.structures import Batch, ClassMap
 from tests.detectors import tiny
 from tests.references.examples import random_targets
 
-BATCHES = 5  # of an epoch
+BATCHES = 5  # per epoch
 FEATURES = 3
 CLASSES = ClassMap((1,), ("a",), (True,))
 
@@ -23,14 +23,14 @@ CLASSES = ClassMap((1,), ("a",), (True,))
 def step_of(
     model: nn.Module, precision: torch.dtype = torch.float32, criterion: SetCriterion | None = None
 ) -> TrainingStep:
-    """The step of a detector on the CPU, by default with cross-entropy."""
+    """Build the training step of a detector on the CPU, by default with cross-entropy."""
     classification = CrossEntropy()
     criterion = criterion or SetCriterion(classification, HungarianMatcher(classification))
     return TrainingStep(model, criterion, torch.device("cpu"), precision)
 
 
 def batches(count: int = 1, *, masks: bool = False) -> list[Batch]:
-    """Batches of two images, each image with its name, of three and one objects."""
+    """Return batches of two images with three objects and one object, with the names of the images."""
     return [_batch(number, masks) for number in range(count)]
 
 
@@ -49,7 +49,7 @@ def _batch(number: int, masks: bool) -> Batch:
 
 @dataclass(frozen=True)
 class Examples:
-    """A batch of a regression."""
+    """Batch of a regression."""
 
     inputs: Tensor  # (B, FEATURES)
     targets: Tensor  # (B,)
@@ -91,6 +91,6 @@ def regression() -> nn.Module:
 
 
 def spoilt(epoch: int, number: int) -> Examples:
-    """The second batch of every epoch holds infinity."""
+    """Epochs whose second batch holds infinity."""
     batch = examples(epoch, number)
     return replace(batch, inputs=batch.inputs / 0) if number == 1 else batch

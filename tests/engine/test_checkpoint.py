@@ -93,7 +93,7 @@ def test_files_of_other_programs(tmp_path: Path, content: object) -> None:
 
 
 def written(path: Path, part: str, value: object) -> Path:
-    """A checkpoint whose ``part``, a dotted name, is ``value``; ... leaves it out."""
+    """Write a checkpoint whose field ``part`` (a dotted name) is ``value``; ... removes the field."""
     model = nn.Linear(2, 3)
     whole = checkpoint(model, training=training())
     content = copy.deepcopy({field.name: getattr(whole, field.name) for field in fields(whole)})
@@ -210,7 +210,7 @@ def test_weights_that_are_not_finite_are_loaded_only_to_reproduce_a_fault(value:
 def test_weights_that_are_not_floating_point_are_refused(
     load: Callable[[nn.Module, dict[str, torch.Tensor], str], object], kind: torch.dtype
 ) -> None:
-    model = nn.BatchNorm1d(2)  # whose counter of batches is an integer
+    model = nn.BatchNorm1d(2)  # its counter of batches is an integer
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     load(model, weights, "a.pt")
     name = str(kind).removeprefix("torch.")
@@ -267,7 +267,7 @@ def test_mixers_of_other_layers_are_not_exchanged() -> None:
 
 
 def test_a_model_is_built_with_memory_only_if_the_weights_are_its_own() -> None:
-    """A stored config may name a model of any size, whatever the weights beside it are."""
+    """A stored config may describe a model of any size, whatever the size of the stored weights."""
     devices: list[str] = []
 
     def build() -> nn.Module:

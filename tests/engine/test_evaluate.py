@@ -1,4 +1,4 @@
-"""The evaluation loop on toy batches, and the evaluator of detectors merged over ranks."""
+"""Evaluation loop on toy batches, and the detection evaluator merged over ranks."""
 
 from __future__ import annotations
 

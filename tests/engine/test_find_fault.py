@@ -25,7 +25,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def weights_of(step: TrainingStep, name: str) -> Tensor:
-    """A parameter of the detector, to be written to."""
+    """Return a parameter of the detector as a writable tensor."""
     return dict(step.model.named_parameters())[name].data
 
 
@@ -113,7 +113,7 @@ def test_a_module_that_layers_share_says_which_call_it_was() -> None:
 
     def spoil_the_second(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
         calls.append(output)
-        return output / 0 if len(calls) == 4 else output  # the second layer of the second batch
+        return output / 0 if len(calls) == 4 else output  # the second layer in the second batch
 
     head.register_forward_hook(spoil_the_second)
     fault = fault_of(step, batches(2))
@@ -123,7 +123,7 @@ def test_a_module_that_layers_share_says_which_call_it_was() -> None:
 
 
 class Spoilt(nn.Module):
-    """Backbone whose maps hold an infinity that no input has."""
+    """Backbone whose maps hold an infinity that the images do not have."""
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> list[FeatureMap]:
         (feature,) = tiny.Averages(1)(images, padding_mask)
@@ -139,7 +139,7 @@ def test_a_module_that_passes_infinity_on_is_not_the_source() -> None:
 
 
 class Careless(nn.Module):
-    """Detector that itself feeds infinity to a module and returns finite values."""
+    """Detector that passes infinity to a module but returns finite values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,12 +207,12 @@ class Sum:
 
 
 def plain(model: nn.Module) -> TrainingStep:
-    """Any module with the sum of its outputs as loss."""
+    """Module whose loss is the sum of its outputs."""
     return step_of(model, criterion=Sum())  # type: ignore[arg-type]
 
 
 class Roots(nn.Module):
-    """Finite everywhere, with an infinite slope at the one root of zero."""
+    """Module whose values are finite, with an infinite slope at the only square root of zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ def test_the_step_is_the_same_to_the_bit_with_its_dropout(recompute: bool) -> No
     reports = [step(batch) for batch in images]
     expected = [{"total": report.total.item(), **_numbers(report.losses)} for report in reports]
     assert find_fault(step, images, rng).losses == expected
-    assert fault_of(step, images).losses != expected, "another state, another dropout"
+    assert fault_of(step, images).losses != expected, "another random state gives another dropout"
 
 
 def _numbers(losses: dict[str, Tensor]) -> dict[str, float]:
@@ -322,7 +322,7 @@ def test_everything_is_left_as_it_was() -> None:
 
 
 def through(backbone: nn.Sequential) -> Callable[[Tensor, Tensor], list[FeatureMap]]:
-    """The means of the tiny backbone, and then the norm."""
+    """Return a backbone: the means of the tiny one, followed by the norm."""
 
     def forward(images: Tensor, padding_mask: Tensor) -> list[FeatureMap]:
         (feature,) = tiny.Averages(1)(images, padding_mask)
@@ -383,7 +383,7 @@ def test_finite_means_every_number(value: complex) -> None:
 
 
 def broken_on_one_rank() -> tuple[Fault, bool]:
-    """A step whose ranks exchange tokens, wrapped in DDP; only rank 1 has a broken target."""
+    """DDP step whose ranks exchange tokens; only rank 1 has a broken target."""
     step = step_of(tiny.model(dropout=0.0, batch_former=tiny.batch_former(gather=True, dropout=0.0)))
     ddp_step = wrap_ddp(step)
     rng, images = rng_state(), batches(2)
@@ -406,5 +406,5 @@ def test_every_rank_finds_its_own_fault() -> None:
     assert second.found
     assert first.targets == []
     assert all_finite([torch.tensor(list(losses.values())) for losses in first.losses])
-    assert any(name.startswith("tokens") for name in first.gradients), "the other's gradient comes back with the tokens"
+    assert any(name.startswith("tokens") for name in first.gradients), "tokens bring back rank 1's gradient"
     assert not any(name.startswith("decoder") for name in first.gradients)

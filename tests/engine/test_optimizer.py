@@ -68,7 +68,7 @@ def test_batch_former_of_pooled_features_is_in_the_same_group() -> None:
 
 
 def by_group(model: nn.Module, **changes: Any) -> dict[str, set[str]]:
-    """Names of the parameters in each group, every one of which is there once."""
+    """Return the names of the parameters in each group; check that none occurs twice."""
     settings = {"lr": 1.0, "weight_decay": 0.05} | changes
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = {
@@ -80,7 +80,7 @@ def by_group(model: nn.Module, **changes: Any) -> dict[str, set[str]]:
 
 
 def classifier(add: Callable[..., Any] = add_batchformer) -> nn.Module:
-    """With plug-ins, and one frozen parameter."""
+    """Classifier with plug-ins and one frozen parameter."""
     model = tiny.vit()
     add(model, **({"layers": [1]} if add is add_batchformer_v2 else {}))
     add_context_broadcasting(model, "all", scaled=True)
@@ -120,7 +120,7 @@ def test_images_batch_attention_has_its_own_rate_and_decay_on_matrices() -> None
 
 
 def test_images_vectors_decay_where_they_are_told_to() -> None:
-    """But for the scales of Context Broadcasting, which start at 0 (spec/vit_plugins.md: no weight decay)."""
+    """Except the scales of Context Broadcasting, which start at 0 (spec/vit_plugins.md: no weight decay)."""
     groups = by_group(classifier(), decay_vectors=True)
     assert set(groups) == {"network", "network_no_decay", "batch_former"}
     assert groups["network_no_decay"] == {f"plugins.context_broadcasting.scales.{block}" for block in range(4)}
@@ -129,7 +129,7 @@ def test_images_vectors_decay_where_they_are_told_to() -> None:
 
 def test_images_tables_that_timm_spares_are_spared() -> None:
     spared = {name for name in by_group(tiny.swin())["network_no_decay"] if "relative_position" in name}
-    assert len(spared) == 4, "one a block"
+    assert len(spared) == 4, "one per block"
 
 
 def test_weight_decay_of_batch_former_defaults_to_the_others() -> None:
@@ -146,7 +146,7 @@ def test_optimizer_moves_each_group_by_its_rate() -> None:
     optimizer.step()
     moved = {name: (before[name] - value).abs().max().item() for name, value in model.named_parameters()}
     assert moved["decoder.heads.classes.0.weight"] == pytest.approx(0.1, rel=1e-3), (
-        "Adam's first step is the learning rate"
+        "Adam's first step equals the learning rate"
     )
     assert moved["backbone.1.weight"] == pytest.approx(0.001, rel=1e-3)
     assert moved["backbone.0.weight"] == 0

@@ -1,4 +1,4 @@
-"""Captured steps are restored bit by bit and checked when read; steps that are not finite are skipped."""
+"""Captured steps: restored bit by bit and checked when read; steps that are not finite are skipped."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def capture(of: TrainingStep, images: list[Batch], **changes: object) -> Capture
 
 
 def assert_same(actual: object, expected: object) -> None:
-    """Equal to the bit, NaN included, and of the same types."""
+    """Assert bitwise equality, NaN included, and equal types."""
     assert type(actual) is type(expected)
     if isinstance(expected, Tensor):
         assert actual.dtype == expected.dtype
@@ -168,7 +168,7 @@ def test_other_formats_are_refused(tmp_path: Path) -> None:
 
 
 def first(content: dict[str, Any]) -> dict[str, Any]:
-    """The first batch."""
+    """Return the first batch."""
     batch: dict[str, Any] = content["batches"][0]
     return batch
 
@@ -260,7 +260,7 @@ def test_a_step_that_is_finite_again_is_not_saved(tmp_path: Path) -> None:
 
 
 def reported(folder: Path) -> str:
-    """Only rank 1 has a broken head."""
+    """Capture and report a fault that only rank 1 has."""
     of = step_of(tiny.model())
     of.model.decoder.heads.classes[0].bias.data[0] = (0.0, math.inf)[distributed.rank()]
     return report_fault(capture(of, batches()), folder / f"{distributed.rank()}.pt")

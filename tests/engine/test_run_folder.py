@@ -1,4 +1,4 @@
-"""The output folder: locked against other processes, and nothing in it is removed or replaced that is not ours."""
+"""Output folder: locked against other processes; foreign files in it are never removed or replaced."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ with folder.locked():
 
 
 def holder(folder: Path) -> tuple[subprocess.Popen[str], int]:
-    """A process that holds the lock of the folder, and its forked child, like a loader process."""
+    """Process that holds the lock of the folder, and its forked child, like a loader worker."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, int(process.stdout.readline())
@@ -47,7 +47,7 @@ def test_a_locked_folder_is_refused_and_its_holder_named(tmp_path: Path) -> None
         assert str(tmp_path / "run") in str(refused.value)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        os.kill(child, 0)  # the child is alive, and does not keep the lock
+        os.kill(child, 0)  # the child is alive but does not hold the lock
         with RunFolder(tmp_path / "run").locked():
             pass
     finally:
@@ -80,7 +80,7 @@ def written_by_us(folder: RunFolder, created: CreatedFiles) -> None:
 def end_with(
     error: BaseException, folder: RunFolder, write: Callable[[RunFolder, CreatedFiles], None], begun: bool = False
 ) -> None:
-    """Lock the folder, write into it and end with the error."""
+    """Lock the folder, write into it and raise the error."""
 
     def run() -> None:
         with folder.locked() as created:
@@ -130,7 +130,7 @@ def test_bad_input_leaves_what_was_there_before(tmp_path: Path) -> None:
         created.keep()
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     end_with(InputError("bad"), folder, written_by_us)
-    assert before.keys() == {path for path in folder.path.rglob("*") if path.is_file()}, "written anew, not removed"
+    assert before.keys() == {path for path in folder.path.rglob("*") if path.is_file()}, "rewritten, not removed"
 
 
 def test_a_file_that_somebody_puts_in_the_place_of_ours_stays(tmp_path: Path) -> None:

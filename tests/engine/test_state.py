@@ -1,4 +1,4 @@
-"""State of a training: averaged weights with the statistics of their batch norms."""
+"""Training state: averaged weights with the statistics of their batch norms."""
 
 from __future__ import annotations
 

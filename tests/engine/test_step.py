@@ -32,7 +32,7 @@ def step(name: str, masks: bool = False, batch_former: bool = False) -> Training
 
 
 def batch(start: int, stop: int, objects: tuple[int, ...] = (3, 0, 1)) -> Batch:
-    """Images ``start`` to ``stop`` of three of 32 x 48 pixels with masks."""
+    """Return images ``start`` to ``stop`` of a set of three, each 32 x 48 pixels with masks."""
     generator = torch.Generator().manual_seed(3)
     pixels = torch.randint(256, (3, tiny.CHANNELS, 32, 48), generator=generator, dtype=torch.uint8)
     targets = []
@@ -82,7 +82,7 @@ def _default_dtype() -> Any:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("objects", [(3, 0, 1), (0, 0, 0), (0, 0, 1)])
 def test_gradients_are_those_of_all_images_in_one_process(name: str, objects: tuple[int, ...]) -> None:
-    """Also if a rank has no object: the divisors count those of all ranks."""
+    """Also holds if a rank has no object: the divisors count the objects of all ranks."""
     options = {"name": name}
     assert_equal(run_together(2, of_this_rank, options, objects), gradients(step(**options), [batch(0, 3, objects)]))
 
@@ -100,7 +100,7 @@ def without_auxiliary_losses() -> dict[str, Tensor]:
     criterion = SetCriterion(Focal(), HungarianMatcher(Focal()))
     whole = TrainingStep(model, criterion, torch.device("cpu"), torch.float32)
     parallel = wrap_ddp(whole, unused_parameters=True)
-    for _ in range(2):  # a parameter without gradient would stop the second
+    for _ in range(2):  # a parameter without a gradient would stop the second step
         found = gradients(parallel, [batch(0, 3)])
     return found
 
@@ -170,7 +170,7 @@ def test_signals_that_come_together_are_one_request(number: int) -> None:
 
 def test_a_later_signal_acts_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("detr_bf.engine.step.SAME_SIGNAL_SECONDS", -1.0)
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     try:
         with DeferredSignals():
             signal.raise_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The training loop on a linear regression: updates, evaluations, checkpoints, signals and errors."""
+"""Training loop on a linear regression: updates, evaluations, checkpoints, signals and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.engine.steps import BATCHES, CLASSES, FEATURES, Examples, examples, r
 
 @dataclass
 class Scores:
-    """Evaluation that returns the scores in turn and keeps the weights it was called with."""
+    """Evaluation that returns the given scores in turn and keeps the weights it received."""
 
     scores: Sequence[float] = (0.1,)
     seen: list[dict[str, Tensor]] = field(default_factory=list)
@@ -84,7 +84,7 @@ def records(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def plain_loop(epochs: int, accumulate: int, clip: float, decay: float) -> tuple[nn.Module, nn.Module]:
-    """The same training written out, and the moving average of its weights."""
+    """Reference training loop with the moving average of its weights."""
     model = regression()
     average = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -143,7 +143,7 @@ def test_evaluations_and_the_best_checkpoint(tmp_path: Path) -> None:
     ]
     best = load_checkpoint(tmp_path / "best.pt")
     assert best.training is not None
-    assert best.training["progress"]["step"] == 20, "the first of two equal ones"
+    assert best.training["progress"]["step"] == 20, "the first of two equal scores"
     assert torch.equal(best.model["0.weight"], scores.seen[1]["0.weight"])
     assert trainer.epochs_text == "last epoch 7 (last.pt), best epoch 4 (best.pt)"
     assert {path.name for path in tmp_path.glob("epoch_*")} == {"epoch_0003.pt", "epoch_0006.pt"}
@@ -177,7 +177,7 @@ def test_the_log_has_means_over_its_windows(tmp_path: Path) -> None:
 
 
 class Saves:
-    """The steps at which ``last.pt`` was written."""
+    """Record the steps at which ``last.pt`` is written."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps: list[int] = []
@@ -197,7 +197,7 @@ def test_it_saves_at_the_start_every_few_steps_and_at_the_end_of_an_epoch(
 ) -> None:
     saves = Saves(monkeypatch)
     make(tmp_path, epochs=2, checkpoint_every=3, evaluate=Scores((0.5, 0.1))).train()
-    assert saves.steps == [0, 3, 5, 5, 6, 9, 10, 10], "after an epoch, and once more with what its evaluation found"
+    assert saves.steps == [0, 3, 5, 5, 6, 9, 10, 10], "once after an epoch, and once more after its evaluation"
     previous = load_checkpoint(tmp_path / "previous.pt").training
     assert previous is not None
     assert previous["progress"]["step"] == 10
@@ -206,7 +206,7 @@ def test_it_saves_at_the_start_every_few_steps_and_at_the_end_of_an_epoch(
 
 def test_it_saves_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saves, clock = Saves(monkeypatch), iter(range(0, 10_000, 60))
-    monkeypatch.setattr("detr_bf.engine.state.time.monotonic", lambda: next(clock))  # a minute passes with every call
+    monkeypatch.setattr("detr_bf.engine.state.time.monotonic", lambda: next(clock))  # a minute later at every call
     make(tmp_path, epochs=1, eval_every=9, checkpoint_minutes=2.5).train()
     assert 0 < len([step for step in saves.steps if 0 < step < BATCHES]) < BATCHES - 1
 
@@ -232,7 +232,7 @@ def test_a_stopped_and_resumed_run_ends_with_the_same_bits(tmp_path: Path, step:
     with pytest.raises(Interrupted, match=f"stopped at step {step}; everything is saved") as stopped:
         make(tmp_path / "parts", **settings | {"evaluate": Scores((0.2, 0.6))}, batches=stopping).train()
     assert stopped.value.signal_number == signal.SIGTERM
-    torch.manual_seed(77)  # the saved state counts
+    torch.manual_seed(77)  # the saved random state is used, not this one
     last = load_checkpoint(tmp_path / "parts" / "last.pt")
     scores = Scores((0.2, 0.6) if step <= 5 else (0.6,))
     resumed = make(tmp_path / "parts", **settings | {"evaluate": scores}, batches=noting, resume_from=last)
@@ -341,4 +341,4 @@ def test_a_finished_run_only_evaluates_when_resumed(tmp_path: Path) -> None:
     scores = Scores((0.7,))
     result = make(tmp_path, epochs=1, resume_from=last, batches=none, evaluate=scores).train()  # type: ignore[arg-type]
     assert result.score == 0.7
-    assert len(records(tmp_path, "val")) == 1, "the evaluation of the finished epoch stands there already"
+    assert len(records(tmp_path, "val")) == 1, "the evaluation of the finished epoch is recorded already"

@@ -1,4 +1,4 @@
-"""The adapter over pycocotools and hotcoco: numbers, rules, and what it refuses."""
+"""Adapter of pycocotools and hotcoco: numbers, rules, and refused input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENGINES = ("pycocotools", "hotcoco")
 
 
 def perfect(folder: SimpleNamespace, shift: float = 0.0) -> tuple[list[Detections], ClassMap]:
-    """The ground truth as detections, moved to the right by ``shift`` pixels."""
+    """Return the ground truth as detections, moved to the right by ``shift`` pixels."""
     class_map = ClassMap.from_categories(folder.content["categories"])
     detections = []
     for image in folder.content["images"]:
@@ -131,7 +131,7 @@ def test_every_image_once(coco_folder: CocoFolder) -> None:
         evaluator.summarize()
     partial = evaluator.summarize(partial=True)
     assert partial.num_images == 2
-    assert partial.metrics["AP"] == pytest.approx(1.0, abs=1e-12)  # unseen images are left out, not counted as misses
+    assert partial.metrics["AP"] == pytest.approx(1.0, abs=1e-12)  # images not evaluated are no misses
 
 
 def test_summarize_twice_gives_the_same(coco_folder: CocoFolder) -> None:
@@ -251,7 +251,7 @@ def test_the_engines_print_nothing(coco_folder: CocoFolder, capsys: pytest.Captu
 
 
 def random_data_set(seed: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Crowds, sparse category ids, all sizes, tied scores, near hits and pure noise."""
+    """Draw crowds, sparse category ids, all sizes, tied scores, near hits and pure noise."""
     rng = np.random.default_rng(seed)
     category_ids = sorted(rng.choice(200, size=5, replace=False).tolist())
     images = [{"id": int(i)} for i in rng.choice(10_000, size=12, replace=False)]
@@ -287,7 +287,7 @@ def _result(image_id: int, category_id: int, box: np.ndarray, rng: np.random.Gen
 
 
 def ellipse(box: Sequence[float]) -> dict[str, Any]:
-    """The mask that fills a box x, y, width, height, as run lengths of an image of 400 x 400 pixels."""
+    """Return run lengths (400 x 400 pixels) of a mask that fills the box x, y, width, height."""
     x, y, width, height = box
     rows, columns = np.mgrid[:400, :400] + 0.5
     inside = ((columns - x - width / 2) / (width / 2)) ** 2 + ((rows - y - height / 2) / (height / 2)) ** 2 <= 1
@@ -295,7 +295,7 @@ def ellipse(box: Sequence[float]) -> dict[str, Any]:
 
 
 def with_masks(content: dict[str, Any], results: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Ellipses instead of boxes."""
+    """Replace boxes by ellipses."""
     images = [{**image, "height": 400, "width": 400} for image in content["images"]]
     annotations = [{**a, "segmentation": ellipse(a["bbox"])} for a in content["annotations"]]
     masks = [{**{k: v for k, v in r.items() if k != "bbox"}, "segmentation": ellipse(r["bbox"])} for r in results]
@@ -338,14 +338,14 @@ def test_engines_agree_bit_for_bit_with_each_other_and_with_pycocotools_own_summ
 
 
 def masked(image_id: int, masks: torch.Tensor, labels: Sequence[int]) -> Detections:
-    """Certain detections with these masks (N, H, W); their boxes are elsewhere."""
+    """Return detections of score 1 with these masks (N, H, W) and unrelated boxes."""
     count = len(masks)
     return Detections(image_id, torch.zeros(count, 4), torch.ones(count), torch.tensor(labels), encoded(masks))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_masks_of_things_of_a_panoptic_file(panoptic_folder: CocoFolder, engine: str) -> None:
-    """Exact masks give 1 although the boxes are wrong; stuff does not count, a missing stuff segment neither."""
+    """Exact masks give 1 although the boxes are wrong; stuff and missing stuff segments do not count."""
     folder = panoptic_folder(4)
     class_map = ClassMap.from_categories(folder.content["categories"])
     evaluator = CocoEvaluator(folder.annotations, class_map, engine, masks=True, panoptic=folder.panoptic)
@@ -358,7 +358,7 @@ def test_masks_of_things_of_a_panoptic_file(panoptic_folder: CocoFolder, engine:
     summary = evaluator.summarize_masks()
     assert pytest.approx(1.0) == summary.AP
     assert list(summary.per_class) == ["thing3", "thing7"]
-    assert evaluator.summarize().AP < 0.1, "of the boxes"
+    assert evaluator.summarize().AP < 0.1, "the metrics of the boxes"
 
 
 def test_polygons_and_run_lengths_of_a_detection_file(coco_folder: CocoFolder) -> None:

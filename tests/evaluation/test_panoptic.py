@@ -1,4 +1,4 @@
-"""Panoptic quality: each rule by hand, all of them against a naive oracle and hotcoco, splitting, writing, refusals."""
+"""Panoptic quality: rules by hand, a naive oracle and hotcoco, splits over ranks, output files, refused input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLASSES = ClassMap((CAT, DOG, SKY, SEA), ("cat", "dog", "sky", "sea"), (True, Tr
 
 
 def save(folder: Path, scenes: Sequence[Scene]) -> tuple[Path, Path]:
-    """The ground truth on disk; the JSON and the folder of its PNG files."""
+    """Write the ground truth to disk; return the JSON and the folder of its PNG files."""
     folder.mkdir(exist_ok=True)
     annotations, images = [], []
     for one in scenes:
@@ -72,7 +72,7 @@ def test_a_match_adds_its_iou(tmp_path: Path) -> None:
     summary = evaluate(tmp_path, scene(["1111.22222"], {1: CAT, 2: SKY}, ["3334444444"], {3: CAT, 4: SKY}))
     assert counts(summary, "cat") == (1, 0, 0)
     assert summary.per_class["cat"].PQ == 3 / 4
-    assert summary.per_class["sky"].PQ == 5 / 6, "one of the seven pixels lies on void, one on the cat"
+    assert summary.per_class["sky"].PQ == 5 / 6, "one of the seven pixels is void, one is the cat's"
     assert (summary.PQ_th, summary.PQ_st, summary.PQ) == (3 / 4, 5 / 6, (3 / 4 + 5 / 6) / 2)
     assert (summary.RQ, summary.SQ) == (1.0, summary.PQ)
 
@@ -111,7 +111,7 @@ def test_a_prediction_mostly_on_void_is_not_false(tmp_path: Path) -> None:
     summary = evaluate(tmp_path, scene(["...22111"], {1: CAT, 2: SKY}, ["33333111"], {1: CAT, 3: DOG}))
     assert counts(summary, "dog") == (0, 0, 0), "three of five pixels are void"
     summary = evaluate(tmp_path, scene(["..221111"], {1: CAT, 2: SKY}, ["33331111"], {1: CAT, 3: DOG}))
-    assert counts(summary, "dog") == (0, 1, 0), "half is not more than half"
+    assert counts(summary, "dog") == (0, 1, 0), "exactly half is not more than half"
 
 
 def test_void_and_the_crowd_of_the_class_count_together(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_void_and_the_crowd_of_the_class_count_together(tmp_path: Path) -> None:
     summary = evaluate(tmp_path, scene(truth, {5: DOG, 1: SKY}, found, {3: DOG, 1: SKY}, crowds={5}))
     assert counts(summary, "dog") == (0, 0, 0)
     summary = evaluate(tmp_path, scene(truth, {5: CAT, 1: SKY}, found, {3: DOG, 1: SKY}, crowds={5}))
-    assert counts(summary, "dog") == (0, 1, 0), "the crowd is of another class"
+    assert counts(summary, "dog") == (0, 1, 0), "the crowd has another class"
 
 
 def test_a_crowd_is_neither_matched_nor_missed(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_the_summary_survives_json(tmp_path: Path) -> None:
     state = json.loads(json.dumps(summary.to_dict(), allow_nan=False))
     assert PanopticSummary.from_dict(state) == summary
     assert list(summary.metrics) == ["PQ", "SQ", "RQ", "PQ_th", "SQ_th", "RQ_th", "PQ_st", "SQ_st", "RQ_st"]
-    assert summary.metrics["PQ"] == summary.PQ == 1 / 3, "IoU 2/3, the dog's 1/2 is none"
+    assert summary.metrics["PQ"] == summary.PQ == 1 / 3, "IoU 2/3; the dog's IoU of 1/2 is no match"
 
 
 def test_classes_that_share_a_name_stay_apart(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def listed_ids(one: Scene) -> set[int]:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_hotcoco_gives_the_same_numbers(tmp_path: Path, seed: int) -> None:
-    """To the last bits: it sums every image by itself before it sums the images. Its -1 is our None."""
+    """Agreement up to rounding: hotcoco first sums within each image. Its -1 is our None."""
     panoptic = pytest.importorskip("hotcoco.panoptic")
     scenes = random_split(seed, CLASSES.category_ids)
     summary = evaluate(tmp_path / "truth", *scenes)
@@ -237,7 +237,7 @@ def test_hotcoco_gives_the_same_numbers(tmp_path: Path, seed: int) -> None:
 
 
 def own_prediction(one: Scene) -> Scene:
-    """The ground truth with its void and crowds as the prediction, every listed segment that has pixels."""
+    """Return the ground truth as prediction, with void and crowds as void."""
     present = {value for row in one.truth for value in row}
     segments = [entry for entry in one.truth_segments if entry["id"] in present and not entry["iscrowd"]]
     kept = {entry["id"] for entry in segments}
@@ -265,7 +265,7 @@ def test_evaluators_of_several_processes_merge_to_the_numbers_of_one(tmp_path: P
         evaluators = []
         for part in range(parts):
             evaluators.append(PanopticEvaluator(*paths, CLASSES))
-            evaluators[part].update([*maps[part::parts], *maps[part + 1 : part + 2]])  # and one that another has too
+            evaluators[part].update([*maps[part::parts], *maps[part + 1 : part + 2]])  # one image is in two shards
         first, *rest = (pickle.loads(pickle.dumps(evaluators[part])) for part in order)
         for other in rest:
             first.merge(other)
@@ -441,7 +441,7 @@ def test_written_results_are_read_back(tmp_path: Path) -> None:
     assert ClassMap.from_categories(content["categories"]) == CLASSES
     results = PanopticEvaluator(tmp_path / "found.json", tmp_path / "found", CLASSES)
     results.update(maps)
-    assert set(results.summarize().metrics.values()) == {1.0}, "results are a ground truth too"
+    assert set(results.summarize().metrics.values()) == {1.0}, "result files are valid ground truth too"
 
 
 def test_a_written_segment_says_all_that_the_format_asks_for(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Reading a folder of recorded reference outputs, and building our modules from a case's arguments."""
+"""Reader of recorded reference outputs; builds our modules from the arguments of a case."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Case:
         return self.manifest["cfg"]
 
     def below(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors whose name starts with ``prefix``, without it."""
+        """Return the tensors whose names start with ``prefix``, without the prefix."""
         return {name.removeprefix(prefix): x for name, x in self.tensors.items() if name.startswith(prefix)}
 
 
 def build(case: Case, weights: str = "weights.") -> Detector:
-    """Our detector with the case's arguments and, through the name tables, its weights."""
+    """Build our detector with the arguments of the case and its weights, renamed by the name tables."""
     cfg = case.cfg
     channels = cfg["backbone_num_channels"]
     model = detector(case)(nn.Identity(), channels if isinstance(channels, list) else [channels], options(case))
@@ -106,7 +106,7 @@ def detector(case: Case) -> Any:
             return DETECTORS[kind](backbone, channels, chosen, dynamic_scale=cfg["dynamic_scale"], smooth=cfg["smooth"])
         if kind == "smca_multi_scale":
             widths = [channels[0] // 4, channels[0] // 2, channels[0]]
-            assert cfg["dynamic_scale"] == "type3", "the only one its code runs with"
+            assert cfg["dynamic_scale"] == "type3", "the reference runs with no other"
             return DETECTORS[kind](backbone, widths, chosen, smooth=cfg["smooth"])
         return DETECTORS[kind](backbone, channels, chosen)
 
@@ -114,7 +114,7 @@ def detector(case: Case) -> Any:
 
 
 def batch_former(case: Case) -> BatchFormerV2 | None:
-    """The forks' flags: --bf 3 of DETR's and --bf 1 of Deformable's are the same, --bf 1 of DETR's is another."""
+    """Build batch attention from the forks' flags; --bf 3 of DETR's and --bf 1 of Deformable's mean the same."""
     cfg = case.cfg
     if not cfg.get("bf"):
         return None
@@ -132,7 +132,7 @@ def batch_former(case: Case) -> BatchFormerV2 | None:
 
 
 def samples_mask(case: Case) -> Tensor:
-    """(B, H, W), True = padding."""
+    """Return the padding mask (B, H, W), True = padding."""
     sizes = case.cfg["image_sizes_hw"]
     mask = torch.ones(len(sizes), max(h for h, _ in sizes), max(w for _, w in sizes), dtype=torch.bool)
     for row, (height, width) in enumerate(sizes):
@@ -141,7 +141,7 @@ def samples_mask(case: Case) -> Tensor:
 
 
 def features(case: Case, prefix: str = "input.") -> list[FeatureMap]:
-    """The maps our detector uses: multi-scale SMCA's first is never looked at."""
+    """Return the maps that our detector reads; multi-scale SMCA never reads the first."""
     maps = [x for _, x in sorted(case.below(f"{prefix}features.").items(), key=lambda item: int(item[0]))]
     if family(case) == "smca_multi_scale":
         maps = maps[-3:]
@@ -149,7 +149,7 @@ def features(case: Case, prefix: str = "input.") -> list[FeatureMap]:
 
 
 def recorded(case: Case, prefix: str) -> Outputs:
-    """The recorded output dictionary with its auxiliary layers, stacked, and the encoder's proposals."""
+    """Return the recorded outputs with stacked auxiliary layers and the proposals of the encoder."""
     tensors = case.below(prefix)
     count = sum(name.startswith("aux_outputs.") and name.endswith("pred_boxes") for name in tensors)
     layers = [f"aux_outputs.{layer}." for layer in range(count)] + [""]
@@ -171,12 +171,12 @@ def targets_of(case: Case, prefix: str) -> list[Target]:
 
 
 def assert_close(actual: Tensor, expected: Tensor, relative: float = 1e-5) -> None:
-    """Within ``relative`` of the largest value."""
+    """Assert differences of at most ``relative`` times the largest value."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=relative * max(expected.abs().max().item(), 1.0))
 
 
 def assert_outputs(outputs: Outputs, expected: Outputs) -> None:
-    """All layers, and the proposals where there are any."""
+    """Compare all layers, and the proposals if there are any."""
     assert_close(outputs.logits, expected.logits)
     assert_close(outputs.boxes, expected.boxes)
     assert (outputs.masks is None) == (expected.masks is None)

@@ -1,4 +1,4 @@
-"""Every file of the folder ``--golden`` becomes test cases; a folder that is absent is skipped, saying so."""
+"""Test cases from every file of the folder ``--golden``; skipped with a message if the folder does not exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.golden.cases import Case
 
-# What a file holds, by the start of its name; each kind is the argument of the tests that read it.
+# Contents of a file by the start of its name; each kind is the argument of the tests that read it.
 KINDS = {
     "model_case": r"0\d",
     "gradient_case": r"0\d(?!m)",  # multi-scale SMCA's image 1 depends on image 0 there, see test_models

@@ -1,4 +1,4 @@
-"""Losses, matchings and their gradients; and whole training steps of the forks."""
+"""Losses, matchings and their gradients, and complete training steps of the forks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.golden.cases import (
 
 
 def set_criterion(case: Case) -> SetCriterion:
-    """With the costs and weights of the reference: those of focal losses count the class twice."""
+    """Build the criterion with the reference's costs and weights; focal losses weigh the class by 2."""
     if family(case) == "detr":
         weight = case.manifest.get("eos_coef", case.manifest.get("cfg", {}).get("eos_coef"))
         classification, class_weight = CrossEntropy(weight), 1.0
@@ -32,7 +32,7 @@ def set_criterion(case: Case) -> SetCriterion:
 
 
 def faulty_class_loss(case: Case) -> bool:
-    """A fault of the reference: the DETR fork's focal loss trains the no-object column as a class. Ours does not."""
+    """Known bug of the reference: the DETR fork's focal loss trains the no-object column as a class. Ours does not."""
     return family(case) == "detr" and case.manifest.get("cfg", {}).get("focal_alpha", 0) > 0
 
 
@@ -52,7 +52,7 @@ def test_losses_matchings_and_gradients(criterion_case: Case) -> None:
 
 
 def test_class_error_is_of_all_columns(criterion_case: Case) -> None:
-    """The recorded value is that of the recorded matches; a query that is surest of no object is wrong."""
+    """Compare the class error of the recorded matches; a query most sure of no object counts as wrong."""
     for sub in criterion_case.manifest["sub_cases"]:
         outputs, targets = (
             recorded(criterion_case, f"{sub}.in.outputs."),
@@ -72,14 +72,14 @@ def test_class_error_is_of_all_columns(criterion_case: Case) -> None:
 
 
 def leaves(case: Case, prefix: str, outputs: Outputs) -> list[torch.Tensor]:
-    """The tensors that ``outputs`` are made of."""
+    """Return the tensors that ``outputs`` consist of."""
     masks = case.tensors.get(f"{prefix}pred_masks")
     own = [outputs.logits, outputs.boxes, *([] if masks is None else [masks])]
     return own if outputs.proposals is None else own + leaves(case, f"{prefix}enc_outputs.", outputs.proposals)
 
 
 def test_training_step(step_case: Case) -> None:
-    """Two streams, targets repeated, every loss the mean of the streams."""
+    """Two streams, targets repeated; every loss is the mean of the streams."""
     model = build(step_case, "step.in.weights.").train()
     outputs = model.detect(features(step_case, "step.in."), samples_mask(step_case))
     assert outputs.num_streams == 2
@@ -106,7 +106,7 @@ def assert_losses(case: Case, sub: str, outputs: Outputs) -> LossReport:
         if not (name.startswith("loss_ce") and faulty_class_loss(case)):
             assert_close(loss, recorded_losses[name])
     assert_close(report.logged["class_error"], recorded_losses["class_error"])
-    if family(case) == "detr":  # with a focal loss the reference still takes the last class for no-object: a fault
+    if family(case) == "detr":  # with a focal loss the reference still treats the last class as no-object: a known bug
         assert_close(report.logged["cardinality_error"], recorded_losses["cardinality_error"])
     padded = PaddedTargets.of(targets, outputs.num_streams)
     assert_matches(case, sub, outputs, padded, criterion.matcher)

@@ -30,7 +30,7 @@ def outputs_of(case: Case, sub: str) -> Outputs:
 
 
 def sized(sizes: Tensor, original_sizes: Tensor) -> list[Target]:
-    """Targets of images of these sizes (B, 2), height and width, and nothing else."""
+    """Return empty targets with these sizes (B, 2), height and width."""
     pairs = zip(sizes.tolist(), original_sizes.tolist(), strict=True)
     empty = torch.empty(0, 4), torch.empty(0)
     return [Target(i, *empty, tuple(size), tuple(original)) for i, (size, original) in enumerate(pairs)]
@@ -65,7 +65,7 @@ def test_mask_postprocess(mask_postprocess_case: Case) -> None:
 
 
 def test_panoptic(panoptic_case: Case) -> None:
-    """Without merging; their ids start at 0. One image at a time: they stretch the padded masks over each image."""
+    """Compare image by image, because the reference scales padded masks to each image; stuff unmerged, ids from 0."""
     assert panoptic_case.manifest["is_thing_map"] == "{i: i <= 14 for i in range(30)}"
     things = tuple(i <= 14 for i in range(30))
     threshold = panoptic_case.manifest["threshold"]
@@ -82,7 +82,7 @@ def test_panoptic(panoptic_case: Case) -> None:
 
 
 def as_map(tokens: Tensor, like: Tensor) -> Tensor:
-    """(B, h * w, C) -> (B, C, h, w)."""
+    """Reshape (B, h * w, C) to (B, C, h, w)."""
     return tokens.mT.unflatten(2, like.shape[-2:])
 
 
@@ -102,7 +102,7 @@ def test_learned_position(position_case: Case) -> None:
 
 
 def test_frozen_batch_norm(position_case: Case) -> None:
-    """Torchvision's, which our backbones use."""
+    """Compare torchvision's frozen batch norm, which our backbones use."""
     given = position_case.below("frozen_bn.in.")
     module = FrozenBatchNorm2d(len(given["weight"]))
     module.load_state_dict({name: given[name] for name in ("weight", "bias", "running_mean", "running_var")})
@@ -162,7 +162,7 @@ def test_sine_of_reference_points(sine_case: Case) -> None:
 
 
 def test_op_and_its_gradients(op_case: Case) -> None:
-    """In double precision."""
+    """Convert a case to float64."""
     for sub in {name.split(".")[0] for name in op_case.tensors}:
         given = op_case.below(f"{sub}.in.")
         names = ("value", "sampling_locations", "attention_weights")
@@ -196,7 +196,7 @@ def test_attention_module(attention_case: Case, reference: str, masked: bool) ->
 
 
 def test_initial_offsets(attention_case: Case) -> None:
-    """Levels, heads and points stand in the notes of the case."""
+    """Read levels, heads and points from the notes of the case."""
     (numbers,) = re.findall(r"levels (\d+), heads (\d+), points (\d+)", " ".join(attention_case.manifest["notes"]))
     levels, heads, points = map(int, numbers)
     offsets = initial_offsets(heads, levels, points)

@@ -1,4 +1,4 @@
-"""Whole detectors behind the backbone: outputs of every layer, gradients of features and parameters."""
+"""Complete detectors after the backbone: outputs of every layer, gradients of features and parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.golden.cases import (
 
 
 def comparable(case: Case, outputs: Outputs) -> Outputs:
-    """A fault of the reference: multi-scale SMCA weighs the levels of every image as image 0 does. Ours does not."""
+    """Known bug of the reference: multi-scale SMCA weighs the levels of all images like image 0. Ours does not."""
     if family(case) != "smca_multi_scale":
         return outputs
     return replace(outputs, logits=outputs.logits[:, :1], boxes=outputs.boxes[:, :1])
@@ -44,7 +44,7 @@ def test_outputs_of_every_layer(model_case: Case, mode: str) -> None:
 
 
 def test_mini_batch_inference(mini_batch_case: Case) -> None:
-    """The Deformable fork's --eval_bf: batch attention replaces the tokens in evaluation, except of a single stream."""
+    """The Deformable fork's --eval_bf: batch attention replaces the tokens in evaluation, not with one stream."""
     model = build(mini_batch_case).eval()
     former = model.encoder.batch_former
     assert isinstance(former, BatchFormerV2)
@@ -55,7 +55,7 @@ def test_mini_batch_inference(mini_batch_case: Case) -> None:
 
 
 def test_gradients(gradient_case: Case) -> None:
-    """Gradients of a fixed scalar of all outputs show where gradients stop."""
+    """Compare gradients of a fixed scalar of all outputs, which show where gradients are stopped."""
     model, maps = build(gradient_case).train(), features(gradient_case)
     for feature in maps:
         feature.tensor.requires_grad_()
@@ -69,7 +69,7 @@ def test_gradients(gradient_case: Case) -> None:
 
 
 def assert_parameter_gradients(case: Case, ours: dict[str, Tensor]) -> None:
-    """Norm and a weighted sum of each, under the reference's names; where it has none, ours must be zero."""
+    """Compare norm and weighted sum of each gradient by the reference's names; gradients that it lacks must be zero."""
     theirs = to_foreign(ours, "detr_panoptic" if case.cfg.get("masks") else family(case))
     for name, numbers in case.manifest["probe"]["param_grads"].items():
         gradient = theirs.get(name)
@@ -85,7 +85,7 @@ def assert_parameter_gradients(case: Case, ours: dict[str, Tensor]) -> None:
 
 
 def probe(outputs: Outputs) -> Tensor:
-    """The recorded scalar: every named output times cosines of its place, the names in sorted order."""
+    """Return the recorded scalar: the sum of every named output times cosines of its index in sorted order."""
     named = {}
     for kind, stacked in (("pred_logits", outputs.logits), ("pred_boxes", outputs.boxes)):
         *auxiliary, named[kind] = stacked

@@ -1,4 +1,4 @@
-"""Names, shapes and initialisation of the full-size published models, file by file of ``14_state_dict_keys``.
+"""Names, shapes and initialisation of the full-size published models, one file of ``14_state_dict_keys`` each.
 
 Both sides are built without memory (the meta device), but for the initialisation, which leaves the backbone out.
 """
@@ -24,13 +24,13 @@ FOLDER = "14_state_dict_keys"
 CLASSES = {"coco": 91, "coco_panoptic": 250}  # the largest category id and one more
 OTHER_CLASSES = 20  # of any other data set
 LEARNED = ("v3", "learned")  # their names of the learned position encoding
-PRIOR = 0.01  # score every class starts with
-EXTREMES_FROM = 2000  # numbers of which the largest says something about their distribution
+PRIOR = 0.01  # initial score of every class
+EXTREMES_FROM = 2000  # size from which the largest value characterises the distribution
 Shapes = dict[str, tuple[int, ...]]
 
 
 class Stats(NamedTuple):
-    """Summary of the numbers of one tensor."""
+    """Summary of the values of one tensor."""
 
     mean: float
     std: float
@@ -51,7 +51,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def listed(golden: Path, request: pytest.FixtureRequest) -> Case:
-    """A key list, as a case whose arguments our detectors are built from."""
+    """Key list as a case with the arguments of our detectors."""
     if request.param is None:
         pytest.fail(f"{golden} has no key lists: {FOLDER} holds no .json file")
     manifest = json.loads((golden / FOLDER / f"{request.param}.json").read_text())
@@ -66,7 +66,7 @@ def strides(case: Case) -> list[int]:
 
 
 def ours(case: Case, *, whole: bool) -> Detector:
-    """Our detector of the case's arguments; with ``whole`` the backbone too, but no memory."""
+    """Build our detector from the arguments of the case; with ``whole`` including the backbone, on the meta device."""
     with torch.device("meta" if whole else "cpu"):
         backbone = build_backbone(
             case.cfg["backbone"],
@@ -83,7 +83,7 @@ def ours(case: Case, *, whole: bool) -> Detector:
         )
         channels = list(backbone.channels)
         if family(case) == "smca_multi_scale":
-            channels = channels[-1:]  # of which the helper knows the others
+            channels = channels[-1:]  # build_backbone derives the other levels from it
         return detector(case)(backbone if whole else nn.Identity(), channels, chosen)
 
 
@@ -96,7 +96,7 @@ def their_shapes(case: Case) -> Shapes:
 
 
 def random_state(case: Case) -> dict[str, Tensor]:
-    """Random numbers under their names, the same ones where they keep one tensor under several."""
+    """Return random tensors by the reference's names; tied names share one tensor."""
     torch.manual_seed(0)
     state = {name: torch.randn(shape, dtype=torch.float16) for name, shape in their_shapes(case).items()}
     for first, *others in case.manifest["tied_keys"]:
@@ -130,7 +130,7 @@ def test_round_trip_to_the_bit(listed: Case) -> None:
 
 
 def test_initialisation(listed: Case) -> None:
-    """The statistics of one fresh model of theirs, within what sampling allows; what is not random exactly."""
+    """Compare with the statistics of one model of theirs, within sampling error; constant values exactly."""
     form = format_of(dict.fromkeys(their_shapes(listed), torch.empty(0)))
     assert form is not None
     states = []
@@ -149,14 +149,14 @@ def test_initialisation(listed: Case) -> None:
 
 
 def equal(own: Stats, theirs: Stats) -> bool:
-    """To the digits that are recorded."""
+    """Compare up to the recorded digits."""
     return own == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
 def alike(own: Stats, theirs: Stats, count: int) -> bool:
-    """Two samples of ``count`` numbers of one distribution."""
+    """Compare as two samples of ``count`` values of one distribution."""
     error = max(own.std, theirs.std) / count**0.5
     if abs(own.mean - theirs.mean) > 8 * error or abs(own.std - theirs.std) > 5 * error or theirs.std == 0:
         return False
     widths = [stats.largest - stats.smallest for stats in (own, theirs)]
-    return count < EXTREMES_FROM or max(widths) < 1.4 * min(widths)  # uniform or normal, and how wide
+    return count < EXTREMES_FROM or max(widths) < 1.4 * min(widths)  # compares uniform or normal shape, and scale

@@ -24,7 +24,7 @@ def detection(
     images: tuple[Path | None, Path | None] = (None, None),
     panoptic: bool = False,
 ) -> Path:
-    """Write a config whose annotations are given as content, text or bytes; None: the file of the fixtures."""
+    """Write a config whose annotations are given as content, text or bytes; None: the file among the fixtures."""
     kind = "panoptic_" if panoptic else ""
     lines = []
     for name, content, folder in (("train", train, images[0]), ("val", val, images[1])):
@@ -324,7 +324,7 @@ NAMES = {  # class names that must be printed, drawn and written safely
 
 
 def renamed(name: str) -> Build:
-    """A whole run with report; both splits have a class of that name."""
+    """Train with report; both splits have a class of that name."""
 
     def build(files: CaseFiles) -> Callable[[], int]:
         contents = [fixtures.coco(first=first) for first in (1, 101)]

@@ -31,7 +31,7 @@ def load(argument: Any, kind: str = "load", device: Any = "cpu") -> Build:
 def with_predictor(
     make: Callable[[Any, CaseFiles], Any], use: Callable[[Any, Any], Any] | None = None, run: str = "detector"
 ) -> Build:
-    """Call a predictor of the fixtures with an input made by the function."""
+    """Call a predictor of one of the fixture runs with an input made by the function."""
 
     def build(files: CaseFiles) -> Callable[[], Any]:
         import torch

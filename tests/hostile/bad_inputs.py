@@ -49,7 +49,7 @@ def preload() -> None:
 
 
 def make_fixtures(folder: Path) -> None:
-    """Make the fixtures in a separate process, because threads of torch do not survive a fork."""
+    """Make the fixtures in a separate process, because torch's threads do not survive a fork."""
     child = os.fork()
     if child == 0:
         code = 70

@@ -62,7 +62,7 @@ class CaseFiles:
         return path
 
     def copy(self, name: str, target: str | None = None) -> Path:
-        """Copy a file or folder of the fixtures to the folder of the case."""
+        """Copy a fixture file or folder to the folder of the case."""
         source, path = self.fixtures / name, self.folder / (target or Path(name).name)
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, path) if source.is_dir() else shutil.copy2(source, path)
@@ -293,7 +293,7 @@ def _in_words(outcome: dict[str, Any] | None) -> str:
     return ", ".join(f"{key} {value}" for key, value in outcome.items() if key != "broken") or "broken"
 
 
-# ---- judgement ----
+# ---- verdict ----
 
 
 def judge(case: Case, messages: dict[str, Any] | None, output: str) -> list[str]:
@@ -441,7 +441,7 @@ def _allowed(name: str, patterns: Iterable[str]) -> bool:
     return name != inside and any(fnmatchcase(inside, p) or fnmatchcase(inside, f"{p}/*") for p in patterns)
 
 
-# ---- all of them ----
+# ---- all cases ----
 
 
 def run_battery(

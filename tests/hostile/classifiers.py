@@ -34,7 +34,7 @@ def agree(config: Path, *settings: str) -> int:
 
 
 def folder(change: Callable[[Path], Any], call: Callable[..., int] = agree, settings: tuple[str, ...] = ()) -> Build:
-    """A classifier on a changed copy of the class folders of the fixtures."""
+    """Train a classifier on a changed copy of the class folders of the fixtures."""
 
     def build(files: CaseFiles) -> Callable[[], int]:
         root = files.copy("classes")
@@ -47,7 +47,7 @@ def folder(change: Callable[[Path], Any], call: Callable[..., int] = agree, sett
 
 
 def lists(train: str | bytes, val: str | bytes | None = None) -> Build:
-    """A classifier on lists of files."""
+    """Train a classifier on lists of files."""
 
     def build(files: CaseFiles) -> Callable[[], int]:
         root = files.copy("classes")

@@ -33,7 +33,7 @@ def special(make: Callable[[Path], Any]) -> Build:
 
 
 def override(*settings: str, task: str = "detector") -> Build:
-    """Train with the config of the fixtures and these settings."""
+    """Train with a config of the fixtures and these settings."""
 
     def build(files: CaseFiles) -> Callable[[], int]:
         config = files.fixtures / f"{task}.yaml"

@@ -1,4 +1,4 @@
-"""The fixtures: tiny data sets, configs and trained runs of every task, shared by all cases and read-only."""
+"""Fixtures: tiny data sets, configs and trained runs of every task, shared by all cases and read-only."""
 
 from __future__ import annotations
 

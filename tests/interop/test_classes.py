@@ -1,4 +1,4 @@
-"""Class heads with COCO's category ids as rows, and with its classes without gaps, against slow loops."""
+"""Class heads indexed by COCO's category ids and by contiguous classes, compared with slow loops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def weights(rows: int, name: str = "deformable_detr_refine") -> dict[str, Tensor
 
 
 def slow_contiguous(head: Tensor, ids: tuple[int, ...], rows: int) -> Tensor:
-    """One row after another; the last is no-object where there is one more than classes."""
+    """Copy row after row; the last row is no-object if there is one more row than classes."""
     found = []
     for row in range(rows):
         found.append(head[ids[row]] if row < len(ids) else head[-1])

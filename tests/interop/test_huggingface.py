@@ -1,10 +1,12 @@
-"""An independent check: the detectors of Hugging Face transformers, with the same weights, give the same outputs.
+"""Detectors of Hugging Face transformers as an independent check: the same weights give the same outputs.
 
-Both see the same pixels through the same ResNet, so that backbone, padding masks, position encodings (Deformable DETR's
-names the centres of cells, -0.5, there as here), transformer and heads are compared as a whole. Two things are theirs:
-with ``auxiliary_loss`` their DETR and Conditional DETR feed normed states into the next layer, so it stays off and the
-heads are applied here to what the layers gave; and they tie the class heads of all layers, which refinement keeps
-apart, so with refinement tying is off and the box heads are shared with the decoder by hand, as their code means it.
+Both models read the same pixels through the same ResNet, which compares backbone, padding masks, position encodings,
+transformer and heads. Deformable DETR's encodings number the cell centres from -0.5 in both implementations.
+
+Two differences of transformers are avoided. With ``auxiliary_loss`` its DETR and Conditional DETR feed normalised
+states into the next layer, so it is off and the tests apply the heads to the outputs of the layers. It ties the class
+heads of all layers, but box refinement needs separate heads, so with refinement tying is off, and the tests share the
+box heads with the decoder.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ both_backbones = pytest.mark.parametrize("timm", [False, True], ids=["own_resnet
 
 
 def theirs(case: str, *, timm: bool = False, **more: Any) -> nn.Module:
-    """Their detector with random weights."""
+    """Build their detector with random weights."""
     family, changes = CASES[case]
     changes = changes | more
     config, model = {
@@ -86,7 +88,7 @@ def _backbone_config(family: str, timm: bool) -> Any:
 
 
 def shaken(module: nn.Module) -> nn.Module:
-    """Every tensor random and none at its start; variances and scales of the norms stay around 1."""
+    """Make every tensor random; variances and scales of the norms stay around 1."""
     torch.manual_seed(0)
     with torch.no_grad():
         for name, tensor in module.state_dict().items():
@@ -98,7 +100,7 @@ def shaken(module: nn.Module) -> nn.Module:
 
 
 def ours(case: str) -> Detector:
-    """Our detector of the same kind, its weights not yet theirs."""
+    """Build our detector of the same kind, with other weights."""
     family, changes = CASES[case]
     strides = [8, 16, 32] if family == "deformable_detr" else [32]
     backbone = build_backbone(
@@ -125,7 +127,7 @@ def format_name(case: str, timm: bool) -> str:
 
 
 def batch() -> Batch:
-    """Two images, the second smaller in both directions."""
+    """Return two images, the second smaller in both directions."""
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randint(256, (2, 3, 128, 192), generator=generator, dtype=torch.uint8)
     mask = torch.zeros(2, 128, 192, dtype=torch.bool)
@@ -134,7 +136,7 @@ def batch() -> Batch:
 
 
 def their_outputs(model: nn.Module, images: Batch) -> Outputs:
-    """All decoder layers, and the proposals of two stages."""
+    """Return the outputs of all decoder layers, and the proposals of two-stage detectors."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
     pixels = ((images.images / 255 - mean) / std).masked_fill(images.padding_mask[:, None], 0.0)
     visible = (~images.padding_mask).long()
@@ -194,7 +196,7 @@ def test_their_weights_give_their_outputs_in_all_layers(case: str, timm: bool) -
     model, converted = theirs(case, timm=timm), ours(case)
     converted.load_state_dict(from_foreign(model.state_dict(), case))
     expected = their_outputs(model, batch())
-    assert expected.logits.std() > 0.05, "the weights say something"
+    assert expected.logits.std() > 0.05, "the weights change the result"
     assert_equal_outputs(converted(batch()), expected)
 
 
@@ -222,7 +224,7 @@ def test_round_trip_to_the_bit(case: str, timm: bool) -> None:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @every_case
 def test_what_their_save_pretrained_writes(case: str, tied: bool, tmp_path: Path) -> None:
-    """It has the names of transformers 4, and of tied tensors only one."""
+    """The file has the names of transformers 4, and only one of tied tensors."""
     model = theirs(case, timm=tied, tie_word_embeddings=tied)
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
@@ -238,7 +240,7 @@ def test_their_from_pretrained_reads_what_we_write(case: str, tmp_path: Path) ->
     model.config.save_pretrained(tmp_path)
     write_weights(tmp_path / "model.safetensors", original.state_dict(), format_name(case, timm))
     with safe_open(tmp_path / "model.safetensors", "pt") as written:
-        assert written.metadata() == {"format": "pt"}, "transformers 4 asks for it"
+        assert written.metadata() == {"format": "pt"}, "transformers 4 requires it"
     loaded, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     assert_equal_outputs(original(batch()), their_outputs(loaded.eval(), batch()))

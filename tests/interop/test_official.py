@@ -47,7 +47,7 @@ NAMES = {
     },
     "smca": {f"{DECODER}.point2.weight": "decoder.layers.1.cross_attention.gaussian.offset.weight"},
     "deformable_detr": {
-        # Deformable DETR norms its cross-attention first
+        # norm1 of Deformable DETR belongs to its cross-attention
         f"{DECODER}.norm1.weight": "decoder.layers.1.cross_residual.norm.weight",
         f"{DECODER}.norm2.weight": "decoder.layers.1.self_residual.norm.weight",
         f"{DECODER}.cross_attn.value_proj.weight": "decoder.layers.1.cross_attention.attention.value.weight",

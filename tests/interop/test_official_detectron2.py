@@ -1,4 +1,4 @@
-"""Checkpoints made inside detectron2: the adapter's, with backbones of ours and of theirs, and official DETR's."""
+"""Checkpoints made inside detectron2: the adapter's, with our and their backbones, and official DETR's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WITH_RESNET = ["detectron2_resnet", "detr_detectron2", "detr_detectron2_panoptic
 
 
 def body(name: str = "resnet18", *, frozen_norm: bool = True) -> dict[str, Tensor]:
-    """The backbone of a detector of ours, every number random."""
+    """Build the backbone of our detector with random values."""
     made = build_backbone(name, weights="none", strides=[32], dilation=False, frozen_stages=0, frozen_norm=frozen_norm)
     state = made.state_dict()
     generator = torch.Generator().manual_seed(3)

@@ -19,7 +19,7 @@ POINTS, SHAPES, TOKENS = 3, [(4, 6), (2, 3)], 30  # of deformable attention
 def attention(dropout: float = 0.0) -> MultiHeadAttention:
     torch.manual_seed(0)
     module = MultiHeadAttention(DIM, HEADS, dropout).double()
-    for parameter in module.parameters():  # biases start at zero and would not be seen
+    for parameter in module.parameters():  # zero biases would hide errors
         nn.init.normal_(parameter)
     return module
 
@@ -64,7 +64,7 @@ def test_dropout_drops_weights_in_training_only() -> None:
     assert not torch.allclose(module.train()(*inputs()), still)
     query, key, value = inputs()
     dropped = multi_head_attention(query, key, torch.ones_like(value), heads=HEADS, dropout=0.5)
-    assert ((dropped - 1).abs() > 1e-6).any(), "the kept weights no longer sum to one"
+    assert ((dropped - 1).abs() > 1e-6).any(), "dropped weights no longer sum to one"
 
 
 def test_starts_as_xavier_over_the_three_projections_as_one_matrix() -> None:
@@ -113,7 +113,7 @@ def deformable_attention() -> DeformableAttention:
 
 
 def deformable_inputs(coordinates: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, references, tokens, padding mask."""
+    """Return query, references, tokens and padding mask."""
     torch.manual_seed(1)
     query = torch.randn(ROWS, QUERIES, DIM, dtype=torch.float64)
     reference = torch.rand(ROWS, QUERIES, len(SHAPES), coordinates, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Position encodings against their formulas, written out cell by cell."""
+"""Position encodings compared with their formulas, cell by cell."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from detr_bf.layers import LearnedPosition, SinePosition, sine_position
 
 
 def mask_of(*sizes: tuple[int, int], height: int = 5, width: int = 7) -> torch.Tensor:
-    """(B, height, width), each image filling its top left corner."""
+    """Padding mask (B, height, width); each image fills the top left corner."""
     mask = torch.ones(len(sizes), height, width, dtype=torch.bool)
     for row, (h, w) in enumerate(sizes):
         mask[row, :h, :w] = False

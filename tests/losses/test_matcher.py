@@ -1,4 +1,4 @@
-"""The matching against scipy image by image and against trying every assignment, and what it must not depend on."""
+"""Matching compared with scipy image by image and with every possible assignment; invariances."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.references.examples import random_outputs, random_targets
 from tests.references.set_criterion import Pairs, focal_cost, image_cost, least_total, match, softmax_cost
 
 CLASSES, QUERIES, LAYERS = 4, 5, 2
-COUNTS = [(2, 3), (0, 4, 1), (3,), (7, 2), (0, 0)]  # objects of each image: some without, one with more than queries
+COUNTS = [(2, 3), (0, 4, 1), (3,), (7, 2), (0, 0)]  # objects per image: none in some, more than queries in one
 
 
 def outputs_for(counts: tuple[int, ...], **changes: int) -> Outputs:
@@ -96,7 +96,7 @@ def test_stacked_and_looped_costs_match_alike(counts: tuple[int, ...], monkeypat
         return original(self, logits, boxes, padded)
 
     monkeypatch.setattr(HungarianMatcher, "cost", counted)
-    stacked = matches_of(outputs, targets, class_cost=50.0)  # so that classes decide too
+    stacked = matches_of(outputs, targets, class_cost=50.0)  # so that classes matter too
     assert dimensions == [4]
     monkeypatch.setattr(matcher, "STACK_LIMIT", -1)
     assert columns(matches_of(outputs, targets, class_cost=50.0)) == columns(stacked)

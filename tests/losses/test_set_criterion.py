@@ -1,4 +1,4 @@
-"""The set criterion against loops over streams, layers, images and pairs, and what its losses must not depend on."""
+"""Set criterion compared with loops over streams, layers, images and pairs; invariances; masks; reports."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def example(counts: tuple[int, ...], layers: int = 1, streams: int = 1) -> tuple
 
 
 def perfect(targets: list[Target]) -> Outputs:
-    """Every object predicted exactly and with certainty by one query, the other queries sure of nothing."""
+    """Outputs in which one query predicts each object exactly and with certainty; all others predict no object."""
     logits = torch.full((1, len(targets), QUERIES, CLASSES + 1), -20.0)
     logits[..., -1] = 20.0
     boxes = torch.rand(1, len(targets), QUERIES, 4) / 4 + 0.25
@@ -151,7 +151,7 @@ def test_class_and_cardinality_error() -> None:
 
 @pytest.mark.parametrize(("classification", "error"), [(CrossEntropy(), 100.0), (Focal(), 0.0)])
 def test_no_object_is_an_answer_and_a_wrong_one(classification: CrossEntropy | Focal, error: float) -> None:
-    """Every query ranks the classes rightly, and with cross-entropy is still surer of no object."""
+    """Every query ranks the classes correctly, but with cross-entropy prefers no object."""
     targets = random_targets((3, 0, 5), classes=CLASSES)
     found = perfect(targets)
     logits = found.logits.detach()[..., : classification.num_logits(CLASSES)].clone()
@@ -249,7 +249,7 @@ def test_proposals_are_compared_with_objects_of_one_class(streams: int) -> None:
 
 
 def test_a_registered_metric_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One function and one line of the registry: (outputs, targets, matches, classification) -> scalar."""
+    """Register a metric: one function (outputs, targets, matches, classification) -> scalar, and one line."""
 
     def matched_queries(*arguments: object) -> Tensor:
         assert not torch.is_grad_enabled()
@@ -267,7 +267,7 @@ def test_a_registered_metric_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def focal_and_dice(logits: list[float], wanted: list[bool]) -> tuple[float, float]:
-    """Pixel by pixel, from the definitions."""
+    """Compute both losses pixel by pixel, from the definitions."""
     focal, overlap, total = 0.0, 0.0, 0.0
     for logit, inside in zip(logits, wanted, strict=True):
         probability = 1 / (1 + math.exp(-logit))
@@ -309,7 +309,7 @@ def test_masks_are_padded_to_the_largest_of_the_batch() -> None:
 def mask_example(
     counts: tuple[int, ...], streams: int = 1, layers: int = 2
 ) -> tuple[Outputs, list[Target], torch.Tensor]:
-    """Outputs with masks, targets, and the mask logits (R, Q, h, w)."""
+    """Return outputs with masks, targets, and the mask logits (R, Q, h, w)."""
     outputs = random_outputs(layers, len(counts), QUERIES, logits=CLASSES + 1, streams=streams)
     generator = torch.Generator().manual_seed(3)
     masks = torch.randn(streams * len(counts), QUERIES, 5, 6, generator=generator).requires_grad_()
@@ -398,7 +398,7 @@ def test_added_terms_are_weighted_in_the_total_and_in_every_stream(weight: float
     assert after.total == 14 + 8 * weight
     assert (after.logged["stream/clean"], after.logged["stream/batchformer"]) == (16 + 8 * weight, 12 + 8 * weight)
     assert not after.logged["stream/clean"].requires_grad
-    assert before.logged["stream/clean"] == 16, "the first report stays"
+    assert before.logged["stream/clean"] == 16, "the first report is unchanged"
 
 
 def test_without_streams_none_are_logged() -> None:

@@ -152,7 +152,7 @@ TYPES = "expected float64, float32, float16 or bfloat16"
 TOO_LARGE = "the sizes of the tensors are too large"
 META = torch.device("meta")
 
-# What is changed in a call of both passes of ms_deform_attn, and a part of the message.
+# Changed arguments for both passes of ms_deform_attn, and a part of the error message.
 DEFORMABLE: dict[str, tuple[dict[str, Any], str]] = {
     "overflow": ({"spatial_shapes": OVERFLOWING}, LEVEL.format(0, *OVERFLOWING[:2], 0)),
     "sides": ({"spatial_shapes": [BIG, BIG, 3, 2]}, LEVEL.format(0, BIG, BIG, 0)),
@@ -199,7 +199,7 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     ("relu_dropout_backward", {"p": float("nan")}, "in [0, 1], got nan"),
     ("relu_dropout_backward", {"output": torch.rand(299)}, "one shape, dtype and device"),
 ]
-# By name, a call and a part of the message.
+# By name: a call and a part of the error message.
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     f"{name} {what}": (given(name, **changes), message)
     for name in ("ms_deform_attn", "ms_deform_attn_backward")
@@ -218,7 +218,7 @@ CASES |= {
 def messages() -> dict[str, str]:
     found = {}
     for name, (make, _) in CASES.items():
-        print(name, file=sys.stderr, flush=True)  # the last line says which call crashed
+        print(name, file=sys.stderr, flush=True)  # the last line names the call that crashed
         try:
             found[name] = f"returned {make()}"
         except (RuntimeError, ValueError) as error:
@@ -232,13 +232,13 @@ def main(first: int, count: int) -> None:
         choose = random.Random(seed)
         name = choose.choice(sorted(OPERATORS))
         torch.manual_seed(seed)
-        print(f"{seed} {name}", file=sys.stderr, flush=True)  # the last line says which call crashed
+        print(f"{seed} {name}", file=sys.stderr, flush=True)  # the last line names the call that crashed
         ends[call(name, choose)] += 1
     print(json.dumps(ends))
 
 
 if __name__ == "__main__":
-    if "asan" not in os.environ.get("LD_PRELOAD", ""):  # the sanitizer has a limit of its own
+    if "asan" not in os.environ.get("LD_PRELOAD", ""):  # the sanitizer has its own limit
         resource.setrlimit(resource.RLIMIT_AS, (8 * GIBIBYTE, 8 * GIBIBYTE))
     torch.set_num_threads(1)
     if sys.argv[1] == "CASES":

@@ -1,4 +1,4 @@
-"""Batch attention against loops, its derivatives, its precision, torch.compile, and refused arguments."""
+"""Batch attention compared with loops; derivatives, precision, torch.compile, and refused arguments."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SIZES = [(1, 3, 2, 8), (2, 40, 4, 16), (3, 7, 3, 20), (4, 9, 1, 1), (7, 2, 2, 13
 
 
 def example(images: int = 3, positions: int = 5, heads: int = 2, width: int = 8) -> list[Tensor]:
-    """Query, key and value, float64."""
+    """Return query, key and value in float64."""
     generator = torch.Generator().manual_seed(0)
     sizes = (images, positions, heads, width)
     return [torch.randn(sizes, dtype=torch.float64, generator=generator) for _ in range(3)]
 
 
 def example_mask(images: int, positions: int) -> Tensor:
-    """Mask with some keys ignored; at the first position all, at the second none."""
+    """Return a mask that ignores some keys: all at the first position, none at the second."""
     mask = torch.rand(images, positions, generator=torch.Generator().manual_seed(1)) < 0.4
     mask[:, 0] = True
     mask[:, 1] = False
@@ -42,7 +42,7 @@ def kept_of(images: int, positions: int, heads: int, p: float) -> Tensor:
 
 
 def with_gradients(tensors: list[Tensor], mask: Tensor | None = None, p: float = 0.0) -> list[Tensor]:
-    """The output and the gradients of all inputs for a fixed, uneven gradient of the output."""
+    """Return the output and the gradients of all inputs for a fixed, uneven gradient of the output."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     output = batch_attention(leaves[0], leaves[1], leaves[2], mask, p, seed=SEED if p else None)
     output.backward(torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype))
@@ -119,7 +119,7 @@ def test_nan_is_seen_where_it_is_and_nowhere_else(backend: str) -> None:
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_exponential_is_right_to_four_units_in_the_last_place(dtype: torch.dtype) -> None:
-    """Two keys, one of them x below the other: the weight of it is 1 / (1 + exp(x)), with three more roundings."""
+    """Two keys, one with a logit lower by x: its weight is 1 / (1 + exp(x)), up to three more roundings."""
     x = torch.linspace(0, 80, 20_001, dtype=dtype)
     query, value = torch.ones(2, len(x), 1, 1, dtype=dtype), torch.zeros(2, len(x), 1, 1, dtype=dtype)
     key = torch.stack([torch.zeros_like(x), -x]).view(2, -1, 1, 1)
@@ -178,7 +178,7 @@ def test_any_number_of_threads_gives_the_same_bits(images: int) -> None:
 @needs_kernels
 @pytest.mark.parametrize("instructions", ["baseline", "v3"])
 def test_lower_instruction_sets(instructions: str) -> None:
-    """The same tests in a process with a lower instruction set."""
+    """Run the same tests in a process with a lower instruction set."""
     here = Path(__file__)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", str(here)]
     command += [str(here.parent / "test_dropout.py"), "-k", "agree or kept or exponential"]
@@ -203,7 +203,7 @@ def test_opcheck(dtype: torch.dtype, p: float) -> None:
 
 
 def check_compiled(call: Callable[[Tensor, Tensor], Tensor], compiler: str) -> None:
-    """One graph for all sizes, the same dropout as without the compiler."""
+    """One graph serves all sizes, with the same dropout as without the compiler."""
     compiled = compile_whole(call, compiler)
     for images, positions in ((3, 7), (5, 4)):
         packed = torch.stack(example(images, positions), 2).requires_grad_()
@@ -263,7 +263,7 @@ def test_seeds_come_from_torch(backend: str) -> None:
 
 
 def test_mean_over_seeds_is_the_result_without_dropout(backend: str) -> None:
-    """2,000 equal positions, so as many draws: within five standard deviations."""
+    """2,000 equal positions are as many draws: compare within five standard deviations."""
     tensors = [tensor.expand(-1, 2000, -1, -1) for tensor in example(positions=1)]
     results = batch_attention(*tensors, None, 0.5)
     spread = results.std(1) / 2000**0.5
@@ -313,7 +313,7 @@ def test_the_operator_itself_refuses_what_would_crash() -> None:
 @pytest.mark.parametrize("sizes", [*SIZES, (2, 300, 4, 64), (64, 3, 4, 64), (9, 7, 4, 128)])
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_on_a_gpu(sizes: tuple[int, int, int, int], p: float) -> None:
-    """The result, the gradients and what is dropped are those of the CPU."""
+    """The GPU gives the same result, gradients and dropped weights as the CPU."""
     tensors, mask = [tensor.float() for tensor in example(*sizes)], example_mask(*sizes[:2])
     outputs = []
     for device in ("cpu", "cuda"):

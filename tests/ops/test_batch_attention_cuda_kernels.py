@@ -1,4 +1,4 @@
-"""The CUDA kernels of batch attention and dropout on an emulated GPU, against the reference in float64.
+"""CUDA kernels of batch attention and dropout on an emulated GPU, compared with the reference in float64.
 
 The emulation also checks every access to memory: inside its tensor, aligned to its size, written where it may be.
 """
@@ -44,15 +44,15 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(),  # four queries held, 16 lanes
-    Case(images=4, positions=20, heads=3, channels=32),  # 60 pairs: more blocks than a grid takes
+    Case(),  # a lane holds four queries; 16 lanes
+    Case(images=4, positions=20, heads=3, channels=32),  # 60 pairs: more blocks than the grid has
     Case(images=1, channels=4, heads=1),  # one lane of four has channels
-    Case(images=5, channels=20),  # eight queries held
+    Case(images=5, channels=20),  # a lane holds eight queries
     Case(images=8, channels=128),
     Case(images=9, positions=2),  # a second block of queries adds to the gradients of the first
     Case(images=17, positions=1, channels=36),
     Case(images=3, channels=7),  # channels one by one
-    Case(images=3, positions=2, heads=1, channels=70),  # more of them than a warp has lanes
+    Case(images=3, positions=2, heads=1, channels=70),  # more channels than a warp has lanes
     Case(images=6, positions=2, heads=1, channels=132),
     Case(torch.float64, images=3, channels=8),
     Case(torch.float64, images=6, positions=2, channels=34),
@@ -119,7 +119,7 @@ def emulate(
 
 
 def example(case: Case) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Query, key and value as views of one packed tensor, a gradient of the output, a mask.
+    """Return query, key and value as views of one packed tensor, a gradient of the output, and a mask.
 
     At the first position all keys are ignored.
     """
@@ -196,7 +196,7 @@ def test_low_precision_gradients_of_few_images_are_written_once(library: ctypes.
 @pytest.mark.parametrize("count", [1, 4, 127, 128, 1000, 40_000])
 @pytest.mark.parametrize("odd", [False, True])
 def test_dropout(library: ctypes.CDLL, dtype: torch.dtype, count: int, odd: bool) -> None:
-    """The same elements as the reference's; more blocks than a grid takes; tensors at unaligned addresses."""
+    """The same elements are dropped as in the reference; more blocks than the grid has; unaligned tensors."""
     p, generator = 0.3, torch.Generator().manual_seed(0)
     x, y = (torch.randn(count + odd, generator=generator).to(dtype)[int(odd) :] for _ in range(2))
     output = torch.full((count,), torch.inf, dtype=dtype)
@@ -214,7 +214,7 @@ def test_dropout(library: ctypes.CDLL, dtype: torch.dtype, count: int, odd: bool
 
 
 def test_a_write_outside_is_found(library: ctypes.CDLL) -> None:
-    """The emulation detects writes outside the buffers, so the other tests would too."""
+    """The emulation detects writes outside the buffers, so the other tests would detect them too."""
     tensors, gradient, _ = example(Case())
     with pytest.raises(EmulationError, match="outside all buffers"):
         emulate(library, "attend", inputs_of(tensors, None, 0.0), {"output": gradient[:, :-1]}, 0.0, torch.float32)

@@ -1,4 +1,4 @@
-"""The build of the kernels: detection of tools, errors, and the resulting libraries."""
+"""Build of the kernels: detection of tools, errors, and the resulting libraries."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_without_torch(no_torch: None, tmp_path: Path) -> None:
         find_torch()
     results = build(tmp_path / "out")
     assert all(isinstance(result, BuildError) and "torch 2.11 or newer" in str(result) for result in results.values())
-    assert not list((tmp_path / "out").iterdir()), "a record would keep make from building once torch is there"
+    assert not list((tmp_path / "out").iterdir()), "a record would make `make` skip the build once torch is installed"
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_cuda_is_found_by_its_headers(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @needs_compiler
 def test_the_kernels_of_this_checkout_are_built_and_used() -> None:
-    """`make test` builds them; with the reference instead, every other test would still pass, only slowly."""
+    """Without kernels, which `make test` builds, all other tests would still pass with the reference, only slower."""
     done = subprocess.run([sys.executable, "-m", "detr_bf.ops"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "cpu: compiled kernels (" in done.stdout
@@ -156,7 +156,7 @@ def test_libraries_that_cannot_be_used_are_said_once(sources: str | None, messag
 @pytest.mark.slow  # compiles everything
 @needs_compiler
 def test_addresses_and_undefined_behaviour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests of the operators on a library built with both sanitizers."""
+    """Run the tests of the operators on a library built with both sanitizers."""
     package = copy_of_the_package(tmp_path)
     monkeypatch.setattr(building, "find_cuda", _no_cuda)
     flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g"]

@@ -51,7 +51,7 @@ def _dump(option: str, cubin: Path) -> str:
 
 @pytest.fixture(scope="module")
 def functions(cubin: Path) -> dict[str, str]:
-    """Machine code of every kernel, under its mangled name."""
+    """Return the machine code of every kernel by its mangled name."""
     parts = re.split(r"Function : (\S+)", _dump("--dump-sass", cubin))
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -62,7 +62,7 @@ def _code(functions: dict[str, str], kernel: str) -> str:
     return found[0]
 
 
-# Names as they are mangled: f float32, 6__half, 13__nv_bfloat16, then the channels of a lane.
+# Mangled names: f float32, 6__half, 13__nv_bfloat16, then the channels per lane.
 WIDE_READS = {
     "forward_kernelIfLi4E": 8,
     "forward_kernelI6__halfLi8E": 8,

@@ -1,4 +1,4 @@
-"""The CUDA kernels of ms_deform_attn on an emulated GPU, against the reference in float64.
+"""CUDA kernels of ms_deform_attn on an emulated GPU, compared with the reference in float64.
 
 The emulation also checks every access to memory: inside its tensor, aligned to its size, written where it may be.
 """
@@ -34,11 +34,11 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(),  # 8 lanes a row, one head a block
+    Case(),  # 8 lanes per row, one head per block
     Case(torch.float64, queries=3, channels=6, points=3),
-    Case(torch.float16, queries=37),  # 4 lanes, two heads a block
+    Case(torch.float16, queries=37),  # 4 lanes, two heads per block
     Case(torch.bfloat16, queries=37, heads=3),
-    Case(torch.bfloat16, channels=20, queries=5),  # no whole 16 bytes
+    Case(torch.bfloat16, channels=20, queries=5),  # not a multiple of 16 bytes
     Case(channels=4, heads=5, queries=9, points=3),
     Case(channels=7, queries=4, shapes=((4, 6),), points=1),
     Case(channels=33, queries=3, shapes=FOUR_LEVELS[:3], points=3),  # more channels than lanes, one by one
@@ -46,7 +46,7 @@ CASES = [
     Case(channels=132, queries=2, images=1, heads=1, points=3),  # more channels than lanes, four by four
     Case(channels=8, queries=70, images=1, heads=9, shapes=((1, 1), (1, 5)), points=5),
     Case(channels=1, queries=3, heads=1, shapes=((1, 1),), points=1),
-    Case(images=7, channels=4, queries=2, heads=1, shapes=((2, 3),), points=2),  # more images than a grid takes
+    Case(images=7, channels=4, queries=2, heads=1, shapes=((2, 3),), points=2),  # more images than the grid has
 ]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
@@ -66,7 +66,7 @@ class Tensors(NamedTuple):
 
 
 def example(case: Case) -> Tensors:
-    """Random tensors; about a fifth of the samples lie partly or wholly outside."""
+    """Return random tensors; about a fifth of the samples lie partly or fully outside."""
     generator = torch.Generator().manual_seed(0)
     cells, levels = sum(height * width for height, width in case.shapes), len(case.shapes)
 
@@ -83,7 +83,7 @@ def example(case: Case) -> Tensors:
 
 
 def expected(case: Case, tensors: Tensors) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Output and gradients of the same numbers, in float64."""
+    """Return output and gradients of the same values, in float64."""
     inputs = [tensor.double().requires_grad_() for tensor in tensors[:3]]
     output = ms_deform_attn_reference(inputs[0], case.shapes, starts_of(case.shapes), inputs[1], inputs[2])
     return output.detach(), torch.autograd.grad(output, inputs, tensors.grad_output.double())
@@ -124,7 +124,7 @@ def test_sums_in_order_do_not_depend_on_what_is_sorted_together(library: ctypes.
 
 
 def test_on_cell_centres_and_edges(library: ctypes.CDLL) -> None:
-    """Exact values at the kinks of the hat functions: one cell, half of one, or nothing."""
+    """Exact values at the kinks of the hat functions: one cell, half of a cell, or zero."""
     case = Case(torch.float64, images=1, queries=6, heads=1, channels=2, shapes=((1, 4),), points=1)
     tensors = example(case)
     x = torch.tensor([0.5, 3.5, 0.0, 4.0, -0.5, 4.5]) / 4
@@ -179,7 +179,7 @@ def test_a_location_that_is_nan_is_seen(library: ctypes.CDLL) -> None:
 
 
 def test_nan_outside_the_corners_of_a_sample_is_not_met(library: ctypes.CDLL) -> None:
-    """Neither where a sample sticks out nor in the lanes that have no sample."""
+    """NaN is read neither by samples partly outside nor by lanes without a sample."""
     case = Case(images=1, queries=3, heads=1, shapes=((3, 3),), points=3)
     tensors = example(case)
     tensors.value[:, 0] = torch.nan
@@ -204,7 +204,7 @@ def test_nothing_to_do(library: ctypes.CDLL, empty: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("pad", [(0, 4), (4, 0), (0, 3)])
 def test_strides(library: ctypes.CDLL, pad: tuple[int, int]) -> None:
-    """Channels of wider cells, with and without alignment; images after cells in memory."""
+    """Strided channels of wider cells, aligned and unaligned; memory with cells before images."""
     case = Case(queries=4)
     tensors = example(case)
     swapped = tensors.value.transpose(0, 1).contiguous()

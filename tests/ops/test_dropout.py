@@ -1,4 +1,4 @@
-"""Dropout fused with its surroundings: random numbers, rate, derivatives and torch.compile."""
+"""Dropout fused with a residual addition: random numbers, rate, derivatives and torch.compile."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_kernels_and_reference_agree_to_the_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_precision(backend: str, dtype: torch.dtype) -> None:
-    """The reference rounds the update before it is added."""
+    """The reference rounds the update before adding it."""
     x, y = torch.randn(1000).to(dtype), torch.randn(1000).to(dtype)
     expected = x.double() + dropout_reference(y.double(), 0.3, SEED)
     found = residual_dropout(x, y, 0.3, seed=SEED)
@@ -72,7 +72,7 @@ def test_precision(backend: str, dtype: torch.dtype) -> None:
 
 
 def test_rate_and_mean(backend: str) -> None:
-    """Within five standard deviations of a million draws."""
+    """Compare within five standard deviations of a million draws."""
     ones, p = torch.ones(1_000_000), 0.1
     result = relu_dropout(ones, p, seed=SEED)
     assert abs((result == 0).double().mean().item() - p) < 5 * (p * (1 - p) / len(ones)) ** 0.5 + 1e-5
@@ -190,7 +190,7 @@ def test_checkpointing_draws_the_same_again(backend: str) -> None:
 
 
 def test_mixed_precision_adds_in_the_wider(backend: str) -> None:
-    """Under autocast the stream is float32 and what a linear layer adds to it is not."""
+    """Under autocast the residual stream is float32 and the output of a linear layer is not."""
     x, y = torch.randn(1000), torch.randn(1000).bfloat16()
     found = residual_dropout(x, y, 0.5, seed=SEED)
     assert found.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""The op against loops, its derivatives, its precision, torch.compile, and refused arguments."""
+"""Deformable attention compared with loops; derivatives, precision, torch.compile, and refused arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def example(
     spread: float = 1.4,
     shapes: list[tuple[int, int]] = SHAPES,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Value, locations (some outside the image) and weights (not normalised), float64."""
+    """Return value, locations (some outside the image) and weights (not normalised), float64."""
     generator = torch.Generator().manual_seed(0)
     cells = sum(h * w for h, w in shapes)
 
@@ -42,7 +42,7 @@ def example(
 def with_gradients(
     value: Tensor, locations: Tensor, weights: Tensor, shapes: list[tuple[int, int]] = SHAPES
 ) -> list[Tensor]:
-    """The output and the gradients of all inputs for a fixed, uneven gradient of the output."""
+    """Return the output and the gradients of all inputs for a fixed, uneven gradient of the output."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (value, locations, weights)]
     output = ms_deform_attn(leaves[0], shapes, None, leaves[1], leaves[2])
     output.backward(torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype))
@@ -84,7 +84,7 @@ def test_a_location_that_is_not_finite_is_seen(backend: str, number: float) -> N
 
 @pytest.mark.parametrize("width", [2, 8, 33])
 def test_gradients(backend: str, width: int) -> None:
-    """Points avoid the grid lines, where the derivative jumps."""
+    """Use points away from the grid lines, where the derivative jumps."""
     value, locations, weights = example(rows=1, queries=2, width=width)
     sizes = torch.tensor([(w, h) for h, w in SHAPES])[:, None]
     places = locations * sizes - 0.5
@@ -99,7 +99,7 @@ def test_gradients(backend: str, width: int) -> None:
 def test_kernels_and_reference_agree(
     dtype: torch.dtype, queries: int, spread: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few queries and many: the backward pass packs rows only for many."""
+    """The backward pass packs rows only for many queries; test few and many."""
     inputs = [tensor.to(dtype) for tensor in example(queries=queries, width=32, points=4, spread=spread)]
     found = with_gradients(*inputs)
     monkeypatch.setitem(library.PROBLEMS, "cpu", "the test uses the reference")
@@ -112,7 +112,7 @@ def test_kernels_and_reference_agree(
 def test_inputs_that_are_not_contiguous(backend: str) -> None:
     value, locations, weights = example(width=8)
     expected = with_gradients(value, locations, weights)
-    packed = torch.stack([value, value], dim=3)[:, :, :, 0]  # channels together, all else apart
+    packed = torch.stack([value, value], dim=3)[:, :, :, 0]  # channels contiguous, all other dimensions strided
     for strided in (packed, value.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)):
         assert not strided.is_contiguous()
         moved = locations.transpose(0, 3).contiguous().transpose(0, 3)
@@ -153,7 +153,7 @@ def test_levels_may_lie_apart(backend: str) -> None:
 @pytest.mark.parametrize("width", [3, 32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision(backend: str, dtype: torch.dtype, width: int) -> None:
-    """Value and weights are rounded, the locations are not, and sums are float32: one rounding at the end."""
+    """Value and weights are rounded, locations are not, and sums are float32: one rounding at the end."""
     value, locations, weights = example(queries=200, width=width, points=4)
     value, weights, locations = value.to(dtype), weights.to(dtype), locations.float()
     low = with_gradients(value, locations, weights)
@@ -207,7 +207,7 @@ def test_any_number_of_threads_gives_the_same_bits(rows: int, heads: int, querie
 @needs_kernels
 @pytest.mark.parametrize("instructions", ["baseline", "v3"])
 def test_lower_instruction_sets(instructions: str) -> None:
-    """The same tests in a process with a lower instruction set."""
+    """Run the same tests in a process with a lower instruction set."""
     root = Path(__file__).parents[2]
     wanted = "loops or gradients or low_precision or agree or rounding or half_float"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", __file__]
@@ -237,7 +237,7 @@ def test_opcheck(dtype: torch.dtype) -> None:
 @compilers
 @needs_kernels
 def test_compile_and_export(compiler: str) -> None:
-    """One graph for all sizes: another number of queries or cells compiles nothing anew."""
+    """One graph serves all sizes: another number of queries or cells compiles nothing again."""
 
     def whole(value: Tensor, locations: Tensor, weights: Tensor, height: int) -> Tensor:
         return ms_deform_attn(value.relu(), [(height, 6)], None, locations, weights) * 2

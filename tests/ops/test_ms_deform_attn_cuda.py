@@ -1,4 +1,4 @@
-"""The compiled op on a GPU, against the reference in float64 on the same GPU."""
+"""Compiled operator on a GPU, compared with the reference in float64 on the same GPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def example(
 
 
 def run(inputs: Inputs, shapes: list[tuple[int, int]], reference: bool = False) -> tuple[Tensor, ...]:
-    """Output and gradients of value, locations and weights; the reference in float64."""
+    """Compare output and gradients of value, locations and weights with the reference in float64."""
     inputs = tuple((tensor.double() if reference else tensor).detach().requires_grad_() for tensor in inputs)
     call = ms_deform_attn_reference if reference else ms_deform_attn
     output = call(inputs[0], shapes, starts_of(shapes), inputs[1], inputs[2])

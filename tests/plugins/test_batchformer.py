@@ -1,4 +1,4 @@
-"""BatchFormerV2 among a ViT's blocks, and BatchFormer before classifiers that are not ours."""
+"""BatchFormerV2 among the blocks of a ViT, and BatchFormer before classifiers of other libraries."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mixers(model: Any) -> Any:
 @pytest.mark.parametrize("position", ["before", "after"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_as_blocks_called_one_by_one(layers: Any, position: str, shared: bool) -> None:
-    """The first insertion forks, later ones mix the second stream; all else is shared."""
+    """The first insertion creates the second stream, later ones mix it; all other blocks are shared."""
     model = with_v2(layers, position=position, shared=shared)
     where = list(range(tiny.DEPTH)) if layers == "all" else layers
     logits = model(tiny.images())
@@ -95,7 +95,7 @@ def test_attention_masks_of_each_image_are_refused_where_the_batch_is_doubled(po
 
 
 def test_class_token_is_mixed_too() -> None:
-    """Behind the last block nothing else can carry an image's features to the others."""
+    """After the last block only the class token can carry an image's features to the others."""
     images = tiny.images().requires_grad_()
     with_v2([3], position="after")(images)[tiny.IMAGES].sum().backward()
     assert images.grad[1:].flatten(1).any(1).all()
@@ -166,7 +166,7 @@ def test_small_batches_are_warned_of_once(
 
 
 def test_targets_are_doubled_behind_mixup() -> None:
-    """The loss of both streams is the mean of each one's, with soft targets."""
+    """The loss is the mean of the losses of both streams, with soft targets."""
     model = with_v2([1])
     images, targets = Mixup(num_classes=tiny.CLASSES, cutmix_alpha=1.0)(tiny.images(4), torch.tensor([0, 3, 4, 1]))
     loss = StreamLoss(F.cross_entropy)
@@ -217,7 +217,7 @@ def classifier_named(library: str, name: str) -> Any:
     ],
 )
 def test_before_the_classifier_of_any_model(library: str, name: str) -> None:
-    """Training gives the classifier of both streams of its features, evaluation what it was, to the bit."""
+    """In training the classifier gets both streams of its features; evaluation is unchanged, to the bit."""
     model = classifier_named(library, name)
     images = torch.randn(2, 3, 32, 32)
     plain = model.eval()(images)
@@ -291,7 +291,7 @@ def test_features_with_places_are_refused() -> None:
 
 
 class Experts(nn.Module):
-    """As RIDE: a trunk, three experts with a classifier each, their mean."""
+    """Model like RIDE: a trunk, three experts with a classifier each, and their mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,14 +305,14 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("shared_classifier", [False, True])
 def test_one_batchformer_for_three_experts(shared_classifier: bool) -> None:
-    """RIDE's use: in training each expert's features are replaced, or with a shared classifier doubled."""
+    """Use in RIDE: training replaces each expert's features, or doubles them with a shared classifier."""
     torch.manual_seed(0)
     model = Experts().double()
     before = [f"linears.{expert}" for expert in range(3)]
     plugin = add_batchformer(model, before=before, dropout=0.0, shared_classifier=shared_classifier)
     logits = model.train()(tiny.images())
     mixer = plugin.batch_former.mixer
-    assert sum(p.numel() for p in plugin.parameters()) == 6 * 8**2 + 10 * 8, "one for all"
+    assert sum(p.numel() for p in plugin.parameters()) == 6 * 8**2 + 10 * 8, "one classifier for all experts"
     for expert in range(3):
         features = model.experts[expert](tiny.images().flatten(1))
         mixed = mixer(features[:, None])[:, 0]
@@ -330,7 +330,7 @@ def test_one_batchformer_for_three_experts(shared_classifier: bool) -> None:
 
 
 class Moco(nn.Module):
-    """As MoCo-v3: two encoders with projectors, and a predictor."""
+    """Model like MoCo-v3: two encoders with projectors, and a predictor."""
 
     def __init__(self) -> None:
         super().__init__()

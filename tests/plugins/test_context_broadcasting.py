@@ -1,4 +1,4 @@
-"""Context Broadcasting against a loop, where it stands, and what it does to padding."""
+"""Context Broadcasting compared with a loop: position in the block, blocks, and padding."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_scales_of_zero_are_the_identity(build: Callable[[], Any]) -> None:
 def test_stands_at_the_end_of_the_feed_forward_networks_of_the_upper_half(
     build: Callable[[], Any], scaled: bool
 ) -> None:
-    """Against the model with the chosen networks replaced by ones that say it outright."""
+    """Compare with a model whose chosen feed-forward networks add the mean explicitly."""
     model, plain = build(), build()
     plugin = add_context_broadcasting(model, scaled=scaled)
     assert plugin.layers == (2, 3)
@@ -105,7 +105,7 @@ def network_of(model: Any, layer: int) -> tuple[nn.Module, str]:
 
 
 def test_mid_of_the_network_is_as_good_as_its_end_without_dropout() -> None:
-    """The mean passes through the second linear layer."""
+    """A mean commutes with the second linear layer."""
     mlp = tiny.vit().blocks[0].mlp
     x = torch.randn(ROWS, TOKENS, tiny.DIM, dtype=torch.float64)
     hidden = mlp.act(mlp.fc1(x))
@@ -113,7 +113,7 @@ def test_mid_of_the_network_is_as_good_as_its_end_without_dropout() -> None:
 
 
 def test_attention_that_is_uniform_is_the_steepest() -> None:
-    """The paper's reason: the softmax Jacobian's nuclear norm is lambda (1 - sum a^2)."""
+    """Reason given in the paper: the softmax Jacobian's nuclear norm is lambda (1 - sum a^2)."""
     scale, norms = 0.7, []
     for logits in (torch.zeros(6), torch.tensor([2.0, 0, 0, 1, 0, -1]), torch.tensor([9.0, 0, 0, 0, 0, 0])):
         logits = logits.double() / scale
@@ -126,7 +126,7 @@ def test_attention_that_is_uniform_is_the_steepest() -> None:
 
 
 def test_scaled_in_all_blocks_has_the_published_number_of_parameters() -> None:
-    """DeiT-S: 0.02 % of 22.05 million."""
+    """DeiT-S: 0.02 % of 22.05 million parameters."""
     model = tiny.vit(embed_dim=384, depth=12)
     plugin = add_context_broadcasting(model, "all", scaled=True)
     added = sum(p.numel() for p in plugin.parameters())
@@ -159,7 +159,7 @@ def padded_batch() -> TokenBatch:
 
 
 def test_in_our_encoder_padding_changes_nothing() -> None:
-    """An image with padding gives what it gives alone, cut to its size."""
+    """An image with padding gives the same as without padding, cropped to its size."""
     encoder, batch = tiny.encoder(), padded_batch()
     add_context_broadcasting(encoder, "all")
     companions = {name: value[1:, :3] for name, value in batch.per_sample.items()}
@@ -171,7 +171,7 @@ def test_in_our_encoder_padding_changes_nothing() -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_in_our_encoder_as_said_outright(recompute: bool) -> None:
-    """Also when layers are worked out again in the backward pass."""
+    """Also holds when layers are recomputed in the backward pass."""
     grads = []
     for outright in (True, False):
         encoder, batch = tiny.encoder(activation_checkpointing=recompute and not outright).train(), padded_batch()

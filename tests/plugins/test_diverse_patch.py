@@ -1,4 +1,4 @@
-"""DiversePatch's losses against loops and in the cases where they are known."""
+"""DiversePatch's losses compared with loops, and in cases with known results."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
 @pytest.mark.parametrize("build", [tiny.vit, tiny.deit])
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (0.5, 2.0, 3.0), (1.0, 0.0, 0.0)])
 def test_in_a_model_it_reads_the_patches_without_prefix(build: object, weights: tuple[float, ...]) -> None:
-    """Against the model taken apart: what enters the first block, what leaves the last norm."""
+    """Compare with a model taken apart: inputs of the first block and outputs of the last norm."""
     model = build()  # type: ignore[operator]
     cosine, contrastive, mixing = weights
     plugin = add_diverse_patch(model, CLASSES, cosine=cosine, contrastive=contrastive, mixing=mixing)
@@ -113,7 +113,7 @@ def test_in_a_model_it_reads_the_patches_without_prefix(build: object, weights: 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, 3.0), (2.0, 0.0)])
 def test_in_swin_it_reads_the_tokens_behind_the_final_norm(weights: tuple[float, float]) -> None:
-    """Against the model taken apart, and loops over the 4 x 4 tokens."""
+    """Compare with a model taken apart, and with loops over the 4 x 4 tokens."""
     model = tiny.swin()
     cosine, mixing = weights
     plugin = add_diverse_patch(model, CLASSES, cosine=cosine, contrastive=0, mixing=mixing)
@@ -138,7 +138,7 @@ def test_swin_learns_from_it_evaluates_as_before_and_is_left_as_it_was() -> None
     untouched, model = tiny.swin(), tiny.swin()
     plugin = add_diverse_patch(model, CLASSES, contrastive=0)
     assert torch.equal(model(tiny.images()), untouched(tiny.images()))
-    assert not plugin._kept, "evaluation keeps nothing"
+    assert not plugin._kept, "nothing is kept in evaluation"
     model.train()(tiny.images())
     sum(plugin(torch.zeros(tiny.IMAGES, 16, dtype=torch.long)).values()).backward()
     learning = {name for name, value in model.named_parameters() if value.grad is not None}
@@ -157,7 +157,7 @@ def test_the_contrastive_loss_is_refused_for_swin() -> None:
 
 
 def test_a_patch_that_mixing_keeps_whole_is_what_a_last_token_is_made_of() -> None:
-    """With blocks that pass on what they get, a token of Swin reads no pixel outside its patch, and all within."""
+    """With identity blocks, a token of Swin depends on all pixels of its patch and on no other pixel."""
     model = tiny.swin()
     for stage in model.layers:
         stage.blocks = torch.nn.Identity()
@@ -224,7 +224,7 @@ def test_a_single_patch_differs_from_no_other() -> None:
 def test_losses_reach_all_blocks_but_the_contrastive_one_not_the_embedding_directly() -> None:
     model = tiny.vit()
     plugin = add_diverse_patch(model, CLASSES, cosine=0, mixing=0)
-    for block in model.blocks:  # with blocks that pass nothing on, only the direct way is left
+    for block in model.blocks:  # without contributions of blocks, only the residual path is left
         block.requires_grad_(False)
         block.register_forward_hook(lambda module, args, output: output.detach().requires_grad_())
     model.train()(tiny.images())
@@ -271,7 +271,7 @@ def test_wrong_number_of_streams_is_refused() -> None:
 
 
 def mixed_batch(seed: int, smoothing: float = 0.0) -> tuple[Tensor, Tensor, object]:
-    """Images whose pixels all hold their label."""
+    """Images whose pixels all equal their label."""
     labels = torch.tensor([0, 3, 1, 4])
     images = labels.double()[:, None, None, None].expand(-1, 3, 12, 16).clone()
     generator = torch.Generator().manual_seed(seed)
@@ -291,7 +291,7 @@ def test_cutmix_keeps_patches_whole_and_counts_what_it_did(seed: int) -> None:
         torch.testing.assert_close(target, counts)
     foreign = mix.patch_labels != labels[:, None]
     areas = {frozenset(row.nonzero().flatten().tolist()) for row in foreign if row.any()}
-    assert len(areas) <= 1, "one rectangle for all"
+    assert len(areas) <= 1, "one rectangle for all images"
     for area in areas:
         rows, columns = {p // 4 for p in area}, {p % 4 for p in area}
         assert len(area) == len(rows) * len(columns), "and it is a rectangle"
@@ -301,7 +301,7 @@ def test_cutmix_takes_every_share_of_the_image() -> None:
     shares = torch.tensor([float(mixed_batch(seed)[2].soft_labels[0, 0]) for seed in range(300)])
     assert shares.min() < 0.2
     assert shares.max() == 1
-    assert 0.55 < shares.mean() < 0.85, "half, and what is clipped, and images paired with themselves"
+    assert 0.55 < shares.mean() < 0.85, "half, minus clipped rectangles and images paired with themselves"
 
 
 def test_cutmix_smooths_the_images_targets_only() -> None:

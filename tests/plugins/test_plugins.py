@@ -1,4 +1,4 @@
-"""What holds for every plug-in: keys, evaluation, copies, averages, recomputation, compilation, processes, removal."""
+"""Properties of every plug-in: keys, evaluation, copies, averages, recomputation, compilation, processes, removal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ in_training_only = pytest.mark.parametrize("name", TRAINING_ONLY)
 
 
 def with_scales(plugin: Any) -> Any:
-    """At 0 a scale does nothing."""
+    """Set scales, which have no effect at 0, to random values."""
     for scale in plugin.scales.values():
         nn.init.normal_(scale)
     return plugin
@@ -68,19 +68,19 @@ def labels() -> Tensor:
 
 
 class Step(nn.Module):
-    """Everything that a training step adds up, within one forward pass; ``call`` stands for the model."""
+    """Sum of all losses of a training step in one forward pass; ``call`` replaces the model."""
 
     def __init__(self, model: nn.Module, call: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
         self.model = model
-        self.call = (model if call is None else call,)  # in a tuple: its parameters are the model's
+        self.call = (model if call is None else call,)  # a tuple hides its parameters: they are the model's
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         plugins: Any = self.model.plugins
         streams = num_streams(self.model)
         loss = StreamLoss(F.cross_entropy)(self.call[0](images), labels, streams)
         if "relative_localization" in plugins:
-            torch.manual_seed(7)  # the same pairs, whoever calls
+            torch.manual_seed(7)  # the same random pairs in every call
             loss = loss + plugins["relative_localization"]()
         if "diverse_patch" in plugins:
             loss = loss + sum(plugins["diverse_patch"](labels[:, None].expand(-1, 16), streams).values())
@@ -88,7 +88,7 @@ class Step(nn.Module):
 
 
 def gradients(step: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Of all parameters, by their names in the model."""
+    """Return the gradients of all parameters by their names in the model."""
     step.zero_grad()
     step(images, labels).backward()
     return {name.removeprefix("module."): p.grad.clone() for name, p in step.named_parameters()}
@@ -117,7 +117,7 @@ def test_weights_go_both_ways(name: str) -> None:
 @pytest.mark.parametrize("blocks", ["upper", "all", [0, 1]])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_context_broadcasting_is_not_gained_or_lost_in_silence(scaled: bool, blocks: Any) -> None:
-    """It changes the outputs in evaluation: its weights fit no network without it, or with it at other blocks."""
+    """Context Broadcasting changes evaluation, so its weights load only with it and at the same blocks."""
     model, plain, plugged_elsewhere = tiny.vit(), tiny.vit(), tiny.vit()
     add_context_broadcasting(model, blocks, scaled=scaled)
     add_batchformer_v2(model, [1])
@@ -155,7 +155,7 @@ def intermediates(model: Any, images: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", ["batchformer_v2", "batchformer_v2_after"])
 def test_intermediate_features_never_mix_two_streams(name: str) -> None:
-    """timm counts on as many rows after each block as there are images."""
+    """timm expects as many rows after each block as there are images."""
     model, images = plugged(name).train(), tiny.images()
     expected = intermediates(tiny.vit().train(), images)
     for call in (
@@ -175,7 +175,7 @@ def test_intermediate_features_never_mix_two_streams(name: str) -> None:
 
 @every_plugin
 def test_features_and_head_make_the_whole_model(name: str) -> None:
-    """Also in training, where batch attention doubles the rows of both."""
+    """Also holds in training, where batch attention doubles the rows of both."""
     for model in (plugged(name).train(), plugged(name)):
         assert torch.equal(model.forward_head(model.forward_features(tiny.images())), model(tiny.images()))
 
@@ -229,7 +229,7 @@ def test_removing_one_leaves_the_others() -> None:
 
 @every_plugin
 def test_a_deep_copy_has_hooks_and_parameters_of_its_own(name: str) -> None:
-    """Taken after a step, when features of it are still kept; the original is then spoilt."""
+    """Copy after a step, while its features are kept; then change the original."""
     model = plugged(name).train()
     expected = gradients(Step(model), tiny.images(), labels())
     model(tiny.images())
@@ -257,7 +257,7 @@ def test_averages_of_weights_include_the_plugin(name: str) -> None:
     model = plugged(name).train()
     Step(model)(tiny.images(), labels())
     kept = averages(model)
-    kept[1][2]()  # torch's first call copies
+    kept[1][2]()  # torch's first call copies the weights
     start = {key: value.clone() for key, value in model.state_dict().items()}
     for parameter in model.parameters():
         parameter.data += 1
@@ -291,7 +291,7 @@ def test_checkpointing_repeats_the_dropout_of_batch_attention() -> None:
 
 
 def check_compiled(model: Any, backend: str) -> None:
-    """Training, with all gradients, then evaluation."""
+    """Compare training with all gradients, then evaluation."""
     expected = gradients(Step(model.train()), tiny.images(), labels())
     evaluated = model.eval()(tiny.images())
     torch._dynamo.reset()
@@ -317,7 +317,7 @@ def test_compiled_to_kernels_as_not_compiled(name: str) -> None:
 
 
 def in_a_group(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Gradients of this process's images alone, and those that DDP makes of all processes'."""
+    """Return gradients of this rank's images alone, and those that DDP averages over all ranks."""
     model = plugged(name).train()
     mine = slice(distributed.rank(), distributed.rank() + 2)
     images, classes = tiny.images()[mine], labels()[mine]
@@ -331,7 +331,7 @@ def test_processes_take_the_mean_of_their_gradients(name: str) -> None:
     for key, value in together.items():
         assert torch.equal(value, also_together[key])
         torch.testing.assert_close(value, (first[key] + second[key]) / 2, rtol=1e-10, atol=1e-12)
-    assert any((first[key] != second[key]).any() for key in first), "they saw other images"
+    assert any((first[key] != second[key]).any() for key in first), "the ranks saw different images"
 
 
 GATHERING: dict[str, Callable[[nn.Module], Any]] = {

@@ -1,4 +1,4 @@
-"""Dense relative localization against loops, in the cases that are known, and in models."""
+"""Dense relative localization compared with loops, in cases with known results, and in models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROWS, PAIRS, DIM, GRID = 2, 7, 4, (3, 5)
 
 
 def example() -> tuple[Tensor, Tensor]:
-    """Tokens (R, S, C) of a grid that is not square, and positions."""
+    """Return tokens (R, S, C) of a non-square grid, and positions."""
     torch.manual_seed(0)
     tokens = torch.randn(ROWS, GRID[0] * GRID[1], DIM, dtype=torch.float64)
     return tokens, sample_pairs(torch.tensor([GRID] * ROWS), PAIRS)
@@ -45,12 +45,12 @@ def predictor(variant: str, **changes: Any) -> PairPredictor:
 
 
 def every_pair() -> Iterator[tuple[int, int]]:
-    """Each image and each of its pairs, for the slow loops."""
+    """Yield each image and each of its pairs, for the slow loops."""
     return itertools.product(range(ROWS), range(PAIRS))
 
 
 def every_class(logits: Sequence[Tensor], offset: Tensor) -> Iterator[tuple[list[float], int]]:
-    """Axis by axis and pair by pair: the probabilities of all offsets, and the position of the right one."""
+    """Yield for each axis and pair the probabilities of all offsets and the index of the right one."""
     for axis, side in enumerate(GRID):
         for row, pair in every_pair():
             exponentials = [math.exp(value) for value in logits[axis][row, pair].tolist()]
@@ -128,7 +128,7 @@ def test_predicting_0_costs_the_mean_distance(side: int) -> None:
 
 
 def classes() -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Logits of 5 and 9 classes for a grid of 3 x 5, and offsets."""
+    """Return logits of 5 and 9 classes for a grid of 3 x 5, and offsets."""
     torch.manual_seed(1)
     logits = tuple(torch.randn(ROWS, PAIRS, 2 * side - 1, dtype=torch.float64) for side in GRID)
     return logits, offsets(example()[1])  # type: ignore[return-value]
@@ -165,7 +165,7 @@ def test_regression_as_a_loop_over_pairs() -> None:
 
 @pytest.mark.parametrize("variant", ["abs", "signed", "ce", "reg"])
 def test_gradients_are_those_of_finite_differences(variant: str) -> None:
-    """Of the whole predictor, with the same pairs every time."""
+    """Check the gradients of the complete predictor, with the same pairs every time."""
     tokens = example()[0].requires_grad_()
     network = predictor(variant)
 
@@ -194,7 +194,7 @@ def test_a_vit_of_224_pixels_has_a_grid_of_7_by_7() -> None:
 
 
 def last_maps(model: Any) -> tuple[Tensor, tuple[int, int]]:
-    """What leaves the last block, taken from timm itself."""
+    """Return the outputs of the last block, computed by calling timm's model."""
     if hasattr(model, "blocks"):
         embedded = model.norm_pre(model._pos_embed(model.patch_embed(tiny.images())))
         return pooled(model.blocks(embedded)[:, model.num_prefix_tokens :], (4, 4))
@@ -250,7 +250,7 @@ def test_recomputed_blocks_leave_no_tokens_behind() -> None:
     model = tiny.vit()
     plugin = add_relative_localization(model, "all")
     model.train().set_grad_checkpointing()
-    with set_checkpoint_early_stop(False):  # else blocks are left before their hooks, as often as not
+    with set_checkpoint_early_stop(False):  # otherwise recomputation often stops before the hooks of a block
         (model(tiny.images()).sum() + plugin()).backward()
     assert not plugin._kept
     with pytest.raises(InputError, match="Call the model"):
@@ -284,7 +284,7 @@ COARSE = (3, 4)
 
 
 def detector_batch() -> TokenBatch:
-    """Two levels; the second image fills 2 x 3 of the coarse one."""
+    """Two levels; the second image fills 2 x 3 cells of the coarse level."""
     torch.manual_seed(3)
     fine, cells = 5 * 6, COARSE[0] * COARSE[1]
     x, position = torch.randn(2, ROWS, fine + cells, tiny.DIM, dtype=torch.float64)

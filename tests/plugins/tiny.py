@@ -1,4 +1,4 @@
-"""Small models of every kind the plug-ins work on, in evaluation mode; images are 32 x 32."""
+"""Small models of every kind that the plug-ins support, in evaluation mode; images are 32 x 32."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ DIM, DEPTH, HEADS, CLASSES, IMAGES = 16, 4, 2, 5, 3
 
 
 def vit(name: str = "vit_tiny_patch16_224", **changes: Any) -> VisionTransformer:
-    """16 patches, 4 x 4, and the class token."""
+    """ViT with 16 patches, 4 x 4, and the class token."""
     settings = {"embed_dim": DIM, "depth": DEPTH, "num_heads": HEADS, "img_size": 32, "patch_size": 8}
     torch.manual_seed(0)
     return _with_large_weights(timm.create_model(name, **{"num_classes": CLASSES} | settings | changes))
 
 
 def deit() -> VisionTransformer:
-    """With a distillation token, and a classifier for it."""
+    """DeiT with a distillation token and its classifier."""
     return vit("deit_tiny_distilled_patch16_224")
 
 
 def swin() -> SwinTransformer:
-    """Three stages, with 8, 16 and 32 channels; 4 x 4 tokens in the last, of 4 blocks all told."""
+    """Swin with three stages of 8, 16 and 32 channels and 4 blocks in total; 4 x 4 tokens in the last stage."""
     torch.manual_seed(0)
     settings = {"patch_size": 2, "window_size": 4, "embed_dim": 8, "depths": (1, 1, 2), "num_heads": (2, 2, 2)}
     return _with_large_weights(SwinTransformer(img_size=32, num_classes=CLASSES, drop_path_rate=0.0, **settings))
 
 
 def pit() -> PoolingVisionTransformer:
-    """Three stages of 1, 2 and 1 blocks, with 8, 16 and 16 channels."""
+    """PiT with three stages of 1, 2 and 1 blocks and 8, 16 and 16 channels."""
     torch.manual_seed(0)
     settings = {"patch_size": 4, "stride": 4, "base_dims": (4, 8, 8), "depth": (1, 2, 1), "heads": (2, 2, 2)}
     return _with_large_weights(PoolingVisionTransformer(img_size=32, num_classes=CLASSES, **settings))
@@ -50,7 +50,7 @@ def mixer() -> MlpMixer:
 
 
 def encoder(**changes: Any) -> Encoder:
-    """As of our detectors."""
+    """Encoder as in our detectors."""
     torch.manual_seed(0)
     layers = [EncoderLayer(TokenAttention(DIM, heads=HEADS), dim=DIM, feedforward_dim=24) for _ in range(DEPTH)]
     return Encoder(layers, **changes).double().eval()
@@ -61,7 +61,7 @@ def images(count: int = IMAGES) -> Tensor:
 
 
 def _with_large_weights(model: Any) -> Any:
-    """In float64, and none of the weights so small that a mistake in a block would not be seen."""
+    """Convert to float64 and draw weights large enough to show a mistake in any block."""
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model.double().eval()

@@ -1,4 +1,4 @@
-"""torch's own multi-head attention with the weights of ours."""
+"""Torch's multi-head attention with the weights of ours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from detr_bf.layers import MultiHeadAttention
 
 
 def packed_attention(ours: MultiHeadAttention) -> nn.MultiheadAttention:
-    """Batch first, the query, key and value projections in one matrix; dtype and mode as ours."""
+    """Build torch's layer: batch first, projections of query, key and value in one matrix, dtype and mode as ours."""
     weight = ours.query.weight
     packed = nn.MultiheadAttention(weight.shape[0], ours.heads, dropout=ours.dropout, batch_first=True)
     projections = (ours.query, ours.key, ours.value)

@@ -1,4 +1,4 @@
-"""Batch attention and its random numbers in loops, straight from their definitions."""
+"""Batch attention and its random numbers computed with loops, from their definitions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def batch_attention_loops(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None, kept: Tensor | None = None
 ) -> Tensor:
-    """(B, N, H, D); ``kept`` (key, N, H, query) is what each attention weight is multiplied with."""
+    """Compute batch attention (B, N, H, D); ``kept`` (key, N, H, query) multiplies the attention weights."""
     images, positions, heads, width = query.shape
     rows = []
     for image in range(images):
@@ -28,7 +28,7 @@ def batch_attention_loops(
 
 
 def philox_numbers(seed: int, count: int) -> list[int]:
-    """16 bits for each element, of a call of Philox4x32-10 with the seed as key.
+    """Return 16 bits for each element, from a call of Philox4x32-10 with the seed as key.
 
     The counter is 16 x (element // 128) + element % 16; of the call's eight numbers it is that at element % 128 // 16.
     """

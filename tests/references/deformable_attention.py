@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention by loops over everything, from the equation alone."""
+"""Multi-scale deformable attention computed with loops, from the equation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def loops(value: Tensor, shapes: Sequence[tuple[int, int]], locations: Tensor, weights: Tensor) -> Tensor:
-    """Zhu et al. 2021, arXiv 2010.04159, equation 3, with value (R, S, H, D): (R, Q, H x D)."""
+    """Compute Zhu et al. 2021, arXiv 2010.04159, equation 3, with value (R, S, H, D): (R, Q, H x D)."""
     rows, queries, heads, levels, points, _ = locations.shape
     out = torch.zeros(rows, queries, heads, value.shape[-1], dtype=value.dtype)
     places = itertools.product(*map(range, (rows, queries, heads, levels, points)))

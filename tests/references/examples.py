@@ -10,14 +10,14 @@ from detr_bf.structures import Outputs, Target
 
 
 def random_boxes(*shape: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """(*shape, 4) centre x, centre y, width, height of boxes that lie inside the unit square."""
+    """Draw boxes (*shape, 4), centre x, centre y, width, height, that lie inside the unit square."""
     size = 0.05 + 0.4 * torch.rand(*shape, 2, generator=generator)
     centre = size / 2 + (1 - size) * torch.rand(*shape, 2, generator=generator)
     return torch.cat([centre, size], dim=-1)
 
 
 def random_targets(counts: Sequence[int], *, classes: int, seed: int = 0) -> list[Target]:
-    """One target for each entry of ``counts``, which says how many objects it has."""
+    """Draw one target for each entry of ``counts``, its number of objects."""
     generator = torch.Generator().manual_seed(seed)
     return [
         Target(
@@ -32,7 +32,7 @@ def random_targets(counts: Sequence[int], *, classes: int, seed: int = 0) -> lis
 
 
 def random_outputs(layers: int, images: int, queries: int, *, logits: int, streams: int = 1, seed: int = 1) -> Outputs:
-    """Leaf tensors with gradient."""
+    """Draw leaf tensors with gradients."""
     generator = torch.Generator().manual_seed(seed)
     rows = streams * images
     return Outputs(

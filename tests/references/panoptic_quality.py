@@ -1,4 +1,4 @@
-"""Panoptic quality by loops over pixels and sets of them, from its definition: slow and plain.
+"""Panoptic quality computed with loops over pixels and sets of pixels, from its definition; slow.
 
 Kirillov et al. 2019 (arXiv 1801.00868), section 4.1; crowds and areas as in the COCO panoptic task.
 """
@@ -16,7 +16,7 @@ from detr_bf.data.annotation_values import MAX_ID
 
 @dataclass(frozen=True)
 class Scene:
-    """One image: ids by rows, and for every id its entry of ``segments_info``."""
+    """Scene of one image: ids by rows, and for every id its entry of ``segments_info``."""
 
     image_id: int
     truth: Sequence[Sequence[int]]
@@ -36,7 +36,7 @@ class Tally:
 
     @property
     def quality(self) -> tuple[float, float, float] | None:
-        """PQ, SQ and RQ."""
+        """Return PQ, SQ and RQ."""
         if self.tp == 0 and self.fp == 0 and self.fn == 0:
             return None
         size = self.tp + self.fp / 2 + self.fn / 2
@@ -44,7 +44,7 @@ class Tally:
 
 
 def tallies(scenes: Iterable[Scene], category_ids: Iterable[int]) -> dict[int, Tally]:
-    """By category, the images taken in ascending order of their ids."""
+    """Return sums by category, the images in ascending order of their ids."""
     result = {category_id: Tally() for category_id in category_ids}
     for scene in sorted(scenes, key=lambda scene: scene.image_id):
         add_image(result, scene)
@@ -102,7 +102,7 @@ def pixels_by_id(ids: Sequence[Sequence[int]]) -> dict[int, set[tuple[int, int]]
 def averages(
     result: Mapping[int, Tally], category_ids: Iterable[int]
 ) -> tuple[float | None, float | None, float | None]:
-    """PQ, SQ and RQ over these categories."""
+    """Return the means of PQ, SQ and RQ over these categories."""
     totals, count = [0.0, 0.0, 0.0], 0
     for category_id in category_ids:
         quality = result[category_id].quality
@@ -116,14 +116,14 @@ def averages(
 
 
 def drawn(*rows: str) -> list[list[int]]:
-    """Ids by rows; a dot is 0."""
+    """Parse ids by rows; a dot is 0."""
     return [[0 if mark == "." else int(mark) for mark in row] for row in rows]
 
 
 def entries(
     ids: Sequence[Sequence[int]], categories: Mapping[int, int], crowds: Collection[int] = ()
 ) -> list[dict[str, Any]]:
-    """``segments_info`` in the order of ``categories`` (id -> category id), areas counted."""
+    """Return ``segments_info`` in the order of ``categories`` (id -> category id), with counted areas."""
     flat = [value for row in ids for value in row]
     return [
         {"id": i, "category_id": category, "area": flat.count(i), "bbox": [0, 0, 1, 1], "iscrowd": int(i in crowds)}
@@ -150,7 +150,7 @@ def scene(
 
 
 def random_scene(image_id: int, category_ids: Sequence[int], rng: np.random.Generator) -> Scene:
-    """Patches of random ids; predictions are the truth with patches painted over, some classes wrong."""
+    """Draw patches of random ids; predictions are the truth with patches painted over and some classes wrong."""
     height, width = (int(side) for side in rng.integers(6, 16, 2))
     truth_ids = (rng.choice(MAX_ID, size=9, replace=False) + 1).tolist()
     truth = painted(np.full((height, width), truth_ids[0]), truth_ids[1:], rng, patches=9)
@@ -163,7 +163,7 @@ def random_scene(image_id: int, category_ids: Sequence[int], rng: np.random.Gene
     names = dict(zip(truth_ids, (rng.choice(MAX_ID, size=9, replace=False) + 1).tolist(), strict=True))
     found = np.vectorize(lambda value: names.get(value, 0), otypes=[np.int64])(truth)
     found = painted(found, [*names.values(), 0], rng, patches=int(rng.integers(0, 5)))
-    found *= rng.random() > 0.05  # nothing found
+    found *= rng.random() > 0.05  # nothing predicted
     found_categories = {
         names[i]: categories[i] if i in categories and rng.random() < 0.8 else int(rng.choice(category_ids))
         for i in rng.permutation(truth_ids).tolist()
@@ -182,7 +182,7 @@ def painted(ids: np.ndarray, values: Sequence[int], rng: np.random.Generator, pa
 
 
 def random_split(seed: int, category_ids: Sequence[int], num_images: int = 8) -> list[Scene]:
-    """Void, crowds, ids that are not listed or have no pixels, wrong classes, images without predictions."""
+    """Draw scenes with void, crowds, unlisted ids, ids without pixels, wrong classes and images without predictions."""
     rng = np.random.default_rng(seed)
     image_ids = sorted(rng.choice(10_000, size=num_images, replace=False).tolist())
     return [random_scene(image_id, category_ids, rng) for image_id in image_ids]

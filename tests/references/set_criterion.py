@@ -1,4 +1,4 @@
-"""DETR's matching and losses for one image at a time, in float64, by loops: slow and plain."""
+"""DETR's matching and losses for one image at a time, in float64, with loops; slow."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Pairs = list[tuple[int, int]]
 
 
 def softmax_cost(logits: Tensor, labels: Tensor) -> Tensor:
-    """(Q, K), (T,) -> (Q, T): minus the probability of the label."""
+    """Compute (Q, K), (T,) -> (Q, T): minus the probability of the label."""
     exponential = logits.double().exp()
     return -(exponential / exponential.sum(1, keepdim=True))[:, labels]
 
 
 def focal_cost(logits: Tensor, labels: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> Tensor:
-    """(Q, K), (T,) -> (Q, T): focal loss of the label as a positive, less that of it as a negative."""
+    """Compute (Q, K), (T,) -> (Q, T): focal loss of the label as a positive, minus that of it as a negative."""
     p = 1 / (1 + (-logits.double()).exp())
     positive = -alpha * (1 - p) ** gamma * torch.log(p)
     negative = -(1 - alpha) * p**gamma * torch.log(1 - p)
@@ -38,7 +38,7 @@ def image_cost(
     class_cost: Callable[[Tensor, Tensor], Tensor] = softmax_cost,
     weights: tuple[float, float, float] = (1.0, 5.0, 2.0),
 ) -> Tensor:
-    """logits (Q, K), boxes (Q, 4) of one image -> (Q, T); weights of class, L1 and generalized IoU."""
+    """Compute logits (Q, K), boxes (Q, 4) of one image -> (Q, T), with weights of class, L1 and generalized IoU."""
     boxes, wanted = boxes.double(), target.boxes.double()
     by_class, by_distance, by_overlap = weights
     return (
@@ -49,13 +49,13 @@ def image_cost(
 
 
 def match(cost: Tensor) -> Pairs:
-    """(Q, T) -> pairs of query and object, of least total cost."""
+    """Match (Q, T) -> pairs of query and object with the least total cost."""
     query, target = linear_sum_assignment(cost.detach().numpy())
     return list(zip(query.tolist(), target.tolist(), strict=True))
 
 
 def least_total(cost: Tensor) -> float:
-    """The least total cost of (Q, T) by trying every assignment."""
+    """Return the least total cost of (Q, T) by trying every assignment."""
     if cost.shape[0] < cost.shape[1]:
         cost = cost.T
     columns = range(cost.shape[1])
@@ -66,7 +66,7 @@ def least_total(cost: Tensor) -> float:
 
 
 def box_losses(boxes: Tensor, target: Target, pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """boxes (Q, 4) of one image -> sums over the pairs of L1 and of 1 - generalized IoU."""
+    """Compute boxes (Q, 4) of one image -> sums over the pairs of L1 and of 1 - generalized IoU."""
     distance = overlap = torch.zeros((), dtype=torch.float64)
     for query, index in pairs:
         box, wanted = boxes[query].double(), target.boxes[index].double()
@@ -77,7 +77,7 @@ def box_losses(boxes: Tensor, target: Target, pairs: Pairs) -> tuple[Tensor, Ten
 
 
 def weighted_cross_entropy(logits: Tensor, classes: Sequence[int], no_object_weight: float) -> Tensor:
-    """logits (N, K) -> scalar; class K - 1 is no-object."""
+    """Compute logits (N, K) -> scalar; class K - 1 is no-object."""
     weight_sum, loss = 0.0, torch.zeros((), dtype=torch.float64)
     for row, wanted in zip(logits.double(), classes, strict=True):
         weight = no_object_weight if wanted == len(row) - 1 else 1.0
@@ -89,7 +89,7 @@ def weighted_cross_entropy(logits: Tensor, classes: Sequence[int], no_object_wei
 def layer_losses(
     logits: Tensor, boxes: Tensor, targets: Sequence[Target], no_object_weight: float
 ) -> dict[str, Tensor]:
-    """logits (B, Q, K), boxes (B, Q, 4) of one layer and stream -> the three losses, not weighted."""
+    """Compute logits (B, Q, K), boxes (B, Q, 4) of one layer and stream -> the three losses, not weighted."""
     num_boxes = max(sum(len(target.labels) for target in targets), 1)
     classes: list[int] = []
     distance = overlap = torch.zeros((), dtype=torch.float64)
@@ -108,7 +108,7 @@ def layer_losses(
 
 
 def set_losses(outputs: Outputs, targets: Sequence[Target], no_object_weight: float) -> list[list[dict[str, Tensor]]]:
-    """The losses of every stream and layer."""
+    """Compute the losses of every stream and layer."""
     images = len(targets)
     return [
         [

@@ -1,4 +1,4 @@
-"""Reads the pages of runs."""
+"""Parser of the report pages of runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ VOID = {"meta", "img", "br", "link", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """Text, tags and addresses of a page; fails on tags that are not closed in order."""
+    """Text, tags and links of a page; fails if tags are not closed in order."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

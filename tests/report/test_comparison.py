@@ -1,4 +1,4 @@
-"""Variants against their baseline, by hand-worked numbers."""
+"""Variants compared with their baseline, checked with numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ T_2, T_4 = 4.302652730, 2.776445105  # 97.5 % quantiles of Student's t with 2 an
 
 
 def test_mean_and_interval_by_hand() -> None:
-    """70, 72, 74: mean 72, standard deviation 2."""
+    """Scores 70, 72, 74: mean 72, standard deviation 2."""
     interval = Interval.of(THREE_SEEDS["plain"])
     assert interval.mean == 72
     assert interval.half_width == pytest.approx(T_2 * 2 / math.sqrt(3), rel=1e-8)
 
 
 def test_differences_are_taken_seed_by_seed() -> None:
-    """1, 2 and 3: mean 2, deviation 1, though the means alone are known to 5 and 7."""
+    """Differences of 1, 2 and 3: mean 2, deviation 1; the two means alone are known to +-5 and +-7."""
     plain, ours = compare_variants(THREE_SEEDS, "plain")
     assert plain.difference is None
     assert ours.difference is not None
     assert ours.difference.mean == 2
     assert ours.difference.half_width == pytest.approx(T_2 / math.sqrt(3), rel=1e-8)
-    assert not ours.difference.excludes_zero, "2.48 on either side of 2 holds 0"
+    assert not ours.difference.excludes_zero, "2 +- 2.48 includes 0"
     five = compare_variants({"plain": [0.0] * 5, "ours": [1.0, 2.0, 3.0, 2.0, 2.0]}, "plain")[1].difference
     assert five is not None
     assert five.half_width == pytest.approx(T_4 * math.sqrt(0.5 / 5), rel=1e-8)

@@ -1,4 +1,4 @@
-"""Reading metrics and drawing them."""
+"""Reader of metrics, and their curves."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ ODD_VALUES = ('"x"', "[]", "true", "null", "NaN", "-Infinity", "9" * 400, "1e308
 
 @pytest.mark.parametrize("value", ODD_VALUES)
 def test_values_of_any_kind_are_drawn_or_left_out(tmp_path: Path, value: str) -> None:
-    """In every panel; what is left out leaves the others."""
+    """Draw odd values in every panel; values that are left out do not affect the others."""
     names = ("loss", "loss_ce", "loss_localization", "weight/loss_localization", "loss_other", "AP", "stream/clean")
     odd = ", ".join(f'"{name}": {value}' for name in names)
     lines = [f'{{"kind": "{kind}", "step": 3, "epoch": 0.3, {odd}}}\n' for kind in ("train", "val")]
@@ -115,7 +115,7 @@ def test_the_curves_hold_the_logged_values(tmp_path: Path) -> None:
 
 
 def labels(path: Path, plan: curves.CurvePlan) -> list[tuple[str, list[str]]]:
-    """Title of every panel, and what its legend says."""
+    """Return the title of every panel and the labels of its legend."""
     panels = curves._figure(read_metrics(path), plan).axes
     return [(axes.get_title(loc="left"), [str(line.get_label()) for line in axes.lines]) for axes in panels]
 
@@ -132,7 +132,7 @@ def test_a_classifier_has_the_terms_it_logged_its_groups_and_the_validation_loss
 
 
 def test_terms_of_plugins_have_a_logarithmic_panel_that_names_their_weights(tmp_path: Path) -> None:
-    """A small one can be read beside large ones; auxiliary layers and proposals are no further terms."""
+    """A logarithmic axis shows small terms beside large ones; auxiliary layers and proposals add no terms."""
     terms = {"loss_ce_0": 2.0, "loss_ce_enc": 2.0, "loss_localization": 0.004, "loss_contrastive": 40.0}
     weights = {"weight/loss_localization": 0.01, "weight/loss_contrastive": 1.0}
     path = write(tmp_path / "m.jsonl", train(1, **terms, **weights), train(2, **terms, **weights))
@@ -142,7 +142,7 @@ def test_terms_of_plugins_have_a_logarithmic_panel_that_names_their_weights(tmp_
     assert [line.get_label() for line in panel.lines] == ["relative localization x 0.01", "contrastive"]
     low, high = panel.get_ylim()
     share = [np.log(line.get_ydata()[0] / low) / np.log(high / low) for line in panel.lines]
-    assert 0.15 < share[0] < 0.5 < 0.9 < share[1] < 1, "above the legend, and apart"
+    assert 0.15 < share[0] < 0.5 < 0.9 < share[1] < 1, "above the legend, with a gap"
     ticks = [value for value in panel.get_yticks() if low <= value <= high]
     assert len(ticks) >= 3
 

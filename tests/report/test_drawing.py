@@ -23,7 +23,7 @@ def grey(height: int, width: int) -> Tensor:
 
 
 def has_colour(picture: Tensor, label: int) -> Tensor:
-    """(H, W) bool: where the colour of a class was painted."""
+    """Return a mask (H, W) of the pixels in the colour of a class."""
     return (picture == torch.tensor(class_colour(label), dtype=torch.uint8)[:, None, None]).all(0)
 
 
@@ -59,7 +59,7 @@ def test_no_box_and_boxes_beyond_the_image() -> None:
     image = grey(700, 700)
     none = draw_boxes(image, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), NAMES)
     assert torch.equal(none, image)
-    beyond = torch.tensor([[-50.0, -50.0, 900.0, 900.0], [650.0, 690.0, 640.0, 699.0]])  # the second is turned over
+    beyond = torch.tensor([[-50.0, -50.0, 900.0, 900.0], [650.0, 690.0, 640.0, 699.0]])  # the second image is flipped
     picture = draw_boxes(image, beyond, torch.tensor([0, 2]), NAMES, torch.tensor([0.5, 0.9]))
     assert has_colour(picture, 0)[350, 0]
     assert has_colour(picture, 0)[350, 699]
@@ -129,7 +129,7 @@ def test_sheet_shows_truth_at_the_left_and_confident_predictions_at_the_right() 
     assert not truth[:, half:].any()
     assert found[:, half:].any()
     assert not found[:, :half].any()
-    assert not painted(0.7)[1].any(), "the only prediction lies below the threshold"
+    assert not painted(0.7)[1].any(), "the only prediction is below the threshold"
 
 
 def test_sheet_grows_by_lines_of_pairs(tmp_path: Path) -> None:

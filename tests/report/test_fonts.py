@@ -1,4 +1,4 @@
-"""Names from outside in every picture: drawn, in a font that has their letters, or replaced by something that is."""
+"""Foreign names in pictures: drawn in a font that has their letters, or replaced by printable text."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ HOSTILE = {
 
 @pytest.fixture
 def bundled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Only the fonts that come with matplotlib, on every machine."""
+    """Use only the fonts that come with matplotlib, on every machine."""
     own = [entry for entry in fontManager.ttflist if entry.fname.startswith(matplotlib.get_data_path())]
     monkeypatch.setattr(fontManager, "ttflist", own)
     fonts._entry_with.cache_clear()
@@ -76,7 +76,7 @@ def bundled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def chinese(bundled: None, tmp_path: Path) -> Path:
-    """A font with ASCII and 猫, all of them solid squares, as if it was installed."""
+    """Pretend to have installed a font with ASCII and 猫, all drawn as solid squares."""
     letters = sorted({*fonts._ALWAYS, "猫"})
     names = [".notdef", *(f"u{ord(letter):04X}" for letter in letters)]
     pen = TTGlyphPen(None)
@@ -146,7 +146,7 @@ def test_matplotlib_takes_the_installed_font_for_the_letter_that_needs_it(chines
     figure, axes = one_plot(plain("a 猫"), "x", "y")
     axes.set_xticks([0, 1], [plain("猫"), plain("cat")])
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # matplotlib warns of a letter without glyph
+        warnings.simplefilter("error")  # matplotlib warns about a letter without glyph
         save_figure(tmp_path / "a.svg", figure)
     assert axes.get_title(loc="left") == "a 猫"
     families = {text.get_text(): text.get_fontfamily() for text in axes.get_xticklabels()}
@@ -206,7 +206,7 @@ def curves(path: Path, names: list[str]) -> None:
     for name in names:
         axes.plot([0, 1], [0, 1], label=plain(name))
     add_legend(axes)
-    assert len(axes.get_legend().get_texts()) == len(list(filter(None, names))), "none is hidden"
+    assert len(axes.get_legend().get_texts()) == len(list(filter(None, names))), "no name is hidden"
     save_figure(path, figure)
 
 
@@ -250,7 +250,7 @@ def test_a_failing_picture_is_a_warning(error: Exception, caplog: pytest.LogCapt
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage() == f"pictures/validation.png was not written: {error}"
-    assert bool(record.exc_info) == (type(error) is ValueError), "a fault of ours is shown with its place"
+    assert bool(record.exc_info) == (type(error) is ValueError), "a fault in our code is logged with its traceback"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), Interrupted(15, "stopped")])

@@ -1,4 +1,4 @@
-"""The report page: complete, self-contained, escaped, and honest about what is missing."""
+"""Report page: complete, self-contained, escaped, and explicit about missing parts."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ HOSTILE = ("<script>alert(1)</script>", "caf\udce9\ud800", "\x1b[2J\x00", 'a" on
 
 
 def test_names_from_outside_have_no_effect_on_the_page(run_dir: Path) -> None:
-    """They stand in class names, the record of the machine, the config, metrics and the folder's name."""
+    """Put hostile names into class names, the machine record, the config, metrics and the folder's name."""
     folder = run_dir.rename(run_dir.with_name('caf\udce9 "<script>\x1b\n'))
     per_class = dict.fromkeys(HOSTILE, ClassResult(0.5, 0.8, 10))
     write_json(folder / "evaluation.json", replace(SUMMARY, per_class=per_class).to_dict())

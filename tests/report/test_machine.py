@@ -1,4 +1,4 @@
-"""The record of hardware, versions and command."""
+"""Record of hardware, versions and command."""
 
 from __future__ import annotations
 

@@ -33,13 +33,13 @@ def noise(height: int, width: int) -> Tensor:
 
 
 def panoptic_map(ids: Tensor, labels: dict[int, int], crowds: frozenset[int] = frozenset()) -> PanopticMap:
-    """``labels``: segment id -> class index."""
+    """Draw ``labels``: segment id -> class index."""
     segments = [Segment(i, label, int((ids == i).sum()), i in crowds) for i, label in labels.items()]
     return PanopticMap(1, ids.to(torch.int32), tuple(segments))
 
 
 def two_squares() -> PanopticMap:
-    """Id 70,000 at the upper left, id 9 at its right, void below, 700 x 700."""
+    """Segments of 700 x 700 pixels: id 70,000 at the upper left, id 9 at the upper right, void below."""
     ids = torch.zeros(700, 700, dtype=torch.int64)
     ids[:400, :300] = 70_000
     ids[:400, 300:] = 9
@@ -47,7 +47,7 @@ def two_squares() -> PanopticMap:
 
 
 def has_colour(picture: Tensor, colour: Colour) -> Tensor:
-    """(H, W) bool."""
+    """Return a mask (H, W) bool."""
     return (picture == torch.tensor(colour, dtype=torch.uint8)[:, None, None]).all(0)
 
 
@@ -157,7 +157,7 @@ def test_the_most_interior_point_of_a_bent_segment_is_not_its_middle() -> None:
 
 def test_names_stay_in_the_picture_and_off_each_other() -> None:
     numbers = np.full((60, 200), 1, dtype=np.int32)
-    numbers[20:40, 80:120] = 2  # in the middle of the other one
+    numbers[20:40, 80:120] = 2  # in the middle of the other segment
     sizes = [(90, 18), (38, 18)]
     points = interior_points(numbers, sizes)
     assert points[1] is not None
@@ -174,12 +174,12 @@ def test_names_stay_in_the_picture_and_off_each_other() -> None:
 def test_a_segment_too_small_for_its_name_has_none() -> None:
     numbers = np.full((40, 60), 1, dtype=np.int32)
     numbers[10:15, 10:15] = 2  # smaller than its name
-    points = interior_points(numbers, [(20, 10), (20, 10), (20, 10)])  # of the third nothing is left at this size
+    points = interior_points(numbers, [(20, 10), (20, 10), (20, 10)])  # the third segment has no pixels at this size
     assert points[0] is not None
     assert points[1:] == [None, None]
     crowded = np.repeat(np.array([[1, 2]], dtype=np.int32), 24, axis=1).repeat(13, axis=0)
     taken = interior_points(crowded, [(30, 10), (30, 10)])
-    assert sum(point is not None for point in taken) == 1, "the names would hide each other"
+    assert sum(point is not None for point in taken) == 1, "the names would overlap"
 
 
 def test_sheet_shows_truth_at_the_left_and_predictions_at_the_right(tmp_path: Path) -> None:

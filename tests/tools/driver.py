@@ -1,4 +1,4 @@
-"""Program that runs a training command and causes a fault at an exact moment, alone or under torchrun.
+"""Run a training command and cause a fault at an exact moment, alone or under torchrun.
 
 python driver.py FAULT MARKER COMMAND ARGUMENTS...
 

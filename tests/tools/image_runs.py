@@ -8,14 +8,14 @@ from tests.tools.test_train_classifier import TINY
 
 
 def classifier_config(folder: Path) -> Path:
-    """Of a tiny ViT, four steps an epoch; its run is ``folder / "run"``."""
+    """Write the config of a tiny ViT, four steps an epoch; its run is ``folder / "run"``."""
     path = folder / "classifier.yaml"
     path.write_text(f"{TINY}output_dir: {folder / 'run'}\n")
     return path
 
 
 def masked_config(folder: Path) -> Path:
-    """Of a tiny masked autoencoder; its run is ``folder / "mae"``."""
+    """Write the config of a tiny masked autoencoder; its run is ``folder / "mae"``."""
     decoder = "  decoder_dim: 16\n  decoder_depth: 2\n  decoder_heads: 2\n"
     path = folder / "masked.yaml"
     text = TINY.replace("  name: vit", f"{decoder}  name: vit").replace(

@@ -16,8 +16,8 @@ from tests.tools.test_train_net import TOOLS, assert_same, records
 from tests.tools.test_train_net import _wait_for as wait_for
 
 DRIVER = Path(__file__).parent / "driver.py"
-SECONDS = 240  # after which a run counts as hanging
-SETTINGS = {1: ("train.batch_size=5",), 2: ("train.batch_size=2",)}  # by processes: three steps an epoch, nine in all
+SECONDS = 240  # limit of a run; a longer one counts as hanging
+SETTINGS = {1: ("train.batch_size=5",), 2: ("train.batch_size=2",)}  # by ranks: three steps an epoch, nine in total
 _undisturbed: dict[int, dict[str, Any]] = {}
 
 
@@ -29,15 +29,15 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A training command with its settings; one process runs without torchrun."""
+    """Training command with its settings; one process runs without torchrun."""
 
     config: Path
     folder: Path
     settings: tuple[str, ...] = ()
     processes: int = 2
     restarts: int = 0
-    fault: str = ""  # the first argument of driver.py
-    before: tuple[str, ...] = ()  # a command that runs the others
+    fault: str = ""  # first argument of driver.py
+    before: tuple[str, ...] = ()  # command that starts the others
     tool: str = "train_net.py"
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
@@ -65,7 +65,7 @@ class Job:
 
     @property
     def marker(self) -> Path:
-        """File that exists once the fault has happened."""
+        """Return the file that exists once the fault has happened."""
         return self.folder.with_name(f"{self.folder.name}.struck")
 
 

@@ -1,4 +1,4 @@
-"""tools/analyze.py: tables and pictures of real runs on scikit-learn's digits, and every way to get it wrong."""
+"""Analysis of real runs on scikit-learn's digits: tables, figures, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from detr_bf.commands.analyze import run_names, write_table
 from detr_bf.text import printable
 from tools.train_net import main as train_net
 
-TINY = """
+TINY = """task: classification
 model: {name: vit_tiny_patch16_224, options: {patch_size: 4, embed_dim: 24, depth: 2, num_heads: 2}}
 data:
   name: digits
@@ -37,7 +37,7 @@ SCALED = (
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the run ``batches``, with BatchFormerV2, and the run ``scales``, with scaled broadcasting."""
+    """Train the runs ``batches``, with BatchFormerV2, and ``scales``, with scaled broadcasting, in one folder."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "tiny.yaml").write_text(TINY)
     for name, settings in {"batches": V2, "scales": SCALED}.items():
@@ -154,11 +154,11 @@ def test_an_output_that_cannot_be_written_is_told_before_the_runs_are_read(
 
 
 def test_an_error_has_a_line_of_its_own(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where a progress bar is open."""
+    """Also holds while a progress bar is open."""
     command = ["occlusion", "--run", str(runs / "scales"), "--patch", "3", "--output", str(tmp_path / "out")]
     assert analyze(command) == 2
     printed = capsys.readouterr().err
-    assert "occlusion" in printed.split("error:")[0], "the bar"
+    assert "occlusion" in printed.split("error:")[0], "the progress bar"
     assert re.search(r"[\r\n]error: patches of 3 x 3", printed)
 
 

@@ -1,4 +1,4 @@
-"""tools/check_data.py on the data of every task; what it finds is tested with the doctors."""
+"""Data checks of every task on the command line; the findings themselves are tested in tests/data/checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ run_tool: Callable[[Sequence[str]], int] = tool("check_data").main
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two classes of two images in both splits."""
+    """Write two classes of two images in both splits."""
     monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
     generator = torch.Generator().manual_seed(0)
     for place in ("train/cat/a", "train/cat/b", "train/dog/a", "train/dog/b", "val/cat/a", "val/dog/a"):
@@ -49,7 +49,7 @@ def test_the_task_is_that_of_the_file(
 def test_hostile_image_files_are_findings(
     folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ghostscript is not started, a FIFO is not waited for, and a name does not forge the table."""
+    """Ghostscript is not started, a FIFO is not read, and a name does not forge lines of the table."""
     monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **options: pytest.fail("a program was started"))
     cats = folders / "train" / "cat"
     Image.new("RGB", (9, 9)).save(cats / "eps.jpg", format="EPS")

@@ -1,4 +1,4 @@
-"""Classifiers and masked autoencoders that several processes train: as one process would, and through a kill."""
+"""Classifiers and masked autoencoders trained by several processes: as by one process, and after a kill."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.tools.test_train_classifier import CNN, PLAIN, VARIANTS, VIT
 from tests.tools.test_train_net import assert_same
 from tools.train_net import main as train_net
 
-TOTAL = 24  # images of a step, five steps an epoch
-ROUNDING = 1e-6  # of weights, in float32; 3e-8 was measured
+TOTAL = 24  # images per step, five steps an epoch
+ROUNDING = 1e-6  # of the weights, in float32; 3e-8 was measured
 EXACT = ["optimizer.name=sgd", "optimizer.lr=0.1", "model.drop_path=0", "train.ema.enabled=false", PLAIN]
 WITHOUT_CHANCE = {
     "plain": (),
@@ -33,7 +33,7 @@ SLOW = {"context_broadcasting", "batchformer", "augmented", "cnn", "diverse_patc
 
 
 def marked(*names: str) -> list[Any]:
-    """As parameters of a test; all of them together take minutes."""
+    """Return the names as parameters of a test, slow ones marked; all of them together take minutes."""
     return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in names]
 
 
@@ -42,7 +42,7 @@ def task_with(config: str, settings: list[str]) -> Task[Any]:
 
 
 def trained(config: str, settings: list[str], folder: str) -> dict[str, Tensor]:
-    """The weights of this process after training."""
+    """Return the weights of this rank after training."""
     RunFolder(Path(folder)).create()
     trainer = task_with(config, settings).build_trainer(RunFolder(Path(folder)), None)
     trainer.train()
@@ -50,14 +50,14 @@ def trained(config: str, settings: list[str], folder: str) -> dict[str, Tensor]:
 
 
 def evaluated(config: str, source: str) -> dict[str, Any]:
-    """What ``evaluation.json`` would hold."""
+    """Return the contents of ``evaluation.json``."""
     task = task_with(config, [])
     model, classes = task.load_evaluated(Path(source))
     return task.build_evaluation(classes, RunFolder(Path(source).parent))(model).to_dict()
 
 
 def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest difference between two sets of weights."""
+    """Return the largest difference between two sets of weights."""
     return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
 
 
@@ -71,15 +71,15 @@ def test_two_processes_train_as_one_with_the_images_of_both(name: str, tmp_path:
     assert_same(dict(other), dict(two))
     assert furthest(one, two) < ROUNDING
     still = trained(config, [*settings, "optimizer.lr=0", "train.max_steps=1"], str(tmp_path / "still"))
-    assert furthest(one, still) > 1e4 * ROUNDING, "it has learnt"
+    assert furthest(one, still) > 1e4 * ROUNDING, "the model has learnt"
     if has_streams:
         apart, _ = run_together(2, trained, config, halves, str(tmp_path / "apart"))
-        assert furthest(one, apart) > 10 * ROUNDING, "batch attention reaches over both"
+        assert furthest(one, apart) > 10 * ROUNDING, "batch attention reads the images of both ranks"
 
 
 @pytest.mark.parametrize("name", marked("diverse_patch", "relative_localization", "cnn", "augmented", "masked"))
 def test_everything_else_trains_in_two_processes_that_stay_the_same(name: str, tmp_path: Path) -> None:
-    """Every parameter gets a gradient, and the processes agree on them all, and on the buffers of norms."""
+    """Every parameter gets a gradient; gradients and buffers of norms are equal on all ranks."""
     settings = ["train.max_steps=3", "train.batch_size=12", "train.ema.enabled=false"]
     if name == "masked":
         config = masked_config(tmp_path)
@@ -118,13 +118,13 @@ RUNS = {
 @pytest.mark.parametrize("moment", ["step:1:5", "writing:0:4"])
 @pytest.mark.parametrize("task", RUNS)
 def test_a_killed_process_leaves_no_trace(task: str, moment: str, tmp_path: Path) -> None:
-    """The launcher starts the group anew, which ends with the same bits, although mixing and dropout are drawn."""
+    """The launcher restarts the group, which ends with the same bits, although mixing and dropout are random."""
     make_config, settings = RUNS[task]
     settings = ("train.batch_size=15", "data.workers=1", *settings)
     job = Job(make_config(tmp_path), tmp_path / "run", settings, restarts=1, fault=f"kill:{moment}")
     run = job.run()
     assert run.code == 0, run.said
-    assert job.marker.exists(), "the fault has struck"
+    assert job.marker.exists(), "the fault has happened"
     assert "resumed at step" in run.said
     undisturbed = replace(job, folder=tmp_path / "undisturbed", restarts=0, fault="")
     run = undisturbed.run()

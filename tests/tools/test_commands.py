@@ -11,7 +11,7 @@ import pytest
 from detr_bf.commands import COMMANDS, main, packaged_configs
 from tests.tools.test_train_net import records
 
-MOST_MODULES = 110  # of detr_bf that training a detector imports
+MOST_MODULES = 110  # modules of detr_bf that training a detector imports
 TRAIN = """
 import sys
 from detr_bf.commands import main
@@ -51,7 +51,7 @@ def test_an_unknown_command_lists_the_known_ones(capsys: pytest.CaptureFixture[s
 
 
 def test_train_then_evaluate(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Configs and settings may come in any order, and several files compose."""
+    """Configs and settings may come in any order; several files are merged."""
     second = tmp_path / "second.yaml"
     second.write_text("train: {max_steps: 2}\n")
     assert main(["train", "train.log_every=1", str(tiny), str(second)]) == 0
@@ -62,7 +62,7 @@ def test_train_then_evaluate(tiny: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_packaged_config_is_found_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "detr_r50_bfv2"]) == 2  # its COCO files are not there
+    assert main(["train", "detr_r50_bfv2"]) == 2  # its COCO files do not exist
     assert "data/coco" in capsys.readouterr().err
     assert main(["train", "detr_r50_bvf2"]) == 2
     assert "detr_r50_bfv2" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Checkpoints converted from the command line, and every way to get it wrong."""
+"""Conversion of checkpoints on the command line, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def convert(*arguments: object) -> int:
 
 
 def checkpoint(*changes: str, average: bool = True) -> Checkpoint:
-    """A checkpoint in the middle of training, its averaged weights other ones."""
+    """Save a checkpoint in the middle of training whose averaged weights differ from the current ones."""
     torch.manual_seed(0)
     config = load_config(None, [*SETTINGS, *changes])
     states = []
@@ -314,7 +314,7 @@ def test_what_only_training_reads_is_left_out_of_other_formats(tmp_path: Path) -
 def test_context_broadcasting_has_no_place_in_other_formats(
     bare: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither from a checkpoint nor from its weights alone."""
+    """Conversion to another format fails for a checkpoint and for its bare weights."""
     source = saved(tmp_path, "batch_former.enabled=false", "plugins.context_broadcasting.enabled=true")
     if bare:
         weights, source = load_checkpoint(source).weights, tmp_path / "bare.pth"

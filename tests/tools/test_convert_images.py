@@ -1,4 +1,4 @@
-"""What of a classifier or masked autoencoder is deployed, written by tools/convert_checkpoint.py."""
+"""Deployment files of classifiers and masked autoencoders, written by tools/convert_checkpoint.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def convert(*arguments: object) -> int:
 
 
 def saved(config: Path, *settings: str, averaged: bool = True) -> Path:
-    """A checkpoint in the middle of training, its averaged weights other ones."""
+    """Save a checkpoint in the middle of training whose averaged weights differ from the current ones."""
     torch.manual_seed(0)
     found = load_config(config, settings)
     states = []
@@ -53,7 +53,7 @@ def saved(config: Path, *settings: str, averaged: bool = True) -> Path:
 
 
 def plain_vit(weights: dict[str, Tensor], **settings: Any) -> nn.Module:
-    """timm's own, with all that it has in ``weights``."""
+    """Build timm's model and load all its tensors from ``weights``."""
     model: nn.Module = timm.create_model("vit_tiny_patch16_224", img_size=16, **OPTIONS, **settings)
     model.load_state_dict(weights)
     return model.eval()
@@ -100,7 +100,7 @@ def test_the_encoder_of_a_masked_autoencoder_is_one_of_timm(images: Tensor, tmp_
 
 
 def test_what_was_written_is_trained_on(tmp_path: Path) -> None:
-    """A linear probe of the encoder, and fine-tuning without the plug-ins."""
+    """Linear probe of the encoder, and fine-tuning without the plug-ins."""
     encoder, plain = tmp_path / "encoder.pth", tmp_path / "plain.pth"
     assert convert(saved(masked_config(tmp_path)), encoder, "--encoder") == 0
     config = classifier_config(tmp_path)
@@ -185,5 +185,5 @@ def test_stripping_proves_that_evaluation_stays_the_same(
 
 
 def always(self: Any, reader: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Batch attention in evaluation as well."""
+    """Keep batch attention in evaluation as well."""
     return (self.batch_former(args[0]), *args[1:])

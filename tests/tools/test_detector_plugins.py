@@ -1,4 +1,4 @@
-"""Detectors with plug-ins in the encoder through the command line: train, resume, evaluate, predict, go on from."""
+"""Detectors with plug-ins in the encoder on the command line: train, resume, evaluate, predict, fine-tune."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOTH = (*CONTEXT, "plugins.context_broadcasting.layers=all", f"{LOCAL}enabled=tr
     "name", ["detr", *(pytest.param(name, marks=pytest.mark.slow) for name in ("smca_multi_scale", "deformable_detr"))]
 )
 def test_trains_resumes_evaluates_predicts(name: str, tiny: Path, tmp_path: Path) -> None:
-    """With BatchFormerV2, an average of the weights and recomputed layers."""
+    """Config with BatchFormerV2, averaged weights and recomputed layers."""
     sizes = ["data.transforms.short_sides=[160]", "data.transforms.max_size=240", "data.transforms.random_crop=0"]
     larger = [] if name == "detr" else sizes  # the coarsest level needs two cells
     settings = [*DETECTORS[name], *BOTH, *larger, "train.recompute_encoder=true", "eval.pictures=0"]
@@ -34,13 +34,13 @@ def test_trains_resumes_evaluates_predicts(name: str, tiny: Path, tmp_path: Path
     assert_same(resumed.model, straight.model)
     assert_same(resumed.weights, straight.weights)
     (scale,) = (value for key, value in straight.weights.items() if "context_broadcasting" in key)
-    assert scale.abs().sum() > 0, "it starts at 0, and is trained"
+    assert scale.abs().sum() > 0, "it starts at 0 and is trained"
     assert all(0 < record["loss_localization"] < 0.6 for record in records(whole / "metrics.jsonl", "train"))
     trained = (whole / "results.json").read_text()
     for number, setting in enumerate((f"{LOCAL}variant=all", f"{LOCAL}enabled=false")):
         overrides = [setting, f"init_from={whole / 'last.pt'}", f"output_dir={tmp_path / str(number)}", "--eval-only"]
         assert train_net([*command, *overrides]) == 0
-        assert (tmp_path / str(number) / "results.json").read_text() == trained, "localization is for training alone"
+        assert (tmp_path / str(number) / "results.json").read_text() == trained, "localization is used in training only"
     image = sorted((tmp_path / "val" / "images").iterdir())[0]
     assert predict(["--checkpoint", str(whole), "--output", str(tmp_path / "found"), "--threshold=0", str(image)]) == 0
     (entry,) = json.loads((tmp_path / "found" / "predictions.json").read_text())

@@ -1,4 +1,4 @@
-"""Every detector through the command line: trains, evaluates, predicts, and resumes to the same bits."""
+"""Every detector on the command line: training, evaluation, prediction, and resuming to the same bits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_trains_evaluates_predicts_resumes(name: str, with_batch_former: bool, t
 def test_weights_of_the_authors_are_evaluated_with_category_ids_as_classes(
     name: str, tiny: Path, tmp_path: Path
 ) -> None:
-    """Their classes are numbered by category id: 91 of them for COCO, 0 to 90."""
+    """The authors number classes by category id: 91 classes for COCO, 0 to 90."""
     config = load_config(tiny, [*DETECTORS[name], "batch_former.enabled=false", "model.input_norm=false"])
     torch.manual_seed(0)
     model = build_model(config, 91)
@@ -78,7 +78,7 @@ def test_weights_of_the_authors_are_evaluated_with_category_ids_as_classes(
 
 
 def test_bare_weights_with_as_many_classes_as_the_annotations(tiny: Path, tmp_path: Path) -> None:
-    """What ``convert_checkpoint.py`` writes without ``--to``: the classes in the order of their ids."""
+    """Evaluate the file that ``convert_checkpoint.py`` writes without ``--to``: classes in the order of their ids."""
     command = ["--config", str(tiny), "eval.pictures=0"]
     assert train_net([*command, "train.max_steps=2"]) == 0
     torch.save(load_checkpoint(tmp_path / "run" / "last.pt").weights, tmp_path / "bare.pth")
@@ -104,7 +104,7 @@ def test_bare_weights_of_other_classes_are_refused(
 
 
 def test_evaluation_does_without_batch_attention(tiny: Path, tmp_path: Path) -> None:
-    """Weights trained with it, shared or not, are evaluated by any config of the same detector."""
+    """Weights trained with batch attention, shared or not, are evaluated by any config of the same detector."""
     command = ["--config", str(tiny), "eval.pictures=0"]
     assert train_net([*command, "train.max_steps=2", "batch_former.shared=false"]) == 0
     trained = (tmp_path / "run" / "results.json").read_text()

@@ -26,12 +26,12 @@ from tests.tools.test_train_net import assert_same, records, tool, train_net
 
 replay: Callable[..., int] = tool("replay_capture").main
 slow = pytest.mark.slow
-IMAGE = 8  # the faulty one: in every epoch, with one rank and with two
+IMAGE = 8  # the broken image: once in every epoch, with one rank and with two
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """One thread, like the processes of :class:`Job`: sums in the same order."""
+    """Use one thread, like the processes of :class:`Job`, so that sums have the same order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,12 +40,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of runs that were killed half-way, by what killed them."""
+    """Folders of killed runs, by the kind of the kill."""
     return {"folder": tmp_path_factory.mktemp("stopped")}
 
 
 def killed(tiny: Path, stopped: dict[str, Path], folder: Path) -> Job:
-    """A run of one process that was killed in its fifth step; the same for all tests."""
+    """Copy a run of one process that was killed in its fifth step; made once for all tests."""
     if "run" not in stopped:
         job = Job(tiny, stopped["folder"] / "run", SETTINGS[1], 1, fault="kill:step:0:5")
         assert job.run().code == -9
@@ -55,7 +55,7 @@ def killed(tiny: Path, stopped: dict[str, Path], folder: Path) -> Job:
 
 
 def here(job: Job, *arguments: str) -> int:
-    """The run in this process."""
+    """Run the job in this process."""
     return train_net(["--config", str(job.config), f"output_dir={job.folder}", *job.settings, *arguments])
 
 
@@ -101,7 +101,7 @@ cp -r "$folder" "$copy"
 
 @slow
 def test_a_small_disk_that_grows(tiny: Path, tmp_path: Path) -> None:
-    """A file system with space for three checkpoints but not for the fourth, ``best.pt`` being one of them."""
+    """The file system has space for three checkpoints but not for the fourth; ``best.pt`` is one of them."""
     unshare = ["unshare", "--mount", "--map-root-user"]
     if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("this machine does not let users mount file systems")
@@ -118,7 +118,7 @@ def cut(content: bytearray) -> None:
 
 
 def flipped(place: float) -> Callable[[bytearray], None]:
-    """One bit, at this fraction of the file."""
+    """Return a function that flips one bit, at this fraction of the file."""
 
     def flip(content: bytearray) -> None:
         content[int(place * (len(content) - 1))] ^= 1 << random.Random(place).randrange(8)
@@ -154,7 +154,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(
 def test_a_bit_that_is_never_read_is_no_damage(
     tiny: Path, tmp_path: Path, stopped: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The last byte belongs to the length of a comment that the file does not have."""
+    """The last byte belongs to the length of a ZIP comment that the file does not have."""
     job = killed(tiny, stopped, tmp_path / "run")
     content = bytearray((job.folder / "last.pt").read_bytes())
     flipped(1)(content)
@@ -218,7 +218,7 @@ def test_an_image_that_breaks_during_training_is_replaced(tiny: Path, tmp_path: 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(1, marks=slow)])
 def test_too_many_broken_images_end_the_run(tiny: Path, tmp_path: Path, processes: int) -> None:
-    """One of fifteen is more than the default allows; only one of two ranks reads it."""
+    """One of fifteen images is more than the default allows; only one of two ranks reads it."""
     broken = tmp_path / "train" / "images" / f"{IMAGE:04d}.png"
     job = Job(tiny, tmp_path / "run", SETTINGS[processes], processes, fault=f"broken_image:4:{broken}")
     run = job.run()
@@ -262,7 +262,7 @@ def test_a_step_that_is_not_finite_stops_the_run_with_a_capture(
     assert IMAGE in [target.image_id for batch in capture.batches for target in batch.targets]
     assert f"rank {capture.rank}, images " in run.said
     assert f"{IMAGE:04d}.png" in run.said
-    assert replay([str(path), "--device", "cpu"]) == 3, "the fault is in the code, not in the file"
+    assert replay([str(path), "--device", "cpu"]) == 3, "a bug in the code, not a broken file"
     monkeypatch.setattr(Detector, "forward", Detector.forward)  # restored at the end
     driver.not_finite(tmp_path, what, str(IMAGE))
     assert replay([str(path), "--device", "cpu"]) == 0
@@ -303,7 +303,7 @@ def test_the_time_of_day_does_not_matter(tiny: Path, tmp_path: Path) -> None:
 def test_minutes_between_checkpoints_are_those_of_a_clock_that_never_jumps(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step takes 25 seconds by it, and each save starts the minute anew; the ends of epochs save in any case."""
+    """A step takes 25 seconds of this clock; each save restarts the minute; the ends of epochs save in any case."""
     seconds, saved = 0, []
     forward, save = driver.TrainingStep.forward, Checkpoint.save
 
@@ -327,7 +327,7 @@ def test_minutes_between_checkpoints_are_those_of_a_clock_that_never_jumps(
 
 @pytest.fixture
 def unequal(tmp_path: Path, panoptic_folder: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A config with masks and panoptic maps, and five images to validate: two processes have unequal shares."""
+    """Write a config with masks and panoptic maps, and five validation images: two ranks have unequal shares."""
     monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
     folders = {"train": panoptic_folder(6, name="train"), "val": panoptic_folder(5, name="val", first_image_id=101)}
     splits = "".join(
@@ -381,7 +381,7 @@ def test_bad_input_is_printed_once_by_two_ranks(tiny: Path, tmp_path: Path, argu
     assert run.code != 0
     assert len(re.findall("^error: ", run.said, re.MULTILINE)) == 1, run.said
     assert message in run.said
-    assert run.said.count("Traceback") == 1, "torchrun's own"
+    assert run.said.count("Traceback") == 1, "torchrun's own message"
     assert not job.folder.exists()
 
 

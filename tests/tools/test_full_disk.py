@@ -1,4 +1,4 @@
-"""Tools on a full disk: one line that says so, exit code 2, and nothing half-written."""
+"""Tools on a full disk: a one-line error, exit code 2, and no partly written files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.tools.test_train_net import tool
 
 @contextmanager
 def small_files(limit: int) -> Iterator[None]:
-    """Limit every file written to so many bytes, as a disk that is nearly full."""
+    """Limit every file written to so many bytes, as on a nearly full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # write() fails instead
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # write() fails instead of a signal
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
     try:
         yield
@@ -57,7 +57,7 @@ def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("size", [32, 256])
 def test_sample_data(tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int) -> None:
-    """The annotations exceed the limit of small images, every image that of large ones."""
+    """The annotations exceed the limit of small images; every image exceeds the limit of large ones."""
     counts = ["--num-train", "40", "--num-val", "1", "--image-size", size]
     message = said("make_sample_data", ["digits", "--output", tmp_path / "d", *counts], capsys)
     assert "File too large; free some space or choose another folder" in message

@@ -1,4 +1,4 @@
-"""Runs on data with hostile names, and runs whose pictures fail: exit code 0, numbers, and a warning."""
+"""Runs on data with hostile names, and runs whose pictures fail: exit code 0, results, and a warning."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_detector(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("detr_bf.report.html.draw_curves", failing)
     assert train_net(["--config", str(tiny), "train.max_steps=2", "--resume"]) == 0
     assert json.loads((run / "results.json").read_text())
-    assert not (run / "pictures" / "validation.png").exists(), "not that of the evaluation before"
+    assert not (run / "pictures" / "validation.png").exists(), "not the picture of the previous evaluation"
     log = (run / "log.txt").read_text(encoding="utf-8")
     for picture in ("validation.png", "curves.svg"):
         assert f"{picture} was not written: [Errno 28] No space left on device" in log

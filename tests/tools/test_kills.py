@@ -82,7 +82,7 @@ def test_processes_that_all_get_sigterm_save_too(tiny: Path, tmp_path: Path) -> 
     wait_for_steps(process, job.folder, 4)
     for each in children(process.pid):
         os.kill(each, signal.SIGTERM)
-    time.sleep(0.1)  # they have received it
+    time.sleep(0.1)  # both signals have arrived
     process.send_signal(signal.SIGTERM)
     run = ended(process)
     assert run.code != 0
@@ -115,7 +115,7 @@ def test_a_process_that_does_not_come_back_ends_the_group(tiny: Path, tmp_path: 
     start = time.monotonic()
     wait_for(lambda: waiting not in children(process.pid), process, seconds=60)
     assert time.monotonic() - start > 10
-    os.kill(stopped, signal.SIGCONT)  # else torchrun kills it after half a minute
+    os.kill(stopped, signal.SIGCONT)  # otherwise torchrun kills it after half a minute
     assert ended(process, seconds=60).code != 0
     assert job.run("--resume").code == 0
     check_same(job)
@@ -123,7 +123,7 @@ def test_a_process_that_does_not_come_back_ends_the_group(tiny: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_loader_processes_that_die_leave_no_trace(tiny: Path, tmp_path: Path) -> None:
-    """One worker of one rank, in the middle of an epoch."""
+    """Kill one worker of one rank in the middle of an epoch."""
     job = Job(tiny, tmp_path / "run", (*SETTINGS[2], "data.workers=2"), fault="dead_worker:4")
     run = job.run()
     assert run.code == 0, run.said

@@ -1,4 +1,4 @@
-"""Files of the user in output_dir are neither removed nor overwritten, and one run at a time writes there."""
+"""Files of the user in output_dir are neither removed nor overwritten, and only one run at a time writes there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def save_theirs(folder: Path) -> dict[str, bytes]:
-    """Files and folders of the user, of names that look like temporary ones."""
+    """Write files and folders of the user, with names that look temporary."""
     for name in (".terraform.lock.hcl", ".env.production.local", ".eslintrc.base.json", "notes.md", "model.pt"):
         (folder / name).write_text("theirs")
     (folder / ".cache.x.y").mkdir()
@@ -72,7 +72,7 @@ def test_files_of_the_user_with_our_names_are_not_overwritten(
 
 
 def test_the_copy_of_a_run_can_be_resumed(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without the marker, its checkpoint tells that the folder is ours; without --resume it is refused."""
+    """Without the marker file, last.pt identifies the folder as a run; without --resume it is refused."""
     assert train_net(["--config", str(tiny), "train.max_steps=1"]) == 0
     (tmp_path / "run" / "detr_bf-run.json").unlink()
     before = contents(tmp_path / "run")
@@ -107,7 +107,7 @@ def test_a_full_disk_at_the_start_is_told(
 
 
 def test_one_run_at_a_time(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Refused beside a live run, with and without --resume; after SIGKILL the folder is free at once."""
+    """A second run is refused during a run, with and without --resume; after SIGKILL the folder is free at once."""
     job = Job(tiny, tmp_path / "run", ("train.epochs=1000", "data.workers=1"), processes=1)
     process = job.start()
     wait_for_steps(process, job.folder, 2)
@@ -117,7 +117,7 @@ def test_one_run_at_a_time(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFix
         said = capsys.readouterr().err
         assert re.search(rf"in use by another run \(process {process.pid} on \S+ since 20", said), said
     assert (job.folder / "config.yaml").read_bytes() == before
-    assert process.poll() is None, "the run goes on"
+    assert process.poll() is None, "the first run continues"
     process.send_signal(signal.SIGKILL)
     process.communicate()
     step = load_checkpoint(job.folder / "last.pt").training["progress"]["step"]
@@ -155,7 +155,7 @@ def test_evaluation_of_a_run_leaves_the_run_as_it_is(
     assert train_net(["--config", str(tiny), "train.max_steps=2"]) == 0
     before = contents(run)
 
-    for _ in range(2):  # the same evaluation, in the same place
+    for _ in range(2):  # the same evaluation in the same folder
         assert evaluate(tiny, "train.max_steps=2") == 0
         assert str(run / "eval-best" / "report.html") in last_line(capsys)
     assert evaluate(tiny, "train.max_steps=2", "eval.max_detections=3") == 0

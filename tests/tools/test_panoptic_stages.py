@@ -1,4 +1,4 @@
-"""Boxes over things and stuff, then masks: both stages through the command line, and what can go wrong between them."""
+"""Both panoptic stages on the command line, boxes over things and stuff, then masks; errors between them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FROZEN = [*MASKS, "freeze.detector=true"]
 def stuff(
     tmp_path: Path, panoptic_folder: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 ) -> SimpleNamespace:
-    """The tiny detector on tiny panoptic data: six images to train on, four to validate."""
+    """Write a config of the tiny detector on panoptic data: six training images, four validation images."""
     monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
     train, val = panoptic_folder(6, name="train"), panoptic_folder(4, name="val", first_image_id=101)
     splits = {
@@ -53,7 +53,7 @@ def evaluation(folder: Path) -> dict[str, object]:
 def test_both_stages(stuff: SimpleNamespace, batch_former: str, capsys: pytest.CaptureFixture[str]) -> None:
     boxes, masks = stuff.folder / "boxes", stuff.folder / "masks"
     assert run(stuff, "boxes", "train.epochs=1") == 0
-    assert evaluation(boxes)["panoptic"] is None, "no masks, no maps"
+    assert evaluation(boxes)["panoptic"] is None, "without masks there are no maps"
     former = f"batch_former.enabled={batch_former}"
     assert run(stuff, "masks", *FROZEN, former, f"init_from={boxes}") == 0
     said = capsys.readouterr().out.splitlines()[-1]
@@ -114,7 +114,7 @@ def test_the_mask_stage_resumes_to_the_same_bits(stuff: SimpleNamespace) -> None
 
 
 def test_weights_whose_classes_are_category_ids(stuff: SimpleNamespace) -> None:
-    """As in the authors' panoptic files: the annotations say which of them are stuff."""
+    """Panoptic files in the authors' format: the annotations list which categories are stuff."""
     assert run(stuff, "joint", *MASKS, "train.ema.enabled=false") == 0
     joint = stuff.folder / "joint"
     weights, ids = load_checkpoint(joint / "last.pt").model, [3, 7, 100, 120]

@@ -1,4 +1,4 @@
-"""tools/plan.py: prints the plan, writes its numbers, refuses what cannot be."""
+"""Plan tool: prints the plan, writes its numbers, refuses impossible settings."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_what_is_no_detector_is_refused(
 def test_a_measured_record_replaces_the_estimate(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Made by the benchmark itself."""
+    """The measurement is made by the benchmark itself."""
     record = tmp_path / "step.json"
     command = [sys.executable, "benchmarks/step.py", "--device", "cpu", "--recipe", "small", "--rounds", "2"]
     command += ["--batch-sizes", "3", "--height", "64", "--width", "64", "--output", str(record)]

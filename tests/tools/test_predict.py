@@ -1,4 +1,4 @@
-"""tools/predict.py and the files of the user: broken images, folders in use, names, and nothing left behind."""
+"""Prediction and the files of the user: broken images, folders in use, names, and no files left behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ main: Callable[[Sequence[str]], int] = module.main
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny detector that is not trained; its third class has a Chinese name."""
+    """Save a tiny untrained detector; its third class has a Chinese name."""
     path = tmp_path_factory.mktemp("weights") / "tiny.pt"
     sizes = ["data.transforms.eval_short_side=32", "data.transforms.max_size=64"]
     made = checkpoint(*sizes, average=False)
@@ -34,7 +34,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """A folder with two images of one name and another."""
+    """Write a folder with two images of one name and another."""
     for number, name in enumerate(("a/x.png", "a/y.png", "b/x.png")):
         path = tmp_path / "photos" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def test_an_output_that_cannot_be_written(
     name: str,
     said: str,
 ) -> None:
-    """It is told before the checkpoint is read, which is missing."""
+    """The output is refused before the missing checkpoint is read."""
     monkeypatch.chdir(tmp_path)
     Path("mine").write_text("text")
     before = set(tmp_path.rglob("*"))
@@ -198,7 +198,7 @@ def test_names_of_files_are_harmless(
     (folder / "\x1b[2Jbroken\n.png").write_text("no image")
     assert predict(weights, tmp_path / "out", folder) == 1
     printed = capfd.readouterr()
-    assert "\x1b" not in printed.out + printed.err.replace("\x1b[A", "")  # the progress bar goes up a line
+    assert "\x1b" not in printed.out + printed.err.replace("\x1b[A", "")  # the progress bar moves up a line
     assert r"\x1b[2Jbroken\n.png" in printed.err.splitlines()[-1]
     assert ("pictures show their ids: #90 (猫)" in printed.err) == (fonts._entry_with(frozenset("猫")) is None)
     assert set(predicted(tmp_path / "out")) == {str(file) for file in folder.iterdir() if "broken" not in file.name}
@@ -230,7 +230,7 @@ def test_a_full_disk(
     assert at not in contents(out)
     monkeypatch.undo()
     (out / at).write_text("mine")
-    assert predict(weights, out, photos) == 2, "what was planned and never written is not ours"
+    assert predict(weights, out, photos) == 2, "a file that was planned but never written is not ours"
     assert "exists and was not written by this command" in capsys.readouterr().err
 
 
@@ -264,7 +264,7 @@ def test_predictions_that_the_user_has_changed_are_not_replaced(
 def test_a_list_that_claims_a_file_of_the_user_is_not_believed(
     weights: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], claim: str
 ) -> None:
-    """A killed prediction had listed the files that it was going to write."""
+    """A killed prediction left a list of files that it was going to write."""
     out = tmp_path / "out"
     out.mkdir()
     (out / module.WRITTEN).write_text(claim)

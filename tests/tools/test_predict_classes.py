@@ -1,4 +1,4 @@
-"""tools/predict.py and detr_bf.load_classifier with a classifier's run."""
+"""Prediction with a classifier's run, by tools/predict.py and detr_bf.load_classifier."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ predict: Callable[[Sequence[str]], int] = tool("predict").main
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a classifier with batch attention and seven classes; its validation images have three sizes, one is grey."""
+    """Train a classifier with batch attention and seven classes; validation images have three sizes, one is grey."""
     monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
     generator = torch.Generator().manual_seed(0)
     for number, name in enumerate(NAMES):

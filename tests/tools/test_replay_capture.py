@@ -34,11 +34,11 @@ run_tool: Callable[[Sequence[str]], int] = tool("replay_capture").main
 
 
 def nothing(model: Detector) -> None:
-    """Leave it healthy."""
+    """Leave the model unchanged."""
 
 
 def overflow(model: Detector) -> None:
-    """Too much for half precision, and nothing for the full one."""
+    """Set weights that overflow in half precision but not in float32."""
     model.get_submodule(LAYER).weight.data[:, :16] = 6e4
 
 

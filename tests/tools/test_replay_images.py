@@ -1,4 +1,4 @@
-"""Captured steps of classifiers and masked autoencoders, run again from the command line."""
+"""Captured steps of classifiers and masked autoencoders, replayed on the command line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ run_tool: Callable[[Sequence[str]], int] = tool("replay_capture").main
 
 
 def captured(config: Path, *settings: str) -> Capture:
-    """A step of two batches of the second epoch in which nothing is wrong, as a run would keep it."""
+    """Capture a healthy step, two batches of the second epoch, as a run would."""
     task = task_of(load_config(config, settings))
     trainer = task.build_trainer(RunFolder(config.parent / "healthy"), None)
     batches = list(islice(trainer.make_batches(1, 0), 2))
@@ -42,7 +42,7 @@ def replay(folder: Path, capture: Capture, *options: str) -> int:
 
 def check_reproduced(captures: Path, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     files = sorted(captures.iterdir())
-    assert len(files) == 2, "one step left out, and the one that ended the run"
+    assert len(files) == 2, "one step was skipped, and the next ended the run"
     for file in files:
         assert f"captured in {file}" in said
         assert run_tool([str(file)]) == 0
@@ -80,7 +80,7 @@ def test_what_a_masked_autoencoder_captures_is_reproduced(tmp_path: Path, capsys
 def test_the_step_is_that_of_the_run_to_the_last_digit(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Dropout, masks, pairs of patches, class counts and the weight of the epoch included."""
+    """The replay includes dropout, masks, pairs of patches, class counts and the weight of the epoch."""
     if name == "masked":
         capture = captured(masked_config(tmp_path), "batch_former.enabled=true")
     else:

@@ -1,4 +1,4 @@
-"""Classifiers and masked autoencoders through their command lines, on scikit-learn's digits."""
+"""Classifiers and masked autoencoders on the command line, with scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def tiny(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def masked(tmp_path: Path) -> Path:
-    """A config of a tiny masked autoencoder."""
+    """Write the config of a tiny masked autoencoder."""
     decoder = "  decoder_dim: 16\n  decoder_depth: 2\n  decoder_heads: 2\n"
     text = (
         TINY.replace("  name: vit", f"{decoder}  name: vit")
@@ -136,7 +136,7 @@ def test_what_a_run_leaves(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("average", ["train.ema.enabled=false", "train.ema.decay=0.98"])
 def test_it_learns_the_digits(average: str, tiny: Path, tmp_path: Path) -> None:
-    """Also as an average of weights, whose batch norms need statistics of their own."""
+    """Also with averaged weights, whose batch norms need their own statistics."""
     tiny.write_text(tiny.read_text().replace(VIT, CNN))
     settings = ["data.per_class=null", PLAIN, "train.epochs=6", average, "optimizer.lr=0.01"]
     settings += ["loss.label_smoothing=0", "eval.pictures=0"]

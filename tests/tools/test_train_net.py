@@ -1,4 +1,4 @@
-"""The command line as a user meets it: a run from start to end, and every way to get it wrong."""
+"""Detector training on the command line: runs from start to end, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ predict: Callable[[Sequence[str]], int] = tool("predict").main
 
 
 def assert_same(actual: object, expected: object, path: str = "checkpoint") -> None:
-    """Equal to the bit, through dictionaries and lists."""
+    """Assert bitwise equality, through dictionaries and lists."""
     assert type(actual) is type(expected), path
     if isinstance(expected, torch.Tensor):
         assert torch.equal(actual, expected), path
@@ -76,7 +76,7 @@ def test_a_run_leaves_everything_in_its_folder(tiny: Path, tmp_path: Path, capsy
         assert record["loss"] == pytest.approx((record["stream/clean"] + record["stream/batchformer"]) / 2, rel=1e-5)
         assert [record[f"weight/loss_{term}"] for term in ("ce", "bbox", "giou")] == [1, 5, 2]
     means = [line for line in (run / "log.txt").read_text().splitlines() if "mean of 5 steps: loss" in line]
-    assert len(means) == 3, "a line for every epoch"
+    assert len(means) == 3, "one line for every epoch"
     assert all(f"epoch {epoch}, step {5 * epoch}" in line for epoch, line in enumerate(means, start=1))
     assert f"loss {sum(record['loss'] for record in steps[5:10]) / 5:.4g} (ce" in means[1]
     assert [record["epoch"] for record in records(run / "metrics.jsonl", "val")] == [1, 2, 3]
@@ -106,7 +106,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tiny: Path, tmp_path: Path, worke
     process.send_signal(signal.SIGKILL)
     process.wait()
     step = load_checkpoint(tmp_path / "killed" / "last.pt").training["progress"]["step"]
-    assert 5 <= step < 15, "killed on the way"
+    assert 5 <= step < 15, "killed during the run"
     assert train_net([*killed, "--resume"]) == 0
     whole, resumed = (load_checkpoint(tmp_path / name / "last.pt") for name in ("whole", "killed"))
     for part in ("model", "ema", "training", "class_map"):
@@ -196,7 +196,7 @@ def test_accumulation_and_precision(tiny: Path, tmp_path: Path, precision: str) 
     overrides = [f"train.precision={precision}", "train.accumulate=2", "train.batch_size=2", "train.epochs=1"]
     assert train_net(["--config", str(tiny), *overrides]) == 0
     steps = records(tmp_path / "run" / "metrics.jsonl", "train")
-    assert [record["step"] for record in steps] == [1, 2, 3, 4], "seven batches, the last step has one"
+    assert [record["step"] for record in steps] == [1, 2, 3, 4], "seven batches; the last step has one batch"
 
 
 def test_a_batch_of_one_and_images_without_objects(
@@ -415,7 +415,7 @@ def test_predictor_and_predict_tool(tiny: Path, tmp_path: Path, capsys: pytest.C
 def test_evaluation_does_not_depend_on_the_batch_size(
     tiny: Path, tmp_path: Path, coco_folder: Callable[..., SimpleNamespace]
 ) -> None:
-    """Images of several sizes: padding would move scores and boxes, so none may enter."""
+    """Images of several sizes: padding would change scores and boxes, so batches must not contain padding."""
     mixed = coco_folder(num_images=3, name="mixed", first_image_id=301)
     for number, size in enumerate(((40, 70), (80, 48), (64, 64)), start=1):
         other = coco_folder(num_images=2, name=f"other{number}", first_image_id=310 + 10 * number, size=size)
@@ -442,11 +442,11 @@ def test_evaluation_does_not_depend_on_the_batch_size(
 def test_what_its_launcher_starts_anew_goes_on_with_its_own_run_alone(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun starts anew whatever ends badly, also what was refused because the folder holds another run."""
+    """torchrun restarts every failed process, including one that was refused because the folder holds another run."""
     command = ["--config", str(tiny)]
     assert train_net([*command, "train.max_steps=2"]) == 0
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert train_net([*command, "train.max_steps=3"]) == 0, "as the launcher of that run"
+    assert train_net([*command, "train.max_steps=3"]) == 0, "like the launcher of that run"
     assert load_checkpoint(tmp_path / "run" / "last.pt").training["progress"]["step"] == 3
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
     capsys.readouterr()

@@ -1,4 +1,4 @@
-"""The decoder layer against torch's attention and norms, and the loop: heads, references, refinement."""
+"""Decoder layer compared with torch's attention and norms; loop with heads, references and refinement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The encoder layer against torch's attention and norms, and the loop without batch attention."""
+"""Encoder layer compared with torch's attention and norms, and the loop without batch attention."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_padded_tokens_do_not_influence_others() -> None:
 
 
 class Dropping(nn.Module):
-    """A layer on our own operators, which draw seeds from torch's generator, and on torch's dropout."""
+    """Layer of our own operators, which draw seeds from torch's generator, and of torch's dropout."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the tests of several analyses look at: random labelled images, and models that are known by heart."""
+"""Inputs of the analysis tests: random labelled images, and models whose results are known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PIXELS = Pixels(mean=(0.4, 0.5, 0.6), std=(0.1, 0.2, 0.3))
 
 
 def batches(*sizes: int, seed: int = 0) -> list[LabelledImages]:
-    """Batches of these sizes; pixels are from black to white, normalised; labels and indices are all different."""
+    """Return batches of these sizes with normalised random pixels, black to white, and distinct labels and indices."""
     generator = torch.Generator().manual_seed(seed)
     mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (PIXELS.mean, PIXELS.std))
     found, start = [], 0
@@ -27,7 +27,7 @@ def batches(*sizes: int, seed: int = 0) -> list[LabelledImages]:
 
 
 class Convolutional(nn.Module):
-    """Two convolutions, 8 x 8 indices of 4 channels at the end, a linear classifier."""
+    """Classifier with two convolutions (4 channels of 8 x 8 at the end) and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ GRID = (4, 4)
 
 
 def timms_attention(model: Any, images: Tensor) -> list[Tensor]:
-    """Of every block (R, H, S, S), as timm works it out where it does not fuse it, after the softmax."""
+    """Return timm's unfused attention weights of every block, after the softmax, each (R, H, S, S)."""
     found: list[Tensor] = []
     hooks = []
     for block in model.blocks:
@@ -46,7 +46,7 @@ def timms_attention(model: Any, images: Tensor) -> list[Tensor]:
 
 
 def make_uniform(model: Any) -> Any:
-    """Queries of 0, so that every token attends to all alike."""
+    """Set all queries to 0, so that every token attends to all tokens equally."""
     for block in model.blocks:
         nn.init.zeros_(block.attn.qkv.weight[: tiny.DIM])
         nn.init.zeros_(block.attn.qkv.bias[: tiny.DIM])
@@ -88,7 +88,7 @@ def test_uniform_attention_has_the_largest_entropy_ln_s() -> None:
 
 def test_attention_to_one_token_alone_has_entropy_and_distance_0() -> None:
     model = tiny.vit()
-    for block in model.blocks:  # every key is the same multiple of a huge number but that of the class token's feature
+    for block in model.blocks:  # key of the class token: 1e4, all others: -1e4
         attention = cast("Any", block).attn
         nn.init.zeros_(attention.qkv.weight)
         attention.k_norm.register_forward_hook(lambda module, args, keys: one_token(keys))
@@ -98,7 +98,7 @@ def test_attention_to_one_token_alone_has_entropy_and_distance_0() -> None:
 
 
 def one_token(keys: Tensor) -> Tensor:
-    """Keys of which only the first one counts."""
+    """Keys of which only the first gets attention."""
     chosen = torch.full_like(keys, -1e4)
     chosen[:, :, 0] = 1e4
     return chosen
@@ -122,7 +122,7 @@ def test_distance_as_a_loop_over_patches() -> None:
 
 
 def test_distance_of_uniform_attention_is_known() -> None:
-    """Along one axis of k patches the mean distance of two is (k^2 - 1) / (3 k^2); the class token takes its share."""
+    """The mean distance on an axis of k patches is (k^2 - 1) / (3 k^2); the class token takes 1/17 of the weight."""
     curve = attention_distance(make_uniform(tiny.vit()), batches(2))
     expected = 16 / 17 * 2 * (4**2 - 1) / (3 * 4**2)
     assert [at.mean for at in curve.layers] == pytest.approx([expected] * tiny.DEPTH, rel=1e-12)
@@ -169,7 +169,7 @@ def test_the_picture_holds_a_line_a_run_and_the_bound() -> None:
 
 
 def block_outputs(model: Any, images: Tensor) -> list[Tensor]:
-    """By calling the parts of timm's model one after another."""
+    """Return the outputs of all blocks by calling the parts of timm's model in turn."""
     with torch.no_grad():
         tokens = model._pos_embed(model.patch_embed(images))
         found = []
@@ -194,7 +194,7 @@ def test_similarity_as_a_loop_over_pairs() -> None:
 
 def test_patches_that_are_all_the_same_have_similarity_1() -> None:
     model = tiny.vit()
-    nn.init.zeros_(model.patch_embed.proj.weight)  # the bias alone is left
+    nn.init.zeros_(model.patch_embed.proj.weight)  # only the bias is left
     nn.init.zeros_(model.pos_embed)
     curve = patch_similarity(model, batches(2))
     assert [at.mean for at in curve.layers] == pytest.approx([1.0] * tiny.DEPTH, rel=1e-12)
@@ -209,7 +209,7 @@ def test_another_model_is_refused_and_a_picture_is_drawn() -> None:
 
 
 def test_the_ratio_of_known_scales() -> None:
-    model = tiny.vit(embed_dim=22, num_heads=2)  # quantiles 0.1 and 0.9 of 22 numbers stand 2.1 from the ends
+    model = tiny.vit(embed_dim=22, num_heads=2)  # quantiles 0.1 and 0.9 of 22 numbers are 2.1 from the ends
     plugin = add_context_broadcasting(model, [1, 3], scaled=True)
     plugin.scales["3"].data = torch.arange(22, dtype=torch.float64).flip(0) - 10.5
     plugin.scales["1"].data = torch.arange(22, dtype=torch.float64) - 3.1

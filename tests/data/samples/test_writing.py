@@ -103,7 +103,7 @@ def test_segments_are_layers_then_visible_stuff() -> None:
     stuff[:, 4:] = 4
     stuff[0, 0] = 6
     owner = np.full((6, 8), -1, dtype=np.int64)
-    owner[:3, :3] = 0  # hides all of category 6
+    owner[:3, :3] = 0  # covers all of category 6
     owner[2:4, 2:5] = 1
     scene = Scene(np.zeros((6, 8, 3), dtype=np.uint8), (2, 2), owner, stuff)
     ids, segments = panoptic_segments(scene, np.random.default_rng(0))
@@ -182,7 +182,7 @@ def test_an_interrupted_build_leaves_no_set_and_is_made_up_for(tmp_path: Path) -
         write_dataset(folder, RECIPE, ("a", "b"), LICENCE, interrupted)
     assert not folder.exists()
     assert not already_built(folder, RECIPE)
-    assert not list(tmp_path.iterdir()), "nothing half-written"
+    assert not list(tmp_path.iterdir()), "no partly written file"
     build(folder)
     assert contents(folder) == contents(build(tmp_path / "fresh"))
 

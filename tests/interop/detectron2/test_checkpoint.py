@@ -61,7 +61,7 @@ def ours(model: nn.Module) -> dict[str, Tensor]:
 
 
 def checkpointer(model: nn.Module, folder: Path | str = "", **more: Any) -> DetrBfCheckpointer:
-    """Checkpointer whose log pytest can capture; detectron2 changes its own loggers."""
+    """Checkpointer whose log pytest can capture, because detectron2 changes its own loggers."""
     made = DetrBfCheckpointer(model, str(folder), **more)
     made.logger = logging.getLogger("tests.checkpoint")
     return made

@@ -211,7 +211,7 @@ def test_the_maps_of_several_processes_count_as_one(
     maps: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs = [true_map(record) for record in maps]
-    outputs[3]["panoptic_seg"][1][0]["category_id"] = 1  # something to be seen
+    outputs[3]["panoptic_seg"][1][0]["category_id"] = 1  # a wrong class, so that the numbers are not all 1
     alone = run(PanopticQualityEvaluator("maps", tmp_path / "alone"), maps, outputs)
     sent: list[Any] = []
     with monkeypatch.context() as other:

@@ -47,7 +47,7 @@ def mapper(*augmentations: T.Augmentation, **settings: Any) -> DetrBfDatasetMapp
 
 
 def detection(coco_folder: Factory, kind: str = "polygon", **settings: Any) -> list[dict[str, Any]]:
-    """Records of a registered data set, class k of the object painted in colour k."""
+    """Records of a registered data set; an object of class k has colour k."""
     data = with_masks(coco_folder(**{"objects": 3, "size": (320, 240), **settings}), kind)
     register_coco("boxes", data.images, data.annotations)
     return DatasetCatalog.get("boxes")
@@ -80,15 +80,15 @@ def test_boxes_and_masks_stay_on_the_objects_of_the_image(coco_folder: Factory, 
             pixels = painted(sample["image"], colour)
             ys, xs = pixels.nonzero().T
             if len(ys) < 40:
-                assert (box[2:] - box[:2]).min() < 6  # a sliver at the edge of a crop, blurred
+                assert (box[2:] - box[:2]).min() < 6  # a blurred sliver at the edge of a crop
                 continue
             extent = torch.stack([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1])
             assert (box - extent).abs().max() <= 3
-            assert (mask ^ pixels).sum() <= 4 * (box[2:] - box[:2]).sum()  # the rims are blurred
+            assert (mask ^ pixels).sum() <= 4 * (box[2:] - box[:2]).sum()  # edges are blurred
         lost = set(range(3)) - set(found.gt_classes.tolist())
         assert all(int(painted(sample["image"], colour).sum()) < 40 for colour in lost)
     assert len({str(s["instances"].gt_boxes) for s in samples}) > 12
-    assert {len(sample["instances"]) for sample in samples} >= {1, 3}  # there were crops, and whole images
+    assert {len(sample["instances"]) for sample in samples} >= {1, 3}  # both crops and full images occurred
 
 
 def test_polygons_and_run_lengths_of_the_same_objects_give_the_same_samples(coco_folder: Factory) -> None:
@@ -203,7 +203,7 @@ def test_panoptic_masks_stay_on_their_colours(panoptic_folder: Factory) -> None:
             if mask.sum() < 40:
                 continue
             away = (sample["image"].permute(1, 2, 0).int() - torch.tensor(colours[label])).abs().amax(-1)
-            assert away[mask].float().quantile(0.4) <= 12  # but for the rims, which are blurred
+            assert away[mask].float().quantile(0.4) <= 12  # except the blurred edges
             ys, xs = mask.nonzero().T
             x0, y0, x1, y1 = box.tolist()
             assert x0 <= int(xs.min()) + 1

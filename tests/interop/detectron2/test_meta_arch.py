@@ -1,4 +1,4 @@
-"""The architecture gives the same results on detectron2's inputs as the core on its own."""
+"""Meta-architecture: the same results on detectron2's inputs as the core on its own."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_event_storage_gets_what_is_not_summed(tiny_cfg: Cfg, inputs: Inputs
 def test_no_class_is_no_object(tiny_cfg: Cfg, inputs: Inputs) -> None:
     model = build_d2_model(tiny_cfg()).eval()
     torch.nn.init.constant_(model.detector.decoder.heads.classes[0].bias, 0)
-    model.detector.decoder.heads.classes[0].bias.data[-1] = 50  # no object, beyond doubt
+    model.detector.decoder.heads.classes[0].bias.data[-1] = 50  # no object, with certainty
     found = model(inputs)
     assert all(each["instances"].pred_classes.max() < 3 for each in found)
 

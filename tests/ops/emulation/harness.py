@@ -1,4 +1,4 @@
-"""The CUDA kernels of ms_deform_attn, compiled for the host and called with CPU tensors."""
+"""CUDA kernels of ms_deform_attn, compiled for the host and called with CPU tensors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SOURCES = HERE.parents[2] / "ops" / "csrc"
 TYPES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
 SMALL_GRID = "-DDETR_BF_MAX_GRID=3"  # so that small problems take several launches
-# What C++ leaves undefined ends the process with a message.
+# Undefined behaviour of C++ ends the process with a message.
 SANITIZER = ("-fsanitize=undefined", "-fno-sanitize-recover=undefined", "-static-libubsan")
 
 Shapes = Sequence[tuple[int, int]]
 
 
 class EmulationError(RuntimeError):
-    """Error found by the emulated GPU."""
+    """Error detected by the emulated GPU."""
 
 
 class Buffer(ctypes.Structure):
