@@ -68,6 +68,8 @@ def configs_and_overrides(options: argparse.Namespace) -> tuple[list[Path], list
         InputError: a config is neither a file nor the name of a packaged config.
     """
     given = [*options.config, *options.settings]
+    if not all(text.strip() for text in given):
+        raise InputError("an empty argument: expected a config, or an override such as train.epochs=12")
     overrides = [text for text in given if "=" in text and "/" not in text.partition("=")[0]]
     return [_config_file(text) for text in given if text not in overrides], overrides
 

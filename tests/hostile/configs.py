@@ -304,7 +304,7 @@ def cases() -> Iterator[Case]:
         says = (
             ()
             if name == "a secret where a number stands"
-            else ("config.yaml|nowhere|base|seed|config file|data.train",)
+            else ("config.yaml|nowhere|base|seed|config file|data.train|data.root",)
         )
         never = () if name == "a secret where a number stands" else (SECRET,)
         fine = name in ("base 3,000 deep",)
