@@ -29,15 +29,14 @@ from detr_bf.report import (
     ProbableClasses,
     SheetRow,
     class_labels,
-    compare_variants,
     comparison_sheet,
     fonts,
     panoptic_sheet,
     prediction_sheet,
-    save_comparison,
     save_picture,
     tolerating,
 )
+from detr_bf.report.comparison import compare_variants, save_comparison
 from detr_bf.report.drawing import draw_boxes
 from detr_bf.report.figures import save_figure
 from detr_bf.report.fonts import legible, load_font, plain, shorten
