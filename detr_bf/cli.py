@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import select
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -49,19 +51,34 @@ def run_tool(function: Callable[[], int]) -> int:
     except Interrupted as error:
         return _report(error, str(error), 128 + error.signal_number)
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_ended():
+            _discard_unwritable_output()
+            return 128 + signal.SIGPIPE
         if error.errno not in _ADVICE:
             raise
-        try:  # discard unwritable output: Python would try again at exit, and fail there
-            sys.stdout.flush()
-        except OSError:
-            with suppress(OSError):  # where standard output is no file
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_unwritable_output()
         file = "" if error.filename is None else f"{error.filename}: "
         return _report(InputError(), f"error: {file}{error.strerror}; {_ADVICE[error.errno]}", 2)
     except KeyboardInterrupt:
         close_bars()
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _discard_unwritable_output() -> None:
+    """Discard output that cannot be written: Python would try again at exit, and fail there."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError):  # if standard output is no file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _reader_has_ended() -> bool:
+    """Return True if standard output is a pipe that nobody reads any more, as after ``| head``."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _report(error: CommandError, message: str, code: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -124,3 +125,14 @@ def test_log_lines_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.Capt
     for text in (capsys.readouterr().err, (tmp_path / "log.txt").read_text(encoding="utf-8")):
         assert "\x1b" not in text
         assert "image \\x1b]0;owned\\x07\nnext \\udcff\nTraceback" in text
+
+
+def test_a_reader_that_ends_early_is_no_error() -> None:
+    """Behave like ``detr-bf recipes | head -1``."""
+    code = "from detr_bf.cli import run_tool; import sys; sys.exit(run_tool(lambda: print('x\\n' * 10**6) or 0))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "x\n"
+    process.stdout.close()
+    assert (process.wait(60), process.stderr.read()) == (128 + signal.SIGPIPE, "")
