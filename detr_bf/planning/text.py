@@ -210,7 +210,8 @@ def _assumptions_of_time(time: Time, config: DetectionConfig, machine: Machine) 
         f"{published_share():.0%} of this speed is assumed, as in DETR's published training on V100: "
         f"{PUBLISHED_EPOCHS} epochs in {PUBLISHED_DAYS} days on {PUBLISHED_GPUS} GPUs with {PUBLISHED_BATCH} images "
         f"each (arXiv 2005.12872), {published_seconds_per_step():.3f} s a step. Evaluation and waiting for data or "
-        "other GPUs are not included; the error may reach a factor of 2: give --seconds-per-step if you have measured it"
+        "other GPUs are not included; the error may reach a factor of 2: give --seconds-per-step if you have measured "
+        "the time"
     )
 
 
