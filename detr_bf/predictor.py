@@ -101,12 +101,12 @@ class Predictor:
         batch = Batch.collate(samples).to(self.device)
         return self.postprocess(self.model(batch), batch.targets)
 
-    def _sample(self, pixels: Tensor, place: int) -> tuple[Tensor, Target]:
+    def _sample(self, pixels: Tensor, index: int) -> tuple[Tensor, Target]:
         original_size = (pixels.shape[-2], pixels.shape[-1])
         no_boxes = BoundingBoxes(torch.empty(0, 4), format=BoundingBoxFormat.XYXY, canvas_size=original_size)
         resized, _, labels, _ = self.transform(Sample(Image(pixels), no_boxes, torch.empty(0, dtype=torch.int64)))
         size = (resized.shape[-2], resized.shape[-1])
-        target = Target(place, torch.empty(0, 4), labels, size, original_size)
+        target = Target(index, torch.empty(0, 4), labels, size, original_size)
         return resized.as_subclass(Tensor), target
 
 

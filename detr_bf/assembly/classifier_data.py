@@ -119,7 +119,7 @@ def build_image_eval_transform(transforms: ImageTransformConfig) -> EvalTransfor
 
 def train_batches(config: ImageConfig, splits: ImageSplits, device: torch.device) -> tuple[MakeImageBatches, int]:
     """Return (epoch, first batch) -> training batches of this rank from there on, and the batches per epoch."""
-    batches = epoch_batches(config, len(splits.train), repeats=config.data.repeats)
+    batches = epoch_batches(config, len(splits.train), repeated_augment=config.data.repeats)
     load = _train_loader(config, splits, device)
     return (
         lambda epoch, start: iter(load(batches(epoch=epoch, start_batch=start))),

@@ -89,7 +89,7 @@ class EpochBatches(Sampler[list[SampleKey]]):
         world_size: number of ranks.
         buckets: a bucket number for each sample. All images of a batch have the same number, except in a few batches
             made of the remaining images. The order of the batches is random.
-        repeats: copies of an image in a global batch, each with its own key (repeated augmentation, Hoffer et al.
+        repeated_augment: copies of an image in a global batch, each with its own key (repeated augmentation, Hoffer et al.
             2020, arXiv 1901.09335). The number of batches does not change, so an epoch uses only a part of the images.
             All first copies come before all second copies, so the ranks mostly get different images. If the global
             batch size is not a multiple, some images have one copy less.
@@ -109,11 +109,11 @@ class EpochBatches(Sampler[list[SampleKey]]):
         rank: int = 0,
         world_size: int = 1,
         buckets: Sequence[int] | None = None,
-        repeats: int = 1,
+        repeated_augment: int = 1,
     ) -> None:
         assert 0 <= rank < world_size
-        assert repeats >= 1
-        assert repeats == 1 or buckets is None
+        assert repeated_augment >= 1
+        assert repeated_augment == 1 or buckets is None
         assert buckets is None or len(buckets) == num_samples
         _check_batch_size(batch_size)
         if num_samples < world_size:
@@ -129,7 +129,7 @@ class EpochBatches(Sampler[list[SampleKey]]):
         self.rank = rank
         self.world_size = world_size
         self.buckets = buckets
-        self.repeats = repeats
+        self.repeated_augment = repeated_augment
         self.num_batches = num_samples // self.global_size or 1
 
     def __len__(self) -> int:
@@ -139,7 +139,11 @@ class EpochBatches(Sampler[list[SampleKey]]):
     def __iter__(self) -> Iterator[list[SampleKey]]:
         for indices in self._global_batches()[self.start_batch :]:
             size = min(self.global_size, self.num_samples)
-            keys = [SampleKey(self.epoch, index, copy) for copy in range(self.repeats) for index in indices.tolist()]
+            keys = [
+                SampleKey(self.epoch, index, copy)
+                for copy in range(self.repeated_augment)
+                for index in indices.tolist()
+            ]
             mine = torch.tensor_split(torch.arange(min(size, len(keys))), self.world_size)[self.rank]
             yield [keys[number] for number in mine.tolist()]
 
@@ -148,7 +152,7 @@ class EpochBatches(Sampler[list[SampleKey]]):
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
         order = torch.randperm(self.num_samples, generator=generator)
         if self.buckets is None:
-            different = math.ceil(min(self.global_size, self.num_samples) / self.repeats)
+            different = math.ceil(min(self.global_size, self.num_samples) / self.repeated_augment)
             return list(order.split(different)[: self.num_batches])
         batches = self._bucketed(order.tolist(), self.buckets)
         return [batches[number] for number in torch.randperm(self.num_batches, generator=generator).tolist()]

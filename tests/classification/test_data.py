@@ -74,13 +74,13 @@ def assert_same(first: list[LabelledImages], second: list[LabelledImages]) -> No
 
 
 def test_batches_do_not_depend_on_workers_or_on_where_one_starts() -> None:
-    alone = load(in_memory(), repeats=2)
+    alone = load(in_memory(), repeated_augment=2)
     assert [len(batch) for batch in alone] == [4, 4, 4]
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
-    assert_same(load(in_memory(), workers=2, repeats=2), alone)
-    assert_same(load(in_memory(), start_batch=1, repeats=2), alone[1:])
+    assert_same(load(in_memory(), workers=2, repeated_augment=2), alone)
+    assert_same(load(in_memory(), start_batch=1, repeated_augment=2), alone[1:])
     assert all(not torch.equal(a.images, b.images) for a, b in zip(alone, load(in_memory(), epoch=2), strict=True))
 
 

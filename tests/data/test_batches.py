@@ -43,28 +43,28 @@ def test_one_process_sees_the_permutation_as_it_is() -> None:
 
 
 def test_repeated_augmentation_shows_fewer_images_several_times_each() -> None:
-    chosen = batches(50, 6, repeats=3)
+    chosen = batches(50, 6, repeated_augment=3)
     assert len(chosen) == len(batches(50, 6)) == 8, "as long as an epoch without repeats"
     for batch in chosen:
         assert Counter(key.index for key in batch) == dict.fromkeys({key.index for key in batch}, 3)
         assert [key.copy for key in batch] == [0, 0, 1, 1, 2, 2]
     assert len(set(indices(chosen))) == 16, "no image in two batches"
     assert indices(chosen)[:2] == indices(batches(50, 6))[:2], "of the same permutation"
-    assert batches(50, 6, repeats=3, start_batch=5) == chosen[5:]
+    assert batches(50, 6, repeated_augment=3, start_batch=5) == chosen[5:]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_processes_share_the_copies(world_size: int) -> None:
-    alone = batches(50, 4 * world_size, repeats=3)
-    assert together(50, 4, world_size, repeats=3) == alone
+    alone = batches(50, 4 * world_size, repeated_augment=3)
+    assert together(50, 4, world_size, repeated_augment=3) == alone
     for rank in range(world_size):
-        mine = batches(50, 4, rank=rank, world_size=world_size, repeats=world_size)
+        mine = batches(50, 4, rank=rank, world_size=world_size, repeated_augment=world_size)
         assert all(len({key.index for key in batch}) == 4 for batch in mine), "all different where copies = processes"
 
 
 @pytest.mark.parametrize(("num_samples", "size"), [(50, 4), (3, 3), (1, 1)])
 def test_copies_fill_a_batch_that_is_no_multiple(num_samples: int, size: int) -> None:
-    for batch in batches(num_samples, 4, repeats=3):
+    for batch in batches(num_samples, 4, repeated_augment=3):
         assert len(batch) == size
         assert len(set(batch)) == size, "keys differ"
         assert max(Counter(key.index for key in batch).values()) <= 3
