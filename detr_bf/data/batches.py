@@ -89,7 +89,7 @@ class EpochBatches(Sampler[list[SampleKey]]):
         world_size: number of ranks.
         buckets: a bucket number for each sample. All images of a batch have the same number, except in a few batches
             made of the remaining images. The order of the batches is random.
-        repeated_augment: copies of an image in a global batch, each with its own key (repeated augmentation, Hoffer et al.
+        repeated_augment: copies of an image in a global batch, each with its own key (Hoffer et al.
             2020, arXiv 1901.09335). The number of batches does not change, so an epoch uses only a part of the images.
             All first copies come before all second copies, so the ranks mostly get different images. If the global
             batch size is not a multiple, some images have one copy less.
