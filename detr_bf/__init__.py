@@ -23,3 +23,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'detr_bf' has no attribute '{name}'")
     return getattr(import_module(_MODULES.get(name, "detr_bf.models")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -77,7 +77,10 @@ def _discard_unwritable_output() -> None:
 def _reader_has_ended() -> bool:
     """Return True if standard output is a pipe that nobody reads any more, as after ``| head``."""
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):  # standard output is no file, as in a notebook
+        return False
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 

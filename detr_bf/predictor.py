@@ -111,7 +111,7 @@ class Predictor:
 
 
 def chunks(images: Iterable[ImageLike], batch_size: int) -> Iterator[list[tuple[int, ImageLike]]]:
-    """Numbered images in lists of ``batch_size``, the last of what is left."""
+    """Yield lists of ``batch_size`` images with their indices; the last list may be shorter."""
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise InputError(f"batch_size must be a whole number from 1, got {printable(repr(batch_size))}")
     is_one = isinstance(images, (Tensor, np.ndarray)) and images.ndim < 4
@@ -122,7 +122,7 @@ def chunks(images: Iterable[ImageLike], batch_size: int) -> Iterator[list[tuple[
 
 
 def image_pixels(image: object, name: str, max_pixels: int = MAX_PIXELS) -> Tensor:
-    """(3, H, W) uint8 RGB on the CPU; the docstring of :class:`Predictor` lists what is taken.
+    """Return an image as (3, H, W) uint8 RGB on the CPU; see :class:`Predictor` for the accepted types.
 
     Raises:
         InputError: ``image`` is something else, which the message calls ``name``, or its file cannot be read.

@@ -284,8 +284,8 @@ def _check_same_task(config: RunConfig, checkpoint: Checkpoint, folder: RunFolde
     before = config_from_dict(checkpoint.config, source=f"the config in {folder.last}")
     if type(before) is not type(config):
         raise InputError(
-            f"{folder.last} is of a {type(before).__name__}, not of a {type(config).__name__}: resume with the command "
-            "that started it, or choose another folder with output_dir=DIR"
+            f"{folder.last} is of the task {before.task}, not of {config.task}: resume with the config that started "
+            "it, or choose another folder with output_dir=DIR"
         )
 
 

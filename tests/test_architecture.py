@@ -258,7 +258,10 @@ def test_detectors_are_short_and_hold_only_their_difference() -> None:
         source = path.read_text(encoding="utf-8")
         assert len(source.splitlines()) <= 250, path.name
         for window in set(six_lines(source)):
-            assert window not in windows, f"{path.name} and {windows[window]} share:\n{window}"
+            assert window not in windows, (
+                f"{path.name} and {windows[window]} share these lines: call the other detector's function, or move "
+                f"the part to detectors/detector.py\n{window}"
+            )
             windows[window] = path.name
 
 

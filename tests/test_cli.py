@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import signal
@@ -136,3 +137,14 @@ def test_a_reader_that_ends_early_is_no_error() -> None:
     assert process.stdout.readline() == "x\n"
     process.stdout.close()
     assert (process.wait(60), process.stderr.read()) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_broken_pipe_without_a_file_as_output_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behave in a notebook as for any other fault."""
+
+    def fail() -> int:
+        raise BrokenPipeError(errno.EPIPE, "of a worker")
+
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with pytest.raises(BrokenPipeError):
+        run_tool(fail)

@@ -20,7 +20,7 @@ from detr_bf.assembly import build_classification, build_model
 from detr_bf.config import DetectionConfig, load_config
 from detr_bf.engine import build_optimizer
 from detr_bf.errors import InputError
-from detr_bf.planning import GPUS, Gpu, Machine, Plan, describe, gpu_named, make_plan, read_measured, trace
+from detr_bf.planning import GPUS, Gpu, Machine, Plan, describe_plan, gpu_named, make_plan, read_measured, trace
 from detr_bf.planning.machine import largest_size, published_seconds_per_step, published_share, usual_size
 from detr_bf.planning.plan import disk_of, memory_of, schedule_of, trace_of
 from detr_bf.planning.trace import Recorder, Work, fake_tensors
@@ -285,7 +285,7 @@ def test_learning_rate_follows_the_total_batch_and_changes_nothing() -> None:
     assert rates.factor == 2
     assert (rates.lr, rates.backbone_lr) == pytest.approx((0.0002, 0.00002))
     assert config == before
-    text = describe(plan, config, machine)
+    text = describe_plan(plan, config, machine)
     assert "published for 16 images a step (--published-batch), here 32, x 2" in text
     assert "optimizer.lr=0.0002 optimizer.backbone_lr=2e-05 instead of 0.0001 and 1e-05" in text
     assert "optimizer.warmup_steps" in text
@@ -434,7 +434,7 @@ def test_what_does_not_fit_says_so_and_what_would_help() -> None:
     needs = [needed, *(step.needed for step in plan.helps)]
     assert needs == sorted(set(needs), reverse=True)
     assert [need(*settings, *step.settings.split()) for step in plan.helps] == needs[1:]
-    text = describe(plan, config, machine)
+    text = describe_plan(plan, config, machine)
     assert f"does not fit: needs {needed / 2**30:.1f} GB of {machine.memory:.1f} GB" in text
     assert "batch attention then spans 2 images instead of 4" in text
 
@@ -448,7 +448,7 @@ def need(*settings: str) -> float:
 def test_nothing_is_proposed_where_it_fits() -> None:
     machine = Machine(gpus=1, num_classes=CLASSES)
     plan = make_plan(tiny(), machine)
-    text = describe(plan, tiny(), machine)
+    text = describe_plan(plan, tiny(), machine)
     assert plan.fits
     assert plan.helps == ()
     assert "fits:" in text
@@ -457,11 +457,11 @@ def test_nothing_is_proposed_where_it_fits() -> None:
 
 def test_where_nothing_is_enough_it_says_that() -> None:
     machine = Machine(gpus=1, num_classes=CLASSES, memory=0.1)
-    text = describe(make_plan(tiny(), machine), tiny(), machine)
+    text = describe_plan(make_plan(tiny(), machine), tiny(), machine)
     assert "beyond that: smaller images" in text
     assert "fits" not in text.replace("does not fit", "")
     modest = tiny("train.batch_size=1", "train.precision=bf16", "train.recompute_encoder=true")
-    assert "no setting of train helps" in describe(make_plan(modest, machine), modest, machine)
+    assert "no setting of train helps" in describe_plan(make_plan(modest, machine), modest, machine)
 
 
 def test_a_batch_of_landscape_and_portrait_images_gives_a_warning() -> None:
@@ -472,7 +472,7 @@ def test_a_batch_of_landscape_and_portrait_images_gives_a_warning() -> None:
     real = plan_of(replace(config, data=replace(config.data, transforms=square))).memory.total
     assert plan.mixed == pytest.approx(real, rel=0.02)
     machine = Machine(gpus=1, num_classes=CLASSES, memory=(plan.memory.total + plan.mixed) / 2**31)
-    assert "data.aspect_buckets" in describe(make_plan(config, machine), config, machine)
+    assert "data.aspect_buckets" in describe_plan(make_plan(config, machine), config, machine)
 
 
 @pytest.mark.parametrize(
@@ -536,7 +536,7 @@ def test_every_recipe_is_planned(name: str) -> None:
     path = CONFIGS / name
     config, machine = load_config(path), Machine(gpus=8)
     plan = make_plan(config, machine, load_config(path))
-    text = describe(plan, config, machine)
+    text = describe_plan(plan, config, machine)
     assert plan.memory.activations > 0
     assert plan.time.days > 0
     assert plan.fits or plan.helps

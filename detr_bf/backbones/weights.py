@@ -95,7 +95,7 @@ def copy_by_name(target: nn.Module, source: Mapping[str, Tensor]) -> None:
 def download_failed(url: str, error: Exception) -> InputError:
     """Build the error for weights that could not be downloaded."""
     return InputError(
-        f"weights=imagenet: {url} could not be downloaded or stored ({error}). Without a network: "
-        f"download it elsewhere and give its path, weights=/path/to/{url.rsplit('/', 1)[-1]}; "
-        "or start from scratch with weights=none"
+        f"model.backbone.weights=imagenet: {url} could not be downloaded or stored ({error}). Without a network: "
+        f"download it elsewhere and give its path, model.backbone.weights=/path/to/{url.rsplit('/', 1)[-1]}; "
+        "or start from scratch with model.backbone.weights=none"
     )

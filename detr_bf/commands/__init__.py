@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module, resources
@@ -70,7 +71,7 @@ def configs_and_overrides(options: argparse.Namespace) -> tuple[list[Path], list
     given = [*options.config, *options.settings]
     if not all(text.strip() for text in given):
         raise InputError("an empty argument: expected a config, or an override such as train.epochs=12")
-    overrides = [text for text in given if "=" in text and "/" not in text.partition("=")[0]]
+    overrides = [text for text in given if "=" in text and "/" not in text.partition("=")[0] and not _is_yaml(text)]
     return [_config_file(text) for text in given if text not in overrides], overrides
 
 
@@ -81,9 +82,14 @@ def packaged_configs() -> dict[str, Path]:
     return {path.stem: path for path in found if path.parent.name != "base" and path.stem != "base"}
 
 
+def _is_yaml(text: str) -> bool:
+    """Return True for an existing YAML file, whose name may contain ``=``."""
+    return text.endswith((".yaml", ".yml")) and os.path.isfile(text)  # noqa: PTH113  False for names that are too long
+
+
 def _config_file(text: str) -> Path:
     path = Path(text)
-    if path.exists() or path.suffix in (".yaml", ".yml") or len(path.parts) != 1:
+    if os.path.isfile(path) or path.suffix in (".yaml", ".yml") or len(path.parts) != 1:  # noqa: PTH113
         return path  # the loader reports a missing file
     known = packaged_configs()
     if text not in known:

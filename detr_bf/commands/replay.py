@@ -1,6 +1,6 @@
 """Run a captured training step again and report the first module whose output is not finite.
 
-detr-bf replay runs/mine/captures/step_00000017_rank_0.pt
+detr-bf replay runs/mine/captures/step_0000017_rank_0.pt
 detr-bf replay FILE --device cpu --precision float32    # is it finite in full precision?
 
 Exit code 0: it is not finite again; 3: everything is finite now; 2: bad input.

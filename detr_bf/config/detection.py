@@ -66,7 +66,7 @@ class SmcaConfig:
 class ModelConfig:
     """Detector and its size."""
 
-    name: str = "detr"  # detr, conditional_detr, smca, smca_multi_scale or deformable_detr
+    name: str = "detr"  # a name in detr_bf.detectors.DETECTORS
     hidden_dim: int = positive(256, WIDTH)  # channels of a token
     heads: int = positive(8, 1024)  # attention heads
     encoder_layers: int = not_negative(6, LAYERS)
@@ -188,7 +188,7 @@ class TransformConfig:
     crop_max: int = positive(600, WIDTH)  # maximum side of the crop
     extra: list[str] = field(
         default_factory=list
-    )  # additional training transforms, names in data.transforms.TRANSFORMS
+    )  # additional training transforms, names in detr_bf.data.transforms.TRANSFORMS
 
     def check_values(self, prefix: str) -> None:
         if self.crop_min > self.crop_max:

@@ -146,7 +146,7 @@ def _task_of(sources: Sequence[tuple[str, dict[str, Any]]], expected: str | None
             raise InputError(f"{source}: task must be one of {', '.join(SCHEMAS)}; got '{printable(task)}'")
         if found not in (None, task):
             other = f"{owner} is of the task {found}" if owner else f"a config of the task {found} is expected"
-            raise InputError(f"{source} is of the task {task}, but {other}; tools/train_net.py trains every task")
+            raise InputError(f"{source} is of the task {task}, but {other}; detr-bf train trains every task")
         found, owner = task, source
     return found or next(iter(SCHEMAS))
 
@@ -185,6 +185,10 @@ def _inherited(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict[
         raise InputError(f"config file {shown}: base must name a file or a list of files, got {printable(repr(bases))}")
     count = 0
     for base in bases:
+        if not os.path.lexists(path.parent / base):
+            raise InputError(
+                f"config file {shown}: base {printable(repr(base))} not found; the path is relative to this file"
+            )
         for source in _inherited(path.parent / base, (*chain, path.resolve())):
             count += 1
             if count > _FILES:

@@ -175,7 +175,7 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
     numbers, replaces one whose image or mask file cannot be read. It is augmented with the seed of the replaced image.
 
     Raises:
-        InputError: the files have an error that would affect training; tools/check_data.py lists all of them.
+        InputError: the files have an error that would affect training; detr-bf check lists all of them.
     """
 
     def __init__(
@@ -411,7 +411,7 @@ def _segmentations(
 
 def _unusable(content: CocoAnnotations, problem: str) -> InputError:
     return InputError(
-        f"{printable(content.path)}: {problem}; tools/check_data.py lists everything that is wrong with the data"
+        f"{printable(content.path)}: {problem}; detr-bf check lists everything that is wrong with the data"
     )
 
 

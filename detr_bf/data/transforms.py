@@ -65,7 +65,23 @@ def train_transform(
     resize = RandomResize(short_sides, max_size)
     crop = v2.Compose([RandomResize(crop_short_sides), RandomSizeCrop(crop_min, crop_max), resize])
     resize_or_crop = v2.RandomChoice([resize, crop], p=[1 - random_crop, random_crop])
-    return v2.Compose([v2.RandomHorizontalFlip(horizontal_flip), resize_or_crop, *(TRANSFORMS[name] for name in extra)])
+    return v2.Compose(
+        [v2.RandomHorizontalFlip(horizontal_flip), resize_or_crop, *(_Registered(name) for name in extra)]
+    )
+
+
+class _Registered:
+    """Transform of :data:`TRANSFORMS` whose results are checked."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.transform = TRANSFORMS[name]
+
+    def __call__(self, sample: Sample) -> Sample:
+        changed = self.transform(sample)
+        if not isinstance(changed, Sample) or changed.image.dtype != torch.uint8:
+            raise TypeError(f"the transform '{self.name}' must return a Sample whose image is uint8")
+        return changed
 
 
 def eval_transform(*, short_side: int, max_size: int) -> SampleTransform:

@@ -116,6 +116,7 @@ class Evaluation(Generic[E]):
         Raises:
             EvaluationStopped: see :class:`EvaluationLoop`.
         """
+        self.evaluator = None  # its results may be large
         own = self.make_evaluator()
         with torch.no_grad():
             for batch, outputs in self.loop(model, should_stop):
@@ -200,6 +201,7 @@ class DetectionEvaluator:
         """Return the metrics and write the panoptic maps."""
         if self.panoptic:
             self.panoptic.write(self._maps)
+            self._maps = []
         return Result(
             self._boxes.summarize(),
             self._boxes.summarize_masks() if self._masks else None,

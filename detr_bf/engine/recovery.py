@@ -1,7 +1,7 @@
 """Recovery from steps whose loss or gradient is not finite, and from unreadable images.
 
 Such a step is run again under hooks to find the first module that breaks, captured in a file, and skipped. The file
-holds weights, batches and random states: ``tools/replay_capture.py`` runs the step again elsewhere.
+holds weights, batches and random states: ``detr-bf replay`` runs the step again elsewhere.
 """
 
 from __future__ import annotations
@@ -378,7 +378,7 @@ def report_fault(capture: Capture, path: Path | None) -> str:
         lines = [f"rank {capture.rank}, images {names}", *str(fault).splitlines()]
         if path is not None:
             capture.save(path)
-            lines.append(f"captured in {path}; run it again with tools/replay_capture.py")
+            lines.append(f"captured in {path}; run it again with detr-bf replay")
         report = "\n  ".join(lines)
     reports = "\n".join(filter(None, distributed.all_gather_object(report)))
     nothing = "run again, everything is finite: the fault depends on the order of sums, or on memory"
@@ -441,7 +441,7 @@ class Recovery:
             raise distributed.on_all_ranks(
                 TrainingError(
                     f"{message}\nThe last checkpoint is {state.folder.last}. Try a lower optimizer.lr, "
-                    "optimizer.clip_norm=0.1, train.precision=float32, check these images with tools/check_data.py, "
+                    "optimizer.clip_norm=0.1, train.precision=float32, check these images with detr-bf check, "
                     "or skip such steps with train.max_skipped=N."
                 )
             )

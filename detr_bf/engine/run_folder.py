@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -107,8 +108,8 @@ class _Inside:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
-        return folder.path / self.name
+    def __get__(self, folder: RunFolder | None, owner: type[RunFolder]) -> Any:
+        return self if folder is None else folder.path / self.name
 
 
 @dataclass(frozen=True)

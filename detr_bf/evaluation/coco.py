@@ -253,7 +253,7 @@ def _run_lengths_of(annotation: Mapping[str, Any], size: tuple[int, int] | None)
     try:
         masks = Segmentations([parts_of(annotation.get("segmentation"), size)]).read(0, slice(0, 1), size)
     except ValueError as error:
-        raise InputError(f"{where} has no usable mask: {error}; tools/check_data.py lists all of them") from error
+        raise InputError(f"{where} has no usable mask: {error}; detr-bf check lists all of them") from error
     return encoded(masks)[0]
 
 
@@ -262,7 +262,7 @@ def _complete(path: Path, annotation: Mapping[str, Any], number: int, masks: boo
         values = annotation_values(annotation)
     except ValueError as error:
         raise InputError(
-            f"{printable(path)}: image {annotation['image_id']} has {error}; tools/check_data.py lists everything that "
+            f"{printable(path)}: image {annotation['image_id']} has {error}; detr-bf check lists everything that "
             "is wrong with the data"
         ) from None
     return {

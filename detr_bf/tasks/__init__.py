@@ -42,8 +42,8 @@ def require_task(checkpoint: Checkpoint, name: str, source: Path) -> None:
     Raises:
         InputError: naming the option of ``detr-bf convert`` for the task that the checkpoint is of.
     """
-    found = checkpoint.config.get("task")
-    if found in TASKS and found != name:
+    found = checkpoint.config.get("task", "detection")
+    if isinstance(found, str) and found in TASKS and found != name:
         task, expected = task_class(found), task_class(name)
         raise InputError(
             f"{source} is a checkpoint of {task.kind}, expected one of {expected.kind}: use {task.deploy_option}"

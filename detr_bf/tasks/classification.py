@@ -53,7 +53,7 @@ from detr_bf.engine import (
     load_strict,
 )
 from detr_bf.engine.step import Criterion
-from detr_bf.errors import InputError
+from detr_bf.errors import InputError, prefix_errors
 from detr_bf.plugins import without_plugins
 from detr_bf.plugins.plugin import PREFIX
 from detr_bf.report import class_labels, save_picture, tolerating
@@ -69,12 +69,16 @@ class ImageTask(Task[I]):
     """Data and optimizer of models that are trained on whole images."""
 
     batch_type = LabelledImages
+    _splits: ImageSplits | None = None
 
     def examine(self) -> Report:
         return check_image_data(self.config)
 
     def load_data(self) -> ImageSplits:
-        return build_image_splits(self.config)
+        """Return both splits, which are read once."""
+        if self._splits is None:
+            self._splits = build_image_splits(self.config)
+        return self._splits
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return image_optimizer(self.config, model)
@@ -117,15 +121,16 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
 
     def build_evaluation(self, class_map: ClassMap, folder: RunFolder, data: ImageSplits | None = None) -> Evaluate:
         splits, settings = data or self.load_data(), self.config.eval
-        if splits.class_map.names != class_map.names:
-            _check_classes(class_map, splits.class_map)
         evaluator = partial(
             ClassificationEvaluator, splits.class_map, splits.class_counts, many=settings.many, few=settings.few
         )
         return Evaluation(val_loop(self.config, splits, device_of(self.config)), evaluator)
 
     def load_evaluated(self, source: Path) -> tuple[nn.Module, ClassMap]:
-        classes = load_checkpoint(source).classes if is_checkpoint(source) else self.load_data().class_map
+        classes = self.load_data().class_map
+        if is_checkpoint(source):
+            with prefix_errors(str(source)):
+                _check_classes(load_checkpoint(source).classes, classes)
         plain = copy.deepcopy(self.config)
         for name in TRAINING_ONLY:
             getattr(plain.plugins, name).enabled = False
@@ -148,7 +153,7 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
 
     def _rows(self, evaluator: ClassificationEvaluator) -> Iterator[ClassifiedImage]:
         """Yield the most confident wrong predictions, then as many of the most confident right ones."""
-        val, found = build_image_splits(self.config).val, evaluator.predictions()
+        val, found = self.load_data().val, evaluator.predictions()
         half = -(-self.config.eval.pictures // 2)
         for row in (*found.most_confident(False, half), *found.most_confident(True, half)):
             image = shown(pixels(val, int(found.indices[row])), self.config.data.transforms)
@@ -236,6 +241,8 @@ def shown(images: Tensor, transforms: ImageTransformConfig) -> Tensor:
 
 def _check_classes(trained: ClassMap, found: ClassMap) -> None:
     """Refuse data with other classes than the weights: labels are indices into the classes of the data."""
+    if trained.names == found.names:
+        return
     pairs = zip(trained.names, found.names, strict=False)
     first = next((pair for pair in pairs if pair[0] != pair[1]), None)
     difference = f"class '{first[0]}' is '{first[1]}' there" if first else "the others are missing"

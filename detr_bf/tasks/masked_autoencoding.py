@@ -27,8 +27,6 @@ from detr_bf.engine import (
     RunFolder,
     build_and_load,
     checkpoint_of,
-    is_checkpoint,
-    load_checkpoint,
     load_fitting,
     load_strict,
 )
@@ -67,10 +65,9 @@ class MaskedTask(ImageTask[MaskedConfig]):
         return Evaluation(loop, ReconstructionEvaluator)
 
     def load_evaluated(self, source: Path) -> tuple[nn.Module, ClassMap]:
-        classes = load_checkpoint(source).classes if is_checkpoint(source) else self.load_data().class_map
-        model = self.build_model(classes.num_classes)
+        model = self.build_model(0)
         load_strict(model, interop.read_state(source), str(source))
-        return model, classes
+        return model, ClassMap((), ())  # it has no classes
 
     @torch.no_grad()
     def write_outputs(self, folder: RunFolder, evaluate: Evaluation[ReconstructionEvaluator], model: nn.Module) -> None:

@@ -352,3 +352,11 @@ def test_a_home_folder_is_found_in_every_path(monkeypatch: pytest.MonkeyPatch, t
     assert load_config(None, ["data.root=~/x"], task="classification").data.root == "/home/me/x"
     assert load_config(None, ["output_dir=~nobody-of-that-name/x"]).output_dir == "~nobody-of-that-name/x"
     assert load_config(None, ["output_dir=a~b"]).output_dir == "a~b"
+
+
+def test_a_missing_base_is_named_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("base: nowhere.yaml\n")
+    with pytest.raises(
+        InputError, match=r"mine\.yaml: base 'nowhere\.yaml' not found; the path is relative to this file"
+    ):
+        load_config(tmp_path / "mine.yaml")

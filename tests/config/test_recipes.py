@@ -108,7 +108,7 @@ def test_inheritance_is_at_most_three_files_deep(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.split("/")[0] in TASKS])
 def test_a_file_of_another_task_is_refused(name: str) -> None:
-    with pytest.raises(InputError, match=r"but a config of the task detection is expected; tools/train_net\.py"):
+    with pytest.raises(InputError, match=r"but a config of the task detection is expected; detr-bf train"):
         load_config(CONFIGS / name, task="detection")
 
 

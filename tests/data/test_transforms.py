@@ -254,6 +254,12 @@ def test_registered_transforms_keep_the_form_of_a_sample() -> None:
         assert len(boxes) == len(labels)
 
 
+def test_a_registered_transform_that_changes_the_type_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRANSFORMS, "to_float", lambda sample: sample._replace(image=sample.image.float()))
+    with pytest.raises(TypeError, match="'to_float' must return a Sample whose image is uint8"):
+        training(extra=["to_float"])(sample(200, 300, (10, 12, 145, 140)))
+
+
 def test_an_unknown_extra_transform_is_refused() -> None:
     with pytest.raises(InputError, match=r"data\.transforms\.extra .*'wings', expected .*photometric_distort"):
         training(extra=["photometric_distort", "wings"])

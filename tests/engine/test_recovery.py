@@ -273,7 +273,7 @@ def test_the_ranks_with_a_fault_save_captures_and_all_ranks_report_it(tmp_path: 
         "the loss or the gradient of step 17 is not finite",
         "rank 1, images 00.png, 01.png",
     ]
-    assert first.endswith(f"captured in {tmp_path / '1.pt'}; run it again with tools/replay_capture.py")
+    assert first.endswith(f"captured in {tmp_path / '1.pt'}; run it again with detr-bf replay")
     assert "decoder.heads.classes.0 (Linear)" in first
     assert list(tmp_path.iterdir()) == [tmp_path / "1.pt"]
     saved = load_capture(tmp_path / "1.pt", batch_type)

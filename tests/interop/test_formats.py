@@ -55,6 +55,10 @@ def test_ours_are_no_foreign_format(name: str) -> None:
     ("name", "form"), [(name, form) for name in DETECTORS for form in NAMES if (name, form) not in PAIRS]
 )
 def test_other_detectors_are_refused(name: str, form: str) -> None:
+    shapes = {key: tensor.shape for key, tensor in state_of(name).items()}
+    owners = [owner for owner, other in PAIRS if other == form]
+    if any({key: tensor.shape for key, tensor in state_of(owner).items()} == shapes for owner in owners):
+        pytest.skip("a detector with the same tensors")
     with pytest.raises(InputError, match=r"no names for these tensors|not the weights of a whole"):
         to_foreign(state_of(name), form)
 

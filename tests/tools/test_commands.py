@@ -74,3 +74,14 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "detr_r50*"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [name for name in packaged_configs() if name.startswith("detr_r50")]
+
+
+def test_a_file_may_have_an_equals_sign_and_a_folder_the_name_of_a_config(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.rename(tmp_path / "lr=1.yaml")
+    assert main(["check", "--config", "lr=1.yaml"]) == 0
+    (tmp_path / "detr_r50").mkdir()
+    assert main(["check", "detr_r50"]) == 2
+    assert "data/coco" in capsys.readouterr().err

@@ -96,7 +96,7 @@ def test_there_and_back(tmp_path: Path, changes: list[str], name: str, suffix: s
     assert_same(read_initial_weights(back), expected)
 
 
-def test_an_official_checkpoint_becomesinitial_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_official_checkpoint_becomes_initial_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = checkpoint("batch_former.layers=[1]")
     state = {f"module.{name}": x for name, x in interop.to_foreign(source.model, "detr").items()}
     whole = {"model": state, "optimizer": {"state": {}}, "epoch": 3, "args": argparse.Namespace(lr=1e-4, bf=3)}

@@ -143,7 +143,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(
     assert here(job, "--resume") == 0
     said = capsys.readouterr().err
     assert f"{last} is" in said
-    assert "goes on from" in said
+    assert "resumes from the older" in said
     assert "ERROR" in (job.folder / "log.txt").read_text()
     assert "resumed at step 3 of 9" in said
     assert (job.folder / "last.damaged.pt").read_bytes() == content

@@ -256,4 +256,4 @@ def test_a_run_of_another_task_is_not_resumed(
 ) -> None:
     assert train_net(["--config", str(tiny), "train.max_steps=1"]) == 0
     assert train_net(["--config", str(masked), f"output_dir={tmp_path / 'run'}", "--resume"]) == 2
-    assert "is of a ClassifierConfig, not of a MaskedConfig" in capsys.readouterr().err
+    assert "is of the task classification, not of masked_autoencoding" in capsys.readouterr().err

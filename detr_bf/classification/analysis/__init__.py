@@ -1,6 +1,6 @@
 """Analyses of trained classifiers: each turns a model and labelled images into a table and a figure.
 
-:data:`ANALYSES` names them for ``tools/analyze.py``; each is also a function of its own.
+:data:`ANALYSES` names them for ``detr-bf analyze``; each is also a function of its own.
 """
 
 from __future__ import annotations
