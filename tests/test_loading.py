@@ -191,3 +191,14 @@ def test_a_failing_write_says_whether_there_is_an_earlier_checkpoint(
     )
     with pytest.raises(TrainingError, match=rf"step 3 cannot be written to .*No space.*{message}"):
         state_of(tmp_path, nn.Linear(2, 2)).save()
+
+
+def test_a_checkpoint_of_another_or_of_no_task_is_not_deployed(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    source, target = tmp_path / "a.pt", tmp_path / "b.pt"
+    replace(checkpoint, config=checkpoint.config | {"task": ["detection"]}).save(source)
+    with pytest.raises(InputError, match="task must be one of"):
+        deploy(source, target, "detection")
+    replace(checkpoint, config={key: x for key, x in checkpoint.config.items() if key != "task"}).save(source)
+    with pytest.raises(InputError, match="a checkpoint of a detector, expected one of a classifier: use --strip-batch"):
+        deploy(source, target, "classification")
+    assert not target.exists()

@@ -2,7 +2,7 @@
 
 import sys
 
-from detr_bf.commands.check import main
+from detr_bf.commands.train import check as main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,13 +21,13 @@ COMMANDS = {  # name -> (module, function, help)
     "train": ("train", "main", "train what a config describes, with data checks, evaluation and a report"),
     "evaluate": ("train", "evaluate", "evaluate a trained run, or weights given as init_from=FILE"),
     "predict": ("predict", "main", "detect objects in images, or classify them"),
-    "check": ("check", "main", "check the data of a config"),
+    "check": ("train", "check", "check the data of a config"),
     "convert": ("convert", "main", "write a checkpoint in another format, or without training-only weights"),
     "analyze": ("analyze", "main", "analyse trained classifiers"),
     "plan": ("plan", "main", "estimate memory, time and learning rates before a run"),
     "replay": ("replay", "main", "run a captured training step again"),
     "sample-data": ("sample_data", "main", "build a sample data set"),
-    "recipes": ("recipes", "main", "list the packaged configs"),
+    "recipes": ("train", "recipes", "list the packaged configs"),
 }
 
 

@@ -8,10 +8,11 @@ torchrun --nproc-per-node=8 -m detr_bf train detr_r50_bfv2 train.batch_size=2
 from __future__ import annotations
 
 import argparse
+import fnmatch
 from collections.abc import Sequence
 
 from detr_bf.cli import run_tool
-from detr_bf.commands import add_config_arguments, configs_and_overrides
+from detr_bf.commands import add_config_arguments, configs_and_overrides, packaged_configs
 from detr_bf.config import load_config
 from detr_bf.errors import InputError
 from detr_bf.run import evaluate_only, evaluation_source, train
@@ -35,6 +36,34 @@ def evaluate(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     options.eval_only, options.resume, options.auto_resume = True, False, False
     return run_tool(lambda: _run(options))
+
+
+def check(arguments: Sequence[str] | None = None) -> int:
+    """Check the data of a config, print all errors and warnings, and return 2 if there are errors."""
+    parser = _parser("Check the data of a config and print all errors and warnings; exit code 2 if there are errors.")
+    options = parser.parse_intermixed_args(arguments)
+
+    def run() -> int:
+        report = task_of(load_config(*configs_and_overrides(options))).examine()
+        print(safe_message(report))
+        return 2 if report.errors else 0
+
+    return run_tool(run)
+
+
+def recipes(arguments: Sequence[str] | None = None) -> int:
+    """List the packaged configs whose names match one of the patterns, and return the exit code."""
+    parser = argparse.ArgumentParser(description="List the packaged configs and their files.")
+    parser.add_argument("pattern", nargs="*", default=["*"], metavar="PATTERN", help="such as '*bfv2'; default: all")
+    patterns = parser.parse_args(arguments).pattern
+
+    def run() -> int:
+        for name, path in packaged_configs().items():
+            if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+                print(f"{name:<48} {path}")
+        return 0
+
+    return run_tool(run)
 
 
 def _parser(description: str | None) -> argparse.ArgumentParser:
