@@ -54,10 +54,10 @@ def test_the_checks_find_what_data_set_and_evaluation_refuse(
     for first, second, split in ((train, source, "val"), (source, train, "train")):
         errors = examine(first, second, num_queries=10, cache_dir=tmp_path / "cache").errors
         assert (split, code) in {(error.split, error.code) for error in errors}
-    with pytest.raises(InputError, match=r"check_data\.py"):
+    with pytest.raises(InputError, match=r"detr-bf check"):
         CocoDetection(data.images, data.annotations, RESIZE)
     classes = read_annotations(clean.annotations).class_map
-    with pytest.raises(InputError, match=r"check_data\.py|does not know"):
+    with pytest.raises(InputError, match=r"detr-bf check|does not know"):
         CocoEvaluator(data.annotations, classes)
 
 
@@ -132,7 +132,7 @@ def test_the_checks_find_what_panoptic_evaluation_refuses(
     source = Source(data.images, data.annotations, data.panoptic)
     [error] = examine(source, None, num_queries=10, masks=True, cache_dir=tmp_path / "cache").errors
     assert (error.code, error.count) == (code, 1)
-    with pytest.raises(InputError, match=rf"{next(iter(change))}.*check_data\.py"):
+    with pytest.raises(InputError, match=rf"{next(iter(change))}.*detr-bf check"):
         CocoDetection(data.images, data.annotations, RESIZE, masks=True, panoptic=data.panoptic)
     with pytest.raises(InputError, match=next(iter(change))):
         PanopticEvaluator(data.annotations, data.panoptic, read_annotations(data.annotations).class_map)

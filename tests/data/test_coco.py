@@ -370,7 +370,7 @@ def test_objects_without_a_usable_segmentation_are_refused_where_masks_are_wante
     data = segmented(coco_folder())
     data.content["annotations"][3]["segmentation"] = segmentation
     data.save()
-    with pytest.raises(InputError, match=f"{message}.*check_data.py"):
+    with pytest.raises(InputError, match=f"{message}.*detr-bf check"):
         dataset(data, masks=True)
     assert dataset(data)[SampleKey(0, 1)][1].boxes.shape == (2, 4)
 

@@ -307,7 +307,7 @@ def test_what_leaves_masks_unknown_is_refused(
     data = panoptic_folder()
     breaking(data)
     data.save()
-    with pytest.raises(InputError, match=f"{message}.*check_data.py"):
+    with pytest.raises(InputError, match=f"{message}.*detr-bf check"):
         dataset(data)
     assert len(dataset(data, masks=False)) == 4
 
