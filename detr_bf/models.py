@@ -5,12 +5,11 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from detr_bf.assembly import build_model
-from detr_bf.config import DetectionConfig, config_from_dict, load_config
+from detr_bf.config import DetectionConfig, config_from_dict, load_config, packaged_configs
 from detr_bf.detectors import Detector
 from detr_bf.engine import checkpoint_of, load_checkpoint
 from detr_bf.errors import InputError
@@ -20,8 +19,6 @@ from detr_bf.text import printable
 
 if TYPE_CHECKING:
     from detr_bf.classification.predictor import ClassifierPredictor
-
-NOT_MODELS = ("base", "experiments")  # folders in configs/ without detectors; those of other tasks are nested
 
 
 def list_models(pattern: str = "*") -> list[str]:
@@ -63,9 +60,9 @@ def recipe_config(name: str, overrides: Sequence[str] = ()) -> DetectionConfig:
 
 
 def _recipes() -> dict[str, Path]:
-    """Return the files of all recipes of detectors by name."""
-    folder = Path(str(resources.files("detr_bf.configs")))
-    return {path.stem: path for path in folder.glob("*/*.yaml") if path.parent.name not in NOT_MODELS}
+    """Return the recipes of detectors by name: ``configs/*/NAME.yaml``; those of other tasks are one folder deeper."""
+    found = {name: path for name, path in packaged_configs().items() if path.parents[1].name == "configs"}
+    return {name: path for name, path in found.items() if path.parent.name != "experiments"}
 
 
 def load(path: str | Path, device: str = "auto") -> Predictor:

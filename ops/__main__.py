@@ -17,7 +17,7 @@ from detr_bf.ops.reference import batch_attention_reference, ms_deform_attn_refe
 
 TOLERANCE = 1e-5  # float32
 Op = Callable[..., Tensor]
-Sizes = list[tuple[int, ...]]
+OpSizes = list[tuple[int, ...]]
 
 
 def main() -> int:
@@ -63,7 +63,7 @@ def kernels_of(kind: str) -> str:
 def self_check(device: torch.device) -> int:
     """Compare each operator and its gradients with its reference in float64, on small random inputs."""
     shapes = [(7, 9), (4, 5)]
-    checks: dict[str, tuple[Op, Op, Sizes]] = {
+    checks: dict[str, tuple[Op, Op, OpSizes]] = {
         "ms_deform_attn": (
             lambda v, x, w: ms_deform_attn(v, shapes, None, x, w),
             lambda v, x, w: ms_deform_attn_reference(v, shapes, [0, 63], x, w),
@@ -82,7 +82,7 @@ def self_check(device: torch.device) -> int:
     return int(not all(error < TOLERANCE for error in errors.values()))
 
 
-def largest_error(op: Op, reference: Op, sizes: Sizes, device: torch.device) -> float:
+def largest_error(op: Op, reference: Op, sizes: OpSizes, device: torch.device) -> float:
     """Return the largest error of output and gradients, each relative to its largest value."""
     generator = torch.Generator().manual_seed(0)
     exact = [torch.rand(size, generator=generator, dtype=torch.float64).to(device) for size in sizes]

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from detr_bf.ops import library
-from detr_bf.ops.reference import ms_deform_attn_reference
-
-Shapes = Sequence[tuple[int, int]]
+from detr_bf.ops.reference import Shapes, ms_deform_attn_reference
 
 
 def ms_deform_attn(

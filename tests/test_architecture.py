@@ -276,3 +276,20 @@ def six_lines(source: str) -> Iterator[str]:
     lines = [text.strip() for number, text in enumerate(source.splitlines(), 1) if number not in imports]
     code = [text for text in lines if text.strip("()[]{},:")]
     yield from ("\n".join(code[start : start + 6]) for start in range(len(code) - 5))
+
+
+def test_public_names_are_unique() -> None:
+    """A public class, function or constant has a name of its own, apart from ``main`` of the commands."""
+    owners: dict[str, set[str]] = {}
+    for path in python_files(PACKAGE, ROOT / "ops"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            names = {target.id for target in targets if isinstance(target, ast.Name)}
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                names.add(node.name)
+            is_variable = isinstance(node, ast.Assign) and "TypeVar(" in ast.unparse(node.value)
+            for name in names if not is_variable else ():
+                if not name.startswith("_") and name not in ("logger", "main", "P"):
+                    owners.setdefault(name, set()).add(path.relative_to(ROOT).as_posix())
+    assert len(owners) > 500
+    assert not {name: sorted(paths) for name, paths in owners.items() if len(paths) > 1}

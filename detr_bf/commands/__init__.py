@@ -11,9 +11,10 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module, resources
+from importlib import import_module
 from pathlib import Path
 
+from detr_bf.config import packaged_configs
 from detr_bf.errors import InputError
 from detr_bf.text import printable
 
@@ -73,13 +74,6 @@ def configs_and_overrides(options: argparse.Namespace) -> tuple[list[Path], list
         raise InputError("an empty argument: expected a config, or an override such as train.epochs=12")
     overrides = [text for text in given if "=" in text and "/" not in text.partition("=")[0] and not _is_yaml(text)]
     return [_config_file(text) for text in given if text not in overrides], overrides
-
-
-def packaged_configs() -> dict[str, Path]:
-    """Return the files of ``configs/`` by name, without the files that only others inherit from."""
-    folder = Path(str(resources.files("detr_bf.configs")))
-    found = (path for path in sorted(folder.rglob("*.yaml")) if "detectron2" not in path.parts)
-    return {path.stem: path for path in found if path.parent.name != "base" and path.stem != "base"}
 
 
 def _is_yaml(text: str) -> bool:

@@ -12,8 +12,8 @@ import fnmatch
 from collections.abc import Sequence
 
 from detr_bf.cli import run_tool
-from detr_bf.commands import add_config_arguments, configs_and_overrides, packaged_configs
-from detr_bf.config import load_config
+from detr_bf.commands import add_config_arguments, configs_and_overrides
+from detr_bf.config import load_config, packaged_configs
 from detr_bf.errors import InputError
 from detr_bf.run import evaluate_only, evaluation_source, train
 from detr_bf.tasks import task_of
@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def evaluate(arguments: Sequence[str] | None = None) -> int:
     """Evaluate the run in output_dir, or ``init_from=FILE``, and return the exit code."""
     parser = _parser("Evaluate the run in output_dir, or the weights given as init_from=FILE.")
+    parser.set_defaults(eval_only=True, resume=False, auto_resume=False)
     options = parser.parse_intermixed_args(arguments)
-    options.eval_only, options.resume, options.auto_resume = True, False, False
     return run_tool(lambda: _run(options))
 
 

@@ -10,6 +10,7 @@ from detr_bf.config.loader import (
     config_to_yaml,
     known_keys,
     load_config,
+    packaged_configs,
     saved_config,
 )
 from detr_bf.config.masked_autoencoding import MaskedConfig
@@ -25,5 +26,6 @@ __all__ = [
     "config_to_yaml",
     "known_keys",
     "load_config",
+    "packaged_configs",
     "saved_config",
 ]

@@ -14,6 +14,7 @@ import os
 import re
 import typing
 from collections.abc import Iterator, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,13 @@ def load_config(
         raise InputError(f"{where} {_first_line(error)}") from error
     _check_values(config)
     return config
+
+
+def packaged_configs() -> dict[str, Path]:
+    """Return the files of ``configs/`` by name, without the files that only others inherit from."""
+    folder = Path(str(resources.files("detr_bf.configs")))
+    found = (path for path in sorted(folder.rglob("*.yaml")) if "detectron2" not in path.parts)
+    return {path.stem: path for path in found if path.parent.name != "base"}
 
 
 def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = (), *, source: str = "the saved config") -> Any:

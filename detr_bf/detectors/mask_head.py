@@ -21,7 +21,7 @@ from torchvision.ops import box_convert
 from detr_bf.structures import FeatureMap, Masks, TokenBatch
 from detr_bf.transformer import unpadded
 
-NORM_GROUPS = 8
+MASK_NORM_GROUPS = 8
 
 
 class MaskHead(nn.Module):
@@ -109,7 +109,7 @@ class MaskConvolutions(nn.Module):
         widths = [in_channels, in_channels, *(dim >> shift for shift in range(1, len(finer_channels) + 2))]
         steps = list(pairwise(widths))
         self.layers = nn.ModuleList(nn.Conv2d(wide, narrow, 3, padding=1) for wide, narrow in steps)
-        self.norms = nn.ModuleList(nn.GroupNorm(math.gcd(NORM_GROUPS, narrow), narrow) for _, narrow in steps)
+        self.norms = nn.ModuleList(nn.GroupNorm(math.gcd(MASK_NORM_GROUPS, narrow), narrow) for _, narrow in steps)
         self.adapters = nn.ModuleList(
             nn.Conv2d(channels, width, 1) for channels, width in zip(finer_channels, widths[2:], strict=False)
         )

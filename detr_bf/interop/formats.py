@@ -82,7 +82,7 @@ def _detectron2() -> Iterator[Format]:
 _LAYER = "transformer.decoder.layers.0"
 _ATTENTION = "model.decoder.layers.0.encoder_attn"
 FORMATS = (
-    Format("detr", official.detr, (f"{_LAYER}.multihead_attn", "input_proj.weight"), "official DETR"),
+    Format("detr", official.official_detr, (f"{_LAYER}.multihead_attn", "input_proj.weight"), "official DETR"),
     Format(
         "detr_panoptic",
         official.detr_panoptic,
@@ -91,37 +91,37 @@ FORMATS = (
     ),
     Format(
         "conditional_detr",
-        official.conditional_detr,
+        official.official_conditional_detr,
         (f"{_LAYER}.ca_qcontent_proj", "transformer.decoder.ref_point_head"),
         "official Conditional DETR",
     ),
     Format(
         "smca",
-        official.smca,
+        official.official_smca,
         (f"{_LAYER}.point1", f"{_LAYER}.point2", "input_proj.weight"),
         "official SMCA",
     ),
     Format(
         "smca_multi_scale",
-        official.smca_multi_scale,
+        official.official_smca_multi_scale,
         (f"{_LAYER}.point1", f"{_LAYER}.point4", "input_proj_512"),
         "official multi-scale SMCA",
     ),
     Format(
         "deformable_detr",
-        official.deformable_detr,
+        official.official_deformable_detr,
         (f"{_LAYER}.cross_attn.sampling_offsets", "transformer.level_embed", "input_proj.0.0"),
         "official Deformable DETR",
     ),
-    *_hugging_face("detr", huggingface.detr, (f"{_ATTENTION}.q_proj", "class_labels_classifier", "bbox_predictor")),
+    *_hugging_face("detr", huggingface.hf_detr, (f"{_ATTENTION}.q_proj", "class_labels_classifier", "bbox_predictor")),
     *_hugging_face(
         "conditional_detr",
-        huggingface.conditional_detr,
+        huggingface.hf_conditional_detr,
         ("model.decoder.query_scale", "model.decoder.ref_point_head", "bbox_predictor"),
     ),
     *_hugging_face(
         "deformable_detr",
-        huggingface.deformable_detr,
+        huggingface.hf_deformable_detr,
         (f"{_ATTENTION}.sampling_offsets", "model.level_embed", r"(model\.decoder\.)?class_embed"),
     ),
     *_detectron2(),

@@ -16,7 +16,7 @@ from detr_bf.interop.rules import BODY, Layout, NameRule, rename
 Table = Callable[[Layout], Iterator[NameRule]]
 
 
-def detr(layout: Layout) -> Iterator[NameRule]:
+def hf_detr(layout: Layout) -> Iterator[NameRule]:
     """DetrForObjectDetection."""
     yield from _around(layout)
     for theirs, ours in _layers("decoder", layout.decoder_layers):
@@ -24,7 +24,7 @@ def detr(layout: Layout) -> Iterator[NameRule]:
         yield from _attention(f"{theirs}.encoder_attn", f"{ours}.cross_attention.attention")
 
 
-def conditional_detr(layout: Layout) -> Iterator[NameRule]:
+def hf_conditional_detr(layout: Layout) -> Iterator[NameRule]:
     """ConditionalDetrForObjectDetection."""
     yield from _around(layout)
     yield rename("model.decoder.ref_point_head", "decoder.queries.reference")
@@ -47,7 +47,7 @@ def conditional_detr(layout: Layout) -> Iterator[NameRule]:
         )
 
 
-def deformable_detr(layout: Layout) -> Iterator[NameRule]:
+def hf_deformable_detr(layout: Layout) -> Iterator[NameRule]:
     """DeformableDetrForObjectDetection in all variants."""
     yield from _backbone()
     yield rename("model.input_proj", "tokens.projections")

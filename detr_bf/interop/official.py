@@ -34,7 +34,7 @@ CONDITIONAL_CROSS = {
 }
 
 
-def detr(layout: Layout) -> Iterator[NameRule]:
+def official_detr(layout: Layout) -> Iterator[NameRule]:
     """facebookresearch/detr, and zhihou7/BatchFormer's fork of it."""
     yield from _around(layout)
     yield rename("query_embed", "decoder.queries.position")
@@ -48,7 +48,7 @@ def detr(layout: Layout) -> Iterator[NameRule]:
 
 def detr_panoptic(layout: Layout) -> Iterator[NameRule]:
     """facebookresearch/detr with a mask head: the detector is one of its modules."""
-    yield from within("detr", detr(layout))
+    yield from within("detr", official_detr(layout))
     yield rename("bbox_attention.q_linear", "mask_head.attention.query")
     yield rename("bbox_attention.k_linear", "mask_head.attention.key")
     yield rename("mask_head.out_lay", "mask_head.convolutions.out")
@@ -59,7 +59,7 @@ def detr_panoptic(layout: Layout) -> Iterator[NameRule]:
         yield rename(f"mask_head.adapter{index + 1}", f"mask_head.convolutions.adapters.{index}")
 
 
-def conditional_detr(layout: Layout) -> Iterator[NameRule]:
+def official_conditional_detr(layout: Layout) -> Iterator[NameRule]:
     """Atten4Vis/ConditionalDETR."""
     yield from _around(layout)
     yield rename("query_embed", "decoder.queries.position")
@@ -75,7 +75,7 @@ def conditional_detr(layout: Layout) -> Iterator[NameRule]:
             yield rename(f"{theirs}.{name}", f"{ours}.cross_attention.{part}")
 
 
-def smca(layout: Layout) -> Iterator[NameRule]:
+def official_smca(layout: Layout) -> Iterator[NameRule]:
     """gaopengcuhk/SMCA-DETR."""
     yield from _around(layout)
     for theirs, ours in _encoder_layers(layout):
@@ -86,7 +86,7 @@ def smca(layout: Layout) -> Iterator[NameRule]:
     yield from _gaussian_decoder(layout)
 
 
-def smca_multi_scale(layout: Layout) -> Iterator[NameRule]:
+def official_smca_multi_scale(layout: Layout) -> Iterator[NameRule]:
     """Multi_scale_SMCA.zip of gaopengcuhk/SMCA-DETR."""
     yield from _backbone()
     for level, width in enumerate((512, 1024, 2048)):
@@ -115,7 +115,7 @@ def smca_multi_scale(layout: Layout) -> Iterator[NameRule]:
     yield from _gaussian_decoder(layout)
 
 
-def deformable_detr(layout: Layout) -> Iterator[NameRule]:
+def official_deformable_detr(layout: Layout) -> Iterator[NameRule]:
     """fundamentalvision/Deformable-DETR in all its forms, and zhihou7/BatchFormer's fork of it."""
     yield from _backbone()
     yield rename("input_proj", "tokens.projections")
@@ -155,7 +155,7 @@ def detectron2_adapter_resnet(layout: Layout) -> Iterator[NameRule]:
 
 def detectron2_detr(layout: Layout) -> Iterator[NameRule]:
     """facebookresearch/detr in d2/."""
-    yield from within("detr", _with_resnet(detr(layout), "backbone.0.backbone", layout))
+    yield from within("detr", _with_resnet(official_detr(layout), "backbone.0.backbone", layout))
 
 
 def detectron2_detr_panoptic(layout: Layout) -> Iterator[NameRule]:

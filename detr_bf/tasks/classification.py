@@ -62,10 +62,10 @@ from detr_bf.tasks.task import Evaluate, MakeBatches, Task
 
 logger = logging.getLogger(__name__)
 
-I = TypeVar("I", ClassifierConfig, MaskedConfig)  # noqa: E741
+ImageConfigT = TypeVar("ImageConfigT", ClassifierConfig, MaskedConfig)
 
 
-class ImageTask(Task[I]):
+class ImageTask(Task[ImageConfigT]):
     """Data and optimizer of models that are trained on whole images."""
 
     batch_type = LabelledImages

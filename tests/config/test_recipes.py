@@ -15,7 +15,7 @@ import yaml
 from torch import nn
 
 from detr_bf.assembly.classification import build_classifier, build_masked_autoencoder
-from detr_bf.config import SCHEMAS, config_to_dict, known_keys, load_config
+from detr_bf.config import SCHEMAS, config_to_dict, known_keys, load_config, packaged_configs
 from detr_bf.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -349,3 +349,11 @@ def test_an_installation_has_every_file() -> None:
     assert patterns
     installed = {path for pattern in patterns for path in CONFIGS.glob(pattern)}
     assert installed == {*CONFIGS.rglob("*.yaml"), *CONFIGS.rglob("lazy/*.py")}
+
+
+def test_packaged_configs_are_found_by_name_without_a_collision() -> None:
+    assert sorted(packaged_configs().values()) == [
+        path
+        for path in sorted(CONFIGS.rglob("*.yaml"))
+        if path.parent.name != "base" and "detectron2" not in path.parts
+    ]

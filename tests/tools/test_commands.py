@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from detr_bf.commands import COMMANDS, main, packaged_configs
+from detr_bf.commands import COMMANDS, main
+from detr_bf.config import packaged_configs
 from tests.tools.test_train_net import records
 
 MOST_MODULES = 110  # modules of detr_bf that training a detector imports

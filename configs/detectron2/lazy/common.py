@@ -6,7 +6,12 @@ from detectron2.solver import WarmupParamScheduler
 from fvcore.common.param_scheduler import MultiStepParamScheduler
 from omegaconf import OmegaConf
 
-from detr_bf.interop.detectron2 import DetrBfDatasetMapper, build_evaluator, build_optimizer, detector_parameters
+from detr_bf.interop.detectron2 import (
+    DetrBfDatasetMapper,
+    build_clipped_optimizer,
+    build_evaluator,
+    detector_parameters,
+)
 from detr_bf.interop.detectron2.mapper import eval_augmentations, train_augmentations
 
 IMAGES = 118287  # of COCO train2017
@@ -49,7 +54,7 @@ dataloader.evaluator = L(build_evaluator)(
     panoptic=False,
 )
 
-optimizer = L(build_optimizer)(
+optimizer = L(build_clipped_optimizer)(
     params=L(detector_parameters)(lr="${..lr}", weight_decay=1e-4, backbone_multiplier=0.1),
     name="ADAMW",
     lr=1e-4,

@@ -24,7 +24,7 @@ _MODULES = {
     "add_detr_bf_config": "meta_arch",
     "build_detr_bf": "meta_arch",
     "build_evaluator": "evaluation",
-    "build_optimizer": "training",
+    "build_clipped_optimizer": "training",
     "detector_parameters": "training",
     "optimizer_of": "training",
     "recipe": "training",

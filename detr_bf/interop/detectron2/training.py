@@ -67,7 +67,7 @@ def detector_parameters(
     )
 
 
-def build_optimizer(
+def build_clipped_optimizer(
     params: Sequence[dict[str, Any]],
     *,
     name: str = "ADAMW",
@@ -137,7 +137,7 @@ def optimizer_of(cfg: CfgNode, model: DetrBf) -> torch.optim.Optimizer:
         batch_former_multiplier=batch_former.LR_FACTOR,
         batch_former_weight_decay=batch_former.WEIGHT_DECAY,
     )
-    optimizer = build_optimizer(
+    optimizer = build_clipped_optimizer(
         groups,
         name=solver.OPTIMIZER,
         lr=solver.BASE_LR,

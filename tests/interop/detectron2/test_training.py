@@ -21,7 +21,7 @@ from detectron2.modeling import build_model
 
 from detr_bf.assembly import build_groups
 from detr_bf.errors import InputError
-from detr_bf.interop.detectron2 import build_optimizer, optimizer_of, train_lazy, train_yacs
+from detr_bf.interop.detectron2 import build_clipped_optimizer, optimizer_of, train_lazy, train_yacs
 from detr_bf.interop.detectron2.meta_arch import core_config
 
 from .conftest import TINY
@@ -231,7 +231,7 @@ def plain(norm: float = 0.1) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     groups = [{"params": list(layer.parameters()), "lr": 1.0, "weight_decay": 0.0} for layer in model]
-    return model, build_optimizer(groups, name="SGD", lr=1.0, momentum=0.0, clip_norm=norm)
+    return model, build_clipped_optimizer(groups, name="SGD", lr=1.0, momentum=0.0, clip_norm=norm)
 
 
 def test_groups_are_the_cores(tiny_cfg: Callable[..., Any]) -> None:
