@@ -87,6 +87,7 @@ def replay(source: Path, *, device: str = "auto", precision: str | None = None, 
     if target.type == "cuda":
         torch.cuda.set_device(target)
     step = task_of(config).build_step(capture.model, capture.classes.num_classes, target, dtype, str(source))
+    step.begin_epoch(capture.epoch)
     fault = find_fault(step, capture.batches, capture.rng, scale=capture.scale)
     return Replay(source, capture, fault, differences, _anomaly(step, capture) if anomaly else None)
 

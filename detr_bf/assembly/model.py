@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from numbers import Integral
@@ -22,6 +23,7 @@ from detr_bf.backbones import Backbone, build_backbone
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.config import DetectionConfig, RunConfig
 from detr_bf.config.detection import ModelConfig
+from detr_bf.data.batches import derive_seed
 from detr_bf.detectors import Detector, MaskHead, Options, detector_named
 from detr_bf.detectors.deformable_detr import deformable_detr
 from detr_bf.detectors.smca import smca
@@ -212,7 +214,7 @@ def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | None:
     settings = config.batch_former
     if not settings.enabled:
         return None
-    with named("batch_former", settings):
+    with named("batch_former", settings), separate_seed(config.seed, "batch_former"):
         return BatchFormerV2(
             config.model.hidden_dim,
             layers=settings.layers,
@@ -226,7 +228,24 @@ def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | None:
             dropout=settings.dropout,
             mask_padding=settings.mask_padding,
             gather=settings.gather,
+            until_epoch=settings.until_epoch,
         )
+
+
+@contextmanager
+def separate_seed(seed: int, name: str) -> Iterator[None]:
+    """Seed torch's CPU generator for an added module, and restore it at the end of the block.
+
+    The initial weights of the other modules, which use the generator outside of the block, are then the same with and
+    without the added module.
+
+    Args:
+        seed: of the run.
+        name: of the module; modules of different names get different random numbers.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(derive_seed(seed, *name.encode()))
+        yield
 
 
 def build_classification(config: DetectionConfig) -> Classification:

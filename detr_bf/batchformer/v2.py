@@ -22,7 +22,7 @@ from detr_bf.structures import TokenBatch
 
 logger = logging.getLogger(__name__)
 
-MODES = ("two_stream", "single_stream", "duplicate", "mini_batch_inference")
+MODES = ("two_stream", "single_stream", "duplicate", "self_only", "mini_batch_inference")
 POSITIONS = ("before", "after")
 SHORT_SEQUENCE = 3
 
@@ -40,13 +40,17 @@ class BatchFormerV2(nn.Module):
         position: ``before`` the encoder layer, or ``after`` it (the authors' released code).
         shared: use one mixer for all insertions, or one for each.
         mode: ``two_stream``; ``single_stream`` replaces the tokens in training instead of forking; ``duplicate`` forks
-            but mixes nothing (control: twice the batch without batch attention); ``mini_batch_inference`` trains as
-            ``two_stream`` and replaces the tokens by the batch-attended ones in evaluation.
+            but mixes nothing (control: twice the batch without batch attention); ``self_only`` forks and applies the
+            mixer to each image alone (control: the layers of ``two_stream`` without attention to other images);
+            ``mini_batch_inference`` trains as ``two_stream`` and replaces the tokens by the batch-attended ones in
+            evaluation.
         mixer: key of ``BATCH_MIXERS``.
         num_layers, heads, dropout: arguments of each mixer.
         mask_padding: exclude padded positions; the released code includes them.
         gather: in training, attend over the images of all ranks (:mod:`detr_bf.batchformer.gather`); the released code
             uses those of one rank.
+        until_epoch: train with batch attention up to this epoch, counted from 0 and exclusive, and as without it from
+            there on; None: up to the end. :meth:`begin_epoch` announces the epoch.
 
     Raises:
         InputError: no layers, layers that repeat, do not ascend or do not exist, an unknown mode, position or mixer, or
@@ -68,6 +72,7 @@ class BatchFormerV2(nn.Module):
         dropout: float = 0.5,
         mask_padding: bool = False,
         gather: bool = False,
+        until_epoch: int | None = None,
     ) -> None:
         super().__init__()
         check_layers(layers, num_encoder_layers, of="the encoder has {} layers")
@@ -84,6 +89,8 @@ class BatchFormerV2(nn.Module):
         self.mask_padding = mask_padding
         self.gather = gather
         self.shared = shared
+        self.until_epoch = until_epoch
+        self._ended = False
         names = [] if mode == "duplicate" else ["shared"] if shared else list(map(str, layers))
         self.mixers = nn.ModuleDict(
             {name: BATCH_MIXERS[mixer](dim, heads=heads, dropout=dropout, num_layers=num_layers) for name in names}
@@ -93,15 +100,28 @@ class BatchFormerV2(nn.Module):
     @property
     def num_streams(self) -> int:
         """Number of streams after the last insertion, in the current mode."""
-        return 2 if self.training and self.mode != "single_stream" else 1
+        return 2 if self._trains and self.mode != "single_stream" else 1
+
+    @property
+    def _trains(self) -> bool:
+        """True in training, up to ``until_epoch``."""
+        return self.training and not self._ended
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Switch batch attention on or off for a training epoch, counted from 0."""
+        ended = self.until_epoch is not None and epoch >= self.until_epoch
+        if ended and not self._ended:
+            logger.info("BatchFormerV2 is off from epoch %d on (until_epoch=%d)", epoch + 1, self.until_epoch)
+        self._ended = ended
 
     def forward(self, batch: TokenBatch, *, layer: int, position: str) -> TokenBatch:
         """Transform the input (``position`` before) or output (after) of encoder layer ``layer``."""
-        active = self.training or self.mode == "mini_batch_inference"
+        active = self._trains or (self.mode == "mini_batch_inference" and not self.training)
         if position != self.position or layer not in self.insertions or not active:
             return batch
         exchange = self._exchange(batch)
-        self._announce(sum(exchange.images) if exchange else len(batch.tokens) // batch.num_streams)
+        images = sum(exchange.images) if exchange else len(batch.tokens) // batch.num_streams
+        self._announce(1 if self.mode == "self_only" else images)
         if self.mode == "single_stream" or not self.training:
             return batch.with_tokens(self._mix(batch.tokens, batch, layer, exchange))
         if batch.num_streams == 1:
@@ -111,7 +131,9 @@ class BatchFormerV2(nn.Module):
 
     def _exchange(self, batch: TokenBatch) -> Exchange | None:
         """Return the exchange between the ranks, or None."""
-        if not (self.gather and self.training and distributed.world_size() > 1) or self.mode == "duplicate":
+        if not (self.gather and self.training and distributed.world_size() > 1):
+            return None
+        if self.mode in ("duplicate", "self_only"):
             return None
         whole_image = ((1, batch.tokens.shape[1]),)
         shapes = batch.static.get("spatial_shapes", whole_image)
@@ -121,7 +143,11 @@ class BatchFormerV2(nn.Module):
         if self.mode == "duplicate":
             return tokens
         padding_mask = batch.per_sample["padding_mask"][: len(tokens)] if self.mask_padding else None
-        return self.mixers["shared" if self.shared else str(layer)](tokens, padding_mask, exchange)
+        mixer = self.mixers["shared" if self.shared else str(layer)]
+        if self.mode == "self_only":  # all tokens as positions of one image: every sequence has length 1
+            padding_mask = None if padding_mask is None else padding_mask.reshape(1, -1)
+            return mixer(tokens.reshape(1, -1, tokens.shape[-1]), padding_mask, None).view_as(tokens)
+        return mixer(tokens, padding_mask, exchange)
 
     def _announce(self, sequence: int) -> None:
         """Log the settings once, and warn once if the sequence is short."""
@@ -138,7 +164,8 @@ class BatchFormerV2(nn.Module):
             sequence,
             f" over {distributed.world_size()} processes" if self.gather else "",
         )
-        warn_of_short("BatchFormerV2", sequence)
+        if self.mode not in ("duplicate", "self_only"):
+            warn_of_short("BatchFormerV2", sequence)
 
     def extra_repr(self) -> str:
         return f"{self.position} layers {list(self.insertions)}, mode={self.mode}, mask_padding={self.mask_padding}"

@@ -71,7 +71,7 @@ class BatchFormerV2PluginConfig(InsertedPluginConfig):
     """BatchFormerV2 of a classifier (Hou et al. 2022, arXiv 2204.01254)."""
 
     layers: Any = field(default_factory=lambda: [7])  # blocks with an insertion: all, or a list counted from 0
-    mode: str = choice("two_stream", "single_stream", "duplicate")  # duplicate: two streams without batch attention
+    mode: str = choice("two_stream", "single_stream", "duplicate", "self_only")  # see docs/batch_attention.md
 
 
 @dataclass

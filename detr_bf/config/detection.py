@@ -94,13 +94,16 @@ class BatchFormerConfig:
     layers: list[int] = indices(0)  # encoder layers with an insertion, counted from 0, ascending
     position: str = choice("before", "after")  # of the encoder layer; the authors' code inserts after it
     shared: bool = True  # one module for all insertions; false: one module each
-    mode: str = choice("two_stream", "single_stream", "duplicate", "mini_batch_inference")  # see docs/recipes.md
+    mode: str = choice(
+        "two_stream", "single_stream", "duplicate", "self_only", "mini_batch_inference"
+    )  # see docs/batch_attention.md
     mixer: str = "attention"  # what works along the batch: a name in detr_bf.batchformer.BATCH_MIXERS
     num_layers: int = positive(1, LAYERS)  # stacked layers per insertion
     heads: int = positive(4, 1024)  # attention heads
     dropout: float = below_one(0.5)
     mask_padding: bool = False  # exclude padded positions of the other images from the attention
     gather: bool = False  # attend over the images of all processes in training
+    until_epoch: int | None = positive(None)  # train with it for this many epochs, then without; null: to the end
     lr_factor: float = not_negative(1.0)  # learning rate as a multiple of optimizer.lr
     weight_decay: float | None = not_negative(None)  # null: optimizer.weight_decay
 
@@ -196,12 +199,21 @@ class TransformConfig:
 
 
 @dataclass
+class MixupConfig:
+    """Mixup of detection batches: blend each image with another of its batch, with the objects of both."""
+
+    prob: float = fraction(0.0)  # probability that the images of a batch are blended; 0: never
+    spread: float = positive(0.05, 0.5)  # the share of the first image is uniform in 0.5 +- this
+
+
+@dataclass
 class DataConfig(LoadingConfig):
     """Data sets of a detector."""
 
     train: SplitConfig = field(default_factory=SplitConfig)
     val: SplitConfig = field(default_factory=SplitConfig)
     transforms: TransformConfig = field(default_factory=TransformConfig)
+    mixup: MixupConfig = field(default_factory=MixupConfig)
     aspect_buckets: int = positive(1, 10_000)  # groups of images by width / height, to draw batches with less padding
 
 
@@ -274,6 +286,12 @@ class DetectionConfig(RunConfig):
             raise InputError(
                 f"{prefix}loss: {', '.join(trained)} are all 0, so nothing can be learned: set one of them to a value "
                 "greater than 0"
+            )
+        until_epoch = self.batch_former.until_epoch
+        if until_epoch is not None and until_epoch >= self.train.epochs:
+            raise InputError(
+                f"{prefix}batch_former.until_epoch={until_epoch} has no effect in a run of {prefix}train.epochs="
+                f"{self.train.epochs}: give a smaller number, or null"
             )
         if self.freeze.detector and self.plugins.relative_localization.enabled:
             raise InputError(

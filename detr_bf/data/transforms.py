@@ -7,15 +7,18 @@ generator. To add a training transform, enter it in :data:`TRANSFORMS` and name 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 from torchvision.tv_tensors import BoundingBoxes, Image, Mask, wrap
 
 from detr_bf.errors import InputError
+from detr_bf.structures import Batch, Target, padding_mask
 from detr_bf.text import printable
 
 
@@ -146,6 +149,48 @@ class RandomSizeCrop(nn.Module):
 
     def _side(self, available: int) -> int:
         return _uniform(min(self.min_size, available), min(self.max_size, available))
+
+
+def mixup(batch: Batch, share: float) -> Batch:
+    """Blend each image with the one before it in the batch, the first with the last, and join their objects.
+
+    Images stay aligned at the upper left corner and are not resized, and all objects count fully (Zhang et al. 2019,
+    arXiv 1902.04103, section 3.1). A pixel outside of one of the two images is black in it. A batch of one image is
+    returned unchanged.
+
+    Args:
+        batch: with targets.
+        share: of the image itself, 0 to 1; the other gets the rest. A value near 0.5 leaves both visible.
+    """
+    if len(batch) < 2:
+        return batch
+    blended = share * batch.images.float() + (1 - share) * batch.images.roll(1, 0).float()
+    targets = tuple(_joined(target, batch.targets[index - 1]) for index, target in enumerate(batch.targets))
+    height, width = batch.padding_mask.shape[1:]
+    mask = padding_mask([target.size for target in targets], (height, width))
+    return Batch(blended.round().to(torch.uint8), mask, targets)
+
+
+def _joined(first: Target, second: Target) -> Target:
+    """Return ``first`` with the objects of ``second`` added, on a canvas that holds both images."""
+    height, width = (max(sides) for sides in zip(first.size, second.size, strict=True))
+    masks = None
+    if first.masks is not None and second.masks is not None:
+        padded = (F.pad(m, (0, width - m.shape[2], 0, height - m.shape[1])) for m in (first.masks, second.masks))
+        masks = torch.cat(list(padded))
+    return replace(
+        first,
+        boxes=torch.cat(
+            [
+                target.boxes * torch.tensor([target.size[1] / width, target.size[0] / height] * 2)
+                for target in (first, second)
+            ]
+        ),
+        labels=torch.cat([first.labels, second.labels]),
+        size=(height, width),
+        file_name=f"{first.file_name} with {second.file_name}",
+        masks=masks,
+    )
 
 
 def has_area(boxes: Tensor) -> Tensor:

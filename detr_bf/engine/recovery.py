@@ -259,6 +259,7 @@ class Capture:
     batches: tuple[TrainingBatch, ...]
     rng: dict[str, Any]  # checkpoint.rng_state, from before the first forward pass
     step: int  # from 1
+    epoch: int  # from 0
     precision: torch.dtype
     scale: float  # of the loss
     fault: dict[str, Any]
@@ -306,7 +307,7 @@ def load_capture(path: Path, batch_type_of: Callable[[dict[str, Any]], type[Trai
         str(Fault.from_dict(capture.fault))
         valid = bool(capture.batches) and all(batch.fits(capture.classes.num_classes) for batch in capture.batches)
         valid &= is_rng_state(capture.rng) and isinstance(capture.precision, torch.dtype) and capture.scale > 0
-        valid &= min(capture.step, capture.rank + 1, capture.world_size, capture.threads) > 0
+        valid &= min(capture.step, capture.epoch + 1, capture.rank + 1, capture.world_size, capture.threads) > 0
         valid &= all(isinstance(text, str) for text in (capture.device, capture.torch_version))
     except InputError:
         raise
@@ -354,6 +355,7 @@ def capture_step(
         batches=tuple(batch.to("cpu") for batch in batches),
         rng=rng,
         step=number,
+        epoch=step.epoch,
         precision=step.precision,
         scale=scale,
         fault=asdict(fault),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from detr_bf import distributed
+from detr_bf.batchformer import BatchFormerV2
 from detr_bf.losses import LossReport
 
 SAME_SIGNAL_SECONDS = 2.0  # a terminal or scheduler and torchrun may each send the same request to stop
@@ -75,6 +76,14 @@ class TrainingStep(nn.Module):
         self.criterion = criterion
         self.device = device
         self.precision = precision
+        self.epoch = 0
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Announce an epoch, counted from 0, to the modules that depend on it."""
+        self.epoch = epoch
+        for module in self.model.modules():
+            if isinstance(module, BatchFormerV2):
+                module.begin_epoch(epoch)
 
     def forward(self, batch: TrainingBatch) -> LossReport:
         """Return the losses of a batch, which may be on any device."""

@@ -176,6 +176,7 @@ class Trainer:
         steps = min(self.steps_per_epoch - steps_done, self.total_steps - self.progress.step)
         if steps_done == 0:
             self.progress.replaced = 0
+        self.step.begin_epoch(epoch)
         first = steps_done * self.settings.accumulate
         batches = restart_dead_workers(lambda start: self.make_batches(epoch, start), first)
         for _ in range(steps):

@@ -204,8 +204,8 @@ def time_of(config: DetectionConfig, machine: Machine, schedule: Schedule) -> Ti
 
 
 def sequence_of(config: DetectionConfig, machine: Machine) -> AttentionSpan | None:
-    """Return the span of batch attention, None if it is off or in mode duplicate."""
-    if not config.batch_former.enabled or config.batch_former.mode == "duplicate":
+    """Return the span of batch attention, None if it is off or mixes no images."""
+    if not config.batch_former.enabled or config.batch_former.mode in ("duplicate", "self_only"):
         return None
     alone = config.train.batch_size
     gathered = alone * machine.gpus

@@ -114,7 +114,7 @@ def _time(plan: Plan, machine: Machine) -> Iterator[str]:
 def _sequence(plan: Plan, config: DetectionConfig) -> Iterator[str]:
     yield ""
     if plan.sequence is None:
-        off = "is off" if not config.batch_former.enabled else "mixes no images in mode duplicate"
+        off = "is off" if not config.batch_former.enabled else f"mixes no images in mode {config.batch_former.mode}"
         yield f"Batch attention {off}"
         return
     yield f"Batch attention spans {_spans(plan.sequence)}; accumulation does not increase this"

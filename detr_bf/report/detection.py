@@ -67,10 +67,11 @@ def batch_former_line(config: DetectionConfig) -> str:
         return "BatchFormerV2 is off."
     layers = ", ".join(map(str, settings.layers))
     position = f"{settings.position} encoder {'layer' if len(settings.layers) == 1 else 'layers'} {layers}"
+    ending = "" if settings.until_epoch is None else f", for the first {settings.until_epoch} epochs"
     weights = " with shared weights" if settings.shared and len(settings.layers) > 1 else ""
     return (
         f"BatchFormerV2 {position}{weights}, mode {settings.mode.replace('_', ' ')}, {settings.heads} heads, "
-        f"dropout {settings.dropout:g}, batches of {config.train.batch_size}."
+        f"dropout {settings.dropout:g}, batches of {config.train.batch_size}{ending}."
     )
 
 

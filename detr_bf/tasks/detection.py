@@ -28,10 +28,10 @@ from detr_bf.assembly.model import (
 from detr_bf.assembly.training import PRECISIONS, build_groups, epoch_batches, read_initial_weights
 from detr_bf.config import DetectionConfig, config_to_dict
 from detr_bf.config.detection import SplitConfig
-from detr_bf.data.batches import SameSizeBatches, SampleKey, aspect_buckets
+from detr_bf.data.batches import SameSizeBatches, SampleKey, aspect_buckets, derive_seed
 from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.coco import CocoDetection, read_annotations
-from detr_bf.data.transforms import resized_size
+from detr_bf.data.transforms import mixup, resized_size
 from detr_bf.detectors import Detector, detector_named
 from detr_bf.engine import (
     Checkpoint,
@@ -90,7 +90,7 @@ class DetectionTask(Task[DetectionConfig]):
 
     @property
     def unused_parameters(self) -> bool:
-        return not self.config.model.aux_loss
+        return not self.config.model.aux_loss or self.config.batch_former.until_epoch is not None
 
     def examine(self) -> Report:
         return examine(
@@ -138,11 +138,12 @@ class DetectionTask(Task[DetectionConfig]):
         buckets = aspect_buckets(data.sizes, self.config.data.aspect_buckets)
         batches = epoch_batches(self.config, len(data), buckets=buckets)
         loader = build_loader(self.config, device)
-        return (
-            lambda epoch, start: iter(loader(data, batches(epoch=epoch, start_batch=start))),
-            len(batches(epoch=0)),
-            len(data),
-        )
+
+        def make_batches(epoch: int, start: int) -> Iterator[Batch]:
+            loaded = iter(loader(data, batches(epoch=epoch, start_batch=start)))
+            return mixed_batches(self.config, loaded, epoch, start) if self.config.data.mixup.prob else loaded
+
+        return make_batches, len(batches(epoch=0)), len(data)
 
     def build_evaluation(self, class_map: ClassMap, folder: RunFolder, data: CocoDetection | None = None) -> Evaluate:
         return build_evaluation(self.config, class_map, device_of(self.config), folder)
@@ -224,6 +225,19 @@ class DetectionTask(Task[DetectionConfig]):
             stripped.save(target)
         removed = len(checkpoint.weights) - len(kept)
         return f"{removed} tensors of batch attention left out, evaluation is the same to the bit: {target}"
+
+
+def mixed_batches(config: DetectionConfig, batches: Iterator[Batch], epoch: int, start: int) -> Iterator[Batch]:
+    """Yield the batches of an epoch from number ``start`` on, with mixup.
+
+    The mixup of a batch is a function of (seed, epoch, number, rank).
+    """
+    settings = config.data.mixup
+    for number, batch in enumerate(batches, start):
+        generator = torch.Generator().manual_seed(derive_seed(config.seed, epoch, number, distributed.rank()))
+        draw, position = torch.rand(2, generator=generator).tolist()
+        share = 0.5 + settings.spread * (2 * position - 1)
+        yield mixup(batch, share) if draw < settings.prob else batch
 
 
 def training_only(config: DetectionConfig) -> set[str]:

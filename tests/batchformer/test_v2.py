@@ -184,6 +184,65 @@ def test_duplicate_is_two_clean_streams_without_parameters() -> None:
     assert not list(network.batch_former.parameters())
 
 
+@pytest.mark.parametrize("mask_padding", [False, True])
+def test_self_only_is_two_streams_with_every_image_in_a_batch_of_its_own(mask_padding: bool) -> None:
+    x, mask = tokens(), torch.zeros(IMAGES, TOKENS, dtype=torch.bool)
+    mask[0, 3:] = True
+    alone = batch_former(mode="self_only", layers=[0, 1], mask_padding=mask_padding).train()
+    paper = batch_former(mode="two_stream", layers=[0, 1], mask_padding=mask_padding).train()
+    paper.load_state_dict(alone.state_dict())  # the same parameters
+
+    def second_stream(module: BatchFormerV2, rows: slice) -> Tensor:
+        batch = batch_of(x[rows], mask[rows])
+        for layer in (0, 1):
+            batch = module(batch, layer=layer, position="before")
+        assert torch.equal(batch.tokens.chunk(2)[0], x[rows])
+        return batch.tokens.chunk(2)[1]
+
+    together = second_stream(alone, slice(None))
+    one_by_one = torch.cat([second_stream(paper, slice(row, row + 1)) for row in range(IMAGES)])
+    torch.testing.assert_close(together, one_by_one, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(together, second_stream(paper, slice(None)))
+
+
+def test_self_only_drops_attention_as_two_stream_does() -> None:
+    module = batch_former(mode="self_only", dropout=0.5).train()
+    batch = batch_of(tokens())
+    first, second = (module(batch, layer=0, position="before").tokens for _ in range(2))
+    assert torch.equal(first[:IMAGES], second[:IMAGES])
+    assert not torch.allclose(first[IMAGES:], second[IMAGES:])
+
+
+def test_gradients_of_self_only_stay_in_the_image() -> None:
+    x = tokens().requires_grad_()
+    out = encoder(mode="self_only")(batch_of(x)).tokens.view(2, IMAGES, TOKENS, DIM)
+    (out[1, 0] * torch.randn(TOKENS, DIM)).sum().backward()
+    assert x.grad[0].abs().sum() > 0
+    assert (x.grad[1:] == 0).all()
+
+
+@pytest.mark.parametrize("mode", ["two_stream", "single_stream", "duplicate", "self_only"])
+def test_until_epoch_ends_batch_attention(mode: str) -> None:
+    network, batch = encoder(mode=mode, until_epoch=2), batch_of(tokens())
+    plain = network.eval()(batch).tokens
+    network.train()
+    for epoch in (0, 1, 2, 3, 1):
+        network.batch_former.begin_epoch(epoch)
+        out = network(batch)
+        assert network.batch_former.num_streams == out.num_streams
+        torch.testing.assert_close(network.eval()(batch).tokens, plain, rtol=0, atol=0)
+        network.train()
+        ended = out.tokens.shape == plain.shape and torch.allclose(out.tokens, plain, rtol=1e-12, atol=1e-12)
+        assert ended == (epoch >= 2)
+
+
+def test_mini_batch_inference_goes_on_after_until_epoch() -> None:
+    network, batch = encoder(mode="mini_batch_inference", until_epoch=1), batch_of(tokens())
+    before = network.eval()(batch).tokens
+    network.batch_former.begin_epoch(5)
+    assert torch.equal(network(batch).tokens, before)
+
+
 def test_padding_mask_hides_padded_entries_and_passes_them_through() -> None:
     module, x = batch_former(mask_padding=True).train(), tokens()
     mask = torch.zeros(IMAGES, TOKENS, dtype=torch.bool)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torchvision.ops import box_convert
 from torchvision.tv_tensors import BoundingBoxes, Image, Mask, wrap
 
 from detr_bf.assembly.data import build_train_data
@@ -17,10 +18,12 @@ from detr_bf.data.transforms import (
     Sample,
     SampleTransform,
     eval_transform,
+    mixup,
     resized_size,
     train_transform,
 )
 from detr_bf.errors import InputError
+from detr_bf.structures import Batch, Target
 
 
 def sample(height: int, width: int, *corners: tuple[int, int, int, int]) -> Sample:
@@ -263,3 +266,55 @@ def test_a_registered_transform_that_changes_the_type_is_an_error(monkeypatch: p
 def test_an_unknown_extra_transform_is_refused() -> None:
     with pytest.raises(InputError, match=r"data\.transforms\.extra .*'wings', expected .*photometric_distort"):
         training(extra=["photometric_distort", "wings"])
+
+
+def batch_of_two(first: tuple[int, int] = (6, 8), second: tuple[int, int] = (8, 4)) -> Batch:
+    """Return two random images of sizes (height, width), the first with two objects and the second with one."""
+    generator = torch.Generator().manual_seed(0)
+
+    def sample(size: tuple[int, int], count: int) -> tuple[Tensor, Target]:
+        image = torch.randint(1, 256, (3, *size), generator=generator, dtype=torch.uint8)
+        boxes = torch.tensor([[0.5, 0.5, 0.5, 0.25], [0.25, 0.5, 0.5, 1.0]])[:count]
+        masks = torch.ones(count, *size, dtype=torch.bool)
+        return image, Target(count, boxes, torch.arange(count), size, size, f"{count}.png", masks)
+
+    return Batch.collate([sample(first, 2), sample(second, 1)])
+
+
+def test_mixup_blends_neighbours_and_joins_their_objects() -> None:
+    batch = batch_of_two()
+    mixed = mixup(batch, 0.75)
+    expected = (0.75 * batch.images.double() + 0.25 * batch.images.flip(0).double()).round().to(torch.uint8)
+    assert torch.equal(mixed.images, expected)
+    for index, (own, other) in enumerate(((0, 1), (1, 0))):
+        target = mixed.targets[index]
+        assert (target.image_id, target.size) == (batch.targets[own].image_id, (8, 8))
+        pixels = [box_convert(t.boxes, "cxcywh", "xyxy") * torch.tensor(t.size[::-1] * 2) for t in batch.targets]
+        found = box_convert(target.boxes, "cxcywh", "xyxy") * 8
+        torch.testing.assert_close(found, torch.cat([pixels[own], pixels[other]]))  # objects keep their pixels
+        assert target.labels.tolist() == [*batch.targets[own].labels, *batch.targets[other].labels]
+        assert target.masks is not None
+        areas = [8 * 6] * 2 + [8 * 4] if own == 0 else [8 * 4] + [8 * 6] * 2
+        assert target.masks.sum((1, 2)).tolist() == areas
+    assert not mixed.padding_mask.any()
+    assert mixed.fits(num_classes=2)
+
+
+def test_mixup_leaves_padding_that_neither_image_covers() -> None:
+    mixed = mixup(
+        Batch.collate(
+            [(torch.ones(3, h, w, dtype=torch.uint8), plain_target(h, w)) for h, w in ((4, 4), (6, 4), (4, 9))]
+        ),
+        0.5,
+    )
+    assert [target.size for target in mixed.targets] == [(4, 9), (6, 4), (6, 9)]
+    assert [(~mask).sum().item() for mask in mixed.padding_mask] == [36, 24, 54]
+
+
+def plain_target(height: int, width: int) -> Target:
+    return Target(1, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), (height, width), (height, width))
+
+
+def test_mixup_of_one_image_is_that_image() -> None:
+    batch = Batch.collate([(torch.ones(3, 4, 4, dtype=torch.uint8), plain_target(4, 4))])
+    assert mixup(batch, 0.5) is batch

@@ -1,0 +1,136 @@
+"""Runs of one seed that differ in batch attention or mixup start from the same weights and see the same images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from detr_bf.config import load_config
+from detr_bf.detectors import DETECTORS
+from detr_bf.engine import RunFolder, Trainer
+from detr_bf.structures import Batch
+from detr_bf.tasks import task_of
+
+ARMS = {
+    "two_stream": ["batch_former.enabled=true"],
+    "duplicate": ["batch_former.enabled=true", "batch_former.mode=duplicate"],
+    "self_only": ["batch_former.enabled=true", "batch_former.mode=self_only"],
+    "single_stream": ["batch_former.enabled=true", "batch_former.mode=single_stream"],
+    "mixup": ["data.mixup.prob=1"],
+    "until_epoch": ["batch_former.enabled=true", "batch_former.until_epoch=2"],
+    "after": ["batch_former.enabled=true", "batch_former.position=after"],
+    "last_layer": ["batch_former.enabled=true", "batch_former.layers=[1]"],
+    "both_layers": ["batch_former.enabled=true", "batch_former.layers=[0,1]", "batch_former.shared=false"],
+    "dropout": ["batch_former.enabled=true", "batch_former.dropout=0", "batch_former.lr_factor=0.1"],
+    "longer": ["train.epochs=9"],
+    "batch_size": ["train.batch_size=2", "optimizer.lr=1e-5"],
+}
+SMALL = [
+    "batch_former.enabled=false",
+    "model.hidden_dim=32",
+    "model.heads=2",
+    "model.encoder_layers=2",
+    "model.decoder_layers=1",
+    "model.feedforward_dim=32",
+    "model.num_queries=6",
+    "model.backbone={name: resnet18, weights: none, strides: [8]}",
+    "data.transforms={short_sides: [32,40], max_size: 64, eval_short_side: 32, crop_short_sides: [40], crop_min: 24}",
+    "data.workers=0",
+    "train.batch_size=4",
+]
+
+
+@pytest.fixture
+def trainer_of(tmp_path: Path, coco_folder: Callable[..., SimpleNamespace]) -> Callable[..., Trainer]:
+    train = coco_folder(num_images=12, name="train")
+    val = coco_folder(num_images=2, name="val", first_image_id=101)
+    data = [
+        f"data.{name}.{key}={getattr(split, key)}"
+        for name, split in (("train", train), ("val", val))
+        for key in ("images", "annotations")
+    ]
+
+    def build(*overrides: str) -> Trainer:
+        folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        config = load_config(None, [*SMALL, *data, *overrides, f"output_dir={folder}"])
+        return task_of(config).build_trainer(RunFolder(folder))
+
+    return build
+
+
+def samples(trainer: Trainer, count: int) -> list[tuple[Any, ...]]:
+    """Return image id, pixels, boxes and labels of the first ``count`` samples of epoch 1."""
+    found = []
+    for batch in trainer.make_batches(1, 0):
+        assert isinstance(batch, Batch)
+        for pixels, target in zip(batch.images, batch.targets, strict=True):
+            height, width = target.size
+            found.append((target.image_id, pixels[:, :height, :width], target.boxes, target.labels))
+    return list(islice(found, count))
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_same_weights_and_data_as_without(arm: str, trainer_of: Callable[..., Trainer]) -> None:
+    plain, other = trainer_of(), trainer_of(*ARMS[arm])
+    weights, others = plain.model.state_dict(), other.model.state_dict()
+    assert weights.keys() <= others.keys()
+    assert all(torch.equal(value, others[name]) for name, value in weights.items())
+    assert all("batch_former" in name for name in others.keys() - weights.keys())
+    for before, after in zip(samples(plain, 8), samples(other, 8), strict=True):
+        assert before[0] == after[0]
+        if arm == "mixup":  # the objects of the image itself come first
+            count = len(before[3])
+            assert torch.equal(before[3], after[3][:count])
+            assert len(after[3]) > count
+        else:
+            assert all(torch.equal(x, y) for x, y in zip(before[1:], after[1:], strict=True))
+
+
+def test_another_seed_gives_other_weights_and_data(trainer_of: Callable[..., Trainer]) -> None:
+    one, two = trainer_of("seed=1"), trainer_of("seed=2")
+    pairs = zip(one.model.parameters(), two.model.parameters(), strict=True)
+    assert any(not torch.equal(x, y) for x, y in pairs)
+    assert [sample[0] for sample in samples(one, 8)] != [sample[0] for sample in samples(two, 8)]
+
+
+def test_batch_attention_starts_from_other_weights_with_another_seed(trainer_of: Callable[..., Trainer]) -> None:
+    first, again, other = (trainer_of("batch_former.enabled=true", f"seed={seed}") for seed in (1, 1, 2))
+    states = [trainer.model.encoder.batch_former.state_dict() for trainer in (first, again, other)]
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    name = "mixers.shared.layers.0.linear1.weight"
+    assert not torch.equal(states[0][name], states[2][name])
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_every_detector_starts_alike_with_and_without(name: str) -> None:
+    from detr_bf.assembly import build_model
+
+    settings = [setting for setting in SMALL if not setting.startswith("batch_former")]
+    if name == "smca_multi_scale":
+        settings.append("model.backbone.strides=[8,16,32]")
+    states = []
+    for enabled in ("false", "true"):
+        config = load_config(None, [*settings, f"model.name={name}", f"batch_former.enabled={enabled}"])
+        torch.manual_seed(config.seed)
+        states.append(build_model(config, num_classes=3).state_dict())
+    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+
+
+def test_mixup_is_a_function_of_seed_epoch_and_batch(trainer_of: Callable[..., Trainer]) -> None:
+    trainer = trainer_of("data.mixup.prob=0.5")
+    whole, rest = list(trainer.make_batches(0, 0)), list(trainer.make_batches(0, 1))
+    assert len(rest) == len(whole) - 1
+    assert all(torch.equal(x.images, y.images) for x, y in zip(whole[1:], rest, strict=True))
+    plain = list(trainer_of().make_batches(0, 0))
+    epochs = [list(trainer.make_batches(epoch, 0)) for epoch in range(6)]
+    mixed = [len(x.targets[0].labels) > 2 for batches in epochs for x in batches]  # every image has two objects
+    assert any(mixed)
+    assert not all(mixed)
+    assert [t.image_id for b in plain for t in b.targets] == [t.image_id for b in whole for t in b.targets]
