@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 from torch.utils.data import Sampler
 
 from detr_bf.config import DetectionConfig
-from detr_bf.config.detection import SplitConfig
+from detr_bf.config.detection import DataConfig, SplitConfig
 from detr_bf.data.batches import SampleKey
-from detr_bf.data.coco import CocoDetection, Source
+from detr_bf.data.coco import CocoAnnotations, CocoDetection, Source, read_annotations
+from detr_bf.data.formats import images_of, read_folder, read_split, split_images
 from detr_bf.data.loader import BatchLoader, make_loader
 from detr_bf.data.transforms import SampleTransform, eval_transform, train_transform
 from detr_bf.errors import InputError
@@ -55,15 +56,38 @@ def build_val_data(
 
 
 def data_source(config: DetectionConfig, split: str) -> Source:
-    """Return the image folder, annotation file and panoptic folder (None if not set) of ``train`` or ``val``.
+    """Return the image folder, the annotations and the panoptic folder (None if not set) of ``train`` or ``val``.
+
+    The annotations are a file, or their content if ``data.root`` or a division of the training images is set.
 
     A relative path that does not exist is searched below $DETECTRON2_DATASETS, if that is set, both as given and
     without a leading ``data/``.
 
     Raises:
-        InputError: the image folder or the annotation file is not set, or a path is not below $DETECTRON2_DATASETS.
+        InputError: the image folder or the annotation file is not set, or a path is not below $DETECTRON2_DATASETS;
+            the images cannot be divided; see also :func:`~detr_bf.data.formats.read_folder`.
     """
-    paths: SplitConfig = getattr(config.data, split)
+    data = config.data
+    if not (data.folds or data.val_fraction):
+        return _given_source(data, split)
+    source = _given_source(data, "train")
+    shares = (1 / data.folds,) * data.folds if data.folds else (1 - data.val_fraction, data.val_fraction)
+    content, parts = _divided(source.annotations, shares, data.split_seed)
+    held_out = parts[data.fold if data.folds else 1]
+    chosen = held_out if split == "val" else set().union(*parts) - held_out
+    return source._replace(annotations=images_of(content, chosen, content.path))
+
+
+def _given_source(data: DataConfig, split: str) -> Source:
+    paths: SplitConfig = getattr(data, split)
+    if data.root:
+        root = _located("data.root", data.root)
+        if split == "val" and not paths.split:
+            raise InputError(
+                f"data.val.split is not set: give one of {read_folder(root, data.format).known_splits}, or take the "
+                "validation images from the training images with data.val_fraction or data.folds"
+            )
+        return Source(root, read_split(root, data.format, paths.split or ""))
     missing = [f"data.{split}.{key}" for key in ("images", "annotations") if not getattr(paths, key)]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
@@ -73,6 +97,15 @@ def data_source(config: DetectionConfig, split: str) -> Source:
     images, annotations = (_located(f"data.{split}.{key}", getattr(paths, key)) for key in ("images", "annotations"))
     panoptic = _located(f"data.{split}.panoptic", paths.panoptic) if paths.panoptic else None
     return Source(images, annotations, panoptic)
+
+
+@lru_cache(maxsize=2)  # a run asks for both splits several times
+def _divided(
+    annotations: Path | CocoAnnotations, shares: tuple[float, ...], seed: int
+) -> tuple[CocoAnnotations, list[set[str]]]:
+    """Return the content of the annotations, and the file names of each part."""
+    content = read_annotations(annotations)
+    return content, split_images(content, shares, seed)
 
 
 def _located(setting: str, given: str) -> Path:

@@ -26,6 +26,7 @@ from detr_bf.config.common import (
     not_negative,
     path,
     positive,
+    seed,
     sizes,
 )
 from detr_bf.errors import InputError
@@ -170,11 +171,17 @@ class LossConfig:
 
 @dataclass
 class SplitConfig:
-    """Files of the training or validation data."""
+    """Files of the training or validation data: a split of data.root, or COCO files."""
 
+    split: str | None = None  # name of a split of data.root; null for the training data: all images of data.root
     images: str = path("")  # folder of the images
     annotations: str = path("")  # COCO JSON file
     panoptic: str = path("")  # folder of panoptic PNG files; annotations is then a COCO panoptic JSON file
+
+    @property
+    def given(self) -> bool:
+        """True if a setting is not empty."""
+        return bool(self.split or self.images or self.annotations or self.panoptic)
 
 
 @dataclass
@@ -208,13 +215,49 @@ class MixupConfig:
 
 @dataclass
 class DataConfig(LoadingConfig):
-    """Data sets of a detector."""
+    """Data sets of a detector: the folder ``root``, or COCO files for each split."""
 
+    root: str = path("")  # folder of a Pascal VOC, YOLO or Roboflow data set; empty: COCO files, see data.train
+    format: str = choice("auto", "coco", "voc", "yolo")  # of root; coco: folders of Roboflow with a COCO file in each
     train: SplitConfig = field(default_factory=SplitConfig)
     val: SplitConfig = field(default_factory=SplitConfig)
+    val_fraction: float = below_one(0.0)  # share of the training images used for validation instead; 0: see data.val
+    folds: int = not_negative(0, 1000)  # parts of the training images for cross-validation; 0: see data.val
+    fold: int = not_negative(0, 1000)  # part used for validation, from 0 to data.folds - 1
+    split_seed: int = seed(0)  # of val_fraction and folds; independent of seed
     transforms: TransformConfig = field(default_factory=TransformConfig)
     mixup: MixupConfig = field(default_factory=MixupConfig)
     aspect_buckets: int = positive(1, 10_000)  # groups of images by width / height, to draw batches with less padding
+
+    def check_values(self, prefix: str) -> None:
+        for name, paths in (("train", self.train), ("val", self.val)):
+            if self.root and (paths.images or paths.annotations or paths.panoptic):
+                raise InputError(
+                    f"{prefix}root is given, so the images and annotations of {prefix}{name} are its own: give "
+                    f"{prefix}{name}.split instead of a path, or {prefix}root=''"
+                )
+            if paths.split and not self.root:
+                raise InputError(f"{prefix}{name}.split={paths.split} is a split of {prefix}root, which is not given")
+        if self.folds == 1 or self.fold >= max(1, self.folds):
+            raise InputError(
+                f"{prefix}folds={self.folds} and {prefix}fold={self.fold}: expected at least 2 folds and a fold from "
+                f"0 to {prefix}folds - 1; folds=0 and fold=0 switch them off"
+            )
+        if self.folds and self.val_fraction:
+            raise InputError(f"{prefix}folds and {prefix}val_fraction both choose the validation images: give only one")
+        if (self.folds or self.val_fraction) and self.val.given:
+            setting = f"{prefix}folds" if self.folds else f"{prefix}val_fraction"
+            raise InputError(
+                f"{setting} takes the validation images from the training images: give no {prefix}val "
+                f"({prefix}val.split=null where a config sets it)"
+            )
+        if (self.folds or self.val_fraction) and self.train.panoptic:
+            raise InputError(f"{prefix}folds and {prefix}val_fraction do not divide panoptic files: give {prefix}val")
+
+    @property
+    def has_val(self) -> bool:
+        """True if validation images are given."""
+        return bool(self.folds or self.val_fraction) or self.val.given
 
 
 @dataclass

@@ -43,14 +43,14 @@ _REQUIRED_PANOPTIC = {**_REQUIRED, "annotations": ("image_id", "file_name", "seg
 _KINDS = {"file_name": (str, "a string"), "segments_info": (list, "a list")}  # other values are whole numbers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CocoAnnotations:
-    """Unchanged lists of a COCO file whose form :func:`read_annotations` has checked.
+    """Unchanged lists of a COCO file whose form :func:`read_annotations` has checked, or the same of another form.
 
     The ``annotations`` of a panoptic file are its segments (:func:`flat_annotations`).
     """
 
-    path: Path
+    path: Path  # for messages
     images: Sequence[Mapping[str, Any]]
     annotations: Sequence[Mapping[str, Any]]
     categories: Sequence[Mapping[str, Any]]
@@ -81,28 +81,30 @@ class CocoAnnotations:
 
 
 class Source(NamedTuple):
-    """Paths of one split."""
+    """Images and annotations of one split."""
 
     images: Path  # folder
-    annotations: Path  # COCO JSON, detection or panoptic
+    annotations: Path | CocoAnnotations  # COCO JSON, detection or panoptic, or its content
     panoptic: Path | None = None  # folder with the PNGs of a panoptic file; not needed for boxes
 
 
-def read_annotations(path: Path) -> CocoAnnotations:
-    """Read a COCO file and check its form; ``data/checks`` checks its values.
+def read_annotations(path: Path | CocoAnnotations) -> CocoAnnotations:
+    """Read a COCO file and check its form; ``data/checks`` checks its values. Content in memory is returned as it is.
 
     A file whose annotations have ``segments_info`` is a panoptic file, any other a detection file.
 
     Raises:
         InputError: the file is missing, is not JSON, or lacks a required key.
     """
+    if isinstance(path, CocoAnnotations):
+        return path
     try:
         content = read_json(path)
     except FileNotFoundError:
         raise InputError(f"there is no annotation file {printable(path)}; expected a COCO JSON") from None
     except ValueError as error:
         foreign = path.suffix in (".txt", ".yaml", ".yml", ".xml")
-        hint = "; YOLO and Pascal VOC labels must be converted to COCO first" if foreign else ""
+        hint = "; give the folder of a YOLO or Pascal VOC data set as data.root" if foreign else ""
         raise InputError(f"annotation file {printable(path)} is not JSON ({error}){hint}") from None
     panoptic = _check_form(path, content)
     images, annotations, categories = (content[part] for part in _PARTS)
@@ -181,7 +183,7 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
     def __init__(
         self,
         images: Path,
-        annotations: Path,
+        annotations: Path | CocoAnnotations,
         transform: SampleTransform,
         class_map: ClassMap | None = None,
         seed: int = 0,
@@ -198,7 +200,9 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         self.class_map = class_map if class_map is not None else content.class_map
         if class_map is None and content.parents:
             names = printable(", ".join(str(category["name"]) for category in content.parents))
-            logger.info("%s: no class for the supercategories %s, which have no objects", printable(annotations), names)
+            logger.info(
+                "%s: no class for the supercategories %s, which have no objects", printable(content.path), names
+            )
         self.seed = seed
         self.replace_unreadable = replace_unreadable
         self.max_pixels = max_pixels

@@ -52,7 +52,7 @@ class CocoEvaluator:
     a copy. Ids are always renumbered there, because the metric reads annotation id 0 as "no match".
 
     Args:
-        annotations: COCO JSON with ``images``, ``annotations`` and ``categories``.
+        annotations: COCO JSON with ``images``, ``annotations`` and ``categories``, or its content.
         class_map: the model's classes; ``Detections.labels`` index into it.
         engine: ``auto`` is hotcoco if installed, else pycocotools; their results are bit-identical.
         max_detections: limit per class and image, highest scores first.
@@ -67,7 +67,7 @@ class CocoEvaluator:
 
     def __init__(
         self,
-        annotations: str | Path,
+        annotations: str | Path | CocoAnnotations,
         class_map: ClassMap,
         engine: str = "auto",
         max_detections: int = 100,
@@ -82,7 +82,11 @@ class CocoEvaluator:
         self.class_map = class_map
         self.max_detections = max_detections
         self._ground_truth = load_ground_truth(
-            Path(annotations), class_map, masks=masks, panoptic=panoptic, max_pixels=max_pixels
+            Path(annotations) if isinstance(annotations, str) else annotations,
+            class_map,
+            masks=masks,
+            panoptic=panoptic,
+            max_pixels=max_pixels,
         )
         self._image_ids = [image["id"] for image in self._ground_truth["images"]]
         self._known_ids = frozenset(self._image_ids)
@@ -190,7 +194,7 @@ def write_results(path: str | Path, detections: Iterable[Detections], class_map:
 
 
 def load_ground_truth(
-    path: Path,
+    path: Path | CocoAnnotations,
     class_map: ClassMap,
     *,
     masks: bool = False,
@@ -209,7 +213,7 @@ def load_ground_truth(
     image_ids = sizes.keys()
     kept = [annotation for annotation in content.annotations if annotation["image_id"] in image_ids]
     _check_categories(content, class_map)
-    _check_known(path, kept, class_map)
+    _check_known(content.path, kept, class_map)
     names = dict(zip(class_map.category_ids, class_map.names, strict=True))
     return {
         # pycocotools needs a size if there are masks; run lengths have their own, so 0 is fine if it is not known
@@ -217,7 +221,9 @@ def load_ground_truth(
             {"id": i, "height": height, "width": width}
             for i, (height, width) in ((i, sizes[i] or (0, 0)) for i in sorted(image_ids))
         ],
-        "annotations": [_complete(path, annotation, number, masks) for number, annotation in enumerate(kept, 1)],
+        "annotations": [
+            _complete(content.path, annotation, number, masks) for number, annotation in enumerate(kept, 1)
+        ],
         "categories": [{"id": category_id, "name": names[category_id]} for category_id in sorted(names)],
     }
 

@@ -27,7 +27,6 @@ from detr_bf.assembly.model import (
 )
 from detr_bf.assembly.training import PRECISIONS, build_groups, epoch_batches, read_initial_weights
 from detr_bf.config import DetectionConfig, config_to_dict
-from detr_bf.config.detection import SplitConfig
 from detr_bf.data.batches import SameSizeBatches, SampleKey, aspect_buckets, derive_seed
 from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.coco import CocoDetection, read_annotations
@@ -95,7 +94,7 @@ class DetectionTask(Task[DetectionConfig]):
     def examine(self) -> Report:
         return examine(
             data_source(self.config, "train"),
-            None if self.config.data.val == SplitConfig() else data_source(self.config, "val"),
+            data_source(self.config, "val") if self.config.data.has_val else None,
             num_queries=self.config.model.num_queries,
             masks=self.config.model.masks,
             workers=max(1, self.config.data.workers),

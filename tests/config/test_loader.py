@@ -82,7 +82,7 @@ def test_round_trips(tmp_path: Path) -> None:
         ("batch_former.layers=[0,x]", ["batch_former.layers[1] must be int", "'x' of type str"]),
         ("batch_former.layers=3", ["batch_former.layers must be list[int]", "3 of type int"]),
         ("train=5", ["override 'train=5': train is a group of settings (epochs, "]),
-        ("data.train=foo", ["data.train is a group of settings (images, annotations, panoptic)"]),
+        ("data.train=foo", ["data.train is a group of settings (split, images, annotations, panoptic)"]),
         ("batch_former=null", ["batch_former is a group of settings"]),
         ("optimizer.lr=inf", ["optimizer.lr must be 0 or more and at most 1e30, got inf"]),
         ("optimizer.drop_factor=nan", ["optimizer.drop_factor must be greater than 0 and at most 1, got nan"]),
@@ -237,8 +237,8 @@ def test_the_files_or_an_override_name_the_task(tmp_path: Path) -> None:
 
 
 def test_a_setting_of_another_task_names_that_task(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("data: {root: images}\n")
-    with pytest.raises(InputError, match=r"'data.root'.* setting of task=classification and of task=masked_auto"):
+    (tmp_path / "a.yaml").write_text("data: {name: images}\n")
+    with pytest.raises(InputError, match=r"'data.name'.* setting of task=classification and of task=masked_auto"):
         load_config(tmp_path / "a.yaml")
 
 

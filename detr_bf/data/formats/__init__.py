@@ -1,0 +1,55 @@
+"""Data set folders in other forms than COCO files: readers that return the same content, and repeatable splits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from detr_bf.data.coco import CocoAnnotations
+from detr_bf.data.formats.folder import DataFolder, files_below, images_of
+from detr_bf.data.formats.splitting import split_images
+from detr_bf.data.formats.voc import read_voc
+from detr_bf.errors import InputError
+from detr_bf.files import is_folder
+from detr_bf.text import printable
+
+__all__ = ["READERS", "DataFolder", "images_of", "read_folder", "read_split", "split_images"]
+
+READERS: dict[str, Callable[[Path, Sequence[str]], DataFolder]] = {"voc": read_voc}  # by the setting data.format
+_FORMS = "expected XML files of Pascal VOC"
+
+
+@lru_cache(maxsize=4)  # a run needs both splits several times; the folder is read once in a process
+def read_folder(root: Path, form: str = "auto") -> DataFolder:
+    """Read the folder of a data set.
+
+    Args:
+        root: of the data set.
+        form: a name in :data:`READERS`, or ``auto`` to tell it from the names of the files.
+
+    Raises:
+        InputError: the folder does not exist, or it cannot be read in this form.
+    """
+    if not is_folder(root):
+        raise InputError(
+            f"folder {printable(root)} does not exist: give data.root=DIR of a Pascal VOC, YOLO or Roboflow folder "
+            "(docs/data.md says how to get the data of configs/bccd.yaml and configs/cards.yaml)"
+        )
+    names = files_below(root)
+    return READERS[form if form != "auto" else _form_of(root, names)](root, names)
+
+
+@lru_cache(maxsize=8)
+def read_split(root: Path, form: str, name: str) -> CocoAnnotations:
+    """Return one split of a folder, see :func:`read_folder` and :meth:`DataFolder.split`."""
+    return read_folder(root, form).split(name)
+
+
+def _form_of(root: Path, names: Sequence[str]) -> str:
+    signs = {"voc": any(name.lower().endswith(".xml") for name in names)}
+    found = [form for form, present in signs.items() if present]
+    if len(found) != 1:
+        problem = f"could be of the forms {', '.join(found)}: give data.format" if found else f"has no labels: {_FORMS}"
+        raise InputError(f"{printable(root)} {problem}")
+    return found[0]

@@ -1,0 +1,84 @@
+"""Repeatable splits of images into parts of like classes: folds, or training and validation data."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from detr_bf.data.coco import CocoAnnotations
+from detr_bf.errors import InputError
+
+_NO_OBJECT = -1  # label of images without objects, which are spread over the parts as a class is
+
+
+def split_images(
+    content: CocoAnnotations, shares: Sequence[float], seed: int, groups: Iterable[Sequence[str]] = ()
+) -> list[set[str]]:
+    """Assign every image to one part, so that each part has its share of the images of every class.
+
+    Iterative stratification (Sechidis et al. 2011, "On the stratification of multi-label data", algorithm 1): the
+    images of the class with the fewest images left are assigned first, each to the part that still wants most images of
+    this class, on a tie most images, on a tie by a hash. The result is a function of the file names, the classes in
+    each image, the groups and the seed; the order of the images does not matter.
+
+    Args:
+        content: images and objects; crowds count as objects.
+        shares: fractions of the images, with the sum 1.
+        seed: of the order of the images and of ties.
+        groups: file names that must be in one part, such as near-duplicates. Each name is in at most one group.
+
+    Returns:
+        the file names of each part.
+
+    Raises:
+        InputError: a part would have no images.
+    """
+    labels = _labels_by_group(content, groups)
+    order = sorted(labels, key=lambda group: (-len(group), _digest(seed, *group)))
+    left = Counter(label for group in order for label in labels[group].elements())
+    total = sum(len(group) for group in order)
+    wanted = [{None: share * total, **{label: share * count for label, count in left.items()}} for share in shares]
+    parts: list[set[str]] = [set() for _ in shares]
+    members = defaultdict(list)  # groups by label
+    for group in order:
+        for label in labels[group]:
+            members[label].append(group)
+    while left:
+        rarest = min(left, key=lambda label: (left[label], label))
+        for group in members[rarest]:
+            if group not in labels:
+                continue
+            best = max(
+                range(len(shares)),
+                key=lambda part: (wanted[part][rarest], wanted[part][None], _digest(seed, str(part), *group)),
+            )
+            parts[best].update(group)
+            wanted[best][None] -= len(group)
+            for label, count in labels.pop(group).items():
+                wanted[best][label] -= count
+                left[label] -= count
+        del left[rarest]
+    if not all(parts):
+        raise InputError(
+            f"{total} images in {len(order)} groups of near-duplicates cannot be divided into {len(shares)} parts: use "
+            "fewer folds, another data.val_fraction, or more images"
+        )
+    return parts
+
+
+def _labels_by_group(content: CocoAnnotations, groups: Iterable[Sequence[str]]) -> dict[tuple[str, ...], Counter[int]]:
+    """Return the number of images of each class in each group, by the sorted names of the group."""
+    names = {image["id"]: image["file_name"] for image in content.images}
+    classes: dict[str, set[int]] = {name: set() for name in names.values()}
+    for annotation in content.annotations:
+        if annotation["image_id"] in names:
+            classes[names[annotation["image_id"]]].add(annotation["category_id"])
+    grouped = [tuple(sorted(group)) for group in groups]
+    grouped += [(name,) for name in classes.keys() - {name for group in grouped for name in group}]
+    return {group: Counter(label for name in group for label in classes[name] or (_NO_OBJECT,)) for group in grouped}
+
+
+def _digest(seed: int, *names: str) -> bytes:
+    text = "\n".join((str(seed), *names))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()

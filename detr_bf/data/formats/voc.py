@@ -1,0 +1,161 @@
+"""Pascal VOC: one XML file for each image, beside it or in ``Annotations``, and lists of splits in ``ImageSets/Main``.
+
+Format: development kit of the VOC challenge 2012, section 9 (http://host.robots.ox.ac.uk/pascal/VOC/voc2012). Its
+coordinates count pixels from 1 and include the last one: the box covers ``xmin - 1`` to ``xmax`` pixels of the image,
+as in detectron2 and hotcoco. ``difficult`` objects, which the challenge leaves out of its evaluation, become
+``iscrowd`` 1, as in hotcoco and MMDetection: not trained on, and not counted when missed or found.
+
+The reader is written here because hotcoco's (1.3) is optional, accepts NaN, trusts the names in the XML files, refuses
+a whole folder for one box with exchanged corners, and knows neither splits nor images in ``JPEGImages``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+from xml.etree import ElementTree
+
+from detr_bf.data.annotation_values import is_number
+from detr_bf.data.formats.folder import (
+    MAX_TEXT_BYTES,
+    AnnotatedImage,
+    DataFolder,
+    NamedSplit,
+    coco_content,
+    images_by_stem,
+    is_image,
+    read_lines,
+    stem_of,
+)
+from detr_bf.errors import InputError
+from detr_bf.files import read_regular
+from detr_bf.text import printable
+
+logger = logging.getLogger(__name__)
+
+_LISTS = "imagesets/main"
+_SIDES = ("xmin", "ymin", "xmax", "ymax")
+
+
+def read_voc(root: Path, names: Sequence[str]) -> DataFolder:
+    """Read a Pascal VOC folder.
+
+    The image of ``a.xml`` is ``a`` with the suffix of an image in any case, beside it or in ``JPEGImages`` or
+    ``images`` instead of ``Annotations``; the name in the XML file is not used. An image without XML file is left out.
+
+    Args:
+        root: of the data set.
+        names: its files, relative to the root.
+
+    Raises:
+        InputError: an XML file is not readable or not in VOC's form; the message names it.
+    """
+    files: dict[str, str] = {}
+    for name in names:
+        if name.lower().endswith(".xml") and (other := files.setdefault(stem_of(name), name)) != name:
+            raise InputError(f"{printable(root)}: {printable(other)} and {printable(name)} are for the same image")
+    images = images_by_stem(root, (name for name in names if stem_of(name) in files))
+    labelled = [_read_image(root, name, images.get(stem)) for stem, name in files.items()]
+    unlabelled = sum(is_image(name) and stem_of(name) not in files for name in names)
+    if unlabelled:
+        logger.info("%s: %d images have no XML file and are left out", printable(root), unlabelled)
+    if difficult := sum(one["iscrowd"] for image in labelled for one in image.objects):
+        logger.info(
+            "%s: %d difficult objects are not trained on, and ignored in evaluation", printable(root), difficult
+        )
+    by_name: dict[str, list[str]] = {}
+    for name, image in zip(files.values(), labelled, strict=True):
+        by_name.setdefault(PurePosixPath(name).stem, []).append(image.file_name)
+    lists = [name for name in map(PurePosixPath, names) if str(name.parent).lower() == _LISTS and name.suffix == ".txt"]
+    splits = {name.stem: NamedSplit(root / name, partial(_listed_images, root / name, by_name)) for name in lists}
+    return DataFolder(root, coco_content(root, labelled), splits)
+
+
+def _listed_images(path: Path, by_name: Mapping[str, Sequence[str]]) -> set[str]:
+    """Return the images of a list, which has one name without folder and suffix in each line."""
+    found = set()
+    for number, name in read_lines(path):
+        files = by_name.get(name, ())
+        if len(files) != 1:
+            problem = f"of several images: {', '.join(map(printable, files))}" if files else "of no XML file"
+            raise InputError(f"{printable(path)}:{number}: {printable(name)} is the name {problem}")
+        found.add(files[0])
+    return found
+
+
+def _read_image(root: Path, name: str, image: str | None) -> AnnotatedImage:
+    """Read one XML file; without an image the data checks report the file that is missing."""
+    where = printable(root / name)
+    tree = _parsed(root / name)
+    objects = [_object(f"{where}: object {number}", one) for number, one in enumerate(tree.iterfind("object"), 1)]
+    size = tree.find("size")
+    sides = None if size is None else tuple(_number(where, size, side) for side in ("height", "width"))
+    if sides is not None and not all(side >= 0 and side == int(side) for side in sides):
+        raise InputError(f"{where}: size is {sides[1]:g} x {sides[0]:g}, expected whole numbers of pixels")
+    known = (int(sides[0]), int(sides[1])) if sides is not None and all(sides) else None  # some tools write 0 x 0
+    return AnnotatedImage(image or str(PurePosixPath(name).with_suffix(".jpg")), known, objects)
+
+
+class _NoDoctype(ElementTree.TreeBuilder):
+    """Builder that refuses a document type, the place of entity definitions that expand without limit."""
+
+    def doctype(self, *_: str | None) -> None:
+        raise ValueError("it has a document type (<!DOCTYPE>), which annotations do not need")
+
+
+def _parsed(path: Path) -> ElementTree.Element:
+    try:
+        data = read_regular(path, MAX_TEXT_BYTES)
+        tree = ElementTree.fromstring(data, ElementTree.XMLParser(target=_NoDoctype()))
+    except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:  # LookupError: unknown encoding
+        reason = printable(error) or type(error).__name__
+        raise InputError(f"{printable(path)} is not a Pascal VOC annotation: {reason}") from error
+    if tree.tag != "annotation":
+        raise InputError(
+            f"{printable(path)} is not a Pascal VOC annotation: expected <annotation>, got <{printable(tree.tag)}>"
+        )
+    return tree
+
+
+def _object(where: str, one: ElementTree.Element) -> dict[str, Any]:
+    """Return an object with its box; a box whose corners are equal or exchanged has no area, as in the file."""
+    name = (one.findtext("name") or "").strip()
+    if not name:
+        raise InputError(f"{where} has no name")
+    box = one.find("bndbox")
+    if box is None:
+        raise InputError(f"{where} ({printable(name)}) has no bndbox")
+    left, top, right, bottom = (_number(f"{where} ({printable(name)})", box, side) for side in _SIDES)
+    difficult = (one.findtext("difficult") or "0").strip()
+    if difficult not in ("0", "1"):
+        raise InputError(f"{where} ({printable(name)}): difficult is {printable(difficult)}, expected 0 or 1")
+    width, height = _extent(left, right), _extent(top, bottom)
+    return {
+        "name": name,
+        "bbox": [left - 1, top - 1, width, height],
+        "area": max(0.0, width) * max(0.0, height),
+        "iscrowd": int(difficult),
+    }
+
+
+def _extent(first: float, last: float) -> float:
+    """Return the number of pixels from the first to the last.
+
+    Two equal numbers are a click without a drag in annotation tools, not an object of one pixel: the extent is 0.
+    """
+    return last - first + (last > first)
+
+
+def _number(where: str, parent: ElementTree.Element, tag: str) -> float:
+    text = (parent.findtext(tag) or "").strip()
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not is_number(value):
+        raise InputError(f"{where}: {tag} is {printable(repr(text))}, expected a number of pixels")
+    return value
