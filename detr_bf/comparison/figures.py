@@ -27,14 +27,14 @@ Change = Mapping[str, Any]  # difference of one arm in one metric, from the resu
 
 _WIDTH = 3.6  # inches
 _SIDE, _TOP, _LINE, _MARKS, _GAP = 0.16, 0.05, 0.165, 0.3, 0.12  # inches: margins, text, intervals and dots, gap
-_BOTTOM, _KEY = 0.5, 0.74  # inches: axis with its label, legend
+_BOTTOM = 0.5  # inches: axis with its label
 _NAME, _SMALL = 9.0, 8.0  # font sizes in points
 _BAR, _BAND = "#9fc8e3", "#eceef1"  # interval over seeds, undetectable differences
 _CLIP = 3  # intervals longer than this many times the median are cut off
 _COLOURS = {"better": GREEN, "worse": VERMILION}
 _LINES = ("-", "--", "-.", ":")
 _MARKERS = "osD^vP<>X*ph"
-_PALETTE = (BLACK, BLUE, VERMILION, GREEN, ORANGE, PINK, SKY)
+_PALETTE = (BLUE, VERMILION, GREEN, ORANGE, PINK, SKY)  # of arms; the baseline is black
 
 
 def forest_plot(changes: Mapping[str, Change], metric: str, key: bool = True) -> str:
@@ -51,7 +51,8 @@ def forest_plot(changes: Mapping[str, Change], metric: str, key: bool = True) ->
     """
     names = [_wrapped(name, 72 * (_WIDTH - 2 * _SIDE)) for name in changes]
     heights = [_LINE * (len(lines) + 1) + _MARKS + _GAP for lines in names]
-    bottom = _BOTTOM + (_KEY if key else 0)
+    entries = _key(list(changes.values())) if key else []
+    bottom = _BOTTOM + _LINE * (len(entries) + bool(entries) / 2)
     total, whole = sum(heights), sum(heights) + bottom + _TOP
     figure = Figure(figsize=(_WIDTH, whole), facecolor="white")
     axes = figure.add_axes((_SIDE / _WIDTH, bottom / whole, 1 - 2 * _SIDE / _WIDTH, total / whole))
@@ -70,7 +71,7 @@ def forest_plot(changes: Mapping[str, Change], metric: str, key: bool = True) ->
     axes.tick_params(labelsize=_SMALL)
     clear_lines(axes)
     if key:
-        figure.legend(handles=_key(changes.values()), loc="lower left", frameon=False, fontsize=_SMALL, labelcolor=INK)
+        figure.legend(handles=entries, loc="lower left", frameon=False, fontsize=_SMALL, labelcolor=INK)
     return _svg(figure)
 
 
@@ -107,13 +108,16 @@ def overview_plot(arms: Sequence[Mapping[str, Any]], metric: str, bands: bool) -
 def arm_plot(arms: Sequence[Mapping[str, Any]], index: int, metric: str) -> str:
     """Draw the curve of one arm and that of the first arm, the baseline, with intervals, as a small SVG plot.
 
-    The axes are those of all ``arms``, so that plots can be compared.
+    It begins after a third of the training, where the curves are less steep and differences can be seen. The axes are
+    those of all ``arms``, so that plots can be compared.
     """
+    last = max(point["epoch"] for arm in arms for point in arm["curve"])
+    later = [{**arm, "curve": [point for point in arm["curve"] if point["epoch"] >= last / 3]} for arm in arms]
     figure = Figure(figsize=(_WIDTH / 2, 1.5), layout="constrained", facecolor="white")
     axes = figure.subplots()
     for each in (0, index):
-        _plot_curve(axes, arms[each], each, band=True)
-    _finish_curves(axes, arms, True, metric)
+        _plot_curve(axes, later[each], each, band=True)
+    _finish_curves(axes, later, True, metric)
     return _svg(figure)
 
 
@@ -165,16 +169,20 @@ def _plot_change(axes: Axes, change: Change, top: float) -> None:
     axes.plot(pairs, [dots] * len(pairs), "o", markersize=4.5, markerfacecolor="none", color=INK, zorder=3)
 
 
-def _key(changes: Iterable[Change]) -> list[Line2D | Patch]:
-    changes = list(changes)
-    combined = any(_ends(change.get("both")) for change in changes)
-    return [
-        Line2D([], [], color=INK, marker="D", markersize=5, linewidth=1.4, linestyle="-" if combined else ":",
-               label=f"mean, interval over {'seeds and images' if combined else 'images alone'}"),
-        Line2D([], [], color=_BAR, linewidth=7, label="interval over seeds"),
-        Line2D([], [], color=INK, marker="o", markersize=4.5, markerfacecolor="none", linewidth=0, label="one pair"),
-        Patch(facecolor=_BAND, label="below the smallest detectable difference"),
-    ]  # fmt: skip
+def _key(changes: Sequence[Change]) -> list[Line2D | Patch]:
+    """Return the legend's entries for the marks that are drawn."""
+    drawn = {kind for kind in ("seeds", "images", "both") if any(_ends(change.get(kind)) for change in changes)}
+    line = "-" if "both" in drawn else ":" if "images" in drawn else ""
+    interval = {"-": ", interval over seeds and images", ":": ", interval over images alone", "": ""}[line]
+    key: list[Line2D | Patch] = [
+        Line2D([], [], color=INK, marker="D", markersize=5, linewidth=1.4, linestyle=line, label=f"mean{interval}")
+    ]
+    if "seeds" in drawn:
+        key.append(Line2D([], [], color=_BAR, linewidth=7, label="interval over seeds"))
+    key.append(Line2D([], [], color=INK, marker="o", markersize=4.5, mfc="none", linewidth=0, label="one pair of runs"))
+    if any(change.get("detectable") is not None for change in changes):
+        key.append(Patch(facecolor=_BAND, label="below the smallest detectable difference"))
+    return key
 
 
 def _write_lines(axes: Axes, lines: Sequence[str], top: float) -> None:
@@ -212,7 +220,7 @@ def _points(arm: Mapping[str, Any]) -> np.ndarray:
 
 def _plot_curve(axes: Axes, arm: Mapping[str, Any], index: int, band: bool, label: str = "") -> None:
     epochs, means, low, high = _points(arm).T
-    colour, step = _PALETTE[index % len(_PALETTE)], max(1, len(epochs) // 6)
+    colour, step = _PALETTE[(index - 1) % len(_PALETTE)] if index else BLACK, max(1, len(epochs) // 6)
     if band:
         axes.fill_between(epochs, low, high, color=colour, alpha=0.18, linewidth=0)
     axes.plot(

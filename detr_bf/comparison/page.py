@@ -45,7 +45,7 @@ _STYLE = """
 header p { max-width: 75ch; }
 h3 { font-size: 1rem; margin: 28px 0 8px; overflow-wrap: anywhere; }
 h2 { overflow-wrap: anywhere; }
-.plot { max-width: 600px; }
+.plot { max-width: 520px; }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 300px), 1fr)); gap: 16px;
   margin: 16px 0; align-items: start; }
 .narrow { grid-template-columns: repeat(auto-fill, minmax(min(47%, 230px), 1fr)); gap: 8px; max-width: 960px; }
@@ -53,7 +53,7 @@ figcaption { color: #1c1e22; font-size: 0.86rem; font-weight: 600; overflow-wrap
 figure + .scroll { margin-top: 16px; }
 table { border-collapse: separate; border-spacing: 0; }
 thead th { white-space: normal; vertical-align: bottom; }
-.arms thead th { overflow-wrap: anywhere; min-width: 7em; }
+.arms thead th, .arms td { white-space: normal; overflow-wrap: anywhere; min-width: 7em; }
 tbody th { white-space: normal; overflow-wrap: anywhere; min-width: 7.5em; max-width: 20em; text-align: left; }
 tbody th, thead th:first-child { position: sticky; left: 0; background: var(--paper); padding-right: 8px; }
 td small { display: block; color: var(--faint); font-size: 0.82rem; }
@@ -185,26 +185,22 @@ def _main_difference(document: Document) -> str:
     if not changes:
         return _note("There is no difference to show: no arm has a run that pairs with one of the baseline.")
     plot = _figure(forest_plot(changes, document["primary"]), _in_words(document, document["primary"]), "plot")
-    return plot + _difference_table(changes, "Differences from the baseline")
+    left = [arm["name"] for arm in document["arms"] if arm["name"] not in (document["baseline"], *changes)]
+    note = _note(f"Without a run that pairs with one of the baseline: {', '.join(map(printable, left))}." * bool(left))
+    return plot + _difference_table(changes, "Differences from the baseline") + note
 
 
 def _difference_table(changes: Mapping[str, Change], label: str) -> str:
     """Return a table of differences; keys are arms, or any other names of rows."""
-    titles = ["Arm", "Difference", "Over seeds", "Over images", "Over both", "p", "Holm p", "Detectable", "Verdict"]
-    rows = [
-        (
-            name,
-            [
-                signed(change["mean"]),
-                *(span_text(change.get(kind)) or _NOTHING for kind in ("seeds", "images", "both")),
-                *(_p(change.get("p")), _p(change.get("p_holm")), percent(change.get("detectable"))),
-                change.get("verdict") or _NOTHING,
-                str(_runs(change)),
-            ],
-        )
-        for name, change in changes.items()
-    ]
-    return _table(label, [*titles, "Pairs"], rows)
+    titles = ("Difference", "Over both", "Holm p", "Verdict", "Over seeds", "Over images", "p", "Detectable", "Pairs")
+    rows = []
+    for name, change in changes.items():
+        both, seeds, images = (span_text(change.get(kind)) or _NOTHING for kind in ("both", "seeds", "images"))
+        verdict, others = change.get("verdict") or _NOTHING, (percent(change.get("detectable")), str(_runs(change)))
+        significance = _p(change.get("p_holm")), _p(change.get("p"))
+        cells = [signed(change["mean"]), both, significance[0], verdict, seeds, images, significance[1], *others]
+        rows.append((name, cells))
+    return _table(label, ["Arm", *titles], rows)
 
 
 def _curves(document: Document) -> str:
@@ -222,16 +218,17 @@ def _curves(document: Document) -> str:
     ]
     words = f"Mean {primary} x 100 over epochs with {_confidence(document)} intervals. " + " ".join(ends)
     content = _figure(overview_plot(arms, primary, len(arms) <= _BANDS), words, "plot")
+    bands = f"Bands: {_confidence(document)} intervals of the mean over the runs."
+    if not any(point.get("low") is not None for arm in arms for point in arm["curve"]):
+        bands = "No bands: intervals need at least two runs of an arm."
     if len(arms) <= _BANDS:
-        return content + _note(f"Bands: {_confidence(document)} intervals of the mean over the runs.")
+        return content + _note(bands)
     plots = "".join(
         _figure(arm_plot(arms, index, primary), f"{ends[0]} {ends[index]}", caption=arms[index]["name"])
         for index in range(1, len(arms))
     )
-    note = (
-        f"Each arm with {printable(arms[0]['name'])}, the black line with round marks. Bands: {_confidence(document)} "
-        "intervals of the mean over the runs."
-    )
+    first = printable(arms[0]["name"])
+    note = f"Below: each arm with {first}, the black line, after the first third of the training. {bands}"
     return f'{content}{_note(note)}<div class="plots narrow">{plots}</div>'
 
 
@@ -277,7 +274,7 @@ def _cost_table(document: Document) -> str:
         (arm["name"], [_ratio(arm, "step_seconds_ratio"), _ratio(arm, "memory_ratio"), _ratio(arm, "rows_ratio")])
         for arm in document["arms"]
     ]
-    titles = ["Arm", "Time of a step", "Peak memory", "Rows through the decoder"]
+    titles = ["Arm", "Time of a step", "Peak memory", "Rows in the decoder"]
     return _table("Cost", titles, rows) + _note("Ratios to the baseline, of runs with the same seed and fold.")
 
 
