@@ -88,8 +88,11 @@ def span_text(span: Mapping[str, Any] | None) -> str:
 
 
 def signed(value: float | None) -> str:
-    """Return a fraction x 100 with sign and one decimal, never ``-0.0``; a dash for None."""
-    return "—" if value is None else f"{round(100 * value, 1) + 0.0:+.1f}"
+    """Return a fraction x 100 with sign and one decimal, ``0.0`` without sign; a dash for None."""
+    if value is None:
+        return "—"
+    text = f"{100 * value:+.1f}"
+    return text if float(text) else "0.0"
 
 
 def overview_plot(arms: Sequence[Mapping[str, Any]], metric: str, bands: bool) -> str:

@@ -53,11 +53,12 @@ figcaption { color: #1c1e22; font-size: 0.86rem; font-weight: 600; overflow-wrap
 figure + .scroll { margin-top: 16px; }
 table { border-collapse: separate; border-spacing: 0; }
 thead th { white-space: normal; vertical-align: bottom; }
-.arms thead th, .arms td { white-space: normal; overflow-wrap: anywhere; min-width: 7em; }
+.arms thead th, .arms td { white-space: normal; overflow-wrap: anywhere; min-width: 8em; }
 tbody th { white-space: normal; overflow-wrap: anywhere; min-width: 7.5em; max-width: 20em; text-align: left; }
 tbody th, thead th:first-child { position: sticky; left: 0; background: var(--paper); padding-right: 8px; }
 td small { display: block; color: var(--faint); font-size: 0.82rem; }
 .facts th { width: 25%; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 """
 
 
