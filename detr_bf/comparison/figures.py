@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
@@ -23,7 +23,7 @@ from detr_bf.report.figures import BLACK, BLUE, FAINT, GREEN, INK, ORANGE, PINK,
 from detr_bf.report.fonts import add_fallback_fonts, legible, load_font, plain
 
 Document = Mapping[str, Any]
-Change = Mapping[str, Any]  # difference of one arm in one metric, from the result document
+Difference = Mapping[str, Any]  # difference of one arm in one metric, from the result document
 
 _WIDTH = 3.6  # inches
 _SIDE, _TOP, _LINE, _MARKS, _GAP = 0.16, 0.05, 0.165, 0.3, 0.12  # inches: margins, text, intervals and dots, gap
@@ -37,7 +37,7 @@ _MARKERS = "osD^vP<>X*ph"
 _PALETTE = (BLUE, VERMILION, GREEN, ORANGE, PINK, SKY)  # of arms; the baseline is black
 
 
-def forest_plot(changes: Mapping[str, Change], metric: str, key: bool = True) -> str:
+def forest_plot(changes: Mapping[str, Difference], metric: str, key: bool = True) -> str:
     """Draw paired differences from the baseline as SVG: for each arm its pairs, mean and intervals.
 
     The interval over seeds is a broad bar, the one over seeds and images a thin line with caps. With a single pair
@@ -75,7 +75,7 @@ def forest_plot(changes: Mapping[str, Change], metric: str, key: bool = True) ->
     return _svg(figure)
 
 
-def change_text(change: Change) -> str:
+def change_text(change: Difference) -> str:
     """Return for example ``+1.2 [-0.3, +2.7], undecided``: mean, interval over seeds and images, verdict."""
     shown = f"{signed(change['mean'])} {span_text(change.get('both'))}".rstrip()
     return f"{shown}, {change['verdict']}" if change.get("verdict") else shown
@@ -114,7 +114,7 @@ def arm_plot(arms: Sequence[Mapping[str, Any]], index: int, metric: str) -> str:
     It begins after a third of the training, where the curves are less steep and differences can be seen. The axes are
     those of all ``arms``, so that plots can be compared.
     """
-    last = max(point["epoch"] for arm in arms for point in arm["curve"])
+    last = max(point["epoch"] for arm in arms for point in arm["curve"] if point["mean"] is not None)
     later = [{**arm, "curve": [point for point in arm["curve"] if point["epoch"] >= last / 3]} for arm in arms]
     figure = Figure(figsize=(_WIDTH / 2, 1.5), layout="constrained", facecolor="white")
     axes = figure.subplots()
@@ -131,13 +131,13 @@ def _ends(span: Mapping[str, Any] | None) -> tuple[float, float] | None:
     return 100 * span["low"], 100 * span["high"]
 
 
-def _limits(changes: Iterable[Change]) -> tuple[float, float]:
+def _limits(changes: Iterable[Difference]) -> tuple[float, float]:
     """Return the limits of the axis, x 100: all pairs, zero, and intervals up to a multiple of the median one."""
     points, ends, reaches = [0.0], [0.0], []
     for change in changes:
         points += [100 * value for value in (change["mean"], *change.get("values", ())) if value is not None]
         detectable = 100 * (change.get("detectable") or 0)
-        own = [-detectable, detectable]
+        own: list[float] = [-detectable, detectable]
         for kind in ("seeds", "images", "both"):
             own += _ends(change.get(kind)) or ()
         reaches.append(max(map(abs, own)))
@@ -148,7 +148,7 @@ def _limits(changes: Iterable[Change]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _plot_change(axes: Axes, change: Change, top: float) -> None:
+def _plot_change(axes: Axes, change: Difference, top: float) -> None:
     """Plot band, intervals, mean and pairs below ``top``, inches from the top."""
     line, dots, end = top + 0.1, top + 0.22, top + _MARKS
     if change.get("detectable") is not None:
@@ -172,10 +172,10 @@ def _plot_change(axes: Axes, change: Change, top: float) -> None:
     axes.plot(pairs, [dots] * len(pairs), "o", markersize=4.5, markerfacecolor="none", color=INK, zorder=3)
 
 
-def _key(changes: Sequence[Change]) -> list[Line2D | Patch]:
+def _key(changes: Sequence[Difference]) -> list[Line2D | Patch]:
     """Return the legend's entries for the marks that are drawn."""
     drawn = {kind for kind in ("seeds", "images", "both") if any(_ends(change.get(kind)) for change in changes)}
-    line = "-" if "both" in drawn else ":" if "images" in drawn else ""
+    line: Literal["-", ":", ""] = "-" if "both" in drawn else ":" if "images" in drawn else ""
     interval = {"-": ", interval over seeds and images", ":": ", interval over images alone", "": ""}[line]
     key: list[Line2D | Patch] = [
         Line2D([], [], color=INK, marker="D", markersize=5, linewidth=1.4, linestyle=line, label=f"mean{interval}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from detr_bf.comparison.figures import (
-    Change,
+    Difference,
     Document,
     arm_plot,
     change_text,
@@ -191,8 +191,8 @@ def _main_difference(document: Document) -> str:
     return plot + _difference_table(changes, "Differences from the baseline") + note
 
 
-def _difference_table(changes: Mapping[str, Change], label: str) -> str:
-    """Return a table of differences; keys are arms, or any other names of rows."""
+def _difference_table(changes: Mapping[str, Difference], label: str, names: str = "Arm") -> str:
+    """Return a table of differences; keys are the names of the rows, ``names`` is the title of their column."""
     titles = ("Difference", "Over both", "Holm p", "Verdict", "Over seeds", "Over images", "p", "Detectable", "Pairs")
     rows = []
     for name, change in changes.items():
@@ -201,7 +201,7 @@ def _difference_table(changes: Mapping[str, Change], label: str) -> str:
         significance = _p(change.get("p_holm")), _p(change.get("p"))
         cells = [signed(change["mean"]), both, significance[0], verdict, seeds, images, significance[1], *others]
         rows.append((name, cells))
-    return _table(label, ["Arm", *titles], rows)
+    return _table(label, [names, *titles], rows)
 
 
 def _curves(document: Document) -> str:
@@ -235,11 +235,11 @@ def _curves(document: Document) -> str:
 
 def _arms_table(document: Document, metrics: Sequence[str]) -> str:
     changes = _changes(document, document["primary"])
-    rows = []
+    rows: list[tuple[str, list[_Cell]]] = []
     for arm in document["arms"]:
         change = changes.get(arm["name"])
-        difference = (signed(change["mean"]), span_text(change.get("both"))) if change else (_NOTHING, "")
-        values = [_mean(arm["metrics"].get(metric)) for metric in metrics]
+        difference = (signed(change["mean"]), span_text(change.get("both"))) if change else _NOTHING
+        values: list[_Cell] = [_mean(arm["metrics"].get(metric)) for metric in metrics]
         rows.append((arm["name"], [str(len(arm["cells"])), values[0], difference, *values[1:]]))
     return _table("Means of the arms", ["Arm", "Runs", metrics[0], "Difference", *metrics[1:]], rows)
 
@@ -265,7 +265,7 @@ def _small_plots(document: Document, metrics: Sequence[str]) -> str:
     if not plots:
         return _note("There is no difference to show.")
     note = _note("Marks as in the first figure. p is not corrected for the number of metrics.")
-    table = _difference_table(rows, "Differences in further metrics")
+    table = _difference_table(rows, "Differences in further metrics", "Metric, arm")
     details = f"<details><summary>Numbers of these plots</summary>{table}</details>"
     return f'{note}<div class="plots">{"".join(plots)}</div>{details}'
 
@@ -295,13 +295,14 @@ def _settings_table(document: Document) -> str:
 
 
 def _reading(document: Document) -> str:
-    risk = f"{100 * (1 - document['confidence']):g} %"
+    risk, pairs = 1 - document["confidence"], max((len(each["pairs"]) for each in document["differences"]), default=0)
+    least = f"; of {count(pairs, 'pair')} no p is below {2.0 ** (1 - pairs):.2g}" if pairs else ""
     sentences = (
         "The interval over seeds covers other seeds on the same test images, the interval over images covers other "
         "test images with the same trained models, and the interval over both covers the two together.",
         f"Holm p is the p of the sign-flip test on {printable(document['primary'])}, corrected for the number of arms: "
-        f"if no arm differed from the baseline, a value below {1 - document['confidence']:.2g} for any arm would occur "
-        f"in at most {risk} of such comparisons.",
+        f"if no arm differed from the baseline, a value below {risk:.2g} for any arm would occur in at most "
+        f"{100 * risk:.3g} % of such comparisons{least}.",
         "The smallest detectable difference is the one that this number of runs would probably have shown: "
         "“undecided” means that the arms may still differ by less than that.",
     )
@@ -381,7 +382,7 @@ def _metrics(document: Document) -> list[str]:
     return list({document["primary"]: None, **names})
 
 
-def _changes(document: Document, metric: str) -> dict[str, Change]:
+def _changes(document: Document, metric: str) -> dict[str, Difference]:
     """Return arm -> difference in one metric, without arms that have none."""
     found = {each["arm"]: each["metrics"].get(metric) for each in document["differences"]}
     return {arm: change for arm, change in found.items() if change and change.get("mean") is not None}

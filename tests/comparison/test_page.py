@@ -230,7 +230,7 @@ def test_every_table_has_the_numbers_of_the_document(tmp_path: Path) -> None:
     names = [arm["name"] for arm in others]
     main = [numbers(name, change["AP"]) for name, change in zip(names, changes, strict=True)]
     assert tables["Differences from the baseline"][1:] == main
-    further = [row for row in tables["Differences in further metrics"] if row[0] != "Arm"]
+    further = [row for row in tables["Differences in further metrics"] if row[0] != "Metric, arm"]
     assert further == [
         numbers(f"{metric.removeprefix('AP/')}, {name}", change[metric])
         for metric in METRICS[1:]
@@ -244,6 +244,7 @@ def test_every_table_has_the_numbers_of_the_document(tmp_path: Path) -> None:
         ["batch_former.enabled", "false", "true", "true", "true", "true"],
         ["batch_former.mode", "—", *NAMES[1:5]],
     ]
+    assert "of 5 pairs no p is below 0.062." in (tmp_path / "index.html").read_text(), "two of 32 patterns of signs"
     facts = dict(tables["facts"])
     assert facts["train.sha256"] == "ab" * 32
     assert facts["val.objects"] == "987"
@@ -444,7 +445,7 @@ def test_names_from_outside_have_no_effect(tmp_path: Path) -> None:
 
 def test_missing_values_are_dashes(tmp_path: Path) -> None:
     nothing = {"mean": None, "low": None, "high": None}
-    result = document(4, 3, epochs=1)
+    result = document(6, 3, epochs=1)
     del result["arms"][1]["metrics"]["AP/WBC"], result["differences"][0]["metrics"]["AP/WBC"]
     for each in (*result["arms"], *result["differences"]):
         each["metrics"]["APl"] = {**nothing, "values": [None], "seeds": None, "both": nothing, "verdict": "undecided"}
@@ -452,17 +453,18 @@ def test_missing_values_are_dashes(tmp_path: Path) -> None:
         each["curve"] = []
         each["cost"] = {"step_seconds_ratio": None, "memory_ratio": nothing, "rows_ratio": None}
     del result["arms"][3]["cost"]
+    result["arms"][0]["curve"].append({"epoch": 30, "mean": None, "low": None, "high": None, "count": 0})
     result["differences"].pop()
     result["settings"], result["sentences"], result["circumstances"] = [], [], {}
     path = write_page(result, tmp_path)
     page, everything = read(path), " ".join(Page(path.read_text().replace("<wbr>", "")).texts)
     assert page.tables["AP by class"][2][2] == "—"
-    assert [row[-1] for row in page.tables["Means of the arms"]] == ["APl", *["—"] * 4]
-    assert page.tables["Cost"][3:] == [["duplicate", "—", "—", "—"], ["self_only", "—", "—", "—"]]
-    assert "Without a run that pairs with one of the baseline: self_only." in everything
+    assert [row[-1] for row in page.tables["Means of the arms"]] == ["APl", *["—"] * 6]
+    assert page.tables["Cost"][3:5] == [["duplicate", "—", "—", "—"], ["self_only", "—", "—", "—"]]
+    assert "Without a run that pairs with one of the baseline: single_stream." in everything
     assert "The configs of the arms do not differ." in everything
     assert "Nothing was recorded." in everything
-    assert len(page.images) == 1 + 1 + 4 + 3, "no plot of the metric without values"
+    assert len(page.images) == 1 + 4 + 4 + 3, "no plot of the metric without values"
     result["differences"] = []
     for arm in result["arms"]:
         arm["curve"] = []
