@@ -72,6 +72,7 @@ ALLOWED: dict[str, set[str]] = {
     "run": {"errors", "text", "distributed", "files", "progress", "config", "engine", "report", "assembly", "tasks"},
     "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
     "models": {"errors", "text", "config", "detectors", "engine", "assembly", "predictor", "tasks", "classification"},
+    "comparison": {"errors", "text", "files", "report"},
     "commands": GROUND
     | WORK
     | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}

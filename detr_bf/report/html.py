@@ -1,6 +1,6 @@
 """``report.html``: one self-contained page about a run, made from the files of its folder.
 
-Styles are inline, pictures are embedded, and no script runs. The parts of one task come from its :class:`TaskPage`.
+The parts of one task come from its :class:`TaskPage`.
 """
 
 from __future__ import annotations
@@ -15,49 +15,8 @@ from detr_bf.errors import InputError
 from detr_bf.files import CONFIG_FILE, CURVES_FILE, EVALUATION_FILE, MACHINE_FILE, METRICS_FILE, REPORT_FILE, write_text
 from detr_bf.report.curves import Metrics, draw_curves, read_metrics, series
 from detr_bf.report.detection import DETECTION_PAGE
-from detr_bf.report.page import TaskPage, escaped, missing, picture, section
+from detr_bf.report.page import TaskPage, escaped, html_page, missing, picture, section
 from detr_bf.text import printable
-
-_STYLE = """
-:root { color-scheme: light dark; --paper: #ffffff; --ink: #1c1e22; --faint: #666d76; --line: #e2e5e9; --panel: #f6f7f9;
-  --accent: #0072b2; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #15171a; --ink: #e7e9ec; --faint: #9aa1ab; --line: #2c3036; --panel: #1e2125; --accent: #56b4e9; }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink);
-  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 1120px; margin: 0 auto; padding: 48px 24px 96px; }
-h1 { font-size: 2rem; line-height: 1.2; margin: 0 0 8px; overflow-wrap: anywhere; }
-h2 { font-size: 1.15rem; margin: 0 0 16px; padding-top: 20px; border-top: 1px solid var(--line); }
-section { margin-top: 44px; }
-p { margin: 12px 0 0; }
-.lead { font-size: 1.05rem; color: var(--faint); max-width: 75ch; }
-.faint { color: var(--faint); font-size: 0.92rem; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin-top: 12px; }
-.card { background: var(--panel); border: 1px solid var(--line); border-radius: 10px; padding: 12px 16px;
-  display: flex; flex-direction: column; }
-.card span, .card small { color: var(--faint); font-size: 0.86rem; }
-.card strong { font-size: 1.4rem; font-weight: 650; font-variant-numeric: tabular-nums; }
-.large .card strong { font-size: 2.4rem; line-height: 1.2; }
-.large .card:first-child strong { color: var(--accent); }
-figure { margin: 0; background: #ffffff; border: 1px solid var(--line); border-radius: 10px; padding: 12px; }
-img { display: block; width: 100%; height: auto; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: 7px 12px; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child { text-align: left; padding-left: 0; }
-thead th { color: var(--faint); font-weight: 500; font-size: 0.86rem; }
-tbody th { font-weight: 500; }
-.bar { width: 45%; }
-.bar i { display: block; height: 8px; border-radius: 4px; background: var(--accent); }
-.facts th { width: 1%; color: var(--faint); vertical-align: top; }
-.facts td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
-summary { cursor: pointer; }
-pre { background: var(--panel); border: 1px solid var(--line); border-radius: 10px; padding: 16px; overflow-x: auto;
-  font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-@media print { main { padding: 0; } section { break-inside: avoid; } }
-"""
 
 
 def write_report(run_dir: str | Path, page: TaskPage = DETECTION_PAGE, title: str = "") -> Path:
@@ -85,11 +44,11 @@ def write_report(run_dir: str | Path, page: TaskPage = DETECTION_PAGE, title: st
         raise InputError(f"{config_file} is of the task {config.task}, the page of {page.task}: pass the task's page")
     metrics = read_metrics(run_dir / METRICS_FILE) if (run_dir / METRICS_FILE).is_file() else Metrics()
     result = _read_result(run_dir / EVALUATION_FILE, page)
-    heading = escaped(title or printable(run_dir.resolve().name))
+    heading = title or printable(run_dir.resolve().name)
     sentences = [*(page.sentences(config) if config else []), *_length(metrics)]
     body = "\n".join(
         [
-            f'<header><h1>{heading}</h1><p class="lead">{escaped(" ".join(sentences))}</p></header>',
+            f'<header><h1>{escaped(heading)}</h1><p class="lead">{escaped(" ".join(sentences))}</p></header>',
             *page.results(result),
             section("Curves", _curves(run_dir, metrics, page)),
             *page.details(run_dir, result),
@@ -97,13 +56,7 @@ def write_report(run_dir: str | Path, page: TaskPage = DETECTION_PAGE, title: st
             section("Machine", _machine(_read_text(machine_file), machine_file)),
         ]
     )
-    write_text(
-        run_dir / REPORT_FILE,
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{heading}</title>\n<style>{_STYLE}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n",
-    )
+    write_text(run_dir / REPORT_FILE, html_page(heading, body))
     return run_dir / REPORT_FILE
 
 
