@@ -212,12 +212,11 @@ def _estimates(name: str, pairs: Mapping[Cell, tuple[Resampled, Resampled]], tes
     images = 0
     for fold in dict.fromkeys(folds):
         cells = [pairs[cell] for cell in known if cell[1] == fold]
-        draws = np.stack(
-            [arm.draws.get(name, np.empty(0)) - other.draws.get(name, np.empty(0)) for arm, other in cells]
-        )
-        draws = draws[:, np.isfinite(draws).all(0)]
-        count = len(cells[0][0].image_ids)
-        if count < 2 or draws.shape[1] < max(2, _LEAST_KNOWN * len(cells[0][0].draws.get(name, ()))):
+        if any(name not in cell.draws for pair in cells for cell in pair):
+            return DifferenceEstimates(shown, seeds, None, None)
+        draws = np.stack([arm.draws[name] - other.draws[name] for arm, other in cells])
+        finite, count = draws[:, np.isfinite(draws).all(0)], len(cells[0][0].image_ids)
+        if count < 2 or finite.shape[1] < max(2, _LEAST_KNOWN * draws.shape[1]):
             return DifferenceEstimates(shown, seeds, None, None)
         covariances[fold] = np.atleast_2d(np.cov(finite)) * count / (count - 1)
         images += count

@@ -22,7 +22,6 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -111,7 +110,8 @@ class BoxTable:
     def metrics(self, weights: np.ndarray) -> dict[str, np.ndarray]:
         """Return AP, AP50, AP75, APs, APm, APl and AP/CLASS of every class; see :meth:`Table.metrics`."""
         weights = _checked_weights(weights, len(self.image_ids))
-        most_hits = max([int(curve.hits.shape[0]) for curves in self._curves for curve in curves.values()], default=1)
+        planes = [self.hits[..., start:end] for start, end in itertools.pairwise(self.starts)]
+        most_hits = max((int(plane.sum(-1).max(initial=0)) for plane in planes), default=0)
         rows = max(1, _CHUNK // max(1, most_hits))
         parts = [self._precision(weights[start : start + rows]) for start in range(0, len(weights), rows)]
         precision = np.concatenate(parts) if parts else np.empty((0, len(self.classes), _NUM_SIZES, _NUM_THRESHOLDS))
@@ -128,34 +128,15 @@ class BoxTable:
         """Return the mean precision at the 101 recall thresholds, (R, K, A, T); NaN without objects."""
         by_image = np.ascontiguousarray(weights.T, dtype=np.float64)  # (I, R)
         found = np.full((len(weights), len(self.classes), _NUM_SIZES, _NUM_THRESHOLDS), np.nan)
-        for k, curves in enumerate(self._curves):
+        for k, (start, end) in enumerate(itertools.pairwise(self.starts)):
             totals = (weights @ self.objects[:, k]).astype(np.int64)  # (R, A)
-            for size in range(_NUM_SIZES):
-                known = totals[:, size] > 0
-                if not known.any():
-                    continue
-                reached = _thresholds_reached(totals[:, size])
+            for size in np.flatnonzero(totals.any(0)):
+                known, reached = totals[:, size] > 0, _thresholds_reached(totals[:, size])
                 for threshold in range(_NUM_THRESHOLDS):
-                    mean = curves[size, threshold].mean_precision(by_image, reached)
-                    found[known, k, size, threshold] = mean[known]
+                    at = size, threshold, slice(start, end)
+                    curve = _Curve.of(self.images[start:end], self.hits[at], self.ignored[at], len(self.image_ids))
+                    found[known, k, size, threshold] = curve.mean_precision(by_image, reached)[known]
         return found
-
-    @cached_property
-    def _curves(self) -> list[dict[tuple[int, int], _Curve]]:
-        """Sparse form of each class by size range and IoU threshold."""
-        return [
-            {
-                (size, threshold): _Curve.of(
-                    self.images[start:end],
-                    self.hits[size, threshold, start:end],
-                    self.ignored[size, threshold, start:end],
-                    len(self.image_ids),
-                )
-                for size in range(_NUM_SIZES)
-                for threshold in range(_NUM_THRESHOLDS)
-            }
-            for start, end in zip(self.starts[:-1], self.starts[1:], strict=True)
-        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON.
