@@ -39,7 +39,7 @@ __all__ = [
     "table_of",
 ]
 
-Cell = tuple[int, int | None]  # seed and fold
+_Cell = tuple[int, int | None]  # seed and fold
 Key = TypeVar("Key", bound=Hashable)
 _CHUNK = 2**23  # multiplicities in memory at a time
 _LEAST_KNOWN = 0.5  # of the resamples must have ground truth for a metric
@@ -158,7 +158,7 @@ def resample(tables: Mapping[Key, Table], resamples: int, seed: int = 0) -> dict
     for key, table in tables.items():
         groups.setdefault(table.image_ids, []).append(key)
     found: dict[Key, Resampled] = {}
-    with progress_bar(total=len(tables) * resamples, desc="resampling", unit="resample", leave=False) as bar:
+    with progress_bar(total=len(tables) * resamples, desc="resampling", leave=False, delay=1) as bar:
         for image_ids, keys in groups.items():
             parts: dict[Key, list[dict[str, np.ndarray]]] = {key: [] for key in keys}
             for weights in image_draws(image_ids, resamples, seed, max(1, _CHUNK // len(image_ids))):
@@ -182,7 +182,7 @@ class DifferenceEstimates(NamedTuple):
 
 
 def resample_differences(
-    pairs: Mapping[Cell, tuple[Resampled, Resampled]], test_share: float = 0.0
+    pairs: Mapping[_Cell, tuple[Resampled, Resampled]], test_share: float = 0.0
 ) -> dict[str, DifferenceEstimates]:
     """Return the differences arm - baseline of each metric with their estimates.
 
@@ -199,7 +199,7 @@ def resample_differences(
     return {name: _estimates(name, pairs, test_share) for name in names}
 
 
-def _estimates(name: str, pairs: Mapping[Cell, tuple[Resampled, Resampled]], test_share: float) -> DifferenceEstimates:
+def _estimates(name: str, pairs: Mapping[_Cell, tuple[Resampled, Resampled]], test_share: float) -> DifferenceEstimates:
     missing = float("nan")
     values = {cell: arm.values[name] - other.values.get(name, missing) for cell, (arm, other) in pairs.items()}
     known = {cell: value for cell, value in values.items() if np.isfinite(value)}

@@ -168,19 +168,24 @@ class DetectionEvaluator:
     ) -> None:
         self.class_map = class_map
         self.panoptic = panoptic
-        self.boxes, self._postprocess, self._masks = boxes, postprocess, masks
+        self._boxes, self._postprocess, self._masks = boxes, postprocess, masks
         self._found: Sequence[Detections] = ()  # of a copy that was gathered from another rank
         self._quality = panoptic.make_evaluator() if panoptic else None
         self._maps: list[EncodedMap] = []
 
     @property
+    def boxes(self) -> CocoEvaluator:
+        """The evaluator of the boxes."""
+        return self._boxes
+
+    @property
     def detections(self) -> list[Detections]:
         """The detections by image id."""
-        return merge_shards([self.boxes.detections])
+        return merge_shards([self._boxes.detections])
 
     def update(self, batch: Batch, outputs: Outputs) -> None:
         """Add a batch and the outputs of the detector."""
-        self.boxes.update(self._postprocess(outputs, batch.targets))
+        self._boxes.update(self._postprocess(outputs, batch.targets))
         if self.panoptic and self._quality:
             maps = self.panoptic.postprocess(outputs, batch.targets)
             self._quality.update(maps)
@@ -188,11 +193,11 @@ class DetectionEvaluator:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the results only: every rank has the ground truth and the postprocessing."""
-        return {"_found": self.boxes.detections, "_quality": self._quality, "_maps": self._maps}
+        return {"_found": self._boxes.detections, "_quality": self._quality, "_maps": self._maps}
 
     def merge(self, other: DetectionEvaluator) -> None:
         """Add the images of another rank."""
-        self.boxes.update(other._found)
+        self._boxes.update(other._found)
         self._maps += other._maps
         if self._quality and other._quality:
             self._quality.merge(other._quality)
@@ -203,7 +208,7 @@ class DetectionEvaluator:
             self.panoptic.write(self._maps)
             self._maps = []
         return Result(
-            self.boxes.summarize(),
-            self.boxes.summarize_masks() if self._masks else None,
+            self._boxes.summarize(),
+            self._boxes.summarize_masks() if self._masks else None,
             self._quality.summarize() if self._quality else None,
         )

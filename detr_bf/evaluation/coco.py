@@ -81,10 +81,10 @@ class CocoEvaluator:
         self.engine = resolve_engine(engine)
         self.class_map = class_map
         self.max_detections = max_detections
-        self.ground_truth = load_ground_truth(
+        self._ground_truth = load_ground_truth(
             Path(annotations), class_map, masks=masks, panoptic=panoptic, max_pixels=max_pixels
         )
-        self._image_ids = [image["id"] for image in self.ground_truth["images"]]
+        self._image_ids = [image["id"] for image in self._ground_truth["images"]]
         self._known_ids = frozenset(self._image_ids)
         self._detections: dict[int, Detections] = {}
 
@@ -107,6 +107,11 @@ class CocoEvaluator:
                 )
             _check_detections(image, self.class_map.num_classes)
             self._detections[image.image_id] = image
+
+    @property
+    def ground_truth(self) -> Mapping[str, Any]:
+        """Return the COCO data set with complete annotations; not to be changed."""
+        return self._ground_truth
 
     @property
     def detections(self) -> list[Detections]:
@@ -138,7 +143,7 @@ class CocoEvaluator:
                 f"{len(missing)} of {len(self._image_ids)} images were not evaluated (image ids {listed(missing)}): "
                 "evaluate all images, or call summarize(partial=True)"
             )
-        ground_truth = _restrict(self.ground_truth, self._detections.keys(), classes)
+        ground_truth = _restrict(self._ground_truth, self._detections.keys(), classes)
         results = _of_kind(kind, to_coco_results(self.detections, self.class_map), classes)
         limits = (1, min(10, self.max_detections), self.max_detections)
         curves = match_and_accumulate(self.engine, ground_truth, results, limits, kind)

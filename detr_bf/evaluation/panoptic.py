@@ -292,7 +292,12 @@ class PanopticEvaluator:
     ) -> None:
         self.class_map = class_map
         self._truths = PanopticFile(annotations, folder, class_map, max_pixels)
-        self.counts: dict[int, SegmentCounts] = {}  # by image id
+        self._counts: dict[int, _Counts] = {}
+
+    @property
+    def counts(self) -> Mapping[int, _Counts]:
+        """Return matches and errors by image id."""
+        return self._counts
 
     def update(self, maps: Sequence[PanopticMap]) -> None:
         """Add images, including images without segments.
@@ -307,7 +312,7 @@ class PanopticEvaluator:
                     f"a panoptic map for image id {found.image_id}, which has no annotation in the annotation file: "
                     "evaluate with the annotation file the images were read from"
                 )
-            if found.image_id in self.counts:
+            if found.image_id in self._counts:
                 raise InputError(
                     f"image id {found.image_id} was given twice: every image counts once. "
                     "Join the evaluators of several processes with merge"
@@ -318,7 +323,7 @@ class PanopticEvaluator:
                     f"the panoptic map of image id {found.image_id} is of shape {tuple(found.ids.shape)}, its ground "
                     f"truth of shape {tuple(truth.ids.shape)}: make maps of the file's height x width"
                 )
-            self.counts[found.image_id] = _compare(truth, found, areas_of(found, self.class_map.num_classes))
+            self._counts[found.image_id] = _compare(truth, found, areas_of(found, self.class_map.num_classes))
 
     def merge(self, other: PanopticEvaluator) -> None:
         """Add the images of ``other``; for an image in both, the result of ``self`` is kept.
@@ -332,8 +337,8 @@ class PanopticEvaluator:
             raise InputError(
                 "panoptic evaluators of different annotation files or classes cannot be merged: use the same in all"
             )
-        for image_id, counts in other.counts.items():
-            self.counts.setdefault(image_id, counts)
+        for image_id, counts in other._counts.items():
+            self._counts.setdefault(image_id, counts)
 
     def summarize(self, partial: bool = False) -> PanopticSummary:
         """Return the metrics of all images of the file; with ``partial``, of those added so far only.
@@ -341,17 +346,17 @@ class PanopticEvaluator:
         Raises:
             InputError: images are missing and ``partial`` is False.
         """
-        missing = sorted(self._truths.keys() - self.counts.keys())
+        missing = sorted(self._truths.keys() - self._counts.keys())
         if missing and not partial:
             raise InputError(
                 f"{len(missing)} of {len(self._truths)} images were not evaluated, the first of image id {missing[0]}: "
                 "evaluate all images, or call summarize(partial=True)"
             )
-        per_class = _per_class([self.counts[image_id] for image_id in sorted(self.counts)], self.class_map)
-        return PanopticSummary(**_nine_numbers(per_class.values()), per_class=per_class, num_images=len(self.counts))
+        per_class = _per_class([self._counts[image_id] for image_id in sorted(self._counts)], self.class_map)
+        return PanopticSummary(**_nine_numbers(per_class.values()), per_class=per_class, num_images=len(self._counts))
 
 
-class SegmentCounts(NamedTuple):
+class _Counts(NamedTuple):
     """Matches and errors of one image, as class indices, one entry for each segment."""
 
     matches: tuple[tuple[int, float], ...]  # class index and IoU, by ground-truth id, then predicted id
@@ -359,7 +364,7 @@ class SegmentCounts(NamedTuple):
     false_negatives: tuple[int, ...]
 
 
-def _compare(wanted: PanopticMap, found: PanopticMap, areas: Mapping[int, int]) -> SegmentCounts:
+def _compare(wanted: PanopticMap, found: PanopticMap, areas: Mapping[int, int]) -> _Counts:
     """Compare ground truth and prediction of one image; ``areas`` are the pixels of the predicted segments."""
     overlaps = pixels_of_values(wanted.ids.numpy().astype(np.int64) * _PAIR + found.ids.cpu().numpy())
     truths = wanted.segments
@@ -387,14 +392,14 @@ def _compare(wanted: PanopticMap, found: PanopticMap, areas: Mapping[int, int]) 
             pixels += overlaps.get(crowds[guess.label] * _PAIR + guess.id, 0)
         return pixels / areas[guess.id] > 0.5
 
-    return SegmentCounts(
+    return _Counts(
         tuple(matches),
         tuple(s.label for s in found.segments if s.id not in matched_found and not is_ignored(s)),
         tuple(s.label for s in truths if s.id not in matched_truths and not s.is_crowd),
     )
 
 
-def _per_class(counts: Sequence[SegmentCounts], class_map: ClassMap) -> dict[str, PanopticClassResult]:
+def _per_class(counts: Sequence[_Counts], class_map: ClassMap) -> dict[str, PanopticClassResult]:
     """Return the results by class name in the order of the class map; a repeated name is followed by its id."""
     ious: list[list[float]] = [[] for _ in class_map.names]
     for image in counts:
