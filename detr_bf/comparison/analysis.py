@@ -157,7 +157,11 @@ def _test_share(records: Mapping[_Key, Record]) -> float:
 
 
 def _pairs(records: Mapping[_Key, Record], arm: str, baseline: str) -> list[_Pair]:
-    return [(key[1], key[2]) for key in records if key[0] == arm and (baseline, key[1], key[2]) in records]
+    return [(key[1], key[2]) for key in records if key[0] == arm and _key(baseline, key[1:]) in records]
+
+
+def _key(arm: str, pair: _Pair) -> _Key:
+    return arm, pair[0], pair[1]
 
 
 def _arm(
@@ -214,7 +218,7 @@ def _cost(pairs: Sequence[_Pair], arm: str, baseline: str, records: Mapping[_Key
 
     Memory is that of the device if both cells have it, else that of the process.
     """
-    both = [(records[(arm, *pair)]["cost"], records[(baseline, *pair)]["cost"]) for pair in pairs]
+    both = [(records[_key(arm, pair)]["cost"], records[_key(baseline, pair)]["cost"]) for pair in pairs]
     has_device = all(cost.get("device_memory_mib") for costs in both for cost in costs)
     memory = "device_memory_mib" if has_device else "peak_memory_mib"
     ratios: dict[str, Any] = {}
@@ -233,7 +237,9 @@ def _difference(
     arm: str, baseline: str, records: Mapping[_Key, Record], found: Mapping[_Key, Resampled], share: float
 ) -> dict[str, Any]:
     pairs = _pairs(records, arm, baseline)
-    estimates = resample_differences({pair: (found[(arm, *pair)], found[(baseline, *pair)]) for pair in pairs}, share)
+    estimates = resample_differences(
+        {pair: (found[_key(arm, pair)], found[_key(baseline, pair)]) for pair in pairs}, share
+    )
     return {
         "arm": arm,
         "against": baseline,

@@ -17,7 +17,7 @@ import numpy as np
 from detr_bf.comparison.statistics import Estimate, images_estimate, seeds_and_images_estimate, student_estimate
 from detr_bf.comparison.tables import BoxTable, ClassifierTable, PanopticTable, Table, table_from_dict
 from detr_bf.config import saved_config
-from detr_bf.engine import DetectionEvaluator, RunFolder
+from detr_bf.engine import DetectionEvaluator, Evaluation, RunFolder
 from detr_bf.errors import InputError, prefix_errors
 from detr_bf.evaluation import PanopticFile
 from detr_bf.files import MAX_JSON_BYTES, is_file, read_json, read_regular
@@ -68,8 +68,9 @@ def table_of(run: Path) -> Table:
                 "so there is nothing to compare image by image"
             )
         task = task_of(saved_config(folder.config))
-        evaluator = task.build_evaluation(task.load_data().class_map, folder).make_evaluator()
-        assert isinstance(evaluator, DetectionEvaluator)
+        evaluation = task.build_evaluation(task.load_data().class_map, folder)
+        evaluator = evaluation.make_evaluator() if isinstance(evaluation, Evaluation) else None
+        assert isinstance(evaluator, DetectionEvaluator), "only detectors write results of boxes"
         return _panoptic_table(folder, evaluator) if evaluator.panoptic else _box_table(folder, evaluator)
 
 

@@ -42,8 +42,13 @@ _DTYPES = ("|u1", "<u2", "<u4", "<u8", "<i4", "<i8", "<f8")
 class Table(Protocol):
     """Results of one run by image."""
 
-    kind: str
-    image_ids: tuple[int, ...]
+    @property
+    def kind(self) -> str:
+        """Kind of the results: boxes, panoptic or classifier."""
+
+    @property
+    def image_ids(self) -> tuple[int, ...]:
+        """Ids of the images, ascending."""
 
     def metrics(self, weights: np.ndarray) -> dict[str, np.ndarray]:
         """Return each metric (R,) of the resamples; NaN where a resample has no ground truth for it.
@@ -457,13 +462,14 @@ def _unpacked(state: Mapping[str, Any], key: str, shape: tuple[int, ...], dtype:
     _require(found in expected and isinstance(data, str), f"{key} is not of type {' or '.join(expected)}")
     size = math.prod(shape) * np.dtype(found).itemsize
     _require(size <= _MAX_ARRAY, f"{key} is larger than {_MAX_ARRAY} bytes")
+    assert isinstance(data, str)
     try:
         decoder = zlib.decompressobj()
         content = decoder.decompress(base64.b85decode(data), size + 1)
     except (ValueError, zlib.error) as error:
         raise _damaged(f"{key} cannot be decoded ({error})") from None
     _require(len(content) == size, f"{key} does not hold {size} bytes")
-    array = np.frombuffer(content, dtype=found).reshape(shape).astype(dtype)
+    array: np.ndarray = np.frombuffer(content, dtype=found).reshape(shape).astype(dtype)
     _require(bool(np.isfinite(array).all()), f"{key} is not finite")
     return array
 

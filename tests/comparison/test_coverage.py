@@ -94,7 +94,7 @@ def simulated(
 
 def estimates(tables: Mapping[Any, Table], cells: Cells, resamples: int, seed: int) -> DifferenceEstimates:
     found = resample(tables, resamples, seed)
-    pairs = {cell: (found[("arm", *cell)], found[("off", *cell)]) for cell in cells}
+    pairs = {cell: (found["arm", cell[0], cell[1]], found["off", cell[0], cell[1]]) for cell in cells}
     share = 0.25 if len({fold for _, fold in cells}) > 1 else 0.0
     return resample_differences(pairs, share)["AP"]
 
@@ -102,7 +102,9 @@ def estimates(tables: Mapping[Any, Table], cells: Cells, resamples: int, seed: i
 def percentile_interval(tables: Mapping[Any, Table], cells: Cells, seed: int) -> tuple[float, float]:
     """Return the interval of the usual bootstrap, with replacement over the cells and their images."""
     rng, found = np.random.default_rng(seed), resample(tables, 200, seed)
-    draws = np.stack([found[("arm", *cell)].draws["AP"] - found[("off", *cell)].draws["AP"] for cell in cells])
+    draws = np.stack(
+        [found["arm", cell[0], cell[1]].draws["AP"] - found["off", cell[0], cell[1]].draws["AP"] for cell in cells]
+    )
     chosen = rng.integers(0, len(cells), draws.shape)
     low, high = np.quantile(np.take_along_axis(draws, chosen, 0).mean(0), (0.025, 0.975))
     return float(low), float(high)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import itertools
 import json
 import time
 import xml.etree.ElementTree as ElementTree
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +182,124 @@ def test_a_box_table_is_small_and_survives_json() -> None:
     for name, values in table.metrics(weights).items():
         np.testing.assert_array_equal(again[name], values)
     assert table.metrics(weights[:1])["AP"] > 0.1
+
+
+def random_map(rng: np.random.Generator, image_id: int, like: PanopticMap | None = None) -> PanopticMap:
+    """Draw a map of rectangles of 3 classes and void, with a crowd; or ``like`` with moved borders and classes."""
+    ids, segments = np.zeros((24, 32), dtype=np.int32), []
+    if like is not None:
+        shift = int(rng.integers(0, 3))
+        ids = np.roll(like.ids.numpy(), shift, axis=1)
+        kept = [s for s in like.segments if not s.is_crowd and (ids == s.id).any()]
+        ids[~np.isin(ids, [s.id for s in kept])] = 0
+        segments = [
+            Segment(s.id, int(rng.integers(0, 3)) if rng.random() < 0.2 else s.label, int((ids == s.id).sum()), False)
+            for s in kept
+        ]
+        return PanopticMap(image_id, torch.from_numpy(ids), tuple(segments))
+    for number in range(1, 1 + int(rng.integers(0, 7))):
+        top, left = rng.integers(0, 18, 2)
+        ids[top : top + rng.integers(2, 9), left : left + rng.integers(2, 14)] = number
+    for number in np.unique(ids[ids > 0]).tolist():
+        segments.append(Segment(number, int(rng.integers(0, 3)), int((ids == number).sum()), rng.random() < 0.15))
+    return PanopticMap(image_id, torch.from_numpy(ids), tuple(segments))
+
+
+def test_panoptic_metrics_equal_the_evaluator_on_repeated_images(tmp_path: Path) -> None:
+    rng, class_map = np.random.default_rng(0), ClassMap((3, 7, 9), ("a", "b", "c"), (True, True, False))
+    truths = [random_map(rng, image_id) for image_id in range(8)]
+    found = [random_map(rng, image_id, truth) for image_id, truth in enumerate(truths)]
+    names = {image_id: f"{image_id}.png" for image_id in range(8)}
+    write_panoptic(tmp_path / "truth.json", tmp_path / "maps", truths, class_map, names)
+    content = json.loads((tmp_path / "truth.json").read_text())
+    for annotation in content["annotations"]:
+        for info, segment in zip(annotation["segments_info"], truths[annotation["image_id"]].segments, strict=True):
+            info["iscrowd"] = int(segment.is_crowd)
+
+    def evaluated(weights: np.ndarray) -> PanopticEvaluator:
+        annotations, maps = [], []
+        for annotation in content["annotations"]:
+            for number in range(weights[annotation["image_id"]]):
+                new = annotation["image_id"] * 100 + number
+                annotations.append({**annotation, "image_id": new})
+                maps.append(PanopticMap(new, found[annotation["image_id"]].ids, found[annotation["image_id"]].segments))
+        path = tmp_path / "repeated.json"
+        path.write_text(json.dumps({**content, "annotations": annotations}))
+        evaluator = PanopticEvaluator(path, tmp_path / "maps", class_map)
+        evaluator.update(maps)
+        return evaluator
+
+    ones = evaluated(np.ones(8, dtype=np.int64))
+    assert sum(len(image.matches) for image in ones.counts.values()) > 5
+    table = PanopticTable.from_dict(json.loads(json.dumps(PanopticTable.of(ones).to_dict())))
+    weights = some_weights(8, 10, 0)
+    weights[1] = [8, *[0] * 7]  # few classes
+    metrics = table.metrics(weights)
+    assert set(metrics) == {"PQ", "SQ", "RQ", "PQ_th", "PQ_st"}
+    for row, one in enumerate(weights):
+        expected = evaluated(one).summarize().metrics
+        for name, values in metrics.items():
+            np.testing.assert_allclose(values[row], np.nan if (e := expected[name]) is None else e, **CLOSE)
+
+
+def test_classifier_metrics_equal_a_loop_over_repeated_images() -> None:
+    rng = np.random.default_rng(0)
+    groups = ("many", "medium", "few", "few", "medium")
+    labels = rng.choice([0, 1, 2, 3], size=30, p=[0.5, 0.3, 0.1, 0.1])  # class 4 has no image
+    predicted = np.where(rng.random(30) < 0.6, labels, rng.integers(-1, 5, 30))
+    table = ClassifierTable(tuple(range(30)), labels, predicted, groups)
+    again = table_from_dict(json.loads(json.dumps(table.to_dict())))
+    weights = some_weights(30, 12, 0)
+    metrics = again.metrics(weights)
+    assert set(metrics) == {"top1", "balanced", "many", "medium", "few"}
+    for row, one in enumerate(weights):
+        images = [image for image in range(30) for _ in range(one[image])]
+        right = {c: [predicted[i] == c for i in images if labels[i] == c] for c in range(5)}
+        accuracy = {c: sum(own) / len(own) for c, own in right.items() if own}
+        expected = {
+            "top1": np.mean([labels[i] == predicted[i] for i in images]),
+            "balanced": np.mean([*accuracy.values()]),
+        }
+        for group in ("many", "medium", "few"):
+            own = [accuracy[c] for c in accuracy if groups[c] == group]
+            expected[group] = np.mean(own) if own else np.nan
+        for name, value in expected.items():
+            np.testing.assert_allclose(metrics[name][row], value, **CLOSE)
+
+
+def test_damaged_tables_are_refused() -> None:
+    good = table_of_boxes(*random_detections(0)).to_dict()
+    huge = {"dtype": "<u8", "shape": [12, 4, 4], "data": base64.b85encode(zlib.compress(bytes(10**6))).decode()}
+    changes: list[tuple[str, Any]] = [
+        ("kind", "circles"),
+        ("kind", None),
+        ("image_ids", None),
+        ("image_ids", []),
+        ("image_ids", [3, 2, 1]),
+        ("image_ids", good["image_ids"][1:]),
+        ("image_ids", ["a"] * 12),
+        ("classes", ["a"]),
+        ("classes", [1, 2, 3, 4]),
+        ("objects", good["images"]),
+        ("objects", "text"),
+        ("objects", {**good["objects"], "dtype": "object"}),
+        ("objects", {**good["objects"], "data": "\u00e9"}),
+        ("objects", {**good["objects"], "data": 5}),
+        ("objects", {**good["objects"], "data": base64.b85encode(b"no zlib").decode()}),
+        ("objects", {**good["objects"], "data": good["starts"]["data"]}),
+        ("objects", huge),
+        ("starts", {**good["starts"], "shape": [4]}),
+        ("ignored", good["hits"]),
+    ]
+    for key, value in changes:
+        with pytest.raises(InputError, match="damaged"):
+            table_from_dict({**good, key: value})
+    for state in (None, [], {}, {key: value for key, value in good.items() if key != "hits"}):
+        with pytest.raises(InputError, match="damaged"):
+            table_from_dict(state)
+    labels = ClassifierTable((1, 2), np.array([0, 1]), np.array([0, 1]), ("few", "few")).to_dict()
+    with pytest.raises(InputError, match="a label is not one of the classes"):
+        table_from_dict({**labels, "groups": ["few"]})
 
 
 @pytest.mark.slow
