@@ -195,7 +195,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def power_of_t_test(noncentrality: float, df: float, alpha: float = SIGNIFICANCE) -> float:
     """Return the probability that a two-sided t-test rejects; the noncentrality is difference / standard error."""
     bound = float(stats.t.ppf(1 - alpha / 2, df))
-    return float(stats.nct.sf(bound, df, noncentrality) + stats.nct.cdf(-bound, df, noncentrality))
+    below = float(stats.nct.cdf(-bound, df, noncentrality))  # SciPy returns NaN for values under about 1e-15
+    return float(stats.nct.sf(bound, df, noncentrality)) + (0.0 if math.isnan(below) else below)
 
 
 def power_of_pairs(difference: float, deviation: float, pairs: int, alpha: float = SIGNIFICANCE) -> float:
