@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from detr_bf.comparison.resampling import DifferenceEstimates, Resampled, Table, resample, resample_differences
+from detr_bf.comparison.resampling import DifferenceEstimates, ImageTable, Resampled, resample, resample_differences
 from detr_bf.comparison.statistics import (
     CONFIDENCE,
     EXACT_SIGNS,
@@ -33,13 +33,13 @@ _PRIMARY = {"boxes": "AP", "panoptic": "PQ", "classifier": "top1"}  # by kind of
 _PER_CELL = ("seed", "output_dir", "data.fold")  # settings that name a cell
 _VERSIONS = ("commit", "python", "torch", "detr_bf", "torchvision", "timm", "numpy", "scipy", "pycocotools", "hotcoco")
 
-Record = Mapping[str, Any]
+_Record = Mapping[str, Any]
 _Pair = tuple[int, int | None]  # seed and fold
 _Key = tuple[str, int, int | None]  # arm, seed and fold
 
 
 def analyze(
-    cells: Iterable[Record],
+    cells: Iterable[_Record],
     *,
     title: str,
     baseline: str,
@@ -82,14 +82,7 @@ def analyze(
     measured = next(iter(found.values())).values
     if primary not in measured:
         raise InputError(f"the primary metric '{printable(primary)}' was not measured; measured are {listed(measured)}")
-    share = _test_share(records)
-    present = [name for name in arms if name not in missing]
-    differences = [
-        _difference(name, baseline, records, found, share)
-        for name in present
-        if name != baseline and _pairs(records, name, baseline)
-    ]
-    _adjust(differences, primary)
+    share, present = _test_share(records), [name for name in arms if name not in missing]
     document = {
         "format": RESULT_FORMAT,
         "title": title,
@@ -98,7 +91,7 @@ def analyze(
         "confidence": CONFIDENCE,
         "resamples": resamples,
         "arms": [_arm(name, list(arms[name]), baseline, primary, records, found, share) for name in present],
-        "differences": differences,
+        "differences": _differences(present, baseline, primary, records, found, share),
         "settings": _settings(records, present),
         "circumstances": _circumstances(records),
     }
@@ -106,8 +99,8 @@ def analyze(
     return document | {"sentences": list(_sentences(document, records, images, missing))}
 
 
-def _by_key(cells: Iterable[Record], arms: Mapping[str, Sequence[str]]) -> dict[_Key, Record]:
-    records: dict[_Key, Record] = {}
+def _by_key(cells: Iterable[_Record], arms: Mapping[str, Sequence[str]]) -> dict[_Key, _Record]:
+    records: dict[_Key, _Record] = {}
     for record in cells:
         key = record["arm"], record["seed"], record["fold"]
         if key in records:
@@ -127,13 +120,13 @@ def _cell_name(key: _Key) -> str:
     return f"the cell of arm {printable(key[0])}, seed {key[1]}{fold}"
 
 
-def _tables(records: Mapping[_Key, Record], baseline: str) -> dict[_Key, Table]:
+def _tables(records: Mapping[_Key, _Record], baseline: str) -> dict[_Key, ImageTable]:
     """Read all tables; those of one fold must have the same images.
 
     Raises:
         InputError: a table is damaged, of another kind, or has other images.
     """
-    tables: dict[_Key, Table] = {}
+    tables: dict[_Key, ImageTable] = {}
     first: dict[int | None, _Key] = {}
     for key, record in records.items():
         with prefix_errors(_cell_name(key)):
@@ -150,13 +143,13 @@ def _tables(records: Mapping[_Key, Record], baseline: str) -> dict[_Key, Table]:
     return tables
 
 
-def _test_share(records: Mapping[_Key, Record]) -> float:
+def _test_share(records: Mapping[_Key, _Record]) -> float:
     """Return the mean of test images / training images over the cells."""
     counts = [(record["data"]["val"]["images"], record["data"]["train"]["images"]) for record in records.values()]
     return float(np.mean([test / max(1, train) for test, train in counts]))
 
 
-def _pairs(records: Mapping[_Key, Record], arm: str, baseline: str) -> list[_Pair]:
+def _pairs(records: Mapping[_Key, _Record], arm: str, baseline: str) -> list[_Pair]:
     return [(key[1], key[2]) for key in records if key[0] == arm and _key(baseline, key[1:]) in records]
 
 
@@ -169,7 +162,7 @@ def _arm(
     overrides: list[str],
     baseline: str,
     primary: str,
-    records: Mapping[_Key, Record],
+    records: Mapping[_Key, _Record],
     found: Mapping[_Key, Resampled],
     share: float,
 ) -> dict[str, Any]:
@@ -198,7 +191,7 @@ def _known_estimate(keys: Sequence[_Key], values: Sequence[float], share: float)
     return student_estimate([value for value, _ in known], [fold for _, fold in known], share)
 
 
-def _curve(keys: Sequence[_Key], primary: str, records: Mapping[_Key, Record], share: float) -> list[dict[str, Any]]:
+def _curve(keys: Sequence[_Key], primary: str, records: Mapping[_Key, _Record], share: float) -> list[dict[str, Any]]:
     """Return mean and interval of the primary metric at every epoch at which cells were evaluated."""
     points: dict[float, list[tuple[_Key, float]]] = {}
     for key in keys:
@@ -213,7 +206,7 @@ def _curve(keys: Sequence[_Key], primary: str, records: Mapping[_Key, Record], s
     return curve
 
 
-def _cost(pairs: Sequence[_Pair], arm: str, baseline: str, records: Mapping[_Key, Record]) -> dict[str, Any]:
+def _cost(pairs: Sequence[_Pair], arm: str, baseline: str, records: Mapping[_Key, _Record]) -> dict[str, Any]:
     """Return the paired ratios to the baseline; mean and interval are those of the logarithms, taken back.
 
     Memory is that of the device if both cells have it, else that of the process.
@@ -233,19 +226,25 @@ def _cost(pairs: Sequence[_Pair], arm: str, baseline: str, records: Mapping[_Key
     return ratios | {"rows_ratio": rows[0] if rows else None}
 
 
-def _difference(
-    arm: str, baseline: str, records: Mapping[_Key, Record], found: Mapping[_Key, Resampled], share: float
-) -> dict[str, Any]:
-    pairs = _pairs(records, arm, baseline)
-    estimates = resample_differences(
-        {pair: (found[_key(arm, pair)], found[_key(baseline, pair)]) for pair in pairs}, share
-    )
-    return {
-        "arm": arm,
-        "against": baseline,
-        "pairs": [list(pair) for pair in pairs],
-        "metrics": {name: _metric_difference(own) for name, own in estimates.items()},
-    }
+def _differences(
+    arms: Sequence[str],
+    baseline: str,
+    primary: str,
+    records: Mapping[_Key, _Record],
+    found: Mapping[_Key, Resampled],
+    share: float,
+) -> list[dict[str, Any]]:
+    """Return the differences of the arms with cells in common with the baseline."""
+    differences: list[dict[str, Any]] = []
+    for arm in arms:
+        pairs = _pairs(records, arm, baseline)
+        if arm == baseline or not pairs:
+            continue
+        cells = {pair: (found[_key(arm, pair)], found[_key(baseline, pair)]) for pair in pairs}
+        metrics = {name: _metric_difference(own) for name, own in resample_differences(cells, share).items()}
+        differences.append({"arm": arm, "against": baseline, "pairs": [list(p) for p in pairs], "metrics": metrics})
+    _adjust([own["metrics"][primary] for own in differences])
+    return differences
 
 
 def _metric_difference(found: DifferenceEstimates) -> dict[str, Any]:
@@ -268,9 +267,9 @@ def _metric_difference(found: DifferenceEstimates) -> dict[str, Any]:
     }
 
 
-def _adjust(differences: Sequence[Mapping[str, Any]], primary: str) -> None:
+def _adjust(entries: Sequence[dict[str, Any]]) -> None:
     """Add Holm's p to the primary metric of each arm, and withdraw verdicts that it does not support."""
-    tested = [own["metrics"][primary] for own in differences if own["metrics"][primary]["p"] is not None]
+    tested = [entry for entry in entries if entry["p"] is not None]
     for entry, adjusted in zip(tested, holm([entry["p"] for entry in tested]), strict=True):
         entry["p_holm"] = adjusted
         if adjusted >= SIGNIFICANCE:
@@ -286,7 +285,7 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _settings(records: Mapping[_Key, Record], arms: Sequence[str]) -> list[dict[str, Any]]:
+def _settings(records: Mapping[_Key, _Record], arms: Sequence[str]) -> list[dict[str, Any]]:
     """Return the settings that differ between arms, except for those that name a cell."""
     first = {arm: next(record["settings"] for key, record in records.items() if key[0] == arm) for arm in arms}
     keys = dict.fromkeys(key for settings in first.values() for key in settings if key not in _PER_CELL)
@@ -298,7 +297,7 @@ def _settings(records: Mapping[_Key, Record], arms: Sequence[str]) -> list[dict[
     ]
 
 
-def _circumstances(records: Mapping[_Key, Record]) -> dict[str, Any]:
+def _circumstances(records: Mapping[_Key, _Record]) -> dict[str, Any]:
     """Return the data by split (and fold), distinct machines and versions, and the command of every cell."""
     data = {
         f"{split}{'' if key[2] is None else f', fold {key[2]}'}": record["data"][split]
@@ -321,7 +320,7 @@ def _circumstances(records: Mapping[_Key, Record]) -> dict[str, Any]:
 
 
 def _sentences(
-    document: Mapping[str, Any], records: Mapping[_Key, Record], images: Mapping[_Key, int], missing: Sequence[str]
+    document: Mapping[str, Any], records: Mapping[_Key, _Record], images: Mapping[_Key, int], missing: Sequence[str]
 ) -> Iterator[str]:
     primary, baseline, differences = document["primary"], document["baseline"], document["differences"]
     for difference in differences:
@@ -370,7 +369,7 @@ def _pairs_text(pairs: Sequence[_Pair]) -> str:
     return f"{_plural(len(folds), 'fold')} and {_plural(len(seeds), 'seed')}, {len(pairs)} pairs"
 
 
-def _unpaired(arm: str, baseline: str, pairs: Sequence[_Pair], records: Mapping[_Key, Record]) -> Iterator[str]:
+def _unpaired(arm: str, baseline: str, pairs: Sequence[_Pair], records: Mapping[_Key, _Record]) -> Iterator[str]:
     own, other = ({key[1:] for key in records if key[0] == name} for name in (arm, baseline))
     alone = sorted(own ^ other, key=_sortable)
     if alone:
@@ -426,7 +425,7 @@ def _exploratory(differences: Sequence[Mapping[str, Any]], primary: str) -> Iter
         )
 
 
-def _uneven(records: Mapping[_Key, Record]) -> Iterator[str]:
+def _uneven(records: Mapping[_Key, _Record]) -> Iterator[str]:
     """Report settings that differ between the cells of one arm although they should not."""
     values: dict[tuple[str, str], list[Any]] = {}
     for key, record in records.items():

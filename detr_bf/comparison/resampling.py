@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from detr_bf.comparison.statistics import Estimate, images_estimate, seeds_and_images_estimate, student_estimate
-from detr_bf.comparison.tables import BoxTable, ClassifierTable, PanopticTable, Table, table_from_dict
+from detr_bf.comparison.tables import BoxTable, ClassifierTable, ImageTable, PanopticTable, table_from_dict
 from detr_bf.config import saved_config
 from detr_bf.engine import DetectionEvaluator, Evaluation, RunFolder
 from detr_bf.errors import InputError, prefix_errors
@@ -29,9 +29,9 @@ __all__ = [
     "BoxTable",
     "ClassifierTable",
     "DifferenceEstimates",
+    "ImageTable",
     "PanopticTable",
     "Resampled",
-    "Table",
     "image_draws",
     "resample",
     "resample_differences",
@@ -45,7 +45,7 @@ _CHUNK = 2**23  # multiplicities in memory at a time
 _LEAST_KNOWN = 0.5  # of the resamples must have ground truth for a metric
 
 
-def table_of(run: Path) -> Table:
+def table_of(run: Path) -> ImageTable:
     """Return the table of a finished run from its folder and the validation data that its config names.
 
     A run with panoptic results gives a :class:`PanopticTable`, another detector a :class:`BoxTable`, a classifier a
@@ -150,7 +150,7 @@ def image_draws(image_ids: Sequence[int], resamples: int, seed: int, rows: int) 
         yield rng.multinomial(count, np.full(count, 1 / count), size=min(rows, resamples - start))
 
 
-def resample(tables: Mapping[Key, Table], resamples: int, seed: int = 0) -> dict[Key, Resampled]:
+def resample(tables: Mapping[Key, ImageTable], resamples: int, seed: int = 0) -> dict[Key, Resampled]:
     """Return the metrics of each cell on its images and on ``resamples`` resamples of them.
 
     Cells with the same images get the same resamples: differences of their draws are paired.

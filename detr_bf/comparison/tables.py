@@ -39,7 +39,7 @@ _MAX_ARRAY = 2**32  # bytes of one array of a file
 _DTYPES = ("|u1", "<u2", "<u4", "<u8", "<i4", "<i8", "<f8")
 
 
-class Table(Protocol):
+class ImageTable(Protocol):
     """Results of one run by image."""
 
     @property
@@ -113,7 +113,7 @@ class BoxTable:
         )
 
     def metrics(self, weights: np.ndarray) -> dict[str, np.ndarray]:
-        """Return AP, AP50, AP75, APs, APm, APl and AP/CLASS of every class; see :meth:`Table.metrics`."""
+        """Return AP, AP50, AP75, APs, APm, APl and AP/CLASS of every class; see :meth:`ImageTable.metrics`."""
         weights = _checked_weights(weights, len(self.image_ids))
         planes = [self.hits[..., start:end] for start, end in itertools.pairwise(self.starts)]
         most_hits = max((int(plane.sum(-1).max(initial=0)) for plane in planes), default=0)
@@ -332,7 +332,7 @@ class PanopticTable:
         return cls(tuple(image_ids), class_map.is_thing, iou, counts)
 
     def metrics(self, weights: np.ndarray) -> dict[str, np.ndarray]:
-        """Return PQ, SQ, RQ, PQ_th and PQ_st; see :meth:`Table.metrics`."""
+        """Return PQ, SQ, RQ, PQ_th and PQ_st; see :meth:`ImageTable.metrics`."""
         rows = _checked_weights(weights, len(self.image_ids)).astype(np.float64)
         iou = rows @ self.iou  # (R, K)
         matched, false_positives, false_negatives = (rows @ count for count in self.counts.astype(np.float64))
@@ -380,7 +380,7 @@ class ClassifierTable:
     kind = "classifier"
 
     def metrics(self, weights: np.ndarray) -> dict[str, np.ndarray]:
-        """Return top1, balanced, and those of many, medium and few with an image; see :meth:`Table.metrics`."""
+        """Return top1, balanced, and those of many, medium and few with an image; see :meth:`ImageTable.metrics`."""
         weights = _checked_weights(weights, len(self.image_ids))
         order = np.argsort(self.labels, kind="stable")
         present, firsts = np.unique(self.labels[order], return_index=True)
@@ -415,14 +415,14 @@ class ClassifierTable:
 TABLES: dict[str, Any] = {cls.kind: cls for cls in (BoxTable, PanopticTable, ClassifierTable)}
 
 
-def table_from_dict(state: Any) -> Table:
+def table_from_dict(state: Any) -> ImageTable:
     """Return the table of a cell record.
 
     Raises:
         InputError: the content is damaged, or of an unknown kind.
     """
     _require(isinstance(state, Mapping) and state.get("kind") in TABLES, f"its kind is not one of {', '.join(TABLES)}")
-    table: Table = TABLES[state["kind"]].from_dict(state)
+    table: ImageTable = TABLES[state["kind"]].from_dict(state)
     return table
 
 

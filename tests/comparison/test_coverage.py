@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from detr_bf.comparison.resampling import DifferenceEstimates, Table, resample, resample_differences
+from detr_bf.comparison.resampling import DifferenceEstimates, ImageTable, resample, resample_differences
 from detr_bf.comparison.tables import BoxTable
 
 IMAGES = 72
@@ -30,7 +30,7 @@ class Effects:
 
 @dataclass(frozen=True, eq=False)
 class MeanTable:
-    """Table with one number per image, whose mean is the metric."""
+    """ImageTable with one number per image, whose mean is the metric."""
 
     image_ids: tuple[int, ...]
     values: np.ndarray
@@ -44,11 +44,11 @@ class MeanTable:
         return {}
 
 
-def mean_table(rng: np.random.Generator, image_ids: tuple[int, ...], quality: np.ndarray) -> Table:
+def mean_table(rng: np.random.Generator, image_ids: tuple[int, ...], quality: np.ndarray) -> ImageTable:
     return MeanTable(image_ids, quality)
 
 
-def box_table(rng: np.random.Generator, image_ids: tuple[int, ...], quality: np.ndarray) -> Table:
+def box_table(rng: np.random.Generator, image_ids: tuple[int, ...], quality: np.ndarray) -> ImageTable:
     """Draw the matched detections of two classes: about 5 objects per image, near misses and noise.
 
     The quality moves the IoU of the detections; an IoU below a threshold is a false positive there.
@@ -76,10 +76,10 @@ def simulated(
     cells: Cells,
     effects: Effects,
     difference: float,
-    make_table: Callable[[np.random.Generator, tuple[int, ...], np.ndarray], Table],
-) -> dict[str, Table]:
+    make_table: Callable[[np.random.Generator, tuple[int, ...], np.ndarray], ImageTable],
+) -> dict[str, ImageTable]:
     """Draw one experiment: the tables by arm and cell. Cells of one fold share their images."""
-    tables: dict[Any, Table] = {}
+    tables: dict[Any, ImageTable] = {}
     folds = sorted({fold or 0 for _, fold in cells})
     ids = {fold: tuple(sorted(rng.choice(2**30, IMAGES, replace=False).tolist())) for fold in folds}
     easy = {fold: rng.normal(0, 0.5, IMAGES) for fold in folds}  # the same for both arms
@@ -92,14 +92,14 @@ def simulated(
     return tables
 
 
-def estimates(tables: Mapping[Any, Table], cells: Cells, resamples: int, seed: int) -> DifferenceEstimates:
+def estimates(tables: Mapping[Any, ImageTable], cells: Cells, resamples: int, seed: int) -> DifferenceEstimates:
     found = resample(tables, resamples, seed)
     pairs = {cell: (found["arm", cell[0], cell[1]], found["off", cell[0], cell[1]]) for cell in cells}
     share = 0.25 if len({fold for _, fold in cells}) > 1 else 0.0
     return resample_differences(pairs, share)["AP"]
 
 
-def percentile_interval(tables: Mapping[Any, Table], cells: Cells, seed: int) -> tuple[float, float]:
+def percentile_interval(tables: Mapping[Any, ImageTable], cells: Cells, seed: int) -> tuple[float, float]:
     """Return the interval of the usual bootstrap, with replacement over the cells and their images."""
     rng, found = np.random.default_rng(seed), resample(tables, 200, seed)
     draws = np.stack(

@@ -17,8 +17,8 @@ from detr_bf.classification.metrics import ClassificationEvaluator, write_predic
 from detr_bf.comparison.resampling import (
     BoxTable,
     ClassifierTable,
+    ImageTable,
     PanopticTable,
-    Table,
     image_draws,
     resample,
     resample_differences,
@@ -34,7 +34,7 @@ from detr_bf.structures import ClassMap, Detections, PanopticMap
 Folder = Callable[..., SimpleNamespace]
 
 
-def ones(table: Table) -> dict[str, float | None]:
+def ones(table: ImageTable) -> dict[str, float | None]:
     found = table.metrics(np.ones((1, len(table.image_ids)), dtype=np.int64))
     return {name: None if np.isnan(value[0]) else float(value[0]) for name, value in found.items()}
 
