@@ -70,6 +70,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"},
     "replay": {"errors", "text", "config", "engine", "assembly", "tasks"},
     "run": {"errors", "text", "distributed", "files", "progress", "config", "engine", "report", "assembly", "tasks"},
+    "comparison": GROUND | {"config", "data", "evaluation", "report", "engine", "tasks"},
     "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
     "models": {"errors", "text", "config", "detectors", "engine", "assembly", "predictor", "tasks", "classification"},
     "comparison": {"errors", "text", "files", "report"},

@@ -174,6 +174,11 @@ class DetectionEvaluator:
         self._maps: list[EncodedMap] = []
 
     @property
+    def boxes(self) -> CocoEvaluator:
+        """The evaluator of the boxes."""
+        return self._boxes
+
+    @property
     def detections(self) -> list[Detections]:
         """The detections by image id."""
         return merge_shards([self._boxes.detections])

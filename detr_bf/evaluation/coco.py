@@ -113,6 +113,11 @@ class CocoEvaluator:
             self._detections[image.image_id] = image
 
     @property
+    def ground_truth(self) -> Mapping[str, Any]:
+        """Return the COCO data set with complete annotations; not to be changed."""
+        return self._ground_truth
+
+    @property
     def detections(self) -> list[Detections]:
         """Return all detections in the order of the updates."""
         return list(self._detections.values())

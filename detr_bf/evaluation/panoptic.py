@@ -294,6 +294,11 @@ class PanopticEvaluator:
         self._truths = PanopticFile(annotations, folder, class_map, max_pixels)
         self._counts: dict[int, _Counts] = {}
 
+    @property
+    def counts(self) -> Mapping[int, _Counts]:
+        """Return matches and errors by image id."""
+        return self._counts
+
     def update(self, maps: Sequence[PanopticMap]) -> None:
         """Add images, including images without segments.
 

@@ -36,7 +36,6 @@ from detr_bf.report import (
     save_picture,
     tolerating,
 )
-from detr_bf.report.comparison import compare_variants, save_comparison
 from detr_bf.report.drawing import draw_boxes
 from detr_bf.report.figures import save_figure
 from detr_bf.report.fonts import legible, load_font, plain, shorten
@@ -196,10 +195,6 @@ def classified(names: list[str]) -> ClassificationResult:
     return ClassificationResult(**numbers, per_class=classes, num_images=20, num_not_finite=0, confusion=confusion)
 
 
-def comparison(path: Path, names: list[str]) -> None:
-    save_comparison(path, compare_variants({name: [1.0, 2.0] for name in names}, names[0]), r"$\frac{$")
-
-
 def curves(path: Path, names: list[str]) -> None:
     figure, axes = one_plot(plain(r"$\frac{$"), "x", "y")
     for name in names:
@@ -222,11 +217,10 @@ def analysis_sheet(path: Path, names: list[str]) -> None:
         save_prediction_sheet,
         lambda path, names: save_confusion(path, classified(names)),
         lambda path, names: save_class_accuracies(path, classified(names)),
-        comparison,
         curves,
         analysis_sheet,
     ],
-    ids=["boxes", "panoptic", "classes", "probable", "confusion", "accuracies", "comparison", "curves", "analysis"],
+    ids=["boxes", "panoptic", "classes", "probable", "confusion", "accuracies", "curves", "analysis"],
 )
 def test_every_picture_takes_every_name(bundled: None, tmp_path: Path, draw: Callable[[Path, list[str]], None]) -> None:
     with warnings.catch_warnings():
