@@ -20,6 +20,7 @@ from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
+from detr_bf.data.duplicates import perceptual_hash
 from detr_bf.errors import InputError
 from detr_bf.files import file_size, read_regular
 from detr_bf.text import printable
@@ -127,16 +128,17 @@ def decode_image(data: bytes, annotated: tuple[int, int] | None = None, max_pixe
     return _pixels(open_image(data, max_pixels), annotated)
 
 
-def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[ImageSizes, int | None]:
-    """Decode all pixels and return the sizes and, for a 16-bit image, the depth in bits.
+def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[ImageSizes, int | None, str]:
+    """Decode all pixels; return the sizes, for a 16-bit image the depth in bits, and the perceptual hash when rotated.
 
     Raises:
         ValueError: the image cannot be decoded.
     """
     image = open_image(data, max_pixels)
-    _rgb(image)
-    deep = is_deep(image, data)
-    return image_sizes(image), (_depth(image) if _is_grey_16(image) else 16) if deep else None
+    pixels = _rgb(image)
+    depth = None if not is_deep(image, data) else _depth(image) if _is_grey_16(image) else 16
+    turn = _TRANSPOSITIONS.get(image.getexif().get(_ORIENTATION, 1))
+    return image_sizes(image), depth, perceptual_hash(pixels if turn is None else pixels.transpose(turn))
 
 
 def image_bytes(path: Path, max_pixels: int = MAX_PIXELS) -> bytes:
