@@ -21,8 +21,12 @@ GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 
 
 def _painted(width: int, height: int, image: int, boxes: Sequence[Sequence[int]]) -> Image.Image:
-    """Draw an RGB image: a dark background that depends on the image, each box (x, y, w, h) in one colour."""
-    picture = Image.new("RGB", (width, height), (20, image % 100, image // 100 % 100))
+    """Draw an RGB image: a dark pattern that depends on the image, each box (x, y, w, h) in one colour.
+
+    The patterns are so different that no two images are near-duplicates.
+    """
+    cells = np.random.default_rng(image).integers(0, 100, (-(-height // 3), -(-width // 3), 3), dtype=np.uint8)
+    picture = Image.fromarray(cells).resize((width, height), Image.Resampling.NEAREST)
     colours = ((255, 120, 0), (0, 255, 120), (120, 0, 255), (255, 255, 0))
     for colour, (x, y, w, h) in zip(colours, boxes, strict=False):
         picture.paste(colour, (x, y, x + w, y + h))

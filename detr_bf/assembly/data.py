@@ -14,11 +14,14 @@ from torch.utils.data import Sampler
 from detr_bf.config import DetectionConfig
 from detr_bf.config.detection import DataConfig, SplitConfig
 from detr_bf.data.batches import SampleKey
-from detr_bf.data.coco import CocoAnnotations, CocoDetection, Source, read_annotations
+from detr_bf.data.checks.files import ImageRecord, check_files
+from detr_bf.data.coco import CocoAnnotations, CocoDetection, Source, check_folder, read_annotations
+from detr_bf.data.duplicates import near_groups
 from detr_bf.data.formats import images_of, read_folder, read_split, split_images
 from detr_bf.data.loader import BatchLoader, make_loader
 from detr_bf.data.transforms import SampleTransform, eval_transform, train_transform
 from detr_bf.errors import InputError
+from detr_bf.files import cache_folder
 from detr_bf.structures import Batch, ClassMap
 
 
@@ -72,7 +75,7 @@ def data_source(config: DetectionConfig, split: str) -> Source:
         return _given_source(data, split)
     source = _given_source(data, "train")
     shares = (1 / data.folds,) * data.folds if data.folds else (1 - data.val_fraction, data.val_fraction)
-    content, parts = _divided(source.annotations, shares, data.split_seed)
+    content, parts = _divided(source, shares, data.split_seed, max(1, data.workers), data.max_pixels)
     held_out = parts[data.fold if data.folds else 1]
     chosen = held_out if split == "val" else set().union(*parts) - held_out
     return source._replace(annotations=images_of(content, chosen, content.path))
@@ -101,11 +104,17 @@ def _given_source(data: DataConfig, split: str) -> Source:
 
 @lru_cache(maxsize=2)  # a run asks for both splits several times
 def _divided(
-    annotations: Path | CocoAnnotations, shares: tuple[float, ...], seed: int
+    source: Source, shares: tuple[float, ...], seed: int, workers: int, max_pixels: int
 ) -> tuple[CocoAnnotations, list[set[str]]]:
-    """Return the content of the annotations, and the file names of each part."""
-    content = read_annotations(annotations)
-    return content, split_images(content, shares, seed)
+    """Return the content of the annotations, and the file names of each part; near-duplicates are in one part.
+
+    The images are read once, and the records of the data checks are used and kept.
+    """
+    content = read_annotations(source.annotations)
+    check_folder(source.images)
+    names = [image["file_name"] for image in content.images]
+    records = check_files(ImageRecord, source.images, names, cache_folder("doctor"), workers, max_pixels)
+    return content, split_images(content, shares, seed, near_groups(records))
 
 
 def _located(setting: str, given: str) -> Path:

@@ -12,6 +12,7 @@ import struct
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -20,8 +21,9 @@ from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
+from detr_bf.data.duplicates import perceptual_hash
 from detr_bf.errors import InputError
-from detr_bf.files import file_size, read_regular
+from detr_bf.files import file_size, is_file, read_regular
 from detr_bf.text import printable
 
 logger = logging.getLogger(__name__)
@@ -127,16 +129,17 @@ def decode_image(data: bytes, annotated: tuple[int, int] | None = None, max_pixe
     return _pixels(open_image(data, max_pixels), annotated)
 
 
-def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[ImageSizes, int | None]:
-    """Decode all pixels and return the sizes and, for a 16-bit image, the depth in bits.
+def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[ImageSizes, int | None, str]:
+    """Decode all pixels; return the sizes, for a 16-bit image the depth in bits, and the perceptual hash when rotated.
 
     Raises:
         ValueError: the image cannot be decoded.
     """
     image = open_image(data, max_pixels)
-    _rgb(image)
-    deep = is_deep(image, data)
-    return image_sizes(image), (_depth(image) if _is_grey_16(image) else 16) if deep else None
+    pixels = _rgb(image)
+    depth = None if not is_deep(image, data) else _depth(image) if _is_grey_16(image) else 16
+    turn = _TRANSPOSITIONS.get(image.getexif().get(_ORIENTATION, 1))
+    return image_sizes(image), depth, perceptual_hash(pixels if turn is None else pixels.transpose(turn))
 
 
 def image_bytes(path: Path, max_pixels: int = MAX_PIXELS) -> bytes:
@@ -165,7 +168,7 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     if not data:
         raise ValueError("the file is empty")
     try:
-        image = _identified(data)
+        image = _identified(io.BytesIO(data))
         if image is not None:
             if image.width * image.height > max_pixels:
                 size = f"{image.width} x {image.height} pixels (width x height)"
@@ -181,6 +184,18 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     return image
 
 
+def header_size(path: Path) -> tuple[int, int] | None:
+    """Return (height, width) after the EXIF rotation from the header of a file; None if it cannot be read."""
+    if not is_file(path):
+        return None
+    try:
+        with path.open("rb") as file:
+            image = _identified(file)
+            return None if image is None else image_sizes(image).rotated
+    except Exception:  # as in open_image
+        return None
+
+
 def image_sizes(image: Image.Image) -> ImageSizes:
     """Return the sizes before and after the EXIF rotation."""
     stored = (image.height, image.width)
@@ -188,21 +203,23 @@ def image_sizes(image: Image.Image) -> ImageSizes:
     return ImageSizes(stored, stored[::-1] if turned else stored)
 
 
-def _identified(data: bytes) -> ImageFile | None:
-    """Return the image whose header is in ``data``, or None.
+def _identified(file: BinaryIO) -> ImageFile | None:
+    """Return the image whose header is at the start of the file, or None; the pixels are not decoded.
 
     Same as ``Image.open`` with ``formats=IMAGE_FORMATS``, but without its size limit, which is global to the process.
     """
     Image.init()
+    start = file.read(16)
     for name in IMAGE_FORMATS:
         if name not in Image.OPEN:
             continue
         factory, accept = Image.OPEN[name]
-        accepted = accept is None or accept(data[:16])
+        accepted = accept is None or accept(start)
         if not accepted or isinstance(accepted, str):  # a string names a library that is not installed
             continue
+        file.seek(0)
         try:
-            return factory(io.BytesIO(data), "")
+            return factory(file, "")
         except (SyntaxError, IndexError, TypeError, struct.error):  # Image.open, too, treats these as "another format"
             continue
     return None

@@ -98,7 +98,7 @@ def test_16_bit_grey_is_scaled_by_the_bits_it_uses(
     Image.fromarray(np.array([values], dtype=np.uint16)).save(tmp_path / name)
     assert read_image(tmp_path / name)[0].tolist() == [shown]
     assert torch.equal(decode_image((tmp_path / name).read_bytes()), read_image(tmp_path / name))
-    assert check_image((tmp_path / name).read_bytes()) == (ImageSizes((1, 4), (1, 4)), depth)
+    assert check_image((tmp_path / name).read_bytes())[:2] == (ImageSizes((1, 4), (1, 4)), depth)
 
 
 def test_16_bit_colour_is_read_by_its_upper_bits(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from detr_bf.data.checks.report import (
     annotation_text,
     box_text,
     image_text,
+    near_duplicates,
     repeated,
     shared_images,
 )
@@ -273,7 +274,10 @@ def _classes_thing_and_stuff(train: Split, val: Split) -> Iterator[str]:
             yield f"{category_id} ({val.names[category_id]})"
 
 
-PAIR_CHECKS.add("warning", "train-val-overlap", "the same image in both splits: the AP is too high")(shared_images)
+PAIR_CHECKS.add("warning", "train-val-overlap", "the same image in both splits: the AP is too high", 3)(shared_images)
+PAIR_CHECKS.add("warning", "near-duplicates", "images of val that look like one of train: the AP is too high", 3)(
+    near_duplicates
+)
 
 
 def _invalid_values(

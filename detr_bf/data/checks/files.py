@@ -28,9 +28,9 @@ from detr_bf.text import printable
 
 log = logging.getLogger(__name__)
 
-_VERSION = 2  # of the cache file; increase it when the meaning of a record changes
+_VERSION = 3  # of the cache file; increase it when the meaning of a record changes
 _MAX_CACHE_BYTES = 2**31
-_SHA256 = re.compile("[0-9a-f]{64}")
+_SHA256 = re.compile("[0-9a-f]{64}")  # a perceptual hash has the same form
 _Data = bytes  # the class below has a field ``bytes``
 
 
@@ -69,19 +69,22 @@ class ImageRecord(FileRecord):
 
     sizes: ImageSizes | None = None  # None for a file that cannot be decoded
     depth: int | None = None  # bits in use of a 16-bit image
+    phash: str = ""  # perceptual hash; empty for an image of almost one colour
 
     @staticmethod
     def look(path: Path, data: _Data, max_pixels: int) -> dict[str, Any]:
-        sizes, depth = check_image(data, max_pixels)
-        return {"sizes": sizes, "depth": depth}
+        sizes, depth, phash = check_image(data, max_pixels)
+        return {"sizes": sizes, "depth": depth, "phash": phash}
 
     @staticmethod
     def restored(fields: dict[str, Any]) -> dict[str, Any]:
-        sizes, depth = fields["sizes"], fields["depth"]
+        sizes, depth, phash = fields["sizes"], fields["depth"], fields["phash"]
+        if not (isinstance(phash, str) and (not phash or _SHA256.fullmatch(phash))):
+            raise ValueError("invalid perceptual hash")
         if sizes is not None:
             stored, rotated = (_whole_numbers(sizes[key], 2) for key in ("stored", "rotated"))
             sizes = ImageSizes((stored[0], stored[1]), (rotated[0], rotated[1]))
-        return {"sizes": sizes, "depth": None if depth is None else _whole_numbers([depth], 1)[0]}
+        return {"sizes": sizes, "depth": None if depth is None else _whole_numbers([depth], 1)[0], "phash": phash}
 
     @property
     def pixels(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from detr_bf.data.annotation_values import is_crowd, value_text
 from detr_bf.data.checks.files import ImageRecord, MapRecord
 from detr_bf.data.coco import CocoAnnotations, annotated_size
+from detr_bf.data.duplicates import near_pairs
 from detr_bf.data.masks import MapFile, SegmentExtent
 from detr_bf.text import printable
 
@@ -101,23 +102,25 @@ class Check:
     code: str
     meaning: str
     find: Find
+    examples: int = 1  # cases that the finding describes
 
     def on(self, name: str, *splits: Any) -> Finding | None:
-        """Run the check and return its finding, with the first case as example, or None."""
+        """Run the check and return its finding, with the first cases as example, or None."""
         cases = list(self.find(*splits))
         if not cases:
             return None
-        return Finding(self.severity, name, self.code, self.meaning, len(cases), printable(cases[0], _LONGEST_EXAMPLE))
+        example = printable("; ".join(cases[: self.examples]), _LONGEST_EXAMPLE)
+        return Finding(self.severity, name, self.code, self.meaning, len(cases), example)
 
 
 class CheckList(list[Check]):
     """Checks in the order in which they run; the decorator :meth:`add` appends a function."""
 
-    def add(self, severity: Severity, code: str, meaning: str) -> Callable[[Find], Find]:
+    def add(self, severity: Severity, code: str, meaning: str, examples: int = 1) -> Callable[[Find], Find]:
         """Return a decorator that appends a check with the decorated function as its ``find``."""
 
         def append(find: Find) -> Find:
-            self.append(Check(severity, code, meaning, find))
+            self.append(Check(severity, code, meaning, find, examples))
             return find
 
         return append
@@ -140,6 +143,16 @@ def shared_images(train: Any, val: Any) -> Iterator[str]:
     for name, record in val.files.items():
         if record.sha256 in by_content:
             yield f"{printable(val.folder / name)} is {printable(train.folder / by_content[record.sha256])}"
+
+
+def near_duplicates(train: Any, val: Any) -> Iterator[str]:
+    """Return the images of val that show the same as a training image, except those with the same content."""
+    contents = {record.sha256 for record in train.files.values()}
+    known = [name for name, record in train.files.items() if record.phash]
+    names = [name for name, record in val.files.items() if record.phash and record.sha256 not in contents]
+    pairs = near_pairs([val.files[name].phash for name in names], [train.files[name].phash for name in known])
+    for number, other in dict(pairs.tolist()).items():
+        yield f"{printable(val.folder / names[number])} is like {printable(train.folder / known[other])}"
 
 
 def image_text(image: Mapping[str, Any]) -> str:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from detr_bf.data.coco import CocoAnnotations
 from detr_bf.data.formats.folder import DataFolder, files_below, images_of
+from detr_bf.data.formats.roboflow import FILE, read_roboflow
 from detr_bf.data.formats.splitting import split_images
 from detr_bf.data.formats.voc import read_voc
+from detr_bf.data.formats.yolo import CLASS_LIST, SETTINGS, read_yolo
 from detr_bf.errors import InputError
 from detr_bf.files import is_folder
 from detr_bf.text import printable
 
 __all__ = ["READERS", "DataFolder", "images_of", "read_folder", "read_split", "split_images"]
 
-READERS: dict[str, Callable[[Path, Sequence[str]], DataFolder]] = {"voc": read_voc}  # by the setting data.format
-_FORMS = "expected XML files of Pascal VOC"
+READERS: dict[str, Callable[[Path, Sequence[str]], DataFolder]] = {  # by the setting data.format
+    "coco": read_roboflow,
+    "voc": read_voc,
+    "yolo": read_yolo,
+}
+_FORMS = f"expected XML files of Pascal VOC, {SETTINGS[0]} or labels/*.txt of YOLO, or {FILE} of Roboflow"
 
 
 @lru_cache(maxsize=4)  # a run needs both splits several times; the folder is read once in a process
@@ -47,7 +53,15 @@ def read_split(root: Path, form: str, name: str) -> CocoAnnotations:
 
 
 def _form_of(root: Path, names: Sequence[str]) -> str:
-    signs = {"voc": any(name.lower().endswith(".xml") for name in names)}
+    paths = [PurePosixPath(name) for name in names]
+    signs = {
+        "coco": any(path.name == FILE for path in paths),
+        "voc": any(path.suffix.lower() == ".xml" for path in paths),
+        "yolo": any(
+            str(path) in SETTINGS or path.name == CLASS_LIST or (path.suffix == ".txt" and "labels" in path.parts)
+            for path in paths
+        ),
+    }
     found = [form for form, present in signs.items() if present]
     if len(found) != 1:
         problem = f"could be of the forms {', '.join(found)}: give data.format" if found else f"has no labels: {_FORMS}"

@@ -354,7 +354,7 @@ def test_a_file_of_the_same_size_but_another_time_is_read_again(sets: DataSets, 
 def test_a_broken_cache_is_rebuilt(sets: DataSets, decoded: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
     sets.examine()
     for cache_file in sets.cache.iterdir():
-        cache_file.write_text('{"version": 2, "files": {"0001.png": {}}}')
+        cache_file.write_text('{"version": 3, "files": {"0001.png": {}}}')
     decoded.clear()
     assert sets.findings() == []
     assert len(decoded) == 7
@@ -366,8 +366,9 @@ def test_a_broken_cache_is_rebuilt(sets: DataSets, decoded: list[bytes], caplog:
 
 def cached(**fields: object) -> str:
     """Cache of one record with these fields as JSON."""
-    record = {"bytes": 1, "modified": 1, "sha256": "a" * 64, "problem": "", "sizes": None, "depth": None} | fields
-    return json.dumps({"version": 2, "files": {"0001.png": record}})
+    record = {"bytes": 1, "modified": 1, "sha256": "a" * 64, "problem": "", "sizes": None, "depth": None, "phash": ""}
+    record |= fields
+    return json.dumps({"version": 3, "files": {"0001.png": record}})
 
 
 @pytest.mark.parametrize(
@@ -378,9 +379,9 @@ def cached(**fields: object) -> str:
         "null",
         '"text"',
         "[" * 100_000,
-        '{"version": 2}',
-        '{"version": 2, "files": []}',
-        '{"version": 2, "files": {"0001.png": []}}',
+        '{"version": 3}',
+        '{"version": 3, "files": []}',
+        '{"version": 3, "files": {"0001.png": []}}',
         "\x00",
         "9" * 5000,
         cached(sizes={"stored": ["48", 64], "rotated": [48, 64]}),
@@ -391,6 +392,8 @@ def cached(**fields: object) -> str:
         cached(depth=float("inf")),
         cached(sha256="abc"),
         cached(problem=5),
+        cached(phash=5),
+        cached(phash="abc"),
         cached(bytes=1.5),
         cached(modified=10**400),
     ],

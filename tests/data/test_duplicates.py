@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image, ImageEnhance
+
+from detr_bf.assembly import data_source
+from detr_bf.config import load_config
+from detr_bf.data.checks.annotations import examine
+from detr_bf.data.checks.files import ImageRecord, check_files
+from detr_bf.data.coco import Source, read_annotations
+from detr_bf.data.duplicates import MAX_DISTANCE, near_groups, near_pairs, perceptual_hash
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+Factory = Callable[..., SimpleNamespace]
+
+
+def scene(seed: int, size: tuple[int, int] = (96, 72)) -> Image.Image:
+    """Return a picture of shapes of all sizes, as a photograph has them; other seeds give other pictures."""
+    generator = np.random.default_rng(seed)
+    picture = Image.new("RGB", size)
+    for cells in (4, 8, 16, 32):
+        drawn = generator.integers(0, 256, (cells, cells, 3), dtype=np.uint8)
+        picture = Image.blend(picture, Image.fromarray(drawn).resize(size, Image.Resampling.BICUBIC), 0.4)
+    return picture
+
+
+def distance(one: str, other: str) -> int:
+    return (int(one, 16) ^ int(other, 16)).bit_count()
+
+
+def compressed(image: Image.Image) -> Image.Image:
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=30)
+    return Image.open(file).convert("RGB")
+
+
+CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
+    "compressed": compressed,
+    "smaller": lambda image: image.resize((image.width * 2 // 3, image.height * 2 // 3)),
+    "brighter": lambda image: ImageEnhance.Brightness(image).enhance(1.15),
+    "cropped": lambda image: image.crop((3, 2, image.width - 3, image.height - 2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_copies_are_near_and_other_pictures_are_not(change: str) -> None:
+    pictures = [scene(seed, (640, 480)) for seed in range(20)]
+    hashes = [perceptual_hash(picture) for picture in pictures]
+    copies = [perceptual_hash(CHANGES[change](picture)) for picture in pictures]
+    assert near_pairs(hashes, copies).tolist() == [[number, number] for number in range(20)]
+
+
+def test_distances_are_those_of_the_bits() -> None:
+    generator = np.random.default_rng(0)
+    bits = generator.random((40, 256)) < 0.5
+    bits[:, 0] = False
+    bits[20:] = bits[:20] ^ (generator.random((20, 256)) < 0.15)
+    bits[:, 0] = False
+    hashes = [np.packbits(row).tobytes().hex() for row in bits]
+    expected = [[i, j] for i in range(40) for j in range(40) if distance(hashes[i], hashes[j]) <= MAX_DISTANCE]
+    assert near_pairs(hashes, hashes).tolist() == expected
+    assert 60 < len(expected) < 100  # some at the threshold
+    assert near_pairs([], hashes).tolist() == near_pairs(hashes, []).tolist() == []
+
+
+def test_images_of_one_colour_are_near_to_none() -> None:
+    black, grey = (perceptual_hash(Image.new("RGB", (64, 64), colour)) for colour in ("black", (90, 90, 92)))
+    assert black == grey == ""
+    assert near_pairs([black], [grey, black]).tolist() == []
+
+
+def record(phash: str, sha256: str) -> ImageRecord:
+    return ImageRecord(1, 1, sha256, phash=phash)
+
+
+def test_groups_link_near_and_equal_files() -> None:
+    first, last = "0" * 64, "7" + "f" * 63
+    middle = "0" * 55 + "1" * 9
+    records = {
+        "a": record(first, "1"),
+        "b": record(middle, "2"),
+        "c": record("0" * 45 + "1" * 19, "3"),  # near to b and to a; a chain is one group
+        "d": record(last, "4"),
+        "e": record("", "5"),
+        "f": record("", "5"),
+        "g": record("", "6"),
+    }
+    assert sorted(near_groups(records)) == [["a", "b", "c"], ["e", "f"]]
+    assert near_groups({}) == []
+
+
+def rewrite(data: SimpleNamespace, pictures: list[Image.Image]) -> None:
+    for entry, picture in zip(data.content["images"], pictures, strict=True):
+        picture.save(data.images / entry["file_name"])
+
+
+def test_the_checks_report_pairs_across_the_splits(coco_folder: Factory, tmp_path: Path) -> None:
+    train, val = coco_folder(), coco_folder(num_images=3, name="val", first_image_id=101)
+    size = (64, 48)
+    rewrite(train, [scene(seed, size) for seed in range(4)])
+    rewrite(val, [scene(10, size), compressed(scene(2, size)), scene(3, size)])
+    sources = [Source(data.images, data.annotations) for data in (train, val)]
+    report = examine(*sources, num_queries=10, cache_dir=tmp_path / "cache")
+    found = {finding.code: finding for finding in report.warnings}
+    assert {code: finding.count for code, finding in found.items()} == {"train-val-overlap": 1, "near-duplicates": 1}
+    assert found["near-duplicates"].example == f"{val.images}/0102.png is like {train.images}/0003.png"
+    rewrite(train, [scene(seed, size) for seed in (20, 21, 22, 23)])
+    rewrite(val, [compressed(scene(seed, size)) for seed in (20, 21, 22)])
+    [finding] = examine(*sources, num_queries=10, cache_dir=tmp_path / "cache").warnings
+    assert (finding.count, finding.example.count(" is like ")) == (3, 3)
+
+
+def test_folds_keep_near_duplicates_together(
+    coco_folder: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    data = coco_folder(num_images=12)
+    scenes = [scene(number % 4, (64, 48)) for number in range(12)]
+    rewrite(data, [CHANGES["compressed"](picture) if number > 5 else picture for number, picture in enumerate(scenes)])
+    settings = [f"data.train.images={data.images}", f"data.train.annotations={data.annotations}", "data.folds=4"]
+    seen = []
+    for fold in range(4):
+        val = data_source(load_config(None, [*settings, f"data.fold={fold}"]), "val")
+        seen.append({(image["id"] - 1) % 4 for image in read_annotations(val.annotations).images})
+    assert sorted(map(len, seen)) == [1, 1, 1, 1]
+    assert set().union(*seen) == {0, 1, 2, 3}
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the data sets of ../shared/data beside the checkout")
+@pytest.mark.parametrize(
+    ("folder", "pairs"),
+    [
+        ("bccd/JPEGImages", "37-38"),
+        ("cards/images/train", "1-54 2464-2465 2466-2467 2468-2469 2471-2472 2473-2474"),
+    ],
+)
+def test_near_duplicates_of_real_photographs(folder: str, pairs: str, tmp_path: Path) -> None:
+    """The pairs were confirmed by eye, and a pretrained network finds the same ones."""
+    root = SHARED / folder
+    names = [path.name for path in root.iterdir() if path.suffix.lower() == ".jpg"]
+    groups = near_groups(check_files(ImageRecord, root, names, tmp_path, workers=1))
+    found = {"-".join(str(int("".join(filter(str.isdigit, name)))) for name in group) for group in groups}
+    assert found == set(pairs.split())
