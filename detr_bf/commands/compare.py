@@ -44,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="'detr-bf compare run --help' and 'detr-bf compare report --help' say more. A run folder of the name run "
-        "or report is given as ./run.",
+        epilog="'detr-bf compare run --help' and 'detr-bf compare report --help' say more. A run folder of the name "
+        "run or report is given as ./run.",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
     _add_report_arguments(parser, "folder of the result, default ./comparison")

@@ -125,8 +125,9 @@ def read_experiment(path: Path, extra: Sequence[str] = (), *, quick: bool = Fals
     Raises:
         InputError: naming the file and the key that is wrong.
     """
+    text = yaml_mapping(path, "experiment file")
     with prefix_errors(f"experiment file {printable(path)}"):
-        tree = _read(path)
+        tree = _parsed(text)
         arms = _arms(tree["arms"])
         seeds, folds = _seeds(tree["seeds"]), _number(tree, "folds", None, least=2)
         base = tuple(_base(path.parent, text) for text in _texts(tree["base"], "base"))
@@ -209,12 +210,10 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _parsed(text: str) -> dict[str, Any]:
     try:
-        tree = yaml.load(yaml_mapping(path, "the file"), _Loader) or {}
+        tree = yaml.load(text, _Loader) or {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"not valid YAML: {printable(' '.join(str(error).split()))}") from error
     unknown = next((key for key in tree if key not in KEYS), None)
     if unknown is not None:

@@ -13,6 +13,7 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def _metrics(record: Mapping[str, Any]) -> dict[str, Any]:
 def _cost(run: RunFolder, config: RunConfig, windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return time and memory of training; ``train_seconds`` is the time of all steps, without evaluations."""
     starts = [0, *(window["step"] for window in windows)]
-    steps = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    steps = [end - start for start, end in pairwise(starts)]
     seconds = [window.get("step_seconds") for window in windows]
     known = [(each, count) for each, count in zip(seconds, steps, strict=True) if each is not None and count > 0]
     memory = _json(run.cost) if run.cost.exists() else {}

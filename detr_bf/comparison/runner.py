@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 SCRIPT_MARK = "# Job array written by detr-bf compare"
 POLL_SECONDS = 0.2
+_LAYOUT = "{desc}: {n_fmt} of {total_fmt} cells{postfix}"
 LINES_OF_A_FAILURE = 15
 
 
@@ -68,8 +69,8 @@ def _check_settings(experiment: Experiment, cell: Cell, path: Path, found: Mappi
     if changed := changed_settings(asked, found):
         shown = [f"{key}: {found.get(key)} there, {asked.get(key)} now" for key in changed]
         raise InputError(
-            f"{printable(path)} has other settings than the experiment ({listed(shown)}): restore them, or give another "
-            "folder with --output DIR"
+            f"{printable(path)} has other settings than the experiment ({listed(shown)}): restore them, or give "
+            "another folder with --output DIR"
         )
 
 
@@ -205,10 +206,9 @@ class CellRunner:
         self._waiting = list(cells)
         total = len(self.experiment.cells())
         self._learn_durations()
-        layout = {"bar_format": "{desc}: {n_fmt} of {total_fmt} cells{postfix}", "leave": False}
         with (
             DeferredSignals() as signals,
-            progress_bar(total=total, initial=total - len(cells), desc="comparison", **layout) as bar,
+            progress_bar(total=total, initial=total - len(cells), desc="comparison", bar_format=_LAYOUT) as bar,
         ):
             try:
                 while self._waiting or self._running or self._elsewhere:
