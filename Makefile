@@ -32,8 +32,8 @@ demo-panoptic: $(STAMP)-demo ## build the scenes data, train boxes of things and
 
 experiments: $(STAMP)-demo ## compare the plug-ins of classifiers on Fashion-MNIST with five seeds each (an hour)
 	@$(MAKE) --no-print-directory kernels
-	$(RUN) benchmarks/experiments.py long_tail --jobs 2 $(ARGS)
-	$(RUN) benchmarks/experiments.py small_data --jobs 2 $(ARGS)
+	$(RUN) tools/compare.py run configs/compare/long_tail_fashion_mnist.yaml $(ARGS)
+	$(RUN) tools/compare.py run configs/compare/small_data_fashion_mnist.yaml $(ARGS)
 
 # A process for each core, each with one thread: OpenMP's threads wait by spinning, on the cores of the others.
 test: export OMP_NUM_THREADS ?= 1

@@ -29,7 +29,7 @@ from detr_bf.engine import (
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.files import write_json, write_text
 from detr_bf.progress import setup_logging
-from detr_bf.report import machine_info, tolerating, write_report
+from detr_bf.report import machine_info, process_memory, tolerating, write_report
 from detr_bf.tasks import Task
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,8 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
         finally:
             if trainer.metrics is not None:
                 trainer.metrics.close()
-        return _report(task, folder, result, trainer.evaluate, trainer.evaluation_model, trainer.epochs_text)
+        memory = process_memory(device_of(config))
+        return _report(task, folder, result, trainer.evaluate, trainer.evaluation_model, trainer.epochs_text, memory)
 
 
 def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
@@ -290,9 +291,17 @@ def _check_same_task(config: RunConfig, checkpoint: Checkpoint, folder: RunFolde
 
 
 def _report(
-    task: Task[Any], folder: RunFolder, result: EvaluationResult, evaluate: Any, model: nn.Module, epochs: str = ""
+    task: Task[Any],
+    folder: RunFolder,
+    result: EvaluationResult,
+    evaluate: Any,
+    model: nn.Module,
+    epochs: str = "",
+    memory: dict[str, float | None] | None = None,
 ) -> Outcome | None:
     """Write results, pictures and report (rank 0 only).
+
+    ``evaluation.json`` is written after the other results, so a folder that has it has all of them.
 
     Raises:
         TrainingError: the results cannot be written. A failing report is a warning.
@@ -300,8 +309,10 @@ def _report(
     if not distributed.is_main():
         return None
     try:
-        write_json(folder.evaluation, result.to_dict())
+        if memory is not None:
+            write_json(folder.cost, memory)
         task.write_outputs(folder, evaluate, model)
+        write_json(folder.evaluation, result.to_dict())
     except OSError as error:
         raise TrainingError(
             f"the results ({result}) cannot be written to {folder.path} ({error.strerror or error}): free "

@@ -38,6 +38,7 @@ CONTENTS = {
         "docs/settings",
         "docs/batch_attention",
         "docs/fine_tuning",
+        "docs/comparing",
         "docs/inference",
         "docs/thresholds",
         "docs/faq",

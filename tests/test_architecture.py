@@ -72,12 +72,13 @@ ALLOWED: dict[str, set[str]] = {
     "run": {"errors", "text", "distributed", "files", "progress", "config", "engine", "report", "assembly", "tasks"},
     "comparison": GROUND | {"config", "data", "evaluation", "report", "engine", "tasks"},
     "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
+    "comparison": GROUND | {"config", "data", "evaluation", "report", "engine", "tasks"},
     "models": {"errors", "text", "config", "detectors", "engine", "assembly", "predictor", "tasks", "classification"},
     "comparison": {"errors", "text", "files", "report"},
     "commands": GROUND
     | WORK
     | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}
-    | {"tasks", "replay", "run", "planning", "models"},
+    | {"tasks", "replay", "run", "planning", "comparison", "models"},
     "__init__": {"models", "predictor", "classification"},  # the public names, imported on first use
     "__main__": {"commands"},
     "interop/detectron2": GROUND

@@ -15,7 +15,7 @@ from detr_bf.errors import InputError
 from detr_bf.structures import Batch
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-RECIPES = [path for path in CONFIGS.glob("*/*.yaml") if path.parent.name not in ("base", "experiments")]
+RECIPES = [path for path in CONFIGS.glob("*/*.yaml") if path.parent.name not in ("base", "compare", "experiments")]
 
 
 def test_every_recipe_is_a_model_under_a_name_of_its_own() -> None:

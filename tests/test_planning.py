@@ -524,7 +524,7 @@ def recipes() -> Sequence[str]:
     return [
         name
         for name in found
-        if not name.startswith(("base/", "classification/", "detectron2/", "experiments/", "masked/"))
+        if not name.startswith(("base/", "classification/", "compare/", "detectron2/", "experiments/", "masked/"))
     ]
 
 

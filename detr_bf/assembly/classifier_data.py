@@ -16,7 +16,13 @@ from detr_bf.assembly.training import PRECISIONS, epoch_batches
 from detr_bf.classification.augmentation import BatchMix, EvalTransform, Mix, MixedBatch, TrainTransform, WithKeys
 from detr_bf.classification.batch import LabelledImages
 from detr_bf.classification.checks import examine_images
-from detr_bf.classification.data import LabelledImageSet, kept_indices, require_no_flips, require_two_classes
+from detr_bf.classification.data import (
+    LabelledImageSet,
+    LabelledSplits,
+    kept_indices,
+    require_no_flips,
+    require_two_classes,
+)
 from detr_bf.classification.sources import read_splits
 from detr_bf.config import ClassifierConfig, MaskedConfig
 from detr_bf.config.classification import ImageTransformConfig
@@ -54,20 +60,13 @@ def build_image_splits(config: ImageConfig) -> ImageSplits:
     Raises:
         InputError: the data cannot be read or fetched, or a class has no training images.
     """
-    data = config.data
-    found = read_splits(data.name, data.root, data.train, data.val, data.max_pixels)
+    found = read_image_splits(config)
     if isinstance(config, ClassifierConfig):
         require_two_classes(found)
-        require_no_flips(found, data.name, data.transforms.horizontal_flip)
-    kept = kept_indices(
-        found.train.labels,
-        found.class_map.num_classes,
-        per_class=data.per_class,
-        imbalance=data.long_tail.imbalance,
-        order=data.long_tail.order,
-    )
+        require_no_flips(found, config.data.name, config.data.transforms.horizontal_flip)
+    data = config.data
     train = LabelledImageSet(
-        found.train.subset(kept) if len(kept) < len(found.train) else found.train,
+        found.train,
         found.class_map,
         build_image_train_transform(data.transforms),
         seed=config.seed,
@@ -80,6 +79,24 @@ def build_image_splits(config: ImageConfig) -> ImageSplits:
         )
     val = LabelledImageSet(found.val, found.class_map, build_image_eval_transform(data.transforms))
     return ImageSplits(train, val, found.class_map)
+
+
+def read_image_splits(config: ImageConfig) -> LabelledSplits:
+    """Return the splits of the data set, the training split reduced by per_class and long_tail.
+
+    Raises:
+        InputError: the data cannot be read or fetched.
+    """
+    data = config.data
+    found = read_splits(data.name, data.root, data.train, data.val, data.max_pixels)
+    kept = kept_indices(
+        found.train.labels,
+        found.class_map.num_classes,
+        per_class=data.per_class,
+        imbalance=data.long_tail.imbalance,
+        order=data.long_tail.order,
+    )
+    return replace(found, train=found.train.subset(kept)) if len(kept) < len(found.train) else found
 
 
 def build_image_train_transform(transforms: ImageTransformConfig) -> TrainTransform:

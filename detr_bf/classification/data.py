@@ -5,11 +5,13 @@ Shape legend: N images of a split, C channels, h x w pixels.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from detr_bf.classification.batch import LabelledImage
 from detr_bf.data.batches import SampleKey, read_or_replace
 from detr_bf.data.images import MAX_PIXELS, read_image
 from detr_bf.errors import InputError
+from detr_bf.files import file_size
 from detr_bf.structures import ClassMap
 
 _MAX_BYTES = 2**30  # of images kept in memory after resizing
@@ -84,6 +87,19 @@ class LabelledSplit:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def fingerprint(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return ``sha256`` of class names, labels and images, and the numbers ``images`` and ``objects``, which agree.
+
+        Image files count with their names and sizes in bytes, images in memory with their pixels.
+        """
+        digest = hashlib.sha256(json.dumps([names, self.labels.tolist()]).encode())
+        if isinstance(self.images, ArrayImages):
+            digest.update(self.images.pixels.numpy().tobytes())
+        elif isinstance(self.images, FileImages):
+            sizes = [(name, file_size(self.images.folder / name)) for name in self.images.names]
+            digest.update(json.dumps(sizes).encode())
+        return {"sha256": digest.hexdigest(), "images": len(self), "objects": len(self)}
 
     def subset(self, indices: Tensor) -> LabelledSplit:
         """Return the images at ``indices`` (n,) int64, in that order."""

@@ -24,6 +24,7 @@ COMMANDS = {  # name -> (module, function, help)
     "predict": ("predict", "main", "detect objects in images, or classify them"),
     "check": ("train", "check", "check the data of a config"),
     "convert": ("convert", "main", "write a checkpoint in another format, or without training-only weights"),
+    "compare": ("compare", "main", "compare settings over seeds and images, with intervals"),
     "analyze": ("analyze", "main", "analyse trained classifiers"),
     "plan": ("plan", "main", "estimate memory, time and learning rates before a run"),
     "replay": ("replay", "main", "run a captured training step again"),

@@ -1,1 +1,1 @@
-"""Comparison of the arms of an experiment: intervals, tests, per-image tables of finished runs, the result document."""
+"""Comparisons of training settings over seeds, folds and images: experiments, statistics and their report."""

@@ -11,7 +11,10 @@ from detr_bf.config.loader import (
     known_keys,
     load_config,
     packaged_configs,
+    packaged_experiments,
+    parse_override,
     saved_config,
+    yaml_mapping,
 )
 from detr_bf.config.masked_autoencoding import MaskedConfig
 
@@ -27,5 +30,8 @@ __all__ = [
     "known_keys",
     "load_config",
     "packaged_configs",
+    "packaged_experiments",
+    "parse_override",
     "saved_config",
+    "yaml_mapping",
 ]

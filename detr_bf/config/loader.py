@@ -61,7 +61,7 @@ def load_config(
     """
     files = [Path(path)] if isinstance(path, (str, Path)) else [Path(each) for each in path or ()]
     sources = [source for file in files for source in _inherited(file, ())]
-    sources += [(f"override '{printable(override)}'", _parse_override(override)) for override in overrides]
+    sources += [(f"override '{printable(override)}'", parse_override(override)) for override in overrides]
     schema = SCHEMAS[_task_of(sources, task)]
     merged = OmegaConf.structured(schema)
     if files:
@@ -82,7 +82,13 @@ def packaged_configs() -> dict[str, Path]:
     """Return the files of ``configs/`` by name, without the files that only others inherit from."""
     folder = Path(str(resources.files("detr_bf.configs")))
     found = (path for path in sorted(folder.rglob("*.yaml")) if "detectron2" not in path.parts)
-    return {path.stem: path for path in found if path.parent.name != "base"}
+    return {path.stem: path for path in found if path.parent.name not in ("base", "compare")}
+
+
+def packaged_experiments() -> dict[str, Path]:
+    """Return the experiment files of ``configs/compare`` by name."""
+    folder = Path(str(resources.files("detr_bf.configs"))) / "compare"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = (), *, source: str = "the saved config") -> Any:
@@ -99,7 +105,7 @@ def config_from_dict(tree: dict[str, Any], overrides: Sequence[str] = (), *, sou
     schema = SCHEMAS[_task_of([(source, tree)], None)]
     merged = _merge(OmegaConf.structured(schema), _escaped(tree, source), source, schema)
     for override in overrides:
-        merged = _merge(merged, _parse_override(override), f"override '{printable(override)}'", schema)
+        merged = _merge(merged, parse_override(override), f"override '{printable(override)}'", schema)
     try:
         config = OmegaConf.to_object(merged)
     except _UNREADABLE as error:  # text instead of a number, or an override that cannot be resolved
@@ -207,27 +213,43 @@ def _inherited(path: Path, chain: tuple[Path, ...]) -> Iterator[tuple[str, dict[
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     """Return the settings in a file, without resolving interpolations."""
-    shown = printable(path)
+    shown, text = printable(path), yaml_mapping(path, "config file")
     try:
-        if not path.is_file():
-            raise InputError(f"config file not found: {shown}. Give an existing YAML file, such as configs/demo.yaml.")
-        if path.stat().st_size > _LONGEST:
-            raise InputError(f"config file {shown} has more than {_LONGEST} bytes, which is too large for a config")
-        text = path.read_text(encoding="utf-8")
-        if not isinstance(_composed(text, f"config file {shown}"), (yaml.MappingNode, type(None))):
-            raise InputError(f"config file {shown} must contain 'key: value' lines")
         tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
-        assert isinstance(tree, dict), "its root is a mapping"
-    except InputError:
-        raise
-    except (OSError, *_UNREADABLE) as error:
+    except _UNREADABLE as error:
         raise InputError(f"config file {shown} is not valid YAML: {printable(' '.join(str(error).split()))}") from error
+    assert isinstance(tree, dict), "its root is a mapping"
     strange = next((key for key in tree if not isinstance(key, str)), None)
     if strange is not None:
         raise InputError(
             f"config file {shown}: the key {printable(repr(strange))} must be a string, expected 'key: value'"
         )
     return typing.cast("dict[str, Any]", tree)
+
+
+def yaml_mapping(path: Path, kind: str) -> str:
+    """Return the text of a YAML file whose root is a mapping, or which is empty.
+
+    Args:
+        kind: of the file, for messages, such as ``config file``.
+
+    Raises:
+        InputError: the file is missing, too large, or not such a file.
+    """
+    shown = printable(path)
+    try:
+        if not path.is_file():
+            raise InputError(f"{kind} not found: {shown}. Give an existing YAML file, such as configs/demo.yaml.")
+        if path.stat().st_size > _LONGEST:
+            raise InputError(f"{kind} {shown} has more than {_LONGEST} bytes, which is too large for a config")
+        text = path.read_text(encoding="utf-8")
+        if not isinstance(_composed(text, f"{kind} {shown}"), (yaml.MappingNode, type(None))):
+            raise InputError(f"{kind} {shown} must contain 'key: value' lines")
+    except InputError:
+        raise
+    except (OSError, *_UNREADABLE) as error:
+        raise InputError(f"{kind} {shown} is not valid YAML: {printable(' '.join(str(error).split()))}") from error
+    return text
 
 
 def _composed(text: str, name: str) -> yaml.Node | None:
@@ -248,7 +270,12 @@ def _extent(node: yaml.Node, known: dict[int, float]) -> float:
     return known[id(node)]
 
 
-def _parse_override(override: str) -> dict[str, Any]:
+def parse_override(override: str) -> dict[str, Any]:
+    """Return the nested settings of one ``key=value``, without resolving interpolations.
+
+    Raises:
+        InputError: it is not of this form, or its value is not YAML.
+    """
     shown = printable(override)
     key, equals, value = override.partition("=") if isinstance(override, str) else ("", "", "")
     if not equals or not key.strip():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -31,7 +33,7 @@ from detr_bf.data.images import MAX_PIXELS, read_image
 from detr_bf.data.masks import MapFile, Segmentations, SegmentMasks, flat_annotations, parts_of
 from detr_bf.data.transforms import Sample, SampleTransform, has_area, has_pixels
 from detr_bf.errors import InputError
-from detr_bf.files import is_folder, read_json
+from detr_bf.files import file_size, is_folder, read_json
 from detr_bf.structures import ClassMap, Target
 from detr_bf.text import printable
 
@@ -243,6 +245,18 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
             replaced=replaced,
         )
         return image.as_subclass(Tensor), target
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return ``sha256`` of classes, objects, file names and file sizes, and the numbers ``images`` and ``objects``.
+
+        It does not depend on the order of the images, nor on the folder that holds them.
+        """
+        digest = hashlib.sha256(json.dumps([self.class_map.category_ids, self.class_map.names]).encode())
+        for name, index in sorted(zip(self.file_names, range(len(self)), strict=True)):
+            rows = slice(int(self._starts[index]), int(self._starts[index + 1]))
+            objects = [self._boxes[rows].tolist(), self._labels[rows].tolist()]
+            digest.update(json.dumps([name, file_size(self.folder / name), *objects]).encode())
+        return {"sha256": digest.hexdigest(), "images": len(self), "objects": len(self._labels)}
 
     def _read(self, index: int) -> Sample:
         pixels = read_image(self.folder / self.file_names[index], self.sizes[index], self.max_pixels)

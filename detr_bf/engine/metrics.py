@@ -114,6 +114,11 @@ class Means:
         self._since = now
         return means
 
+    def restart_clock(self) -> None:
+        """Leave the time since the last :meth:`take` out of ``step_seconds``, unless something was added since."""
+        if not self:
+            self._since = time.perf_counter()
+
 
 class EpochMeans:
     """Means over several training records, weighted by their numbers of batches."""
@@ -179,6 +184,10 @@ class TrainingLog:
         }
         self._epoch.add(record, batches)
         self.write("train", progress.step, record)
+
+    def restart_clock(self) -> None:
+        """Leave an evaluation or a saved checkpoint before the first step of a window out of its ``step_seconds``."""
+        self._window.restart_clock()
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Write one record, on the main rank."""

@@ -129,6 +129,7 @@ class RunFolder:
     previous = _Inside("previous.pt")  # the ``last`` of the save before, used if ``last`` is damaged
     damaged = _Inside("last.damaged.pt")  # new name of a ``last`` that cannot be read
     captures = _Inside("captures")
+    cost = _Inside("cost.json")  # memory of the last process that trained the run
     evaluation = _Inside(EVALUATION_FILE)
     results = _Inside("results.json")
     predictions = _Inside("predictions.csv")  # of a classifier, one line per validation image
@@ -197,6 +198,17 @@ class RunFolder:
         finally:
             lock.release()
 
+    def in_use(self) -> bool:
+        """Return True if a process holds the lock; False if there is no lock file."""
+        if not self.lock.exists():
+            return False
+        lock = FileLock(self.lock, timeout=0, fallback_to_soft=False)
+        try:
+            with lock:
+                return False
+        except Timeout:
+            return True
+
     def mark(self, marker: RunMarker) -> None:
         """Write the marker, before any other file; the lock must be held."""
         write_json(self.marker, asdict(marker))
@@ -238,7 +250,7 @@ class RunFolder:
         checkpoints = self.last, self.best, self.previous, self.damaged
         results = self.evaluation, self.results, self.predictions, self.panoptic, self.panoptic_results, self.report
         others = self.log, self.metrics, self.config, self.machine, self.tensorboard, self.pictures, self.captures
-        return *others, *checkpoints, *results
+        return *others, *checkpoints, self.cost, *results
 
     def remove_unfinished(self) -> None:
         """Remove temporary files that killed processes have left; the lock must be held."""

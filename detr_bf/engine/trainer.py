@@ -223,6 +223,7 @@ class Trainer:
         """Save ``last.pt`` and ``others``, see :meth:`TrainingState.save`, after the records up to here."""
         self._write_window()
         self.state.save(*others)
+        self.log.restart_clock()
 
     def _write_window(self) -> None:
         self.log.write_window(self.epochs_done, self.progress, self.optimizer)

@@ -5,7 +5,7 @@ from detr_bf.report.detection import DETECTION_PAGE
 from detr_bf.report.drawing import draw_boxes, save_picture, tolerating
 from detr_bf.report.fonts import class_labels
 from detr_bf.report.html import write_report
-from detr_bf.report.machine import machine_info
+from detr_bf.report.machine import machine_info, process_memory
 from detr_bf.report.page import TaskPage
 from detr_bf.report.panoptic import PanopticSheetRow, draw_panoptic, panoptic_sheet
 from detr_bf.report.sheet import ProbableClasses, SheetRow, comparison_sheet, prediction_sheet
@@ -25,6 +25,7 @@ __all__ = [
     "machine_info",
     "panoptic_sheet",
     "prediction_sheet",
+    "process_memory",
     "read_metrics",
     "save_picture",
     "tolerating",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shlex
 import subprocess
 import sys
@@ -32,6 +33,32 @@ def machine_info() -> dict[str, str]:
         **{name: _version(name) for name in _PACKAGES},
     }
     return {name: value for name, value in info.items() if value}
+
+
+def process_memory(device: torch.device) -> dict[str, float | None]:
+    """Return ``peak_memory_mib``, the most memory that this process ever had, and ``device_memory_mib``.
+
+    The latter is the most memory of tensors on a CUDA device, None on a CPU. Loader workers are not counted.
+    """
+    on_device = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
+    return {
+        "peak_memory_mib": round(_peak_memory() / 2**20, 1),
+        "device_memory_mib": None if on_device is None else round(on_device, 1),
+    }
+
+
+def _peak_memory() -> int:
+    """Return the most resident bytes of this process since its program was started.
+
+    ``ru_maxrss`` of Linux also counts the parent from before ``exec``, VmHWM does not.
+    """
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 2**10
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def git_commit(file: Path) -> str:

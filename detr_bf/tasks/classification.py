@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from detr_bf.assembly.classifier_data import (
     build_image_eval_transform,
     build_image_splits,
     check_image_data,
+    read_image_splits,
     train_batches,
     val_loop,
 )
@@ -79,6 +80,11 @@ class ImageTask(Task[ImageConfigT]):
         if self._splits is None:
             self._splits = build_image_splits(self.config)
         return self._splits
+
+    def fingerprints(self) -> dict[str, dict[str, Any]]:
+        found = read_image_splits(self.config)
+        names = found.class_map.names
+        return {"train": found.train.fingerprint(names), "val": found.val.fingerprint(names)}
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return image_optimizer(self.config, model)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -111,6 +111,10 @@ class DetectionTask(Task[DetectionConfig]):
         data = build_train_data(self.config)
         check_enough_tokens(self.config, data, "train")
         return data
+
+    def fingerprints(self) -> dict[str, dict[str, Any]]:
+        train = build_train_data(self.config)
+        return {"train": train.fingerprint(), "val": build_val_data(self.config, train.class_map).fingerprint()}
 
     def build_model(self, num_classes: int, *, pretrained: bool = False) -> Detector:
         return build_model(self.config, num_classes, pretrained=pretrained)

@@ -72,6 +72,13 @@ class Task(ABC, Generic[C]):
         """Return the training data, with a ``class_map``."""
 
     @abstractmethod
+    def fingerprints(self) -> dict[str, dict[str, Any]]:
+        """Return ``sha256``, ``images`` and ``objects`` of the splits ``train`` and ``val``.
+
+        Equal hashes stand for equal classes, labels, file names and file sizes.
+        """
+
+    @abstractmethod
     def build_model(self, num_classes: int, *, pretrained: bool = False) -> nn.Module:
         """Return the model on the CPU; without ``pretrained`` its weights are to come from a checkpoint."""
 

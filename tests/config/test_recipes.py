@@ -15,7 +15,7 @@ import yaml
 from torch import nn
 
 from detr_bf.assembly.classification import build_classifier, build_masked_autoencoder
-from detr_bf.config import SCHEMAS, config_to_dict, known_keys, load_config, packaged_configs
+from detr_bf.config import SCHEMAS, config_to_dict, known_keys, load_config, packaged_configs, packaged_experiments
 from detr_bf.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,9 @@ CONFIGS = ROOT / "configs"
 GUIDE = (ROOT / "docs" / "recipes.md").read_text()
 TASKS = {"classification": "classification", "experiments": "classification", "masked": "masked_autoencoding"}
 FILES = sorted(
-    path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml") if "detectron2" not in path.parts
+    path.relative_to(CONFIGS).as_posix()
+    for path in CONFIGS.rglob("*.yaml")
+    if not {"detectron2", "compare"} & {*path.parts}  # the latter are experiments, not configs
 )
 RECIPES = [
     name for name in FILES if "/" in name and "base" not in Path(name).parts and not name.startswith("experiments/")
@@ -355,5 +357,6 @@ def test_packaged_configs_are_found_by_name_without_a_collision() -> None:
     assert sorted(packaged_configs().values()) == [
         path
         for path in sorted(CONFIGS.rglob("*.yaml"))
-        if path.parent.name != "base" and "detectron2" not in path.parts
+        if path.parent.name not in ("base", "compare") and "detectron2" not in path.parts
     ]
+    assert packaged_experiments() == {path.stem: path for path in CONFIGS.glob("compare/*.yaml")}

@@ -184,7 +184,15 @@ def test_files_stay_once_training_has_begun_and_when_it_is_no_bad_input(tmp_path
 
 NAMES = (
     *("config.yaml", "log.txt", "metrics.jsonl", "machine.json", "last.pt", "best.pt", "previous.pt"),
-    *("last.damaged.pt", "epoch_0012.pt", "evaluation.json", "results.json", "predictions.csv", "panoptic.json"),
+    *(
+        "last.damaged.pt",
+        "epoch_0012.pt",
+        "cost.json",
+        "evaluation.json",
+        "results.json",
+        "predictions.csv",
+        "panoptic.json",
+    ),
     *("report.html", "panoptic/", "pictures/", "captures/", "tensorboard/"),
 )
 

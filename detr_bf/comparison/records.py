@@ -1,0 +1,315 @@
+"""Cell records: all that a report needs of a finished run, in one JSON file.
+
+An experiment folder holds ``runs/ARM/seed_S`` (the run folders), ``logs`` (what the commands print) and ``cells``:
+``experiment.json`` with the arms, and ``ARM/seed_S.json``, a record for each finished cell. A report is made of
+``cells`` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from detr_bf.comparison.experiment import RESAMPLES, Cell, Experiment, default_primary, flat_settings
+from detr_bf.config import RunConfig, saved_config
+from detr_bf.engine import RunFolder
+from detr_bf.errors import InputError
+from detr_bf.files import read_json, read_records, write_json
+from detr_bf.tasks import task_of
+from detr_bf.text import listed, printable
+
+logger = logging.getLogger(__name__)
+
+CELL_FORMAT = "detr_bf cell 1"
+EXPERIMENT_FORMAT = "detr_bf experiment 1"
+LOWER_IS_BETTER = ("ece", "loss")  # left out of records: a comparison takes more for better
+NOT_COMPARED = ("data.check",)  # settings without influence on a run
+_MAX_BYTES = 2**30  # of a record
+
+
+@dataclass(frozen=True)
+class ExperimentFolder:
+    """Folder of an experiment, and the paths in it."""
+
+    path: Path
+
+    @property
+    def description(self) -> Path:
+        return self.path / "cells" / "experiment.json"
+
+    def record(self, cell: Cell) -> Path:
+        return self.path / "cells" / f"{cell.name}.json"
+
+    def run(self, cell: Cell) -> RunFolder:
+        return RunFolder(self.path / "runs" / cell.name)
+
+    def log(self, cell: Cell) -> Path:
+        return self.path / "logs" / f"{cell.name}.txt"
+
+    def trained(self) -> list[Cell]:
+        """Return the cells with a record or a finished run, sorted."""
+        records = [(path.parent.name, path.stem) for path in self.path.glob("cells/*/*.json")]
+        runs = [path.parent for path in self.path.glob("runs/*/*/evaluation.json")]
+        names = {*records, *((run.parent.name, run.name) for run in runs if not RunFolder(run).in_use())}
+        return sorted(
+            (cell for arm, name in names if (cell := Cell.named(arm, name))),
+            key=lambda cell: (cell.arm, cell.seed, -1 if cell.fold is None else cell.fold),
+        )
+
+    def describe(self, experiment: Experiment) -> None:
+        """Write the arms, the baseline and the metric of the experiment for later reports."""
+        description = {
+            "format": EXPERIMENT_FORMAT,
+            "title": experiment.title,
+            "baseline": experiment.baseline,
+            "primary": experiment.primary,
+            "resamples": experiment.resamples,
+            "arms": {name: list(own) for name, own in experiment.arms.items()},
+        }
+        write_json(self.description, description)
+
+
+def cell_record(run: RunFolder, cell: Cell) -> dict[str, Any]:
+    """Return the record of a finished run: settings, metrics, cost, machine, data and the table of its images.
+
+    Raises:
+        InputError: a file of the run is missing or damaged.
+    """
+    from detr_bf.comparison.resampling import table_of  # reads the results with pycocotools, which reports do not need
+
+    config = saved_config(run.config)
+    records = [record for _, record in read_records(run.metrics) if record is not None]
+    curve = [
+        {"epoch": each["epoch"], "step": each["step"], "metrics": _metrics(each)}
+        for each in records
+        if each["kind"] == "val"
+    ]
+    if not curve:
+        raise InputError(f"{printable(run.metrics)} has no evaluation: train the run to its end")
+    return {
+        "format": CELL_FORMAT,
+        "arm": cell.arm,
+        "seed": cell.seed,
+        "fold": cell.fold,
+        "settings": flat_settings(config),
+        "metrics": curve[-1]["metrics"],
+        "curve": curve,
+        "cost": _cost(run, config, [record for record in records if record["kind"] == "train"]),
+        "machine": _json(run.machine),
+        "data": task_of(config).fingerprints(),
+        "table": table_of(run.path).to_dict(),
+    }
+
+
+def _metrics(record: Mapping[str, Any]) -> dict[str, Any]:
+    left_out = ("kind", "step", "epoch", "score", *LOWER_IS_BETTER)
+    return {name: value for name, value in record.items() if name not in left_out}
+
+
+def _cost(run: RunFolder, config: RunConfig, windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return time and memory of training; ``train_seconds`` is the time of all steps, without evaluations."""
+    starts = [0, *(window["step"] for window in windows)]
+    steps = [end - start for start, end in pairwise(starts)]
+    seconds = [window.get("step_seconds") for window in windows]
+    known = [(each, count) for each, count in zip(seconds, steps, strict=True) if each is not None and count > 0]
+    memory = _json(run.cost) if run.cost.exists() else {}
+    return {
+        "train_seconds": sum(each * count for each, count in known),
+        "steps": starts[-1],
+        "step_seconds": statistics.median(each for each, _ in known) if known else None,
+        "peak_memory_mib": memory.get("peak_memory_mib"),
+        "device_memory_mib": memory.get("device_memory_mib"),
+        "rows": num_rows(config),
+    }
+
+
+def num_rows(config: RunConfig) -> int:
+    """Return the rows of a training batch behind batch attention: the batch size times the number of streams."""
+    plugins = getattr(config, "plugins", None)
+    found = [getattr(config, "batch_former", None), getattr(plugins, "batchformer_v2", None)]
+    streams = any(each.enabled and getattr(each, "mode", "") != "single_stream" for each in found if each is not None)
+    v1 = getattr(plugins, "batchformer", None)  # its second stream is the one of a shared classifier
+    return config.train.batch_size * (2 if streams or (v1 is not None and v1.enabled and v1.shared_classifier) else 1)
+
+
+def read_cell(path: Path) -> dict[str, Any]:
+    """Return a cell record.
+
+    Raises:
+        InputError: the file is not one.
+    """
+    record = _json(path)
+    keys = ("arm", "seed", "fold", "settings", "metrics", "curve", "cost", "machine", "data", "table")
+    missing = [key for key in keys if key not in record]
+    if record.get("format") != CELL_FORMAT or missing:
+        raise InputError(f"{printable(path)} is not a cell record of this version ({CELL_FORMAT}): move it away")
+    return record
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = read_json(path, _MAX_BYTES)
+    except FileNotFoundError:
+        raise InputError(f"{printable(path)} is missing") from None
+    except ValueError as error:
+        raise InputError(f"{printable(path)} cannot be used: {error}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{printable(path)} is not a JSON object")
+    return found
+
+
+def changed_settings(one: Mapping[str, Any], other: Mapping[str, Any], ignored: Sequence[str] = ()) -> list[str]:
+    """Return the keys whose values differ, without those that have no influence on a run, sorted."""
+    keys = ({*one} | {*other}) - {*NOT_COMPARED, *ignored}
+    return sorted(key for key in keys if one.get(key) != other.get(key))
+
+
+# Input of a report.
+
+
+def collect(folder: ExperimentFolder, baseline: str | None = None, primary: str | None = None) -> dict[str, Any]:
+    """Return the arguments of :func:`detr_bf.comparison.analysis.analyze` for the finished cells of a folder.
+
+    Records of runs that have finished without one are written. Without ``cells/experiment.json`` the arms are those of
+    the records, and the baseline is ``off`` or the first by name.
+
+    Raises:
+        InputError: there are no finished cells, or they cannot be compared with each other.
+    """
+    records = []
+    for cell in folder.trained():
+        path = folder.record(cell)
+        if not path.exists():
+            write_json(path, cell_record(folder.run(cell), cell))
+        record = read_cell(path)
+        if (record["arm"], record["seed"], record["fold"]) != tuple(cell):
+            raise InputError(f"{printable(path)} is the record of another cell: give it the name of its arm and seed")
+        records.append(record)
+    if not records:
+        raise InputError(
+            f"{printable(folder.path)} has no finished cells: expected records in cells/ARM/seed_S.json, or finished "
+            "runs in runs/ARM/seed_S"
+        )
+    return _arguments(
+        records, _json(folder.description) if folder.description.exists() else {}, folder.path, baseline, primary
+    )
+
+
+def collect_runs(paths: Sequence[Path], baseline: str | None = None, primary: str | None = None) -> dict[str, Any]:
+    """Return the arguments of :func:`detr_bf.comparison.analysis.analyze` for run folders.
+
+    Runs whose settings are equal, apart from seed, fold and folder, are one arm. Its name is that of its first run
+    folder, or of the folder above one called ``seed_S``; the first arm is the baseline.
+
+    Raises:
+        InputError: a folder holds no finished run, two runs are equal, or runs cannot be compared with each other.
+    """
+    names: dict[str, str] = {}  # of an arm, by its settings
+    known: dict[tuple[str, int, int | None], Path] = {}
+    records = []
+    for path in paths:
+        run = RunFolder(path)
+        if not (run.config.exists() and run.evaluation.exists()):
+            missing = [each.name for each in (run.config, run.evaluation) if not each.exists()]
+            raise InputError(f"{printable(path)} is not the folder of a finished run: {listed(missing)} missing")
+        config = saved_config(run.config)
+        settings = flat_settings(config)
+        fold = settings["data.fold"] if settings.get("data.folds") else None
+        shared = {key: value for key, value in settings.items() if key not in (*NOT_COMPARED, "data.fold")}
+        key = json.dumps(shared, sort_keys=True)
+        names.setdefault(key, _arm_name(path, names.values()))
+        cell = Cell(names[key], config.seed, fold)
+        if cell in known:
+            raise InputError(
+                f"{printable(path)} and {printable(known[cell])} have the same settings and the same seed: give one of "
+                "them"
+            )
+        known[cell] = path
+        records.append(cell_record(run, cell))
+    return _arguments(records, {"baseline": next(iter(names.values()))}, Path("comparison"), baseline, primary)
+
+
+def _arm_name(path: Path, taken: Iterable[str]) -> str:
+    path = path.resolve()
+    name = path.parent.name if Cell.named("", path.name) else path.name
+    name = re.sub(r"[^A-Za-z0-9_.-]+|^[.-]+", "_", re.sub(r"[_-]?seed_?\d+$", "", name)) or "run"
+    taken, number = set(taken), 2
+    while (numbered := name if number == 2 else f"{name}-{number - 1}") in taken:
+        number += 1
+    return numbered
+
+
+def _arguments(
+    records: Sequence[dict[str, Any]],
+    description: Mapping[str, Any],
+    folder: Path,
+    baseline: str | None,
+    primary: str | None,
+) -> dict[str, Any]:
+    present = list(dict.fromkeys(record["arm"] for record in records))
+    base = baseline or description.get("baseline") or ("off" if "off" in present else present[0])
+    if base not in present:
+        raise InputError(f"the baseline '{printable(base)}' has no finished cells; arms with cells: {listed(present)}")
+    names = [name for name in description.get("arms", present) if name in present]
+    if base not in names:
+        raise InputError(f"the baseline '{printable(base)}' is not an arm of the experiment: {listed(names)}")
+    if left_out := [name for name in present if name not in names]:
+        logger.warning("left out, because the experiment does not have these arms: %s", listed(left_out))
+    kept = [record for record in records if record["arm"] in names]
+    if len(names) < 2:
+        raise InputError(f"there is nothing to compare: only the arm '{printable(base)}' has finished cells")
+    _check_comparable(kept)
+    first = {record["arm"]: record["settings"] for record in reversed(kept)}
+    names.sort(key=lambda name: name != base)
+    overrides = description.get("arms") or {name: _differences(first[name], first[base]) for name in names}
+    return {
+        "cells": sorted(kept, key=lambda record: names.index(record["arm"])),
+        "title": description.get("title") or folder.resolve().name,
+        "baseline": base,
+        "arms": {name: list(overrides[name]) for name in names},
+        "primary": primary or description.get("primary") or default_primary(first[base]),
+        "resamples": description.get("resamples", RESAMPLES),
+    }
+
+
+def _differences(settings: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[str]:
+    changed = changed_settings(settings, baseline, ("data.fold",))
+    return [f"{key}={json.dumps(settings.get(key), ensure_ascii=False)}" for key in changed]
+
+
+def _check_comparable(records: Sequence[Mapping[str, Any]]) -> None:
+    """Check that all cells measure the same thing on the same images, and that those of an arm have equal settings.
+
+    Raises:
+        InputError: they do not.
+    """
+    first: dict[str, Mapping[str, Any]] = {}
+    data: dict[int | None, Mapping[str, Any]] = {}
+    for record in records:
+        own, same_arm = _name(record), first.setdefault(record["arm"], record)
+        if changed := changed_settings(record["settings"], same_arm["settings"], ("data.fold",)):
+            raise InputError(
+                f"{own} and {_name(same_arm)} are of one arm and have different settings: {listed(changed)}"
+            )
+        if record["table"]["kind"] != records[0]["table"]["kind"]:
+            raise InputError(
+                f"{own} measures {record['table']['kind']}, {_name(records[0])} {records[0]['table']['kind']}: compare "
+                "runs of one task"
+            )
+        same_fold = data.setdefault(record["fold"], record)
+        if record["data"]["val"]["sha256"] != same_fold["data"]["val"]["sha256"]:
+            raise InputError(
+                f"{own} and {_name(same_fold)} were evaluated on different validation data (other annotations, image "
+                "names or file sizes): compare runs with the same"
+            )
+
+
+def _name(record: Mapping[str, Any]) -> str:
+    return printable(Cell(record["arm"], record["seed"], record["fold"]).name)

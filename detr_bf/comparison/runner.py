@@ -1,0 +1,413 @@
+"""Training of the cells of an experiment: one process each, on this machine, or commands for other machines."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from detr_bf.comparison.experiment import Cell, Experiment, flat_settings
+from detr_bf.comparison.records import ExperimentFolder, cell_record, changed_settings, read_cell
+from detr_bf.config import RunConfig, config_to_dict, saved_config
+from detr_bf.engine import RunFolder
+from detr_bf.engine.step import DeferredSignals
+from detr_bf.errors import InputError, Interrupted, TrainingError, prefix_errors
+from detr_bf.files import atomic_write, make_output_folder, read_records, write_json
+from detr_bf.progress import progress_bar
+from detr_bf.tasks import task_of
+from detr_bf.text import listed, printable, safe_message
+
+logger = logging.getLogger(__name__)
+
+SCRIPT_MARK = "# Job array written by detr-bf compare"
+POLL_SECONDS = 0.2
+_LAYOUT = "{desc}: {n_fmt} of {total_fmt} cells{postfix}"
+LINES_OF_A_FAILURE = 15
+
+
+def unfinished_cells(experiment: Experiment, folder: ExperimentFolder) -> list[Cell]:
+    """Return the cells to train, in order, and write the records of runs that have finished without one.
+
+    Raises:
+        InputError: a record or a run has other settings than the experiment file.
+    """
+    due = []
+    for cell in experiment.cells():
+        if folder.record(cell).exists():
+            _check_settings(experiment, cell, folder.record(cell), read_cell(folder.record(cell))["settings"])
+        elif not _is_finished(experiment, folder, cell):
+            due.append(cell)
+        else:
+            write_json(folder.record(cell), cell_record(folder.run(cell), cell))
+    return due
+
+
+def _is_finished(experiment: Experiment, folder: ExperimentFolder, cell: Cell) -> bool:
+    """Return True if the run of a cell has ended, after a check of its settings."""
+    run = folder.run(cell)
+    if not run.config.exists():
+        return False
+    config = saved_config(run.config)
+    if config.seed != cell.seed:
+        raise InputError(f"{printable(run.path)} has seed={config.seed}: give another folder with --output DIR")
+    _check_settings(experiment, cell, run.path, flat_settings(config))
+    return run.evaluation.exists() and not run.in_use()
+
+
+def _check_settings(experiment: Experiment, cell: Cell, path: Path, found: Mapping[str, Any]) -> None:
+    asked = experiment.settings(cell)
+    if changed := changed_settings(asked, found):
+        shown = [f"{key}: {found.get(key)} there, {asked.get(key)} now" for key in changed]
+        raise InputError(
+            f"{printable(path)} has other settings than the experiment ({listed(shown)}): restore them, or give "
+            "another folder with --output DIR"
+        )
+
+
+# Commands.
+
+
+def command_of(experiment: Experiment, folder: ExperimentFolder, cell: Cell, *, checked: bool = False) -> list[str]:
+    """Return the training command of a cell; ``checked``: its data need no further check."""
+    return [
+        *(sys.executable, "-m", "detr_bf", "train", *map(str, experiment.base), "--auto-resume"),
+        *experiment.overrides(cell),
+        *(("data.check=false",) if checked else ()),
+        f"output_dir={folder.run(cell).path}",
+    ]
+
+
+def shell_line(command: Sequence[str], threads: int) -> str:
+    """Return a command with its environment as one line of a shell."""
+    return shlex.join(["env", *(f"{name}={value}" for name, value in _environment(threads).items()), *command])
+
+
+def _environment(threads: int) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}  # waiting threads must not spin
+
+
+def write_slurm_script(
+    path: Path, experiment: Experiment, folder: ExperimentFolder, cells: Sequence[Cell], threads: int
+) -> None:
+    """Write a SLURM job array with one task for each cell.
+
+    Raises:
+        InputError: the path is a file that this program did not write.
+    """
+    if path.exists() and SCRIPT_MARK not in _first_bytes(path):
+        raise InputError(f"{printable(path)} exists and is not a script of detr-bf compare: give another name")
+    workers = max(config.data.workers for config in experiment.configs.values())
+    log = shlex.quote(str(folder.path.absolute() / "logs" / "slurm-%A_%a.txt"))
+    cases = [
+        f"{index}) # {cell.name}\n    exec {shell_line(command_of(experiment, folder, cell), threads)} ;;"
+        for index, cell in enumerate(cells)
+    ]
+    text = f"""#!/bin/bash
+{SCRIPT_MARK}: {len(cells)} cells of the experiment {printable(experiment.name)}.
+# Submit it with sbatch and the options of your cluster, such as: sbatch --partition=NAME --gpus=1 FILE
+# Submitted again, finished cells end at once and the others go on where they were stopped.
+#SBATCH --job-name=compare-{printable(experiment.name, 60).replace(" ", "_")}
+#SBATCH --array=0-{len(cells) - 1}
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task={threads + workers}
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:TERM@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output={log}
+set -euo pipefail
+cd {shlex.quote(str(Path.cwd()))}
+case "$SLURM_ARRAY_TASK_ID" in
+{chr(10).join(cases)}
+esac
+"""
+    make_output_folder(folder.path / "logs", "--output")
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def _first_bytes(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(2**10).decode("utf-8", errors="replace")
+
+
+def check_data(experiment: Experiment, cells: Sequence[Cell]) -> None:
+    """Check the data of the cells, once for each distinct data and model settings.
+
+    Raises:
+        InputError: the data cannot be trained on.
+    """
+    known = set()
+    for cell in cells:
+        config = experiment.config(cell)
+        tree = config_to_dict(config)
+        key = repr((tree["data"], tree["model"]))
+        if key not in known:
+            known.add(key)
+            with prefix_errors(f"arm {cell.arm}"):
+                task_of(config).check()
+
+
+# Training.
+
+
+@dataclass
+class _Running:
+    """Process that trains a cell."""
+
+    cell: Cell
+    process: subprocess.Popen[bytes]
+    log_start: int  # bytes of the log before this process
+    done_before: float  # share of the training that was done when the process started
+    since: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class CellRunner:
+    """Trains cells, ``jobs`` at a time, each in a process of its own.
+
+    Args:
+        threads: of each process.
+        discard_weights: remove the checkpoints of each finished run.
+    """
+
+    experiment: Experiment
+    folder: ExperimentFolder
+    jobs: int
+    threads: int = 1
+    discard_weights: bool = False
+
+    def __post_init__(self) -> None:
+        self.failures: dict[Cell, str] = {}
+        self._bad_input = 0  # failures with exit code 2
+        self._running: list[_Running] = []
+        self._waiting: list[Cell] = []
+        self._elsewhere: list[Cell] = []  # cells that other processes train
+        self._seconds: dict[str, list[float]] = defaultdict(list)  # of finished cells, by arm
+        self._finished = 0
+        self._shown = 0.0
+
+    def train(self, cells: Sequence[Cell]) -> None:
+        """Train the cells; failed ones are in ``failures`` afterwards.
+
+        Raises:
+            Interrupted: SIGINT or SIGTERM was received; the processes have saved and ended.
+        """
+        self._waiting = list(cells)
+        total = len(self.experiment.cells())
+        self._learn_durations()
+        with (
+            DeferredSignals() as signals,
+            progress_bar(total=total, initial=total - len(cells), desc="comparison", bar_format=_LAYOUT) as bar,
+        ):
+            try:
+                while self._waiting or self._running or self._elsewhere:
+                    if signals.received is not None:
+                        self._stop(signals.received)
+                    self._step()
+                    bar.n = total - len(cells) + self._finished
+                    self._show(bar)
+                    time.sleep(POLL_SECONDS)
+            finally:
+                for running in self._running:
+                    running.process.terminate()
+
+    def raise_failures(self) -> None:
+        """Report the failed cells.
+
+        Raises:
+            InputError: every cell has ended because of bad input.
+            TrainingError: some cells have failed.
+        """
+        if not self.failures:
+            return
+        named = "; ".join(f"{cell.name} {reason}" for cell, reason in self.failures.items())
+        message = f"{len(self.failures)} of {len(self.experiment.cells())} cells failed: {named}. Their output is in "
+        message += f"{printable(self.folder.path / 'logs')}; the same command tries them again"
+        if self._bad_input == len(self.experiment.cells()):
+            raise InputError(message)
+        raise TrainingError(message)
+
+    def _step(self) -> None:
+        """Start and finish processes where possible."""
+        for running in [each for each in self._running if each.process.poll() is not None]:
+            self._running.remove(running)
+            self._end(running)
+        if not (self._waiting or self._running):  # at the end, look again at the cells of other processes
+            free = [cell for cell in self._elsewhere if not self.folder.run(cell).in_use()]
+            self._elsewhere = [cell for cell in self._elsewhere if cell not in free]
+            self._waiting = [cell for cell in free if not self._finish_if_done(cell)]
+        while self._waiting and len(self._running) < self.jobs:
+            cell = self._waiting.pop(0)
+            if self.folder.run(cell).in_use():
+                self._elsewhere.append(cell)
+            elif not self._finish_if_done(cell):  # another runner may have trained it
+                self._running.append(self._start(cell))
+
+    def _start(self, cell: Cell) -> _Running:
+        log = self.folder.log(cell)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = command_of(self.experiment, self.folder, cell, checked=True)
+        with log.open("ab") as output:
+            size = output.tell()
+            process = subprocess.Popen(
+                command,
+                env=os.environ | _environment(self.threads),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches the runner alone, which passes it on
+            )
+        return _Running(cell, process, size, self._share_done(cell))
+
+    def _end(self, running: _Running) -> None:
+        cell, code = running.cell, running.process.returncode
+        if code == 0:
+            if running.done_before == 0:
+                self._seconds[cell.arm].append(time.monotonic() - running.since)
+            try:
+                done = self._finish_if_done(cell)
+            except InputError as error:
+                self._fail(running, f"has no usable result ({error})")
+                return
+            if not done:
+                self._fail(running, "ended without a result")
+        elif code == 2 and self.folder.run(cell).in_use():
+            self._elsewhere.append(cell)
+        else:
+            self._bad_input += code == 2
+            self._fail(running, f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}")
+
+    def _fail(self, running: _Running, reason: str) -> None:
+        cell = running.cell
+        self.failures[cell] = reason
+        with self.folder.log(cell).open("rb") as log:
+            log.seek(running.log_start)
+            lines = log.read().decode("utf-8", errors="replace").replace("\r", "\n").splitlines()
+        shown = "\n".join(f"    {line}" for line in lines[-LINES_OF_A_FAILURE:])
+        command = shell_line(command_of(self.experiment, self.folder, cell), self.threads)
+        logger.error("%s", safe_message(f"{cell.name} {reason}\n  {command}\n{shown}"))
+
+    def _finish_if_done(self, cell: Cell) -> bool:
+        """Write the record of a run that has ended and return True; False if it has not."""
+        if not self.folder.record(cell).exists():
+            if not _is_finished(self.experiment, self.folder, cell):
+                return False
+            write_json(self.folder.record(cell), cell_record(self.folder.run(cell), cell))
+        self._finished += 1
+        if self.discard_weights:
+            remove_weights(self.folder.run(cell))
+        return True
+
+    def _stop(self, number: int) -> None:
+        """Pass a signal on to the processes, wait until they have saved and ended, and raise :class:`Interrupted`."""
+        for running in self._running:
+            running.process.send_signal(number)
+        for running in self._running:
+            running.process.wait()
+        self._running.clear()
+        done = len(self.experiment.cells()) - len([*self._remaining()])
+        raise Interrupted(
+            number,
+            f"stopped: {done} of {len(self.experiment.cells())} cells are finished, the running ones are saved. "
+            "Continue with the same command.",
+        )
+
+    def _remaining(self) -> Iterator[Cell]:
+        return (cell for cell in self.experiment.cells() if not self.folder.record(cell).exists())
+
+    # Progress.
+
+    def _learn_durations(self) -> None:
+        """Read the time of the steps of finished cells."""
+        for cell in self.experiment.cells():
+            if self.folder.record(cell).exists():
+                self._seconds[cell.arm].append(read_cell(self.folder.record(cell))["cost"]["train_seconds"])
+
+    def _share_done(self, cell: Cell) -> float:
+        """Return the share of the steps that a run has done, as its metrics say, from 0 to 1."""
+        return _share(self.experiment.configs[cell.arm], _last_records(self.folder.run(cell)).get("train"))
+
+    def _show(self, bar: Any) -> None:
+        """Refresh the progress line: once a second on a terminal, every half minute in a log."""
+        now = time.monotonic()
+        if now - self._shown < (1.0 if sys.stderr.isatty() else 30.0):
+            return
+        self._shown = now
+        parts, shares = [], {}
+        for running in self._running:
+            records = _last_records(self.folder.run(running.cell))
+            shares[running.cell] = _share(self.experiment.configs[running.cell.arm], records.get("train"))
+            parts.append(_status(running.cell, records))
+        if self._elsewhere:
+            parts.append(f"{len(self._elsewhere)} trained by other processes")
+        left = self._seconds_left(shares)
+        bar.set_postfix_str("; ".join([f"{duration(left)} left" if left is not None else "time left unknown", *parts]))
+
+    def _seconds_left(self, shares: Mapping[Cell, float]) -> float | None:
+        """Estimate the time until the last cell ends; None before anything is known.
+
+        Args:
+            shares: share done of each running cell.
+        """
+        known = {arm: statistics.mean(values) for arm, values in self._seconds.items() if values}
+        for running in self._running:
+            gained = shares[running.cell] - running.done_before
+            if gained > 0.02:
+                known.setdefault(running.cell.arm, (time.monotonic() - running.since) / gained)
+        if not known:
+            return None
+        usual = statistics.mean(known.values())
+        left = [known.get(cell.arm, usual) for cell in self._waiting]
+        left += [(1 - share) * known.get(cell.arm, usual) for cell, share in shares.items()]
+        return max(sum(left) / self.jobs, max(left, default=0.0))
+
+
+def _last_records(run: RunFolder) -> dict[str, dict[str, Any]]:
+    """Return the last record of each kind in the metrics of a run."""
+    try:
+        return {record["kind"]: record for _, record in read_records(run.metrics) if record is not None}
+    except InputError:
+        return {}
+
+
+def _share(config: RunConfig, record: Mapping[str, Any] | None) -> float:
+    if record is None:
+        return 0.0
+    by_epoch = float(record.get("epoch") or 0) / config.train.epochs
+    return min(1.0, max(by_epoch, record["step"] / (config.train.max_steps or math.inf)))
+
+
+def _status(cell: Cell, records: Mapping[str, Mapping[str, Any]]) -> str:
+    epoch, score = records.get("train", {}).get("epoch"), records.get("val", {}).get("score")
+    text = f"{cell.name} " + ("starting" if epoch is None else f"epoch {epoch:.3g}")
+    return text if score is None else f"{text} score {score:.3f}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time to its two largest units, such as ``1 h 20 min``."""
+    minutes = seconds / 60
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    hours, rest = divmod(round(minutes), 60)
+    days, rest_hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {rest_hours} h"
+    return f"{hours} h {rest} min" if hours else f"{rest} min"
+
+
+def remove_weights(run: RunFolder) -> None:
+    """Remove the checkpoints of a run that this program has trained; other files stay."""
+    if run.marker.exists():
+        for path in (run.last, run.previous, run.best):
+            path.unlink(missing_ok=True)
