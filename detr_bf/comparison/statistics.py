@@ -124,7 +124,7 @@ def seeds_and_images_estimate(
     difference expected with new seeds and new images of the same kind; without folds for this training set, with folds
     for training sets of this size, as far as the correction holds.
 
-    Args: as in :func:`images_estimate`; ``test_share`` as in :func:`student_estimate`.
+    The arguments are those of :func:`images_estimate`, and ``test_share`` of :func:`student_estimate`.
     """
     means = _fold_means(values, folds)
     own, count = np.array([float(c.mean()) for c in covariances.values()]), len(means)
