@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,14 +14,10 @@ from torch.utils.data import Sampler
 from detr_bf.config import DetectionConfig
 from detr_bf.config.detection import DataConfig, SplitConfig
 from detr_bf.data.batches import SampleKey
-from detr_bf.data.checks.files import ImageRecord, check_files
-from detr_bf.data.coco import CocoAnnotations, CocoDetection, Source, check_folder, read_annotations
-from detr_bf.data.duplicates import near_groups
-from detr_bf.data.formats import images_of, read_folder, read_split, split_images
+from detr_bf.data.coco import CocoDetection, Source
 from detr_bf.data.loader import BatchLoader, make_loader
 from detr_bf.data.transforms import SampleTransform, eval_transform, train_transform
 from detr_bf.errors import InputError
-from detr_bf.files import cache_folder
 from detr_bf.structures import Batch, ClassMap
 
 
@@ -73,9 +69,11 @@ def data_source(config: DetectionConfig, split: str) -> Source:
     data = config.data
     if not (data.folds or data.val_fraction):
         return _given_source(data, split)
+    from detr_bf.data.formats import divided, images_of  # not needed for COCO files
+
     source = _given_source(data, "train")
     shares = (1 / data.folds,) * data.folds if data.folds else (1 - data.val_fraction, data.val_fraction)
-    content, parts = _divided(source, shares, data.split_seed, max(1, data.workers), data.max_pixels)
+    content, parts = divided(source, shares, data.split_seed, max(1, data.workers), data.max_pixels)
     held_out = parts[data.fold if data.folds else 1]
     chosen = held_out if split == "val" else set().union(*parts) - held_out
     return source._replace(annotations=images_of(content, chosen, content.path))
@@ -84,6 +82,8 @@ def data_source(config: DetectionConfig, split: str) -> Source:
 def _given_source(data: DataConfig, split: str) -> Source:
     paths: SplitConfig = getattr(data, split)
     if data.root:
+        from detr_bf.data.formats import read_folder, read_split  # not needed for COCO files
+
         root = _located("data.root", data.root)
         if split == "val" and not paths.split:
             raise InputError(
@@ -100,21 +100,6 @@ def _given_source(data: DataConfig, split: str) -> Source:
     images, annotations = (_located(f"data.{split}.{key}", getattr(paths, key)) for key in ("images", "annotations"))
     panoptic = _located(f"data.{split}.panoptic", paths.panoptic) if paths.panoptic else None
     return Source(images, annotations, panoptic)
-
-
-@lru_cache(maxsize=2)  # a run asks for both splits several times
-def _divided(
-    source: Source, shares: tuple[float, ...], seed: int, workers: int, max_pixels: int
-) -> tuple[CocoAnnotations, list[set[str]]]:
-    """Return the content of the annotations, and the file names of each part; near-duplicates are in one part.
-
-    The images are read once, and the records of the data checks are used and kept.
-    """
-    content = read_annotations(source.annotations)
-    check_folder(source.images)
-    names = [image["file_name"] for image in content.images]
-    records = check_files(ImageRecord, source.images, names, cache_folder("doctor"), workers, max_pixels)
-    return content, split_images(content, shares, seed, near_groups(records))
 
 
 def _located(setting: str, given: str) -> Path:

@@ -377,6 +377,7 @@ def _panoptic_evaluation(config: DetectionConfig, data: CocoDetection, folder: R
     source = data_source(config, "val")
     if not (config.model.masks and source.panoptic):
         return None
+    assert isinstance(source.annotations, Path), "panoptic data are files"
     return PanopticEvaluation(
         postprocess=build_panoptic_postprocess(config, data.class_map),
         make_evaluator=partial(
@@ -403,7 +404,7 @@ def _panoptic_rows(
 ) -> Iterator[PanopticSheetRow]:
     """Yield the same images with both panoptic maps."""
     class_map, val = evaluation.class_map, data_source(config, "val")
-    assert val.panoptic is not None, "there are maps to compare with"
+    assert isinstance(val.annotations, Path) and val.panoptic is not None, "there are maps to compare with"
     truth = PanopticFile(val.annotations, val.panoptic, class_map, config.data.max_pixels)
     found = PanopticFile(folder.panoptic_results, folder.panoptic, class_map, config.data.max_pixels)
     for image, target in _shown_images(config, class_map):

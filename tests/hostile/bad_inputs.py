@@ -25,12 +25,20 @@ from tests.hostile import battery  # noqa: E402
 
 MODULES = (
     *("annotations", "panoptic", "images", "classifiers", "checkpoints", "configs", "folders", "commands", "api"),
-    "operators",
+    *("formats", "operators"),
 )
 PRELOADED = (
     *("tools.train_net", "tools.predict", "tools.check_data"),
     *("tools.convert_checkpoint", "tools.plan", "tools.replay_capture", "tools.analyze", "tools.make_sample_data"),
-    *("matplotlib.pyplot", "pycocotools.cocoeval", "torchvision", "timm", "detr_bf.plugins", "detr_bf.interop"),
+    *(
+        "tools.convert_data",
+        "matplotlib.pyplot",
+        "pycocotools.cocoeval",
+        "torchvision",
+        "timm",
+        "detr_bf.plugins",
+        "detr_bf.interop",
+    ),
 )
 
 

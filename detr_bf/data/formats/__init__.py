@@ -8,22 +8,22 @@ from pathlib import Path, PurePosixPath
 
 from detr_bf.data.coco import CocoAnnotations
 from detr_bf.data.formats.folder import DataFolder, files_below, images_of
-from detr_bf.data.formats.roboflow import FILE, read_roboflow
-from detr_bf.data.formats.splitting import split_images
+from detr_bf.data.formats.roboflow import ANNOTATION_FILE, read_roboflow
+from detr_bf.data.formats.splitting import divided, split_images
 from detr_bf.data.formats.voc import read_voc
 from detr_bf.data.formats.yolo import CLASS_LIST, SETTINGS, read_yolo
 from detr_bf.errors import InputError
 from detr_bf.files import is_folder
 from detr_bf.text import printable
 
-__all__ = ["READERS", "DataFolder", "images_of", "read_folder", "read_split", "split_images"]
+__all__ = ["READERS", "DataFolder", "divided", "images_of", "read_folder", "read_split", "split_images"]
 
 READERS: dict[str, Callable[[Path, Sequence[str]], DataFolder]] = {  # by the setting data.format
     "coco": read_roboflow,
     "voc": read_voc,
     "yolo": read_yolo,
 }
-_FORMS = f"expected XML files of Pascal VOC, {SETTINGS[0]} or labels/*.txt of YOLO, or {FILE} of Roboflow"
+_FORMS = f"expected XML files of Pascal VOC, {SETTINGS[0]} or labels/*.txt of YOLO, or {ANNOTATION_FILE} of Roboflow"
 
 
 @lru_cache(maxsize=4)  # a run needs both splits several times; the folder is read once in a process
@@ -55,7 +55,7 @@ def read_split(root: Path, form: str, name: str) -> CocoAnnotations:
 def _form_of(root: Path, names: Sequence[str]) -> str:
     paths = [PurePosixPath(name) for name in names]
     signs = {
-        "coco": any(path.name == FILE for path in paths),
+        "coco": any(path.name == ANNOTATION_FILE for path in paths),
         "voc": any(path.suffix.lower() == ".xml" for path in paths),
         "yolo": any(
             str(path) in SETTINGS or path.name == CLASS_LIST or (path.suffix == ".txt" and "labels" in path.parts)

@@ -101,7 +101,8 @@ def coco_content(root: Path, images: Iterable[AnnotatedImage], names: Iterable[s
         lacking = "images with labels" if not images else "objects and therefore no classes"
         raise InputError(f"{printable(root)} has no {lacking}")
     category_ids = {name: number for number, name in enumerate(classes, 1)}
-    entries, annotations = [], []
+    entries: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
     for image_id, (file_name, size, objects) in enumerate(images, 1):
         known = {} if size is None else {"height": size[0], "width": size[1]}
         entries.append({"id": image_id, "file_name": file_name, **known})
@@ -153,16 +154,26 @@ def images_by_stem(root: Path, names: Iterable[str]) -> dict[str, str]:
 def files_below(root: Path) -> list[str]:
     """Return the paths of all files below the folder, relative with forward slashes, sorted; hidden ones are left out.
 
-    Links to folders are followed, each folder is read once.
+    Links to folders are followed; a folder is read once, under its own name before that of a link beside it.
+
+    Raises:
+        InputError: a folder cannot be read.
     """
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"folder {printable(error.filename)} cannot be read: {error.strerror}") from error
+
     found, seen = [], set()
-    for folder, subfolders, files in os.walk(root, followlinks=True):
+    for folder, subfolders, files in os.walk(root, followlinks=True, onerror=refuse):
         status = os.stat(folder)  # noqa: PTH116  of a link's target
         if (status.st_dev, status.st_ino) in seen:
             subfolders.clear()
             continue
         seen.add((status.st_dev, status.st_ino))
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        subfolders[:] = sorted(
+            (name for name in subfolders if not name.startswith(".")),
+            key=lambda name: (Path(folder, name).is_symlink(), name),  # noqa: B023  called at once
+        )
         found += [Path(folder, name).relative_to(root).as_posix() for name in files if not name.startswith(".")]
     return sorted(found)
 

@@ -14,7 +14,7 @@ from detr_bf.data.formats.folder import AnnotatedImage, DataFolder, coco_content
 from detr_bf.errors import InputError
 from detr_bf.text import printable
 
-FILE = "_annotations.coco.json"
+ANNOTATION_FILE = "_annotations.coco.json"
 
 
 def read_roboflow(root: Path, names: Sequence[str]) -> DataFolder:
@@ -30,10 +30,10 @@ def read_roboflow(root: Path, names: Sequence[str]) -> DataFolder:
     Raises:
         InputError: a file is not a COCO detection file, or names an image outside its folder.
     """
-    files = [name for name in names if PurePosixPath(name).name == FILE]
+    files = [name for name in names if PurePosixPath(name).name == ANNOTATION_FILE]
     if not files:
         raise InputError(
-            f"{printable(root)} has no {FILE}, which Roboflow's COCO export has in the folder of each split"
+            f"{printable(root)} has no {ANNOTATION_FILE}, which Roboflow's COCO export has in the folder of each split"
         )
     images: list[AnnotatedImage] = []
     categories: dict[str, dict[str, Any]] = {}

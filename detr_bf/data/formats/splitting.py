@@ -5,11 +5,37 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
-from detr_bf.data.coco import CocoAnnotations
+from detr_bf.data.checks.files import ImageRecord, check_files
+from detr_bf.data.coco import CocoAnnotations, Source, check_folder, read_annotations
+from detr_bf.data.duplicates import near_groups
 from detr_bf.errors import InputError
+from detr_bf.files import cache_folder
 
 _NO_OBJECT = -1  # label of images without objects, which are spread over the parts as a class is
+
+
+@lru_cache(maxsize=2)  # a run asks for both sides several times
+def divided(
+    source: Source, shares: tuple[float, ...], seed: int, workers: int, max_pixels: int
+) -> tuple[CocoAnnotations, list[set[str]]]:
+    """Return the content of the annotations, and the file names of each part; near-duplicates are in one part.
+
+    The images are read for their perceptual hashes, once: the records are those of the data checks.
+
+    Args:
+        source: of the images to divide.
+        shares: see :func:`split_images`.
+        seed: see :func:`split_images`.
+        workers: threads that read image files.
+        max_pixels: limit of an image.
+    """
+    content = read_annotations(source.annotations)
+    check_folder(source.images)
+    names = [image["file_name"] for image in content.images]
+    records = check_files(ImageRecord, source.images, names, cache_folder("doctor"), workers, max_pixels)
+    return content, split_images(content, shares, seed, near_groups(records))
 
 
 def split_images(

@@ -1,0 +1,112 @@
+"""Write the folder of a Pascal VOC, YOLO or Roboflow data set as COCO JSON files.
+
+detr-bf convert-data data/bccd --output bccd                                 # all images: all.json
+detr-bf convert-data data/bccd --split trainval --split test --output bccd   # trainval.json, test.json
+detr-bf convert-data data/bccd --folds 5 --fold 0 --output bccd              # train.json, val.json, as data.folds=5
+detr-bf convert-data data/pets --split train --val-fraction 0.2 --output pets
+
+The images stay where they are; file_name is relative to ROOT. Training reads such folders directly (data.root).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from detr_bf.assembly.data import data_source
+from detr_bf.cli import run_tool
+from detr_bf.config.detection import DataConfig, DetectionConfig, SplitConfig
+from detr_bf.data.coco import CocoAnnotations, read_annotations
+from detr_bf.data.formats import READERS, read_split
+from detr_bf.errors import InputError
+from detr_bf.files import check_output_file, write_json
+from detr_bf.text import printable, safe_message
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", metavar="ROOT", type=Path, help="folder of the data set")
+    parser.add_argument("--output", required=True, metavar="DIR", type=Path, help="folder of the JSON files")
+    parser.add_argument(
+        "--format", default="auto", choices=["auto", *READERS], help="of ROOT; coco: Roboflow's folders"
+    )
+    parser.add_argument("--split", action="append", metavar="NAME", help="repeatable; default: all images")
+    division = parser.add_mutually_exclusive_group()
+    division.add_argument("--folds", type=int, metavar="N", help="divide the images into N folds; needs --fold")
+    division.add_argument("--val-fraction", type=float, metavar="F", help="share of the images in val.json")
+    parser.add_argument("--fold", type=int, metavar="K", help="fold in val.json, from 0 on")
+    parser.add_argument(
+        "--split-seed", type=int, default=0, metavar="S", help="of --folds and --val-fraction; default 0"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace JSON files that exist")
+    options = parser.parse_args(arguments)
+    if (options.folds is None) != (options.fold is None):
+        parser.error("--folds and --fold go together")
+    if options.split and len(options.split) > 1 and (options.folds or options.val_fraction):
+        parser.error("--folds and --val-fraction divide one --split, or all images")
+    return run_tool(lambda: convert_data(options))
+
+
+def convert_data(options: argparse.Namespace) -> int:
+    """Write the JSON files that the options name, print their classes, and return 0.
+
+    Raises:
+        InputError: the folder cannot be read or divided, or a file exists or cannot be written.
+    """
+    if options.folds is not None or options.val_fraction is not None:
+        contents = _divided(options)
+    else:
+        contents = {name or "all": read_split(options.root, options.format, name) for name in options.split or [""]}
+    files = {options.output / f"{name.strip('/').replace('/', '_')}.json": each for name, each in contents.items()}
+    for path in files:
+        check_output_file(path, "--output")
+        if path.exists() and not options.overwrite:
+            raise InputError(f"{printable(path)} exists: give --overwrite to replace it, or another --output")
+    for path, content in files.items():
+        parts = {"images": content.images, "annotations": content.annotations, "categories": content.categories}
+        try:
+            write_json(path, {"info": {"description": f"written by detr-bf convert-data from {options.root}"}, **parts})
+        except ValueError as error:  # NaN in a COCO file of Roboflow
+            raise InputError(f"{printable(content.path)} has values that JSON cannot hold: {error}") from error
+        print(safe_message(_summary(path, content)))
+    print(
+        f"train on them with data.train.images={printable(options.root)} data.train.annotations=FILE, likewise data.val"
+    )
+    return 0
+
+
+def _divided(options: argparse.Namespace) -> dict[str, CocoAnnotations]:
+    """Return training and validation images as a training run divides them."""
+    settings: dict[str, Any] = {"val_fraction": options.val_fraction or 0.0}
+    if options.folds is not None:
+        settings = {"folds": options.folds, "fold": options.fold}
+        if not 0 <= options.fold < options.folds or options.folds < 2:
+            raise InputError(f"--folds {options.folds} --fold {options.fold}: expected 2 folds or more, counted from 0")
+    elif not 0 < options.val_fraction < 1:
+        raise InputError(f"--val-fraction is {options.val_fraction:g}, expected a number between 0 and 1")
+    train = SplitConfig(split=options.split[0] if options.split else None)
+    data = DataConfig(
+        root=str(options.root), format=options.format, train=train, split_seed=options.split_seed, **settings
+    )
+    return {
+        split: read_annotations(data_source(DetectionConfig(data=data), split).annotations)
+        for split in ("train", "val")
+    }
+
+
+def _summary(path: Path, content: CocoAnnotations) -> str:
+    """Return the numbers of images and objects, and of the objects and images of each class."""
+    objects = Counter(annotation["category_id"] for annotation in content.annotations)
+    pairs = {(annotation["category_id"], annotation["image_id"]) for annotation in content.annotations}
+    images = Counter(category_id for category_id, _ in pairs)
+    lines = [f"{printable(path)}: {len(content.images)} images, {len(content.annotations)} objects"]
+    for category in content.categories:
+        number = category["id"]
+        lines.append(f"  {printable(category['name'])}: {objects[number]} objects in {images[number]} images")
+    if crowds := sum(bool(annotation.get("iscrowd")) for annotation in content.annotations):
+        lines.append(f"  {crowds} of them are crowds (iscrowd 1: difficult objects of Pascal VOC)")
+    return "\n".join(lines)

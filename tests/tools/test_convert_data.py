@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from pycocotools.coco import COCO
+
+from detr_bf.assembly import build_train_data, data_source
+from detr_bf.commands.convert_data import main
+from detr_bf.config import load_config
+from detr_bf.data.coco import read_annotations
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a YOLO folder of 12 images of two classes, in two subfolders."""
+    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "pets"
+    for number in range(12):
+        split = "train" if number < 8 else "more/test"
+        image, label = (folder / kind / split for kind in ("images", "labels"))
+        image.mkdir(parents=True, exist_ok=True)
+        label.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((40 + number, 30), 80).convert("RGB").save(image / f"{number:02d}.png")
+        (label / f"{number:02d}.txt").write_text(f"{number % 2} 0.5 0.5 0.5 0.5\n" * (1 + number % 3))
+    (folder / "classes.txt").write_text("dog\ncat\n")
+    return folder
+
+
+def test_splits_become_files_that_train_as_the_folder(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(root), "--output", str(tmp_path / "out")]
+    assert main([*arguments, "--split", "train", "--split", "more/test"]) == 0
+    printed = capsys.readouterr().out
+    assert "train.json: 8 images, 15 objects\n  cat: 8 objects in 4 images\n  dog: 7 objects in 4 images" in printed
+    assert main(arguments) == 0
+    assert [len(COCO(tmp_path / "out" / f"{name}.json").imgs) for name in ("train", "more_test", "all")] == [8, 4, 12]
+    one = load_config(None, [f"data.root={root}", "data.train.split=train"])
+    other = load_config(None, [f"data.train.images={root}", f"data.train.annotations={tmp_path}/out/train.json"])
+    one, other = (build_train_data(config) for config in (one, other))
+    assert (one.image_ids, one.file_names, one.sizes) == (other.image_ids, other.file_names, other.sizes)
+    assert one.class_map == other.class_map
+    assert one._boxes.equal(other._boxes)
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        (["--folds", "3", "--fold", "2"], ["data.folds=3", "data.fold=2"]),
+        (["--val-fraction", "0.25", "--split-seed", "5"], ["data.val_fraction=0.25", "data.split_seed=5"]),
+        (["--folds", "2", "--fold", "0", "--split", "train"], ["data.folds=2", "data.train.split=train"]),
+    ],
+)
+def test_divisions_are_those_of_training(root: Path, tmp_path: Path, options: list[str], settings: list[str]) -> None:
+    assert main([str(root), "--output", str(tmp_path / "out"), *options]) == 0
+    config = load_config(None, [f"data.root={root}", *settings])
+    for split in ("train", "val"):
+        written = json.loads((tmp_path / "out" / f"{split}.json").read_text())
+        given = read_annotations(data_source(config, split).annotations)
+        assert written["images"] == given.images
+        assert written["annotations"] == given.annotations
+
+
+def test_files_are_replaced_only_when_asked(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(root), "--output", str(tmp_path), "--folds", "2", "--fold", "1"]
+    (tmp_path / "val.json").write_text("mine")
+    assert main(arguments) == 2
+    assert "val.json exists: give --overwrite" in capsys.readouterr().err
+    assert not (tmp_path / "train.json").exists()
+    assert (tmp_path / "val.json").read_text() == "mine"
+    assert main([*arguments, "--overwrite"]) == 0
+    assert len(json.loads((tmp_path / "val.json").read_text())["images"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--folds", "1", "--fold", "0"], "expected 2 folds or more"),
+        (["--folds", "3", "--fold", "3"], "--folds 3 --fold 3"),
+        (["--folds", "100", "--fold", "3"], "cannot be divided into 100 parts"),
+        (["--val-fraction", "1.5"], "--val-fraction is 1.5"),
+        (["--val-fraction", "nan"], "--val-fraction is nan"),
+        (["--split", "none"], "has no split none"),
+        (["--format", "voc"], "no images with labels"),
+    ],
+)
+def test_bad_options(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert main([str(root), "--output", str(tmp_path / "out"), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
