@@ -42,7 +42,7 @@ _PANOPTIC_METRICS = ("PQ", "SQ", "RQ", "PQ_th", "PQ_st")
 _CLASSIFIER_METRICS = ("top1", "balanced", "many", "medium", "few")
 
 
-class Cell(NamedTuple):
+class ExperimentCell(NamedTuple):
     """One training run of an experiment."""
 
     arm: str
@@ -55,7 +55,7 @@ class Cell(NamedTuple):
         return f"{self.arm}/seed_{self.seed}" + ("" if self.fold is None else f"_fold_{self.fold}")
 
     @classmethod
-    def named(cls, arm: str, name: str) -> Cell | None:
+    def named(cls, arm: str, name: str) -> ExperimentCell | None:
         """Return the cell of the name ``seed_S`` or ``seed_S_fold_F``, None for any other name."""
         found = re.fullmatch(r"seed_(\d{1,19})(?:_fold_(\d{1,4}))?", name)
         return cls(arm, int(found[1]), None if found[2] is None else int(found[2])) if found else None
@@ -92,23 +92,23 @@ class Experiment:
     primary: str
     resamples: int
 
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[ExperimentCell]:
         """Return all cells, seed by seed and fold by fold, so that an unfinished experiment has whole comparisons."""
-        return [Cell(arm, seed, fold) for seed in self.seeds for fold in self.folds for arm in self.arms]
+        return [ExperimentCell(arm, seed, fold) for seed in self.seeds for fold in self.folds for arm in self.arms]
 
-    def overrides(self, cell: Cell) -> list[str]:
+    def overrides(self, cell: ExperimentCell) -> list[str]:
         """Return all settings of a cell but ``output_dir``."""
         return [
             *_overrides(self.common, self.arms[cell.arm], self.extra, self.num_folds, cell.fold),
             f"seed={cell.seed}",
         ]
 
-    def config(self, cell: Cell) -> RunConfig:
+    def config(self, cell: ExperimentCell) -> RunConfig:
         """Return the config of a cell, with the default ``output_dir`` of its base."""
         config: RunConfig = load_config(self.base, self.overrides(cell))
         return config
 
-    def settings(self, cell: Cell) -> dict[str, Any]:
+    def settings(self, cell: ExperimentCell) -> dict[str, Any]:
         """Return the value of every setting of a cell by full key, without those that differ between its runs."""
         found = flat_settings(self.configs[cell.arm])
         return found if cell.fold is None else {**found, "data.fold": cell.fold}

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from detr_bf.comparison.experiment import RESAMPLES, Cell, Experiment, default_primary, flat_settings
+from detr_bf.comparison.experiment import RESAMPLES, Experiment, ExperimentCell, default_primary, flat_settings
 from detr_bf.config import RunConfig, saved_config
 from detr_bf.engine import RunFolder
 from detr_bf.errors import InputError
@@ -44,22 +44,22 @@ class ExperimentFolder:
     def description(self) -> Path:
         return self.path / "cells" / "experiment.json"
 
-    def record(self, cell: Cell) -> Path:
+    def record(self, cell: ExperimentCell) -> Path:
         return self.path / "cells" / f"{cell.name}.json"
 
-    def run(self, cell: Cell) -> RunFolder:
+    def run(self, cell: ExperimentCell) -> RunFolder:
         return RunFolder(self.path / "runs" / cell.name)
 
-    def log(self, cell: Cell) -> Path:
+    def log(self, cell: ExperimentCell) -> Path:
         return self.path / "logs" / f"{cell.name}.txt"
 
-    def trained(self) -> list[Cell]:
+    def trained(self) -> list[ExperimentCell]:
         """Return the cells with a record or a finished run, sorted."""
         records = [(path.parent.name, path.stem) for path in self.path.glob("cells/*/*.json")]
         runs = [path.parent for path in self.path.glob("runs/*/*/evaluation.json")]
         names = {*records, *((run.parent.name, run.name) for run in runs if not RunFolder(run).in_use())}
         return sorted(
-            (cell for arm, name in names if (cell := Cell.named(arm, name))),
+            (cell for arm, name in names if (cell := ExperimentCell.named(arm, name))),
             key=lambda cell: (cell.arm, cell.seed, -1 if cell.fold is None else cell.fold),
         )
 
@@ -76,7 +76,7 @@ class ExperimentFolder:
         write_json(self.description, description)
 
 
-def cell_record(run: RunFolder, cell: Cell) -> dict[str, Any]:
+def cell_record(run: RunFolder, cell: ExperimentCell) -> dict[str, Any]:
     """Return the record of a finished run: settings, metrics, cost, machine, data and the table of its images.
 
     Raises:
@@ -225,7 +225,7 @@ def collect_runs(paths: Sequence[Path], baseline: str | None = None, primary: st
         shared = {key: value for key, value in settings.items() if key not in (*NOT_COMPARED, "data.fold")}
         key = json.dumps(shared, sort_keys=True)
         names.setdefault(key, _arm_name(path, names.values()))
-        cell = Cell(names[key], config.seed, fold)
+        cell = ExperimentCell(names[key], config.seed, fold)
         if cell in known:
             raise InputError(
                 f"{printable(path)} and {printable(known[cell])} have the same settings and the same seed: give one of "
@@ -238,7 +238,7 @@ def collect_runs(paths: Sequence[Path], baseline: str | None = None, primary: st
 
 def _arm_name(path: Path, taken: Iterable[str]) -> str:
     path = path.resolve()
-    name = path.parent.name if Cell.named("", path.name) else path.name
+    name = path.parent.name if ExperimentCell.named("", path.name) else path.name
     name = re.sub(r"[^A-Za-z0-9_.-]+|^[.-]+", "_", re.sub(r"[_-]?seed_?\d+$", "", name)) or "run"
     taken, number = set(taken), 2
     while (numbered := name if number == 2 else f"{name}-{number - 1}") in taken:
@@ -312,4 +312,4 @@ def _check_comparable(records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _name(record: Mapping[str, Any]) -> str:
-    return printable(Cell(record["arm"], record["seed"], record["fold"]).name)
+    return printable(ExperimentCell(record["arm"], record["seed"], record["fold"]).name)

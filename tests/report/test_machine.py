@@ -21,6 +21,8 @@ def test_machine_info_names_versions_command_and_cores(monkeypatch: pytest.Monke
     assert info["python"] == ".".join(map(str, sys.version_info[:3]))
     assert info["command"].endswith(" train_net.py --config 'my file.yaml'")
     assert "cores usable" in info["CPU"]
+    monkeypatch.setattr(sys, "argv", ["detr-bf train", "train", "my file.yaml"])
+    assert machine_info()["command"] == "detr-bf train 'my file.yaml'"
     assert all(info.values())
     assert json.loads(json.dumps(info)) == info
 

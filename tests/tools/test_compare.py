@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from detr_bf.comparison.experiment import Cell, flat_settings, read_experiment
+from detr_bf.comparison.experiment import ExperimentCell, flat_settings, read_experiment
 from detr_bf.config import load_config
 from detr_bf.data.coco import CocoDetection
 from tests.comparison.conftest import base, file  # noqa: F401  fixtures
@@ -28,7 +28,7 @@ def stubbed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def runs(file: Path, names: dict[str, tuple[Cell, list[str]]]) -> list[str]:  # noqa: F811
+def runs(file: Path, names: dict[str, tuple[ExperimentCell, list[str]]]) -> list[str]:  # noqa: F811
     """Write finished runs of cells, with further settings, into folders of these names."""
     found = []
     for name, (cell, extra) in names.items():
@@ -128,11 +128,11 @@ def test_run_folders_are_grouped_by_their_settings(
     folders = runs(
         file,
         {
-            "plain-seed_0": (Cell("off", 0, None), ["data.check=false"]),
-            "deep/seed_0": (Cell("two_stream", 0, None), []),
-            "plain-seed_1": (Cell("off", 1, None), []),
-            "deep/seed_1": (Cell("two_stream", 1, None), []),
-            "deep/other": (Cell("two_stream", 1, None), ["optimizer.lr=0.5"]),
+            "plain-seed_0": (ExperimentCell("off", 0, None), ["data.check=false"]),
+            "deep/seed_0": (ExperimentCell("two_stream", 0, None), []),
+            "plain-seed_1": (ExperimentCell("off", 1, None), []),
+            "deep/seed_1": (ExperimentCell("two_stream", 1, None), []),
+            "deep/other": (ExperimentCell("two_stream", 1, None), ["optimizer.lr=0.5"]),
         },
     )
     monkeypatch.chdir(tmp_path)
@@ -158,9 +158,9 @@ def test_run_folders_that_cannot_be_compared_are_refused(
     one, two, same = runs(
         file,
         {
-            "one": (Cell("off", 0, None), []),
-            "two": (Cell("two_stream", 0, None), []),
-            "same": (Cell("off", 0, None), []),
+            "one": (ExperimentCell("off", 0, None), []),
+            "two": (ExperimentCell("two_stream", 0, None), []),
+            "same": (ExperimentCell("off", 0, None), []),
         },
     )
     output = ["--output", str(tmp_path / "out")]
@@ -177,7 +177,7 @@ def test_run_folders_that_cannot_be_compared_are_refused(
     content["annotations"].pop()
     (tmp_path / "val2" / "annotations.json").write_text(json.dumps(content))
     extra = [f"data.val.annotations={tmp_path / 'val2' / 'annotations.json'}"]
-    assert compare([one, *runs(file, {"else": (Cell("two_stream", 0, None), extra)}), *output]) == 2
+    assert compare([one, *runs(file, {"else": (ExperimentCell("two_stream", 0, None), extra)}), *output]) == 2
     assert "different validation data" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
