@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from detr_bf.comparison.experiment import RESAMPLES, Experiment, ExperimentCell, default_primary, flat_settings
+from detr_bf.comparison.experiment import (
+    ARM_NAME,
+    MOST,
+    RESAMPLES,
+    Experiment,
+    ExperimentCell,
+    default_primary,
+    flat_settings,
+)
 from detr_bf.config import RunConfig, saved_config
 from detr_bf.engine import RunFolder
 from detr_bf.errors import InputError
@@ -146,11 +155,59 @@ def read_cell(path: Path) -> dict[str, Any]:
         InputError: the file is not one.
     """
     record = _json(path)
-    keys = ("arm", "seed", "fold", "settings", "metrics", "curve", "cost", "machine", "data", "table")
-    missing = [key for key in keys if key not in record]
-    if record.get("format") != CELL_FORMAT or missing:
+    try:
+        valid = record["format"] == CELL_FORMAT and _is_cell(record)
+    except (KeyError, TypeError, AttributeError):
+        valid = False
+    if not valid:
         raise InputError(f"{printable(path)} is not a cell record of this version ({CELL_FORMAT}): move it away")
     return record
+
+
+def _is_cell(record: Mapping[str, Any]) -> bool:
+    """Return True if all values have their types; KeyError, TypeError or AttributeError for some others."""
+    splits = [record["data"][split] for split in ("train", "val")]
+    counts = [count for split in splits for count in (split["images"], split["objects"])]
+    points = [(point["epoch"], point["step"]) for point in record["curve"]]
+    return (
+        ARM_NAME.fullmatch(record["arm"]) is not None
+        and all(type(value) is int and value >= 0 for value in (record["seed"], record["fold"] or 0, *counts))
+        and all(_is_number(value) for point in points for value in point)
+        and all(isinstance(split["sha256"], str) for split in splits)
+        and all(isinstance(record[key], dict) for key in ("settings", "machine", "table"))
+        and all(isinstance(value, str) for value in (*record["machine"].values(), record["table"]["kind"]))
+        and all(
+            value is None or _is_number(value)
+            for tree in (record["metrics"], record["cost"], *(point["metrics"] for point in record["curve"]))
+            for value in tree.values()
+        )
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    """Return the content of ``experiment.json``, empty if there is none.
+
+    Raises:
+        InputError: the file is not what this program writes.
+    """
+    if not path.exists():
+        return {}
+    found = _json(path)
+    arms, resamples = found.get("arms"), found.get("resamples")
+    if not (
+        found.get("format") == EXPERIMENT_FORMAT
+        and all(isinstance(found.get(key), str) for key in ("title", "baseline", "primary"))
+        and type(resamples) is int
+        and 1 <= resamples <= MOST["resamples"]
+        and isinstance(arms, dict)
+        and all(isinstance(own, list) and all(isinstance(each, str) for each in own) for own in arms.values())
+    ):
+        raise InputError(f"{printable(path)} is not a description of this version ({EXPERIMENT_FORMAT}): move it away")
+    return found
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -197,9 +254,7 @@ def collect(folder: ExperimentFolder, baseline: str | None = None, primary: str 
             f"{printable(folder.path)} has no finished cells: expected records in cells/ARM/seed_S.json, or finished "
             "runs in runs/ARM/seed_S"
         )
-    return _arguments(
-        records, _json(folder.description) if folder.description.exists() else {}, folder.path, baseline, primary
-    )
+    return _arguments(records, _read_description(folder.description), folder.path, baseline, primary)
 
 
 def collect_runs(paths: Sequence[Path], baseline: str | None = None, primary: str | None = None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from detr_bf.config import RunConfig, config_to_dict, saved_config
 from detr_bf.engine import RunFolder
 from detr_bf.engine.step import DeferredSignals
 from detr_bf.errors import InputError, Interrupted, TrainingError, prefix_errors
-from detr_bf.files import atomic_write, make_output_folder, read_records, write_json
+from detr_bf.files import atomic_write, check_output_file, make_output_folder, read_records, write_json
 from detr_bf.progress import progress_bar
 from detr_bf.tasks import task_of
 from detr_bf.text import listed, printable, safe_message
@@ -104,8 +104,9 @@ def write_slurm_script(
     """Write a SLURM job array with one task for each cell.
 
     Raises:
-        InputError: the path is a file that this program did not write.
+        InputError: the path cannot be written, or is a file that this program did not write.
     """
+    check_output_file(path, "--slurm")
     if path.exists() and SCRIPT_MARK not in _first_bytes(path):
         raise InputError(f"{printable(path)} exists and is not a script of detr-bf compare: give another name")
     workers = max(config.data.workers for config in experiment.configs.values())
@@ -153,7 +154,8 @@ def check_data(experiment: Experiment, cells: Sequence[ExperimentCell]) -> None:
     for cell in cells:
         config = experiment.config(cell)
         tree = config_to_dict(config)
-        key = repr((tree["data"], tree["model"]))
+        data = {key: value for key, value in tree["data"].items() if key not in ("transforms", "mix", "mixup")}
+        key = repr((data, tree["model"]))
         if key not in known:
             known.add(key)
             with prefix_errors(f"arm {cell.arm}"):

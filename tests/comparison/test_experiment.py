@@ -109,6 +109,7 @@ REFUSED = {
     "unknown setting": (VALID.replace("enabled=true", "enabeld=true"), "arms.two_stream: override"),
     "wrong value": (VALID.replace("enabled=true", "heads=0"), "arms.two_stream: batch_former.heads must be"),
     "no assignment": (VALID.replace("batch_former.enabled=true", "two"), "arms.two_stream: override 'two' is not"),
+    "control character": (VALID + 'overrides: ["model.name=\\x1b[31m"]\n', "has control characters"),
     "nested list": (
         VALID.replace("[batch_former.enabled=true]", "[[a]]"),
         "arms.two_stream must be a list of key=value",

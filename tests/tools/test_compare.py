@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -109,6 +113,48 @@ def test_a_record_under_the_name_of_another_is_refused(tmp_path: Path, capsys: p
     (folder / "cells/off/seed_0.json").rename(folder / "cells/off/seed_1.json")
     assert compare(["report", str(folder)]) == 2
     assert "is the record of another cell" in capsys.readouterr().err
+
+
+BAD = (None, True, -1, 3, math.nan, "x", "../x", "\x1b[2J", [], [1], {}, {"a": 1})
+
+
+def spoiled(tree: Any, random: Random) -> Any:
+    """Return a copy of a JSON value with one node replaced or left out."""
+    if not isinstance(tree, (dict, list)) or not tree or random.random() < 0.25:
+        return random.choice(BAD)
+    keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
+    chosen = random.choice(keys)
+    changed = copy.copy(tree)
+    if random.random() < 0.2:
+        del changed[chosen]
+    else:
+        changed[chosen] = spoiled(tree[chosen], random)
+    return changed
+
+
+@pytest.mark.usefixtures("stubbed")
+def test_spoiled_records_give_a_report_or_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    random, codes = Random(0), Counter[int]()
+    whole = [record("off", 0), record("bf", 0)]
+    description = {
+        "format": "detr_bf experiment 1",
+        "title": "t",
+        "baseline": "off",
+        "primary": "AP",
+        "resamples": 50,
+        "arms": {"off": [], "bf": ["batch_former.enabled=true"]},
+    }
+    folder = write_cells(tmp_path, *whole)
+    for number in range(400):
+        one = whole[1] if number % 4 == 0 else spoiled(whole[1], random)
+        (folder / "cells/bf/seed_0.json").write_text(json.dumps(one))
+        told = spoiled(description, random) if number % 4 == 0 else description
+        (folder / "cells/experiment.json").write_text(json.dumps(told))
+        codes[compare(["report", str(folder)])] += 1
+        said = capsys.readouterr()
+        assert "\x1b" not in said.err + said.out
+    assert set(codes) == {0, 2}
+    assert codes[2] > 100
 
 
 @pytest.mark.usefixtures("stubbed")
