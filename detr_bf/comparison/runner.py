@@ -118,7 +118,7 @@ def write_slurm_script(
     text = f"""#!/bin/bash
 {SCRIPT_MARK}: {len(cells)} cells of the experiment {printable(experiment.name)}.
 # Submit it with sbatch and the options of your cluster, such as: sbatch --partition=NAME --gpus=1 FILE
-# Submitted again, finished cells end at once and the others go on where they were stopped.
+# A requeued task goes on where it was stopped. For the cells that stay unfinished, write the script again.
 #SBATCH --job-name=compare-{printable(experiment.name, 60).replace(" ", "_")}
 #SBATCH --array=0-{len(cells) - 1}
 #SBATCH --ntasks=1
