@@ -27,7 +27,7 @@ from detr_bf.comparison.runner import (
 )
 from detr_bf.config import packaged_experiments
 from detr_bf.errors import InputError
-from detr_bf.files import is_folder, make_output_folder
+from detr_bf.files import check_output_folder, is_folder, make_output_folder
 from detr_bf.progress import setup_logging
 from detr_bf.text import printable, safe_message
 
@@ -105,17 +105,18 @@ def _run(options: argparse.Namespace) -> int:
     cells = unfinished_cells(experiment, folder)
     if options.print:
         for cell in cells:
-            print(shell_line(command_of(experiment, folder, cell), options.threads))
+            print(safe_message(shell_line(command_of(experiment, folder, cell), options.threads)))
         return 0
-    make_output_folder(folder.path, "--output")
-    folder.describe(experiment)
+    check_output_folder(folder.path, "--output")
     if options.slurm:
         if not cells:
             raise InputError("all cells are finished: there is nothing to submit")
         write_slurm_script(options.slurm, experiment, folder, cells, options.threads)
+        folder.describe(experiment)
         print(safe_message(f"{len(cells)} cells: sbatch {options.slurm}"))
         return 0
     check_data(experiment, cells)
+    folder.describe(experiment)
     runner = CellRunner(experiment, folder, options.jobs or experiment.jobs, options.threads, options.discard_weights)
     runner.train(cells)
     if options.discard_weights:

@@ -36,13 +36,13 @@ FOLD_KEYS = ("data.folds", "data.fold")
 RESAMPLES = 2000  # of the bootstrap over images, unless the file states a number
 QUICK = ("train.max_steps=4",)
 QUICK_RESAMPLES = 50
-_MOST = {"seeds": 1000, "folds": 100, "jobs": 1000, "resamples": 100_000}
+MOST = {"seeds": 1000, "folds": 100, "jobs": 1000, "resamples": 100_000}
 _BOX_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 _PANOPTIC_METRICS = ("PQ", "SQ", "RQ", "PQ_th", "PQ_st")
 _CLASSIFIER_METRICS = ("top1", "balanced", "many", "medium", "few")
 
 
-class Cell(NamedTuple):
+class ExperimentCell(NamedTuple):
     """One training run of an experiment."""
 
     arm: str
@@ -55,7 +55,7 @@ class Cell(NamedTuple):
         return f"{self.arm}/seed_{self.seed}" + ("" if self.fold is None else f"_fold_{self.fold}")
 
     @classmethod
-    def named(cls, arm: str, name: str) -> Cell | None:
+    def named(cls, arm: str, name: str) -> ExperimentCell | None:
         """Return the cell of the name ``seed_S`` or ``seed_S_fold_F``, None for any other name."""
         found = re.fullmatch(r"seed_(\d{1,19})(?:_fold_(\d{1,4}))?", name)
         return cls(arm, int(found[1]), None if found[2] is None else int(found[2])) if found else None
@@ -92,23 +92,23 @@ class Experiment:
     primary: str
     resamples: int
 
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[ExperimentCell]:
         """Return all cells, seed by seed and fold by fold, so that an unfinished experiment has whole comparisons."""
-        return [Cell(arm, seed, fold) for seed in self.seeds for fold in self.folds for arm in self.arms]
+        return [ExperimentCell(arm, seed, fold) for seed in self.seeds for fold in self.folds for arm in self.arms]
 
-    def overrides(self, cell: Cell) -> list[str]:
+    def overrides(self, cell: ExperimentCell) -> list[str]:
         """Return all settings of a cell but ``output_dir``."""
         return [
             *_overrides(self.common, self.arms[cell.arm], self.extra, self.num_folds, cell.fold),
             f"seed={cell.seed}",
         ]
 
-    def config(self, cell: Cell) -> RunConfig:
+    def config(self, cell: ExperimentCell) -> RunConfig:
         """Return the config of a cell, with the default ``output_dir`` of its base."""
         config: RunConfig = load_config(self.base, self.overrides(cell))
         return config
 
-    def settings(self, cell: Cell) -> dict[str, Any]:
+    def settings(self, cell: ExperimentCell) -> dict[str, Any]:
         """Return the value of every setting of a cell by full key, without those that differ between its runs."""
         found = flat_settings(self.configs[cell.arm])
         return found if cell.fold is None else {**found, "data.fold": cell.fold}
@@ -259,9 +259,6 @@ def _settings(key: str, value: Any) -> tuple[str, ...]:
             f"{key} must be a list of key=value, such as [batch_former.enabled=false], or a mapping of settings; got "
             f"{printable(repr(value))}"
         )
-    for each in value:
-        with prefix_errors(key):
-            parse_override(each)
     return tuple(value)
 
 
@@ -289,9 +286,13 @@ def _arms(value: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _check_free(where: str, overrides: Sequence[str], taken: Sequence[str]) -> None:
-    """Refuse settings that the experiment itself gives to every cell."""
+    """Refuse settings that the experiment itself gives to every cell, and control characters, which are printed."""
     for override in overrides:
-        for key, _ in _flat(parse_override(override)):
+        if not override.isprintable():
+            raise InputError(f"{where}: '{printable(override)}' has control characters: leave them out")
+        with prefix_errors(where):
+            tree = parse_override(override)
+        for key, _ in _flat(tree):
             if key in taken:
                 raise InputError(
                     f"{where} sets {key}, which the experiment sets for each cell: leave it out (seeds, folds and "
@@ -320,11 +321,11 @@ def _check_different(configs: Mapping[str, RunConfig]) -> None:
 
 
 def _seeds(value: Any) -> tuple[int, ...]:
-    if type(value) is int and 1 <= value <= _MOST["seeds"]:
+    if type(value) is int and 1 <= value <= MOST["seeds"]:
         return tuple(range(value))
     if not isinstance(value, list) or not value or not all(type(seed) is int and 0 <= seed < 2**63 for seed in value):
         raise InputError(
-            f"seeds must be a number from 1 to {_MOST['seeds']}, or a list of integers from 0; got "
+            f"seeds must be a number from 1 to {MOST['seeds']}, or a list of integers from 0; got "
             f"{printable(repr(value))}"
         )
     repeated = [seed for index, seed in enumerate(value) if seed in value[:index]]
@@ -335,8 +336,8 @@ def _seeds(value: Any) -> tuple[int, ...]:
 
 def _number(tree: Mapping[str, Any], key: str, default: int | None, least: int = 1) -> int | None:
     value = tree.get(key, default)
-    if value is not default and not (type(value) is int and least <= value <= _MOST[key]):
-        raise InputError(f"{key} must be an integer from {least} to {_MOST[key]}, got {printable(repr(value))}")
+    if value is not default and not (type(value) is int and least <= value <= MOST[key]):
+        raise InputError(f"{key} must be an integer from {least} to {MOST[key]}, got {printable(repr(value))}")
     return value
 
 

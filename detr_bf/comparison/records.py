@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from detr_bf.comparison.experiment import RESAMPLES, Cell, Experiment, default_primary, flat_settings
+from detr_bf.comparison.experiment import (
+    ARM_NAME,
+    MOST,
+    RESAMPLES,
+    Experiment,
+    ExperimentCell,
+    default_primary,
+    flat_settings,
+)
 from detr_bf.config import RunConfig, saved_config
 from detr_bf.engine import RunFolder
 from detr_bf.errors import InputError
@@ -44,22 +53,22 @@ class ExperimentFolder:
     def description(self) -> Path:
         return self.path / "cells" / "experiment.json"
 
-    def record(self, cell: Cell) -> Path:
+    def record(self, cell: ExperimentCell) -> Path:
         return self.path / "cells" / f"{cell.name}.json"
 
-    def run(self, cell: Cell) -> RunFolder:
+    def run(self, cell: ExperimentCell) -> RunFolder:
         return RunFolder(self.path / "runs" / cell.name)
 
-    def log(self, cell: Cell) -> Path:
+    def log(self, cell: ExperimentCell) -> Path:
         return self.path / "logs" / f"{cell.name}.txt"
 
-    def trained(self) -> list[Cell]:
+    def trained(self) -> list[ExperimentCell]:
         """Return the cells with a record or a finished run, sorted."""
         records = [(path.parent.name, path.stem) for path in self.path.glob("cells/*/*.json")]
         runs = [path.parent for path in self.path.glob("runs/*/*/evaluation.json")]
         names = {*records, *((run.parent.name, run.name) for run in runs if not RunFolder(run).in_use())}
         return sorted(
-            (cell for arm, name in names if (cell := Cell.named(arm, name))),
+            (cell for arm, name in names if (cell := ExperimentCell.named(arm, name))),
             key=lambda cell: (cell.arm, cell.seed, -1 if cell.fold is None else cell.fold),
         )
 
@@ -76,7 +85,7 @@ class ExperimentFolder:
         write_json(self.description, description)
 
 
-def cell_record(run: RunFolder, cell: Cell) -> dict[str, Any]:
+def cell_record(run: RunFolder, cell: ExperimentCell) -> dict[str, Any]:
     """Return the record of a finished run: settings, metrics, cost, machine, data and the table of its images.
 
     Raises:
@@ -146,11 +155,59 @@ def read_cell(path: Path) -> dict[str, Any]:
         InputError: the file is not one.
     """
     record = _json(path)
-    keys = ("arm", "seed", "fold", "settings", "metrics", "curve", "cost", "machine", "data", "table")
-    missing = [key for key in keys if key not in record]
-    if record.get("format") != CELL_FORMAT or missing:
+    try:
+        valid = record["format"] == CELL_FORMAT and _is_cell(record)
+    except (KeyError, TypeError, AttributeError):
+        valid = False
+    if not valid:
         raise InputError(f"{printable(path)} is not a cell record of this version ({CELL_FORMAT}): move it away")
     return record
+
+
+def _is_cell(record: Mapping[str, Any]) -> bool:
+    """Return True if all values have their types; KeyError, TypeError or AttributeError for some others."""
+    splits = [record["data"][split] for split in ("train", "val")]
+    counts = [count for split in splits for count in (split["images"], split["objects"])]
+    points = [(point["epoch"], point["step"]) for point in record["curve"]]
+    return (
+        ARM_NAME.fullmatch(record["arm"]) is not None
+        and all(type(value) is int and value >= 0 for value in (record["seed"], record["fold"] or 0, *counts))
+        and all(_is_number(value) for point in points for value in point)
+        and all(isinstance(split["sha256"], str) for split in splits)
+        and all(isinstance(record[key], dict) for key in ("settings", "machine", "table"))
+        and all(isinstance(value, str) for value in (*record["machine"].values(), record["table"]["kind"]))
+        and all(
+            value is None or _is_number(value)
+            for tree in (record["metrics"], record["cost"], *(point["metrics"] for point in record["curve"]))
+            for value in tree.values()
+        )
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    """Return the content of ``experiment.json``, empty if there is none.
+
+    Raises:
+        InputError: the file is not what this program writes.
+    """
+    if not path.exists():
+        return {}
+    found = _json(path)
+    arms, resamples = found.get("arms"), found.get("resamples")
+    if not (
+        found.get("format") == EXPERIMENT_FORMAT
+        and all(isinstance(found.get(key), str) for key in ("title", "baseline", "primary"))
+        and type(resamples) is int
+        and 1 <= resamples <= MOST["resamples"]
+        and isinstance(arms, dict)
+        and all(isinstance(own, list) and all(isinstance(each, str) for each in own) for own in arms.values())
+    ):
+        raise InputError(f"{printable(path)} is not a description of this version ({EXPERIMENT_FORMAT}): move it away")
+    return found
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -197,9 +254,7 @@ def collect(folder: ExperimentFolder, baseline: str | None = None, primary: str 
             f"{printable(folder.path)} has no finished cells: expected records in cells/ARM/seed_S.json, or finished "
             "runs in runs/ARM/seed_S"
         )
-    return _arguments(
-        records, _json(folder.description) if folder.description.exists() else {}, folder.path, baseline, primary
-    )
+    return _arguments(records, _read_description(folder.description), folder.path, baseline, primary)
 
 
 def collect_runs(paths: Sequence[Path], baseline: str | None = None, primary: str | None = None) -> dict[str, Any]:
@@ -225,7 +280,7 @@ def collect_runs(paths: Sequence[Path], baseline: str | None = None, primary: st
         shared = {key: value for key, value in settings.items() if key not in (*NOT_COMPARED, "data.fold")}
         key = json.dumps(shared, sort_keys=True)
         names.setdefault(key, _arm_name(path, names.values()))
-        cell = Cell(names[key], config.seed, fold)
+        cell = ExperimentCell(names[key], config.seed, fold)
         if cell in known:
             raise InputError(
                 f"{printable(path)} and {printable(known[cell])} have the same settings and the same seed: give one of "
@@ -238,7 +293,7 @@ def collect_runs(paths: Sequence[Path], baseline: str | None = None, primary: st
 
 def _arm_name(path: Path, taken: Iterable[str]) -> str:
     path = path.resolve()
-    name = path.parent.name if Cell.named("", path.name) else path.name
+    name = path.parent.name if ExperimentCell.named("", path.name) else path.name
     name = re.sub(r"[^A-Za-z0-9_.-]+|^[.-]+", "_", re.sub(r"[_-]?seed_?\d+$", "", name)) or "run"
     taken, number = set(taken), 2
     while (numbered := name if number == 2 else f"{name}-{number - 1}") in taken:
@@ -312,4 +367,4 @@ def _check_comparable(records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _name(record: Mapping[str, Any]) -> str:
-    return printable(Cell(record["arm"], record["seed"], record["fold"]).name)
+    return printable(ExperimentCell(record["arm"], record["seed"], record["fold"]).name)

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from detr_bf.comparison.experiment import Cell, Experiment, flat_settings
+from detr_bf.comparison.experiment import Experiment, ExperimentCell, flat_settings
 from detr_bf.comparison.records import ExperimentFolder, cell_record, changed_settings, read_cell
 from detr_bf.config import RunConfig, config_to_dict, saved_config
 from detr_bf.engine import RunFolder
 from detr_bf.engine.step import DeferredSignals
 from detr_bf.errors import InputError, Interrupted, TrainingError, prefix_errors
-from detr_bf.files import atomic_write, make_output_folder, read_records, write_json
+from detr_bf.files import atomic_write, check_output_file, make_output_folder, read_records, write_json
 from detr_bf.progress import progress_bar
 from detr_bf.tasks import task_of
 from detr_bf.text import listed, printable, safe_message
@@ -35,7 +35,7 @@ _LAYOUT = "{desc}: {n_fmt} of {total_fmt} cells{postfix}"
 LINES_OF_A_FAILURE = 15
 
 
-def unfinished_cells(experiment: Experiment, folder: ExperimentFolder) -> list[Cell]:
+def unfinished_cells(experiment: Experiment, folder: ExperimentFolder) -> list[ExperimentCell]:
     """Return the cells to train, in order, and write the records of runs that have finished without one.
 
     Raises:
@@ -52,7 +52,7 @@ def unfinished_cells(experiment: Experiment, folder: ExperimentFolder) -> list[C
     return due
 
 
-def _is_finished(experiment: Experiment, folder: ExperimentFolder, cell: Cell) -> bool:
+def _is_finished(experiment: Experiment, folder: ExperimentFolder, cell: ExperimentCell) -> bool:
     """Return True if the run of a cell has ended, after a check of its settings."""
     run = folder.run(cell)
     if not run.config.exists():
@@ -64,7 +64,7 @@ def _is_finished(experiment: Experiment, folder: ExperimentFolder, cell: Cell) -
     return run.evaluation.exists() and not run.in_use()
 
 
-def _check_settings(experiment: Experiment, cell: Cell, path: Path, found: Mapping[str, Any]) -> None:
+def _check_settings(experiment: Experiment, cell: ExperimentCell, path: Path, found: Mapping[str, Any]) -> None:
     asked = experiment.settings(cell)
     if changed := changed_settings(asked, found):
         shown = [f"{key}: {found.get(key)} there, {asked.get(key)} now" for key in changed]
@@ -77,7 +77,9 @@ def _check_settings(experiment: Experiment, cell: Cell, path: Path, found: Mappi
 # Commands.
 
 
-def command_of(experiment: Experiment, folder: ExperimentFolder, cell: Cell, *, checked: bool = False) -> list[str]:
+def command_of(
+    experiment: Experiment, folder: ExperimentFolder, cell: ExperimentCell, *, checked: bool = False
+) -> list[str]:
     """Return the training command of a cell; ``checked``: its data need no further check."""
     return [
         *(sys.executable, "-m", "detr_bf", "train", *map(str, experiment.base), "--auto-resume"),
@@ -97,13 +99,14 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 def write_slurm_script(
-    path: Path, experiment: Experiment, folder: ExperimentFolder, cells: Sequence[Cell], threads: int
+    path: Path, experiment: Experiment, folder: ExperimentFolder, cells: Sequence[ExperimentCell], threads: int
 ) -> None:
     """Write a SLURM job array with one task for each cell.
 
     Raises:
-        InputError: the path is a file that this program did not write.
+        InputError: the path cannot be written, or is a file that this program did not write.
     """
+    check_output_file(path, "--slurm")
     if path.exists() and SCRIPT_MARK not in _first_bytes(path):
         raise InputError(f"{printable(path)} exists and is not a script of detr-bf compare: give another name")
     workers = max(config.data.workers for config in experiment.configs.values())
@@ -115,7 +118,7 @@ def write_slurm_script(
     text = f"""#!/bin/bash
 {SCRIPT_MARK}: {len(cells)} cells of the experiment {printable(experiment.name)}.
 # Submit it with sbatch and the options of your cluster, such as: sbatch --partition=NAME --gpus=1 FILE
-# Submitted again, finished cells end at once and the others go on where they were stopped.
+# A requeued task goes on where it was stopped. For the cells that stay unfinished, write the script again.
 #SBATCH --job-name=compare-{printable(experiment.name, 60).replace(" ", "_")}
 #SBATCH --array=0-{len(cells) - 1}
 #SBATCH --ntasks=1
@@ -141,7 +144,7 @@ def _first_bytes(path: Path) -> str:
         return file.read(2**10).decode("utf-8", errors="replace")
 
 
-def check_data(experiment: Experiment, cells: Sequence[Cell]) -> None:
+def check_data(experiment: Experiment, cells: Sequence[ExperimentCell]) -> None:
     """Check the data of the cells, once for each distinct data and model settings.
 
     Raises:
@@ -151,7 +154,8 @@ def check_data(experiment: Experiment, cells: Sequence[Cell]) -> None:
     for cell in cells:
         config = experiment.config(cell)
         tree = config_to_dict(config)
-        key = repr((tree["data"], tree["model"]))
+        data = {key: value for key, value in tree["data"].items() if key not in ("transforms", "mix", "mixup")}
+        key = repr((data, tree["model"]))
         if key not in known:
             known.add(key)
             with prefix_errors(f"arm {cell.arm}"):
@@ -165,7 +169,7 @@ def check_data(experiment: Experiment, cells: Sequence[Cell]) -> None:
 class _Running:
     """Process that trains a cell."""
 
-    cell: Cell
+    cell: ExperimentCell
     process: subprocess.Popen[bytes]
     log_start: int  # bytes of the log before this process
     done_before: float  # share of the training that was done when the process started
@@ -188,16 +192,16 @@ class CellRunner:
     discard_weights: bool = False
 
     def __post_init__(self) -> None:
-        self.failures: dict[Cell, str] = {}
+        self.failures: dict[ExperimentCell, str] = {}
         self._bad_input = 0  # failures with exit code 2
         self._running: list[_Running] = []
-        self._waiting: list[Cell] = []
-        self._elsewhere: list[Cell] = []  # cells that other processes train
+        self._waiting: list[ExperimentCell] = []
+        self._elsewhere: list[ExperimentCell] = []  # cells that other processes train
         self._seconds: dict[str, list[float]] = defaultdict(list)  # of finished cells, by arm
         self._finished = 0
         self._shown = 0.0
 
-    def train(self, cells: Sequence[Cell]) -> None:
+    def train(self, cells: Sequence[ExperimentCell]) -> None:
         """Train the cells; failed ones are in ``failures`` afterwards.
 
         Raises:
@@ -254,7 +258,7 @@ class CellRunner:
             elif not self._finish_if_done(cell):  # another runner may have trained it
                 self._running.append(self._start(cell))
 
-    def _start(self, cell: Cell) -> _Running:
+    def _start(self, cell: ExperimentCell) -> _Running:
         log = self.folder.log(cell)
         log.parent.mkdir(parents=True, exist_ok=True)
         command = command_of(self.experiment, self.folder, cell, checked=True)
@@ -298,7 +302,7 @@ class CellRunner:
         command = shell_line(command_of(self.experiment, self.folder, cell), self.threads)
         logger.error("%s", safe_message(f"{cell.name} {reason}\n  {command}\n{shown}"))
 
-    def _finish_if_done(self, cell: Cell) -> bool:
+    def _finish_if_done(self, cell: ExperimentCell) -> bool:
         """Write the record of a run that has ended and return True; False if it has not."""
         if not self.folder.record(cell).exists():
             if not _is_finished(self.experiment, self.folder, cell):
@@ -323,7 +327,7 @@ class CellRunner:
             "Continue with the same command.",
         )
 
-    def _remaining(self) -> Iterator[Cell]:
+    def _remaining(self) -> Iterator[ExperimentCell]:
         return (cell for cell in self.experiment.cells() if not self.folder.record(cell).exists())
 
     # Progress.
@@ -334,7 +338,7 @@ class CellRunner:
             if self.folder.record(cell).exists():
                 self._seconds[cell.arm].append(read_cell(self.folder.record(cell))["cost"]["train_seconds"])
 
-    def _share_done(self, cell: Cell) -> float:
+    def _share_done(self, cell: ExperimentCell) -> float:
         """Return the share of the steps that a run has done, as its metrics say, from 0 to 1."""
         return _share(self.experiment.configs[cell.arm], _last_records(self.folder.run(cell)).get("train"))
 
@@ -354,7 +358,7 @@ class CellRunner:
         left = self._seconds_left(shares)
         bar.set_postfix_str("; ".join([f"{duration(left)} left" if left is not None else "time left unknown", *parts]))
 
-    def _seconds_left(self, shares: Mapping[Cell, float]) -> float | None:
+    def _seconds_left(self, shares: Mapping[ExperimentCell, float]) -> float | None:
         """Estimate the time until the last cell ends; None before anything is known.
 
         Args:
@@ -388,7 +392,7 @@ def _share(config: RunConfig, record: Mapping[str, Any] | None) -> float:
     return min(1.0, max(by_epoch, record["step"] / (config.train.max_steps or math.inf)))
 
 
-def _status(cell: Cell, records: Mapping[str, Mapping[str, Any]]) -> str:
+def _status(cell: ExperimentCell, records: Mapping[str, Mapping[str, Any]]) -> str:
     epoch, score = records.get("train", {}).get("epoch"), records.get("val", {}).get("score")
     text = f"{cell.name} " + ("starting" if epoch is None else f"epoch {epoch:.3g}")
     return text if score is None else f"{text} score {score:.3f}"

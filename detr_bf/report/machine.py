@@ -22,8 +22,10 @@ def machine_info() -> dict[str, str]:
     ``commit`` exists only if this package runs from a git checkout, ``GPU`` and ``CUDA`` only with a GPU.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    is_console = sys.argv[0].startswith("detr-bf ")  # set by detr_bf.commands; the arguments repeat the subcommand
+    program = ["detr-bf"] if is_console else [Path(sys.executable).name, sys.argv[0]]
     info = {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "command": shlex.join([*program, *sys.argv[1:]]),
         "commit": git_commit(Path(__file__).resolve()),
         "CPU": f"{_cpu_model()}, {cores} of {os.cpu_count()} cores usable",
         **_gpus(),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from detr_bf.comparison.experiment import Cell, flat_settings, read_experiment
+from detr_bf.comparison.experiment import ExperimentCell, flat_settings, read_experiment
 from detr_bf.config import known_keys, load_config, packaged_configs, packaged_experiments
 from detr_bf.errors import InputError
 
@@ -28,7 +28,7 @@ def write(folder: Path, text: str) -> Path:
 
 def test_cells_come_seed_by_seed_with_all_arms(tmp_path: Path) -> None:
     found = read_experiment(write(tmp_path, VALID))
-    assert found.cells() == [Cell(arm, seed, None) for seed in (0, 1) for arm in ("off", "two_stream")]
+    assert found.cells() == [ExperimentCell(arm, seed, None) for seed in (0, 1) for arm in ("off", "two_stream")]
     assert [cell.name for cell in found.cells()][-1] == "two_stream/seed_1"
     assert (found.baseline, found.primary, found.jobs, found.title) == ("off", "AP", 1, "mine")
     listed = read_experiment(write(tmp_path, VALID.replace("seeds: 2", "seeds: [7, 3]")))
@@ -39,13 +39,13 @@ def test_a_cell_has_the_settings_of_its_file_arm_and_seed(tmp_path: Path) -> Non
     text = f"base: base.yaml\noverrides: [train.batch_size=5, train.epochs=9]\n{ARMS}seeds: [4]\n"
     path = write(tmp_path, text.replace("[batch_former.enabled=true]", "[batch_former.heads=2, train.epochs=8]"))
     found = read_experiment(path, ["data.root=here"] if "data.root" in set(known_keys()) else ["train.log_every=2"])
-    config = found.config(Cell("two_stream", 4, None))
+    config = found.config(ExperimentCell("two_stream", 4, None))
     assert (config.seed, config.batch_former.heads, config.train.batch_size) == (4, 2, 5)
     assert config.train.epochs == 8, "the arm wins over what is common"
     assert config.model.num_queries == 7
-    assert found.settings(Cell("two_stream", 4, None)) == flat_settings(config)
+    assert found.settings(ExperimentCell("two_stream", 4, None)) == flat_settings(config)
     assert {"seed", "output_dir"}.isdisjoint(flat_settings(config))
-    assert read_experiment(path, ["train.epochs=2"]).config(Cell("off", 4, None)).train.epochs == 2
+    assert read_experiment(path, ["train.epochs=2"]).config(ExperimentCell("off", 4, None)).train.epochs == 2
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_an_arm_is_a_list_or_a_mapping(tmp_path: Path, settings: str) -> None:
         tmp_path / "base.yaml", ["batch_former.heads=2", "batch_former.layers=[0,1]", "optimizer.lr=1e-4", "seed=0"]
     )
     assert list(found.arms) == ["off", "on"], "words that YAML reads as booleans are names"
-    assert found.config(Cell("on", 0, None)) == expected
-    assert not found.config(Cell("off", 0, None)).batch_former.enabled
+    assert found.config(ExperimentCell("on", 0, None)) == expected
+    assert not found.config(ExperimentCell("off", 0, None)).batch_former.enabled
 
 
 @pytest.mark.parametrize(("baseline", "expected"), [("off", "off"), ("'on'", "on"), ("on", "on")])
@@ -81,13 +81,13 @@ def test_the_base_is_a_file_beside_it_a_packaged_config_or_a_list(tmp_path: Path
     path = write(tmp_path, VALID.replace("base: base.yaml", "base: [demo, base.yaml, second.yaml]"))
     found = read_experiment(path)
     assert found.base == (packaged_configs()["demo"], tmp_path / "base.yaml", tmp_path / "second.yaml")
-    config = found.config(Cell("off", 1, None))
+    config = found.config(ExperimentCell("off", 1, None))
     assert (config.model.name, config.model.num_queries, config.train.epochs) == ("deformable_detr", 7, 4)
 
 
 def test_a_quick_experiment_has_every_arm_once(tmp_path: Path) -> None:
     found = read_experiment(write(tmp_path, VALID + "resamples: 700\n"), quick=True)
-    assert found.cells() == [Cell("off", 0, None), Cell("two_stream", 0, None)]
+    assert found.cells() == [ExperimentCell("off", 0, None), ExperimentCell("two_stream", 0, None)]
     assert found.resamples == 50
     assert all(config.train.max_steps == 4 for config in found.configs.values())
 
@@ -109,6 +109,7 @@ REFUSED = {
     "unknown setting": (VALID.replace("enabled=true", "enabeld=true"), "arms.two_stream: override"),
     "wrong value": (VALID.replace("enabled=true", "heads=0"), "arms.two_stream: batch_former.heads must be"),
     "no assignment": (VALID.replace("batch_former.enabled=true", "two"), "arms.two_stream: override 'two' is not"),
+    "control character": (VALID + 'overrides: ["model.name=\\x1b[31m"]\n', "has control characters"),
     "nested list": (
         VALID.replace("[batch_former.enabled=true]", "[[a]]"),
         "arms.two_stream must be a list of key=value",
@@ -181,7 +182,7 @@ def test_folds_are_cells(tmp_path: Path) -> None:
         "off/seed_0_fold_1",
         "two_stream/seed_0_fold_1",
     ]
-    cell = Cell("off", 1, 2)
+    cell = ExperimentCell("off", 1, 2)
     assert (found.config(cell).data.folds, found.config(cell).data.fold) == (3, 2)
     assert found.settings(cell) == flat_settings(found.config(cell))
     assert len(read_experiment(write(tmp_path, VALID + "folds: 3\n"), quick=True).cells()) == 2
@@ -189,10 +190,10 @@ def test_folds_are_cells(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["seed_3", "seed_3_fold_11"])
 def test_names_of_cells_are_read_back(name: str) -> None:
-    cell = Cell.named("off", name)
+    cell = ExperimentCell.named("off", name)
     assert cell is not None
     assert cell.name == f"off/{name}"
-    assert Cell.named("off", f"{name}_x") is None
+    assert ExperimentCell.named("off", f"{name}_x") is None
 
 
 @pytest.mark.parametrize(

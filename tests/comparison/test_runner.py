@@ -19,7 +19,7 @@ from filelock import FileLock
 
 from detr_bf.commands.compare import main
 from detr_bf.comparison import runner
-from detr_bf.comparison.experiment import Cell, Experiment, read_experiment
+from detr_bf.comparison.experiment import Experiment, ExperimentCell, read_experiment
 from detr_bf.comparison.records import ExperimentFolder, num_rows
 from detr_bf.config import config_to_yaml, load_config
 from detr_bf.engine import RunFolder, RunMarker
@@ -28,7 +28,7 @@ from tests.comparison import stubs
 from tests.tools.launch import children
 
 VAL = {"AP": 0.25, "AP50": 0.5, "APs": None}
-CELLS = [Cell(arm, seed, None) for seed in (0, 1) for arm in ("off", "two_stream")]
+CELLS = [ExperimentCell(arm, seed, None) for seed in (0, 1) for arm in ("off", "two_stream")]
 SCRIPT = """
 import os, shutil, sys, time
 print("training", os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"])
@@ -41,7 +41,7 @@ shutil.copytree(sys.argv[1], sys.argv[2], dirs_exist_ok=True)
 """
 
 
-def finished_run(path: Path, experiment: Experiment, cell: Cell) -> RunFolder:
+def finished_run(path: Path, experiment: Experiment, cell: ExperimentCell) -> RunFolder:
     """Write the files of a finished run of a cell."""
     run = RunFolder(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -72,8 +72,10 @@ def fake(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
     times = tmp_path / "times.txt"
     experiment = read_experiment(file)
 
-    def install(fails: dict[Cell, int] | None = None, seconds: float = 0.0) -> Path:
-        def command(asked: Experiment, folder: ExperimentFolder, cell: Cell, *, checked: bool = False) -> list[str]:
+    def install(fails: dict[ExperimentCell, int] | None = None, seconds: float = 0.0) -> Path:
+        def command(
+            asked: Experiment, folder: ExperimentFolder, cell: ExperimentCell, *, checked: bool = False
+        ) -> list[str]:
             source = finished_run(tmp_path / "templates" / cell.name, experiment, cell).path
             code = (fails or {}).get(cell)
             arguments = [

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from detr_bf.engine import Checkpoint, LearningRate, MetricsLog, RunFolder, Trainer, TrainingStep, TrainSettings
 from detr_bf.engine.checkpoint import load_checkpoint
 from detr_bf.engine.recovery import load_capture
+from detr_bf.engine.state import TrainingState
 from detr_bf.errors import Interrupted, TrainingError
 from tests.engine.steps import BATCHES, CLASSES, FEATURES, Examples, examples, regression, spoilt, squared_error
 
@@ -105,6 +107,24 @@ def plain_loop(epochs: int, accumulate: int, clip: float, decay: float) -> tuple
             for mean, value in zip(average.parameters(), model.parameters(), strict=True):
                 mean.copy_(value if step == 0 else decay * mean + (1 - decay) * value)
     return model, average
+
+
+def test_the_time_of_a_step_is_without_evaluations_and_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Scores):
+        def __call__(self, model: nn.Module, should_stop: Callable[[], bool]) -> Result:
+            time.sleep(0.5)
+            return super().__call__(model, should_stop)
+
+    def save(self: TrainingState, *others: Path) -> None:
+        time.sleep(0.5)
+
+    monkeypatch.setattr(TrainingState, "save", save)
+    make(tmp_path, evaluate=Slow(), epochs=2).train()
+    found = [record["step_seconds"] for record in records(tmp_path, "train")]
+    assert len(found) == 2 * BATCHES
+    assert max(found) < 0.4
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 9])

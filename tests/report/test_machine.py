@@ -21,8 +21,26 @@ def test_machine_info_names_versions_command_and_cores(monkeypatch: pytest.Monke
     assert info["python"] == ".".join(map(str, sys.version_info[:3]))
     assert info["command"].endswith(" train_net.py --config 'my file.yaml'")
     assert "cores usable" in info["CPU"]
+    monkeypatch.setattr(sys, "argv", ["detr-bf train", "train", "my file.yaml"])
+    assert machine_info()["command"] == "detr-bf train 'my file.yaml'"
     assert all(info.values())
     assert json.loads(json.dumps(info)) == info
+
+
+def test_memory_is_that_of_the_process_itself_and_not_of_its_parent() -> None:
+    """ru_maxrss of a child begins with the memory of its parent; an array of 300 MiB shows the difference."""
+    code = (
+        "import torch; from detr_bf.report import process_memory; cpu = torch.device('cpu'); "
+        "first = process_memory(cpu); big = torch.ones(300 * 2**18); second = process_memory(cpu); "
+        "print(first['peak_memory_mib'], second['peak_memory_mib'], first['device_memory_mib'])"
+    )
+    parents = torch.ones(1000 * 2**18)  # 1,000 MiB, beside what this process has
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    del parents
+    first, second, device = done.stdout.split()
+    assert 100 < float(first) < 1000
+    assert 290 < float(second) - float(first) < 320
+    assert device == "None"
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")

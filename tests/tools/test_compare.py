@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
-from detr_bf.comparison.experiment import Cell, flat_settings, read_experiment
+from detr_bf.comparison.experiment import ExperimentCell, flat_settings, read_experiment
 from detr_bf.config import load_config
 from detr_bf.data.coco import CocoDetection
 from tests.comparison.conftest import base, file  # noqa: F401  fixtures
@@ -28,7 +32,7 @@ def stubbed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def runs(file: Path, names: dict[str, tuple[Cell, list[str]]]) -> list[str]:  # noqa: F811
+def runs(file: Path, names: dict[str, tuple[ExperimentCell, list[str]]]) -> list[str]:  # noqa: F811
     """Write finished runs of cells, with further settings, into folders of these names."""
     found = []
     for name, (cell, extra) in names.items():
@@ -111,6 +115,48 @@ def test_a_record_under_the_name_of_another_is_refused(tmp_path: Path, capsys: p
     assert "is the record of another cell" in capsys.readouterr().err
 
 
+BAD = (None, True, -1, 3, math.nan, "x", "../x", "\x1b[2J", [], [1], {}, {"a": 1})
+
+
+def spoiled(tree: Any, random: Random) -> Any:
+    """Return a copy of a JSON value with one node replaced or left out."""
+    if not isinstance(tree, (dict, list)) or not tree or random.random() < 0.25:
+        return random.choice(BAD)
+    keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
+    chosen = random.choice(keys)
+    changed = copy.copy(tree)
+    if random.random() < 0.2:
+        del changed[chosen]
+    else:
+        changed[chosen] = spoiled(tree[chosen], random)
+    return changed
+
+
+@pytest.mark.usefixtures("stubbed")
+def test_spoiled_records_give_a_report_or_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    random, codes = Random(0), Counter[int]()
+    whole = [record("off", 0), record("bf", 0)]
+    description = {
+        "format": "detr_bf experiment 1",
+        "title": "t",
+        "baseline": "off",
+        "primary": "AP",
+        "resamples": 50,
+        "arms": {"off": [], "bf": ["batch_former.enabled=true"]},
+    }
+    folder = write_cells(tmp_path, *whole)
+    for number in range(400):
+        one = whole[1] if number % 4 == 0 else spoiled(whole[1], random)
+        (folder / "cells/bf/seed_0.json").write_text(json.dumps(one))
+        told = spoiled(description, random) if number % 4 == 0 else description
+        (folder / "cells/experiment.json").write_text(json.dumps(told))
+        codes[compare(["report", str(folder)])] += 1
+        said = capsys.readouterr()
+        assert "\x1b" not in said.err + said.out
+    assert set(codes) == {0, 2}
+    assert codes[2] > 100
+
+
 @pytest.mark.usefixtures("stubbed")
 def test_training_data_may_differ_between_arms(tmp_path: Path) -> None:
     """A comparison may be about the training data; only the validation data must be the same."""
@@ -128,11 +174,11 @@ def test_run_folders_are_grouped_by_their_settings(
     folders = runs(
         file,
         {
-            "plain-seed_0": (Cell("off", 0, None), ["data.check=false"]),
-            "deep/seed_0": (Cell("two_stream", 0, None), []),
-            "plain-seed_1": (Cell("off", 1, None), []),
-            "deep/seed_1": (Cell("two_stream", 1, None), []),
-            "deep/other": (Cell("two_stream", 1, None), ["optimizer.lr=0.5"]),
+            "plain-seed_0": (ExperimentCell("off", 0, None), ["data.check=false"]),
+            "deep/seed_0": (ExperimentCell("two_stream", 0, None), []),
+            "plain-seed_1": (ExperimentCell("off", 1, None), []),
+            "deep/seed_1": (ExperimentCell("two_stream", 1, None), []),
+            "deep/other": (ExperimentCell("two_stream", 1, None), ["optimizer.lr=0.5"]),
         },
     )
     monkeypatch.chdir(tmp_path)
@@ -158,9 +204,9 @@ def test_run_folders_that_cannot_be_compared_are_refused(
     one, two, same = runs(
         file,
         {
-            "one": (Cell("off", 0, None), []),
-            "two": (Cell("two_stream", 0, None), []),
-            "same": (Cell("off", 0, None), []),
+            "one": (ExperimentCell("off", 0, None), []),
+            "two": (ExperimentCell("two_stream", 0, None), []),
+            "same": (ExperimentCell("off", 0, None), []),
         },
     )
     output = ["--output", str(tmp_path / "out")]
@@ -177,7 +223,7 @@ def test_run_folders_that_cannot_be_compared_are_refused(
     content["annotations"].pop()
     (tmp_path / "val2" / "annotations.json").write_text(json.dumps(content))
     extra = [f"data.val.annotations={tmp_path / 'val2' / 'annotations.json'}"]
-    assert compare([one, *runs(file, {"else": (Cell("two_stream", 0, None), extra)}), *output]) == 2
+    assert compare([one, *runs(file, {"else": (ExperimentCell("two_stream", 0, None), extra)}), *output]) == 2
     assert "different validation data" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
