@@ -70,11 +70,9 @@ ALLOWED: dict[str, set[str]] = {
     | {"plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"},
     "replay": {"errors", "text", "config", "engine", "assembly", "tasks"},
     "run": {"errors", "text", "distributed", "files", "progress", "config", "engine", "report", "assembly", "tasks"},
-    "comparison": GROUND | {"config", "data", "evaluation", "report", "engine", "tasks"},
     "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
     "comparison": GROUND | {"config", "data", "evaluation", "report", "engine", "tasks"},
     "models": {"errors", "text", "config", "detectors", "engine", "assembly", "predictor", "tasks", "classification"},
-    "comparison": {"errors", "text", "files", "report"},
     "commands": GROUND
     | WORK
     | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}

