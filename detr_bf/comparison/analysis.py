@@ -44,6 +44,7 @@ def analyze(
     title: str,
     baseline: str,
     arms: Mapping[str, Sequence[str]],
+    contrasts: Sequence[tuple[str, str]] = (),
     primary: str | None = None,
     resamples: int = 2000,
     seed: int = 0,
@@ -51,16 +52,17 @@ def analyze(
     """Return the result document of a comparison, ready for JSON; equal arguments give an equal document.
 
     An arm is called better or worse than the baseline in the primary metric if the interval of the difference over new
-    seeds and new images excludes 0, and if the p-value of the same t-test, adjusted for the number of arms (Holm),
-    is below 0.05. The exact sign-flip p is given beside it and decides nothing: it cannot be below 2 / 2^n, which is
-    0.0625 for five pairs, and it does not know of the choice of the test images. In the other metrics the interval
-    alone decides, without adjustment; these findings are exploratory.
+    seeds and new images excludes 0, and if the p-value of the same t-test, adjusted for the number of arms and
+    contrasts (Holm), is below 0.05. The exact sign-flip p is given beside it and decides nothing: it cannot be below
+    2 / 2^n, which is 0.0625 for five pairs, and it does not know of the choice of the test images. In the other metrics
+    the interval alone decides, without adjustment; these findings are exploratory.
 
     Args:
         cells: cell records of format ``detr_bf cell 1``.
         title: of the report.
         baseline: the arm that the others are compared with.
         arms: name -> overrides of each arm, in the order of the report.
+        contrasts: further pairs of arms to compare, the second taken from the first.
         primary: the metric that the verdicts are about; by default AP, PQ or top1.
         resamples: bootstrap resamples of the images.
         seed: of the resamples.
@@ -83,6 +85,9 @@ def analyze(
     if primary not in measured:
         raise InputError(f"the primary metric '{printable(primary)}' was not measured; measured are {listed(measured)}")
     share, present = _test_share(records), [name for name in arms if name not in missing]
+    planned = [(name, baseline) for name in present if name != baseline]
+    planned += [pair for pair in contrasts if baseline not in pair and {*pair} <= {*present}]
+    compared = _differences(planned, primary, records, found, share)
     document = {
         "format": RESULT_FORMAT,
         "title": title,
@@ -91,7 +96,8 @@ def analyze(
         "confidence": CONFIDENCE,
         "resamples": resamples,
         "arms": [_arm(name, list(arms[name]), baseline, primary, records, found, share) for name in present],
-        "differences": _differences(present, baseline, primary, records, found, share),
+        "differences": [own for own in compared if own["against"] == baseline],
+        "contrasts": [own for own in compared if own["against"] != baseline],
         "settings": _settings(records, present),
         "circumstances": _circumstances(records),
     }
@@ -227,22 +233,21 @@ def _cost(pairs: Sequence[_Pair], arm: str, baseline: str, records: Mapping[_Key
 
 
 def _differences(
-    arms: Sequence[str],
-    baseline: str,
+    planned: Sequence[tuple[str, str]],
     primary: str,
     records: Mapping[_Key, _Record],
     found: Mapping[_Key, Resampled],
     share: float,
 ) -> list[dict[str, Any]]:
-    """Return the differences of the arms with cells in common with the baseline."""
+    """Return the differences, arm - other, of the planned pairs of arms that have cells in common."""
     differences: list[dict[str, Any]] = []
-    for arm in arms:
-        pairs = _pairs(records, arm, baseline)
-        if arm == baseline or not pairs:
+    for arm, other in planned:
+        pairs = _pairs(records, arm, other)
+        if not pairs:
             continue
-        cells = {pair: (found[_key(arm, pair)], found[_key(baseline, pair)]) for pair in pairs}
+        cells = {pair: (found[_key(arm, pair)], found[_key(other, pair)]) for pair in pairs}
         metrics = {name: _metric_difference(own) for name, own in resample_differences(cells, share).items()}
-        differences.append({"arm": arm, "against": baseline, "pairs": [list(p) for p in pairs], "metrics": metrics})
+        differences.append({"arm": arm, "against": other, "pairs": [list(p) for p in pairs], "metrics": metrics})
     _adjust([own["metrics"][primary] for own in differences])
     return differences
 
@@ -268,7 +273,7 @@ def _metric_difference(found: DifferenceEstimates) -> dict[str, Any]:
 
 
 def _adjust(entries: Sequence[dict[str, Any]]) -> None:
-    """Add Holm's p to the primary metric of each arm, and withdraw verdicts that it does not support."""
+    """Add Holm's p to the primary metric of each difference, and withdraw verdicts that it does not support."""
     tested = [entry for entry in entries if entry["p"] is not None]
     for entry, adjusted in zip(tested, holm([entry["p"] for entry in tested]), strict=True):
         entry["p_holm"] = adjusted
@@ -322,12 +327,13 @@ def _circumstances(records: Mapping[_Key, _Record]) -> dict[str, Any]:
 def _sentences(
     document: Mapping[str, Any], records: Mapping[_Key, _Record], images: Mapping[_Key, int], missing: Sequence[str]
 ) -> Iterator[str]:
-    primary, baseline, differences = document["primary"], document["baseline"], document["differences"]
+    primary, baseline = document["primary"], document["baseline"]
+    differences = [*document["differences"], *document["contrasts"]]
     for difference in differences:
         pairs = [(seed, fold) for seed, fold in difference["pairs"]]
-        total = sum({fold: images[baseline, seed, fold] for seed, fold in pairs}.values())
+        total = sum({fold: images[difference["arm"], seed, fold] for seed, fold in pairs}.values())
         yield _finding(difference, primary, f"{_pairs_text(pairs)}, {total} images")
-        yield from _unpaired(difference["arm"], baseline, pairs, records)
+        yield from _unpaired(difference["arm"], difference["against"], pairs, records)
     compared = {difference["arm"] for difference in differences}
     for arm in document["arms"]:
         if arm["name"] != baseline and arm["name"] not in compared:
@@ -353,7 +359,9 @@ def _finding(difference: Mapping[str, Any], primary: str, basis: str) -> str:
         return f"{start} ({basis}): undecided. One pair does not tell how much results differ between seeds."
     text = f"{start}, {_interval_text(own['both'])} for new seeds and new images ({basis}): {own['verdict']}."
     if own["verdict"] == "undecided" and own["p"] < SIGNIFICANCE:
-        text += f" The interval excludes 0, but p is {own['p_holm']:.3f} after correction for the number of arms."
+        text += (
+            f" The interval excludes 0, but p is {own['p_holm']:.3f} after correction for the number of comparisons."
+        )
     return (
         f"{text} Runs and images with this spread tell a difference of {own['detectable']:.3f} or more with "
         f"{100 * POWER:.0f} % power."
@@ -385,7 +393,7 @@ def _tests(differences: Sequence[Mapping[str, Any]], primary: str) -> Iterator[s
     adjusted = sum(own["metrics"][primary]["p_holm"] is not None for own in differences)
     if adjusted > 1:
         yield (
-            f"The verdicts on {printable(primary)} are adjusted for {adjusted} compared arms (Holm); the intervals and "
+            f"The verdicts on {printable(primary)} are adjusted for {adjusted} comparisons (Holm); the intervals and "
             "the differences told with 80 % power are not."
         )
     least = min(len(own["pairs"]) for own in differences)

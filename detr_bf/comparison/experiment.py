@@ -29,7 +29,7 @@ from detr_bf.config import (
 from detr_bf.errors import InputError, prefix_errors
 from detr_bf.text import listed, printable
 
-KEYS = ("base", "overrides", "arms", "baseline", "seeds", "folds", "jobs", "primary", "title", "resamples")
+KEYS = ("base", "overrides", "arms", "baseline", "contrasts", "seeds", "folds", "jobs", "primary", "title", "resamples")
 REQUIRED = ("base", "arms", "seeds")
 ARM_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 FOLD_KEYS = ("data.folds", "data.fold")
@@ -72,6 +72,7 @@ class Experiment:
         common: settings of all cells before those of the arm.
         extra: settings of all cells after those of the arm, from the command line.
         configs: config of each arm, with the first seed and fold.
+        contrasts: pairs of arms to compare besides each arm with the baseline.
         num_folds: None without ``folds``.
         folds: indices of the folds to train; ``(None,)`` without ``folds``.
         primary: the metric that the verdict is about.
@@ -85,6 +86,7 @@ class Experiment:
     extra: tuple[str, ...]
     configs: Mapping[str, RunConfig]
     baseline: str
+    contrasts: tuple[tuple[str, str], ...]
     seeds: tuple[int, ...]
     num_folds: int | None
     folds: tuple[int | None, ...]
@@ -151,7 +153,8 @@ def read_experiment(path: Path, extra: Sequence[str] = (), *, quick: bool = Fals
             common=common,
             extra=extra,
             configs=configs,
-            baseline=_baseline(tree, arms),
+            baseline=_arm(tree.get("baseline", next(iter(arms))), arms, "baseline"),
+            contrasts=_contrasts(tree, arms),
             seeds=seeds[:1] if quick else seeds,
             num_folds=folds,
             folds=tuple(range(1 if quick else folds)) if folds else (None,),
@@ -348,13 +351,31 @@ def _text(tree: Mapping[str, Any], key: str, default: str) -> str:
     return value
 
 
-def _baseline(tree: Mapping[str, Any], arms: Mapping[str, Any]) -> str:
-    value = tree.get("baseline", next(iter(arms)))
+def _arm(value: Any, arms: Mapping[str, Any], key: str) -> str:
+    """Return the name of an arm that the file names under ``key``."""
     names = {True: ("on", "yes"), False: ("off", "no")}.get(value, ()) if isinstance(value, bool) else (str(value),)
     found = next((name for name in names if name in arms), None)  # YAML reads these four words as booleans
     if found is None:
-        raise InputError(f"baseline must be one of the arms {', '.join(arms)}; got {printable(repr(value))}")
+        raise InputError(f"{key} must be one of the arms {', '.join(arms)}; got {printable(repr(value))}")
     return found
+
+
+def _contrasts(tree: Mapping[str, Any], arms: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    value = tree.get("contrasts", [])
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        raise InputError(
+            "contrasts must be a list of pairs of arms, such as [[two_stream, self_only]]; got "
+            f"{printable(repr(value))}"
+        )
+    pairs = [(_arm(one, arms, "contrasts"), _arm(other, arms, "contrasts")) for one, other in value]
+    baseline = _arm(tree.get("baseline", next(iter(arms))), arms, "baseline")
+    for index, pair in enumerate(pairs):
+        if len(set(pair)) < 2 or baseline in pair or pair in pairs[:index] or pair[::-1] in pairs[:index]:
+            raise InputError(
+                f"contrasts: [{', '.join(pair)}] must be two different arms, none of them the baseline (every arm is "
+                "compared with it anyway), and given once"
+            )
+    return tuple(pairs)
 
 
 def _primary(tree: Mapping[str, Any], config: RunConfig) -> str:

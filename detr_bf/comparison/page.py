@@ -34,7 +34,19 @@ _FORMAT = "detr_bf comparison 1"
 _JSON, _CSV, _PAGE = "comparison.json", "comparison.csv", "index.html"
 _MARKS = {_JSON: '"format": "detr_bf comparison', _CSV: "arm,metric,cells,", _PAGE: 'content="detr_bf"'}  # of our files
 _COLUMNS = (
-    *("arm", "metric", "cells", "mean", "low", "high", "difference", "seeds_low", "seeds_high", "images_low"),
+    *(
+        "arm",
+        "against",
+        "metric",
+        "cells",
+        "mean",
+        "low",
+        "high",
+        "difference",
+        "seeds_low",
+        "seeds_high",
+        "images_low",
+    ),
     *("images_high", "both_low", "both_high", "p", "p_holm", "detectable", "verdict"),
 )
 _NOTHING = "—"
@@ -117,8 +129,25 @@ def markdown_table(document: Document) -> str:
                 str(len(arm["cells"])),
             ]
         )
-    cells = [[re.sub(r"([\\|<>&*`\[\]])", r"\\\1", printable(text)) if not column else text
-              for column, text in enumerate(line)] for line in lines]  # fmt: skip
+    cells = [[_markdown(name), *others] for name, *others in lines]
+    return _aligned(cells) + (f"\n{_aligned(_contrast_lines(document))}" if _contrasts(document) else "")
+
+
+def _contrast_lines(document: Document) -> list[list[str]]:
+    lines = [["Arms", f"{document['primary']} difference x 100", "Holm p", "Verdict", "Pairs"]]
+    for name, change in _contrasts(document).items():
+        difference = f"{signed(change['mean'])} {span_text(change.get('both'))}".rstrip()
+        verdict = change.get("verdict") or _NOTHING
+        lines.append([_markdown(name), difference, _p(change.get("p_holm")), verdict, str(_runs(change))])
+    return lines
+
+
+def _markdown(text: str) -> str:
+    return re.sub(r"([\\|<>&*`\[\]])", r"\\\1", printable(text))
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table, with the first line as its head and columns of equal width."""
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
     rows = [
@@ -136,17 +165,23 @@ def _csv(document: Document) -> str:
     for arm in document["arms"]:
         for metric, stat in arm["metrics"].items():
             change = _changes(document, metric).get(arm["name"], {})
-            ends = [
-                (change.get(kind) or {}).get(end) for kind in ("seeds", "images", "both") for end in ("low", "high")
-            ]
+            other = document["baseline"] if change else ""
             table.writerow(
                 [
-                    *(csv_cell(safe_message(name)) for name in (arm["name"], metric)),
-                    *(_runs(stat), stat.get("mean"), stat.get("low"), stat.get("high"), change.get("mean"), *ends),
-                    *(change.get(name) for name in ("p", "p_holm", "detectable", "verdict")),
+                    *(csv_cell(safe_message(name)) for name in (arm["name"], other, metric)),
+                    *(_runs(stat), stat.get("mean"), stat.get("low"), stat.get("high"), *_csv_numbers(change)),
                 ]
             )
+    for contrast in document.get("contrasts") or ():
+        for metric, change in contrast["metrics"].items():
+            names = (csv_cell(safe_message(name)) for name in (contrast["arm"], contrast["against"], metric))
+            table.writerow([*names, _runs(change), None, None, None, *_csv_numbers(change)])
     return text.getvalue()
+
+
+def _csv_numbers(change: Difference) -> list[Any]:
+    ends = [(change.get(kind) or {}).get(end) for kind in ("seeds", "images", "both") for end in ("low", "high")]
+    return [change.get("mean"), *ends, *(change.get(name) for name in ("p", "p_holm", "detectable", "verdict"))]
 
 
 def _sections(document: Document, title: str) -> Iterator[str]:
@@ -156,6 +191,11 @@ def _sections(document: Document, title: str) -> Iterator[str]:
     others = [metric for metric in metrics if metric not in (primary, *classes)]
     yield _header(document, title)
     yield section(f"Difference in {printable(primary)} from {baseline}", _main_difference(document))
+    if contrasts := _contrasts(document):
+        plot = forest_plot(contrasts, primary)
+        words = " ".join(f"{printable(name)}: {change_text(change)}." for name, change in contrasts.items())
+        content = _figure(plot, words, "plot") + _difference_table(contrasts, "Differences between other arms", "Arms")
+        yield section(f"Differences in {printable(primary)} between other arms", content)
     yield section(f"{printable(primary)} over training", _curves(document))
     yield section("Arms", _arms_table(document, [primary, *others]))
     if others:
@@ -295,14 +335,13 @@ def _settings_table(document: Document) -> str:
 
 
 def _reading(document: Document) -> str:
-    risk, pairs = 1 - document["confidence"], max((len(each["pairs"]) for each in document["differences"]), default=0)
-    least = f"; of {count(pairs, 'pair')} no p is below {2.0 ** (1 - pairs):.2g}" if pairs else ""
+    risk = 1 - document["confidence"]
     sentences = (
         "The interval over seeds covers other seeds on the same test images, the interval over images covers other "
         "test images with the same trained models, and the interval over both covers the two together.",
-        f"Holm p is the p of the sign-flip test on {printable(document['primary'])}, corrected for the number of arms: "
-        f"if no arm differed from the baseline, a value below {risk:.2g} for any arm would occur in at most "
-        f"{100 * risk:.3g} % of such comparisons{least}.",
+        f"Holm p belongs to the interval over both in {printable(document['primary'])}, corrected for the number of "
+        f"comparisons: if no arms differed, a value below {risk:.2g} for any of them would occur in at most "
+        f"{100 * risk:.3g} % of such experiments.",
         "The smallest detectable difference is the one that this number of runs would probably have shown: "
         "“undecided” means that the arms may still differ by less than that.",
     )
@@ -386,6 +425,15 @@ def _changes(document: Document, metric: str) -> dict[str, Difference]:
     """Return arm -> difference in one metric, without arms that have none."""
     found = {each["arm"]: each["metrics"].get(metric) for each in document["differences"]}
     return {arm: change for arm, change in found.items() if change and change.get("mean") is not None}
+
+
+def _contrasts(document: Document) -> dict[str, Difference]:
+    """Return "arm - other" -> difference in the primary metric for the pairs of arms without the baseline."""
+    found = {
+        f"{each['arm']} - {each['against']}": each["metrics"].get(document["primary"])
+        for each in document.get("contrasts") or ()
+    }
+    return {name: change for name, change in found.items() if change and change.get("mean") is not None}
 
 
 def _runs(stat: Mapping[str, Any]) -> int:

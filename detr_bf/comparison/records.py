@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 CELL_FORMAT = "detr_bf cell 1"
 EXPERIMENT_FORMAT = "detr_bf experiment 1"
 LOWER_IS_BETTER = ("ece", "loss")  # left out of records: a comparison takes more for better
-NOT_COMPARED = ("data.check",)  # settings without influence on a run
+NOT_COMPARED = ("data.check", "data.root", "data.workers")  # settings without influence on what a run learns
 _MAX_BYTES = 2**30  # of a record
 
 
@@ -78,6 +78,7 @@ class ExperimentFolder:
             "format": EXPERIMENT_FORMAT,
             "title": experiment.title,
             "baseline": experiment.baseline,
+            "contrasts": [list(pair) for pair in experiment.contrasts],
             "primary": experiment.primary,
             "resamples": experiment.resamples,
             "arms": {name: list(own) for name, own in experiment.arms.items()},
@@ -197,7 +198,7 @@ def _read_description(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     found = _json(path)
-    arms, resamples = found.get("arms"), found.get("resamples")
+    arms, resamples, contrasts = (found.get(key) for key in ("arms", "resamples", "contrasts"))
     if not (
         found.get("format") == EXPERIMENT_FORMAT
         and all(isinstance(found.get(key), str) for key in ("title", "baseline", "primary"))
@@ -205,6 +206,11 @@ def _read_description(path: Path) -> dict[str, Any]:
         and 1 <= resamples <= MOST["resamples"]
         and isinstance(arms, dict)
         and all(isinstance(own, list) and all(isinstance(each, str) for each in own) for own in arms.values())
+        and isinstance(contrasts, list)
+        and all(
+            isinstance(pair, list) and len(pair) == 2 and set(map(repr, pair)) <= set(map(repr, arms))
+            for pair in contrasts
+        )
     ):
         raise InputError(f"{printable(path)} is not a description of this version ({EXPERIMENT_FORMAT}): move it away")
     return found
@@ -329,6 +335,7 @@ def _arguments(
         "title": description.get("title") or folder.resolve().name,
         "baseline": base,
         "arms": {name: list(overrides[name]) for name in names},
+        "contrasts": [(one, other) for one, other in description.get("contrasts", ()) if {one, other} <= {*names}],
         "primary": primary or description.get("primary") or default_primary(first[base]),
         "resamples": description.get("resamples", RESAMPLES),
     }
