@@ -127,7 +127,7 @@ def test_worse_and_the_correction_for_several_arms() -> None:
     both = primary_of(found, "good")
     assert both["p_holm"] >= 0.05
     assert both["verdict"] == "undecided"
-    assert any("after correction for the number of arms" in sentence for sentence in found["sentences"])
+    assert any("after correction for the number of comparisons" in sentence for sentence in found["sentences"])
 
 
 def test_sentences() -> None:
