@@ -172,7 +172,7 @@ def files_below(root: Path) -> list[str]:
         seen.add((status.st_dev, status.st_ino))
         subfolders[:] = sorted(
             (name for name in subfolders if not name.startswith(".")),
-            key=lambda name: (Path(folder, name).is_symlink(), name),  # noqa: B023  called at once
+            key=lambda name: (Path(folder, name).is_symlink(), name),
         )
         found += [Path(folder, name).relative_to(root).as_posix() for name in files if not name.startswith(".")]
     return sorted(found)
