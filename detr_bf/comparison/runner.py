@@ -222,6 +222,7 @@ class CellRunner:
                     bar.n = total - len(cells) + self._finished
                     self._show(bar)
                     time.sleep(POLL_SECONDS)
+                bar.set_postfix_str("")
             finally:
                 for running in self._running:
                     running.process.terminate()
@@ -288,6 +289,8 @@ class CellRunner:
                 self._fail(running, "ended without a result")
         elif code == 2 and self.folder.run(cell).in_use():
             self._elsewhere.append(cell)
+        elif code == 2 and self._finish_if_done(cell):  # another process has just trained it
+            return
         else:
             self._bad_input += code == 2
             self._fail(running, f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}")

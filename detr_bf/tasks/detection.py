@@ -404,7 +404,7 @@ def _panoptic_rows(
 ) -> Iterator[PanopticSheetRow]:
     """Yield the same images with both panoptic maps."""
     class_map, val = evaluation.class_map, data_source(config, "val")
-    assert isinstance(val.annotations, Path), "maps belong to a file"
+    assert isinstance(val.annotations, Path), "panoptic data are files"
     assert val.panoptic is not None, "there are maps to compare with"
     truth = PanopticFile(val.annotations, val.panoptic, class_map, config.data.max_pixels)
     found = PanopticFile(folder.panoptic_results, folder.panoptic, class_map, config.data.max_pixels)

@@ -30,15 +30,8 @@ MODULES = (
 PRELOADED = (
     *("tools.train_net", "tools.predict", "tools.check_data"),
     *("tools.convert_checkpoint", "tools.plan", "tools.replay_capture", "tools.analyze", "tools.make_sample_data"),
-    *(
-        "tools.convert_data",
-        "matplotlib.pyplot",
-        "pycocotools.cocoeval",
-        "torchvision",
-        "timm",
-        "detr_bf.plugins",
-        "detr_bf.interop",
-    ),
+    *("matplotlib.pyplot", "pycocotools.cocoeval", "torchvision", "timm", "detr_bf.plugins", "detr_bf.interop"),
+    *("tools.convert_data", "detr_bf.data.formats"),
 )
 
 
