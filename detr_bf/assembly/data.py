@@ -96,7 +96,10 @@ def _given_source(data: DataConfig, split: str) -> Source:
         verb = "is" if len(missing) == 1 else "are"
         given = " ".join(f"{key}=PATH" for key in missing)
         reason = "; every run needs validation data, to choose its best checkpoint" if split == "val" else ""
-        raise InputError(f"{' and '.join(missing)} {verb} not set: give {given}, or set it in the config{reason}")
+        folder = ", or data.root=DIR of a Pascal VOC, YOLO or Roboflow folder" if split == "train" else ""
+        raise InputError(
+            f"{' and '.join(missing)} {verb} not set: give {given}, or set it in the config{folder}{reason}"
+        )
     images, annotations = (_located(f"data.{split}.{key}", getattr(paths, key)) for key in ("images", "annotations"))
     panoptic = _located(f"data.{split}.panoptic", paths.panoptic) if paths.panoptic else None
     return Source(images, annotations, panoptic)

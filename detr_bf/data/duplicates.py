@@ -7,7 +7,7 @@ strongly cropped copies are not found.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from scipy.sparse.csgraph import connected_components
 MAX_DISTANCE = 40  # bits of 255 in which the hashes of near-duplicates may differ
 _SIDE, _KEPT = 64, 16  # pixels of the reduced image, and its lowest frequencies, along each axis
 _LEAST_RANGE = 8  # grey levels of the reduced image; a more even one has no hash, as noise would determine it
-_ROWS = 512  # of a block of distances
+_ROWS = 256  # of a block of distances
 
 
 def perceptual_hash(image: Image.Image) -> str:
@@ -43,19 +43,18 @@ def perceptual_hash(image: Image.Image) -> str:
     return np.packbits(bits).tobytes().hex()
 
 
-def near_pairs(first: Sequence[str], second: Sequence[str]) -> NDArray[np.int64]:
-    """Return the positions (P, 2) in both sequences of the hashes that differ in at most ``MAX_DISTANCE`` bits.
+def nearest(first: Sequence[str], second: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the positions in both sequences of near-duplicates: for each hash of the first the nearest of the second.
 
-    The pairs are ordered by the first, then the second position. Empty hashes are in no pair.
+    A hash of the first that differs from all of the second in more than ``MAX_DISTANCE`` bits is left out. No hash may
+    be empty.
     """
-    rows, columns = (_signs(hashes) for hashes in (first, second))
-    found = [np.zeros((0, 2), dtype=np.int64)]
-    for start in range(0, len(rows), _ROWS):
-        distances = (rows.shape[1] - rows[start : start + _ROWS] @ columns.T) / 2
-        found.append(np.argwhere(distances <= MAX_DISTANCE) + np.array([start, 0]))
-    pairs = np.concatenate(found)
-    named = np.array([bool(first[one] and second[other]) for one, other in pairs], dtype=bool)
-    return pairs[named]
+    found: list[tuple[int, int]] = []
+    for start, distances in _distances(first, second) if second else ():
+        best = distances.argmin(axis=1)
+        rows = np.flatnonzero(distances[np.arange(len(best)), best] <= MAX_DISTANCE)
+        found += [(start + row, best[row]) for row in rows.tolist()]
+    return found
 
 
 def near_groups(records: Mapping[str, Any]) -> list[list[str]]:
@@ -65,23 +64,39 @@ def near_groups(records: Mapping[str, Any]) -> list[list[str]]:
     """
     names = sorted(records)
     by_content: dict[str, int] = {}
-    same = [
-        (number, by_content.setdefault(sha, number))
-        for number, name in enumerate(names)
-        if (sha := records[name].sha256)
-    ]
-    hashes = [records[name].phash for name in names]
-    rows, columns = np.concatenate([np.array(same, dtype=np.int64).reshape(-1, 2), near_pairs(hashes, hashes)]).T
-    links = coo_array((np.ones(len(rows), dtype=bool), (rows, columns)), shape=(len(names), len(names)))
-    count, owners = connected_components(links, directed=False)
-    groups: list[list[str]] = [[] for _ in range(count)]
-    for name, owner in zip(names, owners, strict=True):
-        groups[owner].append(name)
-    return [group for group in groups if len(group) > 1]
+    owners = np.array(
+        [by_content.setdefault(records[name].sha256 or name, number) for number, name in enumerate(names)],
+        dtype=np.int64,
+    )
+    hashed = np.array([number for number, name in enumerate(names) if records[name].phash], dtype=np.int64)
+    hashes = [records[names[number]].phash for number in hashed]
+    for start, distances in _distances(hashes, hashes):
+        rows, columns = np.nonzero(distances <= MAX_DISTANCE)
+        owners = _merged(owners, hashed[rows + start], hashed[columns])
+    groups: dict[int, list[str]] = {}
+    for name, owner in zip(names, owners.tolist(), strict=True):
+        groups.setdefault(owner, []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _merged(owners: NDArray[np.int64], rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return group numbers (N,) after linking ``rows`` (P,) with ``columns`` (P,)."""
+    starts = np.concatenate([np.arange(len(owners)), rows])
+    links = coo_array((np.ones(len(starts), dtype=bool), (starts, np.concatenate([owners, columns]))))
+    links.resize(len(owners), len(owners))
+    found: NDArray[np.int64] = connected_components(links, directed=False)[1].astype(np.int64)
+    # a group is named by its first member, because the next call links members with names
+    return np.unique(found, return_index=True)[1][found]
+
+
+def _distances(first: Sequence[str], second: Sequence[str]) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """Yield blocks of distances (rows, N) in bits, with the position of their first row."""
+    rows, columns = _signs(first), _signs(second)
+    for start in range(0, len(rows), _ROWS):
+        yield start, (rows.shape[1] - rows[start : start + _ROWS] @ columns.T) / 2
 
 
 def _signs(hashes: Sequence[str]) -> NDArray[np.float32]:
-    """Return the bits (N, 256) as -1 and 1, so that products give distances; zeros for an empty hash."""
-    data = b"".join(bytes.fromhex(each or "0" * (_KEPT * _KEPT // 4)) for each in hashes)
-    bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8)).reshape(-1, _KEPT * _KEPT)
+    """Return the bits (N, 256) as -1 and 1, so that products give distances."""
+    bits = np.unpackbits(np.frombuffer(bytes.fromhex("".join(hashes)), dtype=np.uint8)).reshape(-1, _KEPT * _KEPT)
     return bits.astype(np.float32) * 2 - 1

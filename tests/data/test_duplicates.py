@@ -11,10 +11,11 @@ from PIL import Image, ImageEnhance
 
 from detr_bf.assembly import data_source
 from detr_bf.config import load_config
+from detr_bf.data import duplicates
 from detr_bf.data.checks.annotations import examine
 from detr_bf.data.checks.files import ImageRecord, check_files
 from detr_bf.data.coco import Source, read_annotations
-from detr_bf.data.duplicates import MAX_DISTANCE, near_groups, near_pairs, perceptual_hash
+from detr_bf.data.duplicates import MAX_DISTANCE, near_groups, nearest, perceptual_hash
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 Factory = Callable[..., SimpleNamespace]
@@ -53,26 +54,31 @@ def test_copies_are_near_and_other_pictures_are_not(change: str) -> None:
     pictures = [scene(seed, (640, 480)) for seed in range(20)]
     hashes = [perceptual_hash(picture) for picture in pictures]
     copies = [perceptual_hash(CHANGES[change](picture)) for picture in pictures]
-    assert near_pairs(hashes, copies).tolist() == [[number, number] for number in range(20)]
+    assert nearest(hashes, copies) == [(number, number) for number in range(20)]
+    assert nearest(hashes[:10], copies[10:]) == []
 
 
-def test_distances_are_those_of_the_bits() -> None:
+def test_pairs_and_groups_are_those_of_the_distances_in_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duplicates, "_ROWS", 7)
     generator = np.random.default_rng(0)
     bits = generator.random((40, 256)) < 0.5
     bits[:, 0] = False
     bits[20:] = bits[:20] ^ (generator.random((20, 256)) < 0.15)
     bits[:, 0] = False
     hashes = [np.packbits(row).tobytes().hex() for row in bits]
-    expected = [[i, j] for i in range(40) for j in range(40) if distance(hashes[i], hashes[j]) <= MAX_DISTANCE]
-    assert near_pairs(hashes, hashes).tolist() == expected
-    assert 60 < len(expected) < 100  # some at the threshold
-    assert near_pairs([], hashes).tolist() == near_pairs(hashes, []).tolist() == []
+    best = [min((distance(one, other), j) for j, other in enumerate(hashes[20:])) for one in hashes[:20]]
+    expected = [(i, j) for i, (bits_apart, j) in enumerate(best) if bits_apart <= MAX_DISTANCE]
+    assert nearest(hashes[:20], hashes[20:]) == expected
+    assert 5 < len(expected) < 20  # some on both sides of the threshold
+    assert nearest([], hashes) == nearest(hashes, []) == []
+    groups = near_groups({f"{number:02d}": record(each, str(number)) for number, each in enumerate(hashes)})
+    assert groups == [[f"{i:02d}", f"{20 + j:02d}"] for i, j in expected]
 
 
 def test_images_of_one_colour_are_near_to_none() -> None:
     black, grey = (perceptual_hash(Image.new("RGB", (64, 64), colour)) for colour in ("black", (90, 90, 92)))
     assert black == grey == ""
-    assert near_pairs([black], [grey, black]).tolist() == []
+    assert near_groups({"a": record(black, "1"), "b": record(grey, "2")}) == []
 
 
 def record(phash: str, sha256: str) -> ImageRecord:
@@ -93,6 +99,16 @@ def test_groups_link_near_and_equal_files() -> None:
     }
     assert sorted(near_groups(records)) == [["a", "b", "c"], ["e", "f"]]
     assert near_groups({}) == []
+
+
+def test_long_chains_across_blocks_are_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duplicates, "_ROWS", 3)
+    bits = np.zeros((8, 256), dtype=bool)
+    for number in range(8):
+        bits[number, 1 : 1 + 30 * number] = True  # 30 bits from the next
+    order = [5, 0, 3, 7, 1, 6, 2, 4]
+    records = {str(place): record(np.packbits(bits[one]).tobytes().hex(), str(one)) for place, one in enumerate(order)}
+    assert near_groups(records) == [[str(number) for number in range(8)]]
 
 
 def rewrite(data: SimpleNamespace, pictures: list[Image.Image]) -> None:

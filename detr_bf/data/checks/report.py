@@ -13,7 +13,7 @@ from typing import Any, Literal
 from detr_bf.data.annotation_values import is_crowd, value_text
 from detr_bf.data.checks.files import ImageRecord, MapRecord
 from detr_bf.data.coco import CocoAnnotations, annotated_size
-from detr_bf.data.duplicates import near_pairs
+from detr_bf.data.duplicates import nearest
 from detr_bf.data.masks import MapFile, SegmentExtent
 from detr_bf.text import printable
 
@@ -150,8 +150,8 @@ def near_duplicates(train: Any, val: Any) -> Iterator[str]:
     contents = {record.sha256 for record in train.files.values()}
     known = [name for name, record in train.files.items() if record.phash]
     names = [name for name, record in val.files.items() if record.phash and record.sha256 not in contents]
-    pairs = near_pairs([val.files[name].phash for name in names], [train.files[name].phash for name in known])
-    for number, other in dict(pairs.tolist()).items():
+    pairs = nearest([val.files[name].phash for name in names], [train.files[name].phash for name in known])
+    for number, other in pairs:
         yield f"{printable(val.folder / names[number])} is like {printable(train.folder / known[other])}"
 
 

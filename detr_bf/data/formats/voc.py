@@ -1,6 +1,6 @@
 """Pascal VOC: one XML file for each image, beside it or in ``Annotations``, and lists of splits in ``ImageSets/Main``.
 
-Format: development kit of the VOC challenge 2012, section 9 (http://host.robots.ox.ac.uk/pascal/VOC/voc2012). Its
+Format: development kit of the VOC challenge 2012 (http://host.robots.ox.ac.uk/pascal/VOC/voc2012). Its
 coordinates count pixels from 1 and include the last one: the box covers ``xmin - 1`` to ``xmax`` pixels of the image,
 as in detectron2 and hotcoco. ``difficult`` objects, which the challenge leaves out of its evaluation, become
 ``iscrowd`` 1, as in hotcoco and MMDetection: not trained on, and not counted when missed or found.

@@ -32,7 +32,7 @@ from detr_bf.data.formats.folder import (
 from detr_bf.data.images import header_size
 from detr_bf.errors import InputError
 from detr_bf.files import read_regular
-from detr_bf.text import printable
+from detr_bf.text import listed, printable
 
 SETTINGS = ("data.yaml", "data.yml")
 CLASS_LIST = "classes.txt"
@@ -63,7 +63,11 @@ def read_yolo(root: Path, names: Sequence[str]) -> DataFolder:
         for split, entries in paths.items()
     }
     images = images_by_stem(root, names)
-    labels = {stem_of(name): name for name in names if name.endswith(".txt") and PurePosixPath(name).name != CLASS_LIST}
+    labels: dict[str, str] = {}
+    for name in (name for name in names if name.endswith(".txt") and PurePosixPath(name).name != CLASS_LIST):
+        other = labels.setdefault(stem_of(name), name)
+        if other != name and stem_of(name) in images:
+            raise InputError(f"{printable(root)}: {printable(other)} and {printable(name)} are for the same image")
     alone = [name for stem, name in labels.items() if stem not in images and "labels" in name.lower().split("/")]
     if alone:
         raise InputError(f"{printable(root / alone[0])} has no image, and {len(alone) - 1} more label files have none")
@@ -82,7 +86,10 @@ def _settings(root: Path, names: Sequence[str]) -> tuple[list[str], dict[str, li
                 f"{printable(root)} has YOLO labels without class names: expected {SETTINGS[0]} with names, or a file "
                 f"{CLASS_LIST} with one name in each line"
             )
-        return _checked_classes(root / lists[0], [line for _, line in read_lines(root / lists[0])]), {}
+        first, *others = ([line for _, line in read_lines(root / name)] for name in lists)
+        if any(other != first for other in others):
+            raise InputError(f"{printable(root)}: its files {CLASS_LIST} differ: {listed(lists)}")
+        return _checked_classes(root / lists[0], first), {}
     path = root / settings
     try:
         content = yaml.safe_load(read_regular(path, _MAX_YAML_BYTES))

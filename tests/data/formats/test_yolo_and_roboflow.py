@@ -77,6 +77,22 @@ def test_labels_beside_the_images_and_names_in_classes_txt(tmp_path: Path) -> No
     assert boxes(read_folder(tmp_path).content) == [("a.jpg", "two", [0, 0, 100, 50])]
 
 
+def test_contradicting_files_are_refused(tmp_path: Path) -> None:
+    image(tmp_path / "images/a.jpg")
+    label(tmp_path / "labels/a.txt", "1 0.5 0.5 1 1")
+    label(tmp_path / "classes.txt", "one\ntwo\n")
+    label(tmp_path / "labels/classes.txt", "one\ntwo\n")
+    assert len(read_folder(tmp_path).content.annotations) == 1
+    read_folder.cache_clear()
+    label(tmp_path / "labels/classes.txt", "two\none\n")
+    with pytest.raises(InputError, match=r"its files classes\.txt differ: classes\.txt, labels/classes\.txt"):
+        read_folder(tmp_path)
+    (tmp_path / "labels/classes.txt").unlink()
+    label(tmp_path / "images/a.txt", "0 0.5 0.5 1 1")
+    with pytest.raises(InputError, match=r"images/a\.txt and labels/a\.txt are for the same image"):
+        read_folder(tmp_path)
+
+
 @pytest.mark.parametrize("base", ["", "path: ../datasets/pets\n", "path: /content/pets\n", "path: pets\n"])
 @pytest.mark.parametrize("lists", [False, True])
 def test_splits_of_ultralytics(tmp_path: Path, base: str, lists: bool) -> None:
