@@ -232,3 +232,26 @@ def test_bad_cells_are_refused() -> None:
     boxes |= {"iou": {"dtype": "<f8", "shape": [1, 1], "data": ""}, "counts": {}}
     with pytest.raises(InputError, match="damaged"):
         document_of([*cells[:-1], {**cells[-1], "table": boxes}])
+
+
+def test_contrasts_equal_the_difference_from_another_baseline() -> None:
+    cells = some_cells()
+    found = document_of(cells, contrasts=[("good", "same")])
+    [contrast] = found["contrasts"]
+    turned = document_of(cells, baseline="same")
+    [expected] = [own for own in turned["differences"] if own["arm"] == "good"]
+    assert (contrast["arm"], contrast["against"], contrast["pairs"]) == ("good", "same", expected["pairs"])
+    for metric, own in contrast["metrics"].items():
+        alone = expected["metrics"][metric]
+        assert {k: own[k] for k in ("mean", "values", "both", "p")} == {
+            k: alone[k] for k in ("mean", "values", "both", "p")
+        }
+    compared = [*found["differences"], contrast]
+    assert len(compared) == 3
+    adjusted = holm([own["metrics"]["top1"]["p"] for own in compared])
+    assert [own["metrics"]["top1"]["p_holm"] for own in compared] == adjusted
+    assert any(sentence.startswith("good minus same: top1 +") for sentence in found["sentences"])
+    assert not document_of(cells, contrasts=[("good", "off")])["contrasts"], (
+        "differences from the baseline exist anyway"
+    )
+    assert not document_of(cells, contrasts=[("good", "absent")])["contrasts"]

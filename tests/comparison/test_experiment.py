@@ -35,6 +35,15 @@ def test_cells_come_seed_by_seed_with_all_arms(tmp_path: Path) -> None:
     assert listed.seeds == (7, 3)
 
 
+def test_contrasts_are_pairs_of_arms_without_the_baseline(tmp_path: Path) -> None:
+    text = VALID.replace("seeds: 2", "  on: [batch_former.heads=1]\nseeds: 2") + "baseline: two_stream\n"
+    found = read_experiment(write(tmp_path, text + "contrasts: [[on, off]]\n"))
+    assert found.contrasts == (("on", "off"),)
+    assert read_experiment(write(tmp_path, text)).contrasts == ()
+    with pytest.raises(InputError, match="given once"):
+        read_experiment(write(tmp_path, text + "contrasts: [[on, off], [off, on]]\n"))
+
+
 def test_a_cell_has_the_settings_of_its_file_arm_and_seed(tmp_path: Path) -> None:
     text = f"base: base.yaml\noverrides: [train.batch_size=5, train.epochs=9]\n{ARMS}seeds: [4]\n"
     path = write(tmp_path, text.replace("[batch_former.enabled=true]", "[batch_former.heads=2, train.epochs=8]"))
@@ -137,6 +146,10 @@ REFUSED = {
     "one fold": (VALID + "folds: 1\n", "folds must be an integer from 2"),
     "resamples": (VALID + "resamples: many\n", "resamples must be an integer"),
     "baseline": (VALID + "baseline: on\n", "baseline must be one of the arms off, two_stream"),
+    "contrast": (VALID + "contrasts: [[two_stream, three]]\n", "contrasts must be one of the arms off, two_stream"),
+    "contrast with the baseline": (VALID + "contrasts: [[two_stream, off]]\n", "none of them the baseline"),
+    "contrast of one arm": (VALID + "contrasts: [[two_stream, two_stream]]\n", "must be two different arms"),
+    "contrasts": (VALID + "contrasts: two_stream\n", "contrasts must be a list of pairs of arms"),
     "primary": (VALID + "primary: top1\n", "primary must be one of AP, AP50"),
     "title": (VALID + "title: 3\n", "title must be text"),
 }

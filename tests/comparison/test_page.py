@@ -358,7 +358,7 @@ def test_csv_has_every_number_without_rounding(tmp_path: Path) -> None:
     rows = list(csv.DictReader(io.StringIO(text)))
     assert len(rows) == 4 * len(METRICS)
     assert text.splitlines()[0] == (
-        "arm,metric,cells,mean,low,high,difference,seeds_low,seeds_high,images_low,images_high,both_low,both_high,p,"
+        "arm,against,metric,cells,mean,low,high,difference,seeds_low,seeds_high,images_low,images_high,both_low,both_high,p,"
         "p_holm,detectable,verdict"
     )
     found = {(row["arm"], row["metric"]): row for row in rows}
@@ -370,10 +370,38 @@ def test_csv_has_every_number_without_rounding(tmp_path: Path) -> None:
             values = [stat["mean"], stat["low"], stat["high"], change["mean"]]
             values += [change[kind][end] for kind in ("seeds", "images", "both") for end in ("low", "high")]
             values += [change["p"], change["p_holm"], change["detectable"]]
-            assert list(row.values())[3:-1] == ["" if value is None else repr(value) for value in values]
+            assert list(row.values())[4:-1] == ["" if value is None else repr(value) for value in values]
             assert row["verdict"] == change["verdict"]
     assert found["off", "AP"]["difference"] == found["off", "AP"]["verdict"] == ""
     assert [found[name, "APl"]["cells"] for name in ("off", "self_only")] == ["3", "0"]
+
+
+def with_contrast(result: dict[str, Any]) -> dict[str, Any]:
+    """Add the difference of the second and third arm, with all metrics."""
+    second, third = (arm["name"] for arm in result["arms"][1:3])
+    metrics = copy.deepcopy(result["differences"][1]["metrics"])
+    for number, change in enumerate(metrics.values()):
+        change.update(mean=0.01234 + number / 1000, both={"low": 0.001, "high": 0.025}, p_holm=0.031, verdict="better")
+    contrast = {"arm": second, "against": third, "pairs": [[0, None], [1, None]], "metrics": metrics}
+    return {**result, "contrasts": [contrast]}
+
+
+def test_contrasts_are_on_the_page_and_in_the_files(tmp_path: Path) -> None:
+    result = with_contrast(document(3, 3))
+    path = write_page(result, tmp_path)
+    headings = list(re.findall(r"<h2>(.*?)</h2>", path.read_text(encoding="utf-8")))
+    assert "Differences in AP between other arms" in headings
+    table = read(path)["Differences between other arms"]
+    [row] = [line for line in table if line[0] == "two_stream - duplicate"]
+    assert row[1:5] == ["+1.2", "[+0.1, +2.5]", "0.031", "better"]
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "comparison.csv").read_text(encoding="utf-8"))))
+    own = [row for row in rows if row["against"] == "duplicate"]
+    assert [row["metric"] for row in own] == list(METRICS)
+    assert (own[0]["arm"], own[0]["mean"], own[0]["difference"]) == ("two_stream", "", "0.01234")
+    assert own[0]["both_high"] == "0.025"
+    assert markdown_table(result).splitlines()[-1] == (
+        "| two_stream - duplicate |   +1.2 [+0.1, +2.5] |  0.031 |  better |     2 |"
+    )
 
 
 def test_json_is_the_document(tmp_path: Path) -> None:
