@@ -14,7 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from detr_bf.comparison.statistics import Estimate, images_estimate, seeds_and_images_estimate, student_estimate
+from detr_bf.comparison.statistics import (
+    Estimate,
+    bootstrap_df,
+    images_estimate,
+    seeds_and_images_estimate,
+    student_estimate,
+)
 from detr_bf.comparison.tables import BoxTable, ClassifierTable, ImageTable, PanopticTable, table_from_dict
 from detr_bf.config import saved_config
 from detr_bf.engine import DetectionEvaluator, Evaluation, RunFolder
@@ -210,7 +216,7 @@ def _estimates(name: str, pairs: Mapping[_Cell, tuple[Resampled, Resampled]], te
     numbers, folds = list(known.values()), [fold for _, fold in known]
     seeds = student_estimate(numbers, folds, test_share)
     covariances: dict[Hashable, np.ndarray] = {}
-    images = 0
+    images = resamples = 0
     for fold in dict.fromkeys(folds):
         cells = [pairs[cell] for cell in known if cell[1] == fold]
         if any(name not in cell.draws for pair in cells for cell in pair):
@@ -220,10 +226,11 @@ def _estimates(name: str, pairs: Mapping[_Cell, tuple[Resampled, Resampled]], te
         if count < 2 or finite.shape[1] < max(2, _LEAST_KNOWN * draws.shape[1]):
             return DifferenceEstimates(shown, seeds, None, None)
         covariances[fold] = np.atleast_2d(np.cov(finite)) * count / (count - 1)
-        images += count
+        images, resamples = images + count, finite.shape[1]
+    df = bootstrap_df(images, len(covariances), resamples)
     return DifferenceEstimates(
         shown,
         seeds,
-        images_estimate(numbers, folds, covariances, images),
-        seeds_and_images_estimate(numbers, folds, covariances, images, test_share),
+        images_estimate(numbers, folds, covariances, df),
+        seeds_and_images_estimate(numbers, folds, covariances, df, test_share),
     )

@@ -79,8 +79,23 @@ def student_estimate(
     return Estimate(mean, math.sqrt(factor * float(np.var(means, ddof=1))), count - 1)
 
 
+def bootstrap_df(images: int, folds: int, resamples: int) -> float:
+    """Return the degrees of freedom of a variance that is estimated by resampling images.
+
+    The variance of m values with kurtosis k has about 2 m / (k - 1) degrees of freedom. The influence of an image on AP
+    has heavier tails than a normal distribution (k = 3): k = 5 is taken, which halves them. The resamples add their own
+    noise.
+
+    Args:
+        images: number of images of all folds.
+        folds: number of folds, 1 without cross-validation.
+        resamples: number of resamples.
+    """
+    return 1 / (2 / max(1, images - folds) + 1 / max(1, resamples - 1))
+
+
 def images_estimate(
-    values: Sequence[float], folds: Sequence[Hashable], covariances: Mapping[Hashable, np.ndarray], images: int
+    values: Sequence[float], folds: Sequence[Hashable], covariances: Mapping[Hashable, np.ndarray], df: float
 ) -> Estimate:
     """Return the mean of paired differences with the variance that comes from the choice of test images alone.
 
@@ -90,29 +105,30 @@ def images_estimate(
         values: (n,) differences.
         folds: (n,) fold of each.
         covariances: fold -> covariance (n_f, n_f) of its differences over resamples of its images.
-        images: number of images of all folds.
+        df: of the covariances, see :func:`bootstrap_df`.
     """
-    count = len(covariances)
-    variance = sum(float(c.mean()) for c in covariances.values()) / count**2
-    return Estimate(float(np.mean(_fold_means(values, folds))), math.sqrt(variance), max(1, images - count))
+    variance = sum(float(c.mean()) for c in covariances.values()) / len(covariances) ** 2
+    return Estimate(float(np.mean(_fold_means(values, folds))), math.sqrt(variance), df)
 
 
 def seeds_and_images_estimate(
     values: Sequence[float],
     folds: Sequence[Hashable],
     covariances: Mapping[Hashable, np.ndarray],
-    images: int,
+    df: float,
     test_share: float = 0.0,
 ) -> Estimate:
     """Return the mean of paired differences with the variance from new seeds and new test images together.
 
     *Without folds* all pairs share their test images. A difference is the sum of the true one and effects of its seed,
-    of the images, and of both together. The variance s^2 of the n differences holds the effects of seeds and of both,
-    not that of the images, which moves all pairs alike. That one is the mean covariance C of two different pairs over
-    resamples of the images. The variance of the mean is s^2 / n + C. Adding s^2 / n to the variance of the mean over
-    resamples would count the joint effect twice; a percentile bootstrap over few seeds is too narrow, because the
-    variance of n values drawn with replacement is (n - 1) / n of s^2, and because it ignores the degrees of freedom
-    (with 5 seeds it covers 85 % instead of 95 %).
+    of the images, and of both together (the seed decides which images go wrong). Over resamples of the images, the mean
+    covariance C of two pairs is the variance of the effect of the images, and the excess of the variances over C is
+    that of the joint effect, W n for the n pairs. The variance v = C + W of the mean over resamples contains both. The
+    variance s^2 of the differences contains the effects of the seed and the joint one. The variance of the mean is
+    v + max(0, s^2 / n - W): adding all of s^2 / n would count the joint effect twice.
+
+    A percentile bootstrap over few seeds is too narrow, because the variance of n values drawn with replacement is
+    (n - 1) / n of s^2, and because it ignores the degrees of freedom: with 5 seeds it covers 85 % instead of 95 %.
 
     *With folds* every fold has its own images and training images. The unit is the mean of a fold: the variance v_f of
     its mean over resamples is the effect of the images, and the excess of the variance B between folds over the mean v
@@ -120,27 +136,29 @@ def seeds_and_images_estimate(
     and gets the factor of :func:`student_estimate`: v / F + max(0, B - v) (1 / F + test images / training images).
     Pairs of one fold are averaged first, because their training images are the same.
 
-    The degrees of freedom are those of Welch and Satterthwaite for the two parts. The result is an interval for the
+    The degrees of freedom are those of Welch and Satterthwaite for the parts. The result is an interval for the
     difference expected with new seeds and new images of the same kind; without folds for this training set, with folds
     for training sets of this size, as far as the correction holds.
 
     The arguments are those of :func:`images_estimate`, and ``test_share`` of :func:`student_estimate`.
     """
     means = _fold_means(values, folds)
-    own, count = np.array([float(c.mean()) for c in covariances.values()]), len(means)
+    count, mean = len(means), float(np.mean(means))
     if _has_folds(folds):
-        from_images = float(own.mean()) / count
-        from_runs = max(0.0, float(np.var(means, ddof=1)) - float(own.mean())) * (1 / count + test_share)
+        own = float(np.mean([c.mean() for c in covariances.values()]))
+        excess = max(0.0, float(np.var(means, ddof=1)) - own) * (1 / count + test_share)
+        variance, parts = own / count + excess, (own / count) ** 2 / df + excess**2 / (count - 1)
     else:
-        count = len(values)
         if count < 2:
-            return Estimate(float(means[0]))
+            return Estimate(mean)
         [covariance] = covariances.values()
-        from_images = max(0.0, float(covariance.sum() - np.trace(covariance)) / (count * (count - 1)))
-        from_runs = float(np.var(values, ddof=1)) / count
-    variance = from_images + from_runs
-    parts = from_images**2 / max(1, images - len(covariances)) + from_runs**2 / (count - 1)
-    return Estimate(float(np.mean(means)), math.sqrt(variance), variance**2 / parts if parts > 0 else count - 1)
+        of_mean = float(covariance.mean())
+        joint = max(0.0, float(np.trace(covariance)) / count - of_mean) / (count - 1)
+        runs = float(np.var(means, ddof=1)) / count
+        variance = of_mean + max(0.0, runs - joint)
+        parts = max(0.0, of_mean - joint) ** 2 / df + joint**2 / (df * (count - 1))
+        parts += runs**2 / (count - 1) if runs > joint else 0.0
+    return Estimate(mean, math.sqrt(variance), variance**2 / parts if parts > 0 else count - 1)
 
 
 def _has_folds(folds: Sequence[Hashable] | None) -> bool:

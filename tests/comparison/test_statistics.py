@@ -10,6 +10,7 @@ import pytest
 
 from detr_bf.comparison.statistics import (
     Estimate,
+    bootstrap_df,
     detectable_difference,
     holm,
     images_estimate,
@@ -122,21 +123,27 @@ def test_the_detectable_difference_has_the_power_it_names(df: float) -> None:
     assert detectable_difference(0.01, df, power=0.5) < difference
 
 
+def test_degrees_of_freedom_of_the_bootstrap() -> None:
+    """Half of m - 1, less the noise of the resamples."""
+    assert bootstrap_df(73, 1, 10**9) == pytest.approx(36)
+    assert bootstrap_df(365, 5, 181) == pytest.approx(90)
+
+
 def test_components_by_hand() -> None:
-    """Two seeds on the same images: s^2 / 2 plus the covariance; the variance of the images counts once."""
-    values = [0.0, 0.2]  # s^2 = 0.02
-    covariance = np.array([[0.05, 0.03], [0.03, 0.07]])
-    images = images_estimate(values, [None, None], {None: covariance}, 72)
-    assert images.standard_error == pytest.approx(math.sqrt((0.05 + 0.07 + 0.06) / 4))
-    assert images.df == 71
-    both = seeds_and_images_estimate(values, [None, None], {None: covariance}, 72)
-    assert both.standard_error == pytest.approx(math.sqrt(0.02 / 2 + 0.03))
-    assert both.df == pytest.approx((0.01 + 0.03) ** 2 / (0.01**2 / 1 + 0.03**2 / 71))
-    negative = seeds_and_images_estimate(values, [None, None], {None: np.array([[0.05, -0.03], [-0.03, 0.07]])}, 72)
-    assert negative.standard_error == pytest.approx(math.sqrt(0.01)), "a variance is not negative"
-    one = seeds_and_images_estimate([0.2], [None], {None: np.array([[0.05]])}, 72)
+    """Two seeds on the same images: covariance 0.03, joint effect (0.06 - 0.03) / 2, s^2 / 2 = 0.01 or 0.02."""
+    folds, covariance = [None, None], {None: np.array([[0.05, 0.03], [0.03, 0.07]])}
+    images = images_estimate([0.0, 0.2], folds, covariance, 35)
+    assert images.standard_error == pytest.approx(math.sqrt(0.03 + 0.015))
+    assert images.df == 35
+    less = seeds_and_images_estimate([0.0, 0.2], folds, covariance, 35)
+    assert less.standard_error == pytest.approx(math.sqrt(0.045)), "never less than the images alone"
+    assert less.df == pytest.approx(0.045**2 / (0.03**2 / 35 + 0.015**2 / 35))
+    both = seeds_and_images_estimate([0.0, 0.2 * math.sqrt(2)], folds, covariance, 35)
+    assert both.standard_error == pytest.approx(math.sqrt(0.03 + 0.02))
+    assert both.df == pytest.approx(0.05**2 / (0.03**2 / 35 + 0.015**2 / 35 + 0.02**2 / 1))
+    one = seeds_and_images_estimate([0.2], [None], {None: np.array([[0.05]])}, 35)
     assert (one.mean, one.interval()) == (0.2, None)
-    same = seeds_and_images_estimate([0.0, 0.0], [None, None], {None: np.zeros((2, 2))}, 72)
+    same = seeds_and_images_estimate([0.0, 0.0], folds, {None: np.zeros((2, 2))}, 35)
     assert (same.interval(), same.p_value) == ((0, 0), 1)
 
 
