@@ -51,11 +51,10 @@ def analyze(
 ) -> dict[str, Any]:
     """Return the result document of a comparison, ready for JSON; equal arguments give an equal document.
 
-    An arm is called better or worse than the baseline in the primary metric if the interval of the difference over new
-    seeds and new images excludes 0, and if the p-value of the same t-test, adjusted for the number of arms and
-    contrasts (Holm), is below 0.05. The exact sign-flip p is given beside it and decides nothing: it cannot be below
-    2 / 2^n, which is 0.0625 for five pairs, and it does not know of the choice of the test images. In the other metrics
-    the interval alone decides, without adjustment; these findings are exploratory.
+    An arm is called better or worse than another in the primary metric if the interval of the difference over new seeds
+    and new images excludes 0, and if the p-value of the same t-test, adjusted for all comparisons (Holm), is below
+    0.05. The exact sign-flip p decides nothing: it cannot be below 2 / 2^n, which is 0.0625 for five pairs, and it does
+    not know of the choice of the test images. The other metrics are exploratory: the interval alone decides.
 
     Args:
         cells: cell records of format ``detr_bf cell 1``.
@@ -79,14 +78,10 @@ def analyze(
             f"{listed(dict.fromkeys(key[0] for key in records)) or 'none'}"
         )
     tables = _tables(records, baseline)
-    primary = primary or _PRIMARY[next(iter(tables.values())).kind]
     found = resample(tables, resamples, seed)
-    measured = next(iter(found.values())).values
-    if primary not in measured:
-        raise InputError(f"the primary metric '{printable(primary)}' was not measured; measured are {listed(measured)}")
+    primary = _measured(primary or _PRIMARY[next(iter(tables.values())).kind], next(iter(found.values())).values)
     share, present = _test_share(records), [name for name in arms if name not in missing]
-    planned = [(name, baseline) for name in present if name != baseline]
-    planned += [pair for pair in contrasts if baseline not in pair and {*pair} <= {*present}]
+    planned = [*((name, baseline) for name in present), *(pair for pair in contrasts if baseline not in pair)]
     compared = _differences(planned, primary, records, found, share)
     document = {
         "format": RESULT_FORMAT,
@@ -103,6 +98,12 @@ def analyze(
     }
     images = {key: len(cell.image_ids) for key, cell in found.items()}
     return document | {"sentences": list(_sentences(document, records, images, missing))}
+
+
+def _measured(primary: str, values: Mapping[str, float]) -> str:
+    if primary not in values:
+        raise InputError(f"the primary metric '{printable(primary)}' was not measured; measured are {listed(values)}")
+    return primary
 
 
 def _by_key(cells: Iterable[_Record], arms: Mapping[str, Sequence[str]]) -> dict[_Key, _Record]:
@@ -243,7 +244,7 @@ def _differences(
     differences: list[dict[str, Any]] = []
     for arm, other in planned:
         pairs = _pairs(records, arm, other)
-        if not pairs:
+        if arm == other or not pairs:
             continue
         cells = {pair: (found[_key(arm, pair)], found[_key(other, pair)]) for pair in pairs}
         metrics = {name: _metric_difference(own) for name, own in resample_differences(cells, share).items()}

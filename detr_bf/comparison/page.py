@@ -32,7 +32,11 @@ from detr_bf.text import csv_cell, printable, safe_message
 
 _FORMAT = "detr_bf comparison 1"
 _JSON, _CSV, _PAGE = "comparison.json", "comparison.csv", "index.html"
-_MARKS = {_JSON: '"format": "detr_bf comparison', _CSV: "arm,metric,cells,", _PAGE: 'content="detr_bf"'}  # of our files
+_MARKS = {
+    _JSON: '"format": "detr_bf comparison',
+    _CSV: "arm,against,metric,cells,",
+    _PAGE: 'content="detr_bf"',
+}  # of our files
 _COLUMNS = (
     *(
         "arm",

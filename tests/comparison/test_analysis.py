@@ -140,7 +140,7 @@ def test_sentences() -> None:
     )
     text = " ".join(document["sentences"])
     assert "cannot be below 0.0625" in text
-    assert "adjusted for 2 compared arms (Holm)" in text
+    assert "adjusted for 2 comparisons (Holm)" in text
     assert "Exploratory: of 6 comparisons in other metrics" in text
     assert "Exploratory: good is better than off in balanced" in text
 
