@@ -55,7 +55,7 @@ CONTENTS = {
         "docs/reference/settings",
         "docs/reference/api",
     ],
-    "Evidence": ["docs/verification", "docs/fidelity", "benchmarks/README"],
+    "Evidence": ["docs/results", "docs/verification", "docs/fidelity", "benchmarks/README"],
     "Project": ["CONTRIBUTING", "CHANGELOG"],
 }
 

@@ -22,6 +22,8 @@ from tests.comparison.stubs import modules
 from tests.comparison.test_runner import finished_run
 from tests.tools.test_train_net import tool
 
+BCCD = Path(__file__).parents[3] / "shared" / "data" / "bccd"
+
 compare = tool("compare").main
 
 
@@ -273,8 +275,6 @@ def test_a_packaged_experiment_is_found_by_name(tmp_path: Path, capsys: pytest.C
 
 def test_a_whole_experiment_of_classifiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Real runs, real statistics: two arms of a small network, four steps each."""
-    pytest.importorskip("detr_bf.comparison.analysis")
-    pytest.importorskip("detr_bf.comparison.page")
     arguments = ["run", "long_tail_digits", "--quick", "--jobs", "2", "--output", str(tmp_path / "out")]
     assert compare(arguments) == 0
     out = tmp_path / "out-quick"
@@ -290,3 +290,39 @@ def test_a_whole_experiment_of_classifiers(tmp_path: Path, capsys: pytest.Captur
     shutil.copytree(out / "cells", tmp_path / "committed" / "cells")
     assert compare(["report", str(tmp_path / "committed")]) == 0
     assert (tmp_path / "committed" / "comparison.json").read_bytes() == first, "the records alone give the same result"
+
+
+@pytest.mark.skipif(not BCCD.is_dir(), reason="needs the blood cells of ../shared/data beside the checkout")
+def test_the_experiment_with_blood_cells(tmp_path: Path) -> None:
+    """Every arm, four steps on real photographs of a fold, which are made small."""
+    small = ["data.transforms={short_sides: [64], max_size: 96, eval_short_side: 64}", "eval.pictures=0"]
+    arguments = [
+        "run",
+        "bccd",
+        f"data.root={BCCD}",
+        *small,
+        "--quick",
+        "--jobs",
+        "2",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    assert compare(arguments) == 0
+    out = tmp_path / "out-quick"
+    document = json.loads((out / "comparison.json").read_text())
+    assert [arm["name"] for arm in document["arms"]] == ["off", "two_stream", "duplicate", "self_only", "mixup"]
+    assert [(own["arm"], own["against"]) for own in document["contrasts"]] == [
+        ("two_stream", "self_only"),
+        ("two_stream", "duplicate"),
+    ]
+    found = {
+        arm["name"]: json.loads((out / f"cells/{arm['name']}/seed_0_fold_0.json").read_text())
+        for arm in document["arms"]
+    }
+    assert {record["cost"]["rows"] for record in found.values()} == {8, 16}
+    assert len({json.dumps(record["data"], sort_keys=True) for record in found.values()}) == 1, "one fold for all"
+    for arm in document["arms"]:
+        evaluated = json.loads((out / f"runs/{arm['name']}/seed_0_fold_0/evaluation.json").read_text())
+        assert evaluated["num_images"] == 73
+        for metric in ("AP", "AP50", "APl"):
+            assert arm["metrics"][metric]["values"] == [pytest.approx(evaluated[metric], abs=1e-12)]
