@@ -452,7 +452,7 @@ def _interval_text(ends: Mapping[str, float]) -> str:
 
 
 def _signed(value: float) -> str:
-    return f"{value:+.3f}"
+    return f"{round(value, 3) + 0.0:+.3f}"  # without the sign of -0.0
 
 
 def _plural(number: int, noun: str) -> str:

@@ -296,17 +296,8 @@ def test_a_whole_experiment_of_classifiers(tmp_path: Path, capsys: pytest.Captur
 def test_the_experiment_with_blood_cells(tmp_path: Path) -> None:
     """Every arm, four steps on real photographs of a fold, which are made small."""
     small = ["data.transforms={short_sides: [64], max_size: 96, eval_short_side: 64}", "eval.pictures=0"]
-    arguments = [
-        "run",
-        "bccd",
-        f"data.root={BCCD}",
-        *small,
-        "--quick",
-        "--jobs",
-        "2",
-        "--output",
-        str(tmp_path / "out"),
-    ]
+    options = ["--quick", "--jobs", "2", "--output", str(tmp_path / "out")]
+    arguments = ["run", "bccd", f"data.root={BCCD}", *small, *options]
     assert compare(arguments) == 0
     out = tmp_path / "out-quick"
     document = json.loads((out / "comparison.json").read_text())
@@ -323,6 +314,6 @@ def test_the_experiment_with_blood_cells(tmp_path: Path) -> None:
     assert len({json.dumps(record["data"], sort_keys=True) for record in found.values()}) == 1, "one fold for all"
     for arm in document["arms"]:
         evaluated = json.loads((out / f"runs/{arm['name']}/seed_0_fold_0/evaluation.json").read_text())
-        assert evaluated["num_images"] == 73
+        assert evaluated["num_images"] == found[arm["name"]]["data"]["val"]["images"] == 74
         for metric in ("AP", "AP50", "APl"):
             assert arm["metrics"][metric]["values"] == [pytest.approx(evaluated[metric], abs=1e-12)]
