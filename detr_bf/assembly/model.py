@@ -214,7 +214,7 @@ def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | None:
     settings = config.batch_former
     if not settings.enabled:
         return None
-    with named("batch_former", settings), separate_seed(config.seed, "batch_former"):
+    with named("batch_former", settings), separate_random_numbers():
         return BatchFormerV2(
             config.model.hidden_dim,
             layers=settings.layers,
@@ -233,18 +233,14 @@ def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | None:
 
 
 @contextmanager
-def separate_seed(seed: int, name: str) -> Iterator[None]:
-    """Seed torch's CPU generator for an added module, and restore it at the end of the block.
+def separate_random_numbers() -> Iterator[None]:
+    """Initialise an added module within the block without a change of the random numbers after it.
 
-    The initial weights of the other modules, which use the generator outside of the block, are then the same with and
-    without the added module.
-
-    Args:
-        seed: of the run.
-        name: of the module; modules of different names get different random numbers.
+    The initial weights of the other modules are then the same with and without the added module. Inside the block,
+    torch's CPU generator has a seed that is a function of its state before.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(derive_seed(seed, *name.encode()))
+        torch.default_generator.manual_seed(derive_seed(*torch.get_rng_state().tolist()))
         yield
 
 

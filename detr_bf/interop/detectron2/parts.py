@@ -102,6 +102,11 @@ def build_parts(
     """Return the keyword arguments of ``DetrBf``; see ``build_detr_bf`` in ``meta_arch.py``."""
     if input_format not in ("RGB", "BGR"):
         raise InputError(f"the channel order (INPUT.FORMAT) must be RGB or BGR, got {input_format}")
+    if config.batch_former.until_epoch is not None:
+        raise InputError(
+            f"batch_former.until_epoch={config.batch_former.until_epoch} counts the epochs of detr-bf train, and "
+            "detectron2 trains without epochs: leave it empty"
+        )
     if backbone is None:
         detector = build_model(config, num_classes, pretrained=pretrained)
     else:

@@ -225,6 +225,13 @@ def test_what_unused_maps_are_made_of_does_not_learn(tiny_cfg: Cfg, inputs: Inpu
     assert model.detector.backbone.body.fpn_output5.weight.requires_grad
 
 
+def test_epochs_of_batch_attention_are_refused(tiny_cfg: Cfg) -> None:
+    cfg = tiny_cfg(batch_former=True)
+    cfg.MODEL.DETR_BF.BATCHFORMER.UNTIL_EPOCH = 3
+    with pytest.raises(InputError, match="detectron2 trains without epochs"):
+        build_d2_model(cfg)
+
+
 def test_settings_of_our_backbones_are_refused_for_theirs(tiny_cfg: Cfg) -> None:
     cfg = tiny_cfg(d2_backbone=True)
     cfg.MODEL.DETR_BF.BACKBONE.FROZEN_STAGES = 5
