@@ -8,6 +8,8 @@ detr-bf compare RUN RUN ...                 compare existing run folders; the se
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,11 +27,13 @@ from detr_bf.comparison.runner import (
     unfinished_cells,
     write_slurm_script,
 )
-from detr_bf.config import packaged_experiments
+from detr_bf.config import packaged_experiments, parse_override
 from detr_bf.errors import InputError
 from detr_bf.files import check_output_folder, is_folder, make_output_folder
 from detr_bf.progress import setup_logging
-from detr_bf.text import printable, safe_message
+from detr_bf.text import listed, printable, safe_message
+
+logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,13 +105,20 @@ def _run(options: argparse.Namespace) -> int:
         raise InputError("--print and --slurm exclude each other")
     experiment = read_experiment(_experiment_file(options.file), options.settings, quick=options.quick)
     output = options.output or Path("runs") / "compare" / experiment.name
-    folder = ExperimentFolder(output.with_name(f"{output.name}-quick") if options.quick else output)
-    cells = unfinished_cells(experiment, folder)
+    text = f"{os.path.normpath(output)}{'-quick' if options.quick else ''}"
+    if "${" in text or parse_override(f"output_dir={text}/x") != {"output_dir": f"{text}/x"}:
+        raise InputError(f"--output {printable(text)} has characters with a meaning in YAML: choose another folder")
+    folder = ExperimentFolder(Path(text))
+    known = set(experiment.cells())
+    cells = unfinished_cells(experiment, folder, write_records=not options.print)
     if options.print:
         for cell in cells:
             print(safe_message(shell_line(command_of(experiment, folder, cell), options.threads)))
         return 0
     check_output_folder(folder.path, "--output")
+    from detr_bf.comparison.page import check_result_files
+
+    check_result_files(folder.path)
     if options.slurm:
         if not cells:
             raise InputError("all cells are finished: there is nothing to submit")
@@ -117,6 +128,8 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     check_data(experiment, cells)
     folder.describe(experiment)
+    if others := [cell.name for cell in folder.trained() if cell.arm in experiment.arms and cell not in known]:
+        logger.warning("the report includes cells that the experiment file does not have: %s", listed(others))
     runner = CellRunner(experiment, folder, options.jobs or experiment.jobs, options.threads, options.discard_weights)
     runner.train(cells)
     if options.discard_weights:
@@ -124,14 +137,24 @@ def _run(options: argparse.Namespace) -> int:
             if folder.record(cell).exists():
                 remove_weights(folder.run(cell))
     if len(runner.failures) < len(cells) or not cells:
-        _write(collect(folder), folder.path)
+        try:
+            _write(collect(folder), folder.path)
+        except InputError as error:
+            if not runner.failures:
+                raise
+            logger.error("no report: %s", error)
     runner.raise_failures()
     return 0
 
 
 def _experiment_file(text: str) -> Path:
+    """Return the path of an experiment file, given by its path or by the name of a packaged one."""
     known = packaged_experiments()
-    return known[text] if text in known and not Path(text).is_file() else Path(text)
+    if text in known and not Path(text).is_file():
+        return known[text]
+    if Path(text).suffix or os.path.lexists(text):
+        return Path(text)
+    raise InputError(f"{printable(text)} is neither a file nor a packaged experiment: {listed(sorted(known))}")
 
 
 def _report(options: argparse.Namespace) -> int:

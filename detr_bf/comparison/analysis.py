@@ -45,6 +45,7 @@ def analyze(
     baseline: str,
     arms: Mapping[str, Sequence[str]],
     contrasts: Sequence[tuple[str, str]] = (),
+    contrasts_only: bool = False,
     primary: str | None = None,
     resamples: int = 2000,
     seed: int = 0,
@@ -62,6 +63,7 @@ def analyze(
         baseline: the arm that the others are compared with.
         arms: name -> overrides of each arm, in the order of the report.
         contrasts: further pairs of arms to compare, the second taken from the first.
+        contrasts_only: do not compare the other arms with the baseline, which is then that of the costs alone.
         primary: the metric that the verdicts are about; by default AP, PQ or top1.
         resamples: bootstrap resamples of the images.
         seed: of the resamples.
@@ -81,7 +83,9 @@ def analyze(
     found = resample(tables, resamples, seed)
     primary = _measured(primary or _PRIMARY[next(iter(tables.values())).kind], next(iter(found.values())).values)
     share, present = _test_share(records), [name for name in arms if name not in missing]
-    planned = [*((name, baseline) for name in present), *(pair for pair in contrasts if baseline not in pair)]
+    planned = [*contrasts]
+    if not contrasts_only:
+        planned = [*((name, baseline) for name in present), *(pair for pair in contrasts if baseline not in pair)]
     compared = _differences(planned, primary, records, found, share)
     document = {
         "format": RESULT_FORMAT,
@@ -97,7 +101,8 @@ def analyze(
         "circumstances": _circumstances(records),
     }
     images = {key: len(cell.image_ids) for key, cell in found.items()}
-    return document | {"sentences": list(_sentences(document, records, images, missing))}
+    asked = [name for pair in planned for name in pair]
+    return document | {"sentences": list(_sentences(document, records, images, missing, asked))}
 
 
 def _measured(primary: str, values: Mapping[str, float]) -> str:
@@ -326,7 +331,11 @@ def _circumstances(records: Mapping[_Key, _Record]) -> dict[str, Any]:
 
 
 def _sentences(
-    document: Mapping[str, Any], records: Mapping[_Key, _Record], images: Mapping[_Key, int], missing: Sequence[str]
+    document: Mapping[str, Any],
+    records: Mapping[_Key, _Record],
+    images: Mapping[_Key, int],
+    missing: Sequence[str],
+    asked: Sequence[str],
 ) -> Iterator[str]:
     primary, baseline = document["primary"], document["baseline"]
     differences = [*document["differences"], *document["contrasts"]]
@@ -335,11 +344,11 @@ def _sentences(
         total = sum({fold: images[difference["arm"], seed, fold] for seed, fold in pairs}.values())
         yield _finding(difference, primary, f"{_pairs_text(pairs)}, {total} images")
         yield from _unpaired(difference["arm"], difference["against"], pairs, records)
-    compared = {difference["arm"] for difference in differences}
+    compared = {difference[side] for difference in differences for side in ("arm", "against")}
     for arm in document["arms"]:
-        if arm["name"] != baseline and arm["name"] not in compared:
+        if arm["name"] in asked and arm["name"] not in {baseline, *compared}:
             name = printable(arm["name"])
-            yield f"{name} is not compared: none of its cells has the seed and fold of a cell of {printable(baseline)}."
+            yield f"{name} is not compared: none of its cells has the seed and fold of a cell of the other arm."
     if missing:
         yield f"Without a finished cell, and therefore left out: {listed(missing)}."
     if differences:
@@ -347,6 +356,9 @@ def _sentences(
         yield from _exploratory(differences, primary)
     if len(document["circumstances"]["machines"]) > 1:
         yield "The cells ran on different machines: the ratios of times contain the differences between them."
+    commits = dict.fromkeys(str(record["machine"].get("commit", "unknown"))[:12] for record in records.values())
+    if len(commits) > 1:
+        yield f"The cells were trained with {len(commits)} versions of the code (commits {listed(commits)})."
     yield from _uneven(records)
 
 
@@ -406,8 +418,7 @@ def _tests(differences: Sequence[Mapping[str, Any]], primary: str) -> Iterator[s
         )
     else:
         yield (
-            f"The {exact} sign-flip p is given beside the interval; it does not take the choice of the test images "
-            "into account and decides no verdict."
+            f"The {exact} sign-flip p does not take the choice of the test images into account and decides no verdict."
         )
 
 
@@ -452,7 +463,9 @@ def _interval_text(ends: Mapping[str, float]) -> str:
 
 
 def _signed(value: float) -> str:
-    return f"{round(value, 3) + 0.0:+.3f}"  # without the sign of -0.0
+    if 0 < abs(value) < 0.0005:
+        return f"{value:+.1g}"
+    return f"{value + 0.0:+.3f}"  # without the sign of -0.0
 
 
 def _plural(number: int, noun: str) -> str:

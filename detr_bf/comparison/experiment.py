@@ -29,7 +29,10 @@ from detr_bf.config import (
 from detr_bf.errors import InputError, prefix_errors
 from detr_bf.text import listed, printable
 
-KEYS = ("base", "overrides", "arms", "baseline", "contrasts", "seeds", "folds", "jobs", "primary", "title", "resamples")
+KEYS = (
+    *("base", "overrides", "arms", "baseline", "contrasts", "contrasts_only", "seeds", "folds", "jobs", "primary"),
+    *("title", "resamples"),
+)
 REQUIRED = ("base", "arms", "seeds")
 ARM_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 FOLD_KEYS = ("data.folds", "data.fold")
@@ -37,6 +40,7 @@ RESAMPLES = 2000  # of the bootstrap over images, unless the file states a numbe
 QUICK = ("train.max_steps=4",)
 QUICK_RESAMPLES = 50
 MOST = {"seeds": 1000, "folds": 100, "jobs": 1000, "resamples": 100_000}
+CLASS_METRIC = "AP/"  # and the name of a class: its AP
 _BOX_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 _PANOPTIC_METRICS = ("PQ", "SQ", "RQ", "PQ_th", "PQ_st")
 _CLASSIFIER_METRICS = ("top1", "balanced", "many", "medium", "few")
@@ -73,6 +77,7 @@ class Experiment:
         extra: settings of all cells after those of the arm, from the command line.
         configs: config of each arm, with the first seed and fold.
         contrasts: pairs of arms to compare besides each arm with the baseline.
+        contrasts_only: compare these pairs alone, which may then include the baseline.
         num_folds: None without ``folds``.
         folds: indices of the folds to train; ``(None,)`` without ``folds``.
         primary: the metric that the verdict is about.
@@ -87,6 +92,7 @@ class Experiment:
     configs: Mapping[str, RunConfig]
     baseline: str
     contrasts: tuple[tuple[str, str], ...]
+    contrasts_only: bool
     seeds: tuple[int, ...]
     num_folds: int | None
     folds: tuple[int | None, ...]
@@ -155,6 +161,7 @@ def read_experiment(path: Path, extra: Sequence[str] = (), *, quick: bool = Fals
             configs=configs,
             baseline=_arm(tree.get("baseline", next(iter(arms))), arms, "baseline"),
             contrasts=_contrasts(tree, arms),
+            contrasts_only=bool(tree.get("contrasts_only")),
             seeds=seeds[:1] if quick else seeds,
             num_folds=folds,
             folds=tuple(range(1 if quick else folds)) if folds else (None,),
@@ -368,12 +375,15 @@ def _contrasts(tree: Mapping[str, Any], arms: Mapping[str, Any]) -> tuple[tuple[
             f"{printable(repr(value))}"
         )
     pairs = [(_arm(one, arms, "contrasts"), _arm(other, arms, "contrasts")) for one, other in value]
-    baseline = _arm(tree.get("baseline", next(iter(arms))), arms, "baseline")
+    only = tree.get("contrasts_only", False)
+    if type(only) is not bool or (only and not pairs):
+        raise InputError(f"contrasts_only must be true or false, and needs contrasts; got {printable(repr(only))}")
+    baseline = None if only else _arm(tree.get("baseline", next(iter(arms))), arms, "baseline")
     for index, pair in enumerate(pairs):
         if len(set(pair)) < 2 or baseline in pair or pair in pairs[:index] or pair[::-1] in pairs[:index]:
             raise InputError(
                 f"contrasts: [{', '.join(pair)}] must be two different arms, none of them the baseline (every arm is "
-                "compared with it anyway), and given once"
+                "compared with it anyway, unless contrasts_only is true), and given once"
             )
     return tuple(pairs)
 
@@ -383,11 +393,11 @@ def _primary(tree: Mapping[str, Any], config: RunConfig) -> str:
     value = _text(tree, "primary", default)
     known: tuple[str, ...] = ()
     if isinstance(config, DetectionConfig):
-        known = (*_BOX_METRICS, *(_PANOPTIC_METRICS if default == "PQ" else ()))
+        known = _PANOPTIC_METRICS if default == "PQ" else _BOX_METRICS
     elif isinstance(config, ClassifierConfig):
         known = _CLASSIFIER_METRICS
-    if value not in known and not (isinstance(config, DetectionConfig) and value.startswith("AP/")):
-        classes = ", AP/CLASS" if isinstance(config, DetectionConfig) else ""
+    if value not in known and not (default == "AP" and value.startswith(CLASS_METRIC)):
+        classes = f", {CLASS_METRIC}CLASS" if default == "AP" else ""
         raise InputError(f"primary must be one of {', '.join(known)}{classes}; got '{printable(value)}'")
     return value
 

@@ -51,7 +51,7 @@ _COLUMNS = (
         "seeds_high",
         "images_low",
     ),
-    *("images_high", "both_low", "both_high", "p", "p_holm", "detectable", "verdict"),
+    *("images_high", "both_low", "both_high", "p", "p_holm", "p_sign_flip", "detectable", "verdict"),
 )
 _NOTHING = "—"
 _CLASS = "AP/"  # prefix of the metrics of classes
@@ -78,6 +78,20 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 """
 
 
+def check_result_files(folder: Path) -> None:
+    """Check that no file of other origin has the name of a result.
+
+    Raises:
+        InputError: one has.
+    """
+    for name, mark in _MARKS.items():
+        if (folder / name).is_file() and mark not in (folder / name).read_text(encoding="utf-8", errors="replace"):
+            raise InputError(
+                f"{printable(folder / name)} was not written by a comparison and would be replaced: choose another "
+                "folder or rename it"
+            )
+
+
 def write_page(document: Document, folder: str | Path) -> Path:
     """Write ``comparison.json``, ``comparison.csv`` and ``index.html`` into a folder; return the path of the page.
 
@@ -94,12 +108,7 @@ def write_page(document: Document, folder: str | Path) -> Path:
         )
     document = json.loads(json.dumps(document, allow_nan=False))
     folder = Path(folder)
-    for name, mark in _MARKS.items():
-        if (folder / name).is_file() and mark not in (folder / name).read_text(encoding="utf-8", errors="replace"):
-            raise InputError(
-                f"{printable(folder / name)} was not written by a comparison and would be replaced: choose another "
-                "folder or rename it"
-            )
+    check_result_files(folder)
     title = document.get("title") or "Comparison"
     page, table = html_page(title, "\n".join(_sections(document, title)), _STYLE), _csv(document)
     write_json(folder / _JSON, document)
@@ -185,7 +194,7 @@ def _csv(document: Document) -> str:
 
 def _csv_numbers(change: Difference) -> list[Any]:
     ends = [(change.get(kind) or {}).get(end) for kind in ("seeds", "images", "both") for end in ("low", "high")]
-    return [change.get("mean"), *ends, *(change.get(name) for name in ("p", "p_holm", "detectable", "verdict"))]
+    return [change.get("mean"), *ends, *(change.get(name) for name in _COLUMNS[-5:])]
 
 
 def _sections(document: Document, title: str) -> Iterator[str]:
@@ -228,22 +237,25 @@ def _header(document: Document, title: str) -> str:
 def _main_difference(document: Document) -> str:
     changes = _changes(document, document["primary"])
     if not changes:
-        return _note("There is no difference to show: no arm has a run that pairs with one of the baseline.")
+        return _note("There is no difference to show: no arm was compared with the baseline.")
     plot = _figure(forest_plot(changes, document["primary"]), _in_words(document, document["primary"]), "plot")
     left = [arm["name"] for arm in document["arms"] if arm["name"] not in (document["baseline"], *changes)]
-    note = _note(f"Without a run that pairs with one of the baseline: {', '.join(map(printable, left))}." * bool(left))
+    note = _note(f"Not compared with the baseline: {', '.join(map(printable, left))}." * bool(left))
     return plot + _difference_table(changes, "Differences from the baseline") + note
 
 
 def _difference_table(changes: Mapping[str, Difference], label: str, names: str = "Arm") -> str:
     """Return a table of differences; keys are the names of the rows, ``names`` is the title of their column."""
-    titles = ("Difference", "Over both", "Holm p", "Verdict", "Over seeds", "Over images", "p", "Detectable", "Pairs")
+    titles = (
+        *("Difference", "Over both", "Holm p", "Verdict", "Over seeds", "Over images", "p", "Sign-flip p"),
+        *("Detectable", "Pairs"),
+    )
     rows = []
     for name, change in changes.items():
         both, seeds, images = (span_text(change.get(kind)) or _NOTHING for kind in ("both", "seeds", "images"))
         verdict, others = change.get("verdict") or _NOTHING, (percent(change.get("detectable")), str(_runs(change)))
-        significance = _p(change.get("p_holm")), _p(change.get("p"))
-        cells = [signed(change["mean"]), both, significance[0], verdict, seeds, images, significance[1], *others]
+        p, p_holm, p_sign_flip = (_p(change.get(name)) for name in ("p", "p_holm", "p_sign_flip"))
+        cells = [signed(change["mean"]), both, p_holm, verdict, seeds, images, p, p_sign_flip, *others]
         rows.append((name, cells))
     return _table(label, [names, *titles], rows)
 

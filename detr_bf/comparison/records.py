@@ -14,6 +14,7 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from detr_bf.comparison.experiment import (
     default_primary,
     flat_settings,
 )
-from detr_bf.config import RunConfig, saved_config
+from detr_bf.config import RunConfig, load_config, saved_config
 from detr_bf.engine import RunFolder
 from detr_bf.errors import InputError
 from detr_bf.files import read_json, read_records, write_json
@@ -79,6 +80,7 @@ class ExperimentFolder:
             "title": experiment.title,
             "baseline": experiment.baseline,
             "contrasts": [list(pair) for pair in experiment.contrasts],
+            "contrasts_only": experiment.contrasts_only,
             "primary": experiment.primary,
             "resamples": experiment.resamples,
             "arms": {name: list(own) for name, own in experiment.arms.items()},
@@ -140,13 +142,19 @@ def _cost(run: RunFolder, config: RunConfig, windows: Sequence[Mapping[str, Any]
     }
 
 
-def num_rows(config: RunConfig) -> int:
-    """Return the rows of a training batch behind batch attention: the batch size times the number of streams."""
+def num_rows(config: RunConfig) -> float:
+    """Return the rows of a training batch behind batch attention: the batch size times the number of streams.
+
+    With ``batch_former.until_epoch`` it is the mean over all epochs.
+    """
     plugins = getattr(config, "plugins", None)
     found = [getattr(config, "batch_former", None), getattr(plugins, "batchformer_v2", None)]
     streams = any(each.enabled and getattr(each, "mode", "") != "single_stream" for each in found if each is not None)
     v1 = getattr(plugins, "batchformer", None)  # its second stream is the one of a shared classifier
-    return config.train.batch_size * (2 if streams or (v1 is not None and v1.enabled and v1.shared_classifier) else 1)
+    if not (streams or (v1 is not None and v1.enabled and v1.shared_classifier)):
+        return config.train.batch_size
+    ends = getattr(found[0], "until_epoch", None)
+    return config.train.batch_size * (2 if ends is None else 1 + ends / config.train.epochs)
 
 
 def read_cell(path: Path) -> dict[str, Any]:
@@ -202,6 +210,7 @@ def _read_description(path: Path) -> dict[str, Any]:
     if not (
         found.get("format") == EXPERIMENT_FORMAT
         and all(isinstance(found.get(key), str) for key in ("title", "baseline", "primary"))
+        and type(found.get("contrasts_only")) is bool
         and type(resamples) is int
         and 1 <= resamples <= MOST["resamples"]
         and isinstance(arms, dict)
@@ -229,9 +238,22 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def changed_settings(one: Mapping[str, Any], other: Mapping[str, Any], ignored: Sequence[str] = ()) -> list[str]:
-    """Return the keys whose values differ, without those that have no influence on a run, sorted."""
+    """Return the keys whose values differ, without those that have no influence on a run, sorted.
+
+    A key that one side lacks, because its record is older than the setting, has its default there.
+    """
     keys = ({*one} | {*other}) - {*NOT_COMPARED, *ignored}
-    return sorted(key for key in keys if one.get(key) != other.get(key))
+    defaults = _defaults(str(other.get("task", one.get("task"))))
+    return sorted(key for key in keys if one.get(key, defaults.get(key)) != other.get(key, defaults.get(key)))
+
+
+@lru_cache
+def _defaults(task: str) -> dict[str, Any]:
+    """Return the default of every setting of a task; none for an unknown one."""
+    try:
+        return flat_settings(load_config(None, [f"task={task}"]))
+    except InputError:
+        return {}
 
 
 # Input of a report.
@@ -336,6 +358,7 @@ def _arguments(
         "baseline": base,
         "arms": {name: list(overrides[name]) for name in names},
         "contrasts": [(one, other) for one, other in description.get("contrasts", ()) if {one, other} <= {*names}],
+        "contrasts_only": description.get("contrasts_only", False),
         "primary": primary or description.get("primary") or default_primary(first[base]),
         "resamples": description.get("resamples", RESAMPLES),
     }

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from detr_bf.comparison.experiment import Experiment, ExperimentCell, flat_settings
+from detr_bf.comparison.experiment import CLASS_METRIC, Experiment, ExperimentCell, flat_settings
 from detr_bf.comparison.records import ExperimentFolder, cell_record, changed_settings, read_cell
 from detr_bf.config import RunConfig, config_to_dict, saved_config
 from detr_bf.engine import RunFolder
@@ -35,8 +35,13 @@ _LAYOUT = "{desc}: {n_fmt} of {total_fmt} cells{postfix}"
 LINES_OF_A_FAILURE = 15
 
 
-def unfinished_cells(experiment: Experiment, folder: ExperimentFolder) -> list[ExperimentCell]:
-    """Return the cells to train, in order, and write the records of runs that have finished without one.
+def unfinished_cells(
+    experiment: Experiment, folder: ExperimentFolder, *, write_records: bool = True
+) -> list[ExperimentCell]:
+    """Return the cells to train, in order.
+
+    Args:
+        write_records: of runs that have finished without one.
 
     Raises:
         InputError: a record or a run has other settings than the experiment file.
@@ -47,7 +52,7 @@ def unfinished_cells(experiment: Experiment, folder: ExperimentFolder) -> list[E
             _check_settings(experiment, cell, folder.record(cell), read_cell(folder.record(cell))["settings"])
         elif not _is_finished(experiment, folder, cell):
             due.append(cell)
-        else:
+        elif write_records:
             write_json(folder.record(cell), cell_record(folder.run(cell), cell))
     return due
 
@@ -160,6 +165,19 @@ def check_data(experiment: Experiment, cells: Sequence[ExperimentCell]) -> None:
             known.add(key)
             with prefix_errors(f"arm {cell.arm}"):
                 task_of(config).check()
+                _check_class(experiment.primary, config)
+
+
+def _check_class(primary: str, config: RunConfig) -> None:
+    """Check that the class of a primary metric ``AP/CLASS`` is in the data.
+
+    Raises:
+        InputError: it is not.
+    """
+    if primary.startswith(CLASS_METRIC):
+        names = task_of(config).load_data().class_map.distinct_names
+        if primary.removeprefix(CLASS_METRIC) not in names:
+            raise InputError(f"primary '{printable(primary)}' names no class of the data; classes: {listed(names)}")
 
 
 # Training.

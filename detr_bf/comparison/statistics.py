@@ -153,7 +153,8 @@ def seeds_and_images_estimate(
             return Estimate(mean)
         [covariance] = covariances.values()
         of_mean = float(covariance.mean())
-        joint = max(0.0, float(np.trace(covariance)) / count - of_mean) / (count - 1)
+        # the covariance of two pairs is at least 0, so that the joint effect is at most the variance of the mean
+        joint = min(of_mean, max(0.0, float(np.trace(covariance)) / count - of_mean) / (count - 1))
         runs = float(np.var(means, ddof=1)) / count
         variance = of_mean + max(0.0, runs - joint)
         parts = max(0.0, of_mean - joint) ** 2 / df + joint**2 / (df * (count - 1))
@@ -234,10 +235,11 @@ def detectable_difference(standard_error: float, df: float, power: float = POWER
 
     Args:
         standard_error: of the mean difference; deviation / sqrt(n) for n pairs.
-        df: degrees of freedom; n - 1 for n pairs.
+        df: degrees of freedom; n - 1 for n pairs. Less than 1 counts as 1, the least with a computable power.
         power: probability of telling it.
         alpha: significance level, not corrected for several arms.
     """
+    df = max(df, 1.0)
     bound = float(stats.t.ppf(1 - alpha / 2, df))
     upper = 2 * bound  # half of all experiments reject at about `bound`
     while power_of_t_test(upper, df, alpha) < power:

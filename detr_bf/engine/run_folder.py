@@ -199,7 +199,11 @@ class RunFolder:
             lock.release()
 
     def in_use(self) -> bool:
-        """Return True if a process holds the lock; False if there is no lock file."""
+        """Return True if a process holds the lock; False if there is no lock file.
+
+        Raises:
+            InputError: the lock file cannot be opened.
+        """
         if not self.lock.exists():
             return False
         lock = FileLock(self.lock, timeout=0, fallback_to_soft=False)

@@ -255,3 +255,13 @@ def test_contrasts_equal_the_difference_from_another_baseline() -> None:
         "differences from the baseline exist anyway"
     )
     assert not document_of(cells, contrasts=[("good", "absent")])["contrasts"]
+
+
+def test_contrasts_alone_are_one_family() -> None:
+    found = document_of(some_cells(), contrasts=[("good", "same"), ("same", "off")], contrasts_only=True)
+    [from_baseline], [contrast] = found["differences"], found["contrasts"]
+    assert [(own["arm"], own["against"]) for own in (from_baseline, contrast)] == [("same", "off"), ("good", "same")]
+    both = [own["metrics"]["top1"] for own in (contrast, from_baseline)]
+    assert [own["p_holm"] for own in both] == holm([own["p"] for own in both])
+    assert not any("is not compared" in sentence for sentence in found["sentences"])
+    assert all(arm["cost"]["rows_ratio"] for arm in found["arms"]), "costs are relative to the baseline"

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from detr_bf.comparison.experiment import ExperimentCell, flat_settings, read_experiment
-from detr_bf.config import known_keys, load_config, packaged_configs, packaged_experiments
+from detr_bf.config import load_config, packaged_configs, packaged_experiments
 from detr_bf.errors import InputError
 
 BASE = "model: {num_queries: 7}\ntrain: {epochs: 3}\n"
 ARMS = "arms:\n  off: [batch_former.enabled=false]\n  two_stream: [batch_former.enabled=true]\n"
 VALID = f"base: base.yaml\n{ARMS}seeds: 2\n"
-# bases and settings of these files are on other branches: configs/bccd.yaml, cards.yaml, self_only, data.mixup
 
 
 def write(folder: Path, text: str) -> Path:
@@ -42,10 +41,19 @@ def test_contrasts_are_pairs_of_arms_without_the_baseline(tmp_path: Path) -> Non
         read_experiment(write(tmp_path, text + "contrasts: [[on, off], [off, on]]\n"))
 
 
+def test_contrasts_only_may_name_the_baseline(tmp_path: Path) -> None:
+    text = VALID + "contrasts: [[two_stream, off]]\ncontrasts_only: true\n"
+    found = read_experiment(write(tmp_path, text))
+    assert (found.contrasts, found.contrasts_only) == ((("two_stream", "off"),), True)
+    for wrong in ("contrasts_only: true\n", "contrasts: [[two_stream, off]]\ncontrasts_only: 1\n"):
+        with pytest.raises(InputError, match="contrasts_only must be true or false, and needs contrasts"):
+            read_experiment(write(tmp_path, VALID + wrong))
+
+
 def test_a_cell_has_the_settings_of_its_file_arm_and_seed(tmp_path: Path) -> None:
     text = f"base: base.yaml\noverrides: [train.batch_size=5, train.epochs=9]\n{ARMS}seeds: [4]\n"
     path = write(tmp_path, text.replace("[batch_former.enabled=true]", "[batch_former.heads=2, train.epochs=8]"))
-    found = read_experiment(path, ["data.root=here"] if "data.root" in set(known_keys()) else ["train.log_every=2"])
+    found = read_experiment(path, ["train.log_every=2"])
     config = found.config(ExperimentCell("two_stream", 4, None))
     assert (config.seed, config.batch_former.heads, config.train.batch_size) == (4, 2, 5)
     assert config.train.epochs == 8, "the arm wins over what is common"
@@ -183,7 +191,6 @@ def test_command_line_settings_that_make_arms_equal_are_refused(tmp_path: Path) 
         read_experiment(write(tmp_path, VALID), ["seed=3"])
 
 
-@pytest.mark.skipif("data.folds" not in set(known_keys()), reason="the setting data.folds is on another branch")
 def test_folds_are_cells(tmp_path: Path) -> None:
     found = read_experiment(write(tmp_path, VALID + "folds: 3\n"))
     assert len(found.cells()) == 2 * 3 * 2

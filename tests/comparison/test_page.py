@@ -55,6 +55,7 @@ def difference(values: list[float], primary: bool, rng: np.random.Generator) -> 
         "both": both,
         "p": p,
         "p_holm": min(1.0, 2 * p) if primary and p is not None else None,
+        "p_sign_flip": 0.25 if len(values) > 1 else None,
         "detectable": 0.0187 if len(values) > 1 else None,
         "verdict": verdict,
     }
@@ -224,7 +225,7 @@ def test_every_table_has_the_numbers_of_the_document(tmp_path: Path) -> None:
     def numbers(name: str, change: dict[str, Any]) -> list[str]:
         holm = "—" if change["p_holm"] is None else f"{change['p_holm']:.3f}"
         both, seeds, images = (ends(change[kind], "+") for kind in ("both", "seeds", "images"))
-        others = [seeds, images, f"{change['p']:.3f}", "1.9", str(len(change["values"]))]
+        others = [seeds, images, f"{change['p']:.3f}", "0.250", "1.9", str(len(change["values"]))]
         return [name, hundred(change["mean"], "+"), both, holm, change["verdict"], *others]
 
     names = [arm["name"] for arm in others]
@@ -358,7 +359,7 @@ def test_csv_has_every_number_without_rounding(tmp_path: Path) -> None:
     assert len(rows) == 4 * len(METRICS)
     assert text.splitlines()[0] == (
         "arm,against,metric,cells,mean,low,high,difference,seeds_low,seeds_high,images_low,images_high,both_low,both_high,p,"
-        "p_holm,detectable,verdict"
+        "p_holm,p_sign_flip,detectable,verdict"
     )
     found = {(row["arm"], row["metric"]): row for row in rows}
     assert ('\'=1+2,"x"', "AP") in found, "a spreadsheet must not compute it"
@@ -368,7 +369,7 @@ def test_csv_has_every_number_without_rounding(tmp_path: Path) -> None:
             row, stat = found[name, metric], arm["metrics"][metric]
             values = [stat["mean"], stat["low"], stat["high"], change["mean"]]
             values += [change[kind][end] for kind in ("seeds", "images", "both") for end in ("low", "high")]
-            values += [change["p"], change["p_holm"], change["detectable"]]
+            values += [change[name] for name in ("p", "p_holm", "p_sign_flip", "detectable")]
             assert list(row.values())[4:-1] == ["" if value is None else repr(value) for value in values]
             assert row["verdict"] == change["verdict"]
     assert found["off", "AP"]["difference"] == found["off", "AP"]["verdict"] == ""
@@ -487,7 +488,7 @@ def test_missing_values_are_dashes(tmp_path: Path) -> None:
     assert page.tables["AP by class"][2][2] == "—"
     assert [row[-1] for row in page.tables["Means of the arms"]] == ["APl", *["—"] * 6]
     assert page.tables["Cost"][3:5] == [["duplicate", "—", "—", "—"], ["self_only", "—", "—", "—"]]
-    assert "Without a run that pairs with one of the baseline: single_stream." in everything
+    assert "Not compared with the baseline: single_stream." in everything
     assert "The configs of the arms do not differ." in everything
     assert "Nothing was recorded." in everything
     assert len(page.images) == 1 + 4 + 4 + 3, "no plot of the metric without values"

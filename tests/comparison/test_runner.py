@@ -19,8 +19,8 @@ from filelock import FileLock
 
 from detr_bf.commands.compare import main
 from detr_bf.comparison import runner
-from detr_bf.comparison.experiment import Experiment, ExperimentCell, read_experiment
-from detr_bf.comparison.records import ExperimentFolder, num_rows
+from detr_bf.comparison.experiment import Experiment, ExperimentCell, flat_settings, read_experiment
+from detr_bf.comparison.records import ExperimentFolder, changed_settings, num_rows
 from detr_bf.config import config_to_yaml, load_config
 from detr_bf.engine import RunFolder, RunMarker
 from detr_bf.errors import InputError
@@ -184,6 +184,39 @@ def test_a_failing_cell_is_named_and_the_others_are_trained(
     assert json.loads((file.parent / "out/comparison.json").read_text())["cells"][-1] == "two_stream 1 None"
 
 
+def test_failures_are_named_even_if_nothing_is_left_to_compare(
+    file: Path, fake: Callable[..., Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake({CELLS[1]: 3})
+
+    def nothing(*arguments: object) -> None:
+        raise InputError("there is nothing to compare")
+
+    monkeypatch.setattr("detr_bf.commands.compare.collect", nothing)
+    assert run(file) == 1
+    said = capfd.readouterr().err
+    assert "no report: there is nothing to compare" in said
+    assert "1 of 4 cells failed" in said
+
+
+def test_a_setting_that_is_younger_than_a_record_has_its_default_there() -> None:
+    now = flat_settings(load_config(None, ["batch_former.heads=2"]))
+    before = {key: value for key, value in now.items() if not key.startswith("data.mixup.")}
+    assert changed_settings(now, before) == changed_settings(before, now) == []
+    other = {**now, "data.mixup.prob": 0.5}
+    assert changed_settings(other, before) == ["data.mixup.prob"]
+
+
+@pytest.mark.parametrize("name", ["o #1", "a: b", "${oc.env:HOME}"])
+def test_a_folder_that_settings_cannot_name_is_refused(
+    file: Path, name: str, fake: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake()
+    assert main(["run", str(file), "--output", str(file.parent / name)]) == 2
+    assert "characters with a meaning in YAML" in capsys.readouterr().err
+    assert not (file.parent / "o").exists()
+
+
 def test_cells_that_all_have_bad_input_give_exit_code_2(file: Path, fake: Callable[..., Path]) -> None:
     fake(dict.fromkeys(CELLS, 2))
     assert run(file) == 2
@@ -270,6 +303,7 @@ def test_printed_commands_train_the_unfinished_cells(
     assert main(["run", str(file), "train.max_steps=2", "--output", str(out), "--print"]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert [line.rpartition("/")[0].rpartition("/")[2] for line in lines] == ["two_stream", "off", "two_stream"]
+    assert not (out / "cells").exists(), "nothing is written"
     words = shlex.split(lines[0])
     assert words[:3] == ["env", "OMP_NUM_THREADS=1", "OMP_WAIT_POLICY=passive"]
     assert words[4:7] == ["-m", "detr_bf", "train"]

@@ -20,6 +20,7 @@ from tests.hostile.images import predict
 
 OURS = (  # files that a run writes
     *("config.yaml", "report.html", "results.json", "evaluation.json", "machine.json", "metrics.jsonl", "log.txt"),
+    "cost.json",
     *("last.pt", "best.pt", "previous.pt", "pictures/validation.png", "pictures/mine.jpg"),
 )
 DOTFILES = {
@@ -261,6 +262,7 @@ def cases() -> Iterator[Case]:
         "evaluation.json",
         "machine.json",
         "metrics.jsonl",
+        "cost.json",
         "log.txt",
         "launch.txt",
         "detr_bf-run.json",
@@ -377,6 +379,7 @@ def _run_files() -> tuple[str, ...]:
     """Return the files that resuming may change in the folder ``run``."""
     names = ("config.yaml", "report.html", "results.json", "evaluation.json", "machine.json", "metrics.jsonl")
     more = (
+        "cost.json",
         "log.txt",
         "launch.txt",
         "detr_bf-run.json",

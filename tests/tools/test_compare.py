@@ -144,6 +144,8 @@ def test_spoiled_records_give_a_report_or_an_error(tmp_path: Path, capsys: pytes
         "baseline": "off",
         "primary": "AP",
         "resamples": 50,
+        "contrasts": [],
+        "contrasts_only": False,
         "arms": {"off": [], "bf": ["batch_former.enabled=true"]},
     }
     folder = write_cells(tmp_path, *whole)
@@ -256,6 +258,8 @@ def test_the_fingerprint_of_data_says_what_the_model_sees(base: Path, tmp_path: 
 def test_wrong_arguments_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare(["run", str(tmp_path / "none.yaml")]) == 2
     assert "experiment file not found" in capsys.readouterr().err
+    assert compare(["run", "bcd"]) == 2
+    assert "bcd is neither a file nor a packaged experiment: bccd, " in capsys.readouterr().err
     assert compare(["report", str(tmp_path / "none")]) == 2
     assert "is not a folder" in capsys.readouterr().err
     assert compare(["run", "long_tail_digits", "--print", "--slurm", "x"]) == 2
@@ -263,6 +267,28 @@ def test_wrong_arguments_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     for arguments in ([], ["run"], ["report"]):
         with pytest.raises(SystemExit):
             compare(arguments)
+
+
+def test_what_can_be_known_is_refused_before_training(
+    file: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "index.html").write_text("mine")
+    assert compare(["run", str(file), "--output", str(out)]) == 2
+    assert "index.html was not written by a comparison" in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == ["index.html"]
+    for primary, said in (
+        ("AP/nothing", "names no class of the data; classes: "),
+        ("PQ", "primary must be one of AP,"),
+    ):
+        wrong = file.with_name("wrong.yaml")
+        wrong.write_text(f"{file.read_text()}primary: {primary}\n")
+        assert compare(["run", str(wrong), "--output", str(tmp_path / "other")]) == 2
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "other").exists()
 
 
 def test_a_packaged_experiment_is_found_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
