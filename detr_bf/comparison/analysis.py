@@ -52,10 +52,9 @@ def analyze(
 ) -> dict[str, Any]:
     """Return the result document of a comparison, ready for JSON; equal arguments give an equal document.
 
-    An arm is called better or worse than another in the primary metric if the interval of the difference over new seeds
-    and new images excludes 0, and if the p-value of the same t-test, adjusted for all comparisons (Holm), is below
-    0.05. The exact sign-flip p decides nothing: it cannot be below 2 / 2^n, which is 0.0625 for five pairs, and it does
-    not know of the choice of the test images. The other metrics are exploratory: the interval alone decides.
+    An arm is better or worse than another if the interval of the difference in the primary metric over new seeds and
+    new images excludes 0 and its p, adjusted for all comparisons (Holm), is below 0.05. The sign-flip p decides nothing:
+    it ignores the choice of the test images. The other metrics are exploratory: their interval alone decides.
 
     Args:
         cells: cell records of format ``detr_bf cell 1``.
@@ -65,12 +64,11 @@ def analyze(
         contrasts: further pairs of arms to compare, the second taken from the first.
         contrasts_only: do not compare the other arms with the baseline, which is then that of the costs alone.
         primary: the metric that the verdicts are about; by default AP, PQ or top1.
-        resamples: bootstrap resamples of the images.
-        seed: of the resamples.
+        resamples, seed: of the bootstrap over images.
 
     Raises:
-        InputError: there is no cell of the baseline, a cell is given twice, is damaged, measures another task or other
-            images than the others, or the primary metric was not measured.
+        InputError: the baseline has no cell, a cell is given twice, is damaged or measures another task or other images
+            than the others, or the primary metric was not measured.
     """
     records = _by_key(cells, arms)
     missing = [name for name in arms if not any(key[0] == name for key in records)]
@@ -79,13 +77,12 @@ def analyze(
             f"the baseline '{printable(baseline)}' has no finished cell; arms with finished cells: "
             f"{listed(dict.fromkeys(key[0] for key in records)) or 'none'}"
         )
-    tables = _tables(records, baseline)
+    tables = _tables(records)
     found = resample(tables, resamples, seed)
     primary = _measured(primary or _PRIMARY[next(iter(tables.values())).kind], next(iter(found.values())).values)
     share, present = _test_share(records), [name for name in arms if name not in missing]
-    planned = [*contrasts]
-    if not contrasts_only:
-        planned = [*((name, baseline) for name in present), *(pair for pair in contrasts if baseline not in pair)]
+    others = [] if contrasts_only else [(name, baseline) for name in present]
+    planned = [*others, *(pair for pair in contrasts if contrasts_only or baseline not in pair)]
     compared = _differences(planned, primary, records, found, share)
     document = {
         "format": RESULT_FORMAT,
@@ -100,9 +97,7 @@ def analyze(
         "settings": _settings(records, present),
         "circumstances": _circumstances(records),
     }
-    images = {key: len(cell.image_ids) for key, cell in found.items()}
-    asked = [name for pair in planned for name in pair]
-    return document | {"sentences": list(_sentences(document, records, images, missing, asked))}
+    return document | {"sentences": list(_sentences(document, records, found, missing, planned))}
 
 
 def _measured(primary: str, values: Mapping[str, float]) -> str:
@@ -132,7 +127,7 @@ def _cell_name(key: _Key) -> str:
     return f"the cell of arm {printable(key[0])}, seed {key[1]}{fold}"
 
 
-def _tables(records: Mapping[_Key, _Record], baseline: str) -> dict[_Key, ImageTable]:
+def _tables(records: Mapping[_Key, _Record]) -> dict[_Key, ImageTable]:
     """Read all tables; those of one fold must have the same images.
 
     Raises:
@@ -333,20 +328,21 @@ def _circumstances(records: Mapping[_Key, _Record]) -> dict[str, Any]:
 def _sentences(
     document: Mapping[str, Any],
     records: Mapping[_Key, _Record],
-    images: Mapping[_Key, int],
+    found: Mapping[_Key, Resampled],
     missing: Sequence[str],
-    asked: Sequence[str],
+    planned: Sequence[tuple[str, str]],
 ) -> Iterator[str]:
     primary, baseline = document["primary"], document["baseline"]
     differences = [*document["differences"], *document["contrasts"]]
     for difference in differences:
         pairs = [(seed, fold) for seed, fold in difference["pairs"]]
-        total = sum({fold: images[difference["arm"], seed, fold] for seed, fold in pairs}.values())
+        total = sum({fold: len(found[difference["arm"], seed, fold].image_ids) for seed, fold in pairs}.values())
         yield _finding(difference, primary, f"{_pairs_text(pairs)}, {total} images")
         yield from _unpaired(difference["arm"], difference["against"], pairs, records)
+    asked = {name for pair in planned for name in pair} - {baseline}
     compared = {difference[side] for difference in differences for side in ("arm", "against")}
     for arm in document["arms"]:
-        if arm["name"] in asked and arm["name"] not in {baseline, *compared}:
+        if arm["name"] in asked - compared:
             name = printable(arm["name"])
             yield f"{name} is not compared: none of its cells has the seed and fold of a cell of the other arm."
     if missing:
