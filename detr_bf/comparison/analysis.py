@@ -53,8 +53,8 @@ def analyze(
     """Return the result document of a comparison, ready for JSON; equal arguments give an equal document.
 
     An arm is better or worse than another if the interval of the difference in the primary metric over new seeds and
-    new images excludes 0 and its p, adjusted for all comparisons (Holm), is below 0.05. The sign-flip p decides nothing:
-    it ignores the choice of the test images. The other metrics are exploratory: their interval alone decides.
+    new images excludes 0 and its p, adjusted for all comparisons (Holm), is below 0.05. The sign-flip p, which ignores
+    the choice of the test images, decides nothing. The other metrics are exploratory: their interval alone decides.
 
     Args:
         cells: cell records of format ``detr_bf cell 1``.
