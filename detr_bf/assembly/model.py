@@ -229,6 +229,7 @@ def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | None:
             mask_padding=settings.mask_padding,
             gather=settings.gather,
             until_epoch=settings.until_epoch,
+            log_attention=settings.log_attention,
         )
 
 

@@ -69,6 +69,7 @@ def add_v2(model: nn.Module, settings: BatchFormerV2PluginConfig) -> None:
         heads=settings.heads,
         dropout=settings.dropout,
         gather=settings.gather,
+        log_attention=settings.log_attention,
     )
 
 

@@ -10,6 +10,7 @@ sequence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -43,14 +44,34 @@ class BatchEncoderLayer(nn.TransformerEncoderLayer):
         hidden = relu_dropout(self.linear1(tokens), self._rate(self.dropout.p))
         return self.norm2(residual_dropout(tokens, self.linear2(hidden), self._rate(self.dropout2.p)))
 
+    @torch.no_grad()
+    def attention_weights(
+        self, tokens: Tensor, ignored: Tensor | None = None, exchange: Exchange | None = None
+    ) -> Tensor:
+        """Return the weights of the attention, without dropout, for the arguments of :meth:`forward`.
+
+        Returns:
+            (S, H, B, B) float32 for H heads, with ``exchange`` (P, H, A, A): entry [s, h, i, j] is the weight that
+            token s of image i gives to token s of image j. Rows sum to 1, or to 0 if every image is ignored at s.
+        """
+        query, key, _ = self._packed(tokens, exchange).float().unbind(2)
+        scores = torch.einsum("ishd,jshd->shij", query, key) / math.sqrt(query.shape[-1])
+        if ignored is not None:
+            scores = scores.masked_fill(ignored.T[:, None, None], -math.inf)
+        return scores.softmax(-1).nan_to_num(0.0)
+
     def _attend(self, tokens: Tensor, ignored: Tensor | None, exchange: Exchange | None) -> Tensor:
+        attention = self.self_attn
+        attended = batch_attention_packed(self._packed(tokens, exchange), ignored, self._rate(attention.dropout))
+        attended = attended if exchange is None else exchange.collect(attended)
+        return attention.out_proj(attended.flatten(2))
+
+    def _packed(self, tokens: Tensor, exchange: Exchange | None) -> Tensor:
+        """Return query, key and value (B, S, 3, H, D), with ``exchange`` (A, P, 3, H, D)."""
         attention = self.self_attn
         packed = F.linear(tokens, attention.in_proj_weight, attention.in_proj_bias)
         packed = packed.unflatten(-1, (3, attention.num_heads, attention.head_dim))
-        packed = packed if exchange is None else exchange.spread(packed)
-        attended = batch_attention_packed(packed, ignored, self._rate(attention.dropout))
-        attended = attended if exchange is None else exchange.collect(attended)
-        return attention.out_proj(attended.flatten(2))
+        return packed if exchange is None else exchange.spread(packed)
 
     def _rate(self, dropout: float) -> float:
         return dropout if self.training else 0.0

@@ -51,6 +51,7 @@ class BatchFormerV2(nn.Module):
             uses those of one rank.
         until_epoch: train with batch attention up to this epoch, counted from 0 and exclusive, and as without it from
             there on; None: up to the end. :meth:`begin_epoch` announces the epoch.
+        log_attention: the training step logs :func:`detr_bf.batchformer.inspection.statistics` where it logs the loss.
 
     Raises:
         InputError: no layers, layers that repeat, do not ascend or do not exist, an unknown mode, position or mixer, or
@@ -73,6 +74,7 @@ class BatchFormerV2(nn.Module):
         mask_padding: bool = False,
         gather: bool = False,
         until_epoch: int | None = None,
+        log_attention: bool = False,
     ) -> None:
         super().__init__()
         check_layers(layers, num_encoder_layers, of="the encoder has {} layers")
@@ -90,6 +92,7 @@ class BatchFormerV2(nn.Module):
         self.gather = gather
         self.shared = shared
         self.until_epoch = until_epoch
+        self.log_attention = log_attention
         self._ended = False
         names = [] if mode == "duplicate" else ["shared"] if shared else list(map(str, layers))
         self.mixers = nn.ModuleDict(

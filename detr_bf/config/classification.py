@@ -72,6 +72,7 @@ class BatchFormerV2PluginConfig(InsertedPluginConfig):
 
     layers: Any = field(default_factory=lambda: [7])  # blocks with an insertion: all, or a list counted from 0
     mode: str = choice("two_stream", "single_stream", "duplicate", "self_only")  # see docs/batch_attention.md
+    log_attention: bool = False  # log how much images attend to each other, every train.log_every steps
 
 
 @dataclass

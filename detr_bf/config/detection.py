@@ -105,6 +105,7 @@ class BatchFormerConfig:
     mask_padding: bool = False  # exclude padded positions of the other images from the attention
     gather: bool = False  # attend over the images of all processes in training
     until_epoch: int | None = positive(None)  # train with it for this many epochs, then without; null: to the end
+    log_attention: bool = False  # log how much images attend to each other, every train.log_every steps
     lr_factor: float = not_negative(1.0)  # learning rate as a multiple of optimizer.lr
     weight_decay: float | None = not_negative(None)  # null: optimizer.weight_decay
 

@@ -6,7 +6,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from detr_bf import distributed
 from detr_bf.batchformer import BatchFormerV2
+from detr_bf.batchformer.inspection import SAMPLED_POSITIONS, recorded, statistics
 from detr_bf.losses import LossReport
 
 SAME_SIGNAL_SECONDS = 2.0  # a terminal or scheduler and torchrun may each send the same request to stop
@@ -77,6 +78,7 @@ class TrainingStep(nn.Module):
         self.device = device
         self.precision = precision
         self.epoch = 0
+        self.logs_attention = False  # in the next forward pass, of batch attention with ``log_attention``
 
     def begin_epoch(self, epoch: int) -> None:
         """Announce an epoch, counted from 0, to the modules that depend on it."""
@@ -88,9 +90,18 @@ class TrainingStep(nn.Module):
     def forward(self, batch: TrainingBatch) -> LossReport:
         """Return the losses of a batch, which may be on any device."""
         moved = batch.to(self.device, non_blocking=True)
-        with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
+        logged = [each for each in self.model.modules() if isinstance(each, BatchFormerV2) and each.log_attention]
+        with ExitStack() as stack:
+            stack.enter_context(
+                torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32)
+            )
+            chosen = logged if self.logs_attention else []
+            recordings = [stack.enter_context(recorded(each, SAMPLED_POSITIONS)) for each in chosen]
             outputs = self.model(moved.inputs)
-        return self.criterion(outputs, moved.targets)
+        report = self.criterion(outputs, moved.targets)
+        for recording in recordings:
+            report.logged.update(statistics(recording))
+        return report
 
 
 def wrap_ddp(step: TrainingStep, *, unused_parameters: bool = False) -> nn.Module:

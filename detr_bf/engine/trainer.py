@@ -143,6 +143,7 @@ class Trainer:
         """Run one optimizer step on the mean loss of ``batches``; skip it if the loss or gradient is not finite."""
         settings = self.settings
         self.recovery.begin_step()
+        self.step.logs_attention = (self.progress.step + 1) % settings.log_every == 0
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * self.learning_rate(self.progress.step)
         for number, batch in enumerate(batches, start=1):

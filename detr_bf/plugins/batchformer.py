@@ -125,6 +125,7 @@ def add_batchformer_v2(
     heads: int | None = None,
     dropout: float = 0.5,
     gather: bool = False,
+    log_attention: bool = False,
 ) -> BatchFormerV2Plugin:
     """Add BatchFormerV2 to a timm ViT or DeiT, class token included; evaluation does not change.
 
@@ -136,7 +137,7 @@ def add_batchformer_v2(
         model: the bare model.
         layers: block indices from 0; the default is for ImageNet, ``all`` is for CIFAR-100 and long tails.
         heads: None: as many as the model has.
-        position, shared, mode, num_layers, dropout, gather: see :class:`BatchFormerV2`.
+        position, shared, mode, num_layers, dropout, gather, log_attention: see :class:`BatchFormerV2`.
 
     Raises:
         InputError: the model is unsupported or already has batch attention, layers do not exist, or the position or
@@ -156,6 +157,7 @@ def add_batchformer_v2(
             heads=cast("Any", vit.blocks[0].attn).num_heads if heads is None else heads,
             dropout=dropout,
             gather=gather,
+            log_attention=log_attention,
         )
     )
     plugin.attach(vit)
