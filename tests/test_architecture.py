@@ -71,12 +71,13 @@ ALLOWED: dict[str, set[str]] = {
     "replay": {"errors", "text", "config", "engine", "assembly", "tasks"},
     "run": {"errors", "text", "distributed", "files", "progress", "config", "engine", "report", "assembly", "tasks"},
     "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
+    "analysis": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "assembly", "tasks"},
     "comparison": GROUND | {"config", "data", "evaluation", "report", "engine", "tasks"},
     "models": {"errors", "text", "config", "detectors", "engine", "assembly", "predictor", "tasks", "classification"},
     "commands": GROUND
     | WORK
     | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}
-    | {"tasks", "replay", "run", "planning", "comparison", "models"},
+    | {"tasks", "replay", "run", "planning", "analysis", "comparison", "models"},
     "__init__": {"models", "predictor", "classification"},  # the public names, imported on first use
     "__main__": {"commands"},
     "interop/detectron2": GROUND

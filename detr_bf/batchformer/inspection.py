@@ -65,7 +65,7 @@ def batch_former_of(model: nn.Module) -> BatchFormerV2:
 
 
 @contextmanager
-def two_streams(model: nn.Module) -> Iterator[BatchFormerV2]:
+def attending(model: nn.Module) -> Iterator[BatchFormerV2]:
     """Within the block, evaluate the model without dropout, but with batch attention as in training.
 
     Raises:

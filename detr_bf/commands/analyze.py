@@ -1,7 +1,11 @@
-"""Analyse trained classifiers: writes OUTPUT/NAME.csv and a picture that compares the runs.
+"""Analyse trained detectors and classifiers: writes OUTPUT/NAME.csv and a picture that compares the runs.
 
+detr-bf analyze batch-attention --run runs/mine --output pictures --auto 3
+detr-bf analyze batch-attention --run runs/mine --output pictures --image photo.jpg --point 120,80
 detr-bf analyze attention-entropy --run runs/plain --run runs/broadcasting --output pictures
 detr-bf analyze fgsm --run runs/plain --output pictures --images 10000 --epsilons 1,2 data.root=DIR
+
+Of detectors and classifiers: batch-attention. Of classifiers: the others.
 """
 
 from __future__ import annotations
@@ -10,12 +14,21 @@ import argparse
 import csv
 import io
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 from torch.utils.data import Dataset, Sampler
 
+from detr_bf.analysis.batch_attention import (
+    PlaceAttention,
+    batch_attention,
+    choose_places,
+    draw_batch_attention,
+    place_in,
+)
+from detr_bf.analysis.subjects import load_subject
 from detr_bf.assembly.classification import build_classifier_criterion
 from detr_bf.assembly.classifier_data import build_image_splits
 from detr_bf.assembly.model import device_of
@@ -30,44 +43,100 @@ from detr_bf.files import check_output_file, write_text
 from detr_bf.progress import progress_bar
 from detr_bf.report.figures import FIGURE_SUFFIXES, save_figure
 from detr_bf.tasks.classification import read_classifier
-from detr_bf.text import csv_cell, safe_message
+from detr_bf.text import csv_cell, printable, safe_message
 
 logger = logging.getLogger(__name__)
+
+BATCH_ATTENTION = "batch-attention"
+PLACES = 3  # images with a marked position
+BATCH_SHOWN = 8  # most images of a batch, unless asked for more
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=ANALYSES, metavar="NAME", help=", ".join(ANALYSES))
+    names = [BATCH_ATTENTION, *ANALYSES]
+    parser.add_argument("name", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument(
         "--run", metavar="RUN_OR_FILE", type=Path, action="append", required=True, help="folder or checkpoint, or more"
     )
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="for the table and the picture")
-    parser.add_argument("--images", metavar="N", type=int, help="of the validation split, at random; default by NAME")
+    parser.add_argument(
+        "--images", metavar="N", type=int, help="of the validation split, at random; default by NAME; of a batch"
+    )
     parser.add_argument("--batch-size", metavar="N", type=int, default=64, help="default %(default)s")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     formats = [suffix[1:] for suffix in FIGURE_SUFFIXES]
     parser.add_argument("--format", choices=formats, default="png", help="of the picture; default %(default)s")
     parser.add_argument("--epsilons", metavar="A,B,...", help="fgsm: steps in 255ths; default 0,1,2,4,8")
     parser.add_argument("--patch", metavar="N", type=int, help="occlusion: side of a patch in pixels; default by model")
+    places = parser.add_argument_group(BATCH_ATTENTION)
+    places.add_argument("--image", metavar="NAME", help="validation image with the point; default: random ones")
+    places.add_argument("--point", metavar="X,Y", help="in pixels of the image; default: centre of its largest object")
+    places.add_argument("--auto", metavar="N", type=int, help="so many random images; default 3")
+    places.add_argument("--layer", metavar="N", type=int, help="encoder layer of the maps; default: the first")
+    places.add_argument("--level", metavar="N", type=int, default=0, help="level of the maps; default 0, the finest")
+    places.add_argument("--untrained", action="store_true", help="also show each run before its training")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of all runs, as data.root=DIR")
     options = parser.parse_intermixed_args(arguments)
-    return run_tool(lambda: _run(options))
+    return run_tool(lambda: _batch_attention(options) if options.name == BATCH_ATTENTION else _run(options))
+
+
+def _batch_attention(options: argparse.Namespace) -> int:
+    """Draw the batch attention of some places in all runs."""
+    table, picture = _outputs(options)
+    if options.image and options.auto:
+        raise InputError("--image names one image and --auto chooses some: give one of them")
+    if options.point and not options.image:
+        raise InputError("--point is a point of the image that --image names: give both")
+    overrides = [*options.overrides, f"device={options.device}"]
+    subjects = [load_subject(name, source, overrides) for name, source in run_names(options.run).items()]
+    for other in subjects[1:]:
+        if list(other.names) != list(subjects[0].names):
+            raise InputError(
+                f"{subjects[0].name} and {other.name} have different validation images: give both the same data with "
+                "data.root=DIR, or analyse them one by one"
+            )
+    size = options.images or max(2, min(BATCH_SHOWN, subjects[0].config.train.batch_size))
+    places = choose_places(subjects[0], options.auto or PLACES, size)
+    if options.image:
+        places = [place_in(subjects[0], options.image, parse_point(options.point), size)]
+    found: dict[str, list[PlaceAttention]] = {}
+    for subject in subjects:
+        models = {f"{subject.name}, untrained": subject.untrained()} if options.untrained else {}
+        for name, model in (models | {subject.name: subject.model}).items():
+            found[name] = [
+                batch_attention(subject, place, model=model, layer=options.layer, level=options.level)
+                for place in progress_bar(places, desc=name, unit="image", leave=False)
+            ]
+    return _write(
+        table, picture, draw_batch_attention(found), {k: [r for p in v for r in p.rows()] for k, v in found.items()}
+    )
 
 
 def _run(options: argparse.Namespace) -> int:
     """Analyse every run, write the table and the picture."""
-    table, picture = (options.output / f"{options.name}.{suffix}" for suffix in ("csv", options.format))
-    for path in (table, picture):
-        check_output_file(path, "--output")
+    table, picture = _outputs(options)
     if options.batch_size < 1 or (options.images is not None and options.images < 1):
         raise InputError(f"--batch-size and --images must be 1 or more; got {options.batch_size} and {options.images}")
     analysis = ANALYSES[options.name]
     results = {
         name: analysis.run(make_subject(source, analysis, options)) for name, source in run_names(options.run).items()
     }
-    figure = analysis.draw(results)
-    rows = [{"run": name, **row} for name, result in results.items() for row in result.rows()]
+    return _write(table, picture, analysis.draw(results), {name: result.rows() for name, result in results.items()})
+
+
+def _outputs(options: argparse.Namespace) -> tuple[Path, Path]:
+    """Return the paths of the table and the picture, checked."""
+    table, picture = (options.output / f"{options.name}.{suffix}" for suffix in ("csv", options.format))
+    for path in (table, picture):
+        check_output_file(path, "--output")
+    return table, picture
+
+
+def _write(table: Path, picture: Path, figure: Figure, results: Mapping[str, Sequence[Mapping[str, object]]]) -> int:
+    """Write the rows of each run, and the figure."""
+    rows = [{"run": name, **row} for name, own in results.items() for row in own]
     write_table(table, rows)
     save_figure(picture, figure)
     print(safe_message(f"{len(rows)} rows of {len(results)} runs: {table}, {picture.name}"))
@@ -145,6 +214,17 @@ def load_batches(
         for reason in batch.replaced:
             logger.warning("unreadable image replaced by another: %s", reason)
         yield batch
+
+
+def parse_point(text: str | None) -> tuple[float, float] | None:
+    """Parse ``120,80``, in pixels."""
+    if text is None:
+        return None
+    try:
+        x, y = (float(number) for number in text.split(","))
+    except ValueError as error:
+        raise InputError(f"--point must be two numbers such as 120,80; got '{printable(text)}'") from error
+    return x, y
 
 
 def parse_epsilons(text: str | None) -> Sequence[float]:

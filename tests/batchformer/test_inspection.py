@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerLayer, BatchFormerV2
 from detr_bf.batchformer.inspection import (
+    attending,
     batch_entropy,
     batch_former_of,
     recorded,
     share_of_others,
     statistics,
     stream_distance,
-    two_streams,
 )
 from detr_bf.config import load_config
 from detr_bf.engine import RunFolder
@@ -102,7 +102,7 @@ def test_two_streams_without_dropout(mode: str) -> None:
     network.batch_former.begin_epoch(5)
     network.layers[1].eval()
     modes = [module.training for module in network.modules()]
-    with two_streams(network) as batch_former:
+    with attending(network) as batch_former:
         first, second = network(batch()), network(batch())
         assert batch_former.num_streams == first.num_streams == 2
     assert torch.equal(first.tokens, second.tokens)
@@ -125,7 +125,7 @@ def test_statistics_equal_loops() -> None:
     padded[0, 3:] = padded[2, 5:] = True
     network = encoder(layers=[1], num_layers=2)
     network.eval()
-    with two_streams(network), recorded(network.batch_former) as recording:
+    with attending(network), recorded(network.batch_former) as recording:
         network(batch(padded))
     found = statistics(recording)
     for depth, name in ((0, "attention/1"), (1, "attention/1.1")):

@@ -19,7 +19,6 @@ from matplotlib.font_manager import fontManager
 from PIL import Image
 from torch import Tensor
 
-from detr_bf.classification.analysis.figures import Cell, add_legend, draw_sheet, one_plot
 from detr_bf.classification.metrics import ClassAccuracy, ClassificationResult
 from detr_bf.classification.report.figures import save_class_accuracies, save_confusion
 from detr_bf.classification.report.sheet import ClassifiedImage, classification_sheet
@@ -37,7 +36,7 @@ from detr_bf.report import (
     tolerating,
 )
 from detr_bf.report.drawing import draw_boxes
-from detr_bf.report.figures import save_figure
+from detr_bf.report.figures import Cell, add_legend, draw_sheet, one_plot, save_figure
 from detr_bf.report.fonts import legible, load_font, plain, shorten
 from detr_bf.report.panoptic import draw_panoptic
 from detr_bf.structures import ClassMap, Detections, PanopticMap, Segment

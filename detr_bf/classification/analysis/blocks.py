@@ -18,14 +18,13 @@ from timm.layers.attention import Attention
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from detr_bf.classification.analysis.figures import add_legend, count_layers, one_plot, run_colours
 from detr_bf.classification.analysis.subject import evaluating, hooked, moved
 from detr_bf.classification.batch import LabelledImages
 from detr_bf.errors import InputError
 from detr_bf.plugins import ContextBroadcasting
 from detr_bf.plugins.diverse_patch import cosine_loss
 from detr_bf.plugins.plugin import patches_of, require_vit
-from detr_bf.report.figures import INK
+from detr_bf.report.figures import INK, add_legend, count_layers, one_plot, run_colours
 from detr_bf.report.fonts import plain
 
 LOW, HIGH = 15, 85  # percentiles, as in figures 4 and 7 of Context Broadcasting

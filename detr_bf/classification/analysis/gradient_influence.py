@@ -17,11 +17,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from detr_bf.classification.analysis.figures import add_legend, one_plot, run_colours
 from detr_bf.classification.analysis.subject import Loss, hooked, moved, two_streams
 from detr_bf.classification.batch import LabelledImages
 from detr_bf.errors import InputError
 from detr_bf.losses.classification import check_labels
+from detr_bf.report.figures import add_legend, one_plot, run_colours
 from detr_bf.report.fonts import plain
 
 

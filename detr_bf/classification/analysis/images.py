@@ -17,12 +17,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.classification.analysis.figures import Cell, check_same_images, draw_sheet
 from detr_bf.classification.analysis.subject import Pixels, evaluating, hooked, moved, two_streams
 from detr_bf.classification.batch import LabelledImages
 from detr_bf.errors import InputError
 from detr_bf.losses.classification import check_labels
 from detr_bf.plugins.plugin import patches_of, require_vit
+from detr_bf.report.figures import Cell, check_same_images, draw_sheet
 from detr_bf.text import printable
 
 _STEMS = ("patch_embed", "stem")  # modules with the only convolutions of transformers and MLP networks

@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from detr_bf.classification.analysis.figures import add_legend, one_plot, run_colours
 from detr_bf.classification.analysis.subject import EPSILONS, Pixels, evaluating, moved
 from detr_bf.classification.batch import LabelledImages
 from detr_bf.errors import InputError
 from detr_bf.losses.classification import check_labels
+from detr_bf.report.figures import add_legend, one_plot, run_colours
 from detr_bf.report.fonts import plain
 
 SHARES = tuple(n / 10 for n in range(10))

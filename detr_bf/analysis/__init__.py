@@ -1,0 +1,1 @@
+"""Analyses of trained detectors, and those that detectors and classifiers share, for ``detr-bf analyze``."""

@@ -1,0 +1,194 @@
+"""Trained models with images of their validation split, for pictures of what happens inside them.
+
+Shape legend: B images, T objects of an image, S tokens, h x w cells of a feature map.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+from torchvision.ops import box_convert
+
+from detr_bf.assembly.classifier_data import build_image_splits
+from detr_bf.assembly.data import build_val_data
+from detr_bf.assembly.model import device_of
+from detr_bf.classification.analysis import Pixels
+from detr_bf.classification.batch import LabelledImages
+from detr_bf.config import ClassifierConfig, DetectionConfig, RunConfig, config_from_dict
+from detr_bf.data.batches import SampleKey
+from detr_bf.engine import build_and_load, checkpoint_of, load_checkpoint
+from detr_bf.errors import InputError
+from detr_bf.structures import Batch, TokenBatch
+from detr_bf.tasks import task_of
+from detr_bf.text import listed, printable
+
+
+class Level(NamedTuple):
+    """A feature map within the tokens."""
+
+    start: int  # index of its first token
+    height: int  # cells
+    width: int
+
+
+@dataclass(frozen=True)
+class ShownImage:
+    """An image of a batch as a picture."""
+
+    name: str
+    picture: np.ndarray  # (h, w, 3) float from 0 to 1, as the model gets it, without padding
+    original_size: tuple[int, int]  # height and width of the file in pixels
+    boxes: np.ndarray  # (T, 4) float, x0, y0, x1, y1 in pixels of the picture; none for classifiers
+
+
+@dataclass(frozen=True)
+class ShownBatch:
+    """A batch for a model, and its images as pictures in its upper left corner."""
+
+    inputs: Any  # argument of the model
+    images: tuple[ShownImage, ...]
+    size: tuple[int, int]  # height and width in pixels, with padding
+
+
+class Subject(ABC):
+    """A trained model in evaluation mode, and its validation images.
+
+    Args:
+        name: of the run.
+        config: of the run.
+        num_classes: of the checkpoint.
+    """
+
+    def __init__(self, name: str, model: nn.Module, config: RunConfig, num_classes: int) -> None:
+        self.name = name
+        self.device = device_of(config)
+        self.model = model.to(self.device).eval()
+        self.config = config
+        self.num_classes = num_classes
+
+    @property
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """Names of all validation images."""
+
+    @abstractmethod
+    def load(self, indices: Sequence[int]) -> ShownBatch:
+        """Return a batch of validation images."""
+
+    @abstractmethod
+    def levels(self, tokens: TokenBatch, batch: ShownBatch) -> list[Level]:
+        """Return the feature maps in the tokens of a batch, finest first."""
+
+    def untrained(self) -> nn.Module:
+        """Return the model as it was before training."""
+        task = task_of(self.config)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.config.seed)
+            model = task.build_model(self.num_classes, pretrained=not self.config.init_from)
+            task.initialize(model)
+        return model.to(self.device).eval()
+
+    def find(self, name: str) -> int:
+        """Return the index of an image, given by its file name with or without folders.
+
+        Raises:
+            InputError: there is none, or there are several.
+        """
+        exact = [index for index, each in enumerate(self.names) if each == name]
+        found = exact or [index for index, each in enumerate(self.names) if Path(each).name == name]
+        if len(found) != 1:
+            near = [each for each in self.names if Path(name).stem in each][:5]
+            several = f"is the name of {len(found)} validation images: give it with its folder"
+            missing = f"is no validation image of {printable(self.name)}; such as {listed(near or self.names[:5])}"
+            raise InputError(f"--image {printable(name)} {several if found else missing}")
+        return found[0]
+
+
+class DetectorSubject(Subject):
+    """A detector."""
+
+    def __init__(self, name: str, model: nn.Module, config: DetectionConfig, data: Any) -> None:
+        super().__init__(name, model, config, data.class_map.num_classes)
+        self.data = data
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [printable(name) for name in self.data.file_names]
+
+    def load(self, indices: Sequence[int]) -> ShownBatch:
+        batch = Batch.collate([self.data[SampleKey(0, index)] for index in indices])
+        images = []
+        for pixels, target in zip(batch.images, batch.targets, strict=True):
+            height, width = target.size
+            boxes = box_convert(target.boxes, "cxcywh", "xyxy") * torch.tensor([width, height, width, height])
+            picture = pixels[:, :height, :width].permute(1, 2, 0).float() / 255
+            images.append(ShownImage(target.file_name, picture.numpy(), target.original_size, boxes.numpy()))
+        height, width = batch.images.shape[-2:]
+        return ShownBatch(batch.to(self.device), tuple(images), (height, width))
+
+    def levels(self, tokens: TokenBatch, batch: ShownBatch) -> list[Level]:
+        return _levels(tokens.static["spatial_shapes"])
+
+
+class ClassifierSubject(Subject):
+    """A ViT classifier; the class token and other prefix tokens are no part of its map."""
+
+    def __init__(self, name: str, model: nn.Module, config: ClassifierConfig, data: Any) -> None:
+        super().__init__(name, model, config, data.class_map.num_classes)
+        self.data = data
+        self.pixels = Pixels(config.data.transforms.mean, config.data.transforms.std)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [f"image {index}" for index in range(len(self.data))]
+
+    def load(self, indices: Sequence[int]) -> ShownBatch:
+        batch = LabelledImages.collate([self.data[SampleKey(0, index)] for index in indices])
+        size = (batch.images.shape[-2], batch.images.shape[-1])
+        pictures, none = self.pixels.shown(batch.images).numpy(), np.zeros((0, 4))
+        names = [self.names[index] for index in indices]
+        images = [ShownImage(name, picture, size, none) for name, picture in zip(names, pictures, strict=True)]
+        return ShownBatch(batch.images.to(self.device), tuple(images), size)
+
+    def levels(self, tokens: TokenBatch, batch: ShownBatch) -> list[Level]:
+        vit = cast("VisionTransformer", self.model)
+        return _levels([cast("Any", vit.patch_embed).dynamic_feat_size(batch.size)], vit.num_prefix_tokens)
+
+
+def _levels(shapes: Sequence[tuple[int, int]], start: int = 0) -> list[Level]:
+    found = []
+    for height, width in shapes:
+        found.append(Level(start, height, width))
+        start += height * width
+    return found
+
+
+def load_subject(name: str, source: Path, overrides: Sequence[str] = ()) -> Subject:
+    """Return the trained model of a run folder or checkpoint, with the validation images of its config.
+
+    Args:
+        overrides: settings to change, such as ``data.root=DIR`` and ``device=cpu``.
+
+    Raises:
+        InputError: the source is no checkpoint of a detector or classifier, or the images cannot be read.
+    """
+    checkpoint = load_checkpoint(checkpoint_of(source))
+    config, classes = (
+        config_from_dict(checkpoint.config, overrides, source=f"the config in {source}"),
+        checkpoint.classes,
+    )
+    if not isinstance(config, (DetectionConfig, ClassifierConfig)):
+        raise InputError(f"{source} is a run of the task {config.task}, expected detection or classification")
+    task = task_of(config)
+    model = build_and_load(lambda: task.build_model(classes.num_classes), checkpoint.weights, source)
+    if isinstance(config, DetectionConfig):
+        return DetectorSubject(name, model, config, build_val_data(config, classes))
+    return ClassifierSubject(name, model, config, build_image_splits(config).val)
