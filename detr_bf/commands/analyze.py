@@ -85,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _batch_attention(options: argparse.Namespace) -> int:
     """Draw the batch attention of some places in all runs."""
     table, picture = _outputs(options)
+    if options.auto is not None and options.auto < 1:
+        raise InputError(f"--auto must be 1 or more, got {options.auto}")
     if options.image and options.auto:
         raise InputError("--image names one image and --auto chooses some: give one of them")
     if options.point and not options.image:

@@ -1,0 +1,191 @@
+"""Batch attention at a position: pictures and tables of real runs of every detector and of a ViT, and bad input."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from detr_bf.analysis.batch_attention import Place, batch_attention, choose_places, position_of, received_attention
+from detr_bf.analysis.subjects import Level, load_subject
+from detr_bf.batchformer.inspection import attending, recorded
+from detr_bf.commands.analyze import main as analyze
+from detr_bf.config import load_config
+from detr_bf.engine import RunFolder
+from detr_bf.tasks import task_of
+from tests.tools.test_analyze import TINY, V2
+from tools.train_net import main as train_net
+
+SETTINGS = """
+model:
+  hidden_dim: 32
+  heads: 2
+  encoder_layers: 2
+  decoder_layers: 1
+  feedforward_dim: 16
+  num_queries: 6
+  backbone: {{name: resnet18, weights: none, strides: [32], frozen_stages: 0, frozen_norm: false}}
+batch_former: {{heads: 2, num_layers: 2}}
+data:
+  train: {{images: {train.images}, annotations: {train.annotations}}}
+  val: {{images: {val.images}, annotations: {val.annotations}}}
+  transforms: {{short_sides: [96], max_size: 192, eval_short_side: 96, random_crop: 0.0}}
+  workers: 0
+train: {{epochs: 1, batch_size: 3, max_steps: 1}}
+eval: {{pictures: 0}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, coco_folder: Callable[..., SimpleNamespace]) -> Path:
+    train, val = coco_folder(num_images=3), coco_folder(num_images=6, name="val", first_image_id=101)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(SETTINGS.format(train=train, val=val))
+    return path
+
+
+def trained(config: Path, name: str = "run", *settings: str) -> Path:
+    folder = config.parent / name
+    assert train_net(["--config", str(config), f"output_dir={folder}", *settings]) == 0
+    return folder
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "strides", "levels"),
+    [
+        ("detr", "[32]", 1),
+        ("conditional_detr", "[32]", 1),
+        ("smca", "[32]", 1),
+        ("smca_multi_scale", "[8,16,32]", 4),
+        ("deformable_detr", "[16,32]", 2),
+    ],
+)
+def test_every_detector(config: Path, tmp_path: Path, name: str, strides: str, levels: int) -> None:
+    run = trained(config, "run", f"model.name={name}", f"model.backbone.strides={strides}")
+    out = ["--output", str(tmp_path / "out"), "--images", "4", "--level", str(levels - 1)]
+    assert analyze(["batch-attention", "--run", str(run), *out, "--auto", "2", "--untrained"]) == 0
+    rows = table(tmp_path / "out/batch-attention.csv")
+    assert len(rows) == 2 * 2 * 2 * levels * 2 * 4, "models, places, layers of the mixer, levels, heads, images"
+    sums: dict[tuple[str, ...], float] = {}
+    for row in rows:
+        key = tuple(row[k] for k in ("run", "image", "layer", "mixer_layer", "level", "head"))
+        sums[key] = sums.get(key, 0.0) + float(row["weight"])
+    assert list(sums.values()) == pytest.approx([1.0] * len(sums), abs=1e-5)
+    with Image.open(tmp_path / "out/batch-attention.png") as picture:
+        assert picture.width > 1000
+
+
+def test_a_classifier(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    run = trained(tmp_path / "tiny.yaml", "run", *V2)
+    out = ["--output", str(tmp_path / "out"), "--images", "3"]
+    assert analyze(["batch-attention", "--run", str(run), *out, "--image", "image 5", "--point", "3,12"]) == 0
+    rows = table(tmp_path / "out/batch-attention.csv")
+    assert {(row["image"], float(row["x"]), float(row["y"])) for row in rows} == {("image 5", 3.0, 12.0)}
+    assert {row["layer"] for row in rows} == {"1"}
+
+
+def test_weights_and_map_are_those_of_the_point(config: Path) -> None:
+    run = trained(config, "run", "model.name=deformable_detr", "model.backbone.strides=[16,32]")
+    subject = load_subject("run", run)
+    place = Place((2, 0, 5), (63.5, 10.0))
+    found = batch_attention(subject, place, level=1)
+    batch = subject.load(place.indices)
+    with attending(subject.model) as batch_former, recorded(batch_former) as recording:
+        subject.model(batch.inputs)
+    assert batch.size == (96, 128)
+    # a point at 63.5 of 64 columns and 10 of 48 rows, in maps of 6 x 8 and 3 x 4 cells
+    for level, position in ((0, 1 * 8 + 7), (1, 48 + 0 * 4 + 3)):
+        for each in recording.attention:
+            expected = each.weights[position, :, 0].numpy()
+            np.testing.assert_allclose(found.weights[each.insertion, each.depth, level], expected)
+    weights = recording.attention[0].weights[48:]
+    for image in range(3):
+        for cell in range(12):
+            others = [
+                weights[cell, head, other, image].item() for head in range(2) for other in range(3) if other != image
+            ]
+            assert found.received[image].ravel()[cell] == pytest.approx(3 * np.mean(others), rel=1e-5)
+    [row] = [
+        r for r in found.rows() if (r["mixer_layer"], r["level"], r["head"], r["attended"]) == (0, 0, 1, "0101.png")
+    ]
+    assert row["weight"] == pytest.approx(recording.attention[0].weights[15, 1, 0, 1].item())
+    assert (row["image"], row["x"], row["y"]) == ("0103.png", 63.5, 10.0)
+
+
+def test_positions_and_equal_weights() -> None:
+    level = Level(100, 3, 5)
+    corners = {(0, 0): 100, (49.9, 0): 104, (0, 29.9): 110, (49.9, 29.9): 114, (25, 15): 107}
+    for point, expected in corners.items():
+        assert position_of(point, (30, 50), level) == expected
+    equal = torch.full((7, 2, 4, 4), 0.25)
+    assert received_attention(equal).shape == (4, 7)
+    torch.testing.assert_close(received_attention(equal), torch.ones(4, 7))
+
+
+def test_the_untrained_model_is_that_of_the_first_step(config: Path) -> None:
+    run = trained(config, "run", "seed=5")
+    saved = load_config([run / "config.yaml"], ["output_dir=x"])
+    fresh = task_of(saved).build_trainer(RunFolder(config.parent)).model.state_dict()
+    subject = load_subject("run", run)
+    untrained = subject.untrained().state_dict()
+    assert all(torch.equal(value, untrained[name]) for name, value in fresh.items())
+    trained_weights = subject.model.state_dict()
+    assert any(not torch.equal(value, trained_weights[name]) for name, value in untrained.items())
+
+
+def test_places_are_the_same_every_time_and_distinct(config: Path) -> None:
+    subject = load_subject("run", trained(config))
+    first, again = (choose_places(subject, 3, 4) for _ in range(2))
+    assert first == again
+    assert all(len(set(place.indices)) == 4 for place in first)
+    assert len({place.indices[0] for place in first}) == 3
+
+
+BAD = {
+    "--image 0101.png --point 64,0": "--point 64,0 is outside of 0101.png, an image of 64 x 48",
+    "--image 0101.png --point a": "--point must be two numbers",
+    "--point 1,1": "--point is a point of the image that --image names",
+    "--image x.png": "--image x.png is no validation image of run; such as 0101.png",
+    "--image 0101.png --auto 2": "give one of them",
+    "--images 1": "batch attention is between images: --images must be 2 or more, got 1",
+    "--images 7": "run has 6 validation images, fewer than the 7 of --images",
+    "--auto 0": "--auto must be 1 or more, got 0",
+    "--layer 1": "--layer 1: batch attention is at the layers 0",
+    "--level 1": "--level 1: the model has the levels 0 to 0",
+}
+
+
+def test_bad_input_is_told(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--output", str(tmp_path / "out")]
+    run = trained(config)
+    cases = [(run, arguments.split(), said) for arguments, said in BAD.items()]
+    cases.append((trained(config, "off", "batch_former.enabled=false"), [], "the model has no BatchFormerV2"))
+    cases.append((trained(config, "alone", "batch_former.mode=self_only"), [], "no image attends to another"))
+    capsys.readouterr()
+    for run, arguments, said in cases:
+        assert analyze(["batch-attention", "--run", str(run), *out, *arguments]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_runs_with_other_images_are_not_compared(
+    config: Path, tmp_path: Path, coco_folder: Callable[..., SimpleNamespace], capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = coco_folder(num_images=6, name="other", first_image_id=201)
+    data = [f"data.val.images={other.images}", f"data.val.annotations={other.annotations}"]
+    runs = [trained(config), trained(config, "second", *data)]
+    sources = [argument for run in runs for argument in ("--run", str(run))]
+    assert analyze(["batch-attention", *sources, "--output", str(tmp_path / "out")]) == 2
+    assert "run and second have different validation images" in capsys.readouterr().err
