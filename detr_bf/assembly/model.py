@@ -229,6 +229,9 @@ def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | None:
             mask_padding=settings.mask_padding,
             gather=settings.gather,
             until_epoch=settings.until_epoch,
+            keep_streams=settings.keep_streams,
+            group_size=settings.group_size,
+            neighbours=settings.neighbours,
             log_attention=settings.log_attention,
         )
 

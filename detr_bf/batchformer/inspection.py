@@ -6,6 +6,7 @@ Shape legend: B images that attend to each other, S tokens of an image, H heads,
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ class LayerAttention:
     insertion: int  # encoder layer, counted from 0
     depth: int  # layer of the mixer, counted from 0
     weights: Tensor  # (P, H, B, B) float32, see BatchEncoderLayer.attention_weights
-    positions: Tensor | None  # (P,) int64, of the S tokens; None: of other ranks, too
+    positions: Tensor | None  # (P,) int64, of the S tokens; None: the images are not those of the batch in their order
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def batch_former_of(model: nn.Module) -> BatchFormerV2:
         raise InputError("the model has no BatchFormerV2: train one with batch_former.enabled=true")
     if found.mode in ("duplicate", "self_only"):
         raise InputError(f"with batch_former.mode={found.mode} no image attends to another: there is nothing to show")
+    if found.neighbours is not None:
+        raise InputError("with batch_former.neighbours every image has a sequence of its own: this is not shown")
     return found
 
 
@@ -68,17 +71,20 @@ def batch_former_of(model: nn.Module) -> BatchFormerV2:
 def attending(model: nn.Module) -> Iterator[BatchFormerV2]:
     """Within the block, evaluate the model without dropout, but with batch attention as in training.
 
+    All images of a batch attend to each other, whatever the ``group_size``.
+
     Raises:
         InputError: as :func:`batch_former_of`.
     """
     batch_former = batch_former_of(model)
     modes, ended = {module: module.training for module in model.modules()}, batch_former._ended
+    group_size = batch_former.group_size
     try:
         model.eval()
-        batch_former.training, batch_former._ended = True, False
+        batch_former.training, batch_former._ended, batch_former.group_size = True, False, None
         yield batch_former
     finally:
-        batch_former._ended = ended
+        batch_former._ended, batch_former.group_size = ended, group_size
         for module, mode in modes.items():
             module.training = mode
 
@@ -112,6 +118,8 @@ def recorded(batch_former: BatchFormerV2, positions: int | None = None) -> Itera
             tokens, ignored = tokens[:, chosen], None if ignored is None else ignored[:, chosen]
         with torch.autocast(tokens.device.type, enabled=False):
             weights = layer.attention_weights(tokens.float(), ignored, exchange)
+        if batch_former.group_size is not None or batch_former.neighbours is not None:
+            chosen = None
         recording.attention.append(LayerAttention(layers[0], depths[layer], weights, chosen))
 
     depths = {layer: depth for mixer in batch_former.mixers.values() for depth, layer in enumerate(_layers(mixer))}
@@ -148,11 +156,13 @@ def stream_distance(clean: Tensor, second: Tensor) -> Tensor:
 def statistics(recording: Recording) -> dict[str, Tensor]:
     """Return scalars by name, means over the images and the unpadded positions.
 
+    Padded positions are included with ``gather``, ``group_size`` and ``neighbours``.
+
     ``attention/L/others`` and ``attention/L/entropy`` are :func:`share_of_others` and :func:`batch_entropy` at encoder
     layer L, each also by head (``.../head_0``); a further layer D of the mixer has the name ``L.D``.
     ``stream_distance/L`` is that of the tokens of both streams after the insertion at layer L.
     """
-    found: dict[str, Tensor] = {}
+    means: dict[str, list[Tensor]] = defaultdict(list)
     masks = {each.layer: each.before.per_sample.get("padding_mask") for each in recording.insertions}
     for layer in recording.attention:
         mask, name = masks.get(layer.insertion), f"attention/{layer.insertion}" + f".{layer.depth}" * (layer.depth > 0)
@@ -161,14 +171,15 @@ def statistics(recording: Recording) -> dict[str, Tensor]:
         if mask is not None and layer.positions is not None:
             valid = 1.0 - mask[:images, layer.positions].T.float()
         for kind, values in (("others", share_of_others(layer.weights)), ("entropy", batch_entropy(layer.weights))):
-            means = (values * valid[:, None]).sum((0, 2)) / valid.sum().clamp(min=1)
-            found[f"{name}/{kind}"] = means.mean()
-            found |= {f"{name}/{kind}/head_{head}": mean for head, mean in enumerate(means)}
+            by_head = (values * valid[:, None]).sum((0, 2)) / valid.sum().clamp(min=1)
+            means[f"{name}/{kind}"].append(by_head.mean())
+            for head, mean in enumerate(by_head):
+                means[f"{name}/{kind}/head_{head}"].append(mean)
     for each in recording.insertions:
         if each.after.num_streams == 2:
             clean, second = each.after.tokens.float().chunk(2)
             distance = stream_distance(clean, second)
             mask = each.before.per_sample.get("padding_mask")
             kept = distance if mask is None else distance[~mask[: len(distance)]]
-            found[f"stream_distance/{each.layer}"] = kept.mean()
-    return found
+            means[f"stream_distance/{each.layer}"].append(kept.mean())
+    return {name: torch.stack(values).mean() for name, values in means.items()}

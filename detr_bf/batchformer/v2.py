@@ -51,11 +51,16 @@ class BatchFormerV2(nn.Module):
             uses those of one rank.
         until_epoch: train with batch attention up to this epoch, counted from 0 and exclusive, and as without it from
             there on; None: up to the end. :meth:`begin_epoch` announces the epoch.
+        keep_streams: after ``until_epoch``, train with two equal streams instead of one.
+        group_size: images that attend to each other: the batch is divided at random into groups of this size, the last
+            ones smaller by one where it is not a multiple; None: the whole batch.
+        neighbours: each image attends to itself and to so many of the images most similar to it by the cosine of their
+            mean tokens; None: to all.
         log_attention: the training step logs :func:`detr_bf.batchformer.inspection.statistics` where it logs the loss.
 
     Raises:
-        InputError: no layers, layers that repeat, do not ascend or do not exist, an unknown mode, position or mixer, or
-            arguments that the mixer refuses.
+        InputError: no layers, layers that repeat, do not ascend or do not exist, an unknown mode, position or mixer,
+            settings that exclude each other, or arguments that the mixer refuses.
     """
 
     def __init__(
@@ -74,6 +79,9 @@ class BatchFormerV2(nn.Module):
         mask_padding: bool = False,
         gather: bool = False,
         until_epoch: int | None = None,
+        keep_streams: bool = False,
+        group_size: int | None = None,
+        neighbours: int | None = None,
         log_attention: bool = False,
     ) -> None:
         super().__init__()
@@ -85,6 +93,7 @@ class BatchFormerV2(nn.Module):
         ):
             if value not in choices:
                 raise InputError(f"{name} must be one of {', '.join(choices)}; got '{value}'")
+        _check_sequence(mode, gather, until_epoch, keep_streams, group_size, neighbours)
         self.insertions = tuple(layers)
         self.position = position
         self.mode = mode
@@ -92,6 +101,9 @@ class BatchFormerV2(nn.Module):
         self.gather = gather
         self.shared = shared
         self.until_epoch = until_epoch
+        self.keep_streams = keep_streams
+        self.group_size = group_size
+        self.neighbours = neighbours
         self.log_attention = log_attention
         self._ended = False
         names = [] if mode == "duplicate" else ["shared"] if shared else list(map(str, layers))
@@ -107,8 +119,8 @@ class BatchFormerV2(nn.Module):
 
     @property
     def _trains(self) -> bool:
-        """True in training, up to ``until_epoch``."""
-        return self.training and not self._ended
+        """True in training, up to ``until_epoch`` unless two equal streams are kept."""
+        return self.training and (self.keep_streams or not self._ended)
 
     def begin_epoch(self, epoch: int) -> None:
         """Switch batch attention on or off for a training epoch, counted from 0."""
@@ -124,7 +136,8 @@ class BatchFormerV2(nn.Module):
             return batch
         exchange = self._exchange(batch)
         images = sum(exchange.images) if exchange else len(batch.tokens) // batch.num_streams
-        self._announce(1 if self.mode == "self_only" else images)
+        limits = [self.group_size or images, (self.neighbours or images) + 1, images]
+        self._announce(1 if self.mode == "self_only" else min(limits))
         if self.mode == "single_stream" or not self.training:
             return batch.with_tokens(self._mix(batch.tokens, batch, layer, exchange))
         if batch.num_streams == 1:
@@ -143,10 +156,15 @@ class BatchFormerV2(nn.Module):
         return Exchange.agree(len(batch.tokens) // batch.num_streams, shapes)
 
     def _mix(self, tokens: Tensor, batch: TokenBatch, layer: int, exchange: Exchange | None) -> Tensor:
-        if self.mode == "duplicate":
+        if self.mode == "duplicate" or (self.training and self._ended):
             return tokens
         padding_mask = batch.per_sample["padding_mask"][: len(tokens)] if self.mask_padding else None
         mixer = self.mixers["shared" if self.shared else str(layer)]
+        if self.group_size is not None:
+            return _in_groups(mixer, tokens, padding_mask, self.group_size)
+        if self.neighbours is not None:
+            valid = ~batch.per_sample["padding_mask"][: len(tokens)] if "padding_mask" in batch.per_sample else None
+            return _with_neighbours(mixer, tokens, padding_mask, most_similar(tokens, valid, self.neighbours))
         if self.mode == "self_only":  # all tokens as positions of one image: every sequence has length 1
             padding_mask = None if padding_mask is None else padding_mask.reshape(1, -1)
             return mixer(tokens.reshape(1, -1, tokens.shape[-1]), padding_mask, None).view_as(tokens)
@@ -172,6 +190,62 @@ class BatchFormerV2(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.position} layers {list(self.insertions)}, mode={self.mode}, mask_padding={self.mask_padding}"
+
+
+def _check_sequence(
+    mode: str,
+    gather: bool,
+    until_epoch: int | None,
+    keep_streams: bool,
+    group_size: int | None,
+    neighbours: int | None,
+) -> None:
+    """Check that settings of the sequence do not exclude each other; InputError if they do."""
+    chosen = {"group_size": group_size, "neighbours": neighbours}
+    given = [name for name, value in chosen.items() if value is not None]
+    for name in given:
+        if (chosen[name] or 0) < 1:
+            raise InputError(f"{name} must be 1 or more, got {chosen[name]}")
+        if gather:
+            raise InputError(f"{name} chooses among the images of one process: set gather=false")
+        if mode in ("duplicate", "self_only"):
+            raise InputError(f"{name} has no effect with mode={mode}, in which no image attends to another")
+    if len(given) > 1:
+        raise InputError("group_size and neighbours both choose the images to attend to: give one of them")
+    if keep_streams and (until_epoch is None or mode == "single_stream"):
+        raise InputError("keep_streams=true keeps two streams after until_epoch: give until_epoch, and a mode with two")
+
+
+def _in_groups(mixer: nn.Module, tokens: Tensor, padding_mask: Tensor | None, size: int) -> Tensor:
+    """Mix the tokens (B, S, C) within random groups of ``size`` images; padding_mask (B, S) bool."""
+    count = len(tokens)
+    order = torch.randperm(count).to(tokens.device)
+    parts = order.tensor_split(-(-count // size))
+    mixed = [mixer(tokens[part], None if padding_mask is None else padding_mask[part], None) for part in parts]
+    return torch.cat(mixed)[order.argsort()]
+
+
+@torch.no_grad()
+def most_similar(tokens: Tensor, valid: Tensor | None, count: int) -> Tensor:
+    """Return (K, B) int64: for each image itself and the ``count`` other images most similar to it, K <= count + 1.
+
+    Args:
+        tokens: (B, S, C).
+        valid: (B, S) bool, the tokens that count; None: all.
+        count: number of other images; all if there are fewer.
+    """
+    weights = torch.ones(tokens.shape[:2], device=tokens.device) if valid is None else valid.float()
+    means = torch.einsum("bs,bsc->bc", weights / weights.sum(1, keepdim=True).clamp(min=1), tokens.float())
+    means = torch.nn.functional.normalize(means, dim=1)
+    similarity = (means @ means.T).fill_diagonal_(torch.inf)
+    return similarity.topk(min(count + 1, len(tokens))).indices.T
+
+
+def _with_neighbours(mixer: nn.Module, tokens: Tensor, padding_mask: Tensor | None, images: Tensor) -> Tensor:
+    """Mix each image of (B, S, C) with those that ``images`` (K, B) names; row 0 is the image itself."""
+    sequences = tokens[images].flatten(1, 2)  # (K, B * S, C): position s of image b is one sequence
+    mask = None if padding_mask is None else padding_mask[images].flatten(1, 2)
+    return mixer(sequences, mask, None)[0].view_as(tokens)
 
 
 def warn_of_short(name: str, sequence: int) -> None:

@@ -105,6 +105,9 @@ class BatchFormerConfig:
     mask_padding: bool = False  # exclude padded positions of the other images from the attention
     gather: bool = False  # attend over the images of all processes in training
     until_epoch: int | None = positive(None)  # train with it for this many epochs, then without; null: to the end
+    keep_streams: bool = False  # after until_epoch train with two equal streams instead of one
+    group_size: int | None = positive(None)  # images that attend to each other, regrouped at every step; null: all
+    neighbours: int | None = positive(None)  # images that an image attends to, the most similar ones; null: all
     log_attention: bool = False  # log how much images attend to each other, every train.log_every steps
     lr_factor: float = not_negative(1.0)  # learning rate as a multiple of optimizer.lr
     weight_decay: float | None = not_negative(None)  # null: optimizer.weight_decay
@@ -229,6 +232,7 @@ class DataConfig(LoadingConfig):
     transforms: TransformConfig = field(default_factory=TransformConfig)
     mixup: MixupConfig = field(default_factory=MixupConfig)
     aspect_buckets: int = positive(1, 10_000)  # groups of images by width / height, to draw batches with less padding
+    sampler: str = choice("random", "similar")  # of training batches; similar: images with similar numbers of objects
 
     def check_values(self, prefix: str) -> None:
         for name, paths in (("train", self.train), ("val", self.val)):
@@ -251,6 +255,10 @@ class DataConfig(LoadingConfig):
             raise InputError(
                 f"{setting} takes the validation images from the training images: give no {prefix}val "
                 f"({prefix}val.split=null where a config sets it)"
+            )
+        if self.sampler == "similar" and self.aspect_buckets > 1:
+            raise InputError(
+                f"{prefix}sampler=similar and {prefix}aspect_buckets both choose the batches: give only one"
             )
         if (self.folds or self.val_fraction) and self.train.panoptic:
             raise InputError(f"{prefix}folds and {prefix}val_fraction do not divide panoptic files: give {prefix}val")

@@ -89,6 +89,8 @@ class EpochBatches(Sampler[list[SampleKey]]):
         world_size: number of ranks.
         buckets: a bucket number for each sample. All images of a batch have the same number, except in a few batches
             made of the remaining images. The order of the batches is random.
+        features: (N, F) float32, the batches hold images of similar features: of all images in the order of a random
+            linear combination of the features. Not together with ``buckets``.
         repeated_augment: copies of an image in a global batch, each with its own key (Hoffer et al.
             2020, arXiv 1901.09335). The number of batches does not change, so an epoch uses only a part of the images.
             All first copies come before all second copies, so the ranks mostly get different images. If the global
@@ -109,12 +111,14 @@ class EpochBatches(Sampler[list[SampleKey]]):
         rank: int = 0,
         world_size: int = 1,
         buckets: Sequence[int] | None = None,
+        features: Tensor | None = None,
         repeated_augment: int = 1,
     ) -> None:
         assert 0 <= rank < world_size
         assert repeated_augment >= 1
         assert repeated_augment == 1 or buckets is None
         assert buckets is None or len(buckets) == num_samples
+        assert features is None or (len(features) == num_samples and buckets is None and repeated_augment == 1)
         _check_batch_size(batch_size)
         if num_samples < world_size:
             raise InputError(
@@ -129,6 +133,7 @@ class EpochBatches(Sampler[list[SampleKey]]):
         self.rank = rank
         self.world_size = world_size
         self.buckets = buckets
+        self.features = features
         self.repeated_augment = repeated_augment
         self.num_batches = num_samples // self.global_size or 1
 
@@ -151,6 +156,11 @@ class EpochBatches(Sampler[list[SampleKey]]):
         """Return the image indices of all global batches of the epoch, without copies."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
         order = torch.randperm(self.num_samples, generator=generator)
+        if self.features is not None:
+            kept = order[: self.num_batches * self.global_size]  # images left out are random
+            combination = self.features[kept] @ torch.randn(self.features.shape[1], generator=generator)
+            similar = kept[combination.argsort(stable=True)].split(self.global_size)
+            return [similar[number] for number in torch.randperm(self.num_batches, generator=generator).tolist()]
         if self.buckets is None:
             different = math.ceil(min(self.global_size, self.num_samples) / self.repeated_augment)
             return list(order.split(different)[: self.num_batches])
@@ -232,6 +242,15 @@ def aspect_buckets(sizes: Sequence[tuple[int, int] | None], count: int) -> list[
     _, which, images = np.unique(ratios, return_inverse=True, return_counts=True)
     middle = images.cumsum() - images / 2  # rank of each ratio among the images sorted by ratio
     return (middle * count // len(ratios)).astype(int)[which].tolist()
+
+
+def object_features(counts: Tensor) -> Tensor:
+    """Return features of images from their numbers of objects: (N, K) int64 by class -> (N, K) float32.
+
+    The logarithm of 1 + the number, with a standard deviation of 1 for each class.
+    """
+    features = counts.float().log1p()
+    return (features - features.mean(0)) / features.std(0, correction=0).clamp(min=1e-6)
 
 
 def _check_batch_size(batch_size: int) -> None:

@@ -246,6 +246,13 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         )
         return image.as_subclass(Tensor), target
 
+    @property
+    def class_counts_of_images(self) -> Tensor:
+        """Number of objects of each image and class, (N, K) int64."""
+        counts = torch.zeros(len(self), self.class_map.num_classes, dtype=torch.int64)
+        rows = torch.repeat_interleave(torch.arange(len(self)), torch.as_tensor(self._starts).diff())
+        return counts.index_put_((rows, self._labels), torch.ones(1, dtype=torch.int64), accumulate=True)
+
     def fingerprint(self) -> dict[str, Any]:
         """Return ``sha256`` of classes, objects, file names and file sizes, and the numbers ``images`` and ``objects``.
 

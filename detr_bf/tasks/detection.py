@@ -27,7 +27,7 @@ from detr_bf.assembly.model import (
 )
 from detr_bf.assembly.training import PRECISIONS, build_groups, epoch_batches, read_initial_weights
 from detr_bf.config import DetectionConfig, config_to_dict
-from detr_bf.data.batches import SameSizeBatches, SampleKey, aspect_buckets, derive_seed
+from detr_bf.data.batches import SameSizeBatches, SampleKey, aspect_buckets, derive_seed, object_features
 from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.coco import CocoDetection, read_annotations
 from detr_bf.data.transforms import mixup, resized_size
@@ -139,7 +139,8 @@ class DetectionTask(Task[DetectionConfig]):
 
     def train_batches(self, data: CocoDetection, device: torch.device) -> tuple[MakeBatches, int, int]:
         buckets = aspect_buckets(data.sizes, self.config.data.aspect_buckets)
-        batches = epoch_batches(self.config, len(data), buckets=buckets)
+        features = object_features(data.class_counts_of_images) if self.config.data.sampler == "similar" else None
+        batches = epoch_batches(self.config, len(data), buckets=buckets, features=features)
         loader = build_loader(self.config, device)
 
         def make_batches(epoch: int, start: int) -> Iterator[Batch]:

@@ -28,6 +28,9 @@ ARMS = {
     "last_layer": ["batch_former.enabled=true", "batch_former.layers=[1]"],
     "both_layers": ["batch_former.enabled=true", "batch_former.layers=[0,1]", "batch_former.shared=false"],
     "dropout": ["batch_former.enabled=true", "batch_former.dropout=0", "batch_former.lr_factor=0.1"],
+    "groups": ["batch_former.enabled=true", "batch_former.group_size=2"],
+    "neighbours": ["batch_former.enabled=true", "batch_former.neighbours=1"],
+    "kept_streams": ["batch_former.enabled=true", "batch_former.until_epoch=2", "batch_former.keep_streams=true"],
     "longer": ["train.epochs=9"],
     "batch_size": ["train.batch_size=2", "optimizer.lr=1e-5"],
 }

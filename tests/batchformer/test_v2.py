@@ -243,6 +243,71 @@ def test_mini_batch_inference_goes_on_after_until_epoch() -> None:
     assert torch.equal(network(batch).tokens, before)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("images", "size", "sizes"), [(7, 3, [3, 2, 2]), (4, 2, [2, 2]), (3, 5, [3]), (4, 1, [1] * 4)])
+def test_groups_equal_a_loop(images: int, size: int, sizes: list[int], masked: bool) -> None:
+    module, x = batch_former(group_size=size, mask_padding=masked).train(), tokens(images)
+    mask = torch.rand(images, TOKENS) < 0.3
+    batch = batch_of(x, mask)
+    torch.manual_seed(4)
+    out = module(batch, layer=0, position="before").tokens[images:]
+    torch.manual_seed(4)
+    groups = torch.randperm(images).split(sizes)
+    for group in groups:
+        expected = module.mixers["shared"](x[group], mask[group] if masked else None)
+        torch.testing.assert_close(out[group], expected)
+    others = [module(batch, layer=0, position="before").tokens[images:] for _ in range(9)]
+    regrouped = any(not torch.allclose(out, other) for other in others)
+    assert regrouped == (len(sizes) > 1 and size > 1), "other groups at every step"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("neighbours", [1, 2, 9])
+def test_neighbours_equal_a_loop(neighbours: int, masked: bool) -> None:
+    module = batch_former(neighbours=neighbours, mask_padding=masked, num_layers=2).train()
+    x, mask = tokens(5), torch.rand(5, TOKENS) < 0.3
+    mask[:, 0] = False
+    out = module(batch_of(x, mask), layer=0, position="before").tokens[5:]
+    means = [x[i][~mask[i]].mean(0) for i in range(5)]
+    for i in range(5):
+        cosine = {j: torch.cosine_similarity(means[i], means[j], dim=0).item() for j in range(5) if j != i}
+        nearest = sorted(cosine, key=lambda j: -cosine[j])[:neighbours]
+        sequence = [i, *nearest]
+        expected = module.mixers["shared"](x[sequence], mask[sequence] if masked else None)[0]
+        torch.testing.assert_close(out[i], expected)
+
+
+def test_kept_streams_are_equal_after_until_epoch() -> None:
+    network, batch = encoder(until_epoch=1, keep_streams=True), batch_of(tokens())
+    plain = network.eval()(batch).tokens
+    network.train()
+    for epoch, equal in ((0, False), (1, True)):
+        network.batch_former.begin_epoch(epoch)
+        out = network(batch)
+        assert network.batch_former.num_streams == out.num_streams == 2
+        clean, second = out.tokens.chunk(2)
+        torch.testing.assert_close(clean, plain)
+        assert torch.allclose(clean, second) == equal
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"group_size": 0}, "group_size must be 1 or more"),
+        ({"neighbours": 0}, "neighbours must be 1 or more"),
+        ({"group_size": 2, "gather": True}, "set gather=false"),
+        ({"neighbours": 2, "mode": "self_only"}, "has no effect with mode=self_only"),
+        ({"group_size": 2, "mode": "duplicate"}, "has no effect with mode=duplicate"),
+        ({"group_size": 2, "neighbours": 2}, "give one of them"),
+        ({"keep_streams": True}, "give until_epoch"),
+        ({"keep_streams": True, "until_epoch": 2, "mode": "single_stream"}, "give until_epoch, and a mode with two"),
+    ],
+)
+def test_settings_of_the_sequence_that_exclude_each_other(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        batch_former(**settings)
+
+
 def test_padding_mask_hides_padded_entries_and_passes_them_through() -> None:
     module, x = batch_former(mask_padding=True).train(), tokens()
     mask = torch.zeros(IMAGES, TOKENS, dtype=torch.bool)

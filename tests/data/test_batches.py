@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from detr_bf.data.batches import EpochBatches, SameSizeBatches, SampleKey, aspect_buckets, derive_seed
+from detr_bf.data.batches import EpochBatches, SameSizeBatches, SampleKey, aspect_buckets, derive_seed, object_features
 from detr_bf.errors import InputError
 
 
@@ -151,6 +151,42 @@ def test_chance_decides_which_images_are_left_out() -> None:
     missing = Counter(chain(*(set(range(6)).difference(four) for four in seen)))
     assert set(missing) == set(range(6)), "each image in some epoch"
     assert min(missing.values()) > 15, "33 times on average"
+
+
+FEATURES = object_features(torch.randint(0, 5, (50, 3), generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_batches_of_similar_images_are_an_epoch_like_others(world_size: int) -> None:
+    whole = together(50, 4, world_size, features=FEATURES)
+    plain = batches(50, 4 * world_size)
+    assert [len(batch) for batch in whole] == [len(batch) for batch in plain]
+    assert max(Counter(indices(whole)).values()) == 1
+    assert set(indices(whole)) == set(indices(plain)), "the same images are left out"
+    assert together(50, 4, world_size, features=FEATURES, start_batch=3) == whole[3:]
+    assert together(50, 4, world_size, features=FEATURES, epoch=4) != whole
+
+
+def test_images_of_a_batch_are_similar() -> None:
+    def spread(chosen: list[list[SampleKey]]) -> float:
+        return float(np.mean([FEATURES[[key.index for key in batch]].var(0).mean() for batch in chosen]))
+
+    epochs = range(20)
+    similar = np.mean([spread(batches(50, 5, epoch=epoch, features=FEATURES)) for epoch in epochs])
+    random = np.mean([spread(batches(50, 5, epoch=epoch)) for epoch in epochs])
+    assert similar < 0.75 * random
+    one = FEATURES[:, :1]
+    for batch in batches(50, 5, features=one):
+        values = sorted(one[[key.index for key in batch], 0].tolist())
+        between = ((one > values[0]) & (one < values[-1])).sum().item()
+        assert between <= 3, "with one feature, batches are intervals"
+
+
+def test_features_of_objects_have_one_scale() -> None:
+    counts = torch.tensor([[0, 5, 100], [1, 5, 0], [2, 5, 7]])
+    features = object_features(counts)
+    torch.testing.assert_close(features.mean(0), torch.zeros(3), atol=1e-6, rtol=0)
+    torch.testing.assert_close(features.std(0, correction=0), torch.tensor([1.0, 0.0, 1.0]))
 
 
 def test_the_order_of_bucketed_batches_is_random() -> None:

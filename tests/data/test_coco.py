@@ -384,3 +384,12 @@ def test_run_lengths_of_another_size_than_the_file_are_named_with_the_image(coco
     with pytest.raises(InputError, match=r"image 1, 0001.png has no usable masks: run lengths are for 48 x 64"):
         dataset(data, masks=True)[SampleKey(0, 0)]
     assert len(dataset(data, masks=True)[SampleKey(0, 1)][1].masks) == 2
+
+
+def test_numbers_of_objects_by_image_and_class(coco_folder: Factory) -> None:
+    data = coco_folder(num_images=4, category_ids=(3, 7, 90), objects=2)
+    data.content["annotations"] = data.content["annotations"][:5]  # the last image has none
+    data.save()
+    found = dataset(data)
+    counts = found.class_counts_of_images
+    assert counts.tolist() == [[1, 1, 0], [1, 0, 1], [0, 1, 0], [0, 0, 0]]
