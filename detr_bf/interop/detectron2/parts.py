@@ -107,6 +107,8 @@ def build_parts(
             f"batch_former.until_epoch={config.batch_former.until_epoch} counts the epochs of detr-bf train, and "
             "detectron2 trains without epochs: leave it empty"
         )
+    if config.batch_former.log_attention:
+        raise InputError("batch_former.log_attention is logged by detr-bf train, not in detectron2: set it to false")
     if backbone is None:
         detector = build_model(config, num_classes, pretrained=pretrained)
     else:
