@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from torch import Tensor, nn
 
-from detr_bf.analysis.subjects import Level, ShownBatch, Subject
+from detr_bf.analysis.inspected import InspectedRun, Level, ShownBatch
 from detr_bf.batchformer.inspection import LayerAttention, Recording, attending, batch_former_of, recorded
 from detr_bf.errors import InputError
 from detr_bf.report.figures import INK, VERMILION
@@ -68,7 +68,7 @@ class PlaceAttention:
         ]
 
 
-def choose_places(subject: Subject, count: int, batch_size: int, seed: int = 0) -> list[Place]:
+def choose_places(subject: InspectedRun, count: int, batch_size: int, seed: int = 0) -> list[Place]:
     """Return places in random validation images, each in a batch with other random ones.
 
     Raises:
@@ -84,11 +84,11 @@ def choose_places(subject: Subject, count: int, batch_size: int, seed: int = 0) 
     return [Place(tuple(own[:batch_size]), None) for own in turned]
 
 
-def place_in(subject: Subject, name: str, point: tuple[float, float] | None, batch_size: int) -> Place:
+def place_in(subject: InspectedRun, name: str, point: tuple[float, float] | None, batch_size: int) -> Place:
     """Return the place of a named image, in a batch with random others.
 
     Raises:
-        InputError: as :meth:`Subject.find` and :func:`choose_places`.
+        InputError: as :meth:`InspectedRun.find` and :func:`choose_places`.
     """
     index = subject.find(name)
     [place] = choose_places(subject, 1, batch_size)
@@ -97,8 +97,8 @@ def place_in(subject: Subject, name: str, point: tuple[float, float] | None, bat
 
 
 @torch.no_grad()
-def batch_attention(
-    subject: Subject, place: Place, *, model: nn.Module | None = None, layer: int | None = None, level: int = 0
+def attention_at(
+    subject: InspectedRun, place: Place, *, model: nn.Module | None = None, layer: int | None = None, level: int = 0
 ) -> PlaceAttention:
     """Return how much a position of an image attends to the same position of all images of its batch.
 

@@ -45,7 +45,7 @@ class Insertion:
 
 @dataclass(frozen=True)
 class Recording:
-    """What batch attention did in the forward passes of a block."""
+    """Content of the forward passes of a block, as far as batch attention is concerned."""
 
     attention: list[LayerAttention] = field(default_factory=list)
     insertions: list[Insertion] = field(default_factory=list)

@@ -23,12 +23,12 @@ from torch.utils.data import Dataset, Sampler
 
 from detr_bf.analysis.batch_attention import (
     PlaceAttention,
-    batch_attention,
+    attention_at,
     choose_places,
     draw_batch_attention,
     place_in,
 )
-from detr_bf.analysis.subjects import load_subject
+from detr_bf.analysis.inspected import load_inspected
 from detr_bf.assembly.classification import build_classifier_criterion
 from detr_bf.assembly.classifier_data import build_image_splits
 from detr_bf.assembly.model import device_of
@@ -92,7 +92,7 @@ def _batch_attention(options: argparse.Namespace) -> int:
     if options.point and not options.image:
         raise InputError("--point is a point of the image that --image names: give both")
     overrides = [*options.overrides, f"device={options.device}"]
-    subjects = [load_subject(name, source, overrides) for name, source in run_names(options.run).items()]
+    subjects = [load_inspected(name, source, overrides) for name, source in run_names(options.run).items()]
     for other in subjects[1:]:
         if list(other.names) != list(subjects[0].names):
             raise InputError(
@@ -108,7 +108,7 @@ def _batch_attention(options: argparse.Namespace) -> int:
         models = {f"{subject.name}, untrained": subject.untrained()} if options.untrained else {}
         for name, model in (models | {subject.name: subject.model}).items():
             found[name] = [
-                batch_attention(subject, place, model=model, layer=options.layer, level=options.level)
+                attention_at(subject, place, model=model, layer=options.layer, level=options.level)
                 for place in progress_bar(places, desc=name, unit="image", leave=False)
             ]
     return _write(

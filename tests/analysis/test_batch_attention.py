@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from detr_bf.analysis.batch_attention import Place, batch_attention, choose_places, position_of, received_attention
-from detr_bf.analysis.subjects import Level, load_subject
+from detr_bf.analysis.batch_attention import Place, attention_at, choose_places, position_of, received_attention
+from detr_bf.analysis.inspected import Level, load_inspected
 from detr_bf.batchformer.inspection import attending, recorded
 from detr_bf.commands.analyze import main as analyze
 from detr_bf.config import load_config
@@ -98,9 +98,9 @@ def test_a_classifier(tmp_path: Path) -> None:
 
 def test_weights_and_map_are_those_of_the_point(config: Path) -> None:
     run = trained(config, "run", "model.name=deformable_detr", "model.backbone.strides=[16,32]")
-    subject = load_subject("run", run)
+    subject = load_inspected("run", run)
     place = Place((2, 0, 5), (63.5, 10.0))
-    found = batch_attention(subject, place, level=1)
+    found = attention_at(subject, place, level=1)
     batch = subject.load(place.indices)
     with attending(subject.model) as batch_former, recorded(batch_former) as recording:
         subject.model(batch.inputs)
@@ -138,7 +138,7 @@ def test_the_untrained_model_is_that_of_the_first_step(config: Path) -> None:
     run = trained(config, "run", "seed=5")
     saved = load_config([run / "config.yaml"], ["output_dir=x"])
     fresh = task_of(saved).build_trainer(RunFolder(config.parent)).model.state_dict()
-    subject = load_subject("run", run)
+    subject = load_inspected("run", run)
     untrained = subject.untrained().state_dict()
     assert all(torch.equal(value, untrained[name]) for name, value in fresh.items())
     trained_weights = subject.model.state_dict()
@@ -146,7 +146,7 @@ def test_the_untrained_model_is_that_of_the_first_step(config: Path) -> None:
 
 
 def test_places_are_the_same_every_time_and_distinct(config: Path) -> None:
-    subject = load_subject("run", trained(config))
+    subject = load_inspected("run", trained(config))
     first, again = (choose_places(subject, 3, 4) for _ in range(2))
     assert first == again
     assert all(len(set(place.indices)) == 4 for place in first)

@@ -58,7 +58,7 @@ class ShownBatch:
     size: tuple[int, int]  # height and width in pixels, with padding
 
 
-class Subject(ABC):
+class InspectedRun(ABC):
     """A trained model in evaluation mode, and its validation images.
 
     Args:
@@ -112,7 +112,7 @@ class Subject(ABC):
         return found[0]
 
 
-class DetectorSubject(Subject):
+class InspectedDetector(InspectedRun):
     """A detector."""
 
     def __init__(self, name: str, model: nn.Module, config: DetectionConfig, data: Any) -> None:
@@ -138,7 +138,7 @@ class DetectorSubject(Subject):
         return _levels(tokens.static["spatial_shapes"])
 
 
-class ClassifierSubject(Subject):
+class InspectedClassifier(InspectedRun):
     """A ViT classifier; the class token and other prefix tokens are no part of its map."""
 
     def __init__(self, name: str, model: nn.Module, config: ClassifierConfig, data: Any) -> None:
@@ -171,7 +171,7 @@ def _levels(shapes: Sequence[tuple[int, int]], start: int = 0) -> list[Level]:
     return found
 
 
-def load_subject(name: str, source: Path, overrides: Sequence[str] = ()) -> Subject:
+def load_inspected(name: str, source: Path, overrides: Sequence[str] = ()) -> InspectedRun:
     """Return the trained model of a run folder or checkpoint, with the validation images of its config.
 
     Args:
@@ -190,5 +190,5 @@ def load_subject(name: str, source: Path, overrides: Sequence[str] = ()) -> Subj
     task = task_of(config)
     model = build_and_load(lambda: task.build_model(classes.num_classes), checkpoint.weights, source)
     if isinstance(config, DetectionConfig):
-        return DetectorSubject(name, model, config, build_val_data(config, classes))
-    return ClassifierSubject(name, model, config, build_image_splits(config).val)
+        return InspectedDetector(name, model, config, build_val_data(config, classes))
+    return InspectedClassifier(name, model, config, build_image_splits(config).val)
