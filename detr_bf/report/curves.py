@@ -45,6 +45,7 @@ _TOTAL: tuple[_Line, ...] = (
 _TERM_COLOURS = (BLACK, ORANGE, GREEN, PINK, SKY, VERMILION, BLUE)
 _TERM_NAMES = {"loss_ce": "cross-entropy", "loss_localization": "relative localization"}
 _TERM = re.compile(r"loss_[a-z][a-z0-9_]{0,30}")
+_ATTENTION = re.compile(r"attention/\d+(\.\d+)?/(others|entropy)")
 _REPEATED = re.compile(r".*_(\d+|enc)")  # terms of auxiliary layers and encoder proposals
 _SMALLEST = 1e-100  # smallest value on a logarithmic axis; smaller ones count as 0
 _SMOOTH_FROM = 40  # points; shorter curves are drawn without a running mean
@@ -163,7 +164,8 @@ def _is_number(value: Any) -> bool:
 
 def _figure(metrics: Metrics, plan: CurvePlan) -> Figure:
     further = _further_terms(metrics, plan)
-    panels = 1 + bool(plan.terms) + bool(further) + bool(plan.scores)
+    attention = _attention_lines(metrics)
+    panels = 1 + bool(plan.terms) + bool(further) + bool(plan.scores) + bool(attention)
     figure = Figure(figsize=(max(13, 4.4 * panels), 3.9), layout="constrained", facecolor="white")
     first, *others = figure.subplots(1, panels, squeeze=False)[0]
     _plot_losses(first, metrics.train, _TOTAL)
@@ -178,6 +180,11 @@ def _figure(metrics: Metrics, plan: CurvePlan) -> Figure:
     if further:
         _plot_losses(others[bool(plan.terms)], metrics.train, further)
         _finish_logarithmic(others[bool(plan.terms)], plan.others_title)
+    if attention:
+        axes = others[bool(plan.terms) + bool(further)]
+        _plot_losses(axes, metrics.train, attention)
+        _finish(axes, "Batch attention")
+        axes.set_ylim(0, 1)
     if plan.scores:
         _plot_scores(others[-1], metrics.val, plan)
     last_epoch = max(record["epoch"] for record in (*metrics.train, *metrics.val))
@@ -203,6 +210,17 @@ def _further_terms(metrics: Metrics, plan: CurvePlan) -> tuple[_Line, ...]:
         return ()
     return tuple(
         (name, _with_weight(metrics.train, name), colour) for name, colour in zip(logged, _TERM_COLOURS, strict=False)
+    )
+
+
+def _attention_lines(metrics: Metrics) -> tuple[_Line, ...]:
+    """Return the logged shares and entropies of batch attention, without those of single heads."""
+    names = dict.fromkeys(name for record in metrics.train for name in record if _ATTENTION.fullmatch(name))
+    found = [name for name in names if series(metrics.train, name)[1]][: len(_TERM_COLOURS)]
+    labels = {"others": "share on other images", "entropy": "entropy over the batch"}
+    return tuple(
+        (name, f"layer {name.split('/')[1]}: {labels[name.split('/')[2]]}", colour)
+        for name, colour in zip(found, _TERM_COLOURS, strict=False)
     )
 
 

@@ -193,3 +193,16 @@ def test_a_page_is_written_from_a_damaged_file(tmp_path: Path, rest: bytes) -> N
     page = write_report(tmp_path).read_text()
     assert ("Trained for 1,200 steps" in page) == bool(rest)
     assert ("metrics.jsonl is missing or empty" in page) == (not rest)
+
+
+def test_logged_batch_attention_has_a_panel(tmp_path: Path) -> None:
+    logged = {"attention/0/others": 0.8, "attention/0/entropy": 0.9, "attention/0/others/head_0": 0.7}
+    logged |= {"attention/3.1/others": 0.5, "stream_distance/0": 1.2}
+    path = write(tmp_path / "m.jsonl", train(1), train(2, **logged), val(10, 0.1))
+    panels = labels(path, curves.DETECTION_CURVES)
+    assert panels[2] == (
+        "Batch attention",
+        ["layer 0: share on other images", "layer 0: entropy over the batch", "layer 3.1: share on other images"],
+    )
+    assert len(panels) == 4
+    assert len(labels(write(tmp_path / "n.jsonl", train(1)), curves.DETECTION_CURVES)) == 3
