@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from torch import nn
+from torch import Tensor, nn
 from torchvision.ops import box_convert
 
 from detr_bf.assembly.classifier_data import build_image_splits
@@ -26,7 +26,7 @@ from detr_bf.config import ClassifierConfig, DetectionConfig, RunConfig, config_
 from detr_bf.data.batches import SampleKey
 from detr_bf.engine import build_and_load, checkpoint_of, load_checkpoint
 from detr_bf.errors import InputError
-from detr_bf.structures import Batch, TokenBatch
+from detr_bf.structures import Batch, Target, TokenBatch
 from detr_bf.tasks import task_of
 from detr_bf.text import listed, printable
 
@@ -117,6 +117,7 @@ class InspectedDetector(InspectedRun):
 
     def __init__(self, name: str, model: nn.Module, config: DetectionConfig, data: Any) -> None:
         super().__init__(name, model, config, data.class_map.num_classes)
+        self.settings = config
         self.data = data
 
     @property
@@ -135,7 +136,12 @@ class InspectedDetector(InspectedRun):
         return ShownBatch(batch.to(self.device), tuple(images), (height, width))
 
     def levels(self, tokens: TokenBatch, batch: ShownBatch) -> list[Level]:
-        return _levels(tokens.static["spatial_shapes"])
+        return level_list(tokens.static["spatial_shapes"])
+
+    def original(self, index: int) -> tuple[Tensor, Target]:
+        """Return an image (3, H, W) uint8 as in its file, with its objects."""
+        plain = build_val_data(self.settings, self.data.class_map, transform=lambda sample: sample)
+        return plain[SampleKey(0, index)]
 
 
 class InspectedClassifier(InspectedRun):
@@ -160,10 +166,11 @@ class InspectedClassifier(InspectedRun):
 
     def levels(self, tokens: TokenBatch, batch: ShownBatch) -> list[Level]:
         vit = cast("VisionTransformer", self.model)
-        return _levels([cast("Any", vit.patch_embed).dynamic_feat_size(batch.size)], vit.num_prefix_tokens)
+        return level_list([cast("Any", vit.patch_embed).dynamic_feat_size(batch.size)], vit.num_prefix_tokens)
 
 
-def _levels(shapes: Sequence[tuple[int, int]], start: int = 0) -> list[Level]:
+def level_list(shapes: Sequence[tuple[int, int]], start: int = 0) -> list[Level]:
+    """Return the levels of maps with these heights and widths, one after another from token ``start`` on."""
     found = []
     for height, width in shapes:
         found.append(Level(start, height, width))
@@ -192,3 +199,9 @@ def load_inspected(name: str, source: Path, overrides: Sequence[str] = ()) -> In
     if isinstance(config, DetectionConfig):
         return InspectedDetector(name, model, config, build_val_data(config, classes))
     return InspectedClassifier(name, model, config, build_image_splits(config).val)
+
+
+def task_of_checkpoint(source: Path) -> str:
+    """Return the task of a run folder or checkpoint."""
+    task = load_checkpoint(checkpoint_of(source)).config.get("task", "detection")
+    return task if isinstance(task, str) else ""

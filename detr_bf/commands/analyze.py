@@ -5,7 +5,7 @@ detr-bf analyze batch-attention --run runs/mine --output pictures --image photo.
 detr-bf analyze attention-entropy --run runs/plain --run runs/broadcasting --output pictures
 detr-bf analyze fgsm --run runs/plain --output pictures --images 10000 --epsilons 1,2 data.root=DIR
 
-Of detectors and classifiers: batch-attention. Of classifiers: the others.
+Of detectors and classifiers: batch-attention, feature-maps. Of detectors: queries, panoptic. Others: of classifiers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import csv
 import io
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,11 +28,13 @@ from detr_bf.analysis.batch_attention import (
     draw_batch_attention,
     place_in,
 )
-from detr_bf.analysis.inspected import load_inspected
+from detr_bf.analysis.detection import draw_queries, feature_maps_of, look_of_queries, panoptic_rows
+from detr_bf.analysis.inspected import InspectedDetector, InspectedRun, load_inspected, task_of_checkpoint
 from detr_bf.assembly.classification import build_classifier_criterion
 from detr_bf.assembly.classifier_data import build_image_splits
 from detr_bf.assembly.model import device_of
 from detr_bf.classification.analysis import ANALYSES, EPSILONS, Analysis, Pixels, Subject
+from detr_bf.classification.analysis.images import draw_feature_maps
 from detr_bf.classification.batch import LabelledImage, LabelledImages
 from detr_bf.cli import run_tool
 from detr_bf.config import ClassifierConfig
@@ -41,13 +43,18 @@ from detr_bf.data.loader import make_loader
 from detr_bf.errors import InputError
 from detr_bf.files import check_output_file, write_text
 from detr_bf.progress import progress_bar
+from detr_bf.report import class_labels, save_picture
 from detr_bf.report.figures import FIGURE_SUFFIXES, save_figure
+from detr_bf.report.panoptic import panoptic_comparison
 from detr_bf.tasks.classification import read_classifier
 from detr_bf.text import csv_cell, printable, safe_message
 
 logger = logging.getLogger(__name__)
 
-BATCH_ATTENTION = "batch-attention"
+BATCH_ATTENTION, QUERIES, PANOPTIC = "batch-attention", "queries", "panoptic"
+FEATURE_MAPS = "feature-maps"
+IMAGES_SHOWN = 6  # images
+QUERY_IMAGES = 200  # whose boxes are collected
 PLACES = 3  # images with a marked position
 BATCH_SHOWN = 8  # most images of a batch, unless asked for more
 
@@ -55,7 +62,7 @@ BATCH_SHOWN = 8  # most images of a batch, unless asked for more
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [BATCH_ATTENTION, *ANALYSES]
+    names = [BATCH_ATTENTION, QUERIES, PANOPTIC, *ANALYSES]
     parser.add_argument("name", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument(
         "--run", metavar="RUN_OR_FILE", type=Path, action="append", required=True, help="folder or checkpoint, or more"
@@ -70,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", choices=formats, default="png", help="of the picture; default %(default)s")
     parser.add_argument("--epsilons", metavar="A,B,...", help="fgsm: steps in 255ths; default 0,1,2,4,8")
     parser.add_argument("--patch", metavar="N", type=int, help="occlusion: side of a patch in pixels; default by model")
-    places = parser.add_argument_group(BATCH_ATTENTION)
-    places.add_argument("--image", metavar="NAME", help="validation image with the point; default: random ones")
+    places = parser.add_argument_group("of detectors, and batch-attention")
+    places.add_argument("--image", metavar="NAME", help="validation image to look at; default: random")
     places.add_argument("--point", metavar="X,Y", help="in pixels of the image; default: centre of its largest object")
     places.add_argument("--auto", metavar="N", type=int, help="so many random images; default 3")
     places.add_argument("--layer", metavar="N", type=int, help="encoder layer of the maps; default: the first")
@@ -79,7 +86,86 @@ def main(arguments: Sequence[str] | None = None) -> int:
     places.add_argument("--untrained", action="store_true", help="also show each run before its training")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of all runs, as data.root=DIR")
     options = parser.parse_intermixed_args(arguments)
-    return run_tool(lambda: _batch_attention(options) if options.name == BATCH_ATTENTION else _run(options))
+    return run_tool(lambda: _chosen(options)(options))
+
+
+def _chosen(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
+    """Return the function of the analysis, for the kind of the first run."""
+    named = {BATCH_ATTENTION: _batch_attention, QUERIES: _queries, PANOPTIC: _panoptic}
+    if options.name == FEATURE_MAPS and task_of_checkpoint(options.run[0]) == "detection":
+        return _feature_maps
+    return named.get(options.name, _run)
+
+
+def _inspected(options: argparse.Namespace) -> list[InspectedRun]:
+    """Return all runs; they must have the same validation images."""
+    overrides = [*options.overrides, f"device={options.device}"]
+    runs = [load_inspected(name, source, overrides) for name, source in run_names(options.run).items()]
+    for other in runs[1:]:
+        if list(other.names) != list(runs[0].names):
+            raise InputError(
+                f"{runs[0].name} and {other.name} have different validation images: give both the same data with "
+                "data.root=DIR, or analyse them one by one"
+            )
+    return runs
+
+
+def _detectors(options: argparse.Namespace) -> list[InspectedDetector]:
+    runs = _inspected(options)
+    found = [run for run in runs if isinstance(run, InspectedDetector)]
+    if len(found) < len(runs):
+        raise InputError(f"{options.name} is an analysis of detectors, and one of the runs is a classifier")
+    return found
+
+
+def _indices(options: argparse.Namespace, run: InspectedRun, default: int) -> list[int]:
+    """Return the image that is named, or random ones, the same every time."""
+    if options.images is not None and options.images < 1:
+        raise InputError(f"--images must be 1 or more, got {options.images}")
+    if options.image:
+        return [run.find(options.image)]
+    order = torch.randperm(len(run.names), generator=torch.Generator().manual_seed(0))
+    return order[: options.images or default].tolist()
+
+
+def _feature_maps(options: argparse.Namespace) -> int:
+    """Draw feature maps of both streams of detectors."""
+    table, picture = _outputs(options)
+    runs = _detectors(options)
+    indices = _indices(options, runs[0], IMAGES_SHOWN)
+    found = {run.name: feature_maps_of(run, indices, layer=options.layer, level=options.level) for run in runs}
+    return _write(table, picture, draw_feature_maps(found), {name: maps.rows() for name, maps in found.items()})
+
+
+def _queries(options: argparse.Namespace) -> int:
+    """Draw where the queries of detectors look."""
+    table, picture = _outputs(options)
+    runs = _detectors(options)
+    others = _indices(argparse.Namespace(images=options.images, image=None), runs[0], QUERY_IMAGES)
+    index = runs[0].find(options.image) if options.image else others[0]
+    found = {run.name: look_of_queries(run, index, others) for run in runs}
+    return _write(table, picture, draw_queries(found), {name: own.rows() for name, own in found.items()})
+
+
+def _panoptic(options: argparse.Namespace) -> int:
+    """Draw images beside their panoptic maps: ground truth and all runs."""
+    if options.format != "png":
+        raise InputError(f"--format {options.format}: panoptic maps are drawn as png")
+    table, picture = _outputs(options)
+    runs = _detectors(options)
+    rows = panoptic_rows(runs, _indices(options, runs[0], IMAGES_SHOWN))
+    titles = ["Ground truth", *(run.name for run in runs)]
+    save_picture(picture, panoptic_comparison(rows, titles, class_labels(runs[0].data.class_map)))
+    write_table(
+        table,
+        [
+            {"image": name, "map": title, "segments": len(panoptic.segments)}
+            for _, name, maps in rows
+            for title, panoptic in zip(titles, maps, strict=True)
+        ],
+    )
+    print(safe_message(f"{len(rows)} images of {len(runs)} runs: {table}, {picture.name}"))
+    return 0
 
 
 def _batch_attention(options: argparse.Namespace) -> int:
@@ -91,14 +177,7 @@ def _batch_attention(options: argparse.Namespace) -> int:
         raise InputError("--image names one image and --auto chooses some: give one of them")
     if options.point and not options.image:
         raise InputError("--point is a point of the image that --image names: give both")
-    overrides = [*options.overrides, f"device={options.device}"]
-    subjects = [load_inspected(name, source, overrides) for name, source in run_names(options.run).items()]
-    for other in subjects[1:]:
-        if list(other.names) != list(subjects[0].names):
-            raise InputError(
-                f"{subjects[0].name} and {other.name} have different validation images: give both the same data with "
-                "data.root=DIR, or analyse them one by one"
-            )
+    subjects = _inspected(options)
     size = options.images or max(2, min(BATCH_SHOWN, subjects[0].config.train.batch_size))
     places = choose_places(subjects[0], options.auto or PLACES, size)
     if options.image:

@@ -7,7 +7,9 @@ L levels, P points.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,27 @@ from torch import Tensor, nn
 
 from detr_bf.errors import InputError
 from detr_bf.ops import ms_deform_attn
+
+
+class AttentionRecord(NamedTuple):
+    """Weights of one call of an attention, without dropout."""
+
+    weights: Tensor  # (R, H, Q, S); of deformable attention (R, Q, H, L, P)
+    points: Tensor | None = None  # (R, Q, H, L, P, 2) x and y in fractions of the padded level; deformable attention
+
+
+_records: list[AttentionRecord] | None = None
+
+
+@contextmanager
+def recorded_weights() -> Iterator[list[AttentionRecord]]:
+    """Record the weights of every attention that is computed in the block, in the order of the calls."""
+    global _records
+    before, _records = _records, []
+    try:
+        yield _records
+    finally:
+        _records = before
 
 
 def multi_head_attention(
@@ -36,6 +59,11 @@ def multi_head_attention(
     visible = None if padding_mask is None else ~padding_mask[:, None, None, :]
     if bias is not None:
         visible = (bias if visible is None else bias.masked_fill(~visible, -torch.inf)).to(query.dtype)
+    if _records is not None:
+        scores = query @ key.mT / math.sqrt(query.shape[-1])
+        if visible is not None:
+            scores = scores.masked_fill(~visible, -torch.inf) if visible.dtype == torch.bool else scores + visible
+        _records.append(AttentionRecord(scores.softmax(-1).detach()))
     attended = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, dropout_p=dropout)
     return attended.transpose(1, 2).flatten(2)
 
@@ -128,13 +156,11 @@ class DeformableAttention(nn.Module):
             value = value.masked_fill(padding_mask[..., None], 0.0)
         weights = self.attention_weights(query).unflatten(-1, (self.heads, -1)).softmax(-1)
         offsets = self.sampling_offsets(query).unflatten(-1, (self.heads, self.levels, self.points, 2))
-        found = ms_deform_attn(
-            value.unflatten(-1, (self.heads, -1)),
-            spatial_shapes,
-            None,
-            self._locations(reference, offsets.to(reference.dtype), spatial_shapes),
-            weights.unflatten(-1, (self.levels, self.points)),
-        )
+        weights = weights.unflatten(-1, (self.levels, self.points))
+        points = self._locations(reference, offsets.to(reference.dtype), spatial_shapes)
+        if _records is not None:
+            _records.append(AttentionRecord(weights.detach(), points.detach()))
+        found = ms_deform_attn(value.unflatten(-1, (self.heads, -1)), spatial_shapes, None, points, weights)
         return self.out(found)
 
     def _locations(self, reference: Tensor, offsets: Tensor, spatial_shapes: Sequence[tuple[int, int]]) -> Tensor:

@@ -120,7 +120,8 @@ def draw_sheet(heading: str, columns: Mapping[str, Sequence[Cell]], across: int 
     count = len(next(iter(columns.values())))
     across = min(across, count)
     lines, wide = math.ceil(count / across), across * len(columns)
-    figure = Figure(figsize=(wide * _CELL, lines * (_CELL + 0.3) + 0.6), layout="constrained", facecolor="white")
+    line = _CELL * max(cell.picture.shape[0] / cell.picture.shape[1] for cell in next(iter(columns.values()))) + 0.3
+    figure = Figure(figsize=(wide * _CELL, lines * line + 0.6), layout="constrained", facecolor="white")
     figure.suptitle(heading, fontsize=11, fontweight="bold", color=INK)
     grid = figure.subplots(lines, wide, squeeze=False)
     for axes in grid.flat:

@@ -71,6 +71,29 @@ def panoptic_sheet(rows: Sequence[PanopticSheetRow], names: Sequence[str], pairs
     return lay_out([_paint_pair(row, names) for row in rows], (GROUND_TRUTH, "Predictions"), pairs_per_line)
 
 
+def panoptic_comparison(
+    rows: Sequence[tuple[Tensor, str, Sequence[PanopticMap]]], titles: Sequence[str], names: Sequence[str]
+) -> Image.Image:
+    """Draw each image (3, H, W), with its caption, beside several maps of it, such as the truth and those of two runs.
+
+    Args:
+        rows: image, caption and maps of each image.
+        titles: of the maps.
+        names: class names by contiguous index.
+
+    Raises:
+        InputError: ``rows`` is empty, or an image and its maps have different sizes.
+    """
+    strips = []
+    for image, caption, maps in rows:
+        for panoptic in maps:
+            _check_size(image, panoptic)
+        picture, _ = fit(image)
+        painted = (_paint(picture, panoptic, names, LABEL_SIZE) for panoptic in maps)
+        strips.append(Strip((picture, *painted), (caption, *(f"{len(each.segments)} segments" for each in maps))))
+    return lay_out(strips, ("Image", *titles), strips_per_line=1)
+
+
 def segment_colours(segments: Sequence[Segment]) -> list[Colour]:
     """Return one colour for each segment: the class colour for the first of a class, then shades of it.
 

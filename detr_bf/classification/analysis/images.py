@@ -191,19 +191,20 @@ class StreamMaps:
     name: str  # of its class
     picture: np.ndarray  # (H, W, 3) from 0 to 1
     clean: np.ndarray  # (h, w)
-    batchformer: np.ndarray  # (h, w)
+    batchformer: np.ndarray | None  # (h, w); None: the model has no second stream
 
     def row(self) -> dict[str, object]:
         """Return mean and standard deviation of both maps, and their correlation (None: one is constant)."""
         a, b = self.clean, self.batchformer
+        varies = b is not None and a.std() and b.std()
         return {
             "index": self.index,
             "class": self.name,
             "clean_mean": float(a.mean()),
             "clean_std": float(a.std()),
-            "batchformer_mean": float(b.mean()),
-            "batchformer_std": float(b.std()),
-            "correlation": float(np.corrcoef(a.ravel(), b.ravel())[0, 1]) if a.std() and b.std() else None,
+            "batchformer_mean": None if b is None else float(b.mean()),
+            "batchformer_std": None if b is None else float(b.std()),
+            "correlation": float(np.corrcoef(a.ravel(), b.ravel())[0, 1]) if b is not None and varies else None,
         }
 
 
@@ -274,5 +275,7 @@ def draw_feature_maps(runs: Mapping[str, FeatureMaps]) -> Figure:
     columns = {"image": [Cell(image.picture, image.name) for image in first.images]}
     for name, maps in runs.items():
         columns[f"{name}\nclean stream"] = [Cell(image.picture, heat=image.clean) for image in maps.images]
-        columns[f"{name}\nBatchFormer stream"] = [Cell(image.picture, heat=image.batchformer) for image in maps.images]
+        if all(image.batchformer is not None for image in maps.images):
+            second = [Cell(image.picture, heat=image.batchformer) for image in maps.images]
+            columns[f"{name}\nBatchFormer stream"] = second
     return draw_sheet("Mean over channels, each map from its least to its largest value", columns)

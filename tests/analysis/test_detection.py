@@ -1,0 +1,163 @@
+"""Feature maps, queries and panoptic maps of real runs of every detector, and recorded attention against oracles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from detr_bf.analysis.detection import feature_maps_of, look_of_queries
+from detr_bf.analysis.inspected import InspectedDetector, load_inspected
+from detr_bf.batchformer.inspection import attending
+from detr_bf.commands.analyze import main as analyze
+from detr_bf.layers import DeformableAttention, MultiHeadAttention
+from detr_bf.layers.attention import recorded_weights
+from detr_bf.ops import ms_deform_attn
+from tests.analysis.test_batch_attention import config, table, trained
+
+__all__ = ["config"]  # a fixture
+
+
+def loaded(run: Path) -> InspectedDetector:
+    found = load_inspected("run", run)
+    assert isinstance(found, InspectedDetector)
+    return found
+
+
+def test_recorded_weights_are_those_of_torch() -> None:
+    torch.manual_seed(0)
+    ours, theirs = MultiHeadAttention(16, 4), nn.MultiheadAttention(16, 4, batch_first=True)
+    with torch.no_grad():
+        theirs.in_proj_weight.copy_(torch.cat([m.weight for m in (ours.query, ours.key, ours.value)]))
+        theirs.in_proj_bias.zero_()
+    query, key = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
+    mask = torch.zeros(2, 5, dtype=torch.bool)
+    mask[1, 3:] = True
+    bias = torch.randn(2, 4, 3, 5)
+    for given in (None, mask):
+        with recorded_weights() as records:
+            ours(query, key, key, given)
+            ours(query, key, key, given, bias)
+        _, weights = theirs(query, key, key, key_padding_mask=given, average_attn_weights=False)
+        torch.testing.assert_close(records[0].weights, weights)
+        value = torch.eye(5).expand(2, 4, 5, 5)
+        heads = [x.unflatten(-1, (4, -1)).transpose(1, 2) for x in (ours.query(query), ours.key(key))]
+        visible = bias if given is None else bias.masked_fill(given[:, None, None], -math.inf)
+        expected = nn.functional.scaled_dot_product_attention(*heads, value, attn_mask=visible)
+        torch.testing.assert_close(records[1].weights, expected)
+    ours(query, key, key)
+    assert len(records) == 2, "nothing is recorded after the block"
+
+
+def test_recorded_points_reproduce_the_output() -> None:
+    torch.manual_seed(0)
+    shapes = ((4, 6), (2, 3))
+    attention = DeformableAttention(16, heads=2, levels=2, points=3)
+    nn.init.normal_(attention.attention_weights.weight)
+    query, tokens, reference = torch.randn(1, 5, 16), torch.randn(1, 30, 16), torch.rand(1, 5, 2, 4)
+    with recorded_weights() as records:
+        found = attention(query, reference, tokens, shapes)
+    [(weights, points)] = records
+    assert points is not None
+    assert weights.shape == (1, 5, 2, 2, 3)
+    torch.testing.assert_close(weights.sum((-1, -2)), torch.ones(1, 5, 2))
+    again = ms_deform_attn(attention.value(tokens).unflatten(-1, (2, -1)), shapes, None, points, weights)
+    torch.testing.assert_close(attention.out(again), found)
+
+
+DETECTORS = {
+    "detr": ("[32]", False, True),
+    "conditional_detr": ("[32]", True, True),
+    "smca": ("[32]", True, True),
+    "smca_multi_scale": ("[8,16,32]", True, True),
+    "deformable_detr": ("[16,32]", True, False),
+}
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_every_detector(config: Path, tmp_path: Path, name: str) -> None:
+    strides, has_reference, has_heat = DETECTORS[name]
+    run = trained(config, "run", f"model.name={name}", f"model.backbone.strides={strides}")
+    plain = trained(config, "off", f"model.name={name}", f"model.backbone.strides={strides}", OFF)
+    out = ["--output", str(tmp_path / "out")]
+    sources = ["--run", str(run), "--run", str(plain)]
+    assert analyze(["feature-maps", *sources, *out, "--images", "4"]) == 0
+    rows = table(tmp_path / "out/feature-maps.csv")
+    assert [row["run"] for row in rows] == ["run"] * 4 + ["off"] * 4
+    assert all((row["batchformer_mean"] == "") == (row["run"] == "off") for row in rows)
+    assert analyze(["queries", *sources, *out, "--image", "0102.png", "--images", "3"]) == 0
+    assert len(table(tmp_path / "out/queries.csv")) == 2 * 6
+    for picture in ("feature-maps.png", "queries.png"):
+        with Image.open(tmp_path / "out" / picture) as image:
+            assert min(image.size) > 300
+    analysis = look_of_queries(loaded(run), 1, [0, 2])
+    assert analysis.name == "0102.png"
+    assert analysis.boxes.shape == (2, 6, 4)
+    for look in analysis.looks:
+        assert (look.reference is not None) == has_reference
+        assert (look.heat is not None) == has_heat
+        if look.heat is not None and not name.startswith("smca_multi"):
+            assert look.heat.sum() == pytest.approx(1, abs=1e-4)
+        if look.points is not None:
+            assert look.points.shape == (2, 2 * 4, 3)
+            assert look.points[..., 2].sum() == pytest.approx(2, abs=1e-4), "1 for each head"
+    scores = [look.score for look in analysis.looks]
+    assert scores == sorted(scores, reverse=True)
+
+
+OFF = "batch_former.enabled=false"
+
+
+def test_feature_maps_are_the_tokens_of_both_streams(config: Path) -> None:
+    run = loaded(trained(config, "run", "model.name=deformable_detr", "model.backbone.strides=[16,32]"))
+    found = feature_maps_of(run, [0, 3, 1], layer=1, level=1)
+    batch = run.load([0, 3, 1])
+    with attending(run.model):
+        memory = run.model.encoder(
+            run.model.tokens(
+                run.model.backbone(batch.inputs.images, batch.inputs.padding_mask), batch.inputs.padding_mask
+            )
+        )
+    maps = memory.tokens[:, 48:60].mean(-1).view(2, 3, 3, 4).detach().numpy()
+    for row, image in enumerate(found.images):
+        np.testing.assert_allclose(image.clean, maps[0, row], rtol=1e-4, atol=1e-6)
+        assert image.batchformer is not None
+        np.testing.assert_allclose(image.batchformer, maps[1, row], rtol=1e-4, atol=1e-6)
+    assert [image.index for image in found.images] == [0, 3, 1]
+
+
+def test_boxes_of_queries_are_those_of_the_detector(config: Path) -> None:
+    run = loaded(trained(config))
+    analysis = look_of_queries(run, 0, [4, 2])
+    for number, index in enumerate((4, 2)):
+        expected = run.model(run.load([index]).inputs).boxes[-1, 0].detach().numpy()
+        np.testing.assert_allclose(analysis.boxes[number], expected, atol=1e-6)
+    row = analysis.rows()[3]
+    assert row["x_mean"] == pytest.approx(analysis.boxes[:, 3, 0].mean())
+    assert row["height_std"] == pytest.approx(analysis.boxes[:, 3, 3].std())
+
+
+def test_bad_input_is_told(
+    config: Path, tmp_path: Path, coco_folder: Callable[..., SimpleNamespace], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(config)
+    capsys.readouterr()
+    out = ["--run", str(run), "--output", str(tmp_path / "out")]
+    for arguments, said in {
+        "feature-maps --layer 2": "--layer 2: the encoder has the layers 0 to 1",
+        "feature-maps --level 1": "--level 1: the model has the levels 0 to 0",
+        "feature-maps --images 0": "--images must be 1 or more, got 0",
+        "queries --image x.png": "--image x.png is no validation image of run",
+        "panoptic": "run has no panoptic validation maps",
+        "panoptic --format svg": "panoptic maps are drawn as png",
+    }.items():
+        assert analyze([*arguments.split(), *out]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
