@@ -218,7 +218,7 @@ def test_names_of_cells_are_read_back(name: str) -> None:
 def test_packaged_experiments_load(name: str) -> None:
     found = read_experiment(packaged_experiments()[name])
     assert len(found.seeds) * len(found.folds) >= 5
-    assert found.baseline in ("off", "off_8", "cross_entropy", "plain")
+    assert found.baseline in ("off", "off_8", "two_stream", "cross_entropy", "plain")
 
 
 @pytest.mark.parametrize("name", [x for x in packaged_experiments() if x.startswith(("long_tail", "small_data"))])
