@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from detr_bf import distributed
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.batchformer.inspection import SAMPLED_POSITIONS, recorded, statistics
 from detr_bf.losses import LossReport
 
 SAME_SIGNAL_SECONDS = 2.0  # a terminal or scheduler and torchrun may each send the same request to stop
@@ -90,18 +89,25 @@ class TrainingStep(nn.Module):
     def forward(self, batch: TrainingBatch) -> LossReport:
         """Return the losses of a batch, which may be on any device."""
         moved = batch.to(self.device, non_blocking=True)
-        logged = [each for each in self.model.modules() if isinstance(each, BatchFormerV2) and each.log_attention]
-        with ExitStack() as stack:
-            stack.enter_context(
-                torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32)
+        with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
+            outputs, logged = (
+                self._with_statistics(moved.inputs) if self.logs_attention else (self.model(moved.inputs), {})
             )
-            chosen = logged if self.logs_attention else []
-            recordings = [stack.enter_context(recorded(each, SAMPLED_POSITIONS)) for each in chosen]
-            outputs = self.model(moved.inputs)
         report = self.criterion(outputs, moved.targets)
-        for recording in recordings:
-            report.logged.update(statistics(recording))
+        report.logged.update(logged)
         return report
+
+    def _with_statistics(self, inputs: Any) -> tuple[Any, dict[str, Tensor]]:
+        """Return the outputs of the model, and the statistics of batch attention with ``log_attention``."""
+        logged = [each for each in self.model.modules() if isinstance(each, BatchFormerV2) and each.log_attention]
+        if not logged:
+            return self.model(inputs), {}
+        from detr_bf.batchformer.inspection import SAMPLED_POSITIONS, recorded, statistics  # a rare setting
+
+        with ExitStack() as stack:
+            recordings = [stack.enter_context(recorded(each, SAMPLED_POSITIONS)) for each in logged]
+            outputs = self.model(inputs)
+        return outputs, {name: value for each in recordings for name, value in statistics(each).items()}
 
 
 def wrap_ddp(step: TrainingStep, *, unused_parameters: bool = False) -> nn.Module:
