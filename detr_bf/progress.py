@@ -5,6 +5,7 @@ Bars are live on a terminal; in a log file they are refreshed every half minute.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Iterable
@@ -45,8 +46,11 @@ class _SafeFormatter(logging.Formatter):
 
 
 class _ScreenHandler(logging.Handler):
+    """Handler that writes above the progress bars; a screen that cannot be written does not end a run."""
+
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
+        with contextlib.suppress(OSError):  # stderr is a file on a full disk, or a pipe whose reader has ended
+            tqdm.write(self.format(record), file=sys.stderr)
 
 
 class _FileHandler(logging.FileHandler):

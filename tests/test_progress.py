@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import io
+import logging
 import sys
+from pathlib import Path
 
 import pytest
 
-from detr_bf.progress import close_bars, progress_bar
+from detr_bf.progress import close_bars, progress_bar, setup_logging
 
 
 @pytest.mark.parametrize(("terminal", "refreshes"), [(True, range(50, 10_000)), (False, range(1, 4))])
@@ -34,3 +37,17 @@ def test_open_bars_are_closed_once(capsys: pytest.CaptureFixture[str], leave: bo
     close_bars()
     bar.close()
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux alone has /dev/full")
+def test_a_full_disk_under_the_screen_raises_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    logger, log = logging.getLogger("detr_bf"), tmp_path / "log.txt"
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
+    with Path("/dev/full").open("wb", buffering=0) as raw:
+        full = io.TextIOWrapper(raw, write_through=True)
+        monkeypatch.setattr(sys, "stderr", full)
+        setup_logging(log)
+        logger.info("step %d", 3)
+        monkeypatch.undo()
+    assert "step 3" in log.read_text()
