@@ -20,6 +20,7 @@ from detr_bf.data.images import MAX_PIXELS, read_image
 from detr_bf.data.transforms import Sample, SampleTransform
 from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
+from detr_bf.evaluation.thresholds import DEFAULT_THRESHOLD, ScoreThresholds
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.structures import Batch, ClassMap, Detections, PanopticMap, Target
 from detr_bf.text import printable
@@ -47,6 +48,10 @@ class Predictor:
     - a Pillow image of mode RGB without EXIF rotation.
 
     None of them may have more than ``max_pixels`` pixels, the run's data.max_pixels.
+
+    Only detections with a score of at least ``threshold`` are returned: a number, ``"class"`` for the stored threshold
+    of each class, or None for the stored threshold of all classes (0.5 if the model was never evaluated). Stored
+    thresholds are those with the highest F1 in the evaluation of the same weights; 0 returns ``eval.max_detections``.
     """
 
     model: Detector
@@ -56,15 +61,17 @@ class Predictor:
     panoptic_postprocess: PanopticPostprocess
     device: torch.device
     max_pixels: int = MAX_PIXELS  # of an image
+    thresholds: ScoreThresholds | None = None  # of the checkpoint
 
-    def __call__(self, image: ImageLike) -> Detections:
+    def __call__(self, image: ImageLike, threshold: float | str | None = None) -> Detections:
         """Detect in one image.
 
         Raises:
-            InputError: it is no image, or cannot be read.
+            InputError: it is no image, or cannot be read; the threshold is not one.
         """
+        least = self.least_scores(threshold)
         (detections,) = self._detect([self._sample(image_pixels(image, "the image", self.max_pixels), 0)])
-        return detections
+        return _above(detections, least)
 
     @torch.no_grad()
     def panoptic(self, image: ImageLike) -> PanopticMap:
@@ -79,22 +86,43 @@ class Predictor:
         (found,) = self.panoptic_postprocess(self.model(batch), batch.targets)
         return found
 
-    def predict(self, images: Iterable[ImageLike], batch_size: int = 1) -> Iterator[Detections]:
+    def predict(
+        self, images: Iterable[ImageLike], batch_size: int = 1, threshold: float | str | None = None
+    ) -> Iterator[Detections]:
         """Detect in many images; ``image_id`` is the index in the sequence, from 0.
 
         Batches pad smaller images, which moves scores and boxes a little: 1 is the exact choice.
 
         Raises:
-            InputError: ``images`` is a single image, one of them is no image or cannot be read, or ``batch_size`` is
-                not a whole number from 1.
+            InputError: ``images`` is a single image, one of them is no image or cannot be read, ``batch_size`` is
+                not a whole number from 1, or ``threshold`` is not one.
         """
+        least = self.least_scores(threshold)
         return (
-            found
+            _above(found, least)
             for chunk in chunks(images, batch_size)
             for found in self._detect(
                 [self._sample(image_pixels(image, f"image {n}", self.max_pixels), n) for n, image in chunk]
             )
         )
+
+    def least_scores(self, threshold: float | str | None = None) -> Tensor:
+        """Return the score from which the detections of each class are returned, (K,) float64 on the CPU.
+
+        Raises:
+            InputError: ``threshold`` is not a number from 0 to 1, ``"class"`` or None.
+        """
+        stored = self.thresholds or ScoreThresholds.same(DEFAULT_THRESHOLD, self.class_map.num_classes)
+        if threshold == "class":
+            return torch.tensor(stored.by_class, dtype=torch.float64)
+        if threshold is None:
+            threshold = stored.overall
+        if isinstance(threshold, (bool, str)) or not (isinstance(threshold, (int, float)) and 0 <= threshold <= 1):
+            raise InputError(
+                f"a threshold must be a number from 0 to 1, or 'class' for the stored threshold of each class; "
+                f"got {printable(repr(threshold))}"
+            )
+        return torch.full((self.class_map.num_classes,), float(threshold), dtype=torch.float64)
 
     @torch.no_grad()
     def _detect(self, samples: Sequence[tuple[Tensor, Target]]) -> list[Detections]:
@@ -108,6 +136,15 @@ class Predictor:
         size = (resized.shape[-2], resized.shape[-1])
         target = Target(index, torch.empty(0, 4), labels, size, original_size)
         return resized.as_subclass(Tensor), target
+
+
+def _above(detections: Detections, least: Tensor) -> Detections:
+    """Return the detections whose scores reach the least score of their class, (K,)."""
+    keep = detections.scores.cpu().double() >= least[detections.labels.cpu()]
+    masks = detections.masks and tuple(mask for mask, kept in zip(detections.masks, keep, strict=True) if kept)
+    keep = keep.to(detections.scores.device)
+    boxes, scores, labels = (x[keep] for x in (detections.boxes, detections.scores, detections.labels))
+    return Detections(detections.image_id, boxes, scores, labels, masks)
 
 
 def chunks(images: Iterable[ImageLike], batch_size: int) -> Iterator[list[tuple[int, ImageLike]]]:

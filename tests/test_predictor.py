@@ -13,6 +13,7 @@ from torch import nn
 
 from detr_bf.classification.predictor import ClassifierPredictor
 from detr_bf.errors import InputError
+from detr_bf.evaluation.thresholds import ScoreThresholds
 from detr_bf.predictor import Predictor, image_pixels
 from detr_bf.structures import ClassMap, Detections
 
@@ -156,3 +157,48 @@ def test_panoptic_takes_the_same_images(monkeypatch: pytest.MonkeyPatch) -> None
     predictor.model.mask_head = nn.Identity()
     with pytest.raises(InputError, match="values from nan"):
         predictor.panoptic(NAN)
+
+
+class TestThresholds:
+    @staticmethod
+    def fixed(thresholds: ScoreThresholds | None) -> Any:
+        """Build a predictor that finds three objects with masks in every image."""
+
+        class Fixed(Predictor):
+            def _detect(self, samples: Any) -> list[Detections]:
+                scores, labels = torch.tensor([0.9, 0.45, 0.3]), torch.tensor([0, 1, 0])
+                masks: Any = ("first", "second", "third")
+                return [Detections(t.image_id, torch.zeros(3, 4), scores, labels, masks) for _, t in samples]
+
+        unchanged: Any = lambda sample: sample  # noqa: E731
+        nothing: Any = None
+        class_map = ClassMap((0, 1), ("a", "b"))
+        return Fixed(nothing, class_map, unchanged, nothing, nothing, torch.device("cpu"), thresholds=thresholds)
+
+    @pytest.mark.parametrize(
+        ("stored", "threshold", "expected"),
+        [
+            (None, None, ["first"]),
+            (None, "class", ["first"]),
+            (ScoreThresholds(0.4, (0.25, 0.5)), None, ["first", "second"]),
+            (ScoreThresholds(0.4, (0.25, 0.5)), "class", ["first", "third"]),
+            (ScoreThresholds(0.4, (0.25, 0.5)), 0, ["first", "second", "third"]),
+            (ScoreThresholds(0.4, (0.25, 0.5)), 0.6, ["first"]),
+            (ScoreThresholds(0.4, (0.25, 0.5)), 1.0, []),
+        ],
+    )
+    def test_the_stored_threshold_is_used_unless_another_is_given(
+        self, stored: ScoreThresholds | None, threshold: Any, expected: list[str]
+    ) -> None:
+        predictor = self.fixed(stored)
+        found = predictor(PIXELS, threshold)
+        assert list(found.masks) == expected
+        assert len(found.boxes) == len(found.scores) == len(found.labels) == len(expected)
+        assert [list(each.masks) for each in predictor.predict([PIXELS, ARRAY], threshold=threshold)] == [expected] * 2
+
+    @pytest.mark.parametrize("threshold", ["much", "0.5", -0.1, 1.1, float("nan"), True, [0.5], {}])
+    def test_anything_else_is_refused_at_once(self, threshold: Any) -> None:
+        predictor = self.fixed(None)
+        for call in (lambda: predictor(PIXELS, threshold), lambda: predictor.predict([PIXELS], threshold=threshold)):
+            with pytest.raises(InputError, match="a threshold must be a number from 0 to 1, or 'class'"):
+                call()

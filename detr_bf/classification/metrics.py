@@ -101,6 +101,10 @@ class ClassificationResult:
         """Value that selects the best checkpoint."""
         return self.top1
 
+    @property
+    def thresholds(self) -> None:
+        """None: classifiers have no thresholds."""
+
     def __str__(self) -> str:
         groups = ((name, self.metrics[name]) for name in GROUPS)
         shown = [f"{name} {value:.3f}" for name, value in (("top-1", self.top1), *groups) if value is not None]
@@ -336,6 +340,10 @@ class ReconstructionResult:
     def score(self) -> float:
         """Value that selects the best checkpoint: the negative loss."""
         return -math.inf if self.loss is None else -self.loss
+
+    @property
+    def thresholds(self) -> None:
+        """None: reconstructions have no thresholds."""
 
     def __str__(self) -> str:
         if self.loss is None:

@@ -26,6 +26,7 @@ from detr_bf.cli import run_tool
 from detr_bf.data.images import IMAGE_FORMATS, read_image
 from detr_bf.errors import InputError
 from detr_bf.evaluation import write_panoptic
+from detr_bf.evaluation.thresholds import DEFAULT_THRESHOLD
 from detr_bf.files import (
     UNFINISHED,
     check_output_file,
@@ -46,7 +47,6 @@ from detr_bf.text import printable
 if TYPE_CHECKING:
     from detr_bf.classification.predictor import ClassifierPredictor
 
-DETECTION_THRESHOLD = 0.5
 SHOWN_CLASSES = 5  # of an image
 MOST_ON_SHEET = 60  # images
 WRITTEN = ".detr_bf_predict.json"  # lists the files that this command has written in the output folder
@@ -59,7 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", metavar="RUN_OR_FILE", required=True, help="run folder or checkpoint file")
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="for pictures and predictions.json")
     parser.add_argument(
-        "--threshold", type=float, help=f"least score that is kept (default {DETECTION_THRESHOLD}; of classes 0)"
+        "--threshold",
+        metavar="SCORE",
+        help="least score that is kept, or 'class' for one of each class (default: the one with the highest F1 in the "
+        f"evaluation of the checkpoint, {DEFAULT_THRESHOLD} without an evaluation; for classifiers 0)",
     )
     parser.add_argument("--panoptic", action="store_true", help="panoptic maps instead of boxes (needs a mask head)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
@@ -71,8 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     """Predict, write, print."""
     setup_logging()
-    if options.threshold is not None and not 0 <= options.threshold <= 1:
-        raise InputError(f"--threshold must be a number from 0 to 1, got {options.threshold}")
+    threshold = _threshold(options.threshold)
     output = Output(options.output)
     files = list(image_files(options.inputs, output.written))
     predictor = load_predictor(options.checkpoint, options.device)
@@ -80,11 +82,12 @@ def _run(options: argparse.Namespace) -> int:
     if not isinstance(predictor, Predictor):
         if options.panoptic:
             raise InputError(f"{options.checkpoint} is of a classifier, and --panoptic needs a detector with masks")
-        done = write_classes(output, predictor, images, options.threshold or 0.0)
+        if isinstance(threshold, str):
+            raise InputError(f"{options.checkpoint} is of a classifier: give a number to --threshold")
+        done = write_classes(output, predictor, images, threshold or 0.0)
     elif options.panoptic:
         done = write_panoptic_maps(output, predictor, images)
     else:
-        threshold = DETECTION_THRESHOLD if options.threshold is None else options.threshold
         done = write_objects(output, predictor, images, threshold)
     for line in done:
         print(line)
@@ -92,6 +95,19 @@ def _run(options: argparse.Namespace) -> int:
         count = f"{len(images.unreadable)} of {len(images.files)} images cannot be read and were left out"
         print(f"{count}:", *images.unreadable, sep="\n  ", file=sys.stderr)
     return 1 if images.unreadable else 0
+
+
+def _threshold(text: str | None) -> float | str | None:
+    """Return what --threshold means: a number, 'class', or None if it is not given."""
+    if text is None or text == "class":
+        return text
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise InputError(f"--threshold must be a number from 0 to 1, or 'class'; got {printable(text)}")
+    return number
 
 
 class InputImages:
@@ -172,19 +188,23 @@ class Output:
             remove_empty(new)
 
 
-def write_objects(output: Output, predictor: Predictor, images: InputImages, threshold: float) -> list[str]:
+def write_objects(
+    output: Output, predictor: Predictor, images: InputImages, threshold: float | str | None
+) -> list[str]:
     """Write a picture of each image and ``predictions.json``; return the lines to print."""
     entries = []
     names, labels = images.picture_names(), class_labels(predictor.class_map)
     with output.writing([*names.values(), "predictions.json"], images):
         for number, file, image in images:
-            found = above(predictor(image), threshold)
+            found = predictor(image, threshold)
             picture = draw_boxes(image, found.boxes, found.labels, labels, found.scores)
             save_picture(output.folder / names[number], picture)
             entries.append(as_json(file, found, predictor.class_map))
         write_json(output.folder / "predictions.json", entries)
     count = sum(len(entry["objects"]) for entry in entries)
-    return [f"{count} objects in {len(entries)} images: {printable(output.folder)}"]
+    least = sorted(set(predictor.least_scores(threshold).tolist()))
+    scores = f"{least[0]:.3g}" if len(least) == 1 else f"{least[0]:.3g} to {least[-1]:.3g} by class"
+    return [f"{count} objects in {len(entries)} images, scores from {scores}: {printable(output.folder)}"]
 
 
 def write_classes(output: Output, predictor: ClassifierPredictor, images: InputImages, threshold: float) -> list[str]:
@@ -291,14 +311,6 @@ def _stamp(file: Path) -> list[int] | None:
     except (OSError, ValueError):
         return None
     return [status.st_size, status.st_mtime_ns]
-
-
-def above(detections: Detections, threshold: float) -> Detections:
-    """Return the detections with a score of at least ``threshold``."""
-    keep = detections.scores >= threshold
-    masks = detections.masks and tuple(mask for mask, kept in zip(detections.masks, keep, strict=True) if kept)
-    boxes, scores, labels = (x[keep] for x in (detections.boxes, detections.scores, detections.labels))
-    return Detections(detections.image_id, boxes, scores, labels, masks)
 
 
 def as_json(file: Path, detections: Detections, class_map: ClassMap) -> dict[str, Any]:

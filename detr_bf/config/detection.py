@@ -310,7 +310,7 @@ class EvalConfig:
     max_detections: int = positive(100, 100_000)  # detections per image
     mask_threshold: float = fraction(0.5)  # minimum probability of a pixel of a mask
     panoptic: PanopticConfig = field(default_factory=PanopticConfig)
-    picture_threshold: float = fraction(0.5)  # minimum score of the boxes on the validation sheet
+    picture_threshold: float | None = fraction(None)  # minimum score of drawn boxes; null: that with the highest F1
     pictures: int = not_negative(12, 1000)  # images on the validation sheet
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from detr_bf import distributed
 from detr_bf.errors import InputError, prefix_errors
+from detr_bf.evaluation.thresholds import ScoreThresholds
 from detr_bf.files import atomic_write, check_weights, read_torch
 from detr_bf.structures import ClassMap
 from detr_bf.text import listed, printable
@@ -34,6 +35,7 @@ class Checkpoint:
     config: dict[str, Any]
     ema: dict[str, Tensor] | None = None  # averaged weights, used for evaluation
     training: dict[str, Any] | None = None  # optimizer, scaler, RNG, progress
+    thresholds: dict[str, Any] | None = None  # of a detector: ScoreThresholds of its last evaluation
     format: int = CHECKPOINT_FORMAT
 
     @property
@@ -52,6 +54,12 @@ class Checkpoint:
                 f"another run from it with init_from={source} and another output_dir"
             )
         return self.training
+
+    @property
+    def score_thresholds(self) -> ScoreThresholds | None:
+        """The scores from which detections are shown; None before the first evaluation."""
+        found = self.thresholds
+        return None if found is None else ScoreThresholds(found["overall"], tuple(found["by_class"]))
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -73,6 +81,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """
     content = read_torch(path, own=True)
     expected = set(Checkpoint.__dataclass_fields__)
+    if isinstance(content, dict):
+        content = {"thresholds": None, **content}  # files before thresholds were stored
     if not isinstance(content, dict) or set(content) != expected:
         found = listed(sorted(map(str, content))) if isinstance(content, dict) else f"a {type(content).__name__}"
         raise InputError(
@@ -90,6 +100,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     check_stored(content["config"], content["class_map"], path)
     if content["training"] is not None:
         _check_training(_mapping(content["training"], "training", path), path)
+    if content["thresholds"] is not None:
+        _check_thresholds(_mapping(content["thresholds"], "thresholds", path), len(content["class_map"]["names"]), path)
     return Checkpoint(**content)
 
 
@@ -111,6 +123,13 @@ def check_stored(config: Any, class_map: Any, path: Path) -> None:
     )
     if not valid:
         raise _malformed(path, "class_map", "lists of equal length: category_ids (distinct integers), names, is_thing")
+
+
+def _check_thresholds(thresholds: Mapping[Any, Any], num_classes: int, path: Path) -> None:
+    overall, by_class = (thresholds.get(name) for name in ("overall", "by_class"))
+    values = [overall, *by_class] if isinstance(by_class, list) else []
+    if len(values) != num_classes + 1 or not all(isinstance(value, float) and 0 <= value <= 1 for value in values):
+        raise _malformed(path, "thresholds", "'overall', a number from 0 to 1, and 'by_class' with one for each class")
 
 
 def _check_training(training: Mapping[Any, Any], path: Path) -> None:

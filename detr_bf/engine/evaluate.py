@@ -17,6 +17,7 @@ from detr_bf import distributed
 from detr_bf.data.workers import restart_dead_workers
 from detr_bf.engine.step import TrainingBatch
 from detr_bf.evaluation import CocoEvaluator, EncodedMap, PanopticEvaluator, Result, merge_shards
+from detr_bf.evaluation.thresholds import ScoreThresholds
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.progress import progress_bar
 from detr_bf.structures import Batch, ClassMap, Detections, Outputs, PanopticMap
@@ -32,6 +33,10 @@ class EvaluationResult(Protocol):
     @property
     def score(self) -> float:
         """The metric that chooses the best checkpoint; higher is better."""
+
+    @property
+    def thresholds(self) -> ScoreThresholds | None:
+        """The scores from which the detections of a detector are shown; None for other models."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and numbers, ready for JSON."""

@@ -21,6 +21,7 @@ from detr_bf.engine.checkpoint import Checkpoint, load_strict, restore_rng, rng_
 from detr_bf.engine.optimizer import load_optimizer
 from detr_bf.engine.run_folder import RunFolder
 from detr_bf.errors import InputError, TrainingError
+from detr_bf.evaluation.thresholds import ScoreThresholds
 from detr_bf.structures import ClassMap
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class TrainingState:
         self.model, self.ema, self.optimizer, self.scaler = model, ema, optimizer, scaler
         self.folder, self.class_map, self.config = folder, class_map, config
         self.progress = Progress()
+        self.thresholds: ScoreThresholds | None = None  # of the last evaluation
         self._saved: Progress | None = None
         self._saved_at = time.monotonic()
 
@@ -122,6 +124,9 @@ class TrainingState:
             config=self.config,
             ema=None if self.ema is None else self.ema.module.state_dict(),
             training=training,
+            thresholds=None
+            if self.thresholds is None
+            else {"overall": self.thresholds.overall, "by_class": list(self.thresholds.by_class)},
         )
         try:
             for path in others:
@@ -163,6 +168,7 @@ class TrainingState:
                 f"{source}: its training state is of another version or damaged ({error}): start a new run with "
                 f"init_from={source} and another output_dir"
             ) from error
+        self.thresholds = checkpoint.score_thresholds
         if not restore_rng(state["rng"], derive_seed(seed, self.progress.step, distributed.rank())):
             logger.warning(
                 "the checkpoint is of another number of ranks: random numbers, and with another total batch size the "

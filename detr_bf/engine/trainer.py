@@ -201,6 +201,7 @@ class Trainer:
         others = []
         if finished or epoch % self.settings.eval_every == 0:
             self.result = self._evaluate()
+            self.state.thresholds = self.result.thresholds
             self.log.write("val", step, {"epoch": epoch, "score": self.result.score, **self.result.metrics})
             logger.info("epoch %d, step %d: %s", epoch, step, self.result)
             if self.result.score > self.progress.best_score:

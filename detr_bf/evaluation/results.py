@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from detr_bf.evaluation.thresholds import OperatingPoint, ScoreThresholds
+
 BOX_METRIC_NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 PANOPTIC_METRIC_NAMES = ("PQ", "SQ", "RQ", "PQ_th", "SQ_th", "RQ_th", "PQ_st", "SQ_st", "RQ_st")
 SIZE_NAMES = ("small", "medium", "large")
@@ -19,11 +21,17 @@ SIZE_NAMES = ("small", "medium", "large")
 
 @dataclass(frozen=True)
 class ClassResult:
-    """Average precision of one class, and its number of ground-truth objects (without crowds)."""
+    """Average precision of one class, its number of ground-truth objects (without crowds) and its best threshold."""
 
     AP: float | None
     AP50: float | None
     num_objects: int
+    best: OperatingPoint | None = None  # highest F1 at IoU 0.5; None without objects or detections
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> ClassResult:
+        """Inverse of ``dataclasses.asdict``."""
+        return cls(**{**state, "best": _point(state.get("best"))})
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,7 @@ class CocoSummary:
     num_detections: int
     max_detections: int  # per class and image
     engine: str  # pycocotools or hotcoco
+    best: OperatingPoint | None = None  # highest F1 at IoU 0.5, one threshold for all classes together
 
     @property
     def metrics(self) -> dict[str, float | None]:
@@ -60,13 +69,18 @@ class CocoSummary:
             **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
             "per_class": {name: dataclasses.asdict(result) for name, result in self.per_class.items()},
             "num_objects_by_size": dict(self.num_objects_by_size),
+            "best": self.best and dataclasses.asdict(self.best),
         }
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> CocoSummary:
         """Inverse of :meth:`to_dict`."""
-        per_class = {name: ClassResult(**result) for name, result in state["per_class"].items()}
-        return cls(**{**state, "per_class": per_class})
+        per_class = {name: ClassResult.from_dict(result) for name, result in state["per_class"].items()}
+        return cls(**{**state, "per_class": per_class, "best": _point(state.get("best"))})
+
+
+def _point(state: Mapping[str, float] | None) -> OperatingPoint | None:
+    return None if state is None else OperatingPoint(**state)
 
 
 @dataclass(frozen=True)
@@ -136,6 +150,18 @@ class Result:
         """Return the score that selects the best checkpoint: PQ if measured, else AP; -inf without ground truth."""
         score = self.panoptic.PQ if self.panoptic else self.boxes.AP
         return -math.inf if score is None else score
+
+    @property
+    def thresholds(self) -> ScoreThresholds | None:
+        """Return the thresholds with the highest F1 of the boxes; None if there is none for all classes together.
+
+        A class without objects or detections has that of all classes.
+        """
+        best = self.boxes.best
+        if best is None:
+            return None
+        own = [result.best or best for result in self.boxes.per_class.values()]
+        return ScoreThresholds(best.threshold, tuple(point.threshold for point in own))
 
     def __str__(self) -> str:
         names = [*(("PQ", "SQ", "RQ") if self.panoptic else ()), "AP", *(("mask/AP",) if self.masks else ("AP50",))]

@@ -101,6 +101,8 @@ def _headline(summary: CocoSummary | None, kind: str) -> str:
     sizes = zip(SIZE_NAMES, (summary.APs, summary.APm, summary.APl), strict=True)
     small = [(f"AP {name}", percent(ap), count(summary.num_objects_by_size[name], "object")) for name, ap in sizes]
     small.append((f"AR, {summary.max_detections} detections", percent(summary.AR100), "recall"))
+    if summary.best is not None:
+        small.append(("F1", percent(summary.best.f1), f"scores from {summary.best.threshold:.2f}"))
     large = [
         ("AP", percent(summary.AP), "IoU 0.50 to 0.95"),
         ("AP50", percent(summary.AP50), "IoU 0.50"),
@@ -141,11 +143,22 @@ def _panoptic_row(name: str, result: PanopticClassResult) -> str:
 
 def _class_table(summary: CocoSummary) -> str:
     ordered = sorted(summary.per_class.items(), key=lambda item: -1.0 if item[1].AP is None else item[1].AP)
-    return table(("Class", "AP", "AP50", "Objects"), (_class_row(name, result) for name, result in reversed(ordered)))
+    titles = ("Class", "AP", "AP50", "Objects", "Best threshold", "Precision", "Recall", "F1")
+    note = (
+        "The best threshold is the score with the highest F1 at IoU 0.5; precision, recall and F1 are those of the "
+        "detections from it on."
+    )
+    return (
+        table(titles, (_class_row(name, result) for name, result in reversed(ordered))) + f'<p class="faint">{note}</p>'
+    )
 
 
 def _class_row(name: str, result: ClassResult) -> str:
-    return row(name, result.AP, (percent(result.AP), percent(result.AP50), f"{result.num_objects:,}"))
+    best = result.best
+    point = [percent(None)] * 4
+    if best is not None:
+        point = [f"{best.threshold:.2f}", percent(best.precision), percent(best.recall), percent(best.f1)]
+    return row(name, result.AP, (percent(result.AP), percent(result.AP50), f"{result.num_objects:,}", *point))
 
 
 DETECTION_PAGE = TaskPage(

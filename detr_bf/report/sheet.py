@@ -79,7 +79,7 @@ def comparison_sheet(
         InputError: ``rows`` is empty.
     """
     pairs = [_paint_pair(row, class_names, threshold) for row in rows]
-    return lay_out(pairs, (GROUND_TRUTH, f"Predictions, score ≥ {threshold:g}"), pairs_per_line)
+    return lay_out(pairs, (GROUND_TRUTH, f"Predictions, score ≥ {threshold:.3g}"), pairs_per_line)
 
 
 def prediction_sheet(rows: Sequence[ProbableClasses], images_per_line: int = 3) -> Image.Image:

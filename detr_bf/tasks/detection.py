@@ -52,10 +52,12 @@ from detr_bf.evaluation import (
     CocoEvaluator,
     PanopticEvaluator,
     PanopticFile,
+    Result,
     encode,
     write_encoded,
     write_results,
 )
+from detr_bf.evaluation.thresholds import DEFAULT_THRESHOLD
 from detr_bf.report import (
     DETECTION_PAGE,
     PanopticSheetRow,
@@ -163,7 +165,7 @@ class DetectionTask(Task[DetectionConfig]):
         return model, classes
 
     def write_outputs(
-        self, folder: RunFolder, evaluate: Evaluation[DetectionEvaluator], model: torch.nn.Module
+        self, folder: RunFolder, result: Result, evaluate: Evaluation[DetectionEvaluator], model: torch.nn.Module
     ) -> None:
         found = evaluate.evaluator
         assert found is not None, "rank 0 has evaluated"
@@ -173,8 +175,10 @@ class DetectionTask(Task[DetectionConfig]):
         names = class_labels(found.class_map)
         with tolerating(str(folder.sheet)):
             folder.sheet.unlink(missing_ok=True)
-            rows = list(_sheet_rows(self.config, found))
-            save_picture(folder.sheet, comparison_sheet(rows, names, self.config.eval.picture_threshold))
+            rows, threshold = list(_sheet_rows(self.config, found)), self.config.eval.picture_threshold
+            if threshold is None:
+                threshold = result.thresholds.overall if result.thresholds else DEFAULT_THRESHOLD
+            save_picture(folder.sheet, comparison_sheet(rows, names, threshold))
         if found.panoptic:
             with tolerating(str(folder.panoptic_sheet)):
                 folder.panoptic_sheet.unlink(missing_ok=True)
@@ -194,6 +198,7 @@ class DetectionTask(Task[DetectionConfig]):
             panoptic_postprocess=build_panoptic_postprocess(config, classes),
             device=device_of(config),
             max_pixels=config.data.max_pixels,
+            thresholds=checkpoint.score_thresholds,
         )
 
     def deploy(self, checkpoint: Checkpoint, source: Path, target: Path) -> str:

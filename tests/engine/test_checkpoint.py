@@ -13,6 +13,7 @@ from torch import nn
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.engine import Checkpoint, build_and_load, load_checkpoint, load_fitting, load_strict
 from detr_bf.errors import InputError
+from detr_bf.evaluation.thresholds import ScoreThresholds
 from detr_bf.structures import ClassMap
 from tests.checkpoints import training
 
@@ -30,6 +31,17 @@ def test_round_trip(tmp_path: Path) -> None:
     assert loaded.classes == CLASSES
     assert torch.equal(loaded.weights["weight"], model.weight)
     assert loaded.training["progress"]["step"] == 4
+    assert loaded.score_thresholds is None
+
+
+def test_thresholds_are_stored_and_older_files_have_none(tmp_path: Path) -> None:
+    found = {"overall": 0.4, "by_class": [0.1, 0.2, 0.3]}
+    checkpoint(nn.Linear(2, 3), thresholds=found).save(tmp_path / "a.pt")
+    assert load_checkpoint(tmp_path / "a.pt").score_thresholds == ScoreThresholds(0.4, (0.1, 0.2, 0.3))
+    content = torch.load(tmp_path / "a.pt", weights_only=True)
+    del content["thresholds"]
+    torch.save(content, tmp_path / "b.pt")
+    assert load_checkpoint(tmp_path / "b.pt").score_thresholds is None
 
 
 def test_averaged_weights_are_the_ones_to_evaluate_with() -> None:
@@ -143,6 +155,12 @@ def nested(depth: int) -> dict[str, Any]:
         ("class_map", {"category_ids": [1], "names": ["a"]}, "'class_map'"),
         ("class_map", {"category_ids": [1], "names": ["a"], "is_thing": [1]}, "'class_map'"),
         ("class_map", {"category_ids": [1], "names": ["a"], "is_thing": [True, True]}, "'class_map'"),
+        ("thresholds", 0.5, "'thresholds' must hold a dictionary"),
+        ("thresholds", {}, "'thresholds' must hold 'overall'"),
+        ("thresholds", {"overall": 0.5, "by_class": []}, "and 'by_class' with one for each class"),
+        ("thresholds", {"overall": 0.5, "by_class": [0.5] * 20}, "and 'by_class' with one for each class"),
+        ("thresholds", {"overall": float("nan"), "by_class": [0.5, 0.5]}, "a number from 0 to 1"),
+        ("thresholds", {"overall": 0.5, "by_class": [0.5, "0.5"]}, "a number from 0 to 1"),
         ("training", 3, "'training' must hold a dictionary"),
         ("training.optimizer", ..., "'training.optimizer' must hold a dictionary"),
         ("training.optimizer.param_groups", [], "'training.optimizer.param_groups'"),

@@ -21,6 +21,7 @@ from detr_bf.engine.checkpoint import load_checkpoint
 from detr_bf.engine.recovery import load_capture
 from detr_bf.engine.state import TrainingState
 from detr_bf.errors import Interrupted, TrainingError
+from detr_bf.evaluation.thresholds import ScoreThresholds
 from tests.engine.steps import BATCHES, CLASSES, FEATURES, Examples, examples, regression, spoilt, squared_error
 
 
@@ -43,6 +44,12 @@ class Result:
     @property
     def metrics(self) -> dict[str, float | None]:
         return {"AP": self.score}
+
+    @property
+    def thresholds(self) -> ScoreThresholds | None:
+        if not math.isfinite(self.score):
+            return None
+        return ScoreThresholds(self.score / 2, (self.score / 4,) * CLASSES.num_classes)
 
     def to_dict(self) -> dict[str, Any]:
         return {"AP": self.score}
@@ -164,6 +171,9 @@ def test_evaluations_and_the_best_checkpoint(tmp_path: Path) -> None:
     best = load_checkpoint(tmp_path / "best.pt")
     assert best.training is not None
     assert best.training["progress"]["step"] == 20, "the first of two equal scores"
+    assert best.thresholds == {"overall": 0.25, "by_class": [0.125] * CLASSES.num_classes}, (
+        "those of its own evaluation"
+    )
     assert torch.equal(best.model["0.weight"], scores.seen[1]["0.weight"])
     assert trainer.epochs_text == "last epoch 7 (last.pt), best epoch 4 (best.pt)"
     assert {path.name for path in tmp_path.glob("epoch_*")} == {"epoch_0003.pt", "epoch_0006.pt"}
@@ -259,6 +269,8 @@ def test_a_stopped_and_resumed_run_ends_with_the_same_bits(tmp_path: Path, step:
     resumed.train()
     assert asked == [divmod(number, BATCHES) for number in range(step, 2 * BATCHES)]
     assert resumed.progress == whole.progress
+    assert resumed.state.thresholds == whole.state.thresholds
+    assert (last.thresholds is None) == (last.training["progress"]["evaluated_step"] == 0)
     for part in ("model", "evaluation_model"):
         for name, value in getattr(whole, part).state_dict().items():
             assert torch.equal(getattr(resumed, part).state_dict()[name], value), name

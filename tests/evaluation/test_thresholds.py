@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 
-from detr_bf.evaluation.thresholds import ScoredHits, pooled, scored_hits
+from detr_bf.evaluation.coco import match_and_accumulate, scored_hits
+from detr_bf.evaluation.thresholds import ScoredHits, all_classes
 from detr_bf.structures import ClassMap
 
-CLASSES = ClassMap((4, 9), ("a", "b"))
+CLASSES = ClassMap((9, 4), ("b", "a"))
 
 
 def random_split(seed: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -42,14 +45,16 @@ def iou(one: list[float], other: list[float], crowd: bool) -> float:
     return common / (one[2] * one[3] + (0 if crowd else other[2] * other[3] - common))
 
 
-def matched(truth: dict[str, Any], results: list[dict[str, Any]], category: int) -> list[tuple[float, bool]]:
+def matched(
+    truth: dict[str, Any], results: list[dict[str, Any]], category: int, limit: int
+) -> list[tuple[float, bool]]:
     """Return score and hit of every detection that counts, matched greedily, image by image."""
     found = []
     for image in truth["images"]:
         own = [a for a in truth["annotations"] if (a["image_id"], a["category_id"]) == (image["id"], category)]
         taken: set[int] = set()
         mine = [r for r in results if (r["image_id"], r["category_id"]) == (image["id"], category)]
-        for result in sorted(mine, key=lambda r: -r["score"]):
+        for result in sorted(mine, key=lambda r: -r["score"])[:limit]:
             best, chosen = 0.5, None
             for each in (a for a in own if not a["iscrowd"] and a["id"] not in taken):
                 if iou(result["bbox"], each["bbox"], False) >= best:
@@ -62,18 +67,28 @@ def matched(truth: dict[str, Any], results: list[dict[str, Any]], category: int)
     return found
 
 
+def scored(engine: str, truth: dict[str, Any], results: list[dict[str, Any]], limit: int) -> dict[int, ScoredHits]:
+    if engine == "hotcoco":
+        pytest.importorskip("hotcoco")
+    _, hits = match_and_accumulate(engine, *copy.deepcopy((truth, results)), (1, 2, limit), "bbox")
+    return scored_hits(
+        results, hits, Counter(a["category_id"] for a in truth["annotations"] if not a["iscrowd"]), CLASSES
+    )
+
+
+@pytest.mark.parametrize("engine", ["pycocotools", "hotcoco"])
+@pytest.mark.parametrize("limit", [100, 2])
 @pytest.mark.parametrize("seed", range(20))
-def test_curves_and_best_thresholds_equal_loops(seed: int) -> None:
+def test_curves_and_best_thresholds_equal_loops(seed: int, limit: int, engine: str) -> None:
     truth, results = random_split(seed)
-    found = scored_hits(truth, results, CLASSES)
+    found = scored(engine, truth, results, limit)
     everything: list[tuple[float, bool]] = []
-    for label, category in enumerate(CLASSES.category_ids):
-        expected = matched(truth, results, category)
+    for category in (4, 9):
+        expected = matched(truth, results, category, limit)
         everything += expected
         objects = sum(a["category_id"] == category and not a["iscrowd"] for a in truth["annotations"])
-        if label in found:
-            check(found[label], expected, objects)
-    check(pooled(found.values()), everything, sum(not a["iscrowd"] for a in truth["annotations"]))
+        check(found[category], expected, objects)
+    check(all_classes(found.values()), everything, sum(not a["iscrowd"] for a in truth["annotations"]))
 
 
 def check(own: ScoredHits, expected: list[tuple[float, bool]], objects: int) -> None:
@@ -88,7 +103,7 @@ def check(own: ScoredHits, expected: list[tuple[float, bool]], objects: int) -> 
     assert thresholds.tolist() == list(points)
     np.testing.assert_allclose(np.stack([precision, recall], axis=1), np.array([*points.values()]).reshape(-1, 2))
     best = own.best()
-    if not objects or not points:
+    if not any(hit for _, hit in expected):
         assert best is None
         return
     assert best is not None
@@ -110,11 +125,13 @@ def test_a_threshold_lies_between_two_scores() -> None:
     assert lowest.threshold == 0.3, "there is no lower score"
 
 
-def test_without_objects_or_detections_there_is_no_threshold() -> None:
+@pytest.mark.parametrize("engine", ["pycocotools", "hotcoco"])
+def test_without_hits_there_is_no_threshold(engine: str) -> None:
+    assert ScoredHits.of(np.array([0.3]), np.array([False]), 2).best() is None
     assert ScoredHits.of(np.array([0.3]), np.array([False]), 0).best() is None
-    assert pooled([]).best() is None
+    assert all_classes([]).best() is None
     truth, _ = random_split(0)
-    found = scored_hits(truth, [], CLASSES)
+    found = scored(engine, truth, [], 100)
     assert all(own.best() is None and own.objects for own in found.values())
-    nothing = pooled(found.values()).at(0.5)
+    nothing = all_classes(found.values()).at(0.5)
     assert (nothing.precision, nothing.recall) == (1.0, 0.0)

@@ -13,6 +13,7 @@ import torch
 from detr_bf.config import ClassifierConfig, DetectionConfig, config_to_yaml
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
+from detr_bf.evaluation.thresholds import OperatingPoint
 from detr_bf.files import write_json, write_text
 from detr_bf.report import save_picture, write_report
 from detr_bf.report.detection import batch_former_line, encoder_plugins_line
@@ -33,7 +34,7 @@ SUMMARY = CocoSummary(
     ARl=None,
     per_class={
         "<script>alert(1)</script>": ClassResult(0.1, 0.2, 12),
-        "cat & dog": ClassResult(0.5, 0.8, 1044),
+        "cat & dog": ClassResult(0.5, 0.8, 1044, OperatingPoint.of(0.34, 0.75, 0.6)),
         "absent": ClassResult(None, None, 0),
     },
     num_objects_by_size={"small": 200, "medium": 1, "large": 0},
@@ -41,6 +42,7 @@ SUMMARY = CocoSummary(
     num_detections=30_000,
     max_detections=100,
     engine="pycocotools",
+    best=OperatingPoint.of(0.41, 0.7, 0.7),
 )
 
 
@@ -104,12 +106,13 @@ def test_user_text_is_escaped(run_dir: Path) -> None:
 
 def test_classes_are_listed_best_first_and_absent_ones_without_numbers(run_dir: Path) -> None:
     texts = Page(write_report(run_dir).read_text()).texts
-    start = texts.index("Objects") + 1
-    assert texts[start : start + 12] == [
-        *("cat & dog", "50.0", "80.0", "1,044"),
-        *("<script>alert(1)</script>", "10.0", "20.0", "12"),
-        *("absent", "—", "—", "0"),
+    start = texts.index("Objects") + 5
+    assert texts[start : start + 24] == [
+        *("cat & dog", "50.0", "80.0", "1,044", "0.34", "75.0", "60.0", "66.7"),
+        *("<script>alert(1)</script>", "10.0", "20.0", "12", "—", "—", "—", "—"),
+        *("absent", "—", "—", "0", "—", "—", "—", "—"),
     ]
+    assert "scores from 0.41" in texts
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:

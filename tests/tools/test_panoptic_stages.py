@@ -145,7 +145,7 @@ def test_predictions(stuff: SimpleNamespace) -> None:
     assert [(s.id, s.label, s.area) for s in written[0].segments] == [(s.id, s.label, s.area) for s in found.segments]
     assert predict([*common, "--threshold", "0", str(image)]) == 0
     (entry,) = json.loads((output / "predictions.json").read_text())
-    detections = predictor(image)
+    detections = predictor(image, threshold=0)
     assert [thing["segmentation"] for thing in entry["objects"]] == list(detections.masks)
 
 

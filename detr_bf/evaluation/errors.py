@@ -1,0 +1,280 @@
+"""Errors of a detector: their types and costs, confused classes, calibration of scores, and single images.
+
+Detections are matched with the objects of their class as in COCO's evaluation at IoU 0.5: highest score first, each
+with the free object of the highest IoU. A detection that is matched with a crowd region instead counts nowhere.
+
+Error types and costs are those of TIDE (Bolya et al., ECCV 2020); a cost is the AP50 of the repaired data minus AP50.
+hotcoco 1.3 finds the same types, confusion matrix and calibration error in data without crowds. It counts detections on
+crowds as errors, and its costs of class, localisation and missed errors are not those of the repaired data.
+
+Shape legend: D detections, O objects without crowds, K classes, B bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from detr_bf.structures import ClassMap, Detections
+
+MATCH_IOU, BACKGROUND_IOU = 0.5, 0.1
+HIT, IGNORED = "hit", "ignored"
+ERROR_TYPES = ("class", "localisation", "both", "duplicate", "background", "missed")
+_RECALLS = np.linspace(0.0, 1.0, 101)  # as in pycocotools
+_NONE, _CROWD = -1, -2  # instead of an object
+
+
+@dataclass(frozen=True, eq=False)
+class ImageErrors:
+    """Detections of one image by descending score, its objects, and how they belong together."""
+
+    image_id: int
+    boxes: np.ndarray  # (D, 4) float64, x0, y0, x1, y1 in pixels
+    scores: np.ndarray  # (D,) float64
+    labels: np.ndarray  # (D,) int64
+    object_boxes: np.ndarray  # (O, 4) float64
+    object_labels: np.ndarray  # (O,) int64
+    ious: np.ndarray  # (D, O) float64
+    matches: np.ndarray  # (D,) int64, the matched object; negative: none, or a crowd
+    types: tuple[str, ...]  # D: hit, ignored, or one of ERROR_TYPES
+    causes: np.ndarray  # (D,) int64, the object that a class, localisation or duplicate error is about, else negative
+
+    @property
+    def missed(self) -> np.ndarray:
+        """Return for each object whether no match, class error or localisation error is about it."""
+        explained = [at for at, kind in zip(self.causes, self.types, strict=True) if kind in ("class", "localisation")]
+        seen = np.zeros(len(self.object_labels), dtype=bool)
+        seen[self.matches[self.matches >= 0]] = True
+        seen[explained] = True
+        return ~seen
+
+    def above(self, threshold: float) -> ImageErrors:
+        """Return the errors that remain if only the detections with a score of at least ``threshold`` are kept.
+
+        Matches stay the same, because higher scores are matched first.
+        """
+        kept = int((self.scores >= threshold).sum())
+        return ImageErrors(
+            self.image_id,
+            self.boxes[:kept],
+            self.scores[:kept],
+            self.labels[:kept],
+            self.object_boxes,
+            self.object_labels,
+            self.ious[:kept],
+            self.matches[:kept],
+            self.types[:kept],
+            self.causes[:kept],
+        )
+
+
+def image_errors(
+    ground_truth: Mapping[str, Any], detections: Iterable[Detections], class_map: ClassMap
+) -> list[ImageErrors]:
+    """Match the detections of each image and find the type of each error; images ascend by id.
+
+    Args:
+        ground_truth: COCO data set with ``bbox``, ``iscrowd`` and ``category_id`` in every annotation.
+        detections: of the images to examine.
+        class_map: the classes.
+    """
+    by_image: dict[int, list[Mapping[str, Any]]] = {}
+    for annotation in ground_truth["annotations"]:
+        by_image.setdefault(annotation["image_id"], []).append(annotation)
+    return [
+        _examined(image, by_image.get(image.image_id, []), class_map)
+        for image in sorted(detections, key=lambda each: each.image_id)
+    ]
+
+
+def _examined(image: Detections, annotations: Sequence[Mapping[str, Any]], class_map: ClassMap) -> ImageErrors:
+    """Match the detections of one image and find the type of each error."""
+    from pycocotools import mask as coco_mask  # compiled
+
+    scores = image.scores.double().cpu().numpy()
+    order = np.argsort(-scores, kind="stable")
+    boxes = image.boxes.double().cpu().numpy()[order]
+    scores, labels = scores[order], image.labels.cpu().numpy()[order]
+    is_crowd = np.array([bool(each["iscrowd"]) for each in annotations], dtype=bool)
+    own_labels = np.array([class_map.index[each["category_id"]] for each in annotations], dtype=np.int64)
+    xywh = np.array([each["bbox"] for each in annotations], dtype=np.float64).reshape(-1, 4)
+    ious = np.zeros((len(boxes), len(annotations)))
+    if ious.size:
+        found = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1)
+        ious = np.asarray(coco_mask.iou(found, xywh, is_crowd.astype(np.uint8)))
+    free = ious[:, ~is_crowd]
+    of_class = labels[:, None] == own_labels[~is_crowd]
+    on_crowd = ((ious >= MATCH_IOU) & is_crowd & (labels[:, None] == own_labels)).any(1)
+    matches = _match(np.where(of_class, free, 0.0), on_crowd)
+    types, causes = _error_types(free, of_class, matches)
+    corners = np.concatenate([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], axis=1)[~is_crowd]
+    return ImageErrors(
+        image.image_id, boxes, scores, labels, corners, own_labels[~is_crowd], free, matches, types, causes
+    )
+
+
+def _match(ious: np.ndarray, on_crowd: np.ndarray) -> np.ndarray:
+    """Return the object (or a negative number) of each detection, (D,), from the IoU with objects of its class."""
+    matches = np.full(len(ious), _NONE, dtype=np.int64)
+    taken = np.zeros(ious.shape[1], dtype=bool)
+    for number in np.flatnonzero((ious >= MATCH_IOU).any(1)):
+        left = np.where(taken, 0.0, ious[number])
+        best = len(left) - 1 - int(left[::-1].argmax())  # the last of several, as in pycocotools
+        if left[best] >= MATCH_IOU:
+            taken[best], matches[number] = True, best
+    matches[(matches == _NONE) & on_crowd] = _CROWD
+    return matches
+
+
+def _error_types(ious: np.ndarray, of_class: np.ndarray, matches: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
+    """Return type and cause of each detection: TIDE, section 2.2, for what several types fit in this order."""
+    causes = np.full(len(ious), _NONE, dtype=np.int64)
+    types = [HIT if match >= 0 else IGNORED if match == _CROWD else "background" for match in matches]
+    if not ious.size:
+        return tuple(types), causes
+    same, other = np.where(of_class, ious, 0.0), np.where(of_class, 0.0, ious)
+    for number in np.flatnonzero(matches == _NONE):
+        own, strange = int(same[number].argmax()), int(other[number].argmax())
+        if BACKGROUND_IOU <= same[number, own] < MATCH_IOU:
+            types[number], causes[number] = "localisation", own
+        elif other[number, strange] >= MATCH_IOU:
+            types[number], causes[number] = "class", strange
+        elif same[number, own] >= MATCH_IOU:
+            types[number], causes[number] = "duplicate", own
+        elif other[number, strange] >= BACKGROUND_IOU:
+            types[number] = "both"
+    return tuple(types), causes
+
+
+class _Row(NamedTuple):
+    """One detection."""
+
+    kind: str
+    label: int
+    score: float
+    becomes: int | None  # class of the object that a repaired class or localisation error finds
+
+
+class ErrorCost(NamedTuple):
+    """Number of errors of one type, and the AP50 that a detector without them would have more."""
+
+    number: int
+    cost: float
+
+
+def error_costs(images: Sequence[ImageErrors], num_classes: int) -> tuple[float | None, dict[str, ErrorCost]]:
+    """Return AP50 and the cost of each error type; None and no costs without objects.
+
+    Each type is repaired alone. The object of a class or localisation error is found by the detection with the highest
+    score among those of the type, unless a detection is matched with it already; the others of the type are removed, as
+    are both, duplicate and background errors. Missed objects are left out. ``false positives`` removes all errors of
+    detections, ``false negatives`` leaves out all objects that no detection is matched with (TIDE, section 2.3).
+    """
+    totals = np.zeros(num_classes, dtype=np.int64)
+    missed, unmatched = totals.copy(), totals.copy()
+    rows: list[_Row] = []
+    for image in images:
+        np.add.at(totals, image.object_labels, 1)
+        np.add.at(missed, image.object_labels[image.missed], 1)
+        found = np.zeros(len(image.object_labels), dtype=bool)
+        found[image.matches[image.matches >= 0]] = True
+        np.add.at(unmatched, image.object_labels[~found], 1)
+        repaired: set[tuple[str, int]] = set()
+        for kind, label, score, cause in zip(image.types, image.labels, image.scores, image.causes, strict=True):
+            becomes = None
+            if kind in ("class", "localisation") and not found[cause] and (kind, cause) not in repaired:
+                repaired.add((kind, cause))
+                becomes = int(image.object_labels[cause])
+            rows.append(_Row(kind, int(label), float(score), becomes))
+    base = _mean_ap(rows, totals)
+    if base is None:
+        return None, {}
+    counts = {kind: sum(row.kind == kind for row in rows) for kind in ERROR_TYPES} | {"missed": int(missed.sum())}
+
+    def gain(repaired: Iterable[_Row], objects: np.ndarray) -> float:
+        after = _mean_ap(repaired, objects)
+        return (1.0 if after is None else after) - base
+
+    costs = {}
+    for kind in ERROR_TYPES[:-1]:
+        others = [row for row in rows if row.kind != kind]
+        hits = [_Row(HIT, row.becomes, row.score, None) for row in rows if row.kind == kind and row.becomes is not None]
+        costs[kind] = ErrorCost(counts[kind], gain([*others, *hits], totals))
+    costs["missed"] = ErrorCost(counts["missed"], gain(rows, totals - missed))
+    wrong = sum(row.kind not in (HIT, IGNORED) for row in rows)
+    costs["false positives"] = ErrorCost(wrong, gain((row for row in rows if row.kind == HIT), totals))
+    costs["false negatives"] = ErrorCost(int(unmatched.sum()), gain(rows, totals - unmatched))
+    return base, costs
+
+
+def _mean_ap(rows: Iterable[_Row], totals: np.ndarray) -> float | None:
+    """Return the mean AP of the classes with objects, from type, class and score; None if no class has any."""
+    by_class: dict[int, list[tuple[float, bool]]] = {}
+    for row in rows:
+        if row.kind != IGNORED:
+            by_class.setdefault(row.label, []).append((row.score, row.kind == HIT))
+    values = [average_precision(by_class.get(int(k), []), int(totals[k])) for k in np.flatnonzero(totals)]
+    return float(np.mean(values)) if values else None
+
+
+def average_precision(detections: Sequence[tuple[float, bool]], num_objects: int) -> float:
+    """Return COCO's AP of one class at one IoU: mean interpolated precision at 101 recalls.
+
+    Args:
+        detections: score, and whether it is a hit.
+        num_objects: at least 1.
+    """
+    scores = np.array([score for score, _ in detections], dtype=np.float64)
+    hits = np.array([hit for _, hit in detections], dtype=bool)[np.argsort(-scores, kind="stable")]
+    found = np.cumsum(hits)
+    precision = found / (np.arange(len(hits)) + 1)
+    best_from = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)
+    return float(best_from[np.searchsorted(found / num_objects, _RECALLS, side="left")].mean())
+
+
+def confusion_matrix(images: Iterable[ImageErrors], num_classes: int, threshold: float) -> np.ndarray:
+    """Return counts (K + 1, K + 1) of true class x detected class; the last row and column are background.
+
+    Detections with a score of at least ``threshold`` are matched with free objects of any class, highest score first,
+    each with the object of the highest IoU from 0.5.
+    """
+    counts = np.zeros((num_classes + 1, num_classes + 1), dtype=np.int64)
+    for image in images:
+        counted = (image.scores >= threshold) & (image.matches != _CROWD)
+        matches = _match(image.ious[counted], np.zeros(int(counted.sum()), dtype=bool))
+        truth = np.append(image.object_labels, num_classes)[matches]  # the last one for no object
+        np.add.at(counts, (truth, image.labels[counted]), 1)
+        free = np.ones(len(image.object_labels), dtype=bool)
+        free[matches[matches >= 0]] = False
+        np.add.at(counts[:, num_classes], image.object_labels[free], 1)
+    return counts
+
+
+class Calibration(NamedTuple):
+    """Scores against the share of detections that are hits, in B bins of equal width; NaN in empty bins."""
+
+    counts: np.ndarray  # (B,) int64
+    scores: np.ndarray  # (B,) mean score
+    precision: np.ndarray  # (B,) share of hits
+    error: float  # D-ECE: mean of |score - precision| over detections; NaN without detections
+
+
+def calibration(images: Iterable[ImageErrors], bins: int = 10) -> Calibration:
+    """Return how far scores are from probabilities of a hit.
+
+    The error is the detection expected calibration error over scores alone (Kueppers et al., CVPR Workshops 2020).
+    """
+    parts = [(image.scores[image.matches != _CROWD], image.matches[image.matches != _CROWD] >= 0) for image in images]
+    scores = np.concatenate([np.empty(0), *(part for part, _ in parts)])
+    hits = np.concatenate([np.empty(0, dtype=bool), *(part for _, part in parts)])
+    which = np.minimum((scores * bins).astype(np.int64), bins - 1)
+    counts = np.bincount(which, minlength=bins)
+    with np.errstate(invalid="ignore"):
+        mean_scores = np.bincount(which, scores, bins) / counts
+        precision = np.bincount(which, hits, bins) / counts
+    used = counts > 0
+    gaps = np.abs(mean_scores - precision)[used] * counts[used]
+    return Calibration(counts, mean_scores, precision, float(gaps.sum() / len(scores)) if len(scores) else float("nan"))

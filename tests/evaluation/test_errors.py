@@ -1,0 +1,298 @@
+"""Error types, their costs, confusion and calibration, against loops, repaired data evaluated anew, and hotcoco."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from detr_bf.evaluation.coco import match_and_accumulate
+from detr_bf.evaluation.errors import (
+    ImageErrors,
+    average_precision,
+    calibration,
+    confusion_matrix,
+    error_costs,
+    image_errors,
+)
+from detr_bf.structures import ClassMap, Detections
+
+CLASSES = ClassMap((3, 4, 9), ("a", "b", "c"))
+KINDS = {
+    "class": "Cls",
+    "localisation": "Loc",
+    "both": "Both",
+    "duplicate": "Dupe",
+    "background": "Bkg",
+    "missed": "Miss",
+}
+Data = tuple[dict[str, Any], list[dict[str, Any]]]
+
+
+def random_data(seed: int, *, crowds: float, ties: bool) -> Data:
+    """Return a COCO data set of six images, the third without objects, and detections near objects and elsewhere."""
+    rng = np.random.default_rng(seed)
+    annotations: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+
+    def detect(image_id: int, category: int, box: list[float]) -> None:
+        score = float(rng.integers(1, 40)) / 40 if ties else float(rng.uniform())
+        results.append({"image_id": image_id, "category_id": category, "bbox": box, "score": score})
+
+    for image_id in range(1, 7):
+        for _ in range(0 if image_id == 3 else int(rng.integers(1, 6))):
+            x, y, w, h = (float(v) for v in (*rng.integers(0, 60, 2), *rng.integers(10, 40, 2)))
+            category = int(rng.choice(CLASSES.category_ids))
+            annotations.append({"image_id": image_id, "category_id": category, "bbox": [x, y, w, h], "area": w * h})
+            annotations[-1] |= {"id": len(annotations), "iscrowd": int(rng.random() < crowds)}
+            for _ in range(int(rng.integers(0, 3))):
+                dx, dy, dw, dh = (float(v) for v in rng.integers(-8, 9, 4))
+                label = category if rng.random() < 0.7 else int(rng.choice(CLASSES.category_ids))
+                detect(image_id, label, [x + dx, y + dy, max(1.0, w + dw), max(1.0, h + dh)])
+        for _ in range(2):
+            box = [float(v) for v in (*rng.integers(0, 80, 2), *rng.integers(5, 30, 2))]
+            detect(image_id, int(rng.choice(CLASSES.category_ids)), box)
+    categories = [{"id": i, "name": n} for i, n in zip(CLASSES.category_ids, CLASSES.names, strict=True)]
+    images = [{"id": i, "height": 100, "width": 100} for i in range(1, 7)]
+    return {"images": images, "annotations": annotations, "categories": categories}, results
+
+
+def examined(data: Data) -> list[ImageErrors]:
+    truth, results = data
+    detections = []
+    for image in truth["images"]:
+        own = [result for result in results if result["image_id"] == image["id"]]
+        xywh = torch.tensor([result["bbox"] for result in own], dtype=torch.float64).reshape(-1, 4)
+        boxes = torch.cat([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], dim=1)
+        scores = torch.tensor([result["score"] for result in own], dtype=torch.float64)
+        labels = torch.tensor([CLASSES.index[result["category_id"]] for result in own], dtype=torch.int64)
+        detections.append(Detections(image["id"], boxes, scores, labels))
+    return image_errors(truth, detections, CLASSES)
+
+
+def iou(one: list[float], other: list[float], crowd: bool = False) -> float:
+    width = min(one[0] + one[2], other[0] + other[2]) - max(one[0], other[0])
+    height = min(one[1] + one[3], other[1] + other[3]) - max(one[1], other[1])
+    common = max(0.0, width) * max(0.0, height)
+    return common / (one[2] * one[3] + (0 if crowd else other[2] * other[3] - common))
+
+
+def ranked(data: Data, image_id: int) -> list[dict[str, Any]]:
+    return sorted((r for r in data[1] if r["image_id"] == image_id), key=lambda result: -result["score"])
+
+
+def objects_of(data: Data, image_id: int) -> list[dict[str, Any]]:
+    return [a for a in data[0]["annotations"] if a["image_id"] == image_id and not a["iscrowd"]]
+
+
+def best_object(result: dict[str, Any], objects: list[dict[str, Any]]) -> tuple[float, dict[str, Any] | None]:
+    best: tuple[float, dict[str, Any] | None] = (0.0, None)
+    for each in objects:
+        overlap = iou(result["bbox"], each["bbox"])
+        if overlap > 0 and overlap >= best[0]:
+            best = (overlap, each)
+    return best
+
+
+def verdicts(data: Data) -> list[tuple[dict[str, Any], str, dict[str, Any] | None]]:
+    """Return every detection with its type and the object that it is about, by loops."""
+    found = []
+    for image in data[0]["images"]:
+        objects, taken = objects_of(data, image["id"]), set()
+        crowds = [a for a in data[0]["annotations"] if a["image_id"] == image["id"] and a["iscrowd"]]
+        for result in ranked(data, image["id"]):
+            same = [o for o in objects if o["category_id"] == result["category_id"]]
+            others = [o for o in objects if o["category_id"] != result["category_id"]]
+            overlap, match = best_object(result, [o for o in same if o["id"] not in taken])
+            own, owner = best_object(result, same)
+            strange, stranger = best_object(result, others)
+            on_crowd = any(
+                c["category_id"] == result["category_id"] and iou(result["bbox"], c["bbox"], True) >= 0.5
+                for c in crowds
+            )
+            if match is not None and overlap >= 0.5:
+                taken.add(match["id"])
+                found.append((result, "hit", match))
+            elif on_crowd:
+                found.append((result, "ignored", None))
+            elif 0.1 <= own < 0.5:
+                found.append((result, "localisation", owner))
+            elif strange >= 0.5:
+                found.append((result, "class", stranger))
+            elif own >= 0.5:
+                found.append((result, "duplicate", owner))
+            elif strange >= 0.1:
+                found.append((result, "both", None))
+            else:
+                found.append((result, "background", None))
+    return found
+
+
+def lost(data: Data, *kinds: str) -> list[int]:
+    """Return the ids of the objects that no detection of these types is about."""
+    seen = {cause["id"] for _, kind, cause in verdicts(data) if kind in kinds and cause is not None}
+    return [a["id"] for a in data[0]["annotations"] if not a["iscrowd"] and a["id"] not in seen]
+
+
+CASES = [(seed, crowds, ties) for seed in range(10) for crowds in (0.0, 0.3) for ties in (False, True)]
+
+
+@pytest.mark.parametrize(("seed", "crowds", "ties"), CASES)
+def test_types_and_missed_objects_equal_loops(seed: int, crowds: float, ties: bool) -> None:
+    data = random_data(seed, crowds=crowds, ties=ties)
+    found = examined(data)
+    expected = verdicts(data)
+    assert [kind for image in found for kind in image.types] == [kind for _, kind, _ in expected]
+    for image in found:
+        objects = objects_of(data, image.image_id)
+        mine = [(kind, cause) for result, kind, cause in expected if result["image_id"] == image.image_id]
+        for at, (kind, cause) in enumerate(mine):
+            number = image.matches[at] if kind == "hit" else image.causes[at]
+            assert (objects[number]["id"] if number >= 0 else None) == (cause and cause["id"])
+        missed = set(lost(data, "hit", "class", "localisation"))
+        assert image.missed.tolist() == [each["id"] in missed for each in objects]
+
+
+def ap50(truth: dict[str, Any], results: list[dict[str, Any]]) -> float:
+    curves, _ = match_and_accumulate("pycocotools", *copy.deepcopy((truth, results)), (1, 10, 100), "bbox")
+    precision = curves.precision[0, :, :, 0, 2]
+    return float(precision[precision > -1].mean()) if (precision > -1).any() else 1.0
+
+
+def repaired(data: Data, kind: str) -> Data:
+    """Return the data without the errors of one type."""
+    truth, results = copy.deepcopy(data)
+    if kind in ("missed", "false negatives"):
+        gone = lost(data, "hit") if kind == "false negatives" else lost(data, "hit", "class", "localisation")
+        truth["annotations"] = [a for a in truth["annotations"] if a["id"] not in gone]
+        return truth, results
+    taken = {cause["id"] for _, each, cause in verdicts(data) if each == "hit" and cause is not None}
+    kept = []
+    for result, each, cause in verdicts(data):
+        if kind == "false positives" and each not in ("hit", "ignored"):
+            continue
+        if each != kind:
+            kept.append(result)
+        elif cause is not None and kind in ("class", "localisation") and cause["id"] not in taken:
+            taken.add(cause["id"])
+            kept.append(result | {"category_id": cause["category_id"], "bbox": cause["bbox"]})
+    return truth, kept
+
+
+@pytest.mark.parametrize(("seed", "crowds", "ties"), CASES)
+def test_costs_are_those_of_repaired_data_evaluated_anew(seed: int, crowds: float, ties: bool) -> None:
+    data = random_data(seed, crowds=crowds, ties=ties)
+    base, costs = error_costs(examined(data), CLASSES.num_classes)
+    assert base == pytest.approx(ap50(*data), abs=1e-12)
+    expected = verdicts(data)
+    for kind, (count, cost) in costs.items():
+        assert cost == pytest.approx(ap50(*repaired(data, kind)) - base, abs=1e-12), kind
+        if kind in ("missed", "false negatives"):
+            kinds = ("hit",) if kind == "false negatives" else ("hit", "class", "localisation")
+            assert count == len(lost(data, *kinds))
+        else:
+            wrong = [each for _, each, _ in expected if each not in ("hit", "ignored")]
+            assert count == (len(wrong) if kind == "false positives" else wrong.count(kind))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3])
+@pytest.mark.parametrize(("seed", "crowds", "ties"), CASES)
+def test_the_confusion_matrix_equals_loops(seed: int, crowds: float, ties: bool, threshold: float) -> None:
+    data = random_data(seed, crowds=crowds, ties=ties)
+    expected = np.zeros((4, 4), dtype=np.int64)
+    on_crowd = [result for result, kind, _ in verdicts(data) if kind == "ignored"]
+    for image in data[0]["images"]:
+        free = objects_of(data, image["id"])
+        for result in ranked(data, image["id"]):
+            if result["score"] < threshold or result in on_crowd:
+                continue
+            overlap, match = best_object(result, free)
+            if match is not None and overlap >= 0.5:
+                free.remove(match)
+                expected[CLASSES.index[match["category_id"]], CLASSES.index[result["category_id"]]] += 1
+            else:
+                expected[3, CLASSES.index[result["category_id"]]] += 1
+        for each in free:
+            expected[CLASSES.index[each["category_id"]], 3] += 1
+    np.testing.assert_array_equal(confusion_matrix(examined(data), 3, threshold), expected)
+
+
+@pytest.mark.parametrize(("seed", "crowds", "ties"), CASES)
+def test_calibration_equals_loops(seed: int, crowds: float, ties: bool) -> None:
+    data = random_data(seed, crowds=crowds, ties=ties)
+    bins: list[list[tuple[float, bool]]] = [[] for _ in range(10)]
+    for result, kind, _ in verdicts(data):
+        if kind != "ignored":
+            bins[min(9, math.floor(result["score"] * 10))].append((result["score"], kind == "hit"))
+    found = calibration(examined(data))
+    total, error = sum(map(len, bins)), 0.0
+    for at, own in enumerate(bins):
+        assert found.counts[at] == len(own)
+        if own:
+            score, precision = (sum(values) / len(own) for values in zip(*own, strict=True))
+            assert (found.scores[at], found.precision[at]) == pytest.approx((score, precision))
+            error += len(own) / total * abs(score - precision)
+        else:
+            assert np.isnan(found.scores[at])
+            assert np.isnan(found.precision[at])
+    assert found.error == pytest.approx(error)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_hotcoco_agrees_without_crowds(seed: int) -> None:
+    hotcoco = pytest.importorskip("hotcoco")
+    data = random_data(seed, crowds=0.0, ties=False)
+    truth, results = copy.deepcopy(data)
+    dataset = hotcoco.COCO(truth)
+    evaluation = hotcoco.COCOeval(dataset, dataset.load_res(results), "bbox")
+    evaluation.evaluate()
+    evaluation.accumulate()
+    images = examined(data)
+    theirs = evaluation.tide_errors()
+    base, costs = error_costs(images, 3)
+    assert theirs["ap_base"] == pytest.approx(base)
+    for kind, name in KINDS.items():
+        assert theirs["counts"][name] == costs[kind].number
+    for kind, name in {"both": "Both", "duplicate": "Dupe", "background": "Bkg", "false positives": "FP"}.items():
+        assert theirs["delta_ap"][name] == pytest.approx(costs[kind].cost, abs=1e-9), kind
+    for threshold in (0.0, 0.5):
+        matrix = evaluation.confusion_matrix(iou_thr=0.5, min_score=threshold)["matrix"]
+        np.testing.assert_array_equal(matrix.astype(np.int64), confusion_matrix(images, 3, threshold))
+    assert evaluation.calibration()["ece"] == pytest.approx(calibration(images).error)
+
+
+@pytest.mark.parametrize("threshold", [0.2, 0.6])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_threshold_leaves_the_errors_of_the_detections_above_it(seed: int, threshold: float) -> None:
+    truth, results = random_data(seed, crowds=0.3, ties=False)
+    expected = examined((truth, [result for result in results if result["score"] >= threshold]))
+    for image, other in zip(examined((truth, results)), expected, strict=True):
+        above = image.above(threshold)
+        assert above.types == other.types
+        assert above.causes.tolist() == other.causes.tolist()
+        assert above.missed.tolist() == other.missed.tolist()
+
+
+def test_without_objects_or_detections() -> None:
+    truth, results = random_data(0, crowds=0.0, ties=False)
+    nothing = examined((truth, []))
+    base, costs = error_costs(nothing, 3)
+    assert base == 0.0
+    assert costs["missed"].number == len(truth["annotations"])
+    assert costs["missed"].cost == 1.0
+    assert math.isnan(calibration(nothing).error)
+    empty = examined((truth | {"annotations": []}, results))
+    assert error_costs(empty, 3) == (None, {})
+    assert confusion_matrix(empty, 3, 0.0)[3].sum() == len(results)
+    assert {kind for image in empty for kind in image.types} == {"background"}
+    assert error_costs([], 3) == (None, {})
+
+
+def test_average_precision_of_a_worked_example() -> None:
+    found = [(0.9, True), (0.8, False), (0.7, True)]
+    assert average_precision(found, 2) == pytest.approx((51 * 1 + 50 * 2 / 3) / 101)
+    assert average_precision([], 2) == 0.0
