@@ -200,9 +200,13 @@ def error_costs(images: Sequence[ImageErrors], num_classes: int) -> tuple[float 
 
     costs = {}
     for kind in ERROR_TYPES[:-1]:
-        others = [row for row in rows if row.kind != kind]
-        hits = [_Row(HIT, row.becomes, row.score, None) for row in rows if row.kind == kind and row.becomes is not None]
-        costs[kind] = ErrorCost(counts[kind], gain([*others, *hits], totals))
+        repaired_rows = []  # in the same order, which matters for equal scores
+        for row in rows:
+            if row.kind != kind:
+                repaired_rows.append(row)
+            elif row.becomes is not None:
+                repaired_rows.append(_Row(HIT, row.becomes, row.score, None))
+        costs[kind] = ErrorCost(counts[kind], gain(repaired_rows, totals))
     costs["missed"] = ErrorCost(counts["missed"], gain(rows, totals - missed))
     wrong = sum(row.kind not in (HIT, IGNORED) for row in rows)
     costs["false positives"] = ErrorCost(wrong, gain((row for row in rows if row.kind == HIT), totals))
