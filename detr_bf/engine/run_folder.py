@@ -18,6 +18,7 @@ from detr_bf import distributed
 from detr_bf.errors import InputError
 from detr_bf.files import (
     CONFIG_FILE,
+    ERRORS_FILE,
     EVALUATION_FILE,
     MACHINE_FILE,
     METRICS_FILE,
@@ -131,6 +132,7 @@ class RunFolder:
     captures = _Inside("captures")
     cost = _Inside("cost.json")  # memory of the last process that trained the run
     evaluation = _Inside(EVALUATION_FILE)
+    errors = _Inside(ERRORS_FILE)  # of a detector
     results = _Inside("results.json")
     predictions = _Inside("predictions.csv")  # of a classifier, one line per validation image
     panoptic = _Inside("panoptic")  # the PNG files that ``panoptic_results`` lists
@@ -252,7 +254,15 @@ class RunFolder:
     @property
     def _all_paths(self) -> tuple[Path, ...]:
         checkpoints = self.last, self.best, self.previous, self.damaged
-        results = self.evaluation, self.results, self.predictions, self.panoptic, self.panoptic_results, self.report
+        results = (
+            self.evaluation,
+            self.errors,
+            self.results,
+            self.predictions,
+            self.panoptic,
+            self.panoptic_results,
+            self.report,
+        )
         others = self.log, self.metrics, self.config, self.machine, self.tensorboard, self.pictures, self.captures
         return *others, *checkpoints, self.cost, *results
 

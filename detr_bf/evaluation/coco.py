@@ -92,6 +92,7 @@ class CocoEvaluator:
         self._image_ids = [image["id"] for image in self._ground_truth["images"]]
         self._known_ids = frozenset(self._image_ids)
         self._detections: dict[int, Detections] = {}
+        self.precision: np.ndarray | None = None  # (T, R, K) by IoU, recall and class, of the last summary of boxes
 
     def update(self, detections: Sequence[Detections]) -> None:
         """Add images; an image without a detection counts and must be given too, with no boxes.
@@ -152,6 +153,9 @@ class CocoEvaluator:
         results = _of_kind(kind, to_coco_results(self.detections, self.class_map), classes)
         limits = (1, min(10, self.max_detections), self.max_detections)
         curves, hits = match_and_accumulate(self.engine, ground_truth, results, limits, kind)
+        if kind == "bbox":
+            columns = np.argsort(np.argsort(classes.category_ids))  # the engines' classes ascend by id
+            self.precision = curves.precision[:, :, columns, 0, 2]
         objects = [annotation for annotation in ground_truth["annotations"] if not annotation["iscrowd"]]
         scored = scored_hits(results, hits, Counter(annotation["category_id"] for annotation in objects), classes)
         return CocoSummary(

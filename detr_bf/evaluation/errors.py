@@ -12,17 +12,21 @@ Shape legend: D detections, O objects without crowds, K classes, B bins.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from pycocotools import mask as coco_mask
 
+from detr_bf.evaluation.thresholds import ScoredHits
 from detr_bf.structures import ClassMap, Detections
 
 MATCH_IOU, BACKGROUND_IOU = 0.5, 0.1
 HIT, IGNORED = "hit", "ignored"
 ERROR_TYPES = ("class", "localisation", "both", "duplicate", "background", "missed")
+MOST_CONFUSED = 100  # classes; data with more have no confusion matrix
 _RECALLS = np.linspace(0.0, 1.0, 101)  # as in pycocotools
 _NONE, _CROWD = -1, -2  # instead of an object
 
@@ -92,8 +96,6 @@ def image_errors(
 
 def _examined(image: Detections, annotations: Sequence[Mapping[str, Any]], class_map: ClassMap) -> ImageErrors:
     """Match the detections of one image and find the type of each error."""
-    from pycocotools import mask as coco_mask  # compiled
-
     scores = image.scores.double().cpu().numpy()
     order = np.argsort(-scores, kind="stable")
     boxes = image.boxes.double().cpu().numpy()[order]
@@ -101,10 +103,7 @@ def _examined(image: Detections, annotations: Sequence[Mapping[str, Any]], class
     is_crowd = np.array([bool(each["iscrowd"]) for each in annotations], dtype=bool)
     own_labels = np.array([class_map.index[each["category_id"]] for each in annotations], dtype=np.int64)
     xywh = np.array([each["bbox"] for each in annotations], dtype=np.float64).reshape(-1, 4)
-    ious = np.zeros((len(boxes), len(annotations)))
-    if ious.size:
-        found = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1)
-        ious = np.asarray(coco_mask.iou(found, xywh, is_crowd.astype(np.uint8)))
+    ious = _ious(np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1), xywh, is_crowd)
     free = ious[:, ~is_crowd]
     of_class = labels[:, None] == own_labels[~is_crowd]
     on_crowd = ((ious >= MATCH_IOU) & is_crowd & (labels[:, None] == own_labels)).any(1)
@@ -114,6 +113,13 @@ def _examined(image: Detections, annotations: Sequence[Mapping[str, Any]], class
     return ImageErrors(
         image.image_id, boxes, scores, labels, corners, own_labels[~is_crowd], free, matches, types, causes
     )
+
+
+def _ious(one: np.ndarray, other: np.ndarray, is_crowd: np.ndarray) -> np.ndarray:
+    """Return the IoU of boxes x, y, width, height: (N, 4) and (M, 4) -> (N, M), with crowds as COCO defines it."""
+    if not (len(one) and len(other)):
+        return np.zeros((len(one), len(other)))
+    return np.asarray(coco_mask.iou(one, other, is_crowd.astype(np.uint8)))
 
 
 def _match(ious: np.ndarray, on_crowd: np.ndarray) -> np.ndarray:
@@ -282,3 +288,222 @@ def calibration(images: Iterable[ImageErrors], bins: int = 10) -> Calibration:
     used = counts > 0
     gaps = np.abs(mean_scores - precision)[used] * counts[used]
     return Calibration(counts, mean_scores, precision, float(gaps.sum() / len(scores)) if len(scores) else float("nan"))
+
+
+class ObjectGroup(NamedTuple):
+    """Result for the objects with one property."""
+
+    name: str
+    objects: int
+    ap50: float | None  # None without objects
+    found: float | None  # recall at the threshold
+
+
+# Property -> names of its groups; the group of a value is the number of bounds below it.
+_GROUPS: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
+    "size": (("small: to 32² pixels", "medium: to 96² pixels", "large"), (32.0**2, 96.0**2)),
+    "shape": (("tall: width / height below 1/2", "between", "wide: width / height above 2"), (0.5, 2.0)),
+    "neighbours": (("no other object", "one other object", "two or more"), (0.5, 1.5)),
+    "border": (("at the border of the image: to 1 pixel", "inside"), (1.0,)),
+}
+
+
+def object_groups(
+    images: Sequence[ImageErrors], sizes: Mapping[int, tuple[int, int] | None], num_classes: int, threshold: float
+) -> dict[str, list[ObjectGroup]]:
+    """Return AP50 and recall by size, shape, neighbours and distance from the border.
+
+    Size and shape are those of boxes. Neighbours are other objects with an IoU of at least 0.1. As for COCO's sizes, a
+    detection that is matched with an object of another group is ignored, and so is an error that has the property of
+    another group; here matches stay those of all objects together.
+
+    Args:
+        images: of :func:`image_errors`.
+        sizes: image id -> height and width in pixels; an image without them is not counted for the border.
+        num_classes: K.
+        threshold: least score of a detection for the recall.
+    """
+    found: dict[str, list[ObjectGroup]] = {}
+    for name, (labels, bounds) in _GROUPS.items():
+        rows: list[list[_Row]] = [[] for _ in labels]
+        totals = np.zeros((len(labels), num_classes), dtype=np.int64)
+        hits = np.zeros(len(labels), dtype=np.int64)
+        for image in images:
+            objects, detections = _properties(name, image, sizes.get(image.image_id))
+            of_object, of_detection = np.searchsorted(bounds, objects), np.searchsorted(bounds, detections)
+            known = ~np.isnan(objects)
+            np.add.at(totals, (of_object[known], image.object_labels[known]), 1)
+            for number, kind in enumerate(image.types):
+                matched = image.matches[number]
+                group = of_object[matched] if matched >= 0 else of_detection[number]
+                if kind != IGNORED and not np.isnan(objects[matched] if matched >= 0 else detections[number]):
+                    score = float(image.scores[number])
+                    rows[group].append(_Row(kind, int(image.labels[number]), score, None))
+                    hits[group] += matched >= 0 and score >= threshold
+        found[name] = [
+            ObjectGroup(label, int(own.sum()), _mean_ap(row, own), float(hit / own.sum()) if own.any() else None)
+            for label, row, own, hit in zip(labels, rows, totals, hits, strict=True)
+        ]
+    return found
+
+
+def _properties(name: str, image: ImageErrors, size: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the value of a property for objects (O,) and detections (D,); NaN if it is not known."""
+    if name == "neighbours":
+        boxes = image.object_boxes
+        xywh = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1)
+        others = (_ious(xywh, xywh, np.zeros(len(boxes), dtype=bool)) >= BACKGROUND_IOU).sum(1) - 1
+        near = (image.ious >= BACKGROUND_IOU).sum(1) - 1
+        return others.astype(np.float64), np.maximum(near, 0).astype(np.float64)
+    return _box_property(name, image.object_boxes, size), _box_property(name, image.boxes, size)
+
+
+def _box_property(name: str, boxes: np.ndarray, size: tuple[int, int] | None) -> np.ndarray:
+    width, height = (boxes[:, 2:] - boxes[:, :2]).T
+    if name == "size":
+        area: np.ndarray = width * height
+        return area
+    if name == "shape":
+        return np.divide(width, height, out=np.full(len(boxes), np.inf), where=height > 0)
+    if size is None or 0 in size:
+        return np.full(len(boxes), np.nan)
+    return np.minimum(boxes[:, :2].min(1), np.minimum(size[1] - boxes[:, 2], size[0] - boxes[:, 3]))
+
+
+def worst_images(images: Iterable[ImageErrors], threshold: float, most: int) -> list[ImageErrors]:
+    """Return up to ``most`` images with the most errors and missed objects at a threshold, only those with any.
+
+    Of equal numbers the image with the higher scores of errors is first.
+    """
+    ranked = []
+    for image in images:
+        kept = image.above(threshold)
+        wrong = [score for score, kind in zip(kept.scores, kept.types, strict=True) if kind not in (HIT, IGNORED)]
+        ranked.append(((len(wrong) + _unmatched(kept).sum(), sum(wrong), -image.image_id), kept))
+    ranked.sort(key=lambda each: each[0], reverse=True)
+    return [image for (errors, *_), image in ranked[:most] if errors]
+
+
+def _unmatched(image: ImageErrors) -> np.ndarray:
+    """Return for each object whether no detection is matched with it."""
+    free = np.ones(len(image.object_labels), dtype=bool)
+    free[image.matches[image.matches >= 0]] = False
+    return free
+
+
+class LabelSuspect(NamedTuple):
+    """A place where the annotation may be wrong."""
+
+    image_id: int
+    box: tuple[float, float, float, float]  # x0, y0, x1, y1 in pixels
+    label: int | None  # class of the detection; None where no detection matches the object
+    score: float | None  # of the detection
+    annotated: int | None  # class of the object; None where no object is annotated
+
+
+def label_suspects(images: Iterable[ImageErrors], most: int) -> list[LabelSuspect]:
+    """Return places where annotations are most likely wrong, at most ``most`` of each kind.
+
+    These are the most confident detections where no object is annotated (background errors) or one of another class
+    (class errors), and the largest objects that no detection of any class and score matches at IoU 0.5.
+    """
+    missing: list[LabelSuspect] = []
+    confused: list[LabelSuspect] = []
+    superfluous: list[LabelSuspect] = []
+    for image in images:
+        columns = (
+            image.boxes.tolist(),
+            image.labels.tolist(),
+            image.scores.tolist(),
+            image.types,
+            image.causes.tolist(),
+        )
+        for box, label, score, kind, cause in zip(*columns, strict=True):
+            if kind == "background":
+                missing.append(LabelSuspect(image.image_id, tuple(box), label, score, None))
+            elif kind == "class":
+                annotated = int(image.object_labels[cause])
+                confused.append(LabelSuspect(image.image_id, tuple(box), label, score, annotated))
+        overlap = image.ious.max(0) if len(image.ious) else np.zeros(len(image.object_labels))
+        for at in np.flatnonzero(overlap < MATCH_IOU):
+            box, annotated = tuple(image.object_boxes[at].tolist()), int(image.object_labels[at])
+            superfluous.append(LabelSuspect(image.image_id, box, None, None, annotated))
+    for found in (missing, confused):
+        found.sort(key=lambda each: -(each.score or 0.0))
+    superfluous.sort(key=lambda each: -(each.box[2] - each.box[0]) * (each.box[3] - each.box[1]))
+    return [*missing[:most], *confused[:most], *superfluous[:most]]
+
+
+def error_document(
+    images: Sequence[ImageErrors],
+    sizes: Mapping[int, tuple[int, int] | None],
+    precision: np.ndarray,
+    class_names: Sequence[str],
+    threshold: float,
+    most: int = 12,
+) -> dict[str, Any]:
+    """Return everything about the errors of a detector as plain values for JSON.
+
+    Args:
+        images: of :func:`image_errors`.
+        sizes: image id -> height and width in pixels.
+        precision: (T, R, K), COCO's precision at IoU 0.50, 0.55, ... and recall 0, 0.01, ..., 1; -1 without objects.
+        class_names: K names, all different.
+        threshold: least score of a detection for the confusion matrix, the recall of groups and the worst images.
+        most: limit for the images and for each kind of suspects.
+    """
+    num_classes = len(class_names)
+    ap50, costs = error_costs(images, num_classes)
+    calibrated = calibration(images)
+    with_objects = precision.reshape(-1, num_classes).min(0) > -1
+    known = precision[:, :, with_objects]
+    by_iou = known.mean(2) if known.shape[2] else np.empty((0, precision.shape[1]))
+    return {
+        "images": len(images),
+        "threshold": threshold,
+        "ap50": ap50,
+        "costs": {kind: cost._asdict() for kind, cost in costs.items()},
+        "confusion": confusion_matrix(images, num_classes, threshold).tolist()
+        if num_classes <= MOST_CONFUSED
+        else None,
+        "classes": list(class_names),
+        "calibration": {
+            "error": _plain(calibrated.error),
+            "counts": calibrated.counts.tolist(),
+            "scores": [_plain(value) for value in calibrated.scores],
+            "precision": [_plain(value) for value in calibrated.precision],
+        },
+        "groups": {
+            name: [group._asdict() for group in groups]
+            for name, groups in object_groups(images, sizes, num_classes, threshold).items()
+        },
+        "precision_by_iou": {
+            f"{0.5 + 0.05 * at:.2f}": [round(float(v), 4) for v in row] for at, row in enumerate(by_iou)
+        },
+        "precision_by_class": {
+            name: [round(float(value), 4) for value in precision[0, :, k]]
+            for k, name in enumerate(class_names)
+            if with_objects[k]
+        },
+        "thresholds": _threshold_curve(images),
+        "worst": [_worst_entry(image) for image in worst_images(images, threshold, most)],
+        "suspects": [{**suspect._asdict(), "box": list(suspect.box)} for suspect in label_suspects(images, most)],
+    }
+
+
+def _plain(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
+
+
+def _threshold_curve(images: Sequence[ImageErrors]) -> list[dict[str, float]]:
+    """Return precision, recall and F1 at the thresholds 0, 0.01, ..., 1."""
+    counted = [(image.scores, image.matches) for image in images]
+    scores = np.concatenate([np.empty(0), *(own[matches != _CROWD] for own, matches in counted)])
+    hits = np.concatenate([np.empty(0, dtype=bool), *(own[own != _CROWD] >= 0 for _, own in counted)])
+    found = ScoredHits.of(scores, hits, sum(len(image.object_labels) for image in images))
+    return [asdict(found.at(number / 100)) for number in range(101)]
+
+
+def _worst_entry(image: ImageErrors) -> dict[str, Any]:
+    counts = Counter(kind for kind in image.types if kind not in (HIT, IGNORED))
+    return {"image_id": image.image_id, "missed": int(_unmatched(image).sum()), "errors": dict(counts)}

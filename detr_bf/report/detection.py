@@ -93,6 +93,11 @@ def _details(run_dir: Path, result: Result | None) -> Iterator[str]:
     if panoptic:
         yield section("Classes, panoptic", _panoptic_table(panoptic))
     yield section("Classes", _class_table(result.boxes) if result else missing(EVALUATION_FILE, "evaluation"))
+    from detr_bf.report.errors import (
+        error_sections,
+    )  # draws with matplotlib, which the first lines of a run do not need
+
+    yield from error_sections(run_dir)
 
 
 def _headline(summary: CocoSummary | None, kind: str) -> str:
@@ -102,7 +107,7 @@ def _headline(summary: CocoSummary | None, kind: str) -> str:
     small = [(f"AP {name}", percent(ap), count(summary.num_objects_by_size[name], "object")) for name, ap in sizes]
     small.append((f"AR, {summary.max_detections} detections", percent(summary.AR100), "recall"))
     if summary.best is not None:
-        small.append(("F1", percent(summary.best.f1), f"scores from {summary.best.threshold:.2f}"))
+        small.append(("F1", percent(summary.best.f1), f"threshold {summary.best.threshold:.2f}"))
     large = [
         ("AP", percent(summary.AP), "IoU 0.50 to 0.95"),
         ("AP50", percent(summary.AP50), "IoU 0.50"),

@@ -65,7 +65,7 @@ class Mark:
     """One box to draw, in pixels of the picture it is drawn on."""
 
     box: Rectangle
-    text: str
+    text: str  # "": no label
     colour: Colour
 
 
@@ -137,10 +137,13 @@ def tolerating(what: str) -> Iterator[None]:
 
 
 def save_picture(path: str | Path, picture: Tensor | Image.Image) -> None:
-    """Atomically write a PNG file from (3, H, W) uint8 or a Pillow image."""
+    """Atomically write a PNG or JPEG file from (3, H, W) uint8 or a Pillow image."""
     image = transforms.to_pil_image(picture) if isinstance(picture, Tensor) else picture
     with atomic_write(path) as temporary:
-        image.save(temporary, format="PNG", optimize=True)
+        if Path(path).suffix == ".jpg":
+            image.save(temporary, format="JPEG", quality=85, optimize=True)
+        else:
+            image.save(temporary, format="PNG", optimize=True)
 
 
 def make_marks(boxes: Tensor, labels: Tensor, class_names: Sequence[str], scores: Tensor | None = None) -> list[Mark]:
@@ -165,6 +168,8 @@ def paint_marks(picture: Image.Image, marks: Sequence[Mark], font_size: int) -> 
     padding = max(2, font_size // 5)
     placed: list[Rectangle] = []
     for mark in marks:
+        if not mark.text:
+            continue
         font = load_font(font_size, text=mark.text)
         text = shorten(mark.text, font, picture.width - 2 * padding)
         ascent, descent = font.getmetrics()

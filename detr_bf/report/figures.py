@@ -12,12 +12,14 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from detr_bf.errors import InputError
 from detr_bf.files import atomic_write
 from detr_bf.report.fonts import add_fallback_fonts, plain
+from detr_bf.text import printable
 
 INK, FAINT = "#3a3f46", "#d9dce1"
 # Okabe and Ito, "Color Universal Design" (2008)
@@ -25,6 +27,10 @@ BLACK, BLUE, ORANGE, GREEN, PINK = "#1c1e22", "#0072b2", "#e69f00", "#009e73", "
 SKY, VERMILION = "#56b4e9", "#d55e00"
 FIGURE_SUFFIXES = (".svg", ".png", ".pdf")
 COLOURS = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, BLACK)
+_BLUES = LinearSegmentedColormap.from_list("paper to blue", ["#ffffff", "#cfe3f1", "#56a5d3", BLUE, "#003b5e"])
+MOST_NUMBERS = 20  # classes; cells and bars of more have no numbers
+_NAME_LENGTH = 24  # letters
+_LISTED = 12  # most frequent mistakes
 _CELL = 1.5  # inches, side of an image on a sheet
 _LETTERS = 28  # most characters of the title of a cell
 
@@ -144,3 +150,75 @@ def _draw_cell(axes: Axes, cell: Cell, name: str) -> None:
         axes.imshow(cell.heat, extent=extent, interpolation=smooth, cmap="inferno", alpha=0.55 if cell.over else 1.0)
     lines = (name + cell.caption).split("\n")
     axes.set_title("\n".join(plain(line, limit=_LETTERS) for line in lines), fontsize=7, color=INK)
+
+
+def draw_confusion(shares: np.ndarray, class_names: Sequence[str], heading: str) -> Figure:
+    """Draw a confusion matrix: true classes by line, predicted classes by column, shares of the true class.
+
+    Colour grows with the square root of the share, to show small shares. The most frequent mistakes are listed beside
+    the matrix.
+    """
+    names = [plain(shortened(name), f"#{index}") for index, name in enumerate(class_names)]
+    side = max(6.2, 0.125 * len(names))
+    figure = Figure(figsize=(side + 5.5, side), layout="constrained", facecolor="white")
+    matrix, mistakes = figure.subplots(1, 2, width_ratios=(side, 3.6))
+    matrix.imshow(shares, cmap=_BLUES, norm=PowerNorm(0.5, vmin=0, vmax=1))
+    _name_classes(matrix, names)
+    if len(names) <= MOST_NUMBERS:
+        _write_shares(matrix, shares)
+    title(matrix, heading)
+    _plot_mistakes(mistakes, shares, names)
+    return figure
+
+
+def shortened(name: str) -> str:
+    """Return a name as one line of at most 24 letters."""
+    name = printable(name)
+    return name if len(name) <= _NAME_LENGTH else name[: _NAME_LENGTH - 1].rstrip() + "…"
+
+
+def _name_classes(axes: Axes, names: list[str]) -> None:
+    """Label both axes of a confusion matrix."""
+    size = 10 if len(names) <= 12 else max(5.0, 9.0 - len(names) / 20)
+    vertical = max(map(len, names)) > 4 or len(names) > MOST_NUMBERS
+    axes.set_xticks(range(len(names)), names, rotation=90 if vertical else 0, fontsize=size)
+    axes.set_yticks(range(len(names)), names, fontsize=size)
+    axes.set_xlabel("predicted", color=INK)
+    axes.set_ylabel("true", color=INK)
+    clear_lines(axes, sides=())
+    edges = np.arange(len(names) + 1) - 0.5
+    axes.set_xticks(edges, minor=True)
+    axes.set_yticks(edges, minor=True)
+    axes.grid(
+        which="minor", color="#ffffff" if len(names) <= MOST_NUMBERS else "#eef0f3", linewidth=1.0 / len(names) + 0.3
+    )
+    axes.tick_params(which="minor", length=0)
+
+
+def _write_shares(axes: Axes, shares: np.ndarray) -> None:
+    """Write the percentage into every cell above 0."""
+    size = 10 if len(shares) <= 12 else 7
+    for row, column in np.argwhere(shares > 0):
+        share = shares[row, column]
+        text = f"{100 * share:.0f}" if share >= 0.005 else "<1"
+        axes.text(column, row, text, ha="center", va="center", fontsize=size, color="white" if share > 0.3 else INK)
+
+
+def _plot_mistakes(axes: Axes, shares: np.ndarray, names: list[str]) -> None:
+    """Draw the largest shares off the diagonal as bars, the largest on top."""
+    wrong = shares * ~np.eye(len(shares), dtype=bool)
+    order = np.argsort(-wrong, axis=None, kind="stable")[:_LISTED]
+    found = [(row, column) for row, column in zip(*np.unravel_index(order, wrong.shape), strict=True)]
+    found = [pair for pair in found if wrong[pair] > 0]
+    heights = [100 * wrong[pair] for pair in found]
+    size = 9 if len(names) <= 30 else 11  # the picture is larger
+    axes.barh(range(len(found)), heights, height=0.24, color=VERMILION)
+    for line, ((row, column), height) in enumerate(zip(found, heights, strict=True)):
+        axes.text(0, line - 0.22, f"{names[row]} taken for {names[column]}", va="bottom", fontsize=size, color=INK)
+        axes.text(height, line, f" {height:.1f}", va="center", fontsize=size, color=INK)
+    axes.set_xlim(0, 1.2 * max(heights, default=1.0))
+    axes.set_ylim(_LISTED - 0.4, -0.7)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    title(axes, "Most frequent mistakes (%)" if found else "No mistakes")
+    clear_lines(axes, sides=())

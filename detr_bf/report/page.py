@@ -17,7 +17,7 @@ from detr_bf.report.curves import CurvePlan
 from detr_bf.report.drawing import tolerating
 from detr_bf.text import printable, safe_message
 
-_MEDIA_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
+_MEDIA_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".svg": "image/svg+xml"}
 _NO_VALUE = "—"
 _STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1c1e22; --faint: #666d76; --line: #e2e5e9; --panel: #f6f7f9;
@@ -140,7 +140,7 @@ def row(name: str, share: float | None, values: Iterable[str], kind: str = "") -
 
 
 def picture(path: Path, description: str, draw: Callable[[Path], None] | None = None) -> str:
-    """Return a PNG or SVG file as embedded image, after ``draw(path)`` has written it.
+    """Return a PNG, JPEG or SVG file as embedded image, after ``draw(path)`` has written it.
 
     If that fails, the error is logged and a sentence that says so is returned.
     """

@@ -58,6 +58,7 @@ from detr_bf.evaluation import (
     write_results,
 )
 from detr_bf.evaluation.thresholds import DEFAULT_THRESHOLD
+from detr_bf.files import write_json
 from detr_bf.report import (
     DETECTION_PAGE,
     PanopticSheetRow,
@@ -170,12 +171,15 @@ class DetectionTask(Task[DetectionConfig]):
         found = evaluate.evaluator
         assert found is not None, "rank 0 has evaluated"
         write_results(folder.results, found.detections, found.class_map)
+        with tolerating(str(folder.errors)):
+            _write_errors(folder, self.config, result, found)
         if not self.config.eval.pictures:
             return
         names = class_labels(found.class_map)
         with tolerating(str(folder.sheet)):
             folder.sheet.unlink(missing_ok=True)
-            rows, threshold = list(_sheet_rows(self.config, found)), self.config.eval.picture_threshold
+            rows = list(_sheet_rows(self.config, found))
+            threshold = self.config.eval.picture_threshold
             if threshold is None:
                 threshold = result.thresholds.overall if result.thresholds else DEFAULT_THRESHOLD
             save_picture(folder.sheet, comparison_sheet(rows, names, threshold))
@@ -394,6 +398,44 @@ def _panoptic_evaluation(config: DetectionConfig, data: CocoDetection, folder: R
         ),
         write=partial(write_encoded, folder.panoptic_results, folder.panoptic, class_map=data.class_map),
     )
+
+
+def _write_errors(folder: RunFolder, config: DetectionConfig, result: Result, evaluation: DetectionEvaluator) -> None:
+    """Write ``errors.json`` and the pictures of the worst images and of annotations to check."""
+    from detr_bf.evaluation.errors import error_document, image_errors, label_suspects, worst_images
+    from detr_bf.report.errors import (
+        SUSPECTS_FILE,
+        WORST_FILE,
+        ErrorSheetRow,
+        SuspectCell,
+        error_sheet,
+        suspect_sheet,
+    )
+
+    worst_file, suspects_file = folder.path / WORST_FILE, folder.path / SUSPECTS_FILE
+    for path in (folder.errors, worst_file, suspects_file):
+        path.unlink(missing_ok=True)
+    boxes, classes = evaluation.boxes, evaluation.class_map
+    threshold = result.thresholds.overall if result.thresholds else DEFAULT_THRESHOLD
+    assert boxes.precision is not None, "the boxes are summarized"
+    images = image_errors(boxes.ground_truth, evaluation.detections, classes)
+    data = build_val_data(config, classes, transform=lambda sample: sample)
+    index = {image_id: number for number, image_id in enumerate(data.image_ids)}
+    sizes = dict(zip(data.image_ids, data.sizes, strict=True))
+    most = config.eval.pictures
+    document = error_document(images, sizes, boxes.precision, classes.distinct_names, threshold, most)
+    for entry in (*document["worst"], *document["suspects"]):
+        entry["file"] = data.file_names[index[entry["image_id"]]]
+    write_json(folder.errors, document)
+    names = class_labels(classes)
+    if worst := worst_images(images, threshold, most):
+        rows = [(data[SampleKey(0, index[image.image_id])], image) for image in worst]
+        sheet = error_sheet([ErrorSheetRow(s[0], image, s[1].file_name) for s, image in rows], names, threshold)
+        save_picture(worst_file, sheet)
+    if suspects := label_suspects(images, most):
+        cells = [(data[SampleKey(0, index[suspect.image_id])], suspect) for suspect in suspects]
+        sheet = suspect_sheet([SuspectCell(s[0], suspect, s[1].file_name) for s, suspect in cells], names)
+        save_picture(suspects_file, sheet)
 
 
 def _sheet_rows(config: DetectionConfig, evaluation: DetectionEvaluator) -> Iterator[SheetRow]:

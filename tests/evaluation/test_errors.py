@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from typing import Any
 
@@ -17,7 +18,11 @@ from detr_bf.evaluation.errors import (
     calibration,
     confusion_matrix,
     error_costs,
+    error_document,
     image_errors,
+    label_suspects,
+    object_groups,
+    worst_images,
 )
 from detr_bf.structures import ClassMap, Detections
 
@@ -296,3 +301,104 @@ def test_average_precision_of_a_worked_example() -> None:
     found = [(0.9, True), (0.8, False), (0.7, True)]
     assert average_precision(found, 2) == pytest.approx((51 * 1 + 50 * 2 / 3) / 101)
     assert average_precision([], 2) == 0.0
+
+
+SIZES = dict.fromkeys(range(1, 7), (100, 100)) | {2: None}
+PROPERTIES = ("size", "shape", "neighbours", "border")
+
+
+def property_group(name: str, box: list[float], objects: list[dict[str, Any]], image_id: int, own: bool) -> int | None:
+    x, y, w, h = box
+    if name == "size":
+        return 0 if w * h <= 1024 else 1 if w * h <= 9216 else 2
+    if name == "shape":
+        return 0 if w / h <= 0.5 else 1 if w / h <= 2 else 2
+    if name == "neighbours":
+        near = sum(iou(box, each["bbox"]) >= 0.1 for each in objects)
+        return min(2, near - 1 if own else max(0, near - 1))
+    if SIZES[image_id] is None:
+        return None
+    return 0 if min(x, y, 100 - x - w, 100 - y - h) <= 1 else 1
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+@pytest.mark.parametrize("seed", range(8))
+def test_groups_equal_loops(seed: int, name: str) -> None:
+    data = random_data(seed, crowds=0.2, ties=True)
+    found = object_groups(examined(data), SIZES, 3, threshold=0.3)[name]
+    for at, group in enumerate(found):
+        totals, rows, hits = dict.fromkeys(CLASSES.category_ids, 0), [], 0
+        for each in data[0]["annotations"]:
+            near = objects_of(data, each["image_id"])
+            if not each["iscrowd"] and property_group(name, each["bbox"], near, each["image_id"], True) == at:
+                totals[each["category_id"]] += 1
+        for result, kind, cause in verdicts(data):
+            near = objects_of(data, result["image_id"])
+            box = cause["bbox"] if kind == "hit" and cause is not None else result["bbox"]
+            if kind != "ignored" and property_group(name, box, near, result["image_id"], kind == "hit") == at:
+                rows.append((result["category_id"], result["score"], kind == "hit"))
+                hits += kind == "hit" and result["score"] >= 0.3
+        values = [
+            average_precision([(score, hit) for label, score, hit in rows if label == category], total)
+            for category, total in totals.items()
+            if total
+        ]
+        assert group.objects == sum(totals.values())
+        assert group.ap50 == (pytest.approx(np.mean(values)) if values else None)
+        assert group.found == (pytest.approx(hits / group.objects) if group.objects else None)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_worst_images_have_the_most_errors(seed: int) -> None:
+    data = random_data(seed, crowds=0.2, ties=False)
+    expected = {}
+    for image in data[0]["images"]:
+        own = [v for v in verdicts(data) if v[0]["image_id"] == image["id"] and v[0]["score"] >= 0.4]
+        wrong = [result["score"] for result, kind, _ in own if kind not in ("hit", "ignored")]
+        hits = sum(kind == "hit" for _, kind, _ in own)
+        missed = len(objects_of(data, image["id"])) - hits
+        if wrong or missed:
+            expected[image["id"]] = (len(wrong) + missed, sum(wrong))
+    ranked = sorted(expected, key=lambda image_id: expected[image_id], reverse=True)
+    assert [image.image_id for image in worst_images(examined(data), 0.4, 100)] == ranked
+    assert [image.image_id for image in worst_images(examined(data), 0.4, 2)] == ranked[:2]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_suspects_are_the_most_confident_and_the_largest(seed: int) -> None:
+    data = random_data(seed, crowds=0.2, ties=False)
+    found = label_suspects(examined(data), 1000)
+    for kind, annotated in (("background", False), ("class", True)):
+        scores = sorted((result["score"] for result, each, _ in verdicts(data) if each == kind), reverse=True)
+        mine = [s for s in found if s.score is not None and (s.annotated is not None) == annotated]
+        assert [suspect.score for suspect in mine] == scores
+        assert [s.score for s in label_suspects(examined(data), 1) if s in mine] == scores[:1]
+    never = [
+        each
+        for each in data[0]["annotations"]
+        if not each["iscrowd"]
+        and all(iou(r["bbox"], each["bbox"]) < 0.5 for r in data[1] if r["image_id"] == each["image_id"])
+    ]
+    mine = [suspect for suspect in found if suspect.score is None]
+    assert sorted((s.image_id, s.box) for s in mine) == sorted(
+        (a["image_id"], (x, y, x + w, y + h)) for a in never for x, y, w, h in [a["bbox"]]
+    )
+    areas = [(s.box[2] - s.box[0]) * (s.box[3] - s.box[1]) for s in mine]
+    assert areas == sorted(areas, reverse=True)
+
+
+def test_the_document_is_json_and_complete() -> None:
+    data = random_data(1, crowds=0.2, ties=False)
+    curves, _ = match_and_accumulate("pycocotools", *copy.deepcopy(data), (1, 10, 100), "bbox")
+    content = error_document(examined(data), SIZES, curves.precision[:, :, :, 0, 2], CLASSES.names, 0.4, 2)
+    assert json.loads(json.dumps(content, allow_nan=False)) == content
+    assert len(content["precision_by_iou"]["0.50"]) == len(content["thresholds"]) == 101
+    assert np.mean(content["precision_by_iou"]["0.50"]) == pytest.approx(content["ap50"], abs=1e-4)
+    assert len(content["worst"]) == 2
+    kept = [result for result in data[1] if result["score"] >= 0.4]
+    point = content["thresholds"][40]
+    hits = sum(kind == "hit" and result["score"] >= 0.4 for result, kind, _ in verdicts(data))
+    ignored = sum(kind == "ignored" and result["score"] >= 0.4 for result, kind, _ in verdicts(data))
+    assert point["precision"] == pytest.approx(hits / (len(kept) - ignored))
+    empty = error_document(examined((data[0], [])), SIZES, np.zeros((10, 101, 3)), CLASSES.names, 0.5)
+    assert json.loads(json.dumps(empty, allow_nan=False)) == empty

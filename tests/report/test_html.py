@@ -112,7 +112,7 @@ def test_classes_are_listed_best_first_and_absent_ones_without_numbers(run_dir: 
         *("<script>alert(1)</script>", "10.0", "20.0", "12", "—", "—", "—", "—"),
         *("absent", "—", "—", "0", "—", "—", "—", "—"),
     ]
-    assert "scores from 0.41" in texts
+    assert "threshold 0.41" in texts
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:

@@ -1,0 +1,307 @@
+"""Pictures and sections of ``report.html`` about the errors of a detector, from ``errors.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
+from torch import Tensor
+
+from detr_bf.errors import InputError
+from detr_bf.evaluation.errors import HIT, IGNORED, ImageErrors, LabelSuspect
+from detr_bf.files import ERRORS_FILE, read_json
+from detr_bf.report.drawing import Colour, Mark, Rectangle, make_marks, paint_marks
+from detr_bf.report.figures import (
+    BLUE,
+    COLOURS,
+    FAINT,
+    GREEN,
+    INK,
+    ORANGE,
+    VERMILION,
+    add_legend,
+    clear_lines,
+    draw_confusion,
+    save_figure,
+    title,
+)
+from detr_bf.report.fonts import legible, plain
+from detr_bf.report.page import count, missing, number, percent, picture, row, section, table
+from detr_bf.report.sheet import GROUND_TRUTH, LABEL_SIZE, Strip, fit, lay_out
+from detr_bf.text import printable
+
+WORST_FILE, SUSPECTS_FILE = "pictures/worst.jpg", "pictures/suspects.jpg"
+_CURVES_FILE, _CONFUSION_FILE = "pictures/errors.svg", "pictures/confusion.png"
+_CELL = 260  # pixels, side of a cut-out
+_MOST_CURVES = 7  # classes; of more, the best and the worst are drawn
+_RIGHT: Colour = (0, 158, 115)
+_WRONG: Colour = (213, 94, 0)
+_MISSED: Colour = (240, 228, 66)
+_MEANINGS = {
+    "class": "right place, wrong class",
+    "localisation": "right class, IoU with the object from 0.1 to 0.5",
+    "both": "wrong class and IoU from 0.1 to 0.5",
+    "duplicate": "another detection has found the object already",
+    "background": "no object there: IoU below 0.1 with all",
+    "missed": "no detection is near the object, not even with a wrong class",
+    "false positives": "all wrong detections together",
+    "false negatives": "all objects without a right detection",
+}
+
+
+class ErrorSheetRow(NamedTuple):
+    """One image with its ground truth and its errors."""
+
+    image: Tensor  # (3, H, W) uint8
+    errors: ImageErrors  # of the detections to draw
+    caption: str
+
+
+class SuspectCell(NamedTuple):
+    """One image with a place where its annotation may be wrong."""
+
+    image: Tensor  # (3, H, W) uint8
+    suspect: LabelSuspect
+    caption: str
+
+
+def error_sheet(rows: Sequence[ErrorSheetRow], class_names: Sequence[str], threshold: float) -> Image.Image:
+    """Draw ground truth on the left; on the right hits in green, errors in red, missed objects in yellow.
+
+    Raises:
+        InputError: ``rows`` is empty.
+    """
+    strips = []
+    for image, errors, caption in rows:
+        truth, scale = fit(image)
+        found = truth.copy()
+        boxes, labels = torch.from_numpy(errors.object_boxes * scale), torch.from_numpy(errors.object_labels)
+        paint_marks(truth, make_marks(boxes, labels, class_names), LABEL_SIZE)
+        marks = list(_error_marks(errors, class_names, scale))
+        paint_marks(found, marks, LABEL_SIZE)
+        wrong = sum(kind not in (HIT, IGNORED) for kind in errors.types)
+        unmatched = len(errors.object_labels) - int((errors.matches >= 0).sum())
+        strips.append(Strip((truth, found), (caption, f"{count(wrong, 'error')}, {unmatched} missed")))
+    return lay_out(strips, (GROUND_TRUTH, f"Errors, score ≥ {threshold:.3g}"))
+
+
+def _error_marks(errors: ImageErrors, class_names: Sequence[str], scale: float) -> Iterator[Mark]:
+    """Yield errors, then missed objects, then hits, with boxes in pixels of the picture."""
+    hits = []
+    for box, label, kind in zip(errors.boxes, errors.labels, errors.types, strict=True):
+        place = Rectangle(*(float(value) * scale for value in box))
+        if kind == HIT:
+            hits.append(Mark(place, "", _RIGHT))
+        elif kind != IGNORED:
+            yield Mark(place, f"{legible(class_names[label])}: {kind}", _WRONG)
+    matched = set(errors.matches.tolist())
+    for at, (box, label) in enumerate(zip(errors.object_boxes, errors.object_labels, strict=True)):
+        if at not in matched:
+            place = Rectangle(*(float(value) * scale for value in box))
+            yield Mark(place, f"missed: {legible(class_names[label])}", _MISSED)
+    yield from hits
+
+
+def suspect_sheet(cells: Sequence[SuspectCell], class_names: Sequence[str]) -> Image.Image:
+    """Draw the surroundings of each place where the annotation may be wrong.
+
+    Raises:
+        InputError: ``cells`` is empty.
+    """
+    strips = []
+    for image, suspect, caption in cells:
+        x0, y0, x1, y1 = suspect.box
+        side = 3 * max(x1 - x0, y1 - y0, 16.0)
+        left, top = (max(0, round(low + high - side) // 2) for low, high in ((x0, x1), (y0, y1)))
+        cut = image[:, top : top + round(side), left : left + round(side)]
+        if not cut.numel():  # the box lies outside the image
+            left, top, cut = 0, 0, image
+        shown, scale = fit(cut, _CELL)
+        place = Rectangle(*((value - start) * scale for value, start in zip(suspect.box, (left, top) * 2, strict=True)))
+        detected, annotated = (
+            None if label is None else legible(class_names[label]) for label in (suspect.label, suspect.annotated)
+        )
+        text = f"{annotated}: not found" if detected is None else f"{detected} {suspect.score:.2f}"
+        if detected is not None and annotated is not None:
+            text += f", not {annotated}"
+        paint_marks(shown, [Mark(place, text, _MISSED if detected is None else _WRONG)], LABEL_SIZE)
+        strips.append(Strip((shown,), (caption,)))
+    return lay_out(strips, ("",), 4, _CELL)
+
+
+def error_sections(run_dir: Path) -> Iterator[str]:
+    """Yield the sections about errors; one sentence if the run has no ``errors.json``."""
+    path = run_dir / ERRORS_FILE
+    if not path.is_file():
+        yield section("Errors", missing(ERRORS_FILE, "analysis of errors"))
+        return
+    try:
+        yield from _sections(run_dir, read_json(path))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{printable(path)} is damaged ({printable(error)}): evaluate the run again") from error
+
+
+def _sections(run_dir: Path, content: Mapping[str, Any]) -> Iterator[str]:
+    yield section("Errors", _types_table(content))
+    yield section(
+        "Precision, recall and scores",
+        picture(
+            run_dir / _CURVES_FILE,
+            "Precision against recall by IoU and by class, F1 against the threshold, and precision against the score",
+            lambda file: save_figure(file, _curves(content)),
+        )
+        + f'<p class="faint">{_calibration_note(content)}</p>',
+    )
+    if content["confusion"] is not None:
+        yield section(
+            "Confused classes",
+            picture(
+                run_dir / _CONFUSION_FILE,
+                "Confusion matrix with background",
+                lambda file: _save_confusion(file, content),
+            )
+            + f'<p class="faint">Detections with a score of at least {content["threshold"]:.3g}, matched with objects '
+            "of any class at IoU 0.5. Background as true class: nothing is annotated there, in percent of all "
+            "detections. Background as predicted class: the object was not found.</p>",
+        )
+    yield section("Objects by size, shape and position", _group_table(content))
+    sheets = (
+        (
+            "Images with the most errors",
+            WORST_FILE,
+            "Green: right detections. Red: errors with their type. Yellow: objects that are not found.",
+        ),
+        (
+            "Annotations to check",
+            SUSPECTS_FILE,
+            "Red: the most confident detections where no object is annotated, then those where another class is. "
+            "Yellow: the largest objects that no detection of any class and score overlaps with an IoU of 0.5.",
+        ),
+    )
+    for heading, name, note in sheets:
+        if (run_dir / name).is_file():
+            yield section(heading, picture(run_dir / name, heading) + f'<p class="faint">{note}</p>')
+
+
+def _types_table(content: Mapping[str, Any]) -> str:
+    costs = content["costs"]
+    if not costs:
+        return '<p class="faint">The validation split has no objects.</p>'
+    top = max(0.01, *(cost["cost"] for cost in costs.values()))
+    rows = (
+        row(kind, max(0.0, cost["cost"]) / top, (f"{cost['number']:,}", percent(cost["cost"])), _MEANINGS[kind])
+        for kind, cost in costs.items()
+    )
+    note = (
+        f"AP50 is {percent(content['ap50'])}. The cost is how much higher it would be without the errors of one type "
+        "alone (TIDE, 2020); costs do not add up. Numbers are those of all detections, whatever their score."
+    )
+    return table(("Error", "Number", "Cost in AP50"), rows) + f'<p class="faint">{note}</p>'
+
+
+def _group_table(content: Mapping[str, Any]) -> str:
+    rows = [
+        row(
+            group["name"],
+            group["ap50"],
+            (percent(group["ap50"]), percent(group["found"]), f"{group['objects']:,}"),
+            name,
+        )
+        for name, groups in content["groups"].items()
+        for group in groups
+    ]
+    note = f"Found: share of the objects that are found with a score of at least {content['threshold']:.3g}."
+    return table(("Objects", "AP50", "Found", "Number"), rows) + f'<p class="faint">{note}</p>'
+
+
+def _calibration_note(content: Mapping[str, Any]) -> str:
+    return (
+        "A detection is right if it is matched with an object of its class at IoU 0.5. Scores of well calibrated "
+        "detections equal the share that is right. Mean distance of both over all detections (D-ECE): "
+        f"{number(content['calibration']['error'])}."
+    )
+
+
+def _curves(content: Mapping[str, Any]) -> Figure:
+    """Draw precision against recall by IoU and by class, F1 against the threshold, and a reliability diagram."""
+    figure = Figure(figsize=(11, 8.4), layout="constrained", facecolor="white")
+    by_iou, by_class, by_threshold, reliability = figure.subplots(2, 2).flat
+    ious = content["precision_by_iou"]
+    shades = {iou: (0.1 + 0.85 * at / max(1, len(ious) - 1)) for at, iou in enumerate(ious)}
+    chosen = {
+        f"IoU {iou}": values for iou, values in ious.items() if iou in ("0.50", "0.60", "0.70", "0.75", "0.80", "0.90")
+    }
+    colours = {f"IoU {iou}": (0.0, 0.45 * (1 - shade) + 0.2, 0.7 * (1 - shade) + 0.25) for iou, shade in shades.items()}
+    _plot_precision(by_iou, "Mean over classes", chosen, colours)
+    classes = _shown_classes(content["precision_by_class"])
+    _plot_precision(by_class, "Classes, IoU 0.50", classes, dict(zip(classes, COLOURS, strict=False)))
+    _plot_thresholds(by_threshold, content)
+    _plot_reliability(reliability, content["calibration"])
+    return figure
+
+
+def _shown_classes(curves: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
+    """Return the curves of all classes, or of the three best and the four worst; names are drawable and short."""
+    ranked = sorted(curves, key=lambda name: -float(np.mean(curves[name])))
+    chosen = ranked if len(ranked) <= _MOST_CURVES else [*ranked[:3], *ranked[-4:]]
+    return {plain(name, f"#{at}", limit=24): curves[name] for at, name in enumerate(chosen)}
+
+
+def _plot_precision(
+    axes: Axes, heading: str, curves: Mapping[str, Sequence[float]], colours: Mapping[str, Any]
+) -> None:
+    for name, values in curves.items():
+        axes.plot(np.linspace(0, 1, len(values)), values, color=colours[name], label=name, linewidth=1.6)
+    _finish(axes, heading, "recall", "precision")
+    if curves:
+        add_legend(axes)
+
+
+def _plot_thresholds(axes: Axes, content: Mapping[str, Any]) -> None:
+    points = content["thresholds"]
+    scores = [point["threshold"] for point in points]
+    for name, colour, label in (("precision", BLUE, "precision"), ("recall", ORANGE, "recall"), ("f1", INK, "F1")):
+        axes.plot(scores, [point[name] for point in points], color=colour, label=label, linewidth=1.6)
+    axes.axvline(content["threshold"], color=VERMILION, linewidth=1, linestyle="--")
+    _finish(axes, f"All classes, IoU 0.50; dashed: threshold {content['threshold']:.2f}", "least score", "")
+    add_legend(axes)
+
+
+def _plot_reliability(axes: Axes, found: Mapping[str, Any]) -> None:
+    counts, width = found["counts"], 1 / len(found["counts"])
+    used = [at for at, value in enumerate(counts) if value]
+    axes.plot((0, 1), (0, 1), color=FAINT, linewidth=1.2)
+    axes.bar(
+        [(at + 0.5) * width for at in used], [found["precision"][at] for at in used], 0.86 * width, color="#9fd8c4"
+    )
+    axes.plot(
+        [found["scores"][at] for at in used], [found["precision"][at] for at in used], "o-", color=GREEN, markersize=4
+    )
+    for at in used:
+        axes.text((at + 0.5) * width, 0.01, f"{counts[at]:,}", ha="center", va="bottom", fontsize=7, color=INK)
+    _finish(axes, "Right detections by score; number in each bar", "score", "share that is right")
+
+
+def _finish(axes: Axes, heading: str, below: str, beside: str) -> None:
+    title(axes, heading)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel(below, color=INK)
+    axes.set_ylabel(beside, color=INK)
+    axes.grid(color=FAINT, linewidth=0.5)
+    clear_lines(axes)
+
+
+def _save_confusion(path: Path, content: Mapping[str, Any]) -> None:
+    counts = np.array(content["confusion"], dtype=np.float64)
+    totals = counts.sum(1)
+    totals[-1] = counts[:, :-1].sum()  # detections; of the classes it is objects
+    shares = counts / np.maximum(totals, 1)[:, None]
+    names = [*content["classes"], "background"]
+    save_figure(path, draw_confusion(shares, names, "Confusion (% of the objects of a class)"))
