@@ -1,0 +1,47 @@
+"""Numbers of docs/results.md against the committed records of cells."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from detr_bf.comparison.analysis import analyze
+from detr_bf.comparison.experiment import read_experiment
+from detr_bf.comparison.page import markdown_table
+from detr_bf.comparison.records import ExperimentFolder, collect
+from tests.docs.test_pages import ROOT
+
+RECORDS = ROOT / "benchmarks" / "results" / "compare"
+PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+DONE = sorted(path.name for path in RECORDS.iterdir())
+
+
+def cells(name: str) -> list[Path]:
+    return sorted((RECORDS / name / "cells").glob("*/seed_*.json"))
+
+
+def test_the_state_of_every_experiment_is_stated() -> None:
+    listed = {}
+    for path in (ROOT / "configs" / "compare").glob("*.yaml"):
+        if match := re.search(rf"^\| `{path.stem}` \|.*\| (\d+) of (\d+) \|", PAGE, re.MULTILINE):
+            listed[path.stem] = [int(number) for number in match.groups()]
+            assert listed[path.stem] == [len(cells(path.stem)), len(read_experiment(path).cells())], path.stem
+    assert set(DONE) <= set(listed)
+
+
+@pytest.mark.parametrize("name", DONE)
+def test_means_of_the_tables_are_those_of_the_records(name: str) -> None:
+    arguments = collect(ExperimentFolder(RECORDS / name))
+    for line in markdown_table(analyze(**arguments | {"resamples": 0})).splitlines():
+        if re.match(r"\| \w+ +\| +[\d.]+ \[", line):  # arm and means; the differences need the bootstrap
+            start = re.escape("|".join(line.split("|")[:4]))
+            assert re.search(rf"^{start}\|", PAGE, re.MULTILINE), line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DONE)
+def test_tables_are_those_of_the_report(name: str) -> None:
+    for line in markdown_table(analyze(**collect(ExperimentFolder(RECORDS / name)))).splitlines():
+        assert line in PAGE.splitlines(), line
