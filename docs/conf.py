@@ -41,6 +41,7 @@ CONTENTS = {
         "docs/comparing",
         "docs/inference",
         "docs/thresholds",
+        "docs/errors",
         "docs/faq",
         "docs/panoptic",
         "docs/classifiers",

@@ -398,6 +398,24 @@ def test_predictor_and_predict_tool(tiny: Path, tmp_path: Path, capsys: pytest.C
     assert len(entries) == 5
     assert len(list(output.glob("*.png"))) == 5
     assert {o["category_id"] for entry in entries for o in entry["objects"]} <= {3, 7, 90}
+
+    errors = json.loads((tmp_path / "run" / "errors.json").read_text())
+    evaluation = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert errors["ap50"] == pytest.approx(evaluation["AP50"], abs=1e-12)
+    assert errors["classes"] == ["class3", "class7", "class90"]
+    assert {entry["file"] for entry in errors["worst"]} <= {path.name for path in val.iterdir()}
+    assert "Annotations to check" in (tmp_path / "run" / "report.html").read_text()
+    best = evaluation["best"]
+    assert from_best.thresholds == (
+        best
+        and {
+            "overall": best["threshold"],
+            "by_class": [(own["best"] or best)["threshold"] for own in evaluation["per_class"].values()],
+        }
+    )
+    kept = detr_bf.load(tmp_path / "run", device="cpu")(val / "0101.png")
+    threshold = best["threshold"] if best else 0.5
+    assert kept.scores.tolist() == [score for score in found.scores.tolist() if score >= threshold]
     (val / "notes.pdf").write_text("not an image")
     (val / "folder.png").mkdir()
     inside = [argument.replace(str(output), str(val / "predictions")) for argument in arguments]
