@@ -20,7 +20,7 @@ from detr_bf.data.images import MAX_PIXELS, read_image
 from detr_bf.data.transforms import Sample, SampleTransform
 from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
-from detr_bf.evaluation.thresholds import DEFAULT_THRESHOLD, ScoreThresholds
+from detr_bf.evaluation import DEFAULT_THRESHOLD, ScoreThresholds
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.structures import Batch, ClassMap, Detections, PanopticMap, Target
 from detr_bf.text import printable

@@ -13,7 +13,7 @@ from torch import nn
 
 from detr_bf.classification.predictor import ClassifierPredictor
 from detr_bf.errors import InputError
-from detr_bf.evaluation.thresholds import ScoreThresholds
+from detr_bf.evaluation import ScoreThresholds
 from detr_bf.predictor import Predictor, image_pixels
 from detr_bf.structures import ClassMap, Detections
 

@@ -25,8 +25,7 @@ from torch import Tensor
 from detr_bf.cli import run_tool
 from detr_bf.data.images import IMAGE_FORMATS, read_image
 from detr_bf.errors import InputError
-from detr_bf.evaluation import write_panoptic
-from detr_bf.evaluation.thresholds import DEFAULT_THRESHOLD
+from detr_bf.evaluation import DEFAULT_THRESHOLD, write_panoptic
 from detr_bf.files import (
     UNFINISHED,
     check_output_file,

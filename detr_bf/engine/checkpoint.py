@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from detr_bf import distributed
 from detr_bf.errors import InputError, prefix_errors
-from detr_bf.evaluation.thresholds import ScoreThresholds
+from detr_bf.evaluation import ScoreThresholds
 from detr_bf.files import atomic_write, check_weights, read_torch
 from detr_bf.structures import ClassMap
 from detr_bf.text import listed, printable

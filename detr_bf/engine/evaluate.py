@@ -16,8 +16,7 @@ from torch import nn
 from detr_bf import distributed
 from detr_bf.data.workers import restart_dead_workers
 from detr_bf.engine.step import TrainingBatch
-from detr_bf.evaluation import CocoEvaluator, EncodedMap, PanopticEvaluator, Result, merge_shards
-from detr_bf.evaluation.thresholds import ScoreThresholds
+from detr_bf.evaluation import CocoEvaluator, EncodedMap, PanopticEvaluator, Result, ScoreThresholds, merge_shards
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.progress import progress_bar
 from detr_bf.structures import Batch, ClassMap, Detections, Outputs, PanopticMap

@@ -21,7 +21,7 @@ from detr_bf.engine.checkpoint import Checkpoint, load_strict, restore_rng, rng_
 from detr_bf.engine.optimizer import load_optimizer
 from detr_bf.engine.run_folder import RunFolder
 from detr_bf.errors import InputError, TrainingError
-from detr_bf.evaluation.thresholds import ScoreThresholds
+from detr_bf.evaluation import ScoreThresholds
 from detr_bf.structures import ClassMap
 
 logger = logging.getLogger(__name__)

@@ -9,18 +9,30 @@ from detr_bf.evaluation.panoptic import (
     write_encoded,
     write_panoptic,
 )
-from detr_bf.evaluation.results import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
+from detr_bf.evaluation.results import (
+    DEFAULT_THRESHOLD,
+    ClassResult,
+    CocoSummary,
+    OperatingPoint,
+    PanopticClassResult,
+    PanopticSummary,
+    Result,
+    ScoreThresholds,
+)
 
 __all__ = [
+    "DEFAULT_THRESHOLD",
     "ClassResult",
     "CocoEvaluator",
     "CocoSummary",
     "EncodedMap",
+    "OperatingPoint",
     "PanopticClassResult",
     "PanopticEvaluator",
     "PanopticFile",
     "PanopticSummary",
     "Result",
+    "ScoreThresholds",
     "encode",
     "merge_shards",
     "to_coco_results",

@@ -27,8 +27,7 @@ from detr_bf.data.coco import CocoAnnotations, annotated_size, check_maps, read_
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.masks import Segmentations, parts_of, read_ids
 from detr_bf.errors import InputError
-from detr_bf.evaluation.results import BOX_METRIC_NAMES, ClassResult, CocoSummary
-from detr_bf.evaluation.thresholds import ScoredHits, all_classes
+from detr_bf.evaluation.results import BOX_METRIC_NAMES, ClassResult, CocoSummary, ScoredHits, all_classes
 from detr_bf.files import write_json
 from detr_bf.postprocess import encoded
 from detr_bf.structures import ClassMap, Detections

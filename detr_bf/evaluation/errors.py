@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from pycocotools import mask as coco_mask
 
-from detr_bf.evaluation.thresholds import ScoredHits
+from detr_bf.evaluation.results import ScoredHits
 from detr_bf.structures import ClassMap, Detections
 
 MATCH_IOU, BACKGROUND_IOU = 0.5, 0.1

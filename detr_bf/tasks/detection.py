@@ -49,6 +49,7 @@ from detr_bf.engine import (
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
 from detr_bf.evaluation import (
+    DEFAULT_THRESHOLD,
     CocoEvaluator,
     PanopticEvaluator,
     PanopticFile,
@@ -57,7 +58,6 @@ from detr_bf.evaluation import (
     write_encoded,
     write_results,
 )
-from detr_bf.evaluation.thresholds import DEFAULT_THRESHOLD
 from detr_bf.files import write_json
 from detr_bf.report import (
     DETECTION_PAGE,

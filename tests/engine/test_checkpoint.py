@@ -13,7 +13,7 @@ from torch import nn
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.engine import Checkpoint, build_and_load, load_checkpoint, load_fitting, load_strict
 from detr_bf.errors import InputError
-from detr_bf.evaluation.thresholds import ScoreThresholds
+from detr_bf.evaluation import ScoreThresholds
 from detr_bf.structures import ClassMap
 from tests.checkpoints import training
 

@@ -21,7 +21,7 @@ from detr_bf.engine.checkpoint import load_checkpoint
 from detr_bf.engine.recovery import load_capture
 from detr_bf.engine.state import TrainingState
 from detr_bf.errors import Interrupted, TrainingError
-from detr_bf.evaluation.thresholds import ScoreThresholds
+from detr_bf.evaluation import ScoreThresholds
 from tests.engine.steps import BATCHES, CLASSES, FEATURES, Examples, examples, regression, spoilt, squared_error
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from detr_bf.evaluation.coco import match_and_accumulate, scored_hits
-from detr_bf.evaluation.thresholds import ScoredHits, all_classes
+from detr_bf.evaluation.results import ScoredHits, all_classes
 from detr_bf.structures import ClassMap
 
 CLASSES = ClassMap((9, 4), ("b", "a"))

@@ -13,7 +13,7 @@ import torch
 from detr_bf.config import ClassifierConfig, DetectionConfig, config_to_yaml
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
-from detr_bf.evaluation.thresholds import OperatingPoint
+from detr_bf.evaluation.results import OperatingPoint
 from detr_bf.files import write_json, write_text
 from detr_bf.report import save_picture, write_report
 from detr_bf.report.detection import batch_former_line, encoder_plugins_line
