@@ -6,9 +6,11 @@ merges those of all ranks and summarizes. Evaluators of classifiers are in :mod:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +22,11 @@ from detr_bf.evaluation import CocoEvaluator, EncodedMap, PanopticEvaluator, Res
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.progress import progress_bar
 from detr_bf.structures import Batch, ClassMap, Detections, Outputs, PanopticMap
+
+if TYPE_CHECKING:
+    from detr_bf.evaluation.errors import ImageErrors
+
+logger = logging.getLogger(__name__)
 
 
 class EvaluationResult(Protocol):
@@ -159,6 +166,7 @@ class DetectionEvaluator:
         boxes: an empty evaluator of detections.
         masks: evaluate the masks of the detections too.
         panoptic: for models with a mask head and data with panoptic annotations.
+        never_found: file with the objects that no evaluation of the run has found; None: none is kept.
     """
 
     def __init__(
@@ -169,8 +177,12 @@ class DetectionEvaluator:
         *,
         masks: bool = False,
         panoptic: PanopticEvaluation | None = None,
+        never_found: Path | None = None,
     ) -> None:
         self.class_map = class_map
+        self.errors: list[ImageErrors] = []  # of the last summary
+        self.missing: set[tuple[int, int]] = set()  # objects that no evaluation of the run has found
+        self._never_found = never_found
         self.panoptic = panoptic
         self._boxes, self._postprocess, self._masks = boxes, postprocess, masks
         self._found: Sequence[Detections] = ()  # of a copy that was gathered from another rank
@@ -206,8 +218,20 @@ class DetectionEvaluator:
         if self._quality and other._quality:
             self._quality.merge(other._quality)
 
+    def _examine(self) -> None:
+        from detr_bf.evaluation.errors import image_errors, never_found, update_never_found  # not needed for a step
+
+        self.errors = image_errors(self._boxes.ground_truth, self.detections, self.class_map)
+        self.missing = set(never_found(self.errors))
+        if self._never_found is not None:
+            try:
+                self.missing = update_never_found(self._never_found, self.errors)
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", self._never_found, error)
+
     def summarize(self) -> Result:
-        """Return the metrics and write the panoptic maps."""
+        """Return the metrics; examine the errors, write the panoptic maps and the objects that were never found."""
+        self._examine()
         if self.panoptic:
             self.panoptic.write(self._maps)
             self._maps = []

@@ -133,6 +133,7 @@ class RunFolder:
     cost = _Inside("cost.json")  # memory of the last process that trained the run
     evaluation = _Inside(EVALUATION_FILE)
     errors = _Inside(ERRORS_FILE)  # of a detector
+    never_found = _Inside("never_found.json")  # validation objects that no evaluation of the run has found
     results = _Inside("results.json")
     predictions = _Inside("predictions.csv")  # of a classifier, one line per validation image
     panoptic = _Inside("panoptic")  # the PNG files that ``panoptic_results`` lists
@@ -254,17 +255,10 @@ class RunFolder:
     @property
     def _all_paths(self) -> tuple[Path, ...]:
         checkpoints = self.last, self.best, self.previous, self.damaged
-        results = (
-            self.evaluation,
-            self.errors,
-            self.results,
-            self.predictions,
-            self.panoptic,
-            self.panoptic_results,
-            self.report,
-        )
+        results = self.evaluation, self.errors, self.never_found, self.results, self.predictions, self.report
+        maps = self.panoptic, self.panoptic_results
         others = self.log, self.metrics, self.config, self.machine, self.tensorboard, self.pictures, self.captures
-        return *others, *checkpoints, self.cost, *results
+        return *others, *checkpoints, self.cost, *results, *maps
 
     def remove_unfinished(self) -> None:
         """Remove temporary files that killed processes have left; the lock must be held."""

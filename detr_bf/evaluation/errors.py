@@ -13,14 +13,16 @@ Shape legend: D detections, O objects without crowds, K classes, B bins.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from pycocotools import mask as coco_mask
 
 from detr_bf.evaluation.results import ScoredHits
+from detr_bf.files import read_json, write_json
 from detr_bf.structures import ClassMap, Detections
 
 MATCH_IOU, BACKGROUND_IOU = 0.5, 0.1
@@ -401,13 +403,43 @@ class LabelSuspect(NamedTuple):
     annotated: int | None  # class of the object; None where no object is annotated
 
 
-def label_suspects(images: Iterable[ImageErrors], most: int) -> list[LabelSuspect]:
+def never_found(images: Iterable[ImageErrors]) -> list[tuple[int, int]]:
+    """Return the objects that no detection of any class and score overlaps with an IoU of at least 0.5.
+
+    An object is given by the id of its image and its number among the objects of the image, from 0.
+    """
+    found = []
+    for image in images:
+        overlap = image.ious.max(0) if len(image.ious) else np.zeros(len(image.object_labels))
+        found += [(image.image_id, int(at)) for at in np.flatnonzero(overlap < MATCH_IOU)]
+    return found
+
+
+def update_never_found(path: Path, images: Sequence[ImageErrors]) -> set[tuple[int, int]]:
+    """Return the objects that neither these detections nor those of earlier calls have found; write them to ``path``.
+
+    The file is atomically replaced. One that is damaged, or of other annotations, is ignored.
+    """
+    missing, total = set(never_found(images)), sum(len(image.object_labels) for image in images)
+    try:
+        before = read_json(path)
+        if before["objects"] == total:
+            missing &= {(int(image_id), int(at)) for image_id, at in before["never_found"]}
+    except (OSError, ValueError, KeyError, TypeError):  # the first evaluation of a run
+        pass
+    write_json(path, {"objects": total, "never_found": sorted(missing)})
+    return missing
+
+
+def label_suspects(
+    images: Sequence[ImageErrors], most: int, missing: Collection[tuple[int, int]]
+) -> list[LabelSuspect]:
     """Return places where annotations are most likely wrong, at most ``most`` of each kind.
 
     These are the most confident detections where no object is annotated (background errors) or one of another class
-    (class errors), and the largest objects that no detection of any class and score matches at IoU 0.5.
+    (class errors), and the largest objects of ``missing``, see :func:`never_found`.
     """
-    missing: list[LabelSuspect] = []
+    unlabelled: list[LabelSuspect] = []
     confused: list[LabelSuspect] = []
     superfluous: list[LabelSuspect] = []
     for image in images:
@@ -420,18 +452,17 @@ def label_suspects(images: Iterable[ImageErrors], most: int) -> list[LabelSuspec
         )
         for box, label, score, kind, cause in zip(*columns, strict=True):
             if kind == "background":
-                missing.append(LabelSuspect(image.image_id, tuple(box), label, score, None))
+                unlabelled.append(LabelSuspect(image.image_id, tuple(box), label, score, None))
             elif kind == "class":
                 annotated = int(image.object_labels[cause])
                 confused.append(LabelSuspect(image.image_id, tuple(box), label, score, annotated))
-        overlap = image.ious.max(0) if len(image.ious) else np.zeros(len(image.object_labels))
-        for at in np.flatnonzero(overlap < MATCH_IOU):
-            box, annotated = tuple(image.object_boxes[at].tolist()), int(image.object_labels[at])
-            superfluous.append(LabelSuspect(image.image_id, box, None, None, annotated))
-    for found in (missing, confused):
+        for at, (box, annotated) in enumerate(zip(image.object_boxes, image.object_labels.tolist(), strict=True)):
+            if (image.image_id, at) in missing:
+                superfluous.append(LabelSuspect(image.image_id, tuple(box.tolist()), None, None, annotated))
+    for found in (unlabelled, confused):
         found.sort(key=lambda each: -(each.score or 0.0))
     superfluous.sort(key=lambda each: -(each.box[2] - each.box[0]) * (each.box[3] - each.box[1]))
-    return [*missing[:most], *confused[:most], *superfluous[:most]]
+    return [*unlabelled[:most], *confused[:most], *superfluous[:most]]
 
 
 def error_document(
@@ -440,7 +471,8 @@ def error_document(
     precision: np.ndarray,
     class_names: Sequence[str],
     threshold: float,
-    most: int = 12,
+    most: int,
+    missing: Collection[tuple[int, int]],
 ) -> dict[str, Any]:
     """Return everything about the errors of a detector as plain values for JSON.
 
@@ -451,6 +483,7 @@ def error_document(
         class_names: K names, all different.
         threshold: least score of a detection for the confusion matrix, the recall of groups and the worst images.
         most: limit for the images and for each kind of suspects.
+        missing: see :func:`label_suspects`.
     """
     num_classes = len(class_names)
     ap50, costs = error_costs(images, num_classes)
@@ -487,7 +520,9 @@ def error_document(
         },
         "thresholds": _threshold_curve(images),
         "worst": [_worst_entry(image) for image in worst_images(images, threshold, most)],
-        "suspects": [{**suspect._asdict(), "box": list(suspect.box)} for suspect in label_suspects(images, most)],
+        "suspects": [
+            {**suspect._asdict(), "box": list(suspect.box)} for suspect in label_suspects(images, most, missing)
+        ],
     }
 
 

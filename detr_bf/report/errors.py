@@ -181,7 +181,7 @@ def _sections(run_dir: Path, content: Mapping[str, Any]) -> Iterator[str]:
             "Annotations to check",
             SUSPECTS_FILE,
             "Red: the most confident detections where no object is annotated, then those where another class is. "
-            "Yellow: the largest objects that no detection of any class and score overlaps with an IoU of 0.5.",
+            "Yellow: the largest objects that no detection of any class, score and evaluation overlaps (IoU 0.5).",
         ),
     )
     for heading, name, note in sheets:

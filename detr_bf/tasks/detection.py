@@ -378,6 +378,7 @@ def build_evaluation(
             class_map,
             masks=config.model.masks,
             panoptic=panoptic,
+            never_found=folder.never_found,
         ),
     )
 
@@ -402,7 +403,7 @@ def _panoptic_evaluation(config: DetectionConfig, data: CocoDetection, folder: R
 
 def _write_errors(folder: RunFolder, config: DetectionConfig, result: Result, evaluation: DetectionEvaluator) -> None:
     """Write ``errors.json`` and the pictures of the worst images and of annotations to check."""
-    from detr_bf.evaluation.errors import error_document, image_errors, label_suspects, worst_images
+    from detr_bf.evaluation.errors import error_document, label_suspects, worst_images
     from detr_bf.report.errors import (
         SUSPECTS_FILE,
         WORST_FILE,
@@ -418,12 +419,12 @@ def _write_errors(folder: RunFolder, config: DetectionConfig, result: Result, ev
     boxes, classes = evaluation.boxes, evaluation.class_map
     threshold = result.thresholds.overall if result.thresholds else DEFAULT_THRESHOLD
     assert boxes.precision is not None, "the boxes are summarized"
-    images = image_errors(boxes.ground_truth, evaluation.detections, classes)
+    images, missing = evaluation.errors, evaluation.missing
     data = build_val_data(config, classes, transform=lambda sample: sample)
     index = {image_id: number for number, image_id in enumerate(data.image_ids)}
     sizes = dict(zip(data.image_ids, data.sizes, strict=True))
     most = config.eval.pictures
-    document = error_document(images, sizes, boxes.precision, classes.distinct_names, threshold, most)
+    document = error_document(images, sizes, boxes.precision, classes.distinct_names, threshold, most, missing)
     for entry in (*document["worst"], *document["suspects"]):
         entry["file"] = data.file_names[index[entry["image_id"]]]
     write_json(folder.errors, document)
@@ -432,7 +433,7 @@ def _write_errors(folder: RunFolder, config: DetectionConfig, result: Result, ev
         rows = [(data[SampleKey(0, index[image.image_id])], image) for image in worst]
         sheet = error_sheet([ErrorSheetRow(s[0], image, s[1].file_name) for s, image in rows], names, threshold)
         save_picture(worst_file, sheet)
-    if suspects := label_suspects(images, most):
+    if suspects := label_suspects(images, most, missing):
         cells = [(data[SampleKey(0, index[suspect.image_id])], suspect) for suspect in suspects]
         sheet = suspect_sheet([SuspectCell(s[0], suspect, s[1].file_name) for s, suspect in cells], names)
         save_picture(suspects_file, sheet)

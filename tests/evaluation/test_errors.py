@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ from detr_bf.evaluation.errors import (
     error_document,
     image_errors,
     label_suspects,
+    never_found,
     object_groups,
+    update_never_found,
     worst_images,
 )
 from detr_bf.structures import ClassMap, Detections
@@ -367,12 +370,14 @@ def test_the_worst_images_have_the_most_errors(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_suspects_are_the_most_confident_and_the_largest(seed: int) -> None:
     data = random_data(seed, crowds=0.2, ties=False)
-    found = label_suspects(examined(data), 1000)
+    images = examined(data)
+    missing = never_found(images)
+    found = label_suspects(images, 1000, missing)
     for kind, annotated in (("background", False), ("class", True)):
         scores = sorted((result["score"] for result, each, _ in verdicts(data) if each == kind), reverse=True)
         mine = [s for s in found if s.score is not None and (s.annotated is not None) == annotated]
         assert [suspect.score for suspect in mine] == scores
-        assert [s.score for s in label_suspects(examined(data), 1) if s in mine] == scores[:1]
+        assert [s.score for s in label_suspects(images, 1, missing) if s in mine] == scores[:1]
     never = [
         each
         for each in data[0]["annotations"]
@@ -390,7 +395,9 @@ def test_suspects_are_the_most_confident_and_the_largest(seed: int) -> None:
 def test_the_document_is_json_and_complete() -> None:
     data = random_data(1, crowds=0.2, ties=False)
     curves, _ = match_and_accumulate("pycocotools", *copy.deepcopy(data), (1, 10, 100), "bbox")
-    content = error_document(examined(data), SIZES, curves.precision[:, :, :, 0, 2], CLASSES.names, 0.4, 2)
+    content = error_document(
+        examined(data), SIZES, curves.precision[:, :, :, 0, 2], CLASSES.names, 0.4, 2, never_found(examined(data))
+    )
     assert json.loads(json.dumps(content, allow_nan=False)) == content
     assert len(content["precision_by_iou"]["0.50"]) == len(content["thresholds"]) == 101
     assert np.mean(content["precision_by_iou"]["0.50"]) == pytest.approx(content["ap50"], abs=1e-4)
@@ -400,5 +407,19 @@ def test_the_document_is_json_and_complete() -> None:
     hits = sum(kind == "hit" and result["score"] >= 0.4 for result, kind, _ in verdicts(data))
     ignored = sum(kind == "ignored" and result["score"] >= 0.4 for result, kind, _ in verdicts(data))
     assert point["precision"] == pytest.approx(hits / (len(kept) - ignored))
-    empty = error_document(examined((data[0], [])), SIZES, np.zeros((10, 101, 3)), CLASSES.names, 0.5)
+    empty = error_document(examined((data[0], [])), SIZES, np.zeros((10, 101, 3)), CLASSES.names, 0.5, 3, [])
     assert json.loads(json.dumps(empty, allow_nan=False)) == empty
+
+
+def test_objects_never_found_shrink_with_every_evaluation(tmp_path: Path) -> None:
+    truth, results = random_data(3, crowds=0.2, ties=False)
+    path, halves = tmp_path / "a.json", [examined((truth, results[start::2])) for start in (0, 1)]
+    first, second = (set(never_found(half)) for half in halves)
+    assert update_never_found(path, halves[0]) == first
+    assert first != second
+    assert update_never_found(path, halves[1]) == first & second
+    assert update_never_found(path, halves[1]) == first & second, "an evaluation that is repeated changes nothing"
+    others = examined((truth | {"annotations": truth["annotations"][1:]}, results))
+    assert update_never_found(path, others) == set(never_found(others)), "other annotations"
+    path.write_text("[")
+    assert update_never_found(path, halves[0]) == first

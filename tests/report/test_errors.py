@@ -45,7 +45,7 @@ def errors(with_detections: bool = True) -> list[ImageErrors]:
 def content(**changes: Any) -> dict[str, Any]:
     precision = np.zeros((10, 101, 2))
     precision[:, :40] = 0.75
-    return error_document(errors(**changes), {1: (100, 100)}, precision, CLASSES.names, 0.5)
+    return error_document(errors(**changes), {1: (100, 100)}, precision, CLASSES.names, 0.5, 12, [(1, 1)])
 
 
 def page(folder: Path, document: Any) -> Page:
