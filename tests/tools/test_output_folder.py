@@ -120,7 +120,8 @@ def test_one_run_at_a_time(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert process.poll() is None, "the first run continues"
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    step = load_checkpoint(job.folder / "last.pt").training["progress"]["step"]
+    last = job.folder / "last.pt"  # only previous.pt if the signal came between two renames
+    step = load_checkpoint(last if last.exists() else job.folder / "previous.pt").training["progress"]["step"]
     assert train_net(["--config", str(tiny), "train.epochs=1000", f"train.max_steps={step + 2}", "--resume"]) == 0
 
 
