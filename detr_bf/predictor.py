@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -50,8 +51,9 @@ class Predictor:
     None of them may have more than ``max_pixels`` pixels, the run's data.max_pixels.
 
     Only detections with a score of at least ``threshold`` are returned: a number, ``"class"`` for the stored threshold
-    of each class, or None for the stored threshold of all classes (0.5 if the model was never evaluated). Stored
-    thresholds are those with the highest F1 in the evaluation of the same weights; 0 returns ``eval.max_detections``.
+    of each class, or None for the stored threshold of all classes (0.5 if the checkpoint has none). Stored
+    thresholds are those with the highest F1 in the last evaluation before the checkpoint was written; with 0 all
+    ``eval.max_detections`` are returned.
     """
 
     model: Detector
@@ -113,11 +115,11 @@ class Predictor:
             InputError: ``threshold`` is not a number from 0 to 1, ``"class"`` or None.
         """
         stored = self.thresholds or ScoreThresholds.same(DEFAULT_THRESHOLD, self.class_map.num_classes)
-        if threshold == "class":
+        if isinstance(threshold, str) and threshold == "class":
             return torch.tensor(stored.by_class, dtype=torch.float64)
         if threshold is None:
             threshold = stored.overall
-        if isinstance(threshold, (bool, str)) or not (isinstance(threshold, (int, float)) and 0 <= threshold <= 1):
+        if isinstance(threshold, (bool, str)) or not (isinstance(threshold, numbers.Real) and 0 <= threshold <= 1):
             raise InputError(
                 f"a threshold must be a number from 0 to 1, or 'class' for the stored threshold of each class; "
                 f"got {printable(repr(threshold))}"

@@ -184,6 +184,7 @@ class TestThresholds:
             (ScoreThresholds(0.4, (0.25, 0.5)), "class", ["first", "third"]),
             (ScoreThresholds(0.4, (0.25, 0.5)), 0, ["first", "second", "third"]),
             (ScoreThresholds(0.4, (0.25, 0.5)), 0.6, ["first"]),
+            (ScoreThresholds(0.4, (0.25, 0.5)), np.float32(0.6), ["first"]),
             (ScoreThresholds(0.4, (0.25, 0.5)), 1.0, []),
         ],
     )
@@ -196,7 +197,9 @@ class TestThresholds:
         assert len(found.boxes) == len(found.scores) == len(found.labels) == len(expected)
         assert [list(each.masks) for each in predictor.predict([PIXELS, ARRAY], threshold=threshold)] == [expected] * 2
 
-    @pytest.mark.parametrize("threshold", ["much", "0.5", -0.1, 1.1, float("nan"), True, [0.5], {}])
+    @pytest.mark.parametrize(
+        "threshold", ["much", "0.5", -0.1, 1.1, float("nan"), True, [0.5], {}, np.array([0.1, 0.2])]
+    )
     def test_anything_else_is_refused_at_once(self, threshold: Any) -> None:
         predictor = self.fixed(None)
         for call in (lambda: predictor(PIXELS, threshold), lambda: predictor.predict([PIXELS], threshold=threshold)):

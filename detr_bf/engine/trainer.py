@@ -106,6 +106,8 @@ class Trainer:
         if self.resume_from is not None:
             self.state.restore(self.resume_from, settings.seed)
             logger.info("resumed at step %d of %d", self.progress.step, self.total_steps)
+        elif distributed.is_main():
+            self.folder.never_found.unlink(missing_ok=True)  # of an earlier run without checkpoints
         self.recovery = Recovery(
             self.step, self.state, max_skipped=settings.max_skipped, max_replaced=settings.max_replaced
         )

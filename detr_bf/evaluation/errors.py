@@ -12,6 +12,7 @@ Shape legend: D detections, O objects without crowds, K classes, B bins.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -304,7 +305,7 @@ class ObjectGroup(NamedTuple):
 # Property -> names of its groups; the group of a value is the number of bounds below it.
 _GROUPS: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
     "size": (("small: to 32² pixels", "medium: to 96² pixels", "large"), (32.0**2, 96.0**2)),
-    "shape": (("tall: width / height below 1/2", "between", "wide: width / height above 2"), (0.5, 2.0)),
+    "shape": (("tall: width / height to 1/2", "between", "wide: width / height above 2"), (0.5, 2.0)),
     "neighbours": (("no other object", "one other object", "two or more"), (0.5, 1.5)),
     "border": (("at the border of the image: to 1 pixel", "inside"), (1.0,)),
 }
@@ -381,16 +382,9 @@ def worst_images(images: Iterable[ImageErrors], threshold: float, most: int) -> 
     for image in images:
         kept = image.above(threshold)
         wrong = [score for score, kind in zip(kept.scores, kept.types, strict=True) if kind not in (HIT, IGNORED)]
-        ranked.append(((len(wrong) + _unmatched(kept).sum(), sum(wrong), -image.image_id), kept))
+        ranked.append(((len(wrong) + kept.missed.sum(), sum(wrong), -image.image_id), kept))
     ranked.sort(key=lambda each: each[0], reverse=True)
     return [image for (errors, *_), image in ranked[:most] if errors]
-
-
-def _unmatched(image: ImageErrors) -> np.ndarray:
-    """Return for each object whether no detection is matched with it."""
-    free = np.ones(len(image.object_labels), dtype=bool)
-    free[image.matches[image.matches >= 0]] = False
-    return free
 
 
 class LabelSuspect(NamedTuple):
@@ -420,14 +414,16 @@ def update_never_found(path: Path, images: Sequence[ImageErrors]) -> set[tuple[i
 
     The file is atomically replaced. One that is damaged, or of other annotations, is ignored.
     """
-    missing, total = set(never_found(images)), sum(len(image.object_labels) for image in images)
+    missing, digest = set(never_found(images)), hashlib.sha256()
+    for image in images:
+        digest.update(f"{image.image_id} {image.object_labels.tolist()} {image.object_boxes.tolist()}".encode())
     try:
         before = read_json(path)
-        if before["objects"] == total:
+        if before["annotations"] == digest.hexdigest():
             missing &= {(int(image_id), int(at)) for image_id, at in before["never_found"]}
-    except (OSError, ValueError, KeyError, TypeError):  # the first evaluation of a run
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):  # the first evaluation of a run
         pass
-    write_json(path, {"objects": total, "never_found": sorted(missing)})
+    write_json(path, {"annotations": digest.hexdigest(), "never_found": sorted(missing)})
     return missing
 
 
@@ -457,7 +453,7 @@ def label_suspects(
                 annotated = int(image.object_labels[cause])
                 confused.append(LabelSuspect(image.image_id, tuple(box), label, score, annotated))
         for at, (box, annotated) in enumerate(zip(image.object_boxes, image.object_labels.tolist(), strict=True)):
-            if (image.image_id, at) in missing:
+            if (image.image_id, at) in missing and (box[2:] > box[:2]).all():
                 superfluous.append(LabelSuspect(image.image_id, tuple(box.tolist()), None, None, annotated))
     for found in (unlabelled, confused):
         found.sort(key=lambda each: -(each.score or 0.0))
@@ -541,4 +537,4 @@ def _threshold_curve(images: Sequence[ImageErrors]) -> list[dict[str, float]]:
 
 def _worst_entry(image: ImageErrors) -> dict[str, Any]:
     counts = Counter(kind for kind in image.types if kind not in (HIT, IGNORED))
-    return {"image_id": image.image_id, "missed": int(_unmatched(image).sum()), "errors": dict(counts)}
+    return {"image_id": image.image_id, "missed": int(image.missed.sum()), "errors": dict(counts)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +49,7 @@ _MEANINGS = {
     "both": "wrong class and IoU from 0.1 to 0.5",
     "duplicate": "another detection has found the object already",
     "background": "no object there: IoU below 0.1 with all",
-    "missed": "no detection is near the object, not even with a wrong class",
+    "missed": "no match, and no class or localisation error is about the object",
     "false positives": "all wrong detections together",
     "false negatives": "all objects without a right detection",
 }
@@ -71,7 +71,7 @@ class SuspectCell(NamedTuple):
     caption: str
 
 
-def error_sheet(rows: Sequence[ErrorSheetRow], class_names: Sequence[str], threshold: float) -> Image.Image:
+def error_sheet(rows: Iterable[ErrorSheetRow], class_names: Sequence[str], threshold: float) -> Image.Image:
     """Draw ground truth on the left; on the right hits in green, errors in red, missed objects in yellow.
 
     Raises:
@@ -86,8 +86,7 @@ def error_sheet(rows: Sequence[ErrorSheetRow], class_names: Sequence[str], thres
         marks = list(_error_marks(errors, class_names, scale))
         paint_marks(found, marks, LABEL_SIZE)
         wrong = sum(kind not in (HIT, IGNORED) for kind in errors.types)
-        unmatched = len(errors.object_labels) - int((errors.matches >= 0).sum())
-        strips.append(Strip((truth, found), (caption, f"{count(wrong, 'error')}, {unmatched} missed")))
+        strips.append(Strip((truth, found), (caption, f"{count(wrong, 'error')}, {int(errors.missed.sum())} missed")))
     return lay_out(strips, (GROUND_TRUTH, f"Errors, score ≥ {threshold:.3g}"))
 
 
@@ -95,20 +94,23 @@ def _error_marks(errors: ImageErrors, class_names: Sequence[str], scale: float) 
     """Yield errors, then missed objects, then hits, with boxes in pixels of the picture."""
     hits = []
     for box, label, kind in zip(errors.boxes, errors.labels, errors.types, strict=True):
-        place = Rectangle(*(float(value) * scale for value in box))
+        place = _place(box, scale)
         if kind == HIT:
             hits.append(Mark(place, "", _RIGHT))
         elif kind != IGNORED:
             yield Mark(place, f"{legible(class_names[label])}: {kind}", _WRONG)
-    matched = set(errors.matches.tolist())
-    for at, (box, label) in enumerate(zip(errors.object_boxes, errors.object_labels, strict=True)):
-        if at not in matched:
-            place = Rectangle(*(float(value) * scale for value in box))
-            yield Mark(place, f"missed: {legible(class_names[label])}", _MISSED)
+    for box, label in zip(errors.object_boxes[errors.missed], errors.object_labels[errors.missed], strict=True):
+        yield Mark(_place(box, scale), f"missed: {legible(class_names[label])}", _MISSED)
     yield from hits
 
 
-def suspect_sheet(cells: Sequence[SuspectCell], class_names: Sequence[str]) -> Image.Image:
+def _place(box: Sequence[float], scale: float, left: int = 0, top: int = 0) -> Rectangle:
+    """Return a box in pixels of a picture that begins at ``left`` and ``top`` of the image, with ordered corners."""
+    x0, y0, x1, y1 = (scale * (float(value) - start) for value, start in zip(box, (left, top) * 2, strict=True))
+    return Rectangle(min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1))
+
+
+def suspect_sheet(cells: Iterable[SuspectCell], class_names: Sequence[str]) -> Image.Image:
     """Draw the surroundings of each place where the annotation may be wrong.
 
     Raises:
@@ -123,7 +125,7 @@ def suspect_sheet(cells: Sequence[SuspectCell], class_names: Sequence[str]) -> I
         if not cut.numel():  # the box lies outside the image
             left, top, cut = 0, 0, image
         shown, scale = fit(cut, _CELL)
-        place = Rectangle(*((value - start) * scale for value, start in zip(suspect.box, (left, top) * 2, strict=True)))
+        place = _place(suspect.box, scale, left, top)
         detected, annotated = (
             None if label is None else legible(class_names[label]) for label in (suspect.label, suspect.annotated)
         )
@@ -175,13 +177,13 @@ def _sections(run_dir: Path, content: Mapping[str, Any]) -> Iterator[str]:
         (
             "Images with the most errors",
             WORST_FILE,
-            "Green: right detections. Red: errors with their type. Yellow: objects that are not found.",
+            "Green: right detections. Red: errors with their type. Yellow: missed objects, which no error is about.",
         ),
         (
             "Annotations to check",
             SUSPECTS_FILE,
             "Red: the most confident detections where no object is annotated, then those where another class is. "
-            "Yellow: the largest objects that no detection of any class, score and evaluation overlaps (IoU 0.5).",
+            "Yellow: the largest objects that no detection of any class and score has overlapped with an IoU of 0.5.",
         ),
     )
     for heading, name, note in sheets:

@@ -62,6 +62,8 @@ pre { background: var(--panel); border: 1px solid var(--line); border-radius: 10
   h1 { font-size: 1.6rem; }
   section { margin-top: 32px; }
   figure { padding: 6px; }
+  .bar { display: none; }
+  tbody th { white-space: normal; min-width: 7rem; }
 }
 @media print { main { padding: 0; } section { break-inside: avoid; } }
 """
@@ -124,7 +126,7 @@ def table(titles: Sequence[str], rows: Iterable[str]) -> str:
     """Return rows made by :func:`row` under column titles; the column of bars has no title."""
     first, *others = (f'<th scope="col">{escaped(title)}</th>' for title in titles)
     return (
-        f'<div class="scroll"><table>\n<thead><tr>{first}<th></th>{"".join(others)}</tr></thead>\n'
+        f'<div class="scroll"><table>\n<thead><tr>{first}<th class="bar"></th>{"".join(others)}</tr></thead>\n'
         f"<tbody>\n{''.join(rows)}</tbody></table></div>"
     )
 

@@ -79,6 +79,7 @@ logger = logging.getLogger(__name__)
 
 CLASS_BIAS = "decoder.heads.classes.0.bias"
 BATCH_FORMER = "batch_former"
+MOST_ERROR_PICTURES = 60  # of a sheet: a JPEG file has at most 65,500 lines
 RANDOM_SIDE = 256  # least pixels of a side of the random images
 
 
@@ -171,8 +172,7 @@ class DetectionTask(Task[DetectionConfig]):
         found = evaluate.evaluator
         assert found is not None, "rank 0 has evaluated"
         write_results(folder.results, found.detections, found.class_map)
-        with tolerating(str(folder.errors)):
-            _write_errors(folder, self.config, result, found)
+        _write_errors(folder, self.config, result, found)
         if not self.config.eval.pictures:
             return
         names = class_labels(found.class_map)
@@ -416,27 +416,34 @@ def _write_errors(folder: RunFolder, config: DetectionConfig, result: Result, ev
     worst_file, suspects_file = folder.path / WORST_FILE, folder.path / SUSPECTS_FILE
     for path in (folder.errors, worst_file, suspects_file):
         path.unlink(missing_ok=True)
-    boxes, classes = evaluation.boxes, evaluation.class_map
+    boxes, classes, names = evaluation.boxes, evaluation.class_map, class_labels(evaluation.class_map)
     threshold = result.thresholds.overall if result.thresholds else DEFAULT_THRESHOLD
     assert boxes.precision is not None, "the boxes are summarized"
     images, missing = evaluation.errors, evaluation.missing
     data = build_val_data(config, classes, transform=lambda sample: sample)
     index = {image_id: number for number, image_id in enumerate(data.image_ids)}
-    sizes = dict(zip(data.image_ids, data.sizes, strict=True))
-    most = config.eval.pictures
-    document = error_document(images, sizes, boxes.precision, classes.distinct_names, threshold, most, missing)
-    for entry in (*document["worst"], *document["suspects"]):
-        entry["file"] = data.file_names[index[entry["image_id"]]]
-    write_json(folder.errors, document)
-    names = class_labels(classes)
+    most = min(config.eval.pictures, MOST_ERROR_PICTURES)
+    with tolerating(str(folder.errors)):
+        sizes = dict(zip(data.image_ids, data.sizes, strict=True))
+        document = error_document(images, sizes, boxes.precision, classes.distinct_names, threshold, most, missing)
+        for entry in (*document["worst"], *document["suspects"]):
+            entry["file"] = data.file_names[index[entry["image_id"]]]
+        write_json(folder.errors, document)
+
+    def read(image_id: int) -> tuple[Tensor, str]:
+        image, target = data[SampleKey(0, index[image_id])]
+        return image, target.file_name
+
     if worst := worst_images(images, threshold, most):
-        rows = [(data[SampleKey(0, index[image.image_id])], image) for image in worst]
-        sheet = error_sheet([ErrorSheetRow(s[0], image, s[1].file_name) for s, image in rows], names, threshold)
-        save_picture(worst_file, sheet)
+        with tolerating(str(worst_file)):
+            rows = ((each, *read(each.image_id)) for each in worst)  # one image in memory at a time
+            sheet = error_sheet((ErrorSheetRow(image, each, name) for each, image, name in rows), names, threshold)
+            save_picture(worst_file, sheet)
     if suspects := label_suspects(images, most, missing):
-        cells = [(data[SampleKey(0, index[suspect.image_id])], suspect) for suspect in suspects]
-        sheet = suspect_sheet([SuspectCell(s[0], suspect, s[1].file_name) for s, suspect in cells], names)
-        save_picture(suspects_file, sheet)
+        with tolerating(str(suspects_file)):
+            cells = ((each, *read(each.image_id)) for each in suspects)
+            sheet = suspect_sheet((SuspectCell(image, each, name) for each, image, name in cells), names)
+            save_picture(suspects_file, sheet)
 
 
 def _sheet_rows(config: DetectionConfig, evaluation: DetectionEvaluator) -> Iterator[SheetRow]:

@@ -93,6 +93,8 @@ def test_the_sheet_marks_hits_errors_and_missed_objects() -> None:
     pixels = np.asarray(sheet).reshape(-1, 3)
     for colour in (GREEN, RED, YELLOW):
         assert (pixels == colour).all(1).sum() > 100
+    image.boxes[:] = image.boxes[:, [2, 3, 0, 1]]  # corners in the other order
+    error_sheet([ErrorSheetRow(picture, image, "a.png")], CLASSES.names, 0.5)
     with pytest.raises(InputError, match="at least one image"):
         error_sheet([], CLASSES.names, 0.5)
 
@@ -104,6 +106,7 @@ def test_the_sheet_marks_hits_errors_and_missed_objects() -> None:
         (LabelSuspect(1, (10.0, 10.0, 40.0, 40.0), 0, 0.9, 1), RED),
         (LabelSuspect(1, (80.0, 80.0, 99.0, 99.0), None, None, 1), YELLOW),
         (LabelSuspect(1, (-30.0, 95.0, 130.0, 130.0), 0, 0.5, None), RED),
+        (LabelSuspect(1, (40.0, 40.0, 10.0, 10.0), 0, 0.5, None), RED),
         (LabelSuspect(1, (500.0, 500.0, 520.0, 520.0), None, None, 1), YELLOW),
     ],
 )
