@@ -15,11 +15,20 @@ from tests.docs.test_pages import ROOT
 
 RECORDS = ROOT / "benchmarks" / "results" / "compare"
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-DONE = sorted(path.name for path in RECORDS.iterdir())
 
 
 def cells(name: str) -> list[Path]:
     return sorted((RECORDS / name / "cells").glob("*/seed_*.json"))
+
+
+def first_seed(name: str) -> int:
+    """Return the number of cells of one seed."""
+    experiment = read_experiment(ROOT / "configs" / "compare" / f"{name}.yaml")
+    return len(experiment.arms) * len(experiment.folds)
+
+
+BEGUN = sorted(path.name for path in RECORDS.iterdir())
+DONE = [name for name in BEGUN if len(cells(name)) >= first_seed(name)]  # those with a table
 
 
 def test_the_state_of_every_experiment_is_stated() -> None:
@@ -28,7 +37,7 @@ def test_the_state_of_every_experiment_is_stated() -> None:
         if match := re.search(rf"^\| `{path.stem}` \|.*\| (\d+) of (\d+) \|", PAGE, re.MULTILINE):
             listed[path.stem] = [int(number) for number in match.groups()]
             assert listed[path.stem] == [len(cells(path.stem)), len(read_experiment(path).cells())], path.stem
-    assert set(DONE) <= set(listed)
+    assert set(BEGUN) <= set(listed)
 
 
 @pytest.mark.parametrize("name", DONE)
