@@ -311,7 +311,7 @@ def _report(
     try:
         if memory is not None:
             write_json(folder.cost, memory)
-        task.write_outputs(folder, result, evaluate, model)
+        task.write_outputs(folder, evaluate, model)
         write_json(folder.evaluation, result.to_dict())
     except OSError as error:
         raise TrainingError(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from detr_bf.analysis.inspected import InspectedRun, Level, ShownBatch
 from detr_bf.batchformer.inspection import LayerAttention, Recording, attending, batch_former_of, recorded
 from detr_bf.errors import InputError
-from detr_bf.report.figures import INK, VERMILION
+from detr_bf.report.figures import INK, VERMILION, picture_grid
 from detr_bf.report.fonts import plain
 from detr_bf.text import listed, printable
 
@@ -185,17 +185,11 @@ def draw_batch_attention(runs: Mapping[str, Sequence[PlaceAttention]]) -> Figure
     columns, lines = len(places[0][0].batch.images), len(places) * (1 + len(runs))
     pictures = [image.picture for place in places for image in place[0].batch.images]
     line = _CELL * max(picture.shape[0] / picture.shape[1] for picture in pictures) + 0.4
-    figure = Figure(figsize=(columns * _CELL, lines * line + 1.0), layout="constrained", facecolor="white")
-    figure.suptitle(
+    heading = (
         "Weights that the marked position of the first image gives to each image: mean of the heads (each head)\n"
-        "Maps: attention from the other images, relative to equal weights",
-        fontsize=10,
-        fontweight="bold",
-        color=INK,
+        "Maps: attention from the other images, relative to equal weights"
     )
-    grid = figure.subplots(lines, columns, squeeze=False)
-    for axes in grid.flat:
-        axes.set_axis_off()
+    figure, grid = picture_grid(heading, lines, columns, columns * _CELL, lines * line + 1.0)
     top = float(np.quantile([x for place in places for attention in place for x in attention.received.flat], 0.99))
     for number, place in enumerate(places):
         first = number * (1 + len(runs))

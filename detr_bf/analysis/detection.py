@@ -29,7 +29,7 @@ from detr_bf.errors import InputError
 from detr_bf.evaluation import PanopticFile
 from detr_bf.layers.attention import AttentionRecord, recorded_weights
 from detr_bf.progress import progress_bar
-from detr_bf.report.figures import BLUE, COLOURS, GREEN, INK, VERMILION
+from detr_bf.report.figures import BLUE, COLOURS, GREEN, INK, VERMILION, picture_grid
 from detr_bf.report.fonts import plain
 from detr_bf.structures import Outputs, PanopticMap, Queries, TokenBatch
 from detr_bf.transformer import Encoder
@@ -240,16 +240,8 @@ def draw_queries(runs: Mapping[str, QueryAnalysis], most: int = 20) -> Figure:
     columns = max(len(analysis.looks) for analysis in runs.values())
     lines = [math.ceil(min(most, analysis.boxes.shape[1]) / columns) for analysis in runs.values()]
     total = sum(1 + own for own in lines)
-    figure = Figure(figsize=(columns * 2.2, total * 2.1 + 0.6), layout="constrained", facecolor="white")
-    figure.suptitle(
-        "Attention of the best queries in an image, and centres of the boxes of each query in all images",
-        fontsize=10,
-        fontweight="bold",
-        color=INK,
-    )
-    grid = figure.subplots(total, columns, squeeze=False)
-    for axes in grid.flat:
-        axes.set_axis_off()
+    heading = "Attention of the best queries in an image, and centres of the boxes of each query in all images"
+    figure, grid = picture_grid(heading, total, columns, columns * 2.2, total * 2.1 + 0.6)
     top = 0
     for (name, analysis), own in zip(runs.items(), lines, strict=True):
         for column, look in enumerate(analysis.looks):

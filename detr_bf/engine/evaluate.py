@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -19,12 +19,10 @@ from detr_bf import distributed
 from detr_bf.data.workers import restart_dead_workers
 from detr_bf.engine.step import TrainingBatch
 from detr_bf.evaluation import CocoEvaluator, EncodedMap, PanopticEvaluator, Result, ScoreThresholds, merge_shards
+from detr_bf.evaluation.errors import update_never_found
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.progress import progress_bar
 from detr_bf.structures import Batch, ClassMap, Detections, Outputs, PanopticMap
-
-if TYPE_CHECKING:
-    from detr_bf.evaluation.errors import ImageErrors
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +178,7 @@ class DetectionEvaluator:
         never_found: Path | None = None,
     ) -> None:
         self.class_map = class_map
-        self.errors: list[ImageErrors] = []  # of the last summary
+        self.result: Result | None = None  # the last summary
         self.missing: set[tuple[int, int]] = set()  # objects that no evaluation of the run has found
         self._never_found = never_found
         self.panoptic = panoptic
@@ -218,25 +216,19 @@ class DetectionEvaluator:
         if self._quality and other._quality:
             self._quality.merge(other._quality)
 
-    def _examine(self) -> None:
-        from detr_bf.evaluation.errors import image_errors, never_found, update_never_found  # not needed for a step
-
-        self.errors = image_errors(self._boxes.ground_truth, self.detections, self.class_map)
-        self.missing = set(never_found(self.errors))
-        if self._never_found is not None:
-            try:
-                self.missing = update_never_found(self._never_found, self.errors)
-            except OSError as error:
-                logger.warning("%s cannot be written: %s", self._never_found, error)
-
     def summarize(self) -> Result:
-        """Return the metrics; examine the errors, write the panoptic maps and the objects that were never found."""
-        self._examine()
+        """Return the metrics; write the panoptic maps and the objects that were never found."""
         if self.panoptic:
             self.panoptic.write(self._maps)
             self._maps = []
-        return Result(
+        self.result = Result(
             self._boxes.summarize(),
             self._boxes.summarize_masks() if self._masks else None,
             self._quality.summarize() if self._quality else None,
         )
+        if self._never_found is not None:
+            try:
+                self.missing = update_never_found(self._never_found, self._boxes.errors)
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", self._never_found, error)
+        return self.result

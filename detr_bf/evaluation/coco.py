@@ -27,7 +27,8 @@ from detr_bf.data.coco import CocoAnnotations, annotated_size, check_maps, read_
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.masks import Segmentations, parts_of, read_ids
 from detr_bf.errors import InputError
-from detr_bf.evaluation.results import BOX_METRIC_NAMES, ClassResult, CocoSummary, ScoredHits, all_classes
+from detr_bf.evaluation.errors import ImageErrors, image_errors, scored_hits
+from detr_bf.evaluation.results import BOX_METRIC_NAMES, ClassResult, CocoSummary, all_classes
 from detr_bf.files import write_json
 from detr_bf.postprocess import encoded
 from detr_bf.structures import ClassMap, Detections
@@ -91,7 +92,8 @@ class CocoEvaluator:
         self._image_ids = [image["id"] for image in self._ground_truth["images"]]
         self._known_ids = frozenset(self._image_ids)
         self._detections: dict[int, Detections] = {}
-        self.precision: np.ndarray | None = None  # (T, R, K) by IoU, recall and class, of the last summary of boxes
+        self.errors: list[ImageErrors] = []  # of the last summary of boxes
+        self.precision: np.ndarray | None = None  # (T, R, K) by IoU, recall and class, of the same summary
 
     def update(self, detections: Sequence[Detections]) -> None:
         """Add images; an image without a detection counts and must be given too, with no boxes.
@@ -129,7 +131,16 @@ class CocoEvaluator:
         Raises:
             InputError: images are missing and ``partial`` is False.
         """
-        return self._summary("bbox", self.class_map, partial)
+        summary, curves = self._summary("bbox", self.class_map, partial)
+        columns = np.argsort(np.argsort(self.class_map.category_ids))  # the engines' classes ascend by id
+        self.precision = curves.precision[:, :, columns, 0, 2]
+        self.errors = image_errors(self._ground_truth, self.detections, self.class_map)
+        scored = scored_hits(self.errors, self.class_map.num_classes)
+        per_class = {
+            name: replace(result, best=own.best())
+            for (name, result), own in zip(summary.per_class.items(), scored, strict=True)
+        }
+        return replace(summary, per_class=per_class, best=all_classes(scored).best())
 
     def summarize_masks(self, partial: bool = False) -> CocoSummary:
         """Return the same metrics by the IoU of masks, for the thing classes.
@@ -138,10 +149,11 @@ class CocoEvaluator:
         """
         classes = zip(self.class_map.category_ids, self.class_map.names, self.class_map.is_thing, strict=True)
         things = [(category_id, name) for category_id, name, is_thing in classes if is_thing]
-        return self._summary("segm", ClassMap(tuple(i for i, _ in things), tuple(name for _, name in things)), partial)
+        classes_of_things = ClassMap(tuple(i for i, _ in things), tuple(name for _, name in things))
+        return self._summary("segm", classes_of_things, partial)[0]
 
-    def _summary(self, kind: str, classes: ClassMap, partial: bool) -> CocoSummary:
-        """Return the metrics of ``classes`` by the IoU of ``kind``, ``bbox`` or ``segm``."""
+    def _summary(self, kind: str, classes: ClassMap, partial: bool) -> tuple[CocoSummary, Curves]:
+        """Return metrics and curves of ``classes`` by the IoU of ``kind``, ``bbox`` or ``segm``."""
         missing = [image_id for image_id in self._image_ids if image_id not in self._detections]
         if missing and not partial:
             raise InputError(
@@ -151,15 +163,11 @@ class CocoEvaluator:
         ground_truth = _restrict(self._ground_truth, self._detections.keys(), classes)
         results = _of_kind(kind, to_coco_results(self.detections, self.class_map), classes)
         limits = (1, min(10, self.max_detections), self.max_detections)
-        curves, hits = match_and_accumulate(self.engine, ground_truth, results, limits, kind)
-        if kind == "bbox":
-            columns = np.argsort(np.argsort(classes.category_ids))  # the engines' classes ascend by id
-            self.precision = curves.precision[:, :, columns, 0, 2]
+        curves = match_and_accumulate(self.engine, ground_truth, results, limits, kind)
         objects = [annotation for annotation in ground_truth["annotations"] if not annotation["iscrowd"]]
-        scored = scored_hits(results, hits, Counter(annotation["category_id"] for annotation in objects), classes)
-        return CocoSummary(
+        summary = CocoSummary(
             **_twelve_numbers(curves),
-            per_class=_per_class(curves, scored, classes),
+            per_class=_per_class(curves, objects, classes),
             num_objects_by_size={  # like the metric, an object exactly on a bound counts on both sides
                 name: sum(low <= annotation["area"] <= high for annotation in objects)
                 for name, (low, high) in _SIZE_BOUNDS.items()
@@ -168,8 +176,9 @@ class CocoEvaluator:
             num_detections=len(results),
             max_detections=self.max_detections,
             engine=self.engine,
-            best=all_classes(scored.values()).best(),
+            best=None,
         )
+        return summary, curves
 
 
 def merge_shards(shards: Iterable[Sequence[Detections]]) -> list[Detections]:
@@ -365,32 +374,15 @@ def _twelve_numbers(curves: Curves) -> dict[str, float | None]:
     return {name: _mean_valid(view) for name, view in zip(BOX_METRIC_NAMES, views, strict=True)}
 
 
-def _per_class(curves: Curves, scored: Mapping[int, ScoredHits], class_map: ClassMap) -> dict[str, ClassResult]:
+def _per_class(curves: Curves, objects: Iterable[Mapping[str, Any]], class_map: ClassMap) -> dict[str, ClassResult]:
     """Return the results by class name in the order of the class map; a repeated name is followed by its id."""
     columns = {category_id: column for column, category_id in enumerate(sorted(class_map.category_ids))}
+    objects_of = Counter(annotation["category_id"] for annotation in objects)
     per_class = {}
     for category_id, name in zip(class_map.category_ids, class_map.distinct_names, strict=True):
-        precision, own = curves.precision[:, :, columns[category_id], 0, 2], scored[category_id]  # (T, R)
-        per_class[name] = ClassResult(_mean_valid(precision), _mean_valid(precision[_IOU_50]), own.objects, own.best())
+        precision = curves.precision[:, :, columns[category_id], 0, 2]  # (T, R)
+        per_class[name] = ClassResult(_mean_valid(precision), _mean_valid(precision[_IOU_50]), objects_of[category_id])
     return per_class
-
-
-def scored_hits(
-    results: Iterable[Mapping[str, Any]], hits: Mapping[int, bool], num_objects: Mapping[int, int], classes: ClassMap
-) -> dict[int, ScoredHits]:
-    """Return the detections that count by category id, with the hits of :func:`match_and_accumulate`."""
-    found: dict[int, list[tuple[float, bool]]] = {category_id: [] for category_id in classes.category_ids}
-    for number, result in enumerate(results, 1):
-        if number in hits:
-            found[result["category_id"]].append((result["score"], hits[number]))
-    return {
-        category_id: ScoredHits.of(
-            np.array([score for score, _ in own], dtype=np.float64),
-            np.array([hit for _, hit in own], dtype=bool),
-            num_objects[category_id],
-        )
-        for category_id, own in found.items()
-    }
 
 
 def resolve_engine(engine: str) -> str:
@@ -410,8 +402,8 @@ def resolve_engine(engine: str) -> str:
 
 def match_and_accumulate(
     engine: str, ground_truth: dict[str, Any], results: list[dict[str, Any]], limits: Sequence[int], kind: str
-) -> tuple[Curves, dict[int, bool]]:
-    """Match detections by the IoU of ``kind``, ``bbox`` or ``segm``. Modifies the data set and the results.
+) -> Curves:
+    """Return COCO's curves by the IoU of ``kind``, ``bbox`` or ``segm``. Modifies both arguments.
 
     Args:
         engine: ``pycocotools`` or ``hotcoco``.
@@ -419,23 +411,16 @@ def match_and_accumulate(
         results: in COCO's results format.
         limits: detections per image and class, ascending.
         kind: ``bbox`` or ``segm``.
-
-    Returns:
-        COCO's curves; and for each result, numbered from 1, whether it is matched with an object at IoU 0.5. Results
-        that do not count, because they are matched with a crowd or are beyond the last limit, are missing.
     """
     if engine == "hotcoco":
         import hotcoco
 
         truth = hotcoco.COCO(ground_truth)
-        evaluation = hotcoco.COCOeval(truth, truth.load_res(results), kind)
-        curves = _accumulate(evaluation, limits)
-        statuses = evaluation.image_diagnostics(0.5)["dt_status"]
-        return curves, {number: status == "tp" for number, status in statuses.items() if status != "ignored"}
+        return _accumulate(hotcoco.COCOeval(truth, truth.load_res(results), kind), limits)
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
+    with contextlib.redirect_stdout(io.StringIO()):
         truth, found = COCO(), COCO()
         truth.dataset = ground_truth
         truth.createIndex()
@@ -444,21 +429,7 @@ def match_and_accumulate(
         else:  # loadRes fails on an empty list
             found.dataset = {**ground_truth, "annotations": []}
             found.createIndex()
-        evaluation = COCOeval(truth, found, kind)
-        curves = _accumulate(evaluation, limits)
-    num_images, num_sizes = len(evaluation.params.imgIds), len(evaluation.params.areaRng)
-    of_all_sizes = (
-        image
-        for start in range(0, len(evaluation.evalImgs), num_sizes * num_images)
-        for image in evaluation.evalImgs[start : start + num_images]
-        if image is not None
-    )
-    return curves, {
-        int(number): match > 0
-        for image in of_all_sizes
-        for number, match, ignored in zip(image["dtIds"], image["dtMatches"][0], image["dtIgnore"][0], strict=True)
-        if not ignored
-    }
+        return _accumulate(COCOeval(truth, found, kind), limits)
 
 
 def _accumulate(evaluation: Any, limits: Sequence[int]) -> Curves:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from pycocotools import mask as coco_mask
 
-from detr_bf.evaluation.results import ScoredHits
+from detr_bf.evaluation.results import ScoredHits, all_classes
 from detr_bf.files import read_json, write_json
 from detr_bf.structures import ClassMap, Detections
 
@@ -158,6 +158,19 @@ def _error_types(ious: np.ndarray, of_class: np.ndarray, matches: np.ndarray) ->
     return tuple(types), causes
 
 
+def scored_hits(images: Iterable[ImageErrors], num_classes: int) -> list[ScoredHits]:
+    """Return the detections that count of each class, with the number of its objects."""
+    columns = [
+        (image.scores[counted], image.matches[counted] >= 0, image.labels[counted], image.object_labels)
+        for image in images
+        for counted in [image.matches != _CROWD]
+    ]
+    empty = np.empty(0), np.empty(0, dtype=bool), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    scores, hits, labels, objects = (np.concatenate(parts) for parts in zip(empty, *columns, strict=True))
+    totals = np.bincount(objects, minlength=num_classes)
+    return [ScoredHits.of(scores[labels == k], hits[labels == k], int(totals[k])) for k in range(num_classes)]
+
+
 class _Row(NamedTuple):
     """One detection."""
 
@@ -275,14 +288,12 @@ class Calibration(NamedTuple):
     error: float  # D-ECE: mean of |score - precision| over detections; NaN without detections
 
 
-def calibration(images: Iterable[ImageErrors], bins: int = 10) -> Calibration:
+def calibration(found: ScoredHits, bins: int = 10) -> Calibration:
     """Return how far scores are from probabilities of a hit.
 
     The error is the detection expected calibration error over scores alone (Kueppers et al., CVPR Workshops 2020).
     """
-    parts = [(image.scores[image.matches != _CROWD], image.matches[image.matches != _CROWD] >= 0) for image in images]
-    scores = np.concatenate([np.empty(0), *(part for part, _ in parts)])
-    hits = np.concatenate([np.empty(0, dtype=bool), *(part for _, part in parts)])
+    scores, hits = found.scores, found.hits
     which = np.minimum((scores * bins).astype(np.int64), bins - 1)
     counts = np.bincount(which, minlength=bins)
     with np.errstate(invalid="ignore"):
@@ -483,7 +494,8 @@ def error_document(
     """
     num_classes = len(class_names)
     ap50, costs = error_costs(images, num_classes)
-    calibrated = calibration(images)
+    scored = all_classes(scored_hits(images, num_classes))
+    calibrated = calibration(scored)
     with_objects = precision.reshape(-1, num_classes).min(0) > -1
     known = precision[:, :, with_objects]
     by_iou = known.mean(2) if known.shape[2] else np.empty((0, precision.shape[1]))
@@ -514,7 +526,7 @@ def error_document(
             for k, name in enumerate(class_names)
             if with_objects[k]
         },
-        "thresholds": _threshold_curve(images),
+        "thresholds": [asdict(scored.at(number / 100)) for number in range(101)],
         "worst": [_worst_entry(image) for image in worst_images(images, threshold, most)],
         "suspects": [
             {**suspect._asdict(), "box": list(suspect.box)} for suspect in label_suspects(images, most, missing)
@@ -524,15 +536,6 @@ def error_document(
 
 def _plain(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
-
-
-def _threshold_curve(images: Sequence[ImageErrors]) -> list[dict[str, float]]:
-    """Return precision, recall and F1 at the thresholds 0, 0.01, ..., 1."""
-    counted = [(image.scores, image.matches) for image in images]
-    scores = np.concatenate([np.empty(0), *(own[matches != _CROWD] for own, matches in counted)])
-    hits = np.concatenate([np.empty(0, dtype=bool), *(own[own != _CROWD] >= 0 for _, own in counted)])
-    found = ScoredHits.of(scores, hits, sum(len(image.object_labels) for image in images))
-    return [asdict(found.at(number / 100)) for number in range(101)]
 
 
 def _worst_entry(image: ImageErrors) -> dict[str, Any]:

@@ -86,6 +86,16 @@ def one_plot(heading: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def picture_grid(heading: str, lines: int, columns: int, width: float, height: float) -> tuple[Figure, np.ndarray]:
+    """Create a figure of ``width`` x ``height`` inches with a heading and (lines, columns) axes without frames."""
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    figure.suptitle(heading, fontsize=10, fontweight="bold", color=INK)
+    grid = figure.subplots(lines, columns, squeeze=False)
+    for axes in grid.flat:
+        axes.set_axis_off()
+    return figure, grid
+
+
 def count_layers(axes: Axes) -> None:
     """Show only integers on the horizontal axis, which counts blocks."""
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
@@ -127,11 +137,7 @@ def draw_sheet(heading: str, columns: Mapping[str, Sequence[Cell]], across: int 
     across = min(across, count)
     lines, wide = math.ceil(count / across), across * len(columns)
     line = _CELL * max(cell.picture.shape[0] / cell.picture.shape[1] for cell in next(iter(columns.values()))) + 0.3
-    figure = Figure(figsize=(wide * _CELL, lines * line + 0.6), layout="constrained", facecolor="white")
-    figure.suptitle(heading, fontsize=11, fontweight="bold", color=INK)
-    grid = figure.subplots(lines, wide, squeeze=False)
-    for axes in grid.flat:
-        axes.set_axis_off()
+    figure, grid = picture_grid(heading, lines, wide, wide * _CELL, lines * line + 0.6)
     for column, (name, cells) in enumerate(columns.items()):
         for number, cell in enumerate(cells):
             line, group = divmod(number, across)

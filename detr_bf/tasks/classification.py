@@ -146,9 +146,7 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
         load_strict(model, weights, str(source))
         return model, classes
 
-    def write_outputs(
-        self, folder: RunFolder, result: Any, evaluate: Evaluation[ClassificationEvaluator], model: nn.Module
-    ) -> None:
+    def write_outputs(self, folder: RunFolder, evaluate: Evaluation[ClassificationEvaluator], model: nn.Module) -> None:
         assert evaluate.evaluator is not None, "rank 0 has evaluated"
         write_predictions(folder.predictions, evaluate.evaluator.predictions(), evaluate.evaluator.class_map)
         if not self.config.eval.pictures:

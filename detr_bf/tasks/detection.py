@@ -53,7 +53,6 @@ from detr_bf.evaluation import (
     CocoEvaluator,
     PanopticEvaluator,
     PanopticFile,
-    Result,
     encode,
     write_encoded,
     write_results,
@@ -167,22 +166,22 @@ class DetectionTask(Task[DetectionConfig]):
         return model, classes
 
     def write_outputs(
-        self, folder: RunFolder, result: Result, evaluate: Evaluation[DetectionEvaluator], model: torch.nn.Module
+        self, folder: RunFolder, evaluate: Evaluation[DetectionEvaluator], model: torch.nn.Module
     ) -> None:
         found = evaluate.evaluator
         assert found is not None, "rank 0 has evaluated"
         write_results(folder.results, found.detections, found.class_map)
-        _write_errors(folder, self.config, result, found)
+        best = found.result and found.result.thresholds
+        best_threshold = best.overall if best else DEFAULT_THRESHOLD
+        _write_errors(folder, self.config, best_threshold, found)
         if not self.config.eval.pictures:
             return
         names = class_labels(found.class_map)
         with tolerating(str(folder.sheet)):
             folder.sheet.unlink(missing_ok=True)
             rows = list(_sheet_rows(self.config, found))
-            threshold = self.config.eval.picture_threshold
-            if threshold is None:
-                threshold = result.thresholds.overall if result.thresholds else DEFAULT_THRESHOLD
-            save_picture(folder.sheet, comparison_sheet(rows, names, threshold))
+            chosen = self.config.eval.picture_threshold
+            save_picture(folder.sheet, comparison_sheet(rows, names, best_threshold if chosen is None else chosen))
         if found.panoptic:
             with tolerating(str(folder.panoptic_sheet)):
                 folder.panoptic_sheet.unlink(missing_ok=True)
@@ -401,7 +400,7 @@ def _panoptic_evaluation(config: DetectionConfig, data: CocoDetection, folder: R
     )
 
 
-def _write_errors(folder: RunFolder, config: DetectionConfig, result: Result, evaluation: DetectionEvaluator) -> None:
+def _write_errors(folder: RunFolder, config: DetectionConfig, threshold: float, evaluation: DetectionEvaluator) -> None:
     """Write ``errors.json`` and the pictures of the worst images and of annotations to check."""
     from detr_bf.evaluation.errors import error_document, label_suspects, worst_images
     from detr_bf.report.errors import (
@@ -417,9 +416,8 @@ def _write_errors(folder: RunFolder, config: DetectionConfig, result: Result, ev
     for path in (folder.errors, worst_file, suspects_file):
         path.unlink(missing_ok=True)
     boxes, classes, names = evaluation.boxes, evaluation.class_map, class_labels(evaluation.class_map)
-    threshold = result.thresholds.overall if result.thresholds else DEFAULT_THRESHOLD
     assert boxes.precision is not None, "the boxes are summarized"
-    images, missing = evaluation.errors, evaluation.missing
+    images, missing = boxes.errors, evaluation.missing
     data = build_val_data(config, classes, transform=lambda sample: sample)
     index = {image_id: number for number, image_id in enumerate(data.image_ids)}
     most = min(config.eval.pictures, MOST_ERROR_PICTURES)

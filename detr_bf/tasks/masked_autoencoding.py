@@ -70,9 +70,7 @@ class MaskedTask(ImageTask[MaskedConfig]):
         return model, ClassMap((), ())  # it has no classes
 
     @torch.no_grad()
-    def write_outputs(
-        self, folder: RunFolder, result: Any, evaluate: Evaluation[ReconstructionEvaluator], model: nn.Module
-    ) -> None:
+    def write_outputs(self, folder: RunFolder, evaluate: Evaluation[ReconstructionEvaluator], model: nn.Module) -> None:
         count = self.config.eval.pictures
         if not count:
             return

@@ -118,7 +118,7 @@ class Task(ABC, Generic[C]):
         """
 
     @abstractmethod
-    def write_outputs(self, folder: RunFolder, result: Any, evaluate: Any, model: nn.Module) -> None:
+    def write_outputs(self, folder: RunFolder, evaluate: Any, model: nn.Module) -> None:
         """Write the result files and pictures of the last evaluation (rank 0 only)."""
 
     @abstractmethod

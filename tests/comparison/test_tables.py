@@ -77,9 +77,7 @@ def repeated(content: dict[str, Any], results: list[dict[str, Any]], weights: np
 
 def coco_metrics(content: dict[str, Any], results: list[dict[str, Any]], limit: int = 100) -> dict[str, float]:
     """Return the metrics of pycocotools; NaN without ground truth."""
-    curves, _ = match_and_accumulate(
-        "pycocotools", *copy.deepcopy((content, results)), (1, min(10, limit), limit), "bbox"
-    )
+    curves = match_and_accumulate("pycocotools", *copy.deepcopy((content, results)), (1, min(10, limit), limit), "bbox")
     numbers = {name: _twelve_numbers(curves)[name] for name in BOX_TABLE_METRICS}
     for k, category in enumerate(content["categories"]):
         precision = curves.precision[:, :, k, 0, 2]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+import torch
 
 from detr_bf.config import ClassifierConfig, DetectionConfig, MaskedConfig, known_keys
+from detr_bf.evaluation.errors import error_document, image_errors
+from detr_bf.files import write_json
+from detr_bf.structures import ClassMap, Detections
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -51,29 +55,21 @@ def test_a_row_has_type_default_range_and_comment(tables: ModuleType) -> None:
 
 def test_threshold_script_counts_as_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Detections of one image with two objects: right at 0.9, wrong at 0.6, right at 0.3."""
-    (script,) = re.findall(r"```python\n(import sys.*?)```", (DOCS / "thresholds.md").read_text(), re.DOTALL)
-    boxes = [[0, 0, 10, 10], [50, 50, 10, 10]]
-    annotations = [
-        {"id": i + 1, "image_id": 1, "category_id": 7, "bbox": box, "area": 100, "iscrowd": 0}
-        for i, box in enumerate(boxes)
-    ]
-    truth = {
-        "images": [{"id": 1, "width": 100, "height": 100}],
-        "categories": [{"id": 7, "name": "a"}],
-        "annotations": annotations,
-    }
-    detections = [(boxes[0], 0.9), ([20, 20, 10, 10], 0.6), (boxes[1], 0.3)]
-    found = [{"image_id": 1, "category_id": 7, "bbox": box, "score": score} for box, score in detections]
+    (script,) = re.findall(r"```python\n(import json.*?)```", (DOCS / "thresholds.md").read_text(), re.DOTALL)
+    boxes = [[0.0, 0.0, 10.0, 10.0], [50.0, 50.0, 10.0, 10.0]]
+    annotations = [{"image_id": 1, "category_id": 7, "bbox": box, "iscrowd": 0} for box in boxes]
+    found = torch.tensor([[0.0, 0, 10, 10], [20, 20, 30, 30], [50, 50, 60, 60]])
+    detections = Detections(1, found, torch.tensor([0.9, 0.6, 0.3]), torch.zeros(3, dtype=torch.int64))
+    images = image_errors({"annotations": annotations}, [detections], ClassMap((7,), ("a",)))
+    write_json(tmp_path / "errors.json", error_document(images, {}, np.zeros((10, 101, 1)), ["a"], 0.5, 0, []))
     (tmp_path / "script.py").write_text(script)
-    (tmp_path / "val.json").write_text(json.dumps(truth))
-    (tmp_path / "results.json").write_text(json.dumps(found))
     before = sys.argv
     try:
-        sys.argv = ["script.py", str(tmp_path / "val.json"), str(tmp_path / "results.json")]
+        sys.argv = ["script.py", str(tmp_path)]
         runpy.run_path(str(tmp_path / "script.py"))
     finally:
         sys.argv = before
     rows = {row.split()[0]: row.split()[1:] for row in capsys.readouterr().out.splitlines() if row.startswith("  ")}
-    assert rows["0.25"] == ["0.667", "1.000", "0.800"]
+    assert rows["0.20"] == ["0.667", "1.000", "0.800"]
     assert rows["0.50"] == ["0.500", "0.500", "0.500"]
     assert rows["0.80"] == ["1.000", "0.500", "0.667"]

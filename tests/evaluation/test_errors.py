@@ -24,9 +24,11 @@ from detr_bf.evaluation.errors import (
     label_suspects,
     never_found,
     object_groups,
+    scored_hits,
     update_never_found,
     worst_images,
 )
+from detr_bf.evaluation.results import all_classes
 from detr_bf.structures import ClassMap, Detections
 
 CLASSES = ClassMap((3, 4, 9), ("a", "b", "c"))
@@ -166,7 +168,7 @@ def test_types_and_missed_objects_equal_loops(seed: int, crowds: float, ties: bo
 
 
 def ap50(truth: dict[str, Any], results: list[dict[str, Any]]) -> float:
-    curves, _ = match_and_accumulate("pycocotools", *copy.deepcopy((truth, results)), (1, 10, 100), "bbox")
+    curves = match_and_accumulate("pycocotools", *copy.deepcopy((truth, results)), (1, 10, 100), "bbox")
     precision = curves.precision[0, :, :, 0, 2]
     return float(precision[precision > -1].mean()) if (precision > -1).any() else 1.0
 
@@ -236,7 +238,7 @@ def test_calibration_equals_loops(seed: int, crowds: float, ties: bool) -> None:
     for result, kind, _ in verdicts(data):
         if kind != "ignored":
             bins[min(9, math.floor(result["score"] * 10))].append((result["score"], kind == "hit"))
-    found = calibration(examined(data))
+    found = calibration(all_classes(scored_hits(examined(data), 3)))
     total, error = sum(map(len, bins)), 0.0
     for at, own in enumerate(bins):
         assert found.counts[at] == len(own)
@@ -270,7 +272,7 @@ def test_hotcoco_agrees_without_crowds(seed: int) -> None:
     for threshold in (0.0, 0.5):
         matrix = evaluation.confusion_matrix(iou_thr=0.5, min_score=threshold)["matrix"]
         np.testing.assert_array_equal(matrix.astype(np.int64), confusion_matrix(images, 3, threshold))
-    assert evaluation.calibration()["ece"] == pytest.approx(calibration(images).error)
+    assert evaluation.calibration()["ece"] == pytest.approx(calibration(all_classes(scored_hits(images, 3))).error)
 
 
 @pytest.mark.parametrize("threshold", [0.2, 0.6])
@@ -292,7 +294,7 @@ def test_without_objects_or_detections() -> None:
     assert base == 0.0
     assert costs["missed"].number == len(truth["annotations"])
     assert costs["missed"].cost == 1.0
-    assert math.isnan(calibration(nothing).error)
+    assert math.isnan(calibration(all_classes(scored_hits(nothing, 3))).error)
     empty = examined((truth | {"annotations": []}, results))
     assert error_costs(empty, 3) == (None, {})
     assert confusion_matrix(empty, 3, 0.0)[3].sum() == len(results)
@@ -394,7 +396,7 @@ def test_suspects_are_the_most_confident_and_the_largest(seed: int) -> None:
 
 def test_the_document_is_json_and_complete() -> None:
     data = random_data(1, crowds=0.2, ties=False)
-    curves, _ = match_and_accumulate("pycocotools", *copy.deepcopy(data), (1, 10, 100), "bbox")
+    curves = match_and_accumulate("pycocotools", *copy.deepcopy(data), (1, 10, 100), "bbox")
     content = error_document(
         examined(data), SIZES, curves.precision[:, :, :, 0, 2], CLASSES.names, 0.4, 2, never_found(examined(data))
     )
