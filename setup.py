@@ -28,6 +28,7 @@ setup(
     package_dir={"detr_bf.ops": "ops", "detr_bf.configs": "configs"},
     package_data={
         "detr_bf": ["py.typed"],
+        "detr_bf.report": ["page.css", "page.js"],
         "detr_bf.configs": ["*.yaml", "*/*.yaml", "*/*/*.yaml", "detectron2/lazy/*.py"],
         "detr_bf.ops": ["csrc/*.*", "csrc/*/*.*"],
     },

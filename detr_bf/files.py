@@ -34,9 +34,9 @@ METRICS_FILE = "metrics.jsonl"
 EVALUATION_FILE = "evaluation.json"
 ERRORS_FILE = "errors.json"
 REPORT_FILE = "report.html"
-CURVES_FILE = "pictures/curves.svg"
 SHEET_FILE = "pictures/validation.png"
 PANOPTIC_SHEET_FILE = "pictures/panoptic.png"
+WORST_FILE, SUSPECTS_FILE = "pictures/worst.jpg", "pictures/suspects.jpg"
 MAX_JSON_BYTES = 2**33  # limit of an annotation file; the largest published ones have about 2**31
 
 

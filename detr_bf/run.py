@@ -16,7 +16,7 @@ from torch import nn
 
 from detr_bf import distributed
 from detr_bf.assembly import device_of
-from detr_bf.config import RunConfig, config_from_dict, config_to_dict, config_to_yaml
+from detr_bf.config import RunConfig, config_from_dict, config_to_dict, config_to_yaml, flatten_settings
 from detr_bf.engine import (
     Checkpoint,
     CreatedFiles,
@@ -264,21 +264,16 @@ def _not_writable(folder: RunFolder, error: OSError) -> InputError:
 
 def _log_changes(config: RunConfig, checkpoint: Checkpoint, folder: RunFolder) -> None:
     """Log the settings that differ from those of the start of the run."""
-    before = _flat(config_to_dict(config_from_dict(checkpoint.config, source=f"the config in {folder.last}")))
+    before = flatten_settings(
+        config_to_dict(config_from_dict(checkpoint.config, source=f"the config in {folder.last}"))
+    )
     changed = [
         f"{key}: {before[key]} -> {value}"
-        for key, value in _flat(config_to_dict(config)).items()
+        for key, value in flatten_settings(config_to_dict(config)).items()
         if before[key] != value
     ]
     if changed:
         logger.warning("resuming with settings that differ from the start of the run: %s", "; ".join(changed))
-
-
-def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def _check_same_task(config: RunConfig, checkpoint: Checkpoint, folder: RunFolder) -> None:

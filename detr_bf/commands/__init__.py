@@ -25,6 +25,7 @@ COMMANDS = {  # name -> (module, function, help)
     "check": ("train", "check", "check the data of a config"),
     "convert": ("convert", "main", "write a checkpoint in another format, or without training-only weights"),
     "compare": ("compare", "main", "compare settings over seeds and images, with intervals"),
+    "report": ("report", "main", "write the report of a run again, or of several runs side by side"),
     "analyze": ("analyze", "main", "analyse trained classifiers"),
     "plan": ("plan", "main", "estimate memory, time and learning rates before a run"),
     "replay": ("replay", "main", "run a captured training step again"),

@@ -21,6 +21,7 @@ from detr_bf.config import (
     DetectionConfig,
     RunConfig,
     config_to_dict,
+    flatten_settings,
     load_config,
     packaged_configs,
     parse_override,
@@ -173,7 +174,7 @@ def read_experiment(path: Path, extra: Sequence[str] = (), *, quick: bool = Fals
 
 def flat_settings(config: RunConfig) -> dict[str, Any]:
     """Return the value of every setting by full key, without ``output_dir`` and ``seed``, as JSON reads it back."""
-    flat = dict(_flat(config_to_dict(config)))
+    flat = flatten_settings(config_to_dict(config))
     del flat["output_dir"], flat["seed"]
     found: dict[str, Any] = json.loads(json.dumps(flat))
     return found
@@ -302,7 +303,7 @@ def _check_free(where: str, overrides: Sequence[str], taken: Sequence[str]) -> N
             raise InputError(f"{where}: '{printable(override)}' has control characters: leave them out")
         with prefix_errors(where):
             tree = parse_override(override)
-        for key, _ in _flat(tree):
+        for key in flatten_settings(tree):
             if key in taken:
                 raise InputError(
                     f"{where} sets {key}, which the experiment sets for each cell: leave it out (seeds, folds and "
@@ -400,11 +401,3 @@ def _primary(tree: Mapping[str, Any], config: RunConfig) -> str:
         classes = f", {CLASS_METRIC}CLASS" if default == "AP" else ""
         raise InputError(f"primary must be one of {', '.join(known)}{classes}; got '{printable(value)}'")
     return value
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

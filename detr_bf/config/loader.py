@@ -13,7 +13,7 @@ import io
 import os
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,17 @@ def saved_config(path: Path) -> Any:
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
     """Return plain dictionaries, lists and scalars, for checkpoints."""
     return dataclasses.asdict(config)
+
+
+def flatten_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested settings by full key, such as ``train.epochs``."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten_settings(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def config_to_yaml(config: RunConfig) -> str:

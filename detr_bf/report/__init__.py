@@ -1,10 +1,10 @@
 """Pictures, curves and the HTML page of a run."""
 
-from detr_bf.report.curves import Metrics, draw_curves, read_metrics
+from detr_bf.report.curves import Metrics, read_metrics
 from detr_bf.report.detection import DETECTION_PAGE
 from detr_bf.report.drawing import draw_boxes, save_picture, tolerating
 from detr_bf.report.fonts import class_labels
-from detr_bf.report.html import write_report
+from detr_bf.report.html import write_report, write_side_by_side
 from detr_bf.report.machine import machine_info, process_memory
 from detr_bf.report.page import TaskPage
 from detr_bf.report.panoptic import PanopticSheetRow, draw_panoptic, panoptic_sheet
@@ -20,7 +20,6 @@ __all__ = [
     "class_labels",
     "comparison_sheet",
     "draw_boxes",
-    "draw_curves",
     "draw_panoptic",
     "machine_info",
     "panoptic_sheet",
@@ -30,4 +29,5 @@ __all__ = [
     "save_picture",
     "tolerating",
     "write_report",
+    "write_side_by_side",
 ]

@@ -169,9 +169,9 @@ def _class_row(name: str, result: ClassResult) -> str:
 DETECTION_PAGE = TaskPage(
     task="detection",
     curves=DETECTION_CURVES,
-    curves_description="Training loss, its terms, and validation AP over epochs",
     read_result=Result.from_dict,
     sentences=_sentences,
     results=_results,
     details=_details,
+    classes=lambda result: {name: own.AP for name, own in result.boxes.per_class.items()},
 )

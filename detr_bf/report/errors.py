@@ -3,43 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
 from detr_bf.errors import InputError
 from detr_bf.evaluation.errors import HIT, IGNORED, ImageErrors, LabelSuspect
-from detr_bf.files import ERRORS_FILE, read_json
+from detr_bf.files import ERRORS_FILE, SUSPECTS_FILE, WORST_FILE, read_json
+from detr_bf.report.charts import CHART_COLOURS, Chart, Line, chart_group
 from detr_bf.report.drawing import Colour, Mark, Rectangle, make_marks, paint_marks
-from detr_bf.report.figures import (
-    BLUE,
-    COLOURS,
-    FAINT,
-    GREEN,
-    INK,
-    ORANGE,
-    VERMILION,
-    add_legend,
-    clear_lines,
-    draw_confusion,
-    save_figure,
-    title,
-)
-from detr_bf.report.fonts import legible, plain
-from detr_bf.report.page import count, missing, number, percent, picture, row, section, table
+from detr_bf.report.figures import draw_confusion, save_figure
+from detr_bf.report.fonts import legible
+from detr_bf.report.page import count, missing, number, percent, picture, row, section, table, value_table
 from detr_bf.report.sheet import GROUND_TRUTH, LABEL_SIZE, Strip, fit, lay_out
 from detr_bf.text import printable
 
-WORST_FILE, SUSPECTS_FILE = "pictures/worst.jpg", "pictures/suspects.jpg"
-_CURVES_FILE, _CONFUSION_FILE = "pictures/errors.svg", "pictures/confusion.png"
+_CONFUSION_FILE = "pictures/confusion.png"
 _CELL = 260  # pixels, side of a cut-out
-_MOST_CURVES = 7  # classes; of more, the best and the worst are drawn
 _RIGHT: Colour = (0, 158, 115)
 _WRONG: Colour = (213, 94, 0)
 _MISSED: Colour = (240, 228, 66)
@@ -143,22 +128,15 @@ def error_sections(run_dir: Path) -> Iterator[str]:
     if not path.is_file():
         yield section("Errors", missing(ERRORS_FILE, "analysis of errors"))
         return
-    try:
+    with _reading(path):
         yield from _sections(run_dir, read_json(path))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{printable(path)} is damaged ({printable(error)}): evaluate the run again") from error
 
 
 def _sections(run_dir: Path, content: Mapping[str, Any]) -> Iterator[str]:
     yield section("Errors", _types_table(content))
     yield section(
         "Precision, recall and scores",
-        picture(
-            run_dir / _CURVES_FILE,
-            "Precision against recall by IoU and by class, F1 against the threshold, and precision against the score",
-            lambda file: save_figure(file, _curves(content)),
-        )
-        + f'<p class="faint">{_calibration_note(content)}</p>',
+        chart_group(_charts(content)) + f'<p class="faint">{_calibration_note(content)}</p>',
     )
     if content["confusion"] is not None:
         yield section(
@@ -189,6 +167,32 @@ def _sections(run_dir: Path, content: Mapping[str, Any]) -> Iterator[str]:
     for heading, name, note in sheets:
         if (run_dir / name).is_file():
             yield section(heading, picture(run_dir / name, heading) + f'<p class="faint">{note}</p>')
+
+
+def costs_of_runs(runs: Mapping[str, Path]) -> str:
+    """Return a table of the AP50 that each type of error costs each run; empty if no run has ``errors.json``.
+
+    Raises:
+        InputError: a file is damaged.
+    """
+    costs: dict[str, Mapping[str, Any]] = {}
+    for name, folder in runs.items():
+        if (path := folder / ERRORS_FILE).is_file():
+            with _reading(path):
+                costs[name] = {kind: cost["cost"] for kind, cost in read_json(path)["costs"].items()}
+    kinds = dict.fromkeys(kind for found in costs.values() for kind in found)
+    return value_table(
+        "Error, cost in AP50", runs, {kind: [percent(costs.get(run, {}).get(kind)) for run in runs] for kind in kinds}
+    )
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn errors about the content of a file into an :class:`InputError`."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{printable(path)} is damaged ({printable(error)}): evaluate the run again") from error
 
 
 def _types_table(content: Mapping[str, Any]) -> str:
@@ -230,74 +234,73 @@ def _calibration_note(content: Mapping[str, Any]) -> str:
     )
 
 
-def _curves(content: Mapping[str, Any]) -> Figure:
-    """Draw precision against recall by IoU and by class, F1 against the threshold, and a reliability diagram."""
-    figure = Figure(figsize=(11, 8.4), layout="constrained", facecolor="white")
-    by_iou, by_class, by_threshold, reliability = figure.subplots(2, 2).flat
-    ious = content["precision_by_iou"]
-    shades = {iou: (0.1 + 0.85 * at / max(1, len(ious) - 1)) for at, iou in enumerate(ious)}
-    chosen = {
-        f"IoU {iou}": values for iou, values in ious.items() if iou in ("0.50", "0.60", "0.70", "0.75", "0.80", "0.90")
+def _charts(content: Mapping[str, Any]) -> list[Chart]:
+    """Return precision against recall by IoU and by class, F1 against the threshold, and a reliability diagram."""
+    ious = {
+        f"IoU {iou}": values
+        for iou, values in content["precision_by_iou"].items()
+        if iou in ("0.50", "0.60", "0.70", "0.75", "0.80", "0.90")
     }
-    colours = {f"IoU {iou}": (0.0, 0.45 * (1 - shade) + 0.2, 0.7 * (1 - shade) + 0.25) for iou, shade in shades.items()}
-    _plot_precision(by_iou, "Mean over classes", chosen, colours)
-    classes = _shown_classes(content["precision_by_class"])
-    _plot_precision(by_class, "Classes, IoU 0.50", classes, dict(zip(classes, COLOURS, strict=False)))
-    _plot_thresholds(by_threshold, content)
-    _plot_reliability(reliability, content["calibration"])
-    return figure
+    points = content["thresholds"]
+    scores = [point["threshold"] for point in points]
+    threshold = content["threshold"]
+    settings: dict[str, Any] = {"x_range": (0.0, 1.0), "high": 1.0, "show_last": False}
+    charts = [
+        _precision_chart("Precision, mean over classes", ious),
+        _precision_chart("Precision, IoU 0.50", _shown_classes(content["precision_by_class"])),
+        Chart(
+            "All classes, IoU 0.50",
+            [
+                Line(label, scores, [point[name] for point in points], colour)
+                for name, colour, label in (
+                    ("precision", "blue", "precision"),
+                    ("recall", "orange", "recall"),
+                    ("f1", "black", "F1"),
+                )
+            ],
+            x_label="least score",
+            mark=(threshold, f"{threshold:.2f}"),
+            **settings,
+        ),
+        _reliability_chart(content["calibration"]),
+    ]
+    return [chart for chart in charts if any(len(line.x) for line in chart.lines)]
 
 
 def _shown_classes(curves: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
-    """Return the curves of all classes, or of the three best and the four worst; names are drawable and short."""
+    """Return the curves of all classes, or of the three best and the four worst."""
     ranked = sorted(curves, key=lambda name: -float(np.mean(curves[name])))
-    chosen = ranked if len(ranked) <= _MOST_CURVES else [*ranked[:3], *ranked[-4:]]
-    return {plain(name, f"#{at}", limit=24): curves[name] for at, name in enumerate(chosen)}
+    chosen = ranked if len(ranked) <= len(CHART_COLOURS) else [*ranked[:3], *ranked[3 - len(CHART_COLOURS) :]]
+    return {name: curves[name] for name in chosen}
 
 
-def _plot_precision(
-    axes: Axes, heading: str, curves: Mapping[str, Sequence[float]], colours: Mapping[str, Any]
-) -> None:
-    for name, values in curves.items():
-        axes.plot(np.linspace(0, 1, len(values)), values, color=colours[name], label=name, linewidth=1.6)
-    _finish(axes, heading, "recall", "precision")
-    if curves:
-        add_legend(axes)
+def _precision_chart(heading: str, curves: Mapping[str, Sequence[float]]) -> Chart:
+    lines = [
+        Line(name, np.linspace(0, 1, len(values)).tolist(), values, colour)
+        for (name, values), colour in zip(curves.items(), CHART_COLOURS, strict=False)
+    ]
+    return Chart(heading, lines, "recall", "precision", x_range=(0.0, 1.0), high=1.0, show_last=False)
 
 
-def _plot_thresholds(axes: Axes, content: Mapping[str, Any]) -> None:
-    points = content["thresholds"]
-    scores = [point["threshold"] for point in points]
-    for name, colour, label in (("precision", BLUE, "precision"), ("recall", ORANGE, "recall"), ("f1", INK, "F1")):
-        axes.plot(scores, [point[name] for point in points], color=colour, label=label, linewidth=1.6)
-    axes.axvline(content["threshold"], color=VERMILION, linewidth=1, linestyle="--")
-    _finish(axes, f"All classes, IoU 0.50; dashed: threshold {content['threshold']:.2f}", "least score", "")
-    add_legend(axes)
-
-
-def _plot_reliability(axes: Axes, found: Mapping[str, Any]) -> None:
+def _reliability_chart(found: Mapping[str, Any]) -> Chart:
     counts, width = found["counts"], 1 / len(found["counts"])
     used = [at for at, value in enumerate(counts) if value]
-    axes.plot((0, 1), (0, 1), color=FAINT, linewidth=1.2)
-    axes.bar(
-        [(at + 0.5) * width for at in used], [found["precision"][at] for at in used], 0.86 * width, color="#9fd8c4"
+    right = [found["precision"][at] for at in used]
+    return Chart(
+        "Right detections by score, with their number",
+        [
+            Line("share that is right", [found["scores"][at] for at in used], right, "green"),
+            Line("well calibrated", (0.0, 1.0), (0.0, 1.0), "black", dashed=True),
+        ],
+        x_label="score",
+        x_range=(0.0, 1.0),
+        high=1.0,
+        bars=[
+            ((at + 0.5) * width, found["precision"][at] or 0.0, f"{value:,}" * bool(value))
+            for at, value in enumerate(counts)
+        ],
+        show_last=False,
     )
-    axes.plot(
-        [found["scores"][at] for at in used], [found["precision"][at] for at in used], "o-", color=GREEN, markersize=4
-    )
-    for at in used:
-        axes.text((at + 0.5) * width, 0.01, f"{counts[at]:,}", ha="center", va="bottom", fontsize=7, color=INK)
-    _finish(axes, "Right detections by score; number in each bar", "score", "share that is right")
-
-
-def _finish(axes: Axes, heading: str, below: str, beside: str) -> None:
-    title(axes, heading)
-    axes.set_xlim(0, 1)
-    axes.set_ylim(0, 1.02)
-    axes.set_xlabel(below, color=INK)
-    axes.set_ylabel(beside, color=INK)
-    axes.grid(color=FAINT, linewidth=0.5)
-    clear_lines(axes)
 
 
 def _save_confusion(path: Path, content: Mapping[str, Any]) -> None:

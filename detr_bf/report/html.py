@@ -1,4 +1,4 @@
-"""``report.html``: one self-contained page about a run, made from the files of its folder.
+"""``report.html``: one self-contained page about a run, or about several side by side, from the files of their folders.
 
 The parts of one task come from its :class:`TaskPage`.
 """
@@ -6,26 +6,51 @@ The parts of one task come from its :class:`TaskPage`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from detr_bf.config import saved_config
+from detr_bf.config import config_to_dict, flatten_settings, saved_config
 from detr_bf.errors import InputError
-from detr_bf.files import CONFIG_FILE, CURVES_FILE, EVALUATION_FILE, MACHINE_FILE, METRICS_FILE, REPORT_FILE, write_text
-from detr_bf.report.curves import Metrics, draw_curves, read_metrics, series
+from detr_bf.files import (
+    CONFIG_FILE,
+    EVALUATION_FILE,
+    MACHINE_FILE,
+    METRICS_FILE,
+    REPORT_FILE,
+    SHEET_FILE,
+    WORST_FILE,
+    write_text,
+)
+from detr_bf.report.charts import chart_group
+from detr_bf.report.curves import Metrics, curves, curves_of_runs, read_metrics, series
 from detr_bf.report.detection import DETECTION_PAGE
-from detr_bf.report.page import TaskPage, escaped, html_page, missing, picture, section
+from detr_bf.report.page import (
+    PICTURE_BYTES,
+    TaskPage,
+    escaped,
+    html_page,
+    missing,
+    number,
+    percent,
+    picture,
+    section,
+    value_table,
+)
 from detr_bf.text import printable
+
+_OWN_PAGE = '<meta name="generator" content="detr_bf">'
+_RUN_PICTURES = 6  # most pictures of full size on a page of several runs
 
 
 def write_report(run_dir: str | Path, page: TaskPage = DETECTION_PAGE, title: str = "") -> Path:
     """Write ``report.html`` into a run folder from the files in it, and return its path.
 
     The files are ``config.yaml``, ``metrics.jsonl``, ``evaluation.json`` (``to_dict`` of a result),
-    ``pictures/validation.png`` and ``machine.json`` (:func:`~detr_bf.report.machine.machine_info`). The curves are
-    drawn to ``pictures/curves.svg``. A section whose file is missing says so in one sentence, and so does one whose
-    picture cannot be drawn; the latter is logged.
+    ``pictures/validation.png`` and ``machine.json`` (:func:`~detr_bf.report.machine.machine_info`). A section whose
+    file is missing says so in one sentence, and so does one whose picture cannot be drawn; the latter is logged.
 
     Args:
         run_dir: the folder of the run.
@@ -42,7 +67,7 @@ def write_report(run_dir: str | Path, page: TaskPage = DETECTION_PAGE, title: st
     config = saved_config(config_file) if config_file.is_file() else None
     if config and config.task != page.task:
         raise InputError(f"{config_file} is of the task {config.task}, the page of {page.task}: pass the task's page")
-    metrics = read_metrics(run_dir / METRICS_FILE) if (run_dir / METRICS_FILE).is_file() else Metrics()
+    metrics = _read_metrics(run_dir)
     result = _read_result(run_dir / EVALUATION_FILE, page)
     heading = title or printable(run_dir.resolve().name)
     sentences = [*(page.sentences(config) if config else []), *_length(metrics)]
@@ -50,7 +75,7 @@ def write_report(run_dir: str | Path, page: TaskPage = DETECTION_PAGE, title: st
         [
             f'<header><h1>{escaped(heading)}</h1><p class="lead">{escaped(" ".join(sentences))}</p></header>',
             *page.results(result),
-            section("Curves", _curves(run_dir, metrics, page)),
+            section("Curves", _curves(metrics, page)),
             *page.details(run_dir, result),
             section("Config", _config(_read_text(config_file))),
             section("Machine", _machine(_read_text(machine_file), machine_file)),
@@ -58,6 +83,87 @@ def write_report(run_dir: str | Path, page: TaskPage = DETECTION_PAGE, title: st
     )
     write_text(run_dir / REPORT_FILE, html_page(heading, body))
     return run_dir / REPORT_FILE
+
+
+def write_side_by_side(run_dirs: Sequence[str | Path], page: TaskPage, output: str | Path) -> Path:
+    """Write a page with the results, curves and pictures of several runs of one task side by side; return its path.
+
+    Raises:
+        InputError: a folder is not that of a run of this task or is given twice, a file in it is damaged, or ``output``
+            was not written by this function or :func:`write_report`.
+    """
+    output, folders = Path(output), [Path(folder) for folder in run_dirs]
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise InputError("a run is given twice: name different run folders")
+    if output.is_file() and _OWN_PAGE not in output.read_text(encoding="utf-8", errors="replace"):
+        raise InputError(f"{printable(output)} was not written by detr_bf and would be replaced: name another file")
+    settings = {}
+    for folder in folders:
+        if not (folder / CONFIG_FILE).is_file():
+            raise InputError(
+                f"{printable(folder)} is no run folder: {CONFIG_FILE} is missing. Give output_dir of a run"
+            )
+        config = saved_config(folder / CONFIG_FILE)
+        if config.task != page.task:
+            raise InputError(f"{printable(folder)} is a run of the task {config.task}, the first of {page.task}")
+        settings[folder] = flatten_settings(config_to_dict(config))
+    runs = dict(zip(_names(folders), folders, strict=True))
+    body = "\n".join([_links(runs, output), *_compared(runs, settings, page)])
+    write_text(output, html_page(f"{len(runs)} runs", body))
+    return output
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return the shortest ends of the paths that tell the folders apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    length = next(n for n in range(1, 1 + max(map(len, parts))) if len({own[-n:] for own in parts}) == len(parts))
+    return [printable("/".join(own[-length:])) for own in parts]
+
+
+def _links(runs: Mapping[str, Path], output: Path) -> str:
+    """Return the head of the page, with links to the reports of the runs that have one."""
+    items = []
+    for name, folder in runs.items():
+        report = folder / REPORT_FILE
+        address = quote(os.path.relpath(report.resolve(), output.resolve().parent), errors="surrogateescape")
+        items.append(f'<a href="{address}">{escaped(name)}</a>' if report.is_file() else escaped(name))
+    return f'<header><h1>{len(runs)} runs side by side</h1><p class="lead">{", ".join(items)}</p></header>'
+
+
+def _compared(runs: Mapping[str, Path], settings: Mapping[Path, Mapping[str, Any]], page: TaskPage) -> Iterator[str]:
+    """Yield the sections of several runs."""
+    from detr_bf.report.errors import costs_of_runs  # not needed for the first lines of a run
+
+    results = {name: _read_result(folder / EVALUATION_FILE, page) for name, folder in runs.items()}
+    metrics = {name: dict(result.metrics) if result else {} for name, result in results.items()}
+    names = dict.fromkeys(name for own in metrics.values() for name, value in own.items() if value is not None)
+    rows = {name: [number(own.get(name), 4) for own in metrics.values()] for name in names}
+    yield section("Results", value_table("Metric", runs, rows) or missing(EVALUATION_FILE, "evaluation"))
+    keys = dict.fromkeys(key for own in settings.values() for key in own if key != "output_dir")
+    texts = {key: [json.dumps(own.get(key), default=str) for own in settings.values()] for key in keys}
+    differing = {key: values for key, values in texts.items() if len(set(values)) > 1}
+    same = '<p class="faint">The settings of the runs do not differ.</p>'
+    yield section("Settings that differ", value_table("Setting", runs, differing) or same)
+    found = curves_of_runs({name: _read_metrics(folder) for name, folder in runs.items()}, page.curves)
+    yield section("Curves", chart_group(found) if found else missing(METRICS_FILE, "metrics"))
+    classes = {name: page.classes(result) if result else {} for name, result in results.items()}
+    rows = {
+        name: [percent(own.get(name)) for own in classes.values()]
+        for name in dict.fromkeys(name for own in classes.values() for name in own)
+    }
+    if rows:
+        yield section("Classes", value_table("Class, main metric in percent", runs, rows))
+    if costs := costs_of_runs(runs):
+        yield section("Errors", costs)
+    limit = PICTURE_BYTES * _RUN_PICTURES // (2 * len(runs))
+    for heading, file in (("Validation images", SHEET_FILE), ("Images with the most errors", WORST_FILE)):
+        sheets = [
+            f"<h3>{escaped(name)}</h3>{picture(folder / file, f'{heading}, {name}', limit=limit)}"
+            for name, folder in runs.items()
+            if (folder / file).is_file()
+        ]
+        if sheets:
+            yield section(heading, "".join(sheets))
 
 
 def _length(metrics: Metrics) -> list[str]:
@@ -81,10 +187,13 @@ def _length(metrics: Metrics) -> list[str]:
     ]
 
 
-def _curves(run_dir: Path, metrics: Metrics, page: TaskPage) -> str:
-    if not (metrics.train or metrics.val):
-        return missing(METRICS_FILE, "metrics")
-    return picture(run_dir / CURVES_FILE, page.curves_description, lambda path: draw_curves(metrics, path, page.curves))
+def _curves(metrics: Metrics, page: TaskPage) -> str:
+    found = curves(metrics, page.curves)
+    return chart_group(found) if found else missing(METRICS_FILE, "metrics")
+
+
+def _read_metrics(run_dir: Path) -> Metrics:
+    return read_metrics(run_dir / METRICS_FILE) if (run_dir / METRICS_FILE).is_file() else Metrics()
 
 
 def _config(text: str | None) -> str:

@@ -6,67 +6,32 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import io
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
 
 from detr_bf.files import SHEET_FILE
-from detr_bf.report.curves import CurvePlan
 from detr_bf.report.drawing import tolerating
 from detr_bf.text import printable, safe_message
 
+if TYPE_CHECKING:
+    from detr_bf.report.curves import CurvePlan
+
 _MEDIA_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".svg": "image/svg+xml"}
 _NO_VALUE = "—"
-_STYLE = """
-:root { color-scheme: light dark; --paper: #ffffff; --ink: #1c1e22; --faint: #666d76; --line: #e2e5e9; --panel: #f6f7f9;
-  --accent: #0072b2; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #15171a; --ink: #e7e9ec; --faint: #9aa1ab; --line: #2c3036; --panel: #1e2125; --accent: #56b4e9; }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink);
-  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 1120px; margin: 0 auto; padding: 48px 24px 96px; }
-h1 { font-size: 2rem; line-height: 1.2; margin: 0 0 8px; overflow-wrap: anywhere; }
-h2 { font-size: 1.15rem; margin: 0 0 16px; padding-top: 20px; border-top: 1px solid var(--line); }
-section { margin-top: 44px; }
-p { margin: 12px 0 0; }
-.lead { font-size: 1.05rem; color: var(--faint); max-width: 75ch; }
-.faint { color: var(--faint); font-size: 0.92rem; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin-top: 12px; }
-.card { background: var(--panel); border: 1px solid var(--line); border-radius: 10px; padding: 12px 16px;
-  display: flex; flex-direction: column; }
-.card span, .card small { color: var(--faint); font-size: 0.86rem; }
-.card strong { font-size: 1.4rem; font-weight: 650; font-variant-numeric: tabular-nums; }
-.large .card strong { font-size: 2.4rem; line-height: 1.2; }
-.large .card:first-child strong { color: var(--accent); }
-figure { margin: 0; background: #ffffff; border: 1px solid var(--line); border-radius: 10px; padding: 12px; }
-img { display: block; width: 100%; height: auto; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: 7px 12px; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child { text-align: left; padding-left: 0; }
-thead th { color: var(--faint); font-weight: 500; font-size: 0.86rem; }
-tbody th { font-weight: 500; }
-.bar { width: 45%; }
-.bar i { display: block; height: 8px; border-radius: 4px; background: var(--accent); }
-.facts th { width: 1%; color: var(--faint); vertical-align: top; }
-.facts td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
-summary { cursor: pointer; }
-pre { background: var(--panel); border: 1px solid var(--line); border-radius: 10px; padding: 16px; overflow-x: auto;
-  font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-@media (max-width: 480px) {
-  main { padding: 28px 16px 64px; }
-  h1 { font-size: 1.6rem; }
-  section { margin-top: 32px; }
-  figure { padding: 6px; }
-  .bar { display: none; }
-  tbody th { white-space: normal; min-width: 7rem; }
-}
-@media print { main { padding: 0; } section { break-inside: avoid; } }
-"""
+_STYLE, SCRIPT = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+_MOST_JPEG_SIDE = 65_500  # pixels
+PICTURE_BYTES = 700_000  # of an embedded picture; a report has at most eight, and is to stay below 8 MB
 
 Card = tuple[str, str, str]  # name, value, note
 
@@ -77,28 +42,41 @@ class TaskPage:
 
     task: str  # as in the config
     curves: CurvePlan
-    curves_description: str
     read_result: Callable[[Mapping[str, Any]], Any]  # inverse of the result's to_dict
     sentences: Callable[[Any], list[str]]  # config -> summary of what was trained
     results: Callable[[Any], Iterable[str]]  # result or None -> sections above the curves
     details: Callable[[Path, Any], Iterable[str]]  # run folder, result or None -> sections below the curves
+    classes: Callable[[Any], Mapping[str, float | None]]  # result -> its main metric by class
 
 
 def html_page(title: str, body: str, style: str = "") -> str:
-    """Return a self-contained page: styles are inline, no script runs, nothing is loaded.
+    """Return a self-contained page: its content security policy forbids every request, and all other scripts.
+
+    The sections of the body are linked from a bar at the top of the page.
 
     Args:
         title: text of the browser's title bar.
-        body: HTML.
+        body: HTML, with sections made by :func:`section`, and without style attributes.
         style: CSS rules in addition to the common ones.
     """
+    style = _STYLE + style
+    policy = f"default-src 'none'; img-src data:; style-src {_digest(style)}; script-src {_digest(SCRIPT)}"
+    headings = re.findall(r'<section id="([^"]+)"><h2>([^<]*)</h2>', body)
+    links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, heading in headings)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"<meta http-equiv=\"Content-Security-Policy\" content=\"{policy}; base-uri 'none'; form-action 'none'\">\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="generator" content="detr_bf">\n'
-        f"<title>{escaped(title)}</title>\n<style>{_STYLE}{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+        f"<title>{escaped(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
+        + (f'<nav aria-label="Sections"><ul>{links}</ul></nav>\n' if len(headings) > 1 else "")
+        + f"{body}\n</main>\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
     )
+
+
+def _digest(text: str) -> str:
+    """Return the source of a content security policy that allows exactly this inline text."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
 
 
 def escaped(text: object) -> str:
@@ -107,8 +85,9 @@ def escaped(text: object) -> str:
 
 
 def section(title: str, content: str) -> str:
-    """Return a titled part of the page."""
-    return f"<section><h2>{escaped(title)}</h2>\n{content}</section>"
+    """Return a titled part of the page; its id is made of the letters and digits of the title."""
+    name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "section"
+    return f'<section id="{name}"><h2>{escaped(title)}</h2>\n{content}</section>'
 
 
 def missing(file_name: str, content_name: str) -> str:
@@ -137,22 +116,58 @@ def row(name: str, share: float | None, values: Iterable[str], kind: str = "") -
     cells = "".join(f"<td>{escaped(value)}</td>" for value in values)
     return (
         f'<tr><th scope="row">{escaped(printable(name))}{note}</th>'
-        f'<td class="bar"><i style="width:{100 * (share or 0):.1f}%"></i></td>{cells}</tr>\n'
+        f'<td class="bar"><svg width="{100 * (share or 0):.1f}%" height="8" aria-hidden="true">'
+        f'<rect width="100%" height="8" rx="4"/></svg></td>{cells}</tr>\n'
     )
 
 
-def picture(path: Path, description: str, draw: Callable[[Path], None] | None = None) -> str:
+def value_table(title: str, columns: Iterable[str], rows: Mapping[str, Sequence[str]]) -> str:
+    """Return a table of texts, one for each row and column; empty without rows."""
+    if not rows:
+        return ""
+    heads = "".join(f'<th scope="col">{escaped(printable(name))}</th>' for name in (title, *columns))
+    lines = "".join(
+        f'<tr><th scope="row">{escaped(printable(name))}</th>{"".join(f"<td>{escaped(x)}</td>" for x in values)}</tr>\n'
+        for name, values in rows.items()
+    )
+    return f'<div class="scroll"><table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{lines}</tbody></table></div>'
+
+
+def picture(
+    path: Path, description: str, draw: Callable[[Path], None] | None = None, limit: int = PICTURE_BYTES
+) -> str:
     """Return a PNG, JPEG or SVG file as embedded image, after ``draw(path)`` has written it.
 
-    If that fails, the error is logged and a sentence that says so is returned.
+    A PNG or JPEG file of more than ``limit`` bytes is embedded as a JPEG, smaller if need be, and a sentence says so.
+    If reading or drawing fails, the error is logged and a sentence that says so is returned.
     """
     with tolerating(str(path)):
         if draw is not None:
             draw(path)
-        content = base64.b64encode(path.read_bytes()).decode("ascii")
-        source = f"data:{_MEDIA_TYPES[path.suffix]};base64,{content}"
-        return f'<figure><img alt="{escaped(description)}" src="{source}"></figure>'
+        content, media_type, note = path.read_bytes(), _MEDIA_TYPES[path.suffix], ""
+        if path.suffix != ".svg" and len(content) > limit:
+            content, scale = _compressed(path, limit)
+            media_type = "image/jpeg"
+            if scale < 1:
+                note = f'<p class="faint">Shown at {scale:.0%} of the size of {escaped(path.name)}.</p>'
+        source = f"data:{media_type};base64,{base64.b64encode(content).decode('ascii')}"
+        return f'<figure><img alt="{escaped(description)}" src="{source}"></figure>{note}'
     return f'<p class="faint">{escaped(path.name)} was not drawn: log.txt has the reason.</p>'
+
+
+def _compressed(path: Path, limit: int) -> tuple[bytes, float]:
+    """Return a picture as JPEG of at most ``limit`` bytes, and its scale."""
+    opened = PngImageFile if path.suffix == ".png" else JpegImageFile  # not Image.open, which refuses large pictures
+    with opened(path) as image:
+        whole = image.convert("RGB")
+    scale = min(1.0, _MOST_JPEG_SIDE / max(whole.size))
+    while True:
+        size = max(1, round(scale * whole.width)), max(1, round(scale * whole.height))
+        stream = io.BytesIO()
+        (whole if scale == 1 else whole.resize(size, Image.Resampling.LANCZOS)).save(stream, "JPEG", quality=82)
+        if stream.tell() <= limit or max(size) == 1:
+            return stream.getvalue(), scale
+        scale *= 0.95 * math.sqrt(limit / stream.tell())
 
 
 def validation_sheet(path: Path, description: str) -> str:

@@ -57,7 +57,7 @@ from detr_bf.evaluation import (
     write_encoded,
     write_results,
 )
-from detr_bf.files import write_json
+from detr_bf.files import SUSPECTS_FILE, WORST_FILE, write_json
 from detr_bf.report import (
     DETECTION_PAGE,
     PanopticSheetRow,
@@ -403,14 +403,7 @@ def _panoptic_evaluation(config: DetectionConfig, data: CocoDetection, folder: R
 def _write_errors(folder: RunFolder, config: DetectionConfig, threshold: float, evaluation: DetectionEvaluator) -> None:
     """Write ``errors.json`` and the pictures of the worst images and of annotations to check."""
     from detr_bf.evaluation.errors import error_document, label_suspects, worst_images
-    from detr_bf.report.errors import (
-        SUSPECTS_FILE,
-        WORST_FILE,
-        ErrorSheetRow,
-        SuspectCell,
-        error_sheet,
-        suspect_sheet,
-    )
+    from detr_bf.report.errors import ErrorSheetRow, SuspectCell, error_sheet, suspect_sheet
 
     worst_file, suspects_file = folder.path / WORST_FILE, folder.path / SUSPECTS_FILE
     for path in (folder.errors, worst_file, suspects_file):

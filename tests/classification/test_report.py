@@ -191,9 +191,9 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_the_page_holds_everything(run_dir: Path) -> None:
     page = Page(write_report(run_dir, CLASSIFICATION_PAGE).read_text())
-    assert page.tags.count("img") == 4
+    assert page.tags.count("img") == 3
     assert all(address.startswith("data:image/") for address in page.addresses)
-    assert {"confusion.png", "classes.svg", "curves.svg"} <= {path.name for path in (run_dir / "pictures").iterdir()}
+    assert {"confusion.png", "classes.svg"} <= {path.name for path in (run_dir / "pictures").iterdir()}
     start = page.texts.index("Validation")
     assert page.texts[start + 1 : start + 7] == [
         *("Top-1", "70.0", "first guess is right"),
@@ -304,7 +304,7 @@ def test_the_page_of_a_masked_autoencoder(tmp_path: Path, enabled: bool) -> None
     write_json(tmp_path / "evaluation.json", ReconstructionResult(0.12345, 1000).to_dict())
     save_picture(tmp_path / "pictures" / "validation.png", reconstruction_sheet(*[pictures(1, 9)] * 3))
     page = Page(write_report(tmp_path, MASKED_PAGE).read_text())
-    assert page.tags.count("img") == 2
+    assert page.tags.count("img") == 1
     assert "0.1235" in page.texts
     everything = " ".join(page.texts)
     assert "Masked autoencoder of vit_base_patch16_224, 75 % of the patches masked." in everything

@@ -193,7 +193,8 @@ def test_the_page_is_whole_and_loads_nothing(tmp_path: Path, arms: int, seeds: i
     assert len(html) < 1_000_000
     page = Page(html.replace("<wbr>", ""))
     assert all(address.startswith("data:image/svg+xml;base64,") for address in page.addresses)
-    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    assert page.tags.count("script") == 1
+    assert not {"link", "iframe", "object"} & set(page.tags)
     assert not re.search(r"url\(|@import|https?:", re.sub(r'src="[^"]*"', "", html))
     assert "width=device-width" in html
     assert "color-scheme: light dark" in html
@@ -461,7 +462,8 @@ def test_names_from_outside_have_no_effect(tmp_path: Path) -> None:
         path = write_page(result, tmp_path)
     html = path.read_text(encoding="utf-8")
     page = Page(html.replace("<wbr>", ""))
-    assert not {"script", "b"} & set(page.tags)
+    assert page.tags.count("script") == 1
+    assert "b" not in page.tags
     assert all(address.startswith("data:image/svg+xml;base64,") for address in page.addresses)
     assert not set(html) & {"\x1b", "\ud800"}
     for shown in (*HOSTILE[:4], r"\x1b[2J\n\ud800", "猫", "<b>RBC</b>", "</title><script>", "<img src=x>"):

@@ -1,21 +1,31 @@
-"""Reader of metrics, and their curves."""
+"""Reader of metrics, and charts of them."""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from detr_bf.classification.report.page import CLASSIFICATION_PAGE, MASKED_PAGE
 from detr_bf.errors import InputError
-from detr_bf.report import curves, write_report
-from detr_bf.report.curves import draw_curves, read_metrics, running_mean, series
+from detr_bf.report import write_report
+from detr_bf.report.charts import chart_group
+from detr_bf.report.curves import (
+    DETECTION_CURVES,
+    CurvePlan,
+    curves,
+    curves_of_runs,
+    read_metrics,
+    running_mean,
+    series,
+)
 from tests.references.damage import DAMAGED_LINES
+from tests.report.page import Page
 
 
 def train(step: int, loss: float | None = 3.0, **more: Any) -> dict[str, Any]:
@@ -68,9 +78,11 @@ def test_values_of_any_kind_are_drawn_or_left_out(tmp_path: Path, value: str) ->
     odd = ", ".join(f'"{name}": {value}' for name in names)
     lines = [f'{{"kind": "{kind}", "step": 3, "epoch": 0.3, {odd}}}\n' for kind in ("train", "val")]
     path = write(tmp_path / "m.jsonl", train(1, loss_localization=0.5), val(2, 0.5), tail="".join(lines))
-    for plan in (curves.DETECTION_CURVES, CLASSIFICATION_PAGE.curves):
-        draw_curves(path, tmp_path / "curves.png", plan)
-        assert (tmp_path / "curves.png").stat().st_size > 10_000
+    for plan in (DETECTION_CURVES, CLASSIFICATION_PAGE.curves):
+        found = curves(read_metrics(path), plan)
+        html = chart_group(found)
+        assert Page(html).tags.count("svg") == len(found) >= 2
+        assert not re.search(r"\bnan\b|\binf\b|Infinity", html)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +91,6 @@ def test_values_of_any_kind_are_drawn_or_left_out(tmp_path: Path, value: str) ->
 def test_names_that_no_term_has_are_not_drawn(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "m.jsonl", train(1, **{name: 1.0, "loss_localization": 0.5}))
     assert labels(path, CLASSIFICATION_PAGE.curves)[1][1] == ["cross-entropy", "relative localization"]
-    draw_curves(path, tmp_path / "curves.svg", CLASSIFICATION_PAGE.curves)
 
 
 def test_a_folder_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
@@ -99,25 +110,25 @@ def test_running_mean() -> None:
 
 def test_the_curves_hold_the_logged_values(tmp_path: Path) -> None:
     streams = {"stream/clean": 1.0, "stream/batchformer": 2.0, "loss_bbox": 0.5, "loss_giou": 0.6}
-    path = write(tmp_path / "m.jsonl", train(1, 4.0, **streams), train(2, 3.0, **streams), val(10, 0.1), val(20, 0.25))
-    total, terms, precision = curves._figure(read_metrics(path), curves.DETECTION_CURVES).axes
-    assert {line.get_label(): list(line.get_ydata()) for line in total.lines} == {
-        "total": [4.0, 3.0],
-        "clean stream": [1.0, 1.0],
-        "BatchFormer stream": [2.0, 2.0],
+    rates = {"lr": 1e-3, "lr/backbone": 1e-4}
+    path = write(
+        tmp_path / "m.jsonl", train(1, 4.0, **streams, **rates), train(2, 3.0, **streams), val(10, 0.1), val(20, 0.25)
+    )
+    total, terms, learning_rates, scores = curves(read_metrics(path), DETECTION_CURVES)
+    assert {line.name: (list(line.x), list(line.y)) for line in total.lines} == {
+        "total": ([0.1, 0.2], [4.0, 3.0]),
+        "clean stream": ([0.1, 0.2], [1.0, 1.0]),
+        "BatchFormer stream": ([0.1, 0.2], [2.0, 2.0]),
     }
-    assert [line.get_label() for line in terms.lines] == ["class", "box L1", "box GIoU"]
-    assert {line.get_label(): list(line.get_ydata()) for line in precision.lines} == {
-        "AP50 25.0": [10.0, 25.0],
-        "AP 25.0": [10.0, 25.0],
-    }
-    assert precision.get_xlim()[1] >= 2.0
+    assert [line.name for line in terms.lines] == ["class", "box L1", "box GIoU"]
+    assert [(line.name, list(line.y)) for line in learning_rates.lines] == [("backbone", [1e-4])]
+    assert {line.name: list(line.y) for line in scores.lines} == {"AP50": [10.0, 25.0], "AP": [10.0, 25.0]}
+    assert scores.x_range == total.x_range == (0.0, 2.0)
 
 
-def labels(path: Path, plan: curves.CurvePlan) -> list[tuple[str, list[str]]]:
-    """Return the title of every panel and the labels of its legend."""
-    panels = curves._figure(read_metrics(path), plan).axes
-    return [(axes.get_title(loc="left"), [str(line.get_label()) for line in axes.lines]) for axes in panels]
+def labels(path: Path, plan: CurvePlan) -> list[tuple[str, list[str]]]:
+    """Return the title of every chart and the names in its legend."""
+    return [(chart.title, [line.name for line in chart.lines]) for chart in curves(read_metrics(path), plan)]
 
 
 def test_a_classifier_has_the_terms_it_logged_its_groups_and_the_validation_loss(tmp_path: Path) -> None:
@@ -127,24 +138,18 @@ def test_a_classifier_has_the_terms_it_logged_its_groups_and_the_validation_loss
     assert labels(path, CLASSIFICATION_PAGE.curves) == [
         ("Loss", ["total", "validation"]),
         ("Unweighted terms, logarithmic", ["cross-entropy", "diverse patch"]),
-        ("Validation (%)", ["many-shot 75.0", "few-shot 25.0", "top-5 90.0", "top-1 50.0"]),
+        ("Validation (%)", ["many-shot", "few-shot", "top-5", "top-1"]),
     ]
 
 
-def test_terms_of_plugins_have_a_logarithmic_panel_that_names_their_weights(tmp_path: Path) -> None:
-    """A logarithmic axis shows small terms beside large ones; auxiliary layers and proposals add no terms."""
+def test_terms_of_plugins_have_a_logarithmic_chart_that_names_their_weights(tmp_path: Path) -> None:
+    """Auxiliary layers and proposals add no terms."""
     terms = {"loss_ce_0": 2.0, "loss_ce_enc": 2.0, "loss_localization": 0.004, "loss_contrastive": 40.0}
     weights = {"weight/loss_localization": 0.01, "weight/loss_contrastive": 1.0}
     path = write(tmp_path / "m.jsonl", train(1, **terms, **weights), train(2, **terms, **weights))
-    figure = curves._figure(read_metrics(path), curves.DETECTION_CURVES)
-    assert [axes.get_yscale() for axes in figure.axes] == ["linear", "linear", "log", "linear"]
-    panel = figure.axes[2]
-    assert [line.get_label() for line in panel.lines] == ["relative localization x 0.01", "contrastive"]
-    low, high = panel.get_ylim()
-    share = [np.log(line.get_ydata()[0] / low) / np.log(high / low) for line in panel.lines]
-    assert 0.15 < share[0] < 0.5 < 0.9 < share[1] < 1, "above the legend, with a gap"
-    ticks = [value for value in panel.get_yticks() if low <= value <= high]
-    assert len(ticks) >= 3
+    found = curves(read_metrics(path), DETECTION_CURVES)
+    assert [chart.log for chart in found] == [False, False, True]
+    assert [line.name for line in found[2].lines] == ["relative localization x 0.01", "contrastive"]
 
 
 def test_a_weight_that_changes_is_named_with_its_range(tmp_path: Path) -> None:
@@ -156,35 +161,41 @@ def test_a_weight_that_changes_is_named_with_its_range(tmp_path: Path) -> None:
 def test_a_single_term_and_a_single_group_are_not_drawn(tmp_path: Path) -> None:
     validation = {"kind": "val", "step": 10, "epoch": 1, "top1": 0.5, "top5": None, "many": 0.5}
     path = write(tmp_path / "m.jsonl", train(1), validation)
-    assert labels(path, CLASSIFICATION_PAGE.curves) == [("Loss", ["total"]), ("Validation (%)", ["top-1 50.0"])]
+    assert labels(path, CLASSIFICATION_PAGE.curves) == [("Training loss", ["total"]), ("Validation (%)", ["top-1"])]
 
 
 def test_a_masked_autoencoder_has_losses_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "m.jsonl", train(1), {"kind": "val", "step": 10, "epoch": 1, "loss": 0.75})
     assert labels(path, MASKED_PAGE.curves) == [("Loss", ["total", "validation"])]
-    draw_curves(path, tmp_path / "curves.svg", MASKED_PAGE.curves)
-    assert "<svg" in (tmp_path / "curves.svg").read_text()
 
 
-@pytest.mark.parametrize("records", [[train(1)], [val(10, 0.0)], [val(10, None)], [train(i) for i in range(60)]])
-def test_few_or_many_records_are_drawn(tmp_path: Path, records: list[dict[str, Any]]) -> None:
-    draw_curves(write(tmp_path / "m.jsonl", *records), tmp_path / "pictures" / "curves.png")
-    with Image.open(tmp_path / "pictures" / "curves.png") as picture:
-        assert picture.format == "PNG"
-        assert picture.width > 1000
+def test_the_best_epoch_is_marked(tmp_path: Path) -> None:
+    records = [{**val(step, score), "score": score} for step, score in ((10, 0.1), (20, 0.3), (30, 0.2))]
+    (chart,) = curves(read_metrics(write(tmp_path / "m.jsonl", *records)), DETECTION_CURVES)
+    assert chart.mark == (2.0, "best")
 
 
-def test_svg_and_refusals(tmp_path: Path) -> None:
-    path = write(tmp_path / "m.jsonl", train(1), val(10, 0.3))
-    draw_curves(path, tmp_path / "curves.svg")
-    assert "<svg" in (tmp_path / "curves.svg").read_text()
-    with pytest.raises(InputError, match=r"\.svg, \.png or \.pdf"):
-        draw_curves(path, tmp_path / "curves.bmp")
-    with pytest.raises(InputError, match="not found"):
-        draw_curves(tmp_path / "none.jsonl", tmp_path / "curves.svg")
-    with pytest.raises(InputError, match="no training and no evaluation record"):
-        draw_curves(write(tmp_path / "empty.jsonl"), tmp_path / "empty.svg")
-    assert not (tmp_path / "empty.svg").exists()
+def test_long_curves_are_drawn_faint_below_their_mean(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.jsonl", *(train(step, float(step % 2)) for step in range(100)))
+    line = curves(read_metrics(path), DETECTION_CURVES)[0].lines[0]
+    assert list(line.raw) == [step % 2 for step in range(100)]
+    np.testing.assert_allclose(line.y, running_mean(np.array(line.raw, dtype=float), 5))
+
+
+def test_runs_share_one_chart_for_each_quantity(tmp_path: Path) -> None:
+    """A quantity that one run alone has logged is shown too; all charts have the axis of the longest run."""
+    one = read_metrics(write(tmp_path / "one.jsonl", train(1, 4.0), val(10, 0.1)))
+    two = read_metrics(write(tmp_path / "two.jsonl", train(2, 3.0, loss_giou=0.5), val(40, 0.2)))
+    found = curves_of_runs({"a": one, "b": two}, DETECTION_CURVES)
+    shown = {chart.title: [(line.name, line.colour, list(line.y)) for line in chart.lines] for chart in found}
+    assert shown == {
+        "Training loss: total": [("a", "blue", [4.0]), ("b", "red", [3.0])],
+        "Unweighted terms, last decoder layer: class": [("a", "blue", [1.0]), ("b", "red", [1.0])],
+        "Unweighted terms, last decoder layer: box GIoU": [("b", "red", [0.5])],
+        "Validation (%): AP50": [("a", "blue", [10.0]), ("b", "red", [20.0])],
+        "Validation (%): AP": [("a", "blue", [10.0]), ("b", "red", [20.0])],
+    }
+    assert {chart.x_range for chart in found} == {(0.0, 4.0)}
 
 
 @pytest.mark.parametrize("rest", [b"", json.dumps(train(1200)).encode() + b"\n"])
@@ -199,10 +210,10 @@ def test_logged_batch_attention_has_a_panel(tmp_path: Path) -> None:
     logged = {"attention/0/others": 0.8, "attention/0/entropy": 0.9, "attention/0/others/head_0": 0.7}
     logged |= {"attention/3.1/others": 0.5, "stream_distance/0": 1.2}
     path = write(tmp_path / "m.jsonl", train(1), train(2, **logged), val(10, 0.1))
-    panels = labels(path, curves.DETECTION_CURVES)
+    panels = labels(path, DETECTION_CURVES)
     assert panels[2] == (
         "Batch attention",
         ["layer 0: share on other images", "layer 0: entropy over the batch", "layer 3.1: share on other images"],
     )
     assert len(panels) == 4
-    assert len(labels(write(tmp_path / "n.jsonl", train(1)), curves.DETECTION_CURVES)) == 3
+    assert len(labels(write(tmp_path / "n.jsonl", train(1)), DETECTION_CURVES)) == 2

@@ -12,10 +12,9 @@ import torch
 
 from detr_bf.errors import InputError
 from detr_bf.evaluation.errors import ImageErrors, LabelSuspect, error_document, image_errors
+from detr_bf.files import SUSPECTS_FILE, WORST_FILE
 from detr_bf.report import save_picture
 from detr_bf.report.errors import (
-    SUSPECTS_FILE,
-    WORST_FILE,
     ErrorSheetRow,
     SuspectCell,
     error_sections,
@@ -66,7 +65,8 @@ def test_the_sections_show_the_numbers(tmp_path: Path) -> None:
     assert shown.texts[start + 2 : start + 4] == ["1", "0.0"]
     start = shown.texts.index("missed")
     assert shown.texts[start + 2 : start + 4] == ["1", "50.0"]
-    assert len(shown.addresses) == 4
+    assert len(shown.addresses) == 3
+    assert shown.tags.count("figure") == 3 + 4  # pictures, charts
     assert all(source.startswith("data:image/") for source in shown.addresses)
 
 

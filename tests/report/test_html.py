@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import io
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from detr_bf.config import ClassifierConfig, DetectionConfig, config_to_yaml
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
 from detr_bf.evaluation.results import OperatingPoint
 from detr_bf.files import write_json, write_text
-from detr_bf.report import save_picture, write_report
+from detr_bf.report import DETECTION_PAGE, save_picture, write_report, write_side_by_side
 from detr_bf.report.detection import batch_former_line, encoder_plugins_line
+from detr_bf.report.page import picture
 from tests.report.page import Page
 
 SUMMARY = CocoSummary(
@@ -63,9 +69,10 @@ def test_the_page_holds_everything_and_loads_nothing(run_dir: Path) -> None:
     assert path == run_dir / "report.html"
     html = path.read_text()
     page = Page(html)
-    assert page.tags.count("img") == 2
+    assert page.tags.count("img") == 1
+    assert page.tags.count("svg") >= 2  # curves, bars
     assert all(address.startswith("data:image/") for address in page.addresses)
-    assert "script" not in page.tags
+    assert page.tags.count("script") == 1
     assert "link" not in page.tags
     assert "url(" not in html
     assert "@import" not in html
@@ -178,9 +185,9 @@ def test_masks_and_panoptic_quality(run_dir: Path) -> None:
     write_json(run_dir / "evaluation.json", result.to_dict())
     shutil.copy(run_dir / "pictures" / "validation.png", run_dir / "pictures" / "panoptic.png")
     page = Page(write_report(run_dir).read_text())
-    assert page.tags.count("img") == 3
+    assert page.tags.count("img") == 2
     headings = [text for text in page.texts if text in ("Panoptic segmentation", "Masks", "Boxes", "Panoptic maps")]
-    assert headings == ["Panoptic segmentation", "Masks", "Boxes", "Panoptic maps"]
+    assert headings == 2 * ["Panoptic segmentation", "Masks", "Boxes", "Panoptic maps"]  # links, titles
     for text in ("50.0", "12.5", "22.2", "27.5", "PQ things", "RQ stuff", "—"):
         assert text in page.texts, text
     start = page.texts.index("Missed") + 1
@@ -205,22 +212,107 @@ def test_names_from_outside_have_no_effect_on_the_page(run_dir: Path) -> None:
     html = write_report(folder).read_text(encoding="utf-8")
     assert not set(html) & {"\x1b", "\x00"}
     page = Page(html)
-    assert "script" not in page.tags
+    assert page.tags.count("script") == 1
     assert "onload" not in html.replace("a&quot; onload=&quot;x", "")
     for shown in ("<script>alert(1)</script>", r"caf\udce9\ud800", r"\x1b[2J\x00", r"a\nb"):
         assert shown in page.texts, shown
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("ours")])
-def test_a_page_without_its_curves_is_written_and_says_so(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+def test_a_picture_that_cannot_be_drawn_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    def failing(*arguments: object) -> None:
+    def failing(path: Path) -> None:
         raise error
 
-    write_report(run_dir)
-    monkeypatch.setattr("detr_bf.report.html.draw_curves", failing)
-    texts = Page(write_report(run_dir).read_text()).texts
-    assert "curves.svg was not drawn: log.txt has the reason." in texts
-    assert f"curves.svg was not written: {error}" in caplog.text
-    assert "27.5" in texts
+    content = picture(tmp_path / "a.svg", "a picture", failing)
+    assert "a.svg was not drawn: log.txt has the reason." in content
+    assert f"a.svg was not written: {error}" in caplog.text
+
+
+def test_the_policy_allows_the_style_and_the_script_of_the_page_alone(run_dir: Path) -> None:
+    html = write_report(run_dir).read_text()
+    policy = re.search('Content-Security-Policy" content="([^"]*)"', html)
+    assert policy
+    allowed = dict(part.strip().split(" ", 1) for part in policy[1].split(";"))
+    assert allowed["default-src"] == allowed["base-uri"] == allowed["form-action"] == "'none'"
+    assert allowed["img-src"] == "data:"
+    for tag, rule in (("style", "style-src"), ("script", "script-src")):
+        (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert allowed[rule] == f"'sha256-{digest}'"
+
+
+@pytest.mark.parametrize("suffix", [".png", ".jpg"])
+def test_a_large_picture_is_embedded_smaller(tmp_path: Path, suffix: str) -> None:
+    noise = torch.randint(256, (3, 600, 800), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    path = tmp_path / f"noise{suffix}"
+    save_picture(path, noise)
+    whole = picture(path, "noise")
+    limited = picture(path, "noise", limit=50_000)
+    kind, content = re.search('data:image/([a-z]+);base64,([^"]+)', limited).groups()
+    with Image.open(io.BytesIO(base64.b64decode(content))) as image:
+        assert (kind, image.format) == ("jpeg", "JPEG")
+        assert image.width < 800
+        assert abs(image.width / image.height - 4 / 3) < 0.02
+    assert 25_000 < len(base64.b64decode(content)) <= 50_000
+    assert f"of the size of noise{suffix}" in limited
+    assert "of the size" not in whole
+
+
+def other_run(run_dir: Path, name: str = "other") -> Path:
+    """Return another run, with another setting, other results and curves."""
+    folder = Path(shutil.copytree(run_dir, run_dir.with_name(name)))
+    write_text(folder / "config.yaml", config_to_yaml(DetectionConfig(output_dir="there", seed=5)))
+    write_json(folder / "evaluation.json", replace(SUMMARY, AP=0.3333).to_dict())
+    return folder
+
+
+def test_runs_side_by_side(run_dir: Path) -> None:
+    """Compare results, settings, curves, classes, costs of errors and pictures; the reports are linked."""
+    other, output = other_run(run_dir), run_dir.parent / "both.html"
+    write_report(other)
+    costs = {kind: {"number": 1, "cost": cost} for kind, cost in (("missed", 0.125), ("class", 0.0625))}
+    write_json(other / "errors.json", {"costs": costs})
+    assert write_side_by_side([run_dir, other], DETECTION_PAGE, output) == output
+    page = Page(output.read_text())
+    texts = page.texts
+    headings = ("Results", "Settings that differ", "Curves", "Classes", "Errors", "Validation images")
+    assert [text for text in texts if text in headings] == [*headings, *headings]  # links, titles
+    start = texts.index("AP")
+    assert texts[start : start + 3] == ["AP", "0.2754", "0.3333"]
+    start = texts.index("seed")
+    assert texts[start : start + 3] == ["seed", "42", "5"]
+    assert "output_dir" not in texts
+    assert "Training loss: total" in texts
+    start = texts.index("cat & dog")
+    assert texts[start : start + 3] == ["cat & dog", "50.0", "50.0"]
+    start = texts.index("missed")
+    assert texts[start : start + 3] == ["missed", "—", "12.5"]
+    assert page.tags.count("img") == 2
+    assert [address for address in page.addresses if not address.startswith("data:")] == ["other/report.html"]
+    write_side_by_side([other, run_dir], DETECTION_PAGE, output)  # replaces its own page
+
+
+def test_runs_that_cannot_be_put_side_by_side_are_refused(run_dir: Path) -> None:
+    other, output = other_run(run_dir), run_dir.parent / "both.html"
+    output.write_text("<p>mine</p>")
+    with pytest.raises(InputError, match="was not written by detr_bf"):
+        write_side_by_side([run_dir, other], DETECTION_PAGE, output)
+    assert output.read_text() == "<p>mine</p>"
+    output.unlink()
+    with pytest.raises(InputError, match="given twice"):
+        write_side_by_side([run_dir, run_dir / "."], DETECTION_PAGE, output)
+    with pytest.raises(InputError, match=r"no run folder: config\.yaml is missing"):
+        write_side_by_side([run_dir, run_dir / "pictures"], DETECTION_PAGE, output)
+    (other / "config.yaml").write_text(config_to_yaml(ClassifierConfig()))
+    with pytest.raises(InputError, match="other is a run of the task classification, the first of detection"):
+        write_side_by_side([run_dir, other], DETECTION_PAGE, output)
+    (other / "config.yaml").write_text((run_dir / "config.yaml").read_text())
+    (other / "errors.json").write_text("{}")
+    with pytest.raises(InputError, match=r"errors\.json is damaged"):
+        write_side_by_side([run_dir, other], DETECTION_PAGE, output)
+    more = [other_run(run_dir, f"run {index}") for index in range(7)]
+    with pytest.raises(InputError, match="8 runs side by side: at most 7"):
+        write_side_by_side([run_dir, *more], DETECTION_PAGE, output)
+    assert not output.exists()

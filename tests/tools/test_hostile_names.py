@@ -37,18 +37,16 @@ def test_a_detector(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     run = tmp_path / "run"
     assert train_net(["--config", str(tiny), "train.max_steps=1"]) == 0
     assert (run / "pictures" / "validation.png").is_file()
-    assert "script" not in Page((run / "report.html").read_text(encoding="utf-8")).tags
+    assert Page((run / "report.html").read_text(encoding="utf-8")).tags.count("script") == 1
     assert "\x1b" not in (run / "log.txt").read_text(encoding="utf-8")
     no_font = fonts._entry_with(frozenset("猫")) is None  # on this machine
     assert ("pictures show their ids: #90 (猫" in (run / "log.txt").read_text(encoding="utf-8")) == no_font
     monkeypatch.setattr("detr_bf.tasks.detection.comparison_sheet", failing)
-    monkeypatch.setattr("detr_bf.report.html.draw_curves", failing)
     assert train_net(["--config", str(tiny), "train.max_steps=2", "--resume"]) == 0
     assert json.loads((run / "results.json").read_text())
     assert not (run / "pictures" / "validation.png").exists(), "not the picture of the previous evaluation"
     log = (run / "log.txt").read_text(encoding="utf-8")
-    for picture in ("validation.png", "curves.svg"):
-        assert f"{picture} was not written: [Errno 28] No space left on device" in log
+    assert "validation.png was not written: [Errno 28] No space left on device" in log
 
 
 def test_a_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from detr_bf.config.classification import ImageDataConfig
 from detr_bf.files import EVALUATION_FILE, SHEET_FILE
 from detr_bf.report.curves import CurvePlan
 from detr_bf.report.detection import blocks, context_broadcasting, relative_localization
-from detr_bf.report.figures import BLACK, BLUE, ORANGE, SKY, VERMILION
 from detr_bf.report.page import (
     TaskPage,
     count,
@@ -142,22 +141,21 @@ def _masked_details(run_dir: Path, result: ReconstructionResult | None) -> Itera
 CLASSIFICATION_PAGE = TaskPage(
     task="classification",
     curves=CurvePlan(
-        scores=(("top5", "top-5", SKY), ("top1", "top-1", BLACK)),
-        groups=(("many", "many-shot", BLUE), ("medium", "medium-shot", ORANGE), ("few", "few-shot", VERMILION)),
-        validation_loss=True,
+        scores=(("top5", "top-5", "sky"), ("top1", "top-1", "black")),
+        groups=(("many", "many-shot", "blue"), ("medium", "medium-shot", "orange"), ("few", "few-shot", "red")),
     ),
-    curves_description="Training loss, its terms, and validation accuracy over epochs",
     read_result=ClassificationResult.from_dict,
     sentences=_sentences,
     results=_results,
     details=_details,
+    classes=lambda result: {name: own.accuracy for name, own in result.per_class.items()},
 )
 MASKED_PAGE = TaskPage(
     task="masked_autoencoding",
-    curves=CurvePlan(validation_loss=True),
-    curves_description="Training and validation loss over epochs",
+    curves=CurvePlan(),
     read_result=ReconstructionResult.from_dict,
     sentences=_masked_sentences,
     results=_masked_results,
     details=_masked_details,
+    classes=lambda result: {},
 )
