@@ -14,7 +14,7 @@ too_old = sys.version_info < (3, 10) and "Python 3.10 or newer is needed, $(1) i
 check_version = @$(1) -c 'import sys; sys.exit($(too_old))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-panoptic experiments test lint docs bench kernels clean other-checkout
+.PHONY: help demo demo-panoptic experiments test browser lint docs bench kernels clean other-checkout
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.* ## \(.*\)/  make \1\t\2/p' Makefile
@@ -41,6 +41,10 @@ test: $(STAMP)-dev ## run the tests (ARGS="-m slow" for the long ones)
 	@$(MAKE) --no-print-directory kernels
 	$(RUN) -m pytest -q -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
+browser: $(STAMP)-dev $(STAMP)-browser ## test the report pages in Chromium; screenshots in build/screenshots
+	@mkdir -p build/screenshots
+	DETR_BF_SCREENSHOTS=build/screenshots $(RUN) -m pytest -q -m slow tests/report/test_browser.py $(ARGS)
+
 lint: $(STAMP)-dev ## check style, format and types
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -65,7 +69,7 @@ clean: ## remove build products and tool caches, never data, runs or environment
 
 # An active environment may hold another checkout of this project: then its stamps do not count.
 ifneq ($(shell cat $(STAMP)-source 2>/dev/null),$(CURDIR))
-$(STAMP)-demo $(STAMP)-dev $(STAMP)-docs: other-checkout
+$(STAMP)-demo $(STAMP)-dev $(STAMP)-docs $(STAMP)-browser: other-checkout
 endif
 
 other-checkout:

@@ -13,7 +13,7 @@ from pathlib import Path
 from detr_bf.cli import run_tool
 from detr_bf.config import saved_config
 from detr_bf.errors import InputError
-from detr_bf.files import CONFIG_FILE, check_output_file
+from detr_bf.files import CONFIG_FILE, check_output_file, is_file
 from detr_bf.progress import setup_logging
 from detr_bf.report import write_report, write_side_by_side
 from detr_bf.tasks import task_class
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     setup_logging()
     first = options.runs[0]
-    if not (first / CONFIG_FILE).is_file():
+    if not is_file(first / CONFIG_FILE):
         raise InputError(f"{printable(first)} is no run folder: {CONFIG_FILE} is missing. Give output_dir of a run")
     page = task_class(saved_config(first / CONFIG_FILE).task).page
     if len(options.runs) == 1:

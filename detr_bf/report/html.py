@@ -22,6 +22,7 @@ from detr_bf.files import (
     REPORT_FILE,
     SHEET_FILE,
     WORST_FILE,
+    is_file,
     write_text,
 )
 from detr_bf.report.charts import chart_group
@@ -99,7 +100,7 @@ def write_side_by_side(run_dirs: Sequence[str | Path], page: TaskPage, output: s
         raise InputError(f"{printable(output)} was not written by detr_bf and would be replaced: name another file")
     settings = {}
     for folder in folders:
-        if not (folder / CONFIG_FILE).is_file():
+        if not is_file(folder / CONFIG_FILE):
             raise InputError(
                 f"{printable(folder)} is no run folder: {CONFIG_FILE} is missing. Give output_dir of a run"
             )
@@ -158,12 +159,12 @@ def _compared(runs: Mapping[str, Path], settings: Mapping[Path, Mapping[str, Any
     limit = PICTURE_BYTES * _RUN_PICTURES // (2 * len(runs))
     for heading, file in (("Validation images", SHEET_FILE), ("Images with the most errors", WORST_FILE)):
         sheets = [
-            f"<h3>{escaped(name)}</h3>{picture(folder / file, f'{heading}, {name}', limit=limit)}"
+            f"<div><h3>{escaped(name)}</h3>{picture(folder / file, f'{heading}, {name}', limit=limit)}</div>"
             for name, folder in runs.items()
             if (folder / file).is_file()
         ]
         if sheets:
-            yield section(heading, "".join(sheets))
+            yield section(heading, f'<div class="sides">{"".join(sheets)}</div>')
 
 
 def _length(metrics: Metrics) -> list[str]:

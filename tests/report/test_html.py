@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from detr_bf.commands import main
 from detr_bf.config import ClassifierConfig, DetectionConfig, config_to_yaml
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ClassResult, CocoSummary, PanopticClassResult, PanopticSummary, Result
@@ -316,3 +317,22 @@ def test_runs_that_cannot_be_put_side_by_side_are_refused(run_dir: Path) -> None
     with pytest.raises(InputError, match="8 runs side by side: at most 7"):
         write_side_by_side([run_dir, *more], DETECTION_PAGE, output)
     assert not output.exists()
+
+
+def test_the_command_writes_one_report_or_a_page_of_several(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = other_run(run_dir)
+    monkeypatch.chdir(run_dir.parent)
+    assert main(["report", "my run"]) == 0
+    assert capsys.readouterr().out.strip() == "my run/report.html"
+    assert "27.5" in Page((run_dir / "report.html").read_text()).texts
+    assert main(["report", str(run_dir), str(other)]) == 0
+    assert capsys.readouterr().out.strip() == "report.html"
+    assert "0.3333" in Page(Path("report.html").read_text()).texts
+    assert main(["report", str(run_dir), str(other), "--output", "pages/both.html"]) == 0
+    assert Page(Path("pages/both.html").read_text()).addresses[0] == "../my%20run/report.html"
+    assert main(["report", str(run_dir), "--output", "pages/one.html"]) == 2
+    assert "--output is for several runs" in capsys.readouterr().err
+    assert main(["report", "pages"]) == 2
+    assert "pages is no run folder: config.yaml is missing" in capsys.readouterr().err
