@@ -19,6 +19,7 @@ from detr_bf import distributed
 from detr_bf.assembly.data import build_eval_transform, build_loader, build_train_data, build_val_data, data_source
 from detr_bf.assembly.model import (
     build_classification,
+    build_criterion,
     build_detector_criterion,
     build_model,
     build_panoptic_postprocess,
@@ -347,7 +348,8 @@ def build_evaluation(
     config: DetectionConfig, class_map: ClassMap, device: torch.device, folder: RunFolder
 ) -> Evaluation[DetectionEvaluator]:
     """Return the evaluation on the validation split; it writes panoptic maps to ``folder``."""
-    data, source = build_val_data(config, class_map), data_source(config, "val")
+    masks = config.model.masks and config.eval.loss
+    data, source = build_val_data(config, class_map, masks=masks), data_source(config, "val")
     check_enough_tokens(config, data, "val")
     loader = build_loader(config, device)
     postprocess, panoptic = build_postprocess(config), _panoptic_evaluation(config, data, folder)
@@ -378,6 +380,7 @@ def build_evaluation(
             masks=config.model.masks,
             panoptic=panoptic,
             never_found=folder.never_found,
+            criterion=build_criterion(config, local=True) if config.eval.loss else None,
         ),
     )
 
