@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,19 +65,19 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
     with distributed.process_group(device_of(config), config.train.timeout_minutes), _locked(folder) as created:
         setup_logging()
 
-        def prepare() -> Checkpoint | None:
+        def prepare() -> tuple[Checkpoint | None, Mapping[str, Any] | None]:
             _check_folder(folder, resume, resume_if_possible)
             _begin(folder, created, RunMarker.of_this_process("training"))
             checkpoint = _newest_checkpoint(folder) if folder.holds_a_run() else None
-            _check(task, folder, checkpoint)
+            statistics = _check(task, folder, checkpoint)
             created.check_not_overwriting(folder.metrics, folder.tensorboard)
-            return checkpoint
+            return checkpoint, statistics
 
-        checkpoint = distributed.run_on_main(prepare)
+        checkpoint, statistics = distributed.run_on_main(prepare)
         with distributed.raise_on_all_ranks():
             trainer = task.build_trainer(folder, checkpoint)
             created.add(folder.metrics, folder.tensorboard, *folder.tensorboard.glob("events.out.tfevents.*"))
-        distributed.run_on_main(lambda: _describe(folder, created, config))
+        distributed.run_on_main(lambda: _describe(folder, created, config, statistics))
         created.keep()
         try:
             result = trainer.train()
@@ -121,7 +121,7 @@ def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
                 model, classes = task.load_evaluated(source)
                 evaluate = task.build_evaluation(classes, folder)
                 model.to(device_of(config))
-            distributed.run_on_main(lambda: _describe(folder, created, config))
+            distributed.run_on_main(lambda: _describe(folder, created, config, task.describe_data()))
             created.keep()
             logger.info("evaluating %s", source)
             return _report(task, folder, evaluate(model), evaluate, model)
@@ -171,14 +171,15 @@ def _begin(folder: RunFolder, created: CreatedFiles, marker: RunMarker) -> None:
         raise _not_writable(folder, error) from error
 
 
-def _check(task: Task[Any], folder: RunFolder, checkpoint: Checkpoint | None) -> None:
-    """Check everything that can be known before the model is built."""
+def _check(task: Task[Any], folder: RunFolder, checkpoint: Checkpoint | None) -> Mapping[str, Any] | None:
+    """Check everything that can be known before the model is built; return the statistics of the data."""
     if checkpoint is not None:
         _check_same_task(task.config, checkpoint, folder)
-    task.check()
+    statistics = task.check()
     folder.remove_unfinished()
     if checkpoint is not None:
         _log_changes(task.config, checkpoint, folder)
+    return statistics
 
 
 def _newest_checkpoint(folder: RunFolder) -> Checkpoint:
@@ -239,18 +240,24 @@ def _evaluation_folder(output: Path, source: Path, evaluated: str) -> Path:
         number += 1
 
 
-def _describe(folder: RunFolder, created: CreatedFiles, config: RunConfig) -> None:
-    """Write the settings and the description of the machine.
+def _describe(
+    folder: RunFolder, created: CreatedFiles, config: RunConfig, statistics: Mapping[str, Any] | None
+) -> None:
+    """Write the settings, the description of the machine, and the statistics of the data if there are any.
 
     Raises:
         InputError: the files cannot be written.
     """
-    created.check_not_overwriting(folder.config, folder.machine)
+    created.check_not_overwriting(folder.config, folder.machine, folder.data)
     try:
         write_text(folder.config, config_to_yaml(config))
         created.add(folder.config)
         write_json(folder.machine, machine_info())
         created.add(folder.machine)
+        folder.data.unlink(missing_ok=True)
+        if statistics is not None:
+            write_json(folder.data, statistics)
+            created.add(folder.data)
     except OSError as error:
         raise _not_writable(folder, error) from error
 

@@ -248,17 +248,17 @@ def separate_random_numbers() -> Iterator[None]:
         yield
 
 
-def build_classification(config: DetectionConfig) -> Classification:
-    """Build the classification loss: cross-entropy with no-object, or focal."""
+def build_classification(config: DetectionConfig, *, local: bool = False) -> Classification:
+    """Build the classification loss: cross-entropy with no-object, or focal; a local one does not communicate."""
     loss = config.loss
     if loss.classification == "focal":
         return Focal(loss.focal_alpha, loss.focal_gamma)
-    return CrossEntropy(loss.no_object_weight)
+    return CrossEntropy(loss.no_object_weight, local)
 
 
-def build_criterion(config: DetectionConfig) -> SetCriterion:
-    """Build matcher and losses."""
-    classification, loss = build_classification(config), config.loss
+def build_criterion(config: DetectionConfig, *, local: bool = False) -> SetCriterion:
+    """Build matcher and losses; a local criterion does not communicate."""
+    classification, loss = build_classification(config, local=local), config.loss
     matcher = HungarianMatcher(classification, loss.matcher.class_cost, loss.matcher.bbox_cost, loss.matcher.giou_cost)
     return SetCriterion(
         classification,
@@ -268,6 +268,7 @@ def build_criterion(config: DetectionConfig) -> SetCriterion:
         giou_weight=loss.giou_weight,
         mask_weight=loss.mask_weight,
         dice_weight=loss.dice_weight,
+        local=local,
     )
 
 

@@ -309,6 +309,7 @@ class EvalConfig:
     engine: str = choice("auto", "pycocotools", "hotcoco")  # library that computes AP; auto: hotcoco if installed
     max_detections: int = positive(100, 100_000)  # detections per image
     mask_threshold: float = fraction(0.5)  # minimum probability of a pixel of a mask
+    loss: bool = True  # compute the training loss of the validation images at each evaluation
     panoptic: PanopticConfig = field(default_factory=PanopticConfig)
     picture_threshold: float | None = fraction(None)  # minimum score of drawn boxes; null: that with the highest F1
     pictures: int = not_negative(12, 1000)  # images on the validation sheet

@@ -297,6 +297,19 @@ def check_folder(images: Path) -> None:
         raise InputError(f"image folder {printable(images)} does not exist or is not a folder")
 
 
+def check_annotations(content: CocoAnnotations, category_ids: Collection[int], maps: bool) -> None:
+    """Raise :class:`InputError` if training or evaluation cannot use an annotation.
+
+    Args:
+        content: of a file.
+        category_ids: the known ones.
+        maps: the annotations are panoptic segments whose masks are used.
+    """
+    problem = _first_problem(content.annotations, [image["id"] for image in content.images], category_ids, maps)
+    if problem:
+        raise _unusable(content, problem)
+
+
 def _check_form(file: Path, content: object) -> bool:
     """Return True for a panoptic file; raise :class:`InputError` if the file is not a COCO file."""
     path = printable(file)
@@ -365,9 +378,7 @@ def _ordered_objects(
 ) -> list[Mapping[str, Any]]:
     """Return all annotations except crowds, in the order of the images; :class:`InputError` if one is not usable."""
     order = {image_id: index for index, image_id in enumerate(image_ids)}
-    problem = _first_problem(content.annotations, image_ids, category_ids, maps)
-    if problem:
-        raise _unusable(content, problem)
+    check_annotations(content, category_ids, maps)
     objects = [annotation for annotation in content.annotations if not is_crowd(annotation)]
     return sorted(objects, key=lambda annotation: order[annotation["image_id"]])
 

@@ -7,6 +7,7 @@ merges those of all ranks and summarizes. Evaluators of classifiers are in :mod:
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 
 from detr_bf import distributed
 from detr_bf.data.workers import restart_dead_workers
-from detr_bf.engine.step import TrainingBatch
+from detr_bf.engine.step import Criterion, TrainingBatch
 from detr_bf.evaluation import CocoEvaluator, EncodedMap, PanopticEvaluator, Result, ScoreThresholds, merge_shards
 from detr_bf.evaluation.errors import update_never_found
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
@@ -165,6 +166,7 @@ class DetectionEvaluator:
         masks: evaluate the masks of the detections too.
         panoptic: for models with a mask head and data with panoptic annotations.
         never_found: file with the objects that no evaluation of the run has found; None: none is kept.
+        criterion: training loss, which must not communicate; None: no losses.
     """
 
     def __init__(
@@ -176,6 +178,7 @@ class DetectionEvaluator:
         masks: bool = False,
         panoptic: PanopticEvaluation | None = None,
         never_found: Path | None = None,
+        criterion: Criterion | None = None,
     ) -> None:
         self.class_map = class_map
         self.result: Result | None = None  # the last summary
@@ -186,6 +189,8 @@ class DetectionEvaluator:
         self._found: Sequence[Detections] = ()  # of a copy that was gathered from another rank
         self._quality = panoptic.make_evaluator() if panoptic else None
         self._maps: list[EncodedMap] = []
+        self._criterion = criterion
+        self._losses: list[tuple[int, dict[str, float]]] = []  # of each batch: images, total and unweighted terms
 
     @property
     def boxes(self) -> CocoEvaluator:
@@ -200,6 +205,11 @@ class DetectionEvaluator:
     def update(self, batch: Batch, outputs: Outputs) -> None:
         """Add a batch and the outputs of the detector."""
         self._boxes.update(self._postprocess(outputs, batch.targets))
+        if self._criterion:
+            report = self._criterion(outputs, batch.targets)
+            values = {"loss": report.total} | {name: report.losses[name] for name in report.term_weights}
+            numbers = torch.stack([*values.values()]).tolist()
+            self._losses.append((len(batch.targets), dict(zip(values, numbers, strict=True))))
         if self.panoptic and self._quality:
             maps = self.panoptic.postprocess(outputs, batch.targets)
             self._quality.update(maps)
@@ -207,12 +217,14 @@ class DetectionEvaluator:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the results only: every rank has the ground truth and the postprocessing."""
-        return {"_found": self._boxes.detections, "_quality": self._quality, "_maps": self._maps}
+        kept = {"_found": self._boxes.detections, "_quality": self._quality, "_maps": self._maps}
+        return {**kept, "_losses": self._losses}
 
     def merge(self, other: DetectionEvaluator) -> None:
         """Add the images of another rank."""
         self._boxes.update(other._found)
         self._maps += other._maps
+        self._losses += other._losses
         if self._quality and other._quality:
             self._quality.merge(other._quality)
 
@@ -225,6 +237,7 @@ class DetectionEvaluator:
             self._boxes.summarize(),
             self._boxes.summarize_masks() if self._masks else None,
             self._quality.summarize() if self._quality else None,
+            _mean_losses(self._losses),
         )
         if self._never_found is not None:
             try:
@@ -232,3 +245,14 @@ class DetectionEvaluator:
             except OSError as error:
                 logger.warning("%s cannot be written: %s", self._never_found, error)
         return self.result
+
+
+def _mean_losses(batches: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float | None]:
+    """Return the mean of every loss, weighted by the images of the batches, in any order; None if not finite."""
+    images = sum(count for count, _ in batches)
+    names = batches[0][1] if batches else ()
+    means = {}
+    for name in names:
+        values = [count * losses[name] for count, losses in batches]
+        means[name] = math.fsum(values) / images if all(map(math.isfinite, values)) else None
+    return means

@@ -18,6 +18,7 @@ from detr_bf import distributed
 from detr_bf.errors import InputError
 from detr_bf.files import (
     CONFIG_FILE,
+    DATA_FILE,
     ERRORS_FILE,
     EVALUATION_FILE,
     MACHINE_FILE,
@@ -133,6 +134,7 @@ class RunFolder:
     cost = _Inside("cost.json")  # memory of the last process that trained the run
     evaluation = _Inside(EVALUATION_FILE)
     errors = _Inside(ERRORS_FILE)  # of a detector
+    data = _Inside(DATA_FILE)  # statistics of a detector's training and validation data
     never_found = _Inside("never_found.json")  # validation objects that no evaluation of the run has found
     results = _Inside("results.json")
     predictions = _Inside("predictions.csv")  # of a classifier, one line per validation image
@@ -255,7 +257,7 @@ class RunFolder:
     @property
     def _all_paths(self) -> tuple[Path, ...]:
         checkpoints = self.last, self.best, self.previous, self.damaged
-        results = self.evaluation, self.errors, self.never_found, self.results, self.predictions, self.report
+        results = self.evaluation, self.errors, self.never_found, self.results, self.predictions, self.report, self.data
         maps = self.panoptic, self.panoptic_results
         others = self.log, self.metrics, self.config, self.machine, self.tensorboard, self.pictures, self.captures
         return *others, *checkpoints, self.cost, *results, *maps

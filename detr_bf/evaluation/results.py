@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -221,17 +221,21 @@ class PanopticSummary:
 
 @dataclass(frozen=True)
 class Result:
-    """Summaries of boxes, of masks (with a mask head) and of panoptic maps (with panoptic annotations)."""
+    """Summaries of boxes, of masks (with a mask head) and of panoptic maps (with panoptic annotations), and losses.
+
+    ``losses`` are ``loss`` and its unweighted terms, named as in training; None if not finite. Empty if not computed.
+    """
 
     boxes: CocoSummary
     masks: CocoSummary | None = None
     panoptic: PanopticSummary | None = None
+    losses: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """Return all metrics by name; those of masks begin with ``mask/``."""
+        """Return all metrics by name, with the losses; those of masks begin with ``mask/``."""
         masks = {f"mask/{name}": value for name, value in self.masks.metrics.items()} if self.masks else {}
-        return self.boxes.metrics | masks | (self.panoptic.metrics if self.panoptic else {})
+        return self.boxes.metrics | masks | (self.panoptic.metrics if self.panoptic else {}) | dict(self.losses)
 
     @property
     def score(self) -> float:
@@ -257,20 +261,22 @@ class Result:
         return "  ".join(f"{name} {'n/a' if value is None else f'{value:.3f}'}" for name, value in shown)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain dictionaries and numbers for JSON: those of the boxes, ``masks`` and ``panoptic``."""
+        """Return plain dictionaries and numbers for JSON: those of the boxes, ``masks``, ``panoptic``, ``losses``."""
         return {
             **self.boxes.to_dict(),
             "masks": self.masks and self.masks.to_dict(),
             "panoptic": self.panoptic and self.panoptic.to_dict(),
+            "losses": dict(self.losses),
         }
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Result:
         """Inverse of :meth:`to_dict`."""
         boxes = dict(state)
-        masks, panoptic = (boxes.pop(name, None) for name in ("masks", "panoptic"))
+        masks, panoptic, losses = (boxes.pop(name, None) for name in ("masks", "panoptic", "losses"))
         return cls(
             CocoSummary.from_dict(boxes),
             masks and CocoSummary.from_dict(masks),
             panoptic and PanopticSummary.from_dict(panoptic),
+            losses or {},
         )

@@ -32,7 +32,7 @@ class Classification(Protocol):
     def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor) -> Tensor:
         """logits (L, N, Q, K), classes (L, N, Q) with -1 for no object -> (L,), over all N rows.
 
-        Any divisor is averaged over all ranks, as ``num_boxes`` is.
+        Any divisor is averaged over all ranks, as ``num_boxes`` is, unless the classification was built as local.
         """
         ...
 
@@ -91,10 +91,12 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
 class CrossEntropy:
     """Softmax cross-entropy with a down-weighted no-object class (Carion et al. 2020, arXiv 2005.12872, section 3.1).
 
-    The last logit is no-object, weighted with ``no_object_weight``; the mean divides by the sum of the weights.
+    The last logit is no-object, weighted with ``no_object_weight``; the mean divides by the sum of the weights, which
+    is averaged over the ranks unless the loss is ``local``.
     """
 
     no_object_weight: float = 0.1
+    local: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.no_object_weight < math.inf:
@@ -111,7 +113,8 @@ class CrossEntropy:
         target = torch.where(classes < 0, no_object, classes)
         weight = torch.where(classes < 0, self.no_object_weight, 1.0).to(logits.dtype)
         entropy = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none").view_as(target)
-        return (entropy * weight).sum((1, 2)) / distributed.all_reduce_mean(weight.sum((1, 2)))
+        total = weight.sum((1, 2))
+        return (entropy * weight).sum((1, 2)) / (total if self.local else distributed.all_reduce_mean(total))
 
     def scores(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1)[..., :-1]

@@ -65,7 +65,8 @@ class SetCriterion:
 
     Each stream is matched separately; with two streams the result is the mean of their losses (BatchFormerV2, arXiv
     2204.01254, section 3.3). Divisors count the objects of all ranks, so that the mean over the ranks equals the loss
-    of one process with the whole batch.
+    of one process with the whole batch. A ``local`` criterion, which needs a local classification, does not
+    communicate: in evaluation the ranks have different numbers of batches.
     """
 
     classification: Classification
@@ -75,6 +76,7 @@ class SetCriterion:
     giou_weight: float = 2.0
     mask_weight: float = 1.0
     dice_weight: float = 1.0
+    local: bool = False
 
     def __post_init__(self) -> None:
         names = ("class_weight", "bbox_weight", "giou_weight", "mask_weight", "dice_weight")
@@ -83,7 +85,7 @@ class SetCriterion:
     def __call__(self, outputs: Outputs, targets: Sequence[Target]) -> LossReport:
         """Compute the loss of R = num_streams x B rows for B targets; proposals match objects of any class."""
         padded = PaddedTargets.of(targets, outputs.num_streams)
-        num_boxes = _num_boxes(outputs, padded)
+        num_boxes = _num_boxes(outputs, padded, self.local)
         matches, streams = self._stream_losses(outputs, padded, num_boxes)
         if outputs.masks is not None:
             by_row = _mask_losses(outputs, outputs.masks, targets, matches)
@@ -179,10 +181,13 @@ def _box_losses(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> t
     return empty.index_put(index, distance, accumulate=True), empty.index_put(index, 1 - overlap, accumulate=True)
 
 
-def _num_boxes(outputs: Outputs, targets: PaddedTargets) -> Tensor:
-    """Return the number of objects of one stream, averaged over the ranks, with a sum over the ranks of at least 1."""
+def _num_boxes(outputs: Outputs, targets: PaddedTargets, local: bool) -> Tensor:
+    """Return the number of objects of one stream, averaged over the ranks, with a sum over the ranks of at least 1.
+
+    If ``local``, it is the number on this rank, at least 1.
+    """
     here = torch.tensor(sum(targets.counts) / outputs.num_streams, dtype=torch.float64, device=outputs.logits.device)
-    return distributed.all_reduce_sum(here).clamp(min=1) / distributed.world_size()
+    return here.clamp(min=1) if local else distributed.all_reduce_sum(here).clamp(min=1) / distributed.world_size()
 
 
 def _per_stream(outputs: Outputs, by_row: Tensor) -> Tensor:

@@ -93,11 +93,12 @@ def _details(run_dir: Path, result: Result | None) -> Iterator[str]:
     if panoptic:
         yield section("Classes, panoptic", _panoptic_table(panoptic))
     yield section("Classes", _class_table(result.boxes) if result else missing(EVALUATION_FILE, "evaluation"))
-    from detr_bf.report.errors import (
-        error_sections,
-    )  # draws with matplotlib, which the first lines of a run do not need
+    # both draw with matplotlib, which the first lines of a run do not need
+    from detr_bf.report.data import data_section
+    from detr_bf.report.errors import error_sections
 
     yield from error_sections(run_dir)
+    yield from data_section(run_dir)
 
 
 def _headline(summary: CocoSummary | None, kind: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from detr_bf import distributed
 from detr_bf.assembly.data import build_eval_transform, build_loader, build_train_data, build_val_data, data_source
 from detr_bf.assembly.model import (
     build_classification,
+    build_criterion,
     build_detector_criterion,
     build_model,
     build_panoptic_postprocess,
@@ -29,7 +30,9 @@ from detr_bf.assembly.training import PRECISIONS, build_groups, epoch_batches, r
 from detr_bf.config import DetectionConfig, config_to_dict
 from detr_bf.data.batches import SameSizeBatches, SampleKey, aspect_buckets, derive_seed, object_features
 from detr_bf.data.checks.annotations import Report, examine
-from detr_bf.data.coco import CocoDetection, read_annotations
+from detr_bf.data.checks.report import Split
+from detr_bf.data.checks.statistics import describe_splits
+from detr_bf.data.coco import CocoDetection, check_annotations, read_annotations
 from detr_bf.data.transforms import mixup, resized_size
 from detr_bf.detectors import Detector, detector_named
 from detr_bf.engine import (
@@ -104,11 +107,25 @@ class DetectionTask(Task[DetectionConfig]):
             max_pixels=self.config.data.max_pixels,
         )
 
-    def check(self) -> None:
+    def check(self) -> Mapping[str, Any] | None:
         detector_named(self.config.model.name)  # before all images are read
         for split in ("train", "val"):  # without a validation split there is no best checkpoint
             data_source(self.config, split)
-        super().check()
+        return super().check()
+
+    def describe_data(self) -> Mapping[str, Any] | None:
+        """Return the statistics of the splits whose annotations can be read; None without any."""
+        splits, masks = [], self.config.model.masks
+        for name in ("train", "val"):
+            try:
+                source = data_source(self.config, name)
+                content = read_annotations(source.annotations)
+                check_annotations(content, content.class_map.index, masks and source.panoptic is not None)
+            except InputError as error:  # the training data need not be there for an evaluation
+                logger.warning("no statistics of data.%s: %s", name, error)
+            else:
+                splits.append(Split(name, source.images, content, {}, self.config.model.num_queries))
+        return describe_splits(splits) if splits else None
 
     def load_data(self) -> CocoDetection:
         data = build_train_data(self.config)
@@ -347,7 +364,8 @@ def build_evaluation(
     config: DetectionConfig, class_map: ClassMap, device: torch.device, folder: RunFolder
 ) -> Evaluation[DetectionEvaluator]:
     """Return the evaluation on the validation split; it writes panoptic maps to ``folder``."""
-    data, source = build_val_data(config, class_map), data_source(config, "val")
+    masks = config.model.masks and config.eval.loss
+    data, source = build_val_data(config, class_map, masks=masks), data_source(config, "val")
     check_enough_tokens(config, data, "val")
     loader = build_loader(config, device)
     postprocess, panoptic = build_postprocess(config), _panoptic_evaluation(config, data, folder)
@@ -378,6 +396,7 @@ def build_evaluation(
             masks=config.model.masks,
             panoptic=panoptic,
             never_found=folder.never_found,
+            criterion=build_criterion(config, local=True) if config.eval.loss else None,
         ),
     )
 

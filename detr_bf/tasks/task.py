@@ -54,18 +54,23 @@ class Task(ABC, Generic[C]):
     def examine(self) -> Report:
         """Return the problems of the data."""
 
-    def check(self) -> None:
-        """Validate the data before anything is built (rank 0 only).
+    def check(self) -> Mapping[str, Any] | None:
+        """Validate the data before anything is built (rank 0 only), and return their statistics.
 
         Raises:
             InputError: the data have errors.
         """
         if not self.config.data.check:
-            return
+            return self.describe_data()
         report = self.examine()
         if report.errors:
             raise InputError(f"the data cannot be trained on\n{report}")
         logger.info("%s", report)
+        return report.statistics
+
+    def describe_data(self) -> Mapping[str, Any] | None:
+        """Return the statistics of the data without a check of the images; None if the task has none."""
+        return None
 
     @abstractmethod
     def load_data(self) -> Any:

@@ -190,6 +190,7 @@ NAMES = (
         "cost.json",
         "evaluation.json",
         "results.json",
+        "data.json",
         "predictions.csv",
         "panoptic.json",
     ),

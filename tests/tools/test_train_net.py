@@ -79,11 +79,37 @@ def test_a_run_leaves_everything_in_its_folder(tiny: Path, tmp_path: Path, capsy
     assert len(means) == 3, "one line for every epoch"
     assert all(f"epoch {epoch}, step {5 * epoch}" in line for epoch, line in enumerate(means, start=1))
     assert f"loss {sum(record['loss'] for record in steps[5:10]) / 5:.4g} (ce" in means[1]
-    assert [record["epoch"] for record in records(run / "metrics.jsonl", "val")] == [1, 2, 3]
+    evaluations = records(run / "metrics.jsonl", "val")
+    assert [record["epoch"] for record in evaluations] == [1, 2, 3]
+    last = evaluations[-1]
+    assert {name: last[name] for name in json.loads((run / "evaluation.json").read_text())["losses"]} == {
+        name: last[name] for name in ("loss", "loss_ce", "loss_bbox", "loss_giou")
+    }
     assert "BatchFormerV2 is on: before encoder layer 0" in (run / "log.txt").read_text()
     results = json.loads((run / "results.json").read_text())
     assert {result["category_id"] for result in results} <= {3, 7, 90}
     assert {result["image_id"] for result in results} <= set(range(101, 105))
+
+
+def test_the_data_are_described_with_and_without_checks_and_in_evaluations(tiny: Path, tmp_path: Path) -> None:
+    common = ["--config", str(tiny), "train.max_steps=1", "data.check=false"]
+    assert train_net([*common, f"output_dir={tmp_path / 'unchecked'}"]) == 0
+    assert train_net([*common, "data.check=true"]) == 0
+    texts = [(tmp_path / name / "data.json").read_text() for name in ("unchecked", "run")]
+    assert texts[0] == texts[1]
+    assert json.loads(texts[0])["splits"]["train"]["images"] == 15
+    assert "<h2>Data</h2>" in (tmp_path / "run" / "report.html").read_text()
+    elsewhere = [
+        "data.train.annotations=gone.json",
+        f"output_dir={tmp_path / 'other'}",
+        f"init_from={tmp_path / 'run'}",
+    ]
+    assert train_net([*common, "--eval-only", *elsewhere]) == 0
+    log = (tmp_path / "other" / "log.txt").read_text()
+    assert "no statistics of data.train: there is no annotation file gone.json" in log
+    described = json.loads((tmp_path / "other" / "data.json").read_text())
+    assert described["splits"] == {"val": json.loads(texts[0])["splits"]["val"]}
+    assert "class7" in (tmp_path / "other" / "report.html").read_text()
 
 
 def test_checkpoint_holds_the_class_map_and_the_config(tiny: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from detr_bf.data.checks.report import (
     repeated,
     shared_images,
 )
+from detr_bf.data.checks.statistics import describe_splits, statistics_lines
 from detr_bf.data.coco import Source, annotated_size, check_folder, check_maps, read_annotations
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.files import cache_folder
@@ -42,6 +43,7 @@ class Report:
 
     contents: tuple[str, ...]  # one line a split: numbers of images, objects, classes
     findings: tuple[Finding, ...]  # errors first
+    statistics: Mapping[str, Any] | None = None  # of detection data without errors, see describe_splits
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -52,9 +54,10 @@ class Report:
         return tuple(finding for finding in self.findings if finding.severity == "warning")
 
     def __str__(self) -> str:
-        """Return the contents, a table of the findings if there are any, and a summary line."""
+        """Return the contents, statistics and a table of the findings if there are any, and a summary line."""
         outcome = f"{len(self.errors)} errors, {len(self.warnings)} warnings"
-        return "\n".join((*self.contents, *(_table(self.findings) if self.findings else ()), outcome))
+        statistics = statistics_lines(self.statistics) if self.statistics else ()
+        return "\n".join((*self.contents, *statistics, *(_table(self.findings) if self.findings else ()), outcome))
 
 
 def examine(
@@ -89,7 +92,9 @@ def examine(
     if len(splits) == 2:
         findings += [finding for check in PAIR_CHECKS if (finding := check.on("train, val", *splits))]
     findings.sort(key=lambda finding: finding.severity)
-    return Report(tuple(_summary(split) for split in splits), tuple(findings))
+    usable = all(finding.severity == "warning" for finding in findings)
+    contents = tuple(_summary(split) for split in splits)
+    return Report(contents, tuple(findings), describe_splits(splits) if usable else None)
 
 
 def _open(
