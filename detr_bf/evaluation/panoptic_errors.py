@@ -142,7 +142,7 @@ def worst_maps(images: Mapping[int, SegmentMatches], most: int) -> list[int]:
 
 
 def _class_causes(images: Iterable[SegmentMatches], label: int) -> dict[str, dict[str, Any]]:
-    """Return for each cause the number of wrong and of missed segments of a class, and the lost share of its quality."""
+    """Return the number of wrong and of missed segments of a class by cause, and the lost share of its quality."""
     ious: list[float] = []
     wrong: Counter[str] = Counter()
     missed: Counter[str] = Counter()
@@ -171,7 +171,7 @@ def panoptic_document(images: Mapping[int, SegmentMatches], summary: PanopticSum
         summary: of the same images.
         most: limit for the worst images.
     """
-    per_class = {
+    per_class: dict[str, dict[str, Any]] = {
         name: {"pq": result.PQ, "is_thing": result.is_thing, "causes": _class_causes(images.values(), label)}
         for label, (name, result) in enumerate(summary.per_class.items())
     }

@@ -166,8 +166,7 @@ def verdicts(data: Data) -> list[tuple[dict[str, Any], str, dict[str, Any] | Non
             own, owner = best_object(result, same)
             strange, stranger = best_object(result, others)
             on_crowd = any(
-                c["category_id"] == result["category_id"] and overlap_of(result, c, True) >= 0.5
-                for c in crowds
+                c["category_id"] == result["category_id"] and overlap_of(result, c, True) >= 0.5 for c in crowds
             )
             if match is not None and overlap >= 0.5:
                 taken.add(match["id"])

@@ -93,7 +93,9 @@ def test_areas_of_the_file_cannot_confuse_a_segment_twice(tmp_path: Path) -> Non
     assert segment_confusion([image], 4).sum() == 2
 
 
-def iou_of(one: Scene, truth: Any, found: Any, truth_pixels: dict[int, Pixels], found_pixels: dict[int, Pixels]) -> float:
+def iou_of(
+    one: Scene, truth: Any, found: Any, truth_pixels: dict[int, Pixels], found_pixels: dict[int, Pixels]
+) -> float:
     common = truth_pixels.get(truth["id"], set()) & found_pixels[found["id"]]
     counted = found_pixels[found["id"]] - truth_pixels.get(0, set())
     return len(common) / (truth["area"] + len(counted) - len(common)) if common else 0.0
@@ -103,9 +105,7 @@ def verdicts(one: Scene) -> tuple[Found, Found, set[tuple[int, int]]]:
     """Return the causes of wrong and of missed segments by id, and the pairs of confused classes, by loops."""
     truth_pixels, found_pixels = pixels_by_id(one.truth), pixels_by_id(one.found)
     truths = [entry for entry in one.truth_segments if not entry["iscrowd"]]
-    ious = {
-        (t["id"], f["id"]): iou_of(one, t, f, truth_pixels, found_pixels) for t in truths for f in one.found_segments
-    }
+    ious = {(t["id"], f["id"]): iou_of(t, f, truth_pixels, found_pixels) for t in truths for f in one.found_segments}
     category = {("t", t["id"]): t["category_id"] for t in truths}
     category |= {("f", f["id"]): f["category_id"] for f in one.found_segments}
     right = {(t, f) for (t, f), iou in ious.items() if iou > 0.5 and category["t", t] == category["f", f]}
@@ -160,7 +160,9 @@ def test_causes_equal_loops(tmp_path: Path, seed: int) -> None:
         wrong, missed, confused = verdicts(one)
         assert {error.segment: error.cause for error in image.wrong} == wrong
         assert {error.segment: error.cause for error in image.missed} == missed
-        pairs = {(CLASSES.category_ids[e.label], CLASSES.category_ids[e.other]) for e in image.missed if e.other is not None}
+        pairs = {
+            (CLASSES.category_ids[e.label], CLASSES.category_ids[e.other]) for e in image.missed if e.other is not None
+        }
         assert pairs == confused
         listed = {entry["id"] for entry in one.found_segments}
         assert len(image.ignored) + len(image.wrong) + len(image.matches) == len(listed)
