@@ -132,7 +132,7 @@ class RunFolder:
     captures = _Inside("captures")
     cost = _Inside("cost.json")  # memory of the last process that trained the run
     evaluation = _Inside(EVALUATION_FILE)
-    errors = _Inside(ERRORS_FILE)  # of a detector
+    errors = _Inside(ERRORS_FILE)
     never_found = _Inside("never_found.json")  # validation objects that no evaluation of the run has found
     results = _Inside("results.json")
     predictions = _Inside("predictions.csv")  # of a classifier, one line per validation image

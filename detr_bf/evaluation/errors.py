@@ -290,12 +290,12 @@ def confusion_matrix(images: Iterable[ImageErrors], num_classes: int, threshold:
 
 
 class Calibration(NamedTuple):
-    """Scores against the share of detections that are hits, in B bins of equal width; NaN in empty bins."""
+    """Scores against the share that is right, in B bins of equal width; NaN in empty bins."""
 
     counts: np.ndarray  # (B,) int64
     scores: np.ndarray  # (B,) mean score
-    precision: np.ndarray  # (B,) share of hits
-    error: float  # D-ECE: mean of |score - precision| over detections; NaN without detections
+    precision: np.ndarray  # (B,) share of hits, or accuracy
+    error: float  # mean of |score - precision| over all: ECE, of detections D-ECE; NaN if there are none
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, None for NaN."""

@@ -69,7 +69,7 @@ from detr_bf.report import (
     tolerating,
 )
 from detr_bf.structures import Batch, ClassMap, Target
-from detr_bf.tasks.task import Evaluate, MakeBatches, Task
+from detr_bf.tasks.task import MOST_ERROR_PICTURES, Evaluate, MakeBatches, Task
 
 if TYPE_CHECKING:
     from detr_bf.predictor import Predictor
@@ -78,7 +78,6 @@ logger = logging.getLogger(__name__)
 
 CLASS_BIAS = "decoder.heads.classes.0.bias"
 BATCH_FORMER = "batch_former"
-MOST_ERROR_PICTURES = 60  # of a sheet: a JPEG file has at most 65,500 lines
 RANDOM_SIDE = 256  # least pixels of a side of the random images
 
 

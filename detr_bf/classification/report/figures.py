@@ -1,8 +1,10 @@
-"""Figures of a classifier's result: confusion matrix, and accuracy of classes by their number of training images."""
+"""Figures of a classifier's result: confusion matrix, accuracy of classes by training images, reliability."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,6 +14,7 @@ from matplotlib.ticker import FuncFormatter
 
 from detr_bf.classification.metrics import ClassAccuracy, ClassificationResult
 from detr_bf.errors import InputError
+from detr_bf.report.errors import finish_shares, plot_reliability
 from detr_bf.report.figures import (
     BLUE,
     FAINT,
@@ -71,6 +74,26 @@ def save_class_accuracies(path: str | Path, result: ClassificationResult) -> Non
         below.set_xticks(range(len(classes)), names, rotation=0 if few else 90, fontsize=9 if few else 6.5)
     else:
         below.set_xlabel("classes, from those with the most training images to those with the fewest", color=INK)
+    save_figure(path, figure)
+
+
+def save_reliability(path: str | Path, content: Mapping[str, Any]) -> None:
+    """Draw accuracy against the probability, and the accuracy of the most confident images against their share.
+
+    Args:
+        path: of the figure.
+        content: of :func:`detr_bf.classification.errors.classification_errors`.
+    """
+    figure = Figure(figsize=(11, 4.4), layout="constrained", facecolor="white")
+    left, right = figure.subplots(1, 2)
+    heading = "Accuracy by probability; number of images in each bar"
+    plot_reliability(left, content["reliability"], heading, "probability of the predicted class")
+    accuracy = content["coverage"]
+    shares = np.arange(1, len(accuracy) + 1) / len(accuracy)
+    right.plot(shares, accuracy, color=BLUE, linewidth=1.8)
+    finish_shares(right, "Accuracy of the most confident images", "share of the images", "accuracy")
+    lowest = max(0.0, np.floor(10 * min(accuracy) - 0.5) / 10)
+    right.set_ylim(lowest, 1 + 0.02 * (1 - lowest))
     save_figure(path, figure)
 
 
