@@ -93,9 +93,7 @@ def test_areas_of_the_file_cannot_confuse_a_segment_twice(tmp_path: Path) -> Non
     assert segment_confusion([image], 4).sum() == 2
 
 
-def iou_of(
-    one: Scene, truth: Any, found: Any, truth_pixels: dict[int, Pixels], found_pixels: dict[int, Pixels]
-) -> float:
+def iou_of(truth: Any, found: Any, truth_pixels: dict[int, Pixels], found_pixels: dict[int, Pixels]) -> float:
     common = truth_pixels.get(truth["id"], set()) & found_pixels[found["id"]]
     counted = found_pixels[found["id"]] - truth_pixels.get(0, set())
     return len(common) / (truth["area"] + len(counted) - len(common)) if common else 0.0
