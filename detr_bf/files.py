@@ -38,6 +38,7 @@ REPORT_FILE = "report.html"
 SHEET_FILE = "pictures/validation.png"
 PANOPTIC_SHEET_FILE = "pictures/panoptic.png"
 WORST_FILE, SUSPECTS_FILE = "pictures/worst.jpg", "pictures/suspects.jpg"
+WORST_MAPS_FILE = "pictures/worst_panoptic.jpg"
 MAX_JSON_BYTES = 2**33  # limit of an annotation file; the largest published ones have about 2**31
 
 

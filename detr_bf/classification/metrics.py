@@ -19,6 +19,7 @@ from torch import Tensor
 
 from detr_bf.classification.batch import LabelledImages
 from detr_bf.errors import InputError
+from detr_bf.evaluation.errors import Calibration
 from detr_bf.files import atomic_write
 from detr_bf.structures import ClassMap
 from detr_bf.text import csv_cell, printable
@@ -133,6 +134,7 @@ class Predictions:
     labels: Tensor  # (N,) int64
     predicted: Tensor  # (N,) int64; -1 if the logits are not finite
     scores: Tensor  # (N,) float32, probability of the predicted class; NaN if the logits are not finite
+    true_scores: Tensor  # (N,) float32, probability of the true class; NaN if the logits are not finite
 
     def most_confident(self, right: bool, count: int) -> list[int]:
         """Return the rows of at most ``count`` right or wrong predictions with the highest scores, highest first."""
@@ -226,7 +228,7 @@ class ClassificationEvaluator:
             InputError: there is no image.
         """
         rows = self._rows.joined()
-        return Predictions(rows["index"], rows["label"], rows["predicted"], rows["score"])
+        return Predictions(rows["index"], rows["label"], rows["predicted"], rows["score"], (-rows["loss"]).exp())
 
     def summarize(self) -> ClassificationResult:
         """Return the metrics of all images, bitwise independent of how the split was divided among ranks.
@@ -247,7 +249,7 @@ class ClassificationEvaluator:
             top5=_mean(rows["in_top5"]) if num_classes > 5 else None,
             **{name: _mean_accuracy(c for c in per_class.values() if c.group == name) for name in GROUPS},
             balanced=balanced,
-            ece=None if not_finite else calibration_error(rows["score"], right),
+            ece=None if not_finite else reliability(rows["score"], right).error,
             loss=None if not_finite else _mean(rows["loss"]),
             per_class=per_class,
             num_images=len(labels),
@@ -284,10 +286,11 @@ class ClassificationEvaluator:
         return "few" if train_images < self.few else "medium"
 
 
-def calibration_error(scores: Tensor, right: Tensor, bins: int = _BINS) -> float:
-    """Expected calibration error (Guo et al. 2017, arXiv 1706.04599, equation 3).
+def reliability(scores: Tensor, right: Tensor, bins: int = _BINS) -> Calibration:
+    """Return scores against accuracy by bin, with the expected calibration error.
 
-    It is the mean over all images of the difference between the accuracy and the mean score of their bin.
+    The error is the mean over all images of the difference between the accuracy and the mean score of their bin (Guo et
+    al. 2017, arXiv 1706.04599, equation 3).
 
     Args:
         scores: (N,) probabilities of the predicted classes.
@@ -296,8 +299,12 @@ def calibration_error(scores: Tensor, right: Tensor, bins: int = _BINS) -> float
     """
     edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)[1:-1]
     bin_of = torch.bucketize(scores.double(), edges)  # upper edges belong to their bins
-    surplus = torch.zeros(bins, dtype=torch.float64).index_add_(0, bin_of, right.double() - scores.double())
-    return (surplus.abs().sum() / len(scores)).item()
+    counts, score, hits = (
+        torch.zeros(bins, dtype=torch.float64).index_add_(0, bin_of, values.double())
+        for values in (torch.ones_like(scores), scores, right)
+    )
+    error = ((hits - score).abs().sum() / len(scores)).item()  # NaN without images
+    return Calibration(counts.long().numpy(), (score / counts).numpy(), (hits / counts).numpy(), error)
 
 
 def _confusion(labels: Tensor, predicted: Tensor, num_classes: int) -> tuple[tuple[int, ...], ...]:

@@ -198,6 +198,11 @@ class DetectionEvaluator:
         return self._boxes
 
     @property
+    def quality(self) -> PanopticEvaluator | None:
+        """The evaluator of the panoptic maps, None without maps."""
+        return self._quality
+
+    @property
     def detections(self) -> list[Detections]:
         """The detections by image id."""
         return merge_shards([self._boxes.detections])

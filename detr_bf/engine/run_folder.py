@@ -133,7 +133,7 @@ class RunFolder:
     captures = _Inside("captures")
     cost = _Inside("cost.json")  # memory of the last process that trained the run
     evaluation = _Inside(EVALUATION_FILE)
-    errors = _Inside(ERRORS_FILE)  # of a detector
+    errors = _Inside(ERRORS_FILE)
     data = _Inside(DATA_FILE)  # statistics of a detector's training and validation data
     never_found = _Inside("never_found.json")  # validation objects that no evaluation of the run has found
     results = _Inside("results.json")

@@ -28,7 +28,7 @@ from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.masks import Segmentations, parts_of, read_ids
 from detr_bf.errors import InputError
 from detr_bf.evaluation.errors import ImageErrors, image_errors, scored_hits
-from detr_bf.evaluation.results import BOX_METRIC_NAMES, ClassResult, CocoSummary, all_classes
+from detr_bf.evaluation.results import BOX_METRIC_NAMES, ClassResult, CocoSummary, ScoredHits, all_classes
 from detr_bf.files import write_json
 from detr_bf.postprocess import encoded
 from detr_bf.structures import ClassMap, Detections
@@ -93,6 +93,7 @@ class CocoEvaluator:
         self._known_ids = frozenset(self._image_ids)
         self._detections: dict[int, Detections] = {}
         self.errors: list[ImageErrors] = []  # of the last summary of boxes
+        self.mask_errors: list[ImageErrors] = []  # of the last summary of masks
         self.precision: np.ndarray | None = None  # (T, R, K) by IoU, recall and class, of the same summary
 
     def update(self, detections: Sequence[Detections]) -> None:
@@ -135,12 +136,7 @@ class CocoEvaluator:
         columns = np.argsort(np.argsort(self.class_map.category_ids))  # the engines' classes ascend by id
         self.precision = curves.precision[:, :, columns, 0, 2]
         self.errors = image_errors(self._ground_truth, self.detections, self.class_map)
-        scored = scored_hits(self.errors, self.class_map.num_classes)
-        per_class = {
-            name: replace(result, best=own.best())
-            for (name, result), own in zip(summary.per_class.items(), scored, strict=True)
-        }
-        return replace(summary, per_class=per_class, best=all_classes(scored).best())
+        return _with_thresholds(summary, scored_hits(self.errors, self.class_map.num_classes))
 
     def summarize_masks(self, partial: bool = False) -> CocoSummary:
         """Return the same metrics by the IoU of masks, for the thing classes.
@@ -150,7 +146,12 @@ class CocoEvaluator:
         classes = zip(self.class_map.category_ids, self.class_map.names, self.class_map.is_thing, strict=True)
         things = [(category_id, name) for category_id, name, is_thing in classes if is_thing]
         classes_of_things = ClassMap(tuple(i for i, _ in things), tuple(name for _, name in things))
-        return self._summary("segm", classes_of_things, partial)[0]
+        summary, _ = self._summary("segm", classes_of_things, partial)
+        self.mask_errors = image_errors(self._ground_truth, self.detections, self.class_map, masks=True)
+        scored = scored_hits(self.mask_errors, self.class_map.num_classes)
+        return _with_thresholds(
+            summary, [own for own, is_thing in zip(scored, self.class_map.is_thing, strict=True) if is_thing]
+        )
 
     def _summary(self, kind: str, classes: ClassMap, partial: bool) -> tuple[CocoSummary, Curves]:
         """Return metrics and curves of ``classes`` by the IoU of ``kind``, ``bbox`` or ``segm``."""
@@ -179,6 +180,15 @@ class CocoEvaluator:
             best=None,
         )
         return summary, curves
+
+
+def _with_thresholds(summary: CocoSummary, scored: Sequence[ScoredHits]) -> CocoSummary:
+    """Add the thresholds with the highest F1; ``scored`` are those of the classes of the summary."""
+    per_class = {
+        name: replace(result, best=own.best())
+        for (name, result), own in zip(summary.per_class.items(), scored, strict=True)
+    }
+    return replace(summary, per_class=per_class, best=all_classes(scored).best())
 
 
 def merge_shards(shards: Iterable[Sequence[Detections]]) -> list[Detections]:

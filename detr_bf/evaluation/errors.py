@@ -44,7 +44,7 @@ class ImageErrors:
     labels: np.ndarray  # (D,) int64
     object_boxes: np.ndarray  # (O, 4) float64
     object_labels: np.ndarray  # (O,) int64
-    ious: np.ndarray  # (D, O) float64
+    ious: np.ndarray  # (D, O) float64, of boxes or of masks
     matches: np.ndarray  # (D,) int64, the matched object; negative: none, or a crowd
     types: tuple[str, ...]  # D: hit, ignored, or one of ERROR_TYPES
     causes: np.ndarray  # (D,) int64, the object that a class, localisation or duplicate error is about, else negative
@@ -79,34 +79,44 @@ class ImageErrors:
 
 
 def image_errors(
-    ground_truth: Mapping[str, Any], detections: Iterable[Detections], class_map: ClassMap
+    ground_truth: Mapping[str, Any], detections: Iterable[Detections], class_map: ClassMap, *, masks: bool = False
 ) -> list[ImageErrors]:
     """Match the detections of each image and find the type of each error; images ascend by id.
 
     Args:
-        ground_truth: COCO data set with ``bbox``, ``iscrowd`` and ``category_id`` in every annotation.
+        ground_truth: COCO data set with ``bbox``, ``iscrowd`` and ``category_id`` in every annotation; for masks also
+            ``segmentation``, as compressed run lengths.
         detections: of the images to examine.
         class_map: the classes.
+        masks: take the IoU of masks, and things only.
     """
+    is_thing = np.array(class_map.is_thing, dtype=bool)
     by_image: dict[int, list[Mapping[str, Any]]] = {}
     for annotation in ground_truth["annotations"]:
-        by_image.setdefault(annotation["image_id"], []).append(annotation)
-    return [
-        _examined(image, by_image.get(image.image_id, []), class_map)
-        for image in sorted(detections, key=lambda each: each.image_id)
-    ]
+        if not masks or is_thing[class_map.index[annotation["category_id"]]]:
+            by_image.setdefault(annotation["image_id"], []).append(annotation)
+    found = []
+    for image in sorted(detections, key=lambda each: each.image_id):
+        kept = is_thing[image.labels.cpu().numpy()] | (not masks)
+        order = np.flatnonzero(kept)[np.argsort(-image.scores.double().cpu().numpy()[kept], kind="stable")]
+        found.append(_examined(image, order, by_image.get(image.image_id, []), class_map, masks))
+    return found
 
 
-def _examined(image: Detections, annotations: Sequence[Mapping[str, Any]], class_map: ClassMap) -> ImageErrors:
-    """Match the detections of one image and find the type of each error."""
-    scores = image.scores.double().cpu().numpy()
-    order = np.argsort(-scores, kind="stable")
-    boxes = image.boxes.double().cpu().numpy()[order]
-    scores, labels = scores[order], image.labels.cpu().numpy()[order]
+def _examined(
+    image: Detections, order: np.ndarray, annotations: Sequence[Mapping[str, Any]], class_map: ClassMap, masks: bool
+) -> ImageErrors:
+    """Match the detections ``order`` of one image, by descending score, and find the type of each error."""
+    boxes, scores = (values.double().cpu().numpy()[order] for values in (image.boxes, image.scores))
+    labels = image.labels.cpu().numpy()[order]
     is_crowd = np.array([bool(each["iscrowd"]) for each in annotations], dtype=bool)
     own_labels = np.array([class_map.index[each["category_id"]] for each in annotations], dtype=np.int64)
     xywh = np.array([each["bbox"] for each in annotations], dtype=np.float64).reshape(-1, 4)
-    ious = _ious(np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1), xywh, is_crowd)
+    if masks:
+        assert image.masks is not None, "the detections have masks"
+        ious = _ious([image.masks[at] for at in order], [each["segmentation"] for each in annotations], is_crowd)
+    else:
+        ious = _ious(np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1), xywh, is_crowd)
     free = ious[:, ~is_crowd]
     of_class = labels[:, None] == own_labels[~is_crowd]
     on_crowd = ((ious >= MATCH_IOU) & is_crowd & (labels[:, None] == own_labels)).any(1)
@@ -118,8 +128,8 @@ def _examined(image: Detections, annotations: Sequence[Mapping[str, Any]], class
     )
 
 
-def _ious(one: np.ndarray, other: np.ndarray, is_crowd: np.ndarray) -> np.ndarray:
-    """Return the IoU of boxes x, y, width, height: (N, 4) and (M, 4) -> (N, M), with crowds as COCO defines it."""
+def _ious(one: Sequence[Any] | np.ndarray, other: Sequence[Any] | np.ndarray, is_crowd: np.ndarray) -> np.ndarray:
+    """Return the IoU (N, M) of N and M boxes x, y, width, height, or run lengths, with crowds as COCO defines it."""
     if not (len(one) and len(other)):
         return np.zeros((len(one), len(other)))
     return np.asarray(coco_mask.iou(one, other, is_crowd.astype(np.uint8)))
@@ -280,12 +290,21 @@ def confusion_matrix(images: Iterable[ImageErrors], num_classes: int, threshold:
 
 
 class Calibration(NamedTuple):
-    """Scores against the share of detections that are hits, in B bins of equal width; NaN in empty bins."""
+    """Scores against the share that is right, in B bins of equal width; NaN in empty bins."""
 
     counts: np.ndarray  # (B,) int64
     scores: np.ndarray  # (B,) mean score
-    precision: np.ndarray  # (B,) share of hits
-    error: float  # D-ECE: mean of |score - precision| over detections; NaN without detections
+    precision: np.ndarray  # (B,) share of hits, or accuracy
+    error: float  # mean of |score - precision| over all: ECE, of detections D-ECE; NaN if there are none
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, None for NaN."""
+        return {
+            "error": _plain(self.error),
+            "counts": self.counts.tolist(),
+            "scores": [_plain(value) for value in self.scores],
+            "precision": [_plain(value) for value in self.precision],
+        }
 
 
 def calibration(found: ScoredHits, bins: int = 10) -> Calibration:
@@ -480,6 +499,9 @@ def error_document(
     threshold: float,
     most: int,
     missing: Collection[tuple[int, int]],
+    *,
+    masks: Sequence[ImageErrors] | None = None,
+    panoptic: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return everything about the errors of a detector as plain values for JSON.
 
@@ -491,29 +513,21 @@ def error_document(
         threshold: least score of a detection for the confusion matrix, the recall of groups and the worst images.
         most: limit for the images and for each kind of suspects.
         missing: see :func:`label_suspects`.
+        masks: the same images by the IoU of masks, None without masks.
+        panoptic: of :func:`~detr_bf.evaluation.panoptic_errors.panoptic_document`, None without panoptic maps.
     """
     num_classes = len(class_names)
-    ap50, costs = error_costs(images, num_classes)
-    scored = all_classes(scored_hits(images, num_classes))
-    calibrated = calibration(scored)
     with_objects = precision.reshape(-1, num_classes).min(0) > -1
     known = precision[:, :, with_objects]
     by_iou = known.mean(2) if known.shape[2] else np.empty((0, precision.shape[1]))
     return {
         "images": len(images),
         "threshold": threshold,
-        "ap50": ap50,
-        "costs": {kind: cost._asdict() for kind, cost in costs.items()},
+        **_matched_part(images, num_classes),
         "confusion": confusion_matrix(images, num_classes, threshold).tolist()
         if num_classes <= MOST_CONFUSED
         else None,
         "classes": list(class_names),
-        "calibration": {
-            "error": _plain(calibrated.error),
-            "counts": calibrated.counts.tolist(),
-            "scores": [_plain(value) for value in calibrated.scores],
-            "precision": [_plain(value) for value in calibrated.precision],
-        },
         "groups": {
             name: [group._asdict() for group in groups]
             for name, groups in object_groups(images, sizes, num_classes, threshold).items()
@@ -526,11 +540,26 @@ def error_document(
             for k, name in enumerate(class_names)
             if with_objects[k]
         },
-        "thresholds": [asdict(scored.at(number / 100)) for number in range(101)],
         "worst": [_worst_entry(image) for image in worst_images(images, threshold, most)],
         "suspects": [
             {**suspect._asdict(), "box": list(suspect.box)} for suspect in label_suspects(images, most, missing)
         ],
+        "masks": None if masks is None else _matched_part(masks, num_classes),
+        "panoptic": panoptic,
+    }
+
+
+def _matched_part(images: Sequence[ImageErrors], num_classes: int) -> dict[str, Any]:
+    """Return what exists for boxes and for masks: AP50, costs, calibration, and precision and recall by threshold."""
+    ap50, costs = error_costs(images, num_classes)
+    scored = all_classes(scored_hits(images, num_classes))
+    best = scored.best()
+    return {
+        "ap50": ap50,
+        "costs": {kind: cost._asdict() for kind, cost in costs.items()},
+        "calibration": calibration(scored).to_dict(),
+        "best": best and asdict(best),
+        "thresholds": [asdict(scored.at(number / 100)) for number in range(101)],
     }
 
 

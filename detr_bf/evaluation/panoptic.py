@@ -29,6 +29,7 @@ from detr_bf.data.annotation_values import (
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.masks import encoded_ids, read_ids
 from detr_bf.errors import InputError
+from detr_bf.evaluation.panoptic_errors import SegmentMatches, SegmentPair, segment_errors
 from detr_bf.evaluation.results import PANOPTIC_METRIC_NAMES, PanopticClassResult, PanopticSummary
 from detr_bf.files import atomic_write, is_folder, read_json, write_json
 from detr_bf.structures import ClassMap, PanopticMap, Segment
@@ -292,10 +293,10 @@ class PanopticEvaluator:
     ) -> None:
         self.class_map = class_map
         self._truths = PanopticFile(annotations, folder, class_map, max_pixels)
-        self._counts: dict[int, _Counts] = {}
+        self._counts: dict[int, SegmentMatches] = {}
 
     @property
-    def counts(self) -> Mapping[int, _Counts]:
+    def counts(self) -> Mapping[int, SegmentMatches]:
         """Return matches and errors by image id."""
         return self._counts
 
@@ -323,7 +324,9 @@ class PanopticEvaluator:
                     f"the panoptic map of image id {found.image_id} is of shape {tuple(found.ids.shape)}, its ground "
                     f"truth of shape {tuple(truth.ids.shape)}: make maps of the file's height x width"
                 )
-            self._counts[found.image_id] = _compare(truth, found, areas_of(found, self.class_map.num_classes))
+            self._counts[found.image_id] = _compare(
+                truth, found, areas_of(found, self.class_map.num_classes), self.class_map.is_thing
+            )
 
     def merge(self, other: PanopticEvaluator) -> None:
         """Add the images of ``other``; for an image in both, the result of ``self`` is kept.
@@ -356,35 +359,15 @@ class PanopticEvaluator:
         return PanopticSummary(**_nine_numbers(per_class.values()), per_class=per_class, num_images=len(self._counts))
 
 
-class _Counts(NamedTuple):
-    """Matches and errors of one image, as class indices, one entry for each segment."""
-
-    matches: tuple[tuple[int, float], ...]  # class index and IoU, by ground-truth id, then predicted id
-    false_positives: tuple[int, ...]
-    false_negatives: tuple[int, ...]
-
-
-def _compare(wanted: PanopticMap, found: PanopticMap, areas: Mapping[int, int]) -> _Counts:
+def _compare(
+    wanted: PanopticMap, found: PanopticMap, areas: Mapping[int, int], is_thing: Sequence[bool]
+) -> SegmentMatches:
     """Compare ground truth and prediction of one image; ``areas`` are the pixels of the predicted segments."""
     overlaps = pixels_of_values(wanted.ids.numpy().astype(np.int64) * _PAIR + found.ids.cpu().numpy())
-    truths = wanted.segments
-    true_segments = {segment.id: segment for segment in truths}
-    found_segments = {segment.id: segment for segment in found.segments}
-    matches = []
-    matched_truths, matched_found = set(), set()
-    for pair, pixels in overlaps.items():
-        true_id, found_id = divmod(pair, _PAIR)
-        truth, guess = true_segments.get(true_id), found_segments.get(found_id)
-        if truth is None or guess is None or truth.is_crowd or truth.label != guess.label:
-            continue
-        on_void = overlaps.get(found_id, 0)  # the pair with id 0
-        iou = pixels / (truth.area + areas[found_id] - pixels - on_void)
-        if iou > 0.5:
-            matches.append((truth.label, iou))
-            matched_truths.add(true_id)
-            matched_found.add(found_id)
-
-    crowds = {segment.label: segment.id for segment in truths if segment.is_crowd}  # the last one of a class
+    pairs = list(_pairs(wanted, found, areas, overlaps))
+    right = [pair for pair in pairs if pair.truth.label == pair.found.label and pair.iou > 0.5]
+    matched_truths, matched_found = {pair.truth.id for pair in right}, {pair.found.id for pair in right}
+    crowds = {segment.label: segment.id for segment in wanted.segments if segment.is_crowd}  # the last one of a class
 
     def is_ignored(guess: Segment) -> bool:
         pixels = overlaps.get(guess.id, 0)
@@ -392,14 +375,36 @@ def _compare(wanted: PanopticMap, found: PanopticMap, areas: Mapping[int, int]) 
             pixels += overlaps.get(crowds[guess.label] * _PAIR + guess.id, 0)
         return pixels / areas[guess.id] > 0.5
 
-    return _Counts(
-        tuple(matches),
-        tuple(s.label for s in found.segments if s.id not in matched_found and not is_ignored(s)),
-        tuple(s.label for s in truths if s.id not in matched_truths and not s.is_crowd),
+    unmatched = [segment for segment in found.segments if segment.id not in matched_found]
+    ignored = {segment.id for segment in unmatched if is_ignored(segment)}
+    wrong, missed = segment_errors(
+        [pair for pair in pairs if pair.found.id not in ignored],
+        [segment for segment in unmatched if segment.id not in ignored],
+        [s for s in wanted.segments if s.id not in matched_truths and not s.is_crowd],
+        is_thing,
     )
+    return SegmentMatches(tuple((pair.truth.label, pair.iou) for pair in right), wrong, missed, tuple(sorted(ignored)))
 
 
-def _per_class(counts: Sequence[_Counts], class_map: ClassMap) -> dict[str, PanopticClassResult]:
+def _pairs(
+    wanted: PanopticMap, found: PanopticMap, areas: Mapping[int, int], overlaps: Mapping[int, int]
+) -> Iterator[SegmentPair]:
+    """Yield the pairs of a true segment, without crowds, and a predicted one with common pixels."""
+    true_segments = {segment.id: segment for segment in wanted.segments if not segment.is_crowd}
+    found_segments = {segment.id: segment for segment in found.segments}
+    true_pixels: Counter[int] = Counter()
+    for pair, pixels in overlaps.items():
+        true_pixels[pair // _PAIR] += pixels
+    for pair, pixels in overlaps.items():
+        true_id, found_id = divmod(pair, _PAIR)
+        if true_id in true_segments and found_id in found_segments:
+            truth, guess = true_segments[true_id], found_segments[found_id]
+            counted = areas[found_id] - overlaps.get(found_id, 0)  # the pair with id 0: pixels on void
+            iou = pixels / (truth.area + counted - pixels)
+            yield SegmentPair(truth, guess, iou, pixels / true_pixels[true_id], pixels / counted)
+
+
+def _per_class(counts: Sequence[SegmentMatches], class_map: ClassMap) -> dict[str, PanopticClassResult]:
     """Return the results by class name in the order of the class map; a repeated name is followed by its id."""
     ious: list[list[float]] = [[] for _ in class_map.names]
     for image in counts:

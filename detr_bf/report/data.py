@@ -11,11 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from detr_bf.data.checks.statistics import NAMES
-from detr_bf.errors import InputError
 from detr_bf.files import DATA_FILE, read_json
 from detr_bf.report.figures import FAINT, INK, SKY, VERMILION, clear_lines, save_figure, title
-from detr_bf.report.page import escaped, missing, percent, picture, row, section, table
-from detr_bf.text import printable
+from detr_bf.report.page import escaped, missing, percent, picture, reading, row, section, table
 
 _PICTURE = "pictures/data.svg"
 _SPLITS = {"train": "training", "val": "validation"}
@@ -28,10 +26,8 @@ def data_section(run_dir: Path) -> Iterator[str]:
     if not path.is_file():
         yield section("Data", missing(DATA_FILE, "statistics of its data"))
         return
-    try:
+    with reading(path):
         yield section("Data", _content(run_dir, read_json(path)))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise InputError(f"{printable(path)} is damaged ({printable(error)}): evaluate the run again") from error
 
 
 def _content(run_dir: Path, document: Mapping[str, Any]) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,22 +11,36 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from detr_bf.errors import InputError
 from detr_bf.evaluation.errors import HIT, IGNORED, ImageErrors, LabelSuspect
-from detr_bf.files import ERRORS_FILE, SUSPECTS_FILE, WORST_FILE, read_json
+from detr_bf.evaluation.panoptic_errors import MATCHES, PANOPTIC_CAUSES, SegmentError, SegmentMatches
+from detr_bf.files import ERRORS_FILE, SUSPECTS_FILE, WORST_FILE, WORST_MAPS_FILE, read_json
 from detr_bf.report.charts import CHART_COLOURS, Chart, Line, chart_group
 from detr_bf.report.drawing import Colour, Mark, Rectangle, make_marks, paint_marks
 from detr_bf.report.figures import draw_confusion, save_figure
 from detr_bf.report.fonts import legible
-from detr_bf.report.page import count, missing, number, percent, picture, row, section, table, value_table
+from detr_bf.report.page import (
+    count,
+    missing,
+    number,
+    percent,
+    picture,
+    reading,
+    row,
+    section,
+    table,
+    value_table,
+)
+from detr_bf.report.panoptic import check_map_size, paint_segments
 from detr_bf.report.sheet import GROUND_TRUTH, LABEL_SIZE, Strip, fit, lay_out
-from detr_bf.text import printable
+from detr_bf.structures import PanopticMap
 
 _CONFUSION_FILE = "pictures/confusion.png"
+_SEGMENTS_FILE = "pictures/confusion_panoptic.png"
 _CELL = 260  # pixels, side of a cut-out
 _RIGHT: Colour = (0, 158, 115)
 _WRONG: Colour = (213, 94, 0)
 _MISSED: Colour = (240, 228, 66)
+_IGNORED: Colour = (150, 150, 150)
 _MEANINGS = {
     "class": "right place, wrong class",
     "localisation": "right class, IoU with the object from 0.1 to 0.5",
@@ -37,6 +50,16 @@ _MEANINGS = {
     "missed": "no match, and no class or localisation error is about the object",
     "false positives": "all wrong detections together",
     "false negatives": "all objects without a right detection",
+}
+_CAUSES = {
+    MATCHES: "right segments, whose IoU is below 1",
+    "class": "IoU above 0.5 with a segment of another class",
+    "thing or stuff": "the same, where one is a thing and the other is stuff",
+    "merged": "one predicted segment covers several of its class",
+    "split": "several predicted segments lie on one of their class",
+    "outline": "right class, IoU from 0.1 to 0.5",
+    "both": "wrong class and IoU from 0.1 to 0.5",
+    "background": "nothing is annotated there, or nothing is found there",
 }
 
 
@@ -122,17 +145,74 @@ def suspect_sheet(cells: Iterable[SuspectCell], class_names: Sequence[str]) -> I
     return lay_out(strips, ("",), 4, _CELL)
 
 
-def error_sections(run_dir: Path) -> Iterator[str]:
-    """Yield the sections about errors; one sentence if the run has no ``errors.json``."""
+class PanopticErrorRow(NamedTuple):
+    """One image with its true and its predicted panoptic map and their errors."""
+
+    image: Tensor  # (3, H, W) uint8
+    truth: PanopticMap
+    found: PanopticMap
+    errors: SegmentMatches
+    caption: str
+
+
+def panoptic_error_sheet(rows: Iterable[PanopticErrorRow], class_names: Sequence[str]) -> Image.Image:
+    """Draw true maps with missed segments in yellow on the left, predicted maps with wrong ones in red on the right.
+
+    The others are green, and those that count nowhere are grey.
+
+    Raises:
+        InputError: ``rows`` is empty, or an image and its maps have different sizes.
+    """
+    strips = []
+    for image, truth, found, errors, caption in rows:
+        picture, _ = fit(image)
+        crowds = [segment.id for segment in truth.segments if segment.is_crowd]
+        pictures = []
+        for panoptic, wrong, colour, ignored in (
+            (truth, errors.missed, _MISSED, crowds),
+            (found, errors.wrong, _WRONG, errors.ignored),
+        ):
+            check_map_size(image, panoptic)
+            texts = {error.segment: _cause_text(error, class_names, colour) for error in wrong}
+            colours = {each.id: _IGNORED if each.id in ignored else _RIGHT for each in panoptic.segments}
+            colours |= dict.fromkeys(texts, colour)
+            names = [texts.get(segment.id, "") for segment in panoptic.segments]
+            pictures.append(paint_segments(picture, panoptic, names, list(colours.values()), LABEL_SIZE))
+        counts = f"{count(len(errors.wrong), 'wrong segment')}, {len(errors.missed)} missed"
+        strips.append(Strip(tuple(pictures), (caption, counts)))
+    return lay_out(strips, (GROUND_TRUTH, "Predictions"))
+
+
+def _cause_text(error: SegmentError, class_names: Sequence[str], colour: Colour) -> str:
+    name = legible(class_names[error.label])
+    if error.other is not None:
+        return f"{name} {'taken for' if colour == _MISSED else 'instead of'} {legible(class_names[error.other])}"
+    return f"{name}: {'not found' if (error.cause, colour) == ('background', _MISSED) else error.cause}"
+
+
+def error_sections(
+    run_dir: Path, sections: Callable[[Path, Mapping[str, Any]], Iterator[str]] | None = None
+) -> Iterator[str]:
+    """Yield the sections about errors; one sentence if the run has no ``errors.json``.
+
+    Args:
+        run_dir: of the run.
+        sections: makes them from the folder and the content of the file; those of a detector if not given.
+
+    Raises:
+        InputError: the file is damaged.
+    """
     path = run_dir / ERRORS_FILE
     if not path.is_file():
         yield section("Errors", missing(ERRORS_FILE, "analysis of errors"))
         return
-    with _reading(path):
-        yield from _sections(run_dir, read_json(path))
+    with reading(path):
+        yield from (sections or _sections)(run_dir, read_json(path))
 
 
 def _sections(run_dir: Path, content: Mapping[str, Any]) -> Iterator[str]:
+    if content["panoptic"] is not None:
+        yield from _panoptic_sections(run_dir, content["panoptic"])
     yield section("Errors", _types_table(content))
     yield section(
         "Precision, recall and scores",
@@ -144,7 +224,7 @@ def _sections(run_dir: Path, content: Mapping[str, Any]) -> Iterator[str]:
             picture(
                 run_dir / _CONFUSION_FILE,
                 "Confusion matrix with background",
-                lambda file: _save_confusion(file, content),
+                lambda file: _save_confusion(file, content, "objects"),
             )
             + f'<p class="faint">Detections with a score of at least {content["threshold"]:.3g}, matched with objects '
             "of any class at IoU 0.5. Background as true class: nothing is annotated there, in percent of all "
@@ -178,7 +258,7 @@ def costs_of_runs(runs: Mapping[str, Path]) -> str:
     costs: dict[str, Mapping[str, Any]] = {}
     for name, folder in runs.items():
         if (path := folder / ERRORS_FILE).is_file():
-            with _reading(path):
+            with reading(path):
                 costs[name] = {kind: cost["cost"] for kind, cost in read_json(path)["costs"].items()}
     kinds = dict.fromkeys(kind for found in costs.values() for kind in found)
     return value_table(
@@ -186,29 +266,94 @@ def costs_of_runs(runs: Mapping[str, Path]) -> str:
     )
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turn errors about the content of a file into an :class:`InputError`."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{printable(path)} is damaged ({printable(error)}): evaluate the run again") from error
+def _panoptic_sections(run_dir: Path, content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the sections about panoptic maps."""
+    yield section("Lost panoptic quality", _causes_table(content))
+    yield section("Lost panoptic quality by class", _class_causes_table(content))
+    if content["confusion"] is not None:
+        yield section(
+            "Confused segments",
+            picture(
+                run_dir / _SEGMENTS_FILE,
+                "Confusion matrix of segments with background",
+                lambda file: _save_confusion(file, content, "segments"),
+            )
+            + '<p class="faint">Segments of any class with an IoU above 0.5. Background as true class: a wrong segment '
+            "without such a partner, in percent of all predicted segments. Background as predicted class: a missed "
+            "segment without one.</p>",
+        )
+    if (run_dir / WORST_MAPS_FILE).is_file():
+        note = (
+            "Left, yellow: missed segments. Right, red: wrong segments. Both with their cause. Green: matched "
+            "segments. Grey: crowds, and segments on void or crowds, which count nowhere."
+        )
+        heading = "Panoptic maps with the largest errors"
+        yield section(heading, picture(run_dir / WORST_MAPS_FILE, heading) + f'<p class="faint">{note}</p>')
+
+
+def _causes_table(content: Mapping[str, Any]) -> str:
+    causes = content["causes"]
+    top = max(0.01, *(causes[cause]["lost"] for cause in _CAUSES))
+    rows = (
+        row(
+            cause,
+            causes[cause]["lost"] / top,
+            (
+                *(("", "") if cause == MATCHES else (f"{causes[cause][kind]:,}" for kind in ("wrong", "missed"))),
+                percent(causes[cause]["lost"]),
+            ),
+            meaning,
+        )
+        for cause, meaning in _CAUSES.items()
+    )
+    note = (
+        f"PQ is {percent(content['pq'])}; with the losses it adds up to 100, in every class and on average. A match "
+        "loses 1 - IoU, a wrong and a missed segment 0.5 each. Each has the first cause that fits."
+    )
+    return table(("Cause", "Wrong", "Missed", "PQ lost"), rows) + f'<p class="faint">{note}</p>'
+
+
+def _class_causes_table(content: Mapping[str, Any]) -> str:
+    """Return a table of classes, the worst first, with the quality that each cause has lost."""
+    found = [(name, entry) for name, entry in content["per_class"].items() if entry["pq"] is not None]
+    rows = (
+        row(
+            name,
+            entry["pq"],
+            (percent(entry["pq"]), *(percent(entry["causes"][cause]["lost"]) for cause in (MATCHES, *PANOPTIC_CAUSES))),
+            "" if entry["is_thing"] else "stuff",
+        )
+        for name, entry in sorted(found, key=lambda each: each[1]["pq"])
+    )
+    return table(("Class", "PQ", *(cause.capitalize() for cause in _CAUSES)), rows)
 
 
 def _types_table(content: Mapping[str, Any]) -> str:
-    costs = content["costs"]
+    costs, masks = content["costs"], content["masks"]
     if not costs:
         return '<p class="faint">The validation split has no objects.</p>'
-    top = max(0.01, *(cost["cost"] for cost in costs.values()))
+    parts = [costs, *([masks["costs"]] if masks and masks["costs"] else [])]
+    top = max(0.01, *(cost["cost"] for part in parts for cost in part.values()))
     rows = (
-        row(kind, max(0.0, cost["cost"]) / top, (f"{cost['number']:,}", percent(cost["cost"])), _MEANINGS[kind])
-        for kind, cost in costs.items()
+        row(
+            kind,
+            max(0.0, costs[kind]["cost"]) / top,
+            [value for part in parts for value in (f"{part[kind]['number']:,}", percent(part[kind]["cost"]))],
+            _MEANINGS[kind],
+        )
+        for kind in costs
     )
     note = (
         f"AP50 is {percent(content['ap50'])}. The cost is how much higher it would be without the errors of one type "
         "alone (TIDE, 2020); costs do not add up. Numbers are those of all detections, whatever their score."
     )
-    return table(("Error", "Number", "Cost in AP50"), rows) + f'<p class="faint">{note}</p>'
+    titles = ["Error", "Number", "Cost in AP50"]
+    if len(parts) > 1:
+        titles += ["Number, masks", "Cost in mask AP50"]
+        note += f" Masks: the same with the IoU of masks, things only; their AP50 is {percent(masks['ap50'])}."
+        if best := masks["best"]:
+            note += f" Their F1 is highest, {percent(best['f1'])}, from the score {best['threshold']:.2f} on."
+    return table(titles, rows) + f'<p class="faint">{note}</p>'
 
 
 def _group_table(content: Mapping[str, Any]) -> str:
@@ -227,10 +372,12 @@ def _group_table(content: Mapping[str, Any]) -> str:
 
 
 def _calibration_note(content: Mapping[str, Any]) -> str:
+    masks = content["masks"]
+    of_masks = f", masks {number(masks['calibration']['error'])}" if masks else ""
     return (
         "A detection is right if it is matched with an object of its class at IoU 0.5. Scores of well calibrated "
         "detections equal the share that is right. Mean distance of both over all detections (D-ECE): "
-        f"{number(content['calibration']['error'])}."
+        f"{number(content['calibration']['error'])}{of_masks}."
     )
 
 
@@ -244,25 +391,23 @@ def _charts(content: Mapping[str, Any]) -> list[Chart]:
     points = content["thresholds"]
     scores = [point["threshold"] for point in points]
     threshold = content["threshold"]
+    by_score = [
+        Line(label, scores, [point[name] for point in points], colour)
+        for name, colour, label in (
+            ("precision", "blue", "precision"),
+            ("recall", "orange", "recall"),
+            ("f1", "black", "F1"),
+        )
+    ]
+    if content["masks"]:
+        values = [point["f1"] for point in content["masks"]["thresholds"]]
+        by_score.append(Line("F1 of masks", scores, values, "green", dashed=True))
     settings: dict[str, Any] = {"x_range": (0.0, 1.0), "high": 1.0, "show_last": False}
     charts = [
         _precision_chart("Precision, mean over classes", ious),
         _precision_chart("Precision, IoU 0.50", _shown_classes(content["precision_by_class"])),
-        Chart(
-            "All classes, IoU 0.50",
-            [
-                Line(label, scores, [point[name] for point in points], colour)
-                for name, colour, label in (
-                    ("precision", "blue", "precision"),
-                    ("recall", "orange", "recall"),
-                    ("f1", "black", "F1"),
-                )
-            ],
-            x_label="least score",
-            mark=(threshold, f"{threshold:.2f}"),
-            **settings,
-        ),
-        _reliability_chart(content["calibration"]),
+        Chart("All classes, IoU 0.50", by_score, "least score", mark=(threshold, f"{threshold:.2f}"), **settings),
+        reliability_chart("Right detections by score, with their number", content["calibration"]),
     ]
     return [chart for chart in charts if any(len(line.x) for line in chart.lines)]
 
@@ -282,17 +427,24 @@ def _precision_chart(heading: str, curves: Mapping[str, Sequence[float]]) -> Cha
     return Chart(heading, lines, "recall", "precision", x_range=(0.0, 1.0), high=1.0, show_last=False)
 
 
-def _reliability_chart(found: Mapping[str, Any]) -> Chart:
+def reliability_chart(heading: str, found: Mapping[str, Any], score: str = "score") -> Chart:
+    """Return a chart of the share that is right against the score, with the number in each bin.
+
+    Args:
+        heading: its title.
+        found: of :meth:`detr_bf.evaluation.errors.Calibration.to_dict`.
+        score: name of the horizontal axis.
+    """
     counts, width = found["counts"], 1 / len(found["counts"])
     used = [at for at, value in enumerate(counts) if value]
     right = [found["precision"][at] for at in used]
     return Chart(
-        "Right detections by score, with their number",
+        heading,
         [
             Line("share that is right", [found["scores"][at] for at in used], right, "green"),
             Line("well calibrated", (0.0, 1.0), (0.0, 1.0), "black", dashed=True),
         ],
-        x_label="score",
+        x_label=score,
         x_range=(0.0, 1.0),
         high=1.0,
         bars=[
@@ -303,10 +455,10 @@ def _reliability_chart(found: Mapping[str, Any]) -> Chart:
     )
 
 
-def _save_confusion(path: Path, content: Mapping[str, Any]) -> None:
+def _save_confusion(path: Path, content: Mapping[str, Any], things: str) -> None:
     counts = np.array(content["confusion"], dtype=np.float64)
     totals = counts.sum(1)
     totals[-1] = counts[:, :-1].sum()  # detections; of the classes it is objects
     shares = counts / np.maximum(totals, 1)[:, None]
     names = [*content["classes"], "background"]
-    save_figure(path, draw_confusion(shares, names, "Confusion (% of the objects of a class)"))
+    save_figure(path, draw_confusion(shares, names, f"Confusion (% of the {things} of a class)"))

@@ -10,7 +10,8 @@ import hashlib
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -20,6 +21,7 @@ from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 
+from detr_bf.errors import InputError
 from detr_bf.files import SHEET_FILE
 from detr_bf.report.drawing import tolerating
 from detr_bf.text import printable, safe_message
@@ -93,6 +95,15 @@ def section(title: str, content: str) -> str:
 def missing(file_name: str, content_name: str) -> str:
     """Return the sentence shown instead of a file that the run folder lacks."""
     return f'<p class="faint">This run has no {escaped(content_name)}: {escaped(file_name)} is missing or empty.</p>'
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn errors about the content of a run's file into an :class:`InputError` that says to evaluate again."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise InputError(f"{printable(path)} is damaged ({printable(error)}): evaluate the run again") from error
 
 
 def headline(large: Sequence[Card], small: Sequence[Card], note: str) -> str:

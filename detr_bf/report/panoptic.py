@@ -57,9 +57,9 @@ def draw_panoptic(image: Tensor, panoptic: PanopticMap, names: Sequence[str], mi
     Raises:
         InputError: image and map have different sizes.
     """
-    _check_size(image, panoptic)
+    check_map_size(image, panoptic)
     picture, _ = enlarged(image, min_size)
-    return transforms.pil_to_tensor(_paint(picture, panoptic, names, font_size_for(picture)))
+    return transforms.pil_to_tensor(_paint_classes(picture, panoptic, names, font_size_for(picture)))
 
 
 def panoptic_sheet(rows: Sequence[PanopticSheetRow], names: Sequence[str], pairs_per_line: int = 2) -> Image.Image:
@@ -87,9 +87,9 @@ def panoptic_comparison(
     strips = []
     for image, caption, maps in rows:
         for panoptic in maps:
-            _check_size(image, panoptic)
+            check_map_size(image, panoptic)
         picture, _ = fit(image)
-        painted = (_paint(picture, panoptic, names, LABEL_SIZE) for panoptic in maps)
+        painted = (_paint_classes(picture, panoptic, names, LABEL_SIZE) for panoptic in maps)
         strips.append(Strip((picture, *painted), (caption, *(f"{len(each.segments)} segments" for each in maps))))
     return lay_out(strips, ("Image", *titles), strips_per_line=1)
 
@@ -146,14 +146,19 @@ def interior_points(numbers: NDArray[np.int32], sizes: Sequence[tuple[int, int]]
 
 def _paint_pair(row: PanopticSheetRow, names: Sequence[str]) -> Strip:
     for panoptic in (row.truth, row.found):
-        _check_size(row.image, panoptic)
+        check_map_size(row.image, panoptic)
     picture, _ = fit(row.image)
-    truth, found = (_paint(picture, panoptic, names, LABEL_SIZE) for panoptic in (row.truth, row.found))
+    truth, found = (_paint_classes(picture, panoptic, names, LABEL_SIZE) for panoptic in (row.truth, row.found))
     counts = f"{len(row.truth.segments)} segments in the ground truth, {len(row.found.segments)} predicted"
     return Strip((truth, found), (row.file_name, counts))
 
 
-def _check_size(image: Tensor, panoptic: PanopticMap) -> None:
+def check_map_size(image: Tensor, panoptic: PanopticMap) -> None:
+    """Check that an image (3, H, W) and a map of it have one size.
+
+    Raises:
+        InputError: they have not.
+    """
     if image.shape[1:] != panoptic.ids.shape:
         given, expected = (" x ".join(map(str, shape)) for shape in (panoptic.ids.shape, image.shape[1:]))
         raise InputError(
@@ -162,10 +167,23 @@ def _check_size(image: Tensor, panoptic: PanopticMap) -> None:
         )
 
 
-def _paint(picture: Image.Image, panoptic: PanopticMap, names: Sequence[str], font_size: int) -> Image.Image:
-    """Return a copy of ``picture``, which may be larger or smaller than the map, with the segments drawn on it."""
+def _paint_classes(picture: Image.Image, panoptic: PanopticMap, names: Sequence[str], font_size: int) -> Image.Image:
+    """Return a copy of ``picture`` with the segments in the colours and with the names of their classes."""
+    texts = [legible(names[segment.label]) + (" (crowd)" if segment.is_crowd else "") for segment in panoptic.segments]
+    return paint_segments(picture, panoptic, texts, segment_colours(panoptic.segments), font_size)
+
+
+def paint_segments(
+    picture: Image.Image, panoptic: PanopticMap, texts: Sequence[str], colours: Sequence[Colour], font_size: int
+) -> Image.Image:
+    """Return a copy of ``picture``, which may be larger or smaller than the map, with the segments drawn on it.
+
+    Args:
+        texts: for each segment, already legible; "": none.
+        colours: for each segment.
+        font_size: pixels.
+    """
     numbers = _numbered(panoptic, picture.size)
-    colours = segment_colours(panoptic.segments)
     pixels = np.asarray(picture).copy()
     inside = numbers > 0
     table = np.array([(0, 0, 0), *colours])
@@ -173,7 +191,6 @@ def _paint(picture: Image.Image, panoptic: PanopticMap, names: Sequence[str], fo
     pixels[inside] = np.rint(grey * (1 - _OPACITY) + table[numbers[inside]] * _OPACITY)
     pixels[inside & _near_boundary(numbers, max(1, font_size // 12))] = DARK
     painted = Image.fromarray(pixels)
-    texts = [legible(names[segment.label]) + (" (crowd)" if segment.is_crowd else "") for segment in panoptic.segments]
     _paint_names(painted, numbers, texts, colours, font_size)
     return painted
 
@@ -192,7 +209,7 @@ def _paint_names(
     draw = ImageDraw.Draw(picture)
     points = interior_points(numbers, sizes)
     for text, font, (width, height), colour, point in zip(texts, fonts, sizes, colours, points, strict=True):
-        if point is None:
+        if point is None or not text:
             continue
         x, y = point[0] - width // 2, point[1] - height // 2
         draw.rectangle((x, y, x + width - 1, y + height - 1), fill=colour)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,8 +32,9 @@ from detr_bf.assembly.classifier_data import (
 from detr_bf.assembly.model import device_of
 from detr_bf.assembly.network import check_batch_norm, read_network_weights, with_resized_positions
 from detr_bf.classification.batch import LabelledImages
-from detr_bf.classification.data import LabelledImageSet
-from detr_bf.classification.metrics import ClassificationEvaluator, write_predictions
+from detr_bf.classification.data import FileImages, LabelledImageSet
+from detr_bf.classification.errors import classification_errors, likely_label_errors
+from detr_bf.classification.metrics import ClassificationEvaluator, Predictions, write_predictions
 from detr_bf.classification.predictor import ClassifierPredictor
 from detr_bf.classification.report.page import CLASSIFICATION_PAGE
 from detr_bf.classification.report.sheet import ClassifiedImage, classification_sheet
@@ -55,11 +56,12 @@ from detr_bf.engine import (
 )
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError, prefix_errors
+from detr_bf.files import SUSPECTS_FILE, write_json
 from detr_bf.plugins import without_plugins
 from detr_bf.plugins.plugin import PREFIX
 from detr_bf.report import class_labels, save_picture, tolerating
 from detr_bf.structures import ClassMap
-from detr_bf.tasks.task import Evaluate, MakeBatches, Task
+from detr_bf.tasks.task import MOST_ERROR_PICTURES, Evaluate, MakeBatches, Task
 
 logger = logging.getLogger(__name__)
 
@@ -148,22 +150,47 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
 
     def write_outputs(self, folder: RunFolder, evaluate: Evaluation[ClassificationEvaluator], model: nn.Module) -> None:
         assert evaluate.evaluator is not None, "rank 0 has evaluated"
-        write_predictions(folder.predictions, evaluate.evaluator.predictions(), evaluate.evaluator.class_map)
+        predictions, classes = evaluate.evaluator.predictions(), evaluate.evaluator.class_map
+        write_predictions(folder.predictions, predictions, classes)
+        self._write_errors(folder, predictions, classes)
         if not self.config.eval.pictures:
             return
         with tolerating(str(folder.sheet)):
             folder.sheet.unlink(missing_ok=True)
-            if rows := list(self._rows(evaluate.evaluator)):  # none if no logits are finite
-                labels = class_labels(evaluate.evaluator.class_map)
-                save_picture(folder.sheet, classification_sheet(rows, labels))
+            half = -(-self.config.eval.pictures // 2)
+            rows = [*predictions.most_confident(False, half), *predictions.most_confident(True, half)]
+            if rows:  # none if no logits are finite
+                save_picture(folder.sheet, classification_sheet(self._shown(predictions, rows), class_labels(classes)))
 
-    def _rows(self, evaluator: ClassificationEvaluator) -> Iterator[ClassifiedImage]:
-        """Yield the most confident wrong predictions, then as many of the most confident right ones."""
-        val, found = self.load_data().val, evaluator.predictions()
-        half = -(-self.config.eval.pictures // 2)
-        for row in (*found.most_confident(False, half), *found.most_confident(True, half)):
-            image = shown(pixels(val, int(found.indices[row])), self.config.data.transforms)
-            yield ClassifiedImage(image, int(found.labels[row]), int(found.predicted[row]), float(found.scores[row]))
+    def _write_errors(self, folder: RunFolder, predictions: Predictions, classes: ClassMap) -> None:
+        """Write ``errors.json`` and the picture of labels to check."""
+        suspects_file = folder.path / SUSPECTS_FILE
+        for path in (folder.errors, suspects_file):
+            path.unlink(missing_ok=True)
+        most, images = min(self.config.eval.pictures, MOST_ERROR_PICTURES), self.load_data().val.images
+        with tolerating(str(folder.errors)):
+            content = classification_errors(predictions, classes.distinct_names, most)
+            for entry in (*content["mistakes"], *content["suspects"]):
+                entry["file"] = images.names[entry["index"]] if isinstance(images, FileImages) else None
+            write_json(folder.errors, content)
+        if suspects := likely_label_errors(predictions, classes.num_classes)[:most]:
+            with tolerating(str(suspects_file)):
+                shown_images = self._shown(predictions, suspects)
+                sheet = classification_sheet(shown_images, class_labels(classes), "Labels to check")
+                save_picture(suspects_file, sheet)
+
+    def _shown(self, predictions: Predictions, rows: Sequence[int]) -> list[ClassifiedImage]:
+        """Return the validation images of some predictions."""
+        val = self.load_data().val
+        return [
+            ClassifiedImage(
+                shown(pixels(val, int(predictions.indices[row])), self.config.data.transforms),
+                int(predictions.labels[row]),
+                int(predictions.predicted[row]),
+                float(predictions.scores[row]),
+            )
+            for row in rows
+        ]
 
     def predictor(self, checkpoint: Checkpoint, source: Path) -> ClassifierPredictor:
         config, device = self.config, device_of(self.config)

@@ -60,7 +60,7 @@ from detr_bf.evaluation import (
     write_encoded,
     write_results,
 )
-from detr_bf.files import SUSPECTS_FILE, WORST_FILE, write_json
+from detr_bf.files import SUSPECTS_FILE, WORST_FILE, WORST_MAPS_FILE, write_json
 from detr_bf.report import (
     DETECTION_PAGE,
     PanopticSheetRow,
@@ -72,7 +72,7 @@ from detr_bf.report import (
     tolerating,
 )
 from detr_bf.structures import Batch, ClassMap, Target
-from detr_bf.tasks.task import Evaluate, MakeBatches, Task
+from detr_bf.tasks.task import MOST_ERROR_PICTURES, Evaluate, MakeBatches, Task
 
 if TYPE_CHECKING:
     from detr_bf.predictor import Predictor
@@ -81,7 +81,6 @@ logger = logging.getLogger(__name__)
 
 CLASS_BIAS = "decoder.heads.classes.0.bias"
 BATCH_FORMER = "batch_former"
-MOST_ERROR_PICTURES = 60  # of a sheet: a JPEG file has at most 65,500 lines
 RANDOM_SIDE = 256  # least pixels of a side of the random images
 
 
@@ -422,21 +421,27 @@ def _panoptic_evaluation(config: DetectionConfig, data: CocoDetection, folder: R
 def _write_errors(folder: RunFolder, config: DetectionConfig, threshold: float, evaluation: DetectionEvaluator) -> None:
     """Write ``errors.json`` and the pictures of the worst images and of annotations to check."""
     from detr_bf.evaluation.errors import error_document, label_suspects, worst_images
-    from detr_bf.report.errors import ErrorSheetRow, SuspectCell, error_sheet, suspect_sheet
+    from detr_bf.evaluation.panoptic_errors import panoptic_document, worst_maps
+    from detr_bf.report import errors as pictures
 
-    worst_file, suspects_file = folder.path / WORST_FILE, folder.path / SUSPECTS_FILE
-    for path in (folder.errors, worst_file, suspects_file):
+    files = [folder.path / name for name in (WORST_FILE, SUSPECTS_FILE, WORST_MAPS_FILE)]
+    for path in (folder.errors, *files):
         path.unlink(missing_ok=True)
     boxes, classes, names = evaluation.boxes, evaluation.class_map, class_labels(evaluation.class_map)
+    result, quality = evaluation.result, evaluation.quality
     assert boxes.precision is not None, "the boxes are summarized"
+    assert result is not None, "and everything else"
     images, missing = boxes.errors, evaluation.missing
     data = build_val_data(config, classes, transform=lambda sample: sample)
     index = {image_id: number for number, image_id in enumerate(data.image_ids)}
     most = min(config.eval.pictures, MOST_ERROR_PICTURES)
     with tolerating(str(folder.errors)):
         sizes = dict(zip(data.image_ids, data.sizes, strict=True))
-        document = error_document(images, sizes, boxes.precision, classes.distinct_names, threshold, most, missing)
-        for entry in (*document["worst"], *document["suspects"]):
+        masks = boxes.mask_errors if result.masks else None
+        maps = panoptic_document(quality.counts, result.panoptic, most) if quality and result.panoptic else None
+        parts = images, sizes, boxes.precision, classes.distinct_names, threshold, most, missing
+        document = error_document(*parts, masks=masks, panoptic=maps)
+        for entry in (*document["worst"], *document["suspects"], *(maps["worst"] if maps else ())):
             entry["file"] = data.file_names[index[entry["image_id"]]]
         write_json(folder.errors, document)
 
@@ -445,15 +450,24 @@ def _write_errors(folder: RunFolder, config: DetectionConfig, threshold: float, 
         return image, target.file_name
 
     if worst := worst_images(images, threshold, most):
-        with tolerating(str(worst_file)):
+        with tolerating(str(files[0])):
             rows = ((each, *read(each.image_id)) for each in worst)  # one image in memory at a time
-            sheet = error_sheet((ErrorSheetRow(image, each, name) for each, image, name in rows), names, threshold)
-            save_picture(worst_file, sheet)
+            shown = (pictures.ErrorSheetRow(image, each, name) for each, image, name in rows)
+            save_picture(files[0], pictures.error_sheet(shown, names, threshold))
     if suspects := label_suspects(images, most, missing):
-        with tolerating(str(suspects_file)):
-            cells = ((each, *read(each.image_id)) for each in suspects)
-            sheet = suspect_sheet((SuspectCell(image, each, name) for each, image, name in cells), names)
-            save_picture(suspects_file, sheet)
+        with tolerating(str(files[1])):
+            places = ((each, *read(each.image_id)) for each in suspects)
+            cells = (pictures.SuspectCell(image, each, name) for each, image, name in places)
+            save_picture(files[1], pictures.suspect_sheet(cells, names))
+    if quality and (worst_ids := worst_maps(quality.counts, most)):
+        with tolerating(str(files[2])):
+            truth, found = _panoptic_files(folder, config, classes)
+            pairs = ((image_id, *read(image_id)) for image_id in worst_ids)
+            maps_shown = (
+                pictures.PanopticErrorRow(image, truth[image_id], found[image_id], quality.counts[image_id], name)
+                for image_id, image, name in pairs
+            )
+            save_picture(files[2], pictures.panoptic_error_sheet(maps_shown, names))
 
 
 def _sheet_rows(config: DetectionConfig, evaluation: DetectionEvaluator) -> Iterator[SheetRow]:
@@ -465,16 +479,23 @@ def _sheet_rows(config: DetectionConfig, evaluation: DetectionEvaluator) -> Iter
         yield SheetRow(image, boxes, target.labels, found[target.image_id], target.file_name)
 
 
+def _panoptic_files(
+    folder: RunFolder, config: DetectionConfig, class_map: ClassMap
+) -> tuple[PanopticFile, PanopticFile]:
+    """Return the true and the predicted panoptic maps."""
+    val = data_source(config, "val")
+    assert isinstance(val.annotations, Path), "panoptic data are files"
+    assert val.panoptic is not None, "there are maps to compare with"
+    truth = PanopticFile(val.annotations, val.panoptic, class_map, config.data.max_pixels)
+    return truth, PanopticFile(folder.panoptic_results, folder.panoptic, class_map, config.data.max_pixels)
+
+
 def _panoptic_rows(
     folder: RunFolder, config: DetectionConfig, evaluation: DetectionEvaluator
 ) -> Iterator[PanopticSheetRow]:
     """Yield the same images with both panoptic maps."""
-    class_map, val = evaluation.class_map, data_source(config, "val")
-    assert isinstance(val.annotations, Path), "panoptic data are files"
-    assert val.panoptic is not None, "there are maps to compare with"
-    truth = PanopticFile(val.annotations, val.panoptic, class_map, config.data.max_pixels)
-    found = PanopticFile(folder.panoptic_results, folder.panoptic, class_map, config.data.max_pixels)
-    for image, target in _shown_images(config, class_map):
+    truth, found = _panoptic_files(folder, config, evaluation.class_map)
+    for image, target in _shown_images(config, evaluation.class_map):
         yield PanopticSheetRow(image, truth[target.image_id], found[target.image_id], target.file_name)
 
 

@@ -30,6 +30,8 @@ from detr_bf.structures import ClassMap
 
 logger = logging.getLogger(__name__)
 
+MOST_ERROR_PICTURES = 60  # of a sheet: a JPEG file has at most 65,500 lines
+
 C = TypeVar("C", bound=RunConfig)
 Evaluate = Callable[..., EvaluationResult]  # (model) -> result
 MakeBatches = Callable[[int, int], Iterator[Any]]  # (epoch, first batch) -> the batches of this rank from there on

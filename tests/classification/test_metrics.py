@@ -20,7 +20,7 @@ from detr_bf.classification.metrics import (
     ClassificationResult,
     ReconstructionEvaluator,
     ReconstructionResult,
-    calibration_error,
+    reliability,
     write_predictions,
 )
 from detr_bf.errors import InputError
@@ -98,8 +98,8 @@ def test_calibration_by_hand() -> None:
     """Bins of width 0.2: three images of confidence 0.9, one of them right; two of confidence 0.45, both right."""
     scores = torch.tensor([0.9, 0.9, 0.9, 0.45, 0.45], dtype=torch.float64)
     right = torch.tensor([True, False, False, True, True])
-    assert calibration_error(scores, right, bins=5) == pytest.approx((3 * (0.9 - 1 / 3) + 2 * (1 - 0.45)) / 5)
-    shared = calibration_error(torch.tensor([0.5, 0.3]), torch.tensor([True, False]), bins=4)
+    assert reliability(scores, right, bins=5).error == pytest.approx((3 * (0.9 - 1 / 3) + 2 * (1 - 0.45)) / 5)
+    shared = reliability(torch.tensor([0.5, 0.3]), torch.tensor([True, False]), bins=4).error
     assert shared == pytest.approx((0.5 - 0.3) / 2), "an upper edge belongs to its bin, so that its errors cancel"
 
 

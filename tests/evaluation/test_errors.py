@@ -1,16 +1,21 @@
-"""Error types, their costs, confusion and calibration, against loops, repaired data evaluated anew, and hotcoco."""
+"""Error types, their costs, confusion and calibration, against loops, repaired data evaluated anew, and hotcoco.
+
+Data "with masks" have the IoU of masks: rectangles with a cut-out corner.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pycocotools import mask as coco_mask
 
 from detr_bf.evaluation.coco import match_and_accumulate
 from detr_bf.evaluation.errors import (
@@ -43,8 +48,29 @@ KINDS = {
 Data = tuple[dict[str, Any], list[dict[str, Any]]]
 
 
-def random_data(seed: int, *, crowds: float, ties: bool) -> Data:
+def cut_rectangle(box: list[float], corner: np.ndarray) -> dict[str, Any]:
+    """Return run lengths of a box in an image of 100 x 100 pixels without a part of its lower right corner."""
+    pixels = np.zeros((100, 100), dtype=np.uint8)
+    x0, y0, x1, y1 = (max(0, round(value)) for value in (box[0], box[1], box[0] + box[2], box[1] + box[3]))
+    pixels[y0:y1, x0:x1] = 1
+    pixels[y1 - round(float(corner[1]) * (y1 - y0)) : y1, x1 - round(float(corner[0]) * (x1 - x0)) : x1] = 0
+    coded = coco_mask.encode(np.asfortranarray(pixels))
+    return {"size": coded["size"], "counts": coded["counts"].decode()}
+
+
+def with_masks(data: Data, seed: int) -> Data:
+    """Add masks, so that the IoU of boxes and of masks differ."""
+    rng = np.random.default_rng(seed)
+    truth, results = copy.deepcopy(data)
+    for each in (*truth["annotations"], *results):
+        each["segmentation"] = cut_rectangle(each["bbox"], rng.uniform(0, 0.75, 2))
+    return truth, results
+
+
+def random_data(seed: int, *, crowds: float, ties: bool, masks: bool = False) -> Data:
     """Return a COCO data set of six images, the third without objects, and detections near objects and elsewhere."""
+    if masks:
+        return with_masks(random_data(seed, crowds=crowds, ties=ties), seed)
     rng = np.random.default_rng(seed)
     annotations: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
@@ -71,7 +97,7 @@ def random_data(seed: int, *, crowds: float, ties: bool) -> Data:
     return {"images": images, "annotations": annotations, "categories": categories}, results
 
 
-def examined(data: Data) -> list[ImageErrors]:
+def examined(data: Data, classes: ClassMap = CLASSES) -> list[ImageErrors]:
     truth, results = data
     detections = []
     for image in truth["images"]:
@@ -79,9 +105,28 @@ def examined(data: Data) -> list[ImageErrors]:
         xywh = torch.tensor([result["bbox"] for result in own], dtype=torch.float64).reshape(-1, 4)
         boxes = torch.cat([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], dim=1)
         scores = torch.tensor([result["score"] for result in own], dtype=torch.float64)
-        labels = torch.tensor([CLASSES.index[result["category_id"]] for result in own], dtype=torch.int64)
-        detections.append(Detections(image["id"], boxes, scores, labels))
-    return image_errors(truth, detections, CLASSES)
+        labels = torch.tensor([classes.index[result["category_id"]] for result in own], dtype=torch.int64)
+        masks = tuple(result["segmentation"] for result in own) if has_masks(data) else None
+        detections.append(Detections(image["id"], boxes, scores, labels, masks))
+    return image_errors(truth, detections, classes, masks=has_masks(data))
+
+
+def has_masks(data: Data) -> bool:
+    return any("segmentation" in each for each in (*data[0]["annotations"], *data[1]))
+
+
+@lru_cache(4096)
+def decoded(counts: str) -> np.ndarray:
+    return np.asarray(coco_mask.decode([{"size": [100, 100], "counts": counts}])[:, :, 0], dtype=bool)
+
+
+def overlap_of(one: dict[str, Any], other: dict[str, Any], crowd: bool = False) -> float:
+    """Return the IoU of masks where there are any, else of boxes."""
+    if "segmentation" not in one:
+        return iou(one["bbox"], other["bbox"], crowd)
+    mine, theirs = (decoded(each["segmentation"]["counts"]) for each in (one, other))
+    union = mine.sum() if crowd else (mine | theirs).sum()
+    return float((mine & theirs).sum() / union) if union else 0.0
 
 
 def iou(one: list[float], other: list[float], crowd: bool = False) -> float:
@@ -102,7 +147,7 @@ def objects_of(data: Data, image_id: int) -> list[dict[str, Any]]:
 def best_object(result: dict[str, Any], objects: list[dict[str, Any]]) -> tuple[float, dict[str, Any] | None]:
     best: tuple[float, dict[str, Any] | None] = (0.0, None)
     for each in objects:
-        overlap = iou(result["bbox"], each["bbox"])
+        overlap = overlap_of(result, each)
         if overlap > 0 and overlap >= best[0]:
             best = (overlap, each)
     return best
@@ -121,8 +166,7 @@ def verdicts(data: Data) -> list[tuple[dict[str, Any], str, dict[str, Any] | Non
             own, owner = best_object(result, same)
             strange, stranger = best_object(result, others)
             on_crowd = any(
-                c["category_id"] == result["category_id"] and iou(result["bbox"], c["bbox"], True) >= 0.5
-                for c in crowds
+                c["category_id"] == result["category_id"] and overlap_of(result, c, True) >= 0.5 for c in crowds
             )
             if match is not None and overlap >= 0.5:
                 taken.add(match["id"])
@@ -151,9 +195,10 @@ def lost(data: Data, *kinds: str) -> list[int]:
 CASES = [(seed, crowds, ties) for seed in range(10) for crowds in (0.0, 0.3) for ties in (False, True)]
 
 
+@pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize(("seed", "crowds", "ties"), CASES)
-def test_types_and_missed_objects_equal_loops(seed: int, crowds: float, ties: bool) -> None:
-    data = random_data(seed, crowds=crowds, ties=ties)
+def test_types_and_missed_objects_equal_loops(seed: int, crowds: float, ties: bool, masks: bool) -> None:
+    data = random_data(seed, crowds=crowds, ties=ties, masks=masks)
     found = examined(data)
     expected = verdicts(data)
     assert [kind for image in found for kind in image.types] == [kind for _, kind, _ in expected]
@@ -168,7 +213,11 @@ def test_types_and_missed_objects_equal_loops(seed: int, crowds: float, ties: bo
 
 
 def ap50(truth: dict[str, Any], results: list[dict[str, Any]]) -> float:
-    curves = match_and_accumulate("pycocotools", *copy.deepcopy((truth, results)), (1, 10, 100), "bbox")
+    truth, results = copy.deepcopy((truth, results))
+    kind = "segm" if has_masks((truth, results)) else "bbox"
+    if kind == "segm":
+        results = [{key: value for key, value in result.items() if key != "bbox"} for result in results]
+    curves = match_and_accumulate("pycocotools", truth, results, (1, 10, 100), kind)
     precision = curves.precision[0, :, :, 0, 2]
     return float(precision[precision > -1].mean()) if (precision > -1).any() else 1.0
 
@@ -189,13 +238,15 @@ def repaired(data: Data, kind: str) -> Data:
             kept.append(result)
         elif cause is not None and kind in ("class", "localisation") and cause["id"] not in taken:
             taken.add(cause["id"])
-            kept.append(result | {"category_id": cause["category_id"], "bbox": cause["bbox"]})
+            place = {key: cause[key] for key in ("category_id", "bbox", "segmentation") if key in cause}
+            kept.append(result | place)
     return truth, kept
 
 
+@pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize(("seed", "crowds", "ties"), CASES)
-def test_costs_are_those_of_repaired_data_evaluated_anew(seed: int, crowds: float, ties: bool) -> None:
-    data = random_data(seed, crowds=crowds, ties=ties)
+def test_costs_are_those_of_repaired_data_evaluated_anew(seed: int, crowds: float, ties: bool, masks: bool) -> None:
+    data = random_data(seed, crowds=crowds, ties=ties, masks=masks)
     base, costs = error_costs(examined(data), CLASSES.num_classes)
     assert base == pytest.approx(ap50(*data), abs=1e-12)
     expected = verdicts(data)
@@ -207,6 +258,30 @@ def test_costs_are_those_of_repaired_data_evaluated_anew(seed: int, crowds: floa
         else:
             wrong = [each for _, each, _ in expected if each not in ("hit", "ignored")]
             assert count == (len(wrong) if kind == "false positives" else wrong.count(kind))
+
+
+def test_masks_and_boxes_of_the_random_data_differ() -> None:
+    pairs = [
+        (random_data(seed, crowds=0.3, ties=False), random_data(seed, crowds=0.3, ties=False, masks=True))
+        for seed in range(10)
+    ]
+    boxes, masks = ([kind for data in side for _, kind, _ in verdicts(data)] for side in zip(*pairs, strict=True))
+    assert sum(one != other for one, other in zip(boxes, masks, strict=True)) > 25
+    assert {"hit", "ignored", "class", "localisation", "both", "duplicate", "background"} == set(masks)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_masks_of_stuff_are_not_examined(seed: int) -> None:
+    classes = ClassMap(CLASSES.category_ids, CLASSES.names, (True, False, True))
+    truth, results = random_data(seed, crowds=0.2, ties=True, masks=True)
+    things = (
+        truth | {"annotations": [a for a in truth["annotations"] if a["category_id"] != 4]},
+        [result for result in results if result["category_id"] != 4],
+    )
+    found, expected = examined((truth, results), classes), verdicts(things)
+    assert [kind for image in found for kind in image.types] == [kind for _, kind, _ in expected]
+    assert 1 not in {label for image in found for label in (*image.labels, *image.object_labels)}
+    assert error_costs(found, 3)[0] == pytest.approx(ap50(*things), abs=1e-12)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3])
@@ -396,10 +471,26 @@ def test_suspects_are_the_most_confident_and_the_largest(seed: int) -> None:
 
 def test_the_document_is_json_and_complete() -> None:
     data = random_data(1, crowds=0.2, ties=False)
+    by_mask = examined(with_masks(data, 1))
     curves = match_and_accumulate("pycocotools", *copy.deepcopy(data), (1, 10, 100), "bbox")
     content = error_document(
-        examined(data), SIZES, curves.precision[:, :, :, 0, 2], CLASSES.names, 0.4, 2, never_found(examined(data))
+        examined(data),
+        SIZES,
+        curves.precision[:, :, :, 0, 2],
+        CLASSES.names,
+        0.4,
+        2,
+        never_found(examined(data)),
+        masks=by_mask,
+        panoptic={"pq": 0.5},
     )
+    assert content["masks"]["ap50"] == pytest.approx(ap50(*with_masks(data, 1)), abs=1e-12)
+    assert content["masks"]["costs"]["missed"] == error_costs(by_mask, 3)[1]["missed"]._asdict()
+    best = all_classes(scored_hits(by_mask, 3)).best()
+    assert best is not None
+    assert content["masks"]["best"]["threshold"] == best.threshold
+    assert content["masks"].keys() < content.keys()
+    assert content["panoptic"] == {"pq": 0.5}
     assert json.loads(json.dumps(content, allow_nan=False)) == content
     assert len(content["precision_by_iou"]["0.50"]) == len(content["thresholds"]) == 101
     assert np.mean(content["precision_by_iou"]["0.50"]) == pytest.approx(content["ap50"], abs=1e-4)
@@ -410,6 +501,8 @@ def test_the_document_is_json_and_complete() -> None:
     ignored = sum(kind == "ignored" and result["score"] >= 0.4 for result, kind, _ in verdicts(data))
     assert point["precision"] == pytest.approx(hits / (len(kept) - ignored))
     empty = error_document(examined((data[0], [])), SIZES, np.zeros((10, 101, 3)), CLASSES.names, 0.5, 3, [])
+    assert empty["masks"] is None
+    assert empty["panoptic"] is None
     assert json.loads(json.dumps(empty, allow_nan=False)) == empty
 
 

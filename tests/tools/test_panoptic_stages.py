@@ -84,7 +84,19 @@ def check_panoptic_results(stuff: SimpleNamespace, folder: Path) -> None:
     assert all(set(result["segmentation"]) == {"size", "counts"} for result in results)
     page = (folder / "report.html").read_text()
     assert "Panoptic segmentation" in page
-    assert page.count("<img") == 7, "curves, boxes, panoptic maps, errors, confusion, worst images, annotations"
+    assert page.count("<img") == 9, "curves, boxes, maps, errors, confusion, worst images, annotations, and of maps two"
+    errors, numbers = (json.loads((folder / f"{name}.json").read_text()) for name in ("errors", "evaluation"))
+    assert errors["masks"]["ap50"] == pytest.approx(numbers["masks"]["AP50"], abs=1e-12)
+    assert errors["masks"]["best"] == numbers["masks"]["best"]
+    lost = errors["panoptic"]["causes"].values()
+    assert 1 - sum(cause["lost"] for cause in lost) == pytest.approx(numbers["panoptic"]["PQ"], abs=1e-12)
+    counted = numbers["panoptic"]["per_class"].values()
+    assert sum(cause["wrong"] for cause in lost) == sum(result["fp"] for result in counted)
+    assert sum(cause["missed"] for cause in lost) == sum(result["fn"] for result in counted)
+    assert {entry["file"] for entry in errors["panoptic"]["worst"]} <= {
+        image["file_name"] for image in stuff.val.content["images"]
+    }
+    assert (folder / "pictures" / "worst_panoptic.jpg").stat().st_size > 1000
     assert (folder / "pictures" / "panoptic.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -132,6 +132,23 @@ def test_what_a_run_leaves(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFix
     page = (run / "report.html").read_text()
     assert "BatchFormer" in page
     assert (run / "pictures" / "validation.png").stat().st_size > 1000
+    errors = json.loads((run / "errors.json").read_text())
+    assert errors["coverage"][-1] == pytest.approx(result["top1"])
+    assert errors["reliability"]["error"] == result["ece"]
+    wrong = {int(row["index"]): row for row in rows if row["class"] != row["predicted"]}
+    assert errors["wrong"] == len(wrong)
+    assert len(errors["mistakes"]) == 4
+    for entry in errors["mistakes"]:
+        row = wrong[entry["index"]]
+        names = [errors["classes"][entry[key]] for key in ("label", "predicted")]
+        assert [row["class"], row["predicted"]] == names
+        assert entry["file"] is None, "digits are no files"
+    assert "Reliability" in page
+    again = ["--config", str(tiny), *VARIANTS["batchformer"], f"init_from={run / 'last.pt'}", "--eval-only"]
+    assert train_net([*again, "eval.pictures=0"]) == 0
+    fewer = json.loads((run / "eval-last" / "errors.json").read_text())
+    assert (fewer["mistakes"], fewer["suspects"], fewer["coverage"]) == ([], [], errors["coverage"])
+    assert not (run / "eval-last" / "pictures" / "suspects.jpg").exists()
 
 
 @pytest.mark.parametrize("average", ["train.ema.enabled=false", "train.ema.decay=0.98"])

@@ -1,4 +1,4 @@
-"""Figures of a classifier's result: confusion matrix, and accuracy of classes by their number of training images."""
+"""Figures of a classifier's result: confusion matrix, and accuracy of classes by training images."""
 
 from __future__ import annotations
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from detr_bf.classification.metrics import GROUPS, ClassAccuracy, ClassificationResult, ReconstructionResult
 from detr_bf.classification.report.figures import save_class_accuracies, save_confusion
 from detr_bf.config import ClassifierConfig, MaskedConfig
 from detr_bf.config.classification import ImageDataConfig
-from detr_bf.files import EVALUATION_FILE, SHEET_FILE
+from detr_bf.files import EVALUATION_FILE, SHEET_FILE, SUSPECTS_FILE
+from detr_bf.report.charts import Chart, Line, chart_group
 from detr_bf.report.curves import CurvePlan
 from detr_bf.report.detection import blocks, context_broadcasting, relative_localization
+from detr_bf.report.errors import error_sections, reliability_chart
 from detr_bf.report.page import (
     TaskPage,
     count,
@@ -76,7 +79,61 @@ def _details(run_dir: Path, result: ClassificationResult | None) -> Iterator[str
         yield section("Confusion", confusion)
     description = "Validation images with the most confident mistakes and right answers"
     yield section("Validation images", validation_sheet(run_dir / SHEET_FILE, description))
+    yield from error_sections(run_dir, _error_sections)
     yield section("Classes", _class_table(result) if result else missing(EVALUATION_FILE, "evaluation"))
+
+
+def _error_sections(run_dir: Path, content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the sections made from ``errors.json``."""
+    names = content["classes"]
+    if content["mistakes"]:
+        yield section("Most confident mistakes", _mistakes_table(content["mistakes"], names))
+    if content["pairs"]:
+        rows = (
+            row(
+                f"{names[pair['label']]} taken for {names[pair['predicted']]}",
+                pair["share"],
+                (f"{pair['images']:,}", percent(pair["share"]), f"{pair['reverse']:,}"),
+            )
+            for pair in content["pairs"]
+        )
+        titles = ("True and predicted class", "Images", "% of the true class", "The other way round")
+        yield section("Most frequently confused classes", table(titles, rows))
+    if suspects := content["suspects"]:
+        note = (
+            f"{count(content['likely_label_errors'], 'image')} of {content['images']:,}: the predicted class is at "
+            "least as probable as on average over the images labelled with it (confident learning, Northcutt et al. "
+            "2021). Shown are those with the largest difference from the probability of the label."
+        )
+        shown = picture(run_dir / SUSPECTS_FILE, "Labels to check") if (run_dir / SUSPECTS_FILE).is_file() else ""
+        yield section("Labels to check", f'{shown}<p class="faint">{note}</p>' + _mistakes_table(suspects, names))
+    shares = [at / len(content["coverage"]) for at in range(1, len(content["coverage"]) + 1)]
+    most_confident = Line("accuracy", shares, content["coverage"], "blue")
+    drawn = chart_group(
+        [
+            reliability_chart(
+                "Accuracy by probability, with the number of images", content["reliability"], "probability"
+            ),
+            Chart("Accuracy of the most confident images", [most_confident], "share of the images", low=None),
+        ]
+    )
+    note = (
+        "Left: probabilities of a well calibrated classifier equal the accuracy. Right: accuracy if only the most "
+        "confident share of the images is classified."
+    )
+    yield section("Reliability", f'{drawn}<p class="faint">{note}</p>')
+
+
+def _mistakes_table(mistakes: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    rows = (
+        row(
+            each["file"] or f"image {each['index']}",
+            each["score"],
+            (names[each["label"]], names[each["predicted"]], percent(each["score"]), percent(each["true_score"])),
+        )
+        for each in mistakes
+    )
+    return table(("Image", "Label", "Predicted", "Probability (%)", "of the label (%)"), rows)
 
 
 def _headline(result: ClassificationResult) -> str:

@@ -33,8 +33,10 @@ class ClassifiedImage:
         return self.label == self.predicted
 
 
-def classification_sheet(rows: Sequence[ClassifiedImage], class_names: Sequence[str]) -> Image.Image:
-    """Draw the mistakes above the right answers, each in the given order, with the classes below each image.
+def classification_sheet(
+    rows: Sequence[ClassifiedImage], class_names: Sequence[str], mistakes: str = "Most confident mistakes"
+) -> Image.Image:
+    """Draw the mistakes, under that heading, above the right answers, each in the given order, with the classes below.
 
     Raises:
         InputError: ``rows`` is empty.
@@ -44,7 +46,7 @@ def classification_sheet(rows: Sequence[ClassifiedImage], class_names: Sequence[
     wrong, right = ([row for row in rows if row.is_right == is_right] for is_right in (False, True))
     blocks = [
         _paint_block(title, members, class_names)
-        for title, members in (("Most confident mistakes", wrong), ("Most confident right answers", right))
+        for title, members in ((mistakes, wrong), ("Most confident right answers", right))
         if members
     ]
     width = max(block.width for block in blocks) + 2 * BORDER

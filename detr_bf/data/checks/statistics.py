@@ -137,7 +137,7 @@ def _numbers(split: Split) -> _Numbers:
     width, height = boxes[:, 2], boxes[:, 3]
     areas = np.where(np.isnan(areas), width.clip(0) * height.clip(0), areas)
     sizes = np.array([split.size(image) or (0, 0) for image in images], dtype=np.float64).reshape(-1, 2)
-    known = (sizes > 0).all(1)
+    known = np.all(sizes > 0, axis=1)
     solid = (width > 0) & (height > 0)
     placed = solid & known[owner]
     shares = width[placed] * height[placed] / sizes[owner[placed]].prod(1)
