@@ -7,6 +7,8 @@ main thread. Here its death raises :class:`WorkerDiedError` where a batch is wai
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -123,8 +125,12 @@ def ignore_signals(worker: int) -> None:
     """Ignore SIGINT in this worker, and end :data:`GRACE_SECONDS` after SIGTERM; a ``worker_init_fn``.
 
     Ctrl-C and a scheduler's SIGTERM reach every process of a job. The training process finishes its step and saves; the
-    workers live until it closes them or dies.
+    workers live until it closes them or dies. DataLoader's workers compare their parent with the one at their start, so
+    a forked worker whose parent was killed before that would wait for ever: it ends here.
     """
+    parent = multiprocessing.parent_process()
+    if multiprocessing.get_start_method() == "fork" and parent is not None and os.getppid() != parent.pid:
+        os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE_SECONDS))
 

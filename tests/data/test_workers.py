@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -223,3 +225,35 @@ def test_the_handler_of_sigchld_is_restored(coco_folder: Factory, tmp_path: Path
         assert calls
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+ORPHAN = """
+import multiprocessing, os, signal, sys, time
+from pathlib import Path
+from detr_bf.data.workers import ignore_signals
+
+def work():
+    while kill and os.getppid() == parent:
+        time.sleep(0.01)
+    ignore_signals(0)
+    Path(sys.argv[1]).touch()
+
+parent, kill = os.getpid(), sys.argv[2] == "kill"
+multiprocessing.set_start_method("fork")
+process = multiprocessing.Process(target=work)
+process.start()
+if kill:
+    os.kill(parent, signal.SIGKILL)
+process.join()
+"""
+
+
+@pytest.mark.parametrize("end", ["kill", "wait"])
+def test_a_worker_whose_parent_was_killed_at_its_start_ends(tmp_path: Path, end: str) -> None:
+    """DataLoader takes the parent after the fork for the training process, and such a worker would wait for ever."""
+    started = tmp_path / "started"
+    run = subprocess.run(
+        [sys.executable, "-c", ORPHAN, str(started), end], capture_output=True, text=True, timeout=120, check=False
+    )  # returns when the worker has closed its output, too
+    assert run.returncode == (-signal.SIGKILL if end == "kill" else 0), run.stderr
+    assert started.exists() == (end == "wait")
