@@ -137,7 +137,7 @@ def _numbers(split: Split) -> _Numbers:
     width, height = boxes[:, 2], boxes[:, 3]
     areas = np.where(np.isnan(areas), width.clip(0) * height.clip(0), areas)
     sizes = np.array([split.size(image) or (0, 0) for image in images], dtype=np.float64).reshape(-1, 2)
-    known = (sizes > 0).all(1)
+    known = sizes.min(1) > 0
     solid = (width > 0) & (height > 0)
     placed = solid & known[owner]
     shares = width[placed] * height[placed] / sizes[owner[placed]].prod(1)
@@ -245,7 +245,7 @@ def _difference(name: str, document: Mapping[str, Any]) -> str:
     train, val = document["splits"]["train"], document["splits"]["val"]
     ending = f"(total variation {document['distances'][name]:.2f})"
     if name != "classes":
-        middles = [f"{each['quantiles'][name][1]:.4g}" for each in (train, val)]
+        middles = [f"{each['quantiles'][name][1]:.3g}" for each in (train, val)]
         return f"train and val differ in {NAMES[name]}: median {middles[0]} and {middles[1]} {ending}"
     shares = {
         entry["name"]: [entry[split]["objects"] / document["splits"][split]["objects"] for split in ("train", "val")]
