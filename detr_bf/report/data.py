@@ -17,7 +17,7 @@ from detr_bf.report.page import escaped, missing, percent, picture, reading, row
 
 _PICTURE = "pictures/data.svg"
 _SPLITS = {"train": "training", "val": "validation"}
-_MOST_LABELS = 8  # of the edges of a histogram
+_MOST_LABELS = 7  # of the edges of a histogram
 
 
 def data_section(run_dir: Path) -> Iterator[str]:
@@ -117,7 +117,9 @@ def _plot_bins(
     shown = range(low, min(high, len(edges)))
     step = -(-len(shown) // _MOST_LABELS) or 1
     ticks = shown[::step]
-    axes.set_xticks([at + 0.5 for at in ticks], [f"{edges[at]:.{3 if edges[at] < 1000 else 4}g}" for at in ticks])
+    digits = [2 if edges[at] < 0.1 else 3 if edges[at] < 1000 else 4 for at in ticks]
+    names = [f"{edges[at]:.{most}g}" for at, most in zip(ticks, digits, strict=True)]
+    axes.set_xticks([at + 0.5 for at in ticks], names)
     axes.set_ylabel(f"{counted} (%)", color=INK)
     axes.tick_params(labelsize=8)
     axes.grid(axis="y", color=FAINT, linewidth=0.5)

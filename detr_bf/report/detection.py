@@ -97,8 +97,8 @@ def _details(run_dir: Path, result: Result | None) -> Iterator[str]:
     from detr_bf.report.data import data_section
     from detr_bf.report.errors import error_sections
 
-    yield from error_sections(run_dir)
     yield from data_section(run_dir)
+    yield from error_sections(run_dir)
 
 
 def _headline(summary: CocoSummary | None, kind: str) -> str:

@@ -245,7 +245,7 @@ def _difference(name: str, document: Mapping[str, Any]) -> str:
     train, val = document["splits"]["train"], document["splits"]["val"]
     ending = f"(total variation {document['distances'][name]:.2f})"
     if name != "classes":
-        middles = [f"{each['quantiles'][name][1]:.4g}" for each in (train, val)]
+        middles = [f"{each['quantiles'][name][1]:.3g}" for each in (train, val)]
         return f"train and val differ in {NAMES[name]}: median {middles[0]} and {middles[1]} {ending}"
     shares = {
         entry["name"]: [entry[split]["objects"] / document["splits"][split]["objects"] for split in ("train", "val")]
