@@ -80,8 +80,10 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
 
         checkpoint = distributed.run_on_main(prepare)
         with distributed.raise_on_all_ranks():
-            trainer = task.build_trainer(folder, checkpoint)
-            created.add(*(path for each in folder.logged for path in (each, *sorted(each.rglob("*")))))
+            try:
+                trainer = task.build_trainer(folder, checkpoint)
+            finally:
+                created.add(*(path for each in folder.logged for path in (each, *sorted(each.rglob("*")))))
         with trainer.metrics or nullcontext():
             distributed.run_on_main(lambda: _describe(folder, created, config))
             created.keep()

@@ -281,8 +281,9 @@ def _starting(name: str) -> Iterator[None]:
             f"leave {name} out"
         ) from error
     except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise InputError(
-            f"train.loggers: {name} cannot be started ({type(error).__name__}: {error}): correct its settings or its "
+            f"train.loggers: {name} cannot be started ({reason}): correct its settings or its "
             f"version (pip install --upgrade 'detr_bf[{name}]'), or leave it out"
         ) from error
 
