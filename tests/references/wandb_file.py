@@ -21,7 +21,8 @@ def wandb_rows(folder: Path) -> list[dict[str, Any]]:
 
     wandb.teardown()  # its service writes the last records when it ends
     rows: list[dict[str, Any]] = []
-    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+    files = folder.glob("wandb/offline-run-*/*.wandb")
+    for path in sorted(files, key=lambda path: path.stat().st_mtime_ns):  # names have seconds only
         for content in _contents(path.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(content)
