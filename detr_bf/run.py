@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from detr_bf.engine import (
     EvaluationResult,
     RunFolder,
     RunMarker,
+    Trainer,
+    check_loggers,
     checkpoint_of,
     load_checkpoint,
 )
@@ -62,7 +64,10 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
         TrainingError, Interrupted: see :meth:`detr_bf.engine.Trainer.train`.
     """
     config, folder = task.config, RunFolder(Path(task.config.output_dir))
-    with distributed.process_group(device_of(config), config.train.timeout_minutes), _locked(folder) as created:
+    with ExitStack() as stack:
+        stack.enter_context(distributed.process_group(device_of(config), config.train.timeout_minutes))
+        distributed.run_on_main(lambda: check_loggers(config.train.loggers))
+        created = stack.enter_context(_locked(folder))
         setup_logging()
 
         def prepare() -> tuple[Checkpoint | None, Mapping[str, Any] | None]:
@@ -70,22 +75,20 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
             _begin(folder, created, RunMarker.of_this_process("training"))
             checkpoint = _newest_checkpoint(folder) if folder.holds_a_run() else None
             statistics = _check(task, folder, checkpoint)
-            created.check_not_overwriting(folder.metrics, folder.tensorboard)
+            created.check_not_overwriting(*folder.logged)
             return checkpoint, statistics
 
         checkpoint, statistics = distributed.run_on_main(prepare)
         with distributed.raise_on_all_ranks():
-            trainer = task.build_trainer(folder, checkpoint)
-            created.add(folder.metrics, folder.tensorboard, *folder.tensorboard.glob("events.out.tfevents.*"))
-        distributed.run_on_main(lambda: _describe(folder, created, config, statistics))
-        created.keep()
-        try:
+            try:
+                trainer = task.build_trainer(folder, checkpoint)
+            finally:
+                created.add(*(path for each in folder.logged for path in (each, *sorted(each.rglob("*")))))
+        with trainer.metrics or nullcontext():
+            distributed.run_on_main(lambda: _describe(folder, created, config, statistics))
+            created.keep()
             result = trainer.train()
-        finally:
-            if trainer.metrics is not None:
-                trainer.metrics.close()
-        memory = process_memory(device_of(config))
-        return _report(task, folder, result, trainer.evaluate, trainer.evaluation_model, trainer.epochs_text, memory)
+            return _report(task, folder, result, trainer.evaluate, trainer.evaluation_model, trainer)
 
 
 def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
@@ -298,10 +301,9 @@ def _report(
     result: EvaluationResult,
     evaluate: Any,
     model: nn.Module,
-    epochs: str = "",
-    memory: dict[str, float | None] | None = None,
+    trainer: Trainer | None = None,
 ) -> Outcome | None:
-    """Write results, pictures and report (rank 0 only).
+    """Write results, pictures and report (rank 0 only); the loggers of the trainer get the new pictures.
 
     ``evaluation.json`` is written after the other results, so a folder that has it has all of them.
 
@@ -310,9 +312,10 @@ def _report(
     """
     if not distributed.is_main():
         return None
+    before = _pictures(folder)
     try:
-        if memory is not None:
-            write_json(folder.cost, memory)
+        if trainer is not None:
+            write_json(folder.cost, process_memory(device_of(task.config)))
         task.write_outputs(folder, evaluate, model)
         write_json(folder.evaluation, result.to_dict())
     except OSError as error:
@@ -323,4 +326,13 @@ def _report(
     report = None
     with tolerating(str(folder.report)):
         report = write_report(folder.path, task.page)
-    return Outcome(result, folder.path, report, epochs)
+    if trainer is not None and trainer.metrics is not None:
+        for path, _ in sorted(_pictures(folder) - before):
+            trainer.metrics.write_picture(path.stem, trainer.progress.step, path)
+    return Outcome(result, folder.path, report, trainer.epochs_text if trainer else "")
+
+
+def _pictures(folder: RunFolder) -> set[tuple[Path, int]]:
+    """Return the PNG and JPEG files of the report with the times of their last changes."""
+    found = (path for path in folder.pictures.glob("*") if path.suffix in (".png", ".jpg") and path.is_file())
+    return {(path, path.stat().st_mtime_ns) for path in found}

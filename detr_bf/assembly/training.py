@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from detr_bf import distributed
-from detr_bf.config import DetectionConfig, RunConfig
+from detr_bf.config import DetectionConfig, RunConfig, config_to_dict, flatten_settings
 from detr_bf.config.classification import ImageOptimizerConfig
 from detr_bf.data.batches import EpochBatches, derive_seed
 from detr_bf.detectors import Detector
@@ -24,6 +24,7 @@ from detr_bf.engine import (
     RunFolder,
     TrainSettings,
     checkpoint_of,
+    make_loggers,
     parameter_groups,
 )
 from detr_bf.errors import InputError
@@ -161,15 +162,13 @@ def metrics_log(config: RunConfig, folder: RunFolder, resume_from: Checkpoint | 
     """Return the log of rank 0; None on the other ranks."""
     if not distributed.is_main():
         return None
-    progress = None
+    kept = None
     if resume_from is not None:  # what cannot be resumed must not cost any lines of the file
         progress = resume_from.state_to_resume(str(folder.last))["progress"]
         check_weights(resume_from.model, str(folder.last))
-    return MetricsLog(
-        folder.metrics,
-        resume_from={"train": progress["step"], "val": progress["evaluated_step"]} if progress else None,
-        tensorboard=folder.tensorboard if config.train.tensorboard else None,
-    )
+        kept = {"train": progress["step"], "val": progress["evaluated_step"]}
+    settings = flatten_settings(config_to_dict(config))
+    return MetricsLog(folder.metrics, kept, make_loggers(config.train.loggers, folder, settings, kept))
 
 
 def build_groups(config: DetectionConfig, model: Detector) -> list[dict[str, Any]]:

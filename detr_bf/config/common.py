@@ -131,6 +131,15 @@ def numbers(*default: float) -> Any:
     return field(default_factory=lambda: list(default), **NUMBERS.field)
 
 
+def names_of(*choices: str) -> Any:
+    """Return a field for a list of different words of a fixed set, by default empty."""
+    rule = Rule(
+        f"a list of names, each at most once, of {', '.join(choices)}",
+        lambda names: len(set(names)) == len(names) and set(names) <= set(choices),
+    )
+    return field(default_factory=list, **rule.field)
+
+
 def arguments() -> Any:
     """Return a field for keyword arguments of a function of another library."""
     return field(default_factory=dict, **ARGUMENTS.field)
@@ -177,7 +186,7 @@ class TrainConfig:
     timeout_minutes: float = positive(30.0)  # maximum time that a process waits for the others
     log_every: int = positive(20, STEPS)  # steps between two lines of the log
     eval_every: int = positive(1)  # epochs between two evaluations
-    tensorboard: bool = False  # write TensorBoard files to output_dir
+    loggers: list[str] = names_of("tensorboard", "wandb", "mlflow")  # they also get the numbers and pictures of a run
     ema: EmaConfig = field(default_factory=EmaConfig)
 
 

@@ -15,6 +15,7 @@ from detr_bf.engine.evaluate import (
     EvaluationResult,
     PanopticEvaluation,
 )
+from detr_bf.engine.loggers import Logger, check_loggers, make_loggers
 from detr_bf.engine.metrics import MetricsLog
 from detr_bf.engine.optimizer import LearningRate, build_optimizer, image_parameter_groups, parameter_groups
 from detr_bf.engine.run_folder import CreatedFiles, RunFolder, RunMarker, checkpoint_of
@@ -29,6 +30,7 @@ __all__ = [
     "EvaluationLoop",
     "EvaluationResult",
     "LearningRate",
+    "Logger",
     "MetricsLog",
     "PanopticEvaluation",
     "RunFolder",
@@ -38,11 +40,13 @@ __all__ = [
     "TrainingStep",
     "build_and_load",
     "build_optimizer",
+    "check_loggers",
     "checkpoint_of",
     "image_parameter_groups",
     "is_checkpoint",
     "load_checkpoint",
     "load_fitting",
     "load_strict",
+    "make_loggers",
     "parameter_groups",
 ]

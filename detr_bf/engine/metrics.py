@@ -1,4 +1,4 @@
-"""Metrics of a run: means over training steps, ``metrics.jsonl``, TensorBoard and the lines of ``log.txt``."""
+"""Metrics of a run: means over training steps, ``metrics.jsonl``, loggers and the lines of ``log.txt``."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from detr_bf import distributed
+from detr_bf.engine.loggers import Logger
 from detr_bf.engine.state import Progress
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.files import read_records, write_text
@@ -33,21 +35,38 @@ _SUMMARIZED = {f"stream/{name}": f"{name} stream {{:.4g}}" for name in STREAM_NA
 
 
 class MetricsLog:
-    """``metrics.jsonl``: records of kind ``train`` and ``val`` in the order of the steps.
+    """``metrics.jsonl``: records of kind ``train`` and ``val`` in the order of the steps, also given to loggers.
+
+    A logger that fails gets nothing more, with a warning; the run and the file go on. As a context manager it closes
+    the file and the loggers.
 
     Args:
         path: the file; it is overwritten.
         resume_from: the last step of each kind that a resumed run keeps, so that no record appears twice. Damaged lines
             are dropped with a warning.
-        tensorboard: folder of TensorBoard's event files, with the same numbers.
+        loggers: objects that get the same numbers after the file has them; context managers are entered here.
+
+    Raises:
+        InputError: a logger of a new run cannot be started; a resumed run goes on without it, with a warning.
     """
 
     def __init__(
-        self, path: Path, resume_from: Mapping[str, int] | None = None, tensorboard: Path | None = None
+        self, path: Path, resume_from: Mapping[str, int] | None = None, loggers: Sequence[Logger] = ()
     ) -> None:
-        self._writer = _summary_writer(tensorboard, resume_from) if tensorboard else None
-        write_text(path, "".join(f"{line}\n" for line in _kept(path, resume_from)) if resume_from else "")
-        self._file = path.open("a", encoding="utf-8")
+        self._loggers: list[Logger] = []
+        with ExitStack() as started:
+            for each in loggers:
+                try:
+                    if isinstance(each, AbstractContextManager):
+                        started.enter_context(each)
+                    self._loggers.append(each)
+                except InputError as error:
+                    if not resume_from:
+                        raise
+                    logger.warning("%s. The resumed run goes on without it", error)
+            write_text(path, "".join(f"{line}\n" for line in _kept(path, resume_from)) if resume_from else "")
+            self._file = path.open("a", encoding="utf-8")
+            self._started = started.pop_all()
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Append one record, with null for numbers that are not finite: JSON has none.
@@ -67,16 +86,42 @@ class MetricsLog:
                 f"{self._file.name} cannot be written ({error.strerror or error}): free some space, then run the same "
                 "command with --resume"
             ) from error
-        if self._writer is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self._writer.add_scalar(f"{kind}/{name}", value, step)
+        numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+        self._give(lambda each: each.log_scalars(kind, step, numbers))
 
-    def close(self) -> None:
+    def write_picture(self, name: str, step: int, path: Path) -> None:
+        """Give a PNG or JPEG file that the run has written after ``step`` optimizer steps to the loggers."""
+        self._give(lambda each: each.log_picture(name, step, path))
+
+    def _give(self, log: Callable[[Logger], None]) -> None:
+        for each in list(self._loggers):
+            try:
+                log(each)
+            except Exception as error:
+                self._loggers.remove(each)
+                self._warn(f"{type(each).__name__} gets nothing more of this run", error)
+
+    def _warn(self, what: str, error: Exception) -> None:
+        logger.warning("%s (%s: %s); %s is complete", what, type(error).__name__, error, self._file.name)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the file and leave the loggers.
+
+        Args:
+            error: the exception that ended the run.
+        """
         with suppress(OSError):  # a failed write fails again when flushed
             self._file.close()
-        if self._writer is not None:
-            self._writer.close()
+        try:
+            self._started.__exit__(type(error) if error else None, error, None)
+        except Exception as failure:
+            self._warn("A logger could not be closed", failure)
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close(error)
 
 
 class Means:
@@ -237,13 +282,3 @@ def _kept(path: Path, resume_from: Mapping[str, int]) -> list[str]:
             damaged[0],
         )
     return [line for line, record in lines if record is not None and record["step"] <= resume_from[record["kind"]]]
-
-
-def _summary_writer(folder: Path, resume_from: Mapping[str, int] | None) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise InputError(
-            "train.tensorboard=true needs TensorBoard: pip install 'detr_bf[tensorboard]', or set it to false"
-        ) from error
-    return SummaryWriter(str(folder), purge_step=resume_from["train"] + 1 if resume_from else None)

@@ -70,7 +70,7 @@ class CreatedFiles:
     def add(self, *paths: Path) -> None:
         """Add files that this process has just written; existing ones are ignored."""
         for path in paths:
-            if self._existing.isdisjoint((path, path.parent)) and path.exists():
+            if self._existing.isdisjoint((path, *path.parents)) and path.exists():
                 self._created[path] = _identity(path)
 
     def check_not_overwriting(self, *paths: Path) -> None:
@@ -93,14 +93,14 @@ class CreatedFiles:
             with suppress(OSError):
                 if _identity(path) != identity:
                     continue
-                if path.is_dir():
+                if path.is_dir() and not path.is_symlink():
                     path.rmdir()  # an empty one only
                 else:
                     path.unlink()
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    status = path.stat()
+    status = path.lstat()
     return status.st_dev, status.st_ino
 
 
@@ -145,6 +145,9 @@ class RunFolder:
     sheet = _Inside(SHEET_FILE)
     panoptic_sheet = _Inside(PANOPTIC_SHEET_FILE)
     tensorboard = _Inside("tensorboard")
+    wandb = _Inside("wandb")
+    mlflow = _Inside("mlflow")
+    loggers = _Inside("loggers.json")  # ids of the runs of W&B and MLflow, see detr_bf.engine.loggers
 
     def capture(self, step: int, rank: int) -> Path:
         return self.captures / f"step_{step:07d}_rank_{rank}.pt"
@@ -255,12 +258,17 @@ class RunFolder:
             )
 
     @property
+    def logged(self) -> tuple[Path, ...]:
+        """The metrics and the files and folders of the loggers."""
+        return self.metrics, self.loggers, self.tensorboard, self.wandb, self.mlflow
+
+    @property
     def _all_paths(self) -> tuple[Path, ...]:
         checkpoints = self.last, self.best, self.previous, self.damaged
         results = self.evaluation, self.errors, self.never_found, self.results, self.predictions, self.report, self.data
         maps = self.panoptic, self.panoptic_results
-        others = self.log, self.metrics, self.config, self.machine, self.tensorboard, self.pictures, self.captures
-        return *others, *checkpoints, self.cost, *results, *maps
+        others = self.log, self.config, self.machine, self.pictures, self.captures
+        return *others, *self.logged, *checkpoints, self.cost, *results, *maps
 
     def remove_unfinished(self) -> None:
         """Remove temporary files that killed processes have left; the lock must be held."""

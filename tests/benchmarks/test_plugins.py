@@ -37,7 +37,6 @@ DIGITS = (
     "optimizer.lr=1",
     "optimizer.warmup_epochs=0",
     "train.max_steps=1",
-    "train.tensorboard=false",
     "eval.pictures=0",
     "model.drop_path=0",
 )

@@ -75,6 +75,10 @@ def test_round_trips(tmp_path: Path) -> None:
     [
         ("train.epoch=3", ["override 'train.epoch=3'", "unknown key 'train.epoch'", "train.epochs"]),
         ("lr=3", ["unknown key 'lr'", "optimizer.lr"]),
+        ("train.tensorboard=true", ["unknown key 'train.tensorboard'", "Known in train: ", "loggers"]),
+        ("train.loggers=[tensorboard,comet]", ["train.loggers must be", "tensorboard, wandb, mlflow, got", "comet"]),
+        ("train.loggers=[wandb,wandb]", ["train.loggers must be", "each at most once", "['wandb', 'wandb']"]),
+        ("train.loggers=wandb", ["train.loggers must be list[str]", "got 'wandb'"]),
         ("optimizer.zzzzz=1", ["unknown key 'optimizer.zzzzz'", "backbone_lr"]),
         ("train.epochs=abc", ["train.epochs must be int", "'abc' of type str"]),
         ("train.epochs=1.5", ["train.epochs must be int", "1.5 of type float"]),

@@ -78,16 +78,6 @@ def test_numbers_that_json_does_not_have_become_null(tmp_path: Path) -> None:
     assert read(path) == [{"kind": "train", "step": 1, "grad_norm": None, "loss": None, "lr": 0.1}]
 
 
-def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    log = MetricsLog(tmp_path / "metrics.jsonl", tensorboard=tmp_path / "tensorboard")
-    log.write("train", 7, {"loss": 2.5})
-    log.close()
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    (event,) = events.Scalars("train/loss")
-    assert (event.step, event.value) == (7, 2.5)
-
-
 def test_means_of_an_epoch_weigh_records_by_their_batches() -> None:
     means = EpochMeans()
     means.add({"loss": 2.0, "lr": 0.1}, 3)

@@ -123,6 +123,24 @@ def test_bad_input_removes_what_this_process_wrote_and_nothing_else(tmp_path: Pa
     }
 
 
+def test_bad_input_removes_the_files_of_loggers_unless_their_folder_was_there(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "new" / "run")
+    names = "run-1/files/config.yaml", "run-1/run-1.wandb"
+
+    def written_by_wandb(folder: RunFolder, created: CreatedFiles) -> None:
+        for name in names:
+            (folder.wandb / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder.wandb / name).write_text("ours")
+        (folder.wandb / "latest-run").symlink_to("run-1")
+        created.add(folder.wandb, *sorted(folder.wandb.rglob("*")))
+
+    end_with(InputError("bad"), folder, written_by_wandb)
+    assert list(tmp_path.iterdir()) == []
+    folder.wandb.mkdir(parents=True)
+    end_with(InputError("bad"), folder, written_by_wandb)
+    assert all((folder.wandb / name).exists() for name in names)
+
+
 def test_bad_input_leaves_what_was_there_before(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     with folder.locked() as created:
@@ -194,7 +212,7 @@ NAMES = (
         "predictions.csv",
         "panoptic.json",
     ),
-    *("report.html", "panoptic/", "pictures/", "captures/", "tensorboard/"),
+    *("report.html", "panoptic/", "pictures/", "captures/", "tensorboard/", "wandb/", "mlflow/", "loggers.json"),
 )
 
 

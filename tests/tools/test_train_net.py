@@ -19,7 +19,10 @@ import pytest
 import torch
 
 import detr_bf
-from detr_bf.engine import Checkpoint, load_checkpoint
+from detr_bf.engine import Checkpoint, RunFolder, load_checkpoint
+from detr_bf.engine.loggers import WandbLogger
+from detr_bf.errors import InputError
+from tests.references.wandb_file import wandb_rows
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -110,6 +113,69 @@ def test_the_data_are_described_with_and_without_checks_and_in_evaluations(tiny:
     described = json.loads((tmp_path / "other" / "data.json").read_text())
     assert described["splits"] == {"val": json.loads(texts[0])["splits"]["val"]}
     assert "class7" in (tmp_path / "other" / "report.html").read_text()
+
+
+def test_loggers_hold_what_the_run_has_written_also_after_a_resumption(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("tensorboard", "wandb", "mlflow", "sqlalchemy", "alembic"):
+        pytest.importorskip(module, reason="needs detr_bf[tensorboard,wandb,mlflow]")
+    from mlflow import MlflowClient
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for name in [each for each in os.environ if each.startswith(("WANDB_", "MLFLOW_"))]:
+        monkeypatch.delenv(name)
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("MLFLOW_DISABLE_TELEMETRY", "true")):
+        monkeypatch.setenv(name, value)
+    arguments = ["--config", str(tiny), "train.loggers=[tensorboard,wandb,mlflow]"]
+    assert train_net([*arguments, "train.epochs=1"]) == 0
+    assert train_net([*arguments, "train.epochs=2", "--resume"]) == 0
+    run = tmp_path / "run"
+    pictures = {path.stem for path in (run / "pictures").iterdir() if path.suffix in (".png", ".jpg")}
+    assert "validation" in pictures
+    losses = [(record["step"], record["loss"]) for record in records(run / "metrics.jsonl", "train")]
+    scores = [(record["step"], record["AP"]) for record in records(run / "metrics.jsonl", "val")]
+    assert [step for step, _ in losses] == list(range(1, 11))
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    shown = events.Scalars("train/loss")
+    assert [each.step for each in shown] == [step for step, _ in losses]
+    assert [each.value for each in shown] == pytest.approx([loss for _, loss in losses])
+    assert {tag.removeprefix("pictures/") for tag in events.Tags()["images"]} == pictures
+    rows = wandb_rows(run)
+    assert [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row] == losses
+    assert [(row["step"], row["val/AP"]) for row in rows if "val/AP" in row] == scores
+    assert {key for row in rows for key in row if key.endswith(".path")} == {f"pictures/{x}.path" for x in pictures}
+    client = MlflowClient(tracking_uri=f"sqlite:///{run / 'mlflow' / 'mlflow.db'}")
+    (entry,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    history = client.get_metric_history(entry.info.run_id, "train/loss")
+    assert [(each.step, each.value) for each in history] == losses
+    assert {Path(each.path).stem for each in client.list_artifacts(entry.info.run_id, "pictures")} == pictures
+    assert entry.data.params["model.hidden_dim"] == "32"
+
+
+def test_a_logger_that_cannot_be_started_leaves_nothing(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+
+    def fail(logger: object) -> None:
+        (tmp_path / "run" / "wandb").mkdir()
+        raise InputError("no key")
+
+    monkeypatch.setattr(WandbLogger, "__enter__", fail)
+    monkeypatch.setattr("detr_bf.run.check_loggers", lambda names: None)
+    assert train_net(["--config", str(tiny), "train.loggers=[tensorboard,wandb]"]) == 2
+    assert "no key" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_library_of_a_logger_is_told_before_the_folder_is_made(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(RunFolder, "create", lambda folder: pytest.fail("the folder is made"))
+    assert train_net(["--config", str(tiny), "train.loggers=[wandb]"]) == 2
+    assert "pip install 'detr_bf[wandb]'" in capsys.readouterr().err
 
 
 def test_checkpoint_holds_the_class_map_and_the_config(tiny: Path, tmp_path: Path) -> None:
