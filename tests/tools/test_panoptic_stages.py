@@ -84,7 +84,7 @@ def check_panoptic_results(stuff: SimpleNamespace, folder: Path) -> None:
     assert all(set(result["segmentation"]) == {"size", "counts"} for result in results)
     page = (folder / "report.html").read_text()
     assert "Panoptic segmentation" in page
-    assert page.count("<img") == 7, "curves, boxes, panoptic maps, errors, confusion, worst images, annotations"
+    assert page.count("<img") == 8, "curves, boxes, panoptic maps, data, errors, confusion, worst images, annotations"
     assert (folder / "pictures" / "panoptic.png").read_bytes().startswith(b"\x89PNG")
 
 

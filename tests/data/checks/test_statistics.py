@@ -129,7 +129,7 @@ def divided(seed: int, images: int, share: float, change: Callable[[dict[str, An
 
 @pytest.mark.parametrize(("images", "share"), [(40, 0.5), (100, 0.2), (300, 0.2)])
 def test_random_divisions_do_not_differ(images: int, share: float) -> None:
-    """Of 6 distributions in 40 divisions about 240 / 500 differ by chance; the distance alone would report many."""
+    """Six distributions of 40 divisions: about 240 / 500 differ by chance; the distance alone would report many."""
     documents = [divided(seed, images, share) for seed in range(40)]
     reported = sum("differ in" in text for document in documents for text in document["statements"])
     assert reported <= 3
