@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 CELL_FORMAT = "detr_bf cell 1"
 EXPERIMENT_FORMAT = "detr_bf experiment 1"
-LOWER_IS_BETTER = ("ece", "loss")  # left out of records: a comparison takes more for better
 NOT_COMPARED = ("data.check", "data.root", "data.workers")  # settings without influence on what a run learns
 _MAX_BYTES = 2**30  # of a record
 
@@ -121,8 +120,9 @@ def cell_record(run: RunFolder, cell: ExperimentCell) -> dict[str, Any]:
 
 
 def _metrics(record: Mapping[str, Any]) -> dict[str, Any]:
-    left_out = ("kind", "step", "epoch", "score", *LOWER_IS_BETTER)
-    return {name: value for name, value in record.items() if name not in left_out}
+    """Return the metrics of a record; those where less is better are left out, because a comparison takes more for better."""
+    left_out = ("kind", "step", "epoch", "score", "ece")
+    return {name: value for name, value in record.items() if name not in left_out and not name.startswith("loss")}
 
 
 def _cost(run: RunFolder, config: RunConfig, windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

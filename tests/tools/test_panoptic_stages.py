@@ -84,7 +84,7 @@ def check_panoptic_results(stuff: SimpleNamespace, folder: Path) -> None:
     assert all(set(result["segmentation"]) == {"size", "counts"} for result in results)
     page = (folder / "report.html").read_text()
     assert "Panoptic segmentation" in page
-    assert page.count("<img") == 9, "curves, boxes, maps, errors, confusion, worst images, annotations, and of maps two"
+    assert page.count("<img") == 8, "boxes, maps, data, confusion, worst images, annotations, and of maps two"
     errors, numbers = (json.loads((folder / f"{name}.json").read_text()) for name in ("errors", "evaluation"))
     assert errors["masks"]["ap50"] == pytest.approx(numbers["masks"]["AP50"], abs=1e-12)
     assert errors["masks"]["best"] == numbers["masks"]["best"]
