@@ -83,7 +83,7 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
             try:
                 trainer = task.build_trainer(folder, checkpoint)
             finally:
-                created.add(*(path for each in folder.logged for path in (each, *sorted(each.rglob("*")))))
+                created.add(*folder.logged_files())
         with trainer.metrics or nullcontext():
             distributed.run_on_main(lambda: _describe(folder, created, config, statistics))
             created.keep()

@@ -68,10 +68,11 @@ class CreatedFiles:
         self._created: dict[Path, tuple[int, int]] = {}  # device and inode of each
 
     def add(self, *paths: Path) -> None:
-        """Add files that this process has just written; existing ones are ignored."""
+        """Add files that this process has just written; existing and missing ones are ignored."""
         for path in paths:
-            if self._existing.isdisjoint((path, *path.parents)) and path.exists():
-                self._created[path] = _identity(path)
+            if self._existing.isdisjoint((path, *path.parents)):
+                with suppress(FileNotFoundError):
+                    self._created[path] = _identity(path)
 
     def check_not_overwriting(self, *paths: Path) -> None:
         """Refuse to overwrite files that have appeared since the folder was locked.
@@ -261,6 +262,16 @@ class RunFolder:
     def logged(self) -> tuple[Path, ...]:
         """The metrics and the files and folders of the loggers."""
         return self.metrics, self.loggers, self.tensorboard, self.wandb, self.mlflow
+
+    def logged_files(self) -> Iterator[Path]:
+        """Yield the paths of :attr:`logged` and all files and folders in them, a folder before its content.
+
+        Files that a logger moves or removes meanwhile do not matter.
+        """
+        for each in self.logged:
+            yield each
+            for parent, folders, files in os.walk(each):
+                yield from (Path(parent, name) for name in (*folders, *files))
 
     @property
     def _all_paths(self) -> tuple[Path, ...]:

@@ -132,7 +132,7 @@ def test_bad_input_removes_the_files_of_loggers_unless_their_folder_was_there(tm
             (folder.wandb / name).parent.mkdir(parents=True, exist_ok=True)
             (folder.wandb / name).write_text("ours")
         (folder.wandb / "latest-run").symlink_to("run-1")
-        created.add(folder.wandb, *sorted(folder.wandb.rglob("*")))
+        created.add(*folder.logged_files())
 
     end_with(InputError("bad"), folder, written_by_wandb)
     assert list(tmp_path.iterdir()) == []
