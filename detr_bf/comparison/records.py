@@ -39,7 +39,10 @@ logger = logging.getLogger(__name__)
 
 CELL_FORMAT = "detr_bf cell 1"
 EXPERIMENT_FORMAT = "detr_bf experiment 1"
-NOT_COMPARED = ("data.check", "data.root", "data.workers")  # settings without influence on what a run learns
+NOT_COMPARED = (  # settings without influence on what a run learns and on its metrics
+    *("data.check", "data.root", "data.workers", "eval.loss", "eval.picture_threshold", "eval.pictures"),
+    *("train.loggers", "train.tensorboard"),  # the latter is in committed records, from before there were loggers
+)
 _MAX_BYTES = 2**30  # of a record
 
 
@@ -120,7 +123,7 @@ def cell_record(run: RunFolder, cell: ExperimentCell) -> dict[str, Any]:
 
 
 def _metrics(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a record; those where less is better are left out, because a comparison takes more for better."""
+    """Return the metrics of a record, without those where less is better: a comparison takes more for better."""
     left_out = ("kind", "step", "epoch", "score", "ece")
     return {name: value for name, value in record.items() if name not in left_out and not name.startswith("loss")}
 

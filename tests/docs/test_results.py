@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from detr_bf.commands import main
 from detr_bf.comparison.analysis import analyze
 from detr_bf.comparison.experiment import read_experiment
 from detr_bf.comparison.page import markdown_table
@@ -54,3 +56,14 @@ def test_means_of_the_tables_are_those_of_the_records(name: str) -> None:
 def test_tables_are_those_of_the_report(name: str) -> None:
     for line in markdown_table(analyze(**collect(ExperimentFolder(RECORDS / name)))).splitlines():
         assert line in PAGE.splitlines(), line
+
+
+@pytest.mark.parametrize("name", BEGUN)
+def test_an_experiment_can_be_continued_from_its_committed_cells(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The settings of today's files and defaults are those of the records, so that no cell is trained again."""
+    folder = shutil.copytree(RECORDS / name, tmp_path / name)
+    planned = len(read_experiment(ROOT / "configs" / "compare" / f"{name}.yaml").cells())
+    assert main(["compare", "run", name, "data.root=somewhere", "--output", str(folder), "--print"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == planned - len(cells(name))
