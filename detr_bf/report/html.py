@@ -42,7 +42,7 @@ from detr_bf.report.page import (
 )
 from detr_bf.text import printable
 
-_OWN_PAGE = '<meta name="generator" content="detr_bf">'
+_OWN_PAGE = '<meta name="generator" content="detr_bf">'  # in every page of ours
 _RUN_PICTURES = 6  # most pictures of full size on a page of several runs
 
 
@@ -59,11 +59,13 @@ def write_report(run_dir: str | Path, page: TaskPage = DETECTION_PAGE, title: st
         title: heading of the page; the folder's name if empty.
 
     Raises:
-        InputError: the folder does not exist, a file in it has the wrong content, or the run has another task.
+        InputError: the folder does not exist, a file in it has the wrong content, the run has another task, or
+            ``report.html`` is of other origin.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise InputError(f"run folder not found: {run_dir}. Give the output_dir of a run")
+    _check_own(run_dir / REPORT_FILE)
     config_file, machine_file = run_dir / CONFIG_FILE, run_dir / MACHINE_FILE
     config = saved_config(config_file) if config_file.is_file() else None
     if config and config.task != page.task:
@@ -96,8 +98,7 @@ def write_side_by_side(run_dirs: Sequence[str | Path], page: TaskPage, output: s
     output, folders = Path(output), [Path(folder) for folder in run_dirs]
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise InputError("a run is given twice: name different run folders")
-    if output.is_file() and _OWN_PAGE not in output.read_text(encoding="utf-8", errors="replace"):
-        raise InputError(f"{printable(output)} was not written by detr_bf and would be replaced: name another file")
+    _check_own(output)
     settings = {}
     for folder in folders:
         if not is_file(folder / CONFIG_FILE):
@@ -114,11 +115,17 @@ def write_side_by_side(run_dirs: Sequence[str | Path], page: TaskPage, output: s
     return output
 
 
+def _check_own(page: Path) -> None:
+    """Refuse to replace a page that detr_bf has not written."""
+    if page.is_file() and _OWN_PAGE not in page.read_text(encoding="utf-8", errors="replace"):
+        raise InputError(f"{printable(page)} was not written by detr_bf and would be replaced: rename it first")
+
+
 def _names(folders: Sequence[Path]) -> list[str]:
     """Return the shortest ends of the paths that tell the folders apart."""
     parts = [folder.resolve().parts for folder in folders]
     length = next(n for n in range(1, 1 + max(map(len, parts))) if len({own[-n:] for own in parts}) == len(parts))
-    return [printable("/".join(own[-length:])) for own in parts]
+    return ["/".join(own[-length:]) for own in parts]
 
 
 def _links(runs: Mapping[str, Path], output: Path) -> str:
@@ -127,7 +134,8 @@ def _links(runs: Mapping[str, Path], output: Path) -> str:
     for name, folder in runs.items():
         report = folder / REPORT_FILE
         address = quote(os.path.relpath(report.resolve(), output.resolve().parent), errors="surrogateescape")
-        items.append(f'<a href="{address}">{escaped(name)}</a>' if report.is_file() else escaped(name))
+        shown = escaped(printable(name))
+        items.append(f'<a href="{address}">{shown}</a>' if report.is_file() else shown)
     return f'<header><h1>{len(runs)} runs side by side</h1><p class="lead">{", ".join(items)}</p></header>'
 
 
@@ -159,7 +167,7 @@ def _compared(runs: Mapping[str, Path], settings: Mapping[Path, Mapping[str, Any
     limit = PICTURE_BYTES * _RUN_PICTURES // (2 * len(runs))
     for heading, file in (("Validation images", SHEET_FILE), ("Images with the most errors", WORST_FILE)):
         sheets = [
-            f"<div><h3>{escaped(name)}</h3>{picture(folder / file, f'{heading}, {name}', limit=limit)}</div>"
+            f"<div><h3>{escaped(printable(name))}</h3>{picture(folder / file, f'{heading}, {name}', limit=limit)}</div>"
             for name, folder in runs.items()
             if (folder / file).is_file()
         ]

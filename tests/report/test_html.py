@@ -336,3 +336,7 @@ def test_the_command_writes_one_report_or_a_page_of_several(
     assert "--output is for several runs" in capsys.readouterr().err
     assert main(["report", "pages"]) == 2
     assert "pages is no run folder: config.yaml is missing" in capsys.readouterr().err
+    (other / "report.html").write_text("<p>mine</p>")
+    assert main(["report", str(other)]) == 2
+    assert "report.html was not written by detr_bf" in capsys.readouterr().err
+    assert (other / "report.html").read_text() == "<p>mine</p>"
