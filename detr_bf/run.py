@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,11 +84,12 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
                 trainer = task.build_trainer(folder, checkpoint)
             finally:
                 created.add(*folder.logged_files())
-        with trainer.metrics or nullcontext():
-            distributed.run_on_main(lambda: _describe(folder, created, config, statistics))
-            created.keep()
-            result = trainer.train()
-            return _report(task, folder, result, trainer.evaluate, trainer.evaluation_model, trainer)
+            if trainer.metrics is not None:
+                stack.enter_context(trainer.metrics)
+        distributed.run_on_main(lambda: _describe(folder, created, config, statistics))
+        created.keep()
+        result = trainer.train()
+        return _report(task, folder, result, trainer.evaluate, trainer.evaluation_model, trainer)
 
 
 def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
@@ -124,7 +125,14 @@ def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
                 model, classes = task.load_evaluated(source)
                 evaluate = task.build_evaluation(classes, folder)
                 model.to(device_of(config))
-            distributed.run_on_main(lambda: _describe(folder, created, config, task.describe_data()))
+
+            def describe() -> None:
+                statistics = None
+                with tolerating(str(folder.data)):
+                    statistics = task.describe_data(("val",))
+                _describe(folder, created, config, statistics)
+
+            distributed.run_on_main(describe)
             created.keep()
             logger.info("evaluating %s", source)
             return _report(task, folder, evaluate(model), evaluate, model)
@@ -257,7 +265,6 @@ def _describe(
         created.add(folder.config)
         write_json(folder.machine, machine_info())
         created.add(folder.machine)
-        folder.data.unlink(missing_ok=True)
         if statistics is not None:
             write_json(folder.data, statistics)
             created.add(folder.data)

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write a page and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="page of several runs, default ./report.html")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="page of several runs, default ./runs.html")
     options = parser.parse_args(arguments)
     return run_tool(lambda: _run(options))
 
@@ -40,7 +40,7 @@ def _run(options: argparse.Namespace) -> int:
             raise InputError("--output is for several runs: the report of one run is written into its folder")
         print(safe_message(write_report(first, page)))
         return 0
-    output = options.output or Path("report.html")
+    output = options.output or Path("runs.html")
     check_output_file(output, "--output")
     print(safe_message(write_side_by_side(options.runs, page, output)))
     return 0

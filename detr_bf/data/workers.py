@@ -126,7 +126,7 @@ def ignore_signals(worker: int) -> None:
 
     Ctrl-C and a scheduler's SIGTERM reach every process of a job. The training process finishes its step and saves; the
     workers live until it closes them or dies. DataLoader's workers compare their parent with the one at their start, so
-    a forked worker whose parent was killed before that would wait for ever: it ends here.
+    a forked worker whose parent was killed before that would never end: it ends here.
     """
     parent = multiprocessing.parent_process()
     if multiprocessing.get_start_method() == "fork" and parent is not None and os.getppid() != parent.pid:

@@ -20,7 +20,7 @@ from detr_bf import distributed
 from detr_bf.data.workers import restart_dead_workers
 from detr_bf.engine.step import Criterion, TrainingBatch
 from detr_bf.evaluation import CocoEvaluator, EncodedMap, PanopticEvaluator, Result, ScoreThresholds, merge_shards
-from detr_bf.evaluation.errors import update_never_found
+from detr_bf.evaluation.errors import never_found, update_never_found
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.progress import progress_bar
 from detr_bf.structures import Batch, ClassMap, Detections, Outputs, PanopticMap
@@ -244,6 +244,7 @@ class DetectionEvaluator:
             self._quality.summarize() if self._quality else None,
             _mean_losses(self._losses),
         )
+        self.missing = set(never_found(self._boxes.errors))
         if self._never_found is not None:
             try:
                 self.missing = update_never_found(self._never_found, self._boxes.errors)

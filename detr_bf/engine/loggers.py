@@ -16,9 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, cast
 
-import numpy as np
-from PIL import Image
-
+from detr_bf.data.images import read_image
 from detr_bf.engine.run_folder import RunFolder
 from detr_bf.errors import InputError, Interrupted
 from detr_bf.files import read_json, read_records, write_json
@@ -112,8 +110,7 @@ class TensorBoardLogger:
     def log_picture(self, name: str, step: int, path: Path) -> None:
         if self._state.has(f"pictures/{name}", step):
             return
-        with Image.open(path) as image:
-            self._writer.add_image(f"pictures/{name}", np.asarray(image.convert("RGB")), step, dataformats="HWC")
+        self._writer.add_image(f"pictures/{name}", read_image(path), step)
         self._state.add_picture(name, step)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -195,7 +192,7 @@ class MlflowLogger:
 
             is_own = not mlflow.is_tracking_uri_set()
             uri = self._own_store() if is_own else mlflow.get_tracking_uri()
-            store = re.sub(r"//[^/@]*@", "//", uri)  # loggers.json is no place for a password
+            store = re.sub(r"//[^/@]*@", "//", uri)  # loggers.json must not hold a password
             self._client, known = mlflow.MlflowClient(tracking_uri=uri), self._state.run_in(store)
             if known is None:
                 name = self._folder.path.resolve().name

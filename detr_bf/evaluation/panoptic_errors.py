@@ -83,13 +83,13 @@ def segment_errors(
         is_thing: for each class.
     """
     unmatched_found, unmatched_truths = {segment.id for segment in wrong}, {segment.id for segment in missed}
-    strange_truth: dict[int, int] = {}  # predicted id -> class of the true segment that it is confused with
-    strange_found: dict[int, int] = {}
+    class_of_truth: dict[int, int] = {}  # predicted id -> class of the true segment that it is confused with
+    class_of_found: dict[int, int] = {}
     for truth, found, iou, *_ in pairs:
         if iou > MATCH_IOU and found.id in unmatched_found and truth.id in unmatched_truths:
             unmatched_found.remove(found.id)
             unmatched_truths.remove(truth.id)
-            strange_truth[found.id], strange_found[truth.id] = truth.label, found.label
+            class_of_truth[found.id], class_of_found[truth.id] = truth.label, found.label
     own = [pair for pair in pairs if pair.truth.label == pair.found.label]
     covered = Counter(pair.found.id for pair in own if pair.of_truth > 0.5)
     pieces = Counter(pair.truth.id for pair in own if pair.of_found > 0.5)
@@ -111,8 +111,8 @@ def segment_errors(
         return SegmentError(segment.id, segment.label, cause)
 
     return (
-        tuple(error(each, strange_truth, [pair for pair in pairs if pair.found.id == each.id]) for each in wrong),
-        tuple(error(each, strange_found, [pair for pair in pairs if pair.truth.id == each.id]) for each in missed),
+        tuple(error(each, class_of_truth, [pair for pair in pairs if pair.found.id == each.id]) for each in wrong),
+        tuple(error(each, class_of_found, [pair for pair in pairs if pair.truth.id == each.id]) for each in missed),
     )
 
 
@@ -141,23 +141,28 @@ def worst_maps(images: Mapping[int, SegmentMatches], most: int) -> list[int]:
     return [image_id for image_id in ranked[:most] if images[image_id].lost > 0]
 
 
-def _class_causes(images: Iterable[SegmentMatches], label: int) -> dict[str, dict[str, Any]]:
-    """Return the number of wrong and of missed segments of a class by cause, and the lost share of its quality."""
-    ious: list[float] = []
-    wrong: Counter[str] = Counter()
-    missed: Counter[str] = Counter()
+def _causes_by_class(images: Iterable[SegmentMatches], num_classes: int) -> list[dict[str, dict[str, Any]]]:
+    """Return for each class the number of wrong and missed segments by cause, and the lost share of its quality."""
+    ious: list[list[float]] = [[] for _ in range(num_classes)]
+    wrong: list[Counter[str]] = [Counter() for _ in range(num_classes)]
+    missed: list[Counter[str]] = [Counter() for _ in range(num_classes)]
     for image in images:
-        ious += [iou for matched, iou in image.matches if matched == label]
-        wrong.update(error.cause for error in image.wrong if error.label == label)
-        missed.update(error.cause for error in image.missed if error.label == label)
-    segments = max(0.5, len(ious) + 0.5 * wrong.total() + 0.5 * missed.total())
-    causes: dict[str, dict[str, Any]] = {
-        MATCHES: {"wrong": 0, "missed": 0, "lost": sum(1 - iou for iou in ious) / segments}
-    }
-    for cause in PANOPTIC_CAUSES:
-        lost = 0.5 * (wrong[cause] + missed[cause]) / segments
-        causes[cause] = {"wrong": wrong[cause], "missed": missed[cause], "lost": lost}
-    return causes
+        for label, iou in image.matches:
+            ious[label].append(iou)
+        for counts, errors in ((wrong, image.wrong), (missed, image.missed)):
+            for error in errors:
+                counts[error.label][error.cause] += 1
+    found = []
+    for matched, false, absent in zip(ious, wrong, missed, strict=True):
+        segments = max(0.5, len(matched) + 0.5 * false.total() + 0.5 * absent.total())
+        causes: dict[str, dict[str, Any]] = {
+            MATCHES: {"wrong": 0, "missed": 0, "lost": sum(1 - iou for iou in matched) / segments}
+        }
+        for cause in PANOPTIC_CAUSES:
+            lost = 0.5 * (false[cause] + absent[cause]) / segments
+            causes[cause] = {"wrong": false[cause], "missed": absent[cause], "lost": lost}
+        found.append(causes)
+    return found
 
 
 def panoptic_document(images: Mapping[int, SegmentMatches], summary: PanopticSummary, most: int) -> dict[str, Any]:
@@ -171,9 +176,10 @@ def panoptic_document(images: Mapping[int, SegmentMatches], summary: PanopticSum
         summary: of the same images.
         most: limit for the worst images.
     """
+    causes_by_class = _causes_by_class(images.values(), len(summary.per_class))
     per_class: dict[str, dict[str, Any]] = {
-        name: {"pq": result.PQ, "is_thing": result.is_thing, "causes": _class_causes(images.values(), label)}
-        for label, (name, result) in enumerate(summary.per_class.items())
+        name: {"pq": result.PQ, "is_thing": result.is_thing, "causes": causes}
+        for (name, result), causes in zip(summary.per_class.items(), causes_by_class, strict=True)
     }
     seen = [entry["causes"] for entry in per_class.values() if entry["pq"] is not None]
     means = {

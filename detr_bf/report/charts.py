@@ -1,7 +1,7 @@
 """Line charts as inline SVG, in the colours of the page, with a legend below.
 
-The script of the page shows the values at the pointer, in all charts of one group at the same place. Without scripts
-the legend has the last value of each line.
+The script of the page shows the values at the pointer, in all charts of one group at the same horizontal
+position. Without scripts the legend has the last value of each line.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Line:
 class Chart:
     """A chart of at least one line with points.
 
-    ``low`` and ``high`` are the ends of the vertical axis; None takes them from the lines.
+    ``low`` and ``high`` are the ends of the vertical axis; None takes them from the lines, ``low`` at most 0.
     """
 
     title: str
@@ -49,10 +49,10 @@ class Chart:
     x_label: str = "epoch"
     y_label: str = ""
     x_range: tuple[float, float] | None = None
-    low: float | None = 0.0
+    low: float | None = None
     high: float | None = None
     log: bool = False  # logarithmic vertical axis; ``low`` and ``high`` are not used
-    mark: tuple[float, str] | None = None  # place and name of a dashed vertical line
+    mark: tuple[float, str] | None = None  # position and name of a dashed vertical line
     bars: Sequence[tuple[float, float, str]] = field(default=())  # centre, height, text; all of equal width
     show_last: bool = True  # the last value of each line in the legend
 
@@ -91,7 +91,7 @@ def chart(content: Chart) -> str:
     label = f"{content.title} over {content.x_label}. " + (f"Last values: {names}." if content.show_last else "")
     return (
         f'<figure class="chart" data-chart="{escaped(json.dumps(data, separators=(",", ":")))}">'
-        f"<figcaption>{escaped(content.title)} <span></span></figcaption>"
+        f'<figcaption>{escaped(content.title)} <span aria-live="polite"></span></figcaption>'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" tabindex="0" aria-label="{escaped(label)}">'
         f'<rect class="area" x="{_LEFT:g}" y="{_TOP:g}" width="{_RIGHT - _LEFT:g}" height="{_BOTTOM - _TOP:g}"/>'
         f'{"".join(drawing)}</svg><ul class="legend">{legend}</ul></figure>\n'
@@ -129,7 +129,7 @@ def _vertical_range(content: Chart, lines: Sequence[Line]) -> tuple[float, float
         values = values[values > _SMALLEST]
         top = 1.2 * float(values.max()) if values.size else 1.0
         return max(float(values.min()) / 1.2 if values.size else 0.1, top / 10**_DECADES), top
-    low = float(values.min()) if content.low is None else content.low
+    low = min(0.0, float(values.min())) if content.low is None else content.low
     high = content.high
     if high is None:
         high = max([low, float(values.max()), *(height for _, height, _ in content.bars)])

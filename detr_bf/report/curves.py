@@ -120,10 +120,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
 
 
-def curves(metrics: Metrics, plan: CurvePlan) -> list[Chart]:
+def curves(metrics: Metrics, plan: CurvePlan, weights: bool = True) -> list[Chart]:
     """Return charts of the losses, their terms, learning rates and validation scores over epochs, as far as logged.
 
-    Long curves of losses are drawn faint, with their running mean on top.
+    Long curves of losses are drawn faint, with their running mean on top. ``weights`` adds those of loss terms to the
+    names of the lines.
     """
     losses = _loss_lines(metrics.train, _TOTAL)
     epochs, values = series(metrics.val, "loss")
@@ -137,9 +138,9 @@ def curves(metrics: Metrics, plan: CurvePlan) -> list[Chart]:
     val_epochs, scores = series(metrics.val, "score")
     best = (val_epochs[scores.index(max(scores))], "best") if len(scores) > 1 else None
     found: tuple[tuple[str, list[Line], dict[str, Any]], ...] = (
-        ("Loss" if values else "Training loss", losses, {}),
+        ("Loss", losses, {}),
         (plan.terms_title, _loss_lines(metrics.train, plan.terms), {}),
-        (plan.others_title, _loss_lines(metrics.train, _further_terms(metrics, plan)), {"log": True}),
+        (plan.others_title, _loss_lines(metrics.train, _further_terms(metrics, plan, weights)), {"log": True}),
         ("Batch attention", _loss_lines(metrics.train, _attention_lines(metrics)), {"high": 1.0}),
         ("Learning rates", rate_lines, {}),
         ("Validation (%)", _score_lines(metrics, plan), {"mark": best}),
@@ -159,7 +160,7 @@ def curves_of_runs(runs: Mapping[str, Metrics], plan: CurvePlan) -> list[Chart]:
         raise InputError(f"{len(runs)} runs side by side: at most {len(CHART_COLOURS)} can be told apart")
     panels: dict[tuple[str, str], list[tuple[Chart, Line]]] = defaultdict(list)
     for (run, metrics), colour in zip(runs.items(), CHART_COLOURS, strict=False):
-        for panel in curves(metrics, plan):
+        for panel in curves(metrics, plan, weights=False):
             for line in panel.lines:
                 panels[panel.title, line.name].append((panel, replace(line, name=run, colour=colour)))
     last = max((record["epoch"] for metrics in runs.values() for record in (*metrics.train, *metrics.val)), default=0.0)
@@ -172,7 +173,7 @@ def curves_of_runs(runs: Mapping[str, Metrics], plan: CurvePlan) -> list[Chart]:
     ]
 
 
-def _further_terms(metrics: Metrics, plan: CurvePlan) -> tuple[_Name, ...]:
+def _further_terms(metrics: Metrics, plan: CurvePlan, weights: bool) -> tuple[_Name, ...]:
     """Return logged terms missing from the plan, in logged order.
 
     A single term of a plan without terms is left out: it may be the loss itself.
@@ -188,7 +189,8 @@ def _further_terms(metrics: Metrics, plan: CurvePlan) -> tuple[_Name, ...]:
     if len(logged) < 2 and not plan.terms:
         return ()
     return tuple(
-        (name, _with_weight(metrics.train, name), colour) for name, colour in zip(logged, CHART_COLOURS, strict=False)
+        (name, _term_name(metrics.train if weights else (), name), colour)
+        for name, colour in zip(logged, CHART_COLOURS, strict=False)
     )
 
 
@@ -203,7 +205,7 @@ def _attention_lines(metrics: Metrics) -> tuple[_Name, ...]:
     )
 
 
-def _with_weight(records: tuple[_Record, ...], name: str) -> str:
+def _term_name(records: tuple[_Record, ...], name: str) -> str:
     """Return the name of a term with its weight in the total unless it is 1: ``relative localization x 0.01``."""
     text = _TERM_NAMES.get(name) or name.removeprefix("loss_").replace("_", " ")
     weights = series(records, f"weight/{name}")[1]

@@ -1,4 +1,4 @@
-"""Section of ``report.html`` about the training and validation data of a detector, from ``data.json``."""
+"""Section of ``report.html`` about the training and validation data of a detector, from ``data_statistics.json``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_LABELS = 7  # of the edges of a histogram
 
 
 def data_section(run_dir: Path) -> Iterator[str]:
-    """Yield the section about the data; one sentence if the run has no ``data.json``."""
+    """Yield the section about the data; one sentence if the run has no ``data_statistics.json``."""
     path = run_dir / DATA_FILE
     if not path.is_file():
         yield section("Data", missing(DATA_FILE, "statistics of its data"))

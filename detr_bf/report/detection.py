@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,12 @@ def _details(run_dir: Path, result: Result | None) -> Iterator[str]:
     yield from error_sections(run_dir)
 
 
+def _costs(runs: Mapping[str, Path]) -> str:
+    from detr_bf.report.errors import costs_of_runs  # not needed for the first lines of a run
+
+    return costs_of_runs(runs)
+
+
 def _headline(summary: CocoSummary | None, kind: str) -> str:
     if summary is None:
         return missing(EVALUATION_FILE, "evaluation")
@@ -174,5 +180,6 @@ DETECTION_PAGE = TaskPage(
     sentences=_sentences,
     results=_results,
     details=_details,
+    costs=_costs,
     classes=lambda result: {name: own.AP for name, own in result.boxes.per_class.items()},
 )

@@ -58,7 +58,7 @@ _CAUSES = {
     "merged": "one predicted segment covers several of its class",
     "split": "several predicted segments lie on one of their class",
     "outline": "right class, IoU from 0.1 to 0.5",
-    "both": "wrong class and IoU from 0.1 to 0.5",
+    "both": "IoU of 0.1 or more with a segment of another class alone",
     "background": "nothing is annotated there, or nothing is found there",
 }
 

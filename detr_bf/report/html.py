@@ -42,7 +42,7 @@ from detr_bf.report.page import (
 )
 from detr_bf.text import printable
 
-_OWN_PAGE = '<meta name="generator" content="detr_bf">'  # in every page of ours
+_RUNS = "detr_bf runs"  # generator of pages of several runs
 _RUN_PICTURES = 6  # most pictures of full size on a page of several runs
 
 
@@ -65,7 +65,7 @@ def write_report(run_dir: str | Path, page: TaskPage = DETECTION_PAGE, title: st
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise InputError(f"run folder not found: {run_dir}. Give the output_dir of a run")
-    _check_own(run_dir / REPORT_FILE)
+    _check_own(run_dir / REPORT_FILE, "detr_bf")
     config_file, machine_file = run_dir / CONFIG_FILE, run_dir / MACHINE_FILE
     config = saved_config(config_file) if config_file.is_file() else None
     if config and config.task != page.task:
@@ -93,12 +93,12 @@ def write_side_by_side(run_dirs: Sequence[str | Path], page: TaskPage, output: s
 
     Raises:
         InputError: a folder is not that of a run of this task or is given twice, a file in it is damaged, or ``output``
-            was not written by this function or :func:`write_report`.
+            was not written by this function.
     """
     output, folders = Path(output), [Path(folder) for folder in run_dirs]
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise InputError("a run is given twice: name different run folders")
-    _check_own(output)
+    _check_own(output, _RUNS)
     settings = {}
     for folder in folders:
         if not is_file(folder / CONFIG_FILE):
@@ -111,14 +111,15 @@ def write_side_by_side(run_dirs: Sequence[str | Path], page: TaskPage, output: s
         settings[folder] = flatten_settings(config_to_dict(config))
     runs = dict(zip(_names(folders), folders, strict=True))
     body = "\n".join([_links(runs, output), *_compared(runs, settings, page)])
-    write_text(output, html_page(f"{len(runs)} runs", body))
+    write_text(output, html_page(f"{len(runs)} runs", body, generator=_RUNS))
     return output
 
 
-def _check_own(page: Path) -> None:
-    """Refuse to replace a page that detr_bf has not written."""
-    if page.is_file() and _OWN_PAGE not in page.read_text(encoding="utf-8", errors="replace"):
-        raise InputError(f"{printable(page)} was not written by detr_bf and would be replaced: rename it first")
+def _check_own(page: Path, generator: str) -> None:
+    """Refuse to replace a page that is not of this generator, see :func:`html_page`."""
+    mark = f'<meta name="generator" content="{generator}">'
+    if page.is_file() and mark not in page.read_text(encoding="utf-8", errors="replace"):
+        raise InputError(f"{printable(page)} has other content and would be replaced: rename it, or name another file")
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -141,8 +142,6 @@ def _links(runs: Mapping[str, Path], output: Path) -> str:
 
 def _compared(runs: Mapping[str, Path], settings: Mapping[Path, Mapping[str, Any]], page: TaskPage) -> Iterator[str]:
     """Yield the sections of several runs."""
-    from detr_bf.report.errors import costs_of_runs  # not needed for the first lines of a run
-
     results = {name: _read_result(folder / EVALUATION_FILE, page) for name, folder in runs.items()}
     metrics = {name: dict(result.metrics) if result else {} for name, result in results.items()}
     names = dict.fromkeys(name for own in metrics.values() for name, value in own.items() if value is not None)
@@ -162,7 +161,7 @@ def _compared(runs: Mapping[str, Path], settings: Mapping[Path, Mapping[str, Any
     }
     if rows:
         yield section("Classes", value_table("Class, main metric in percent", runs, rows))
-    if costs := costs_of_runs(runs):
+    if costs := page.costs(runs):
         yield section("Errors", costs)
     limit = PICTURE_BYTES * _RUN_PICTURES // (2 * len(runs))
     for heading, file in (("Validation images", SHEET_FILE), ("Images with the most errors", WORST_FILE)):

@@ -62,6 +62,7 @@ function addEnlarging(images) {
     button.addEventListener("click", () => {
       large.src = image.src;
       large.alt = image.alt;
+      dialog.setAttribute("aria-label", image.alt);
       dialog.showModal();
     });
   }
@@ -157,7 +158,7 @@ function addPointer(figures) {
 }
 
 document.querySelectorAll("table").forEach((table) => {
-  if (table.tHead && table.tBodies[0].rows.length > 1) addSorting(table);
+  if (table.tHead && table.tBodies[0]?.rows.length > 1) addSorting(table);
 });
 addEnlarging([...document.querySelectorAll("figure > img")]);
 document.querySelectorAll(".charts").forEach((group) => addPointer([...group.querySelectorAll(".chart")]));

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
-from PIL.JpegImagePlugin import JpegImageFile
-from PIL.PngImagePlugin import PngImageFile
 
+from detr_bf.data.images import open_image
 from detr_bf.errors import InputError
 from detr_bf.files import SHEET_FILE
 from detr_bf.report.drawing import tolerating
@@ -49,9 +48,10 @@ class TaskPage:
     results: Callable[[Any], Iterable[str]]  # result or None -> sections above the curves
     details: Callable[[Path, Any], Iterable[str]]  # run folder, result or None -> sections below the curves
     classes: Callable[[Any], Mapping[str, float | None]]  # result -> its main metric by class
+    costs: Callable[[Mapping[str, Path]], str]  # runs by name -> table of what their errors cost, may be empty
 
 
-def html_page(title: str, body: str, style: str = "") -> str:
+def html_page(title: str, body: str, style: str = "", generator: str = "detr_bf") -> str:
     """Return a self-contained page: its content security policy forbids every request, and all other scripts.
 
     The sections of the body are linked from a bar at the top of the page.
@@ -60,6 +60,7 @@ def html_page(title: str, body: str, style: str = "") -> str:
         title: text of the browser's title bar.
         body: HTML, with sections made by :func:`section`, and without style attributes.
         style: CSS rules in addition to the common ones.
+        generator: name of what writes the page, by which it knows its own pages.
     """
     style = _STYLE + style
     policy = f"default-src 'none'; img-src data:; style-src {_digest(style)}; script-src {_digest(SCRIPT)}"
@@ -69,7 +70,7 @@ def html_page(title: str, body: str, style: str = "") -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f"<meta http-equiv=\"Content-Security-Policy\" content=\"{policy}; base-uri 'none'; form-action 'none'\">\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="generator" content="detr_bf">\n'
+        f'<meta name="generator" content="{escaped(generator)}">\n'
         f"<title>{escaped(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
         + (f'<nav aria-label="Sections"><ul>{links}</ul></nav>\n' if len(headings) > 1 else "")
         + f"{body}\n</main>\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
@@ -116,9 +117,14 @@ def table(titles: Sequence[str], rows: Iterable[str]) -> str:
     """Return rows made by :func:`row` under column titles; the column of bars has no title."""
     first, *others = (f'<th scope="col">{escaped(title)}</th>' for title in titles)
     return (
-        f'<div class="scroll"><table>\n<thead><tr>{first}<th class="bar"></th>{"".join(others)}</tr></thead>\n'
+        f'{_scroll(titles[0])}<table>\n<thead><tr>{first}<th class="bar"></th>{"".join(others)}</tr></thead>\n'
         f"<tbody>\n{''.join(rows)}</tbody></table></div>"
     )
+
+
+def _scroll(name: str) -> str:
+    """Return the start of a box around a table, which scrolls sideways, also by keyboard."""
+    return f'<div class="scroll" role="region" tabindex="0" aria-label="{escaped(name)}">'
 
 
 def row(name: str, share: float | None, values: Iterable[str], kind: str = "") -> str:
@@ -141,7 +147,7 @@ def value_table(title: str, columns: Iterable[str], rows: Mapping[str, Sequence[
         f'<tr><th scope="row">{escaped(printable(name))}</th>{"".join(f"<td>{escaped(x)}</td>" for x in values)}</tr>\n'
         for name, values in rows.items()
     )
-    return f'<div class="scroll"><table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{lines}</tbody></table></div>'
+    return f"{_scroll(title)}<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{lines}</tbody></table></div>"
 
 
 def picture(
@@ -168,9 +174,7 @@ def picture(
 
 def _compressed(path: Path, limit: int) -> tuple[bytes, float]:
     """Return a picture as JPEG of at most ``limit`` bytes, and its scale."""
-    opened = PngImageFile if path.suffix == ".png" else JpegImageFile  # not Image.open, which refuses large pictures
-    with opened(path) as image:
-        whole = image.convert("RGB")
+    whole = open_image(path.read_bytes(), max_pixels=2**31).convert("RGB")  # the run has drawn it: any size
     scale = min(1.0, _MOST_JPEG_SIDE / max(whole.size))
     while True:
         size = max(1, round(scale * whole.width)), max(1, round(scale * whole.height))

@@ -112,19 +112,19 @@ class DetectionTask(Task[DetectionConfig]):
             data_source(self.config, split)
         return super().check()
 
-    def describe_data(self) -> Mapping[str, Any] | None:
+    def describe_data(self, splits: Sequence[str] = ("train", "val")) -> Mapping[str, Any] | None:
         """Return the statistics of the splits whose annotations can be read; None without any."""
-        splits, masks = [], self.config.model.masks
-        for name in ("train", "val"):
+        found, masks = [], self.config.model.masks
+        for name in splits:
             try:
                 source = data_source(self.config, name)
                 content = read_annotations(source.annotations)
                 check_annotations(content, content.class_map.index, masks and source.panoptic is not None)
-            except InputError as error:  # the training data need not be there for an evaluation
+            except InputError as error:
                 logger.warning("no statistics of data.%s: %s", name, error)
             else:
-                splits.append(Split(name, source.images, content, {}, self.config.model.num_queries))
-        return describe_splits(splits) if splits else None
+                found.append(Split(name, source.images, content, {}, self.config.model.num_queries))
+        return describe_splits(found) if found else None
 
     def load_data(self) -> CocoDetection:
         data = build_train_data(self.config)

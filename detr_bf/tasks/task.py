@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -70,8 +71,8 @@ class Task(ABC, Generic[C]):
         logger.info("%s", report)
         return report.statistics
 
-    def describe_data(self) -> Mapping[str, Any] | None:
-        """Return the statistics of the data without a check of the images; None if the task has none."""
+    def describe_data(self, splits: Sequence[str] = ("train", "val")) -> Mapping[str, Any] | None:
+        """Return the statistics of ``splits`` without a check of the images; None if the task has none."""
         return None
 
     @abstractmethod
@@ -176,20 +177,28 @@ class Task(ABC, Generic[C]):
         criterion = self.build_criterion(model, getattr(data, "class_counts", None))
         seed_per_rank(config)
         make_batches, batches_per_epoch, num_images = self.train_batches(data, device)
-        return Trainer(
-            step=TrainingStep(model, criterion, device, PRECISIONS[config.train.precision]).to(device),
-            optimizer=self.build_optimizer(model),
-            learning_rate=learning_rate(config, batches_per_epoch),
-            make_batches=make_batches,
-            batches_per_epoch=batches_per_epoch,
-            evaluate=self.build_evaluation(data.class_map, folder, data),
-            settings=train_settings(config, num_images, unused_parameters=self.unused_parameters),
-            folder=folder,
-            metrics=metrics_log(config, folder, resume_from),
-            class_map=data.class_map,
-            config=config_to_dict(config),
-            resume_from=resume_from,
-        )
+        evaluate = self.build_evaluation(data.class_map, folder, data)
+        optimizer = self.build_optimizer(model)
+        metrics = metrics_log(config, folder, resume_from)
+        with ExitStack() as undo:
+            if metrics is not None:
+                undo.push(metrics)  # closes the loggers if the state cannot be restored
+            trainer = Trainer(
+                step=TrainingStep(model, criterion, device, PRECISIONS[config.train.precision]).to(device),
+                optimizer=optimizer,
+                learning_rate=learning_rate(config, batches_per_epoch),
+                make_batches=make_batches,
+                batches_per_epoch=batches_per_epoch,
+                evaluate=evaluate,
+                settings=train_settings(config, num_images, unused_parameters=self.unused_parameters),
+                folder=folder,
+                metrics=metrics,
+                class_map=data.class_map,
+                config=config_to_dict(config),
+                resume_from=resume_from,
+            )
+            undo.pop_all()
+        return trainer
 
     @property
     def unused_parameters(self) -> bool:

@@ -18,9 +18,8 @@ from detr_bf.classification.errors import classification_errors, coverage_accura
 from detr_bf.classification.metrics import ClassificationEvaluator, Predictions
 from detr_bf.classification.report.page import CLASSIFICATION_PAGE
 from detr_bf.errors import InputError
-from detr_bf.files import write_json
+from detr_bf.files import SUSPECTS_FILE, write_json
 from detr_bf.report import save_picture, write_report
-from detr_bf.report.errors import SUSPECTS_FILE
 from tests.classification.test_metrics import batch, class_map
 from tests.report.page import Page
 
@@ -47,6 +46,13 @@ def random_case(seed: int, ties: bool, broken: bool) -> tuple[list[int], Tensor,
 def shares_of(row: Tensor) -> list[float]:
     total = sum(math.exp(value) for value in row.tolist())
     return [math.exp(value) / total for value in row.tolist()]
+
+
+def test_a_score_equal_to_the_mean_of_its_class_is_enough() -> None:
+    """Needed for classes with a single labelled image; a smaller score is not enough."""
+    labels, predicted = torch.tensor([1, 0, 0]), torch.tensor([1, 1, 1])
+    scores, true_scores = torch.tensor([0.75, 0.75, 0.7]), torch.tensor([0.75, 0.25, 0.3])
+    assert likely_label_errors(Predictions(torch.arange(3), labels, predicted, scores, true_scores), 2) == [1]
 
 
 @pytest.mark.parametrize(("seed", "ties", "broken"), CASES)

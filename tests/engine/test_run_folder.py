@@ -208,7 +208,7 @@ NAMES = (
         "cost.json",
         "evaluation.json",
         "results.json",
-        "data.json",
+        "data_statistics.json",
         "predictions.csv",
         "panoptic.json",
     ),

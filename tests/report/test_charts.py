@@ -69,7 +69,7 @@ def test_long_lines_are_thinned_and_keep_their_ends_and_peaks() -> None:
     x = np.arange(10_000.0)
     y, raw = x / 1_000, np.ones(10_000)
     raw[[77, 5_432]] = 9.0, -5.0
-    html = chart(Chart("t", [Line("a", x.tolist(), y.tolist(), "blue", raw.tolist())], low=None))
+    html = chart(Chart("t", [Line("a", x.tolist(), y.tolist(), "blue", raw.tolist())]))
     assert len(html) < 60_000
     kept = data(html)["lines"][0]
     assert len(kept[0]) == 600
@@ -82,7 +82,7 @@ def test_long_lines_are_thinned_and_keep_their_ends_and_peaks() -> None:
 def test_equal_values_have_an_axis_too() -> None:
     for values in ([0.0, 0.0], [5.0, 5.0]):
         for log in (False, True):
-            html = chart(Chart("t", [Line("a", [1.0, 1.0], values)], low=None, log=log))
+            html = chart(Chart("t", [Line("a", [1.0, 1.0], values)], log=log))
             assert "nan" not in html
             assert np.isfinite(points(html, "black")).all()
 
@@ -101,3 +101,9 @@ def test_bars_marks_and_colours() -> None:
     np.testing.assert_allclose(heights, [(BOTTOM - TOP) * at / 4 for at in range(4)], atol=0.11)
     assert f'class="mark" d="M{LEFT + (RIGHT - LEFT) / 4:.1f}' in html
     assert "here" in Page(html).texts
+
+
+def test_negative_values_lie_inside_the_area() -> None:
+    html = chart(Chart("t", [Line("a", [0.0, 1.0], [-1.0, -3.0])]))
+    assert data(html)["y"] == [-3.0, pytest.approx(-0.88)]
+    assert (np.diff(points(html, "black")[:, 1]) > 0).all()

@@ -161,7 +161,7 @@ def test_a_weight_that_changes_is_named_with_its_range(tmp_path: Path) -> None:
 def test_a_single_term_and_a_single_group_are_not_drawn(tmp_path: Path) -> None:
     validation = {"kind": "val", "step": 10, "epoch": 1, "top1": 0.5, "top5": None, "many": 0.5}
     path = write(tmp_path / "m.jsonl", train(1), validation)
-    assert labels(path, CLASSIFICATION_PAGE.curves) == [("Training loss", ["total"]), ("Validation (%)", ["top-1"])]
+    assert labels(path, CLASSIFICATION_PAGE.curves) == [("Loss", ["total"]), ("Validation (%)", ["top-1"])]
 
 
 def test_a_masked_autoencoder_has_losses_alone(tmp_path: Path) -> None:
@@ -182,6 +182,16 @@ def test_long_curves_are_drawn_faint_below_their_mean(tmp_path: Path) -> None:
     np.testing.assert_allclose(line.y, running_mean(np.array(line.raw, dtype=float), 5))
 
 
+def test_weights_and_losses_of_validation_do_not_divide_the_charts_of_runs(tmp_path: Path) -> None:
+    term = {"loss_localization": 0.2}
+    one = [train(1, **term, **{"weight/loss_localization": 0.01}), {**val(10, 0.1), "loss": 2.0}]
+    two = [train(1, **term, **{"weight/loss_localization": 0.1})]
+    runs = {"a": read_metrics(write(tmp_path / "a", *one)), "b": read_metrics(write(tmp_path / "b", *two))}
+    found = {chart.title: [line.name for line in chart.lines] for chart in curves_of_runs(runs, DETECTION_CURVES)}
+    assert found["Loss: total"] == found["Plug-ins, unweighted, logarithmic: relative localization"] == ["a", "b"]
+    assert found["Loss: validation"] == ["a"]
+
+
 def test_runs_share_one_chart_for_each_quantity(tmp_path: Path) -> None:
     """A quantity that one run alone has logged is shown too; all charts have the axis of the longest run."""
     one = read_metrics(write(tmp_path / "one.jsonl", train(1, 4.0), val(10, 0.1)))
@@ -189,7 +199,7 @@ def test_runs_share_one_chart_for_each_quantity(tmp_path: Path) -> None:
     found = curves_of_runs({"a": one, "b": two}, DETECTION_CURVES)
     shown = {chart.title: [(line.name, line.colour, list(line.y)) for line in chart.lines] for chart in found}
     assert shown == {
-        "Training loss: total": [("a", "blue", [4.0]), ("b", "red", [3.0])],
+        "Loss: total": [("a", "blue", [4.0]), ("b", "red", [3.0])],
         "Unweighted terms, last decoder layer: class": [("a", "blue", [1.0]), ("b", "red", [1.0])],
         "Unweighted terms, last decoder layer: box GIoU": [("b", "red", [0.5])],
         "Validation (%): AP50": [("a", "blue", [10.0]), ("b", "red", [20.0])],

@@ -25,7 +25,7 @@ def document(*names: str) -> dict[str, Any]:
 
 
 def page(folder: Path, content: Any) -> Page:
-    (folder / "data.json").write_text(json.dumps(content))
+    (folder / "data_statistics.json").write_text(json.dumps(content))
     return Page("<html>" + "".join(data_section(folder)) + "</html>")
 
 
@@ -61,11 +61,11 @@ def test_names_from_outside_are_text(tmp_path: Path) -> None:
 
 def test_a_run_without_statistics_says_so(tmp_path: Path) -> None:
     (found,) = data_section(tmp_path)
-    assert "no statistics of its data: data.json is missing" in found
+    assert "no statistics of its data: data_statistics.json is missing" in found
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", "{}", '{"splits": 3, "statements": []}'])
 def test_damaged_statistics_are_told(tmp_path: Path, damage: str) -> None:
-    (tmp_path / "data.json").write_text(damage)
+    (tmp_path / "data_statistics.json").write_text(damage)
     with pytest.raises(InputError, match=r"data\.json is damaged"):
         list(data_section(tmp_path))

@@ -15,6 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
+from detr_bf.classification.batch import ClassTargets, LabelledImages
+from detr_bf.classification.metrics import ClassificationEvaluator
+from detr_bf.classification.report.page import CLASSIFICATION_PAGE
 from detr_bf.commands import main
 from detr_bf.config import ClassifierConfig, DetectionConfig, config_to_yaml
 from detr_bf.errors import InputError
@@ -24,6 +27,7 @@ from detr_bf.files import write_json, write_text
 from detr_bf.report import DETECTION_PAGE, save_picture, write_report, write_side_by_side
 from detr_bf.report.detection import batch_former_line, encoder_plugins_line
 from detr_bf.report.page import picture
+from detr_bf.structures import ClassMap
 from tests.report.page import Page
 
 SUMMARY = CocoSummary(
@@ -285,7 +289,7 @@ def test_runs_side_by_side(run_dir: Path) -> None:
     start = texts.index("seed")
     assert texts[start : start + 3] == ["seed", "42", "5"]
     assert "output_dir" not in texts
-    assert "Training loss: total" in texts
+    assert "Loss: total" in texts
     start = texts.index("cat & dog")
     assert texts[start : start + 3] == ["cat & dog", "50.0", "50.0"]
     start = texts.index("missed")
@@ -298,7 +302,7 @@ def test_runs_side_by_side(run_dir: Path) -> None:
 def test_runs_that_cannot_be_put_side_by_side_are_refused(run_dir: Path) -> None:
     other, output = other_run(run_dir), run_dir.parent / "both.html"
     output.write_text("<p>mine</p>")
-    with pytest.raises(InputError, match="was not written by detr_bf"):
+    with pytest.raises(InputError, match="has other content and would be replaced"):
         write_side_by_side([run_dir, other], DETECTION_PAGE, output)
     assert output.read_text() == "<p>mine</p>"
     output.unlink()
@@ -328,8 +332,10 @@ def test_the_command_writes_one_report_or_a_page_of_several(
     assert capsys.readouterr().out.strip() == "my run/report.html"
     assert "27.5" in Page((run_dir / "report.html").read_text()).texts
     assert main(["report", str(run_dir), str(other)]) == 0
-    assert capsys.readouterr().out.strip() == "report.html"
-    assert "0.3333" in Page(Path("report.html").read_text()).texts
+    assert capsys.readouterr().out.strip() == "runs.html"
+    assert "0.3333" in Page(Path("runs.html").read_text()).texts
+    assert main(["report", str(run_dir), str(other), "--output", "my run/report.html"]) == 2
+    assert "report.html has other content and would be replaced" in capsys.readouterr().err
     assert main(["report", str(run_dir), str(other), "--output", "pages/both.html"]) == 0
     assert Page(Path("pages/both.html").read_text()).addresses[0] == "../my%20run/report.html"
     assert main(["report", str(run_dir), "--output", "pages/one.html"]) == 2
@@ -338,5 +344,26 @@ def test_the_command_writes_one_report_or_a_page_of_several(
     assert "pages is no run folder: config.yaml is missing" in capsys.readouterr().err
     (other / "report.html").write_text("<p>mine</p>")
     assert main(["report", str(other)]) == 2
-    assert "report.html was not written by detr_bf" in capsys.readouterr().err
+    assert "report.html has other content and would be replaced" in capsys.readouterr().err
     assert (other / "report.html").read_text() == "<p>mine</p>"
+
+
+def test_classifiers_side_by_side(tmp_path: Path) -> None:
+    """Their errors have no costs in AP."""
+    for name, accuracy in (("a", 0.5), ("b", 0.75)):
+        folder = tmp_path / name
+        write_text(folder / "config.yaml", config_to_yaml(ClassifierConfig()))
+        write_json(folder / "errors.json", {"classes": ["cat"], "pairs": []})
+        labels = torch.tensor([0, 1, 0, 1])
+        evaluator = ClassificationEvaluator(ClassMap((0, 1), ("cat", "dog")), (5, 5))
+        guesses = labels if accuracy > 0.5 else labels * 0
+        logits = torch.nn.functional.one_hot(guesses, 2).float()
+        evaluator.update(LabelledImages(torch.zeros(4, 3, 2, 2), ClassTargets(labels), torch.arange(4)), logits)
+        write_json(folder / "evaluation.json", evaluator.summarize().to_dict())
+    runs = [tmp_path / "a", tmp_path / "b"]
+    page = Page(write_side_by_side(runs, CLASSIFICATION_PAGE, tmp_path / "c.html").read_text())
+    start = page.texts.index("top1")
+    assert page.texts[start : start + 3] == ["top1", "0.5000", "1.0000"]
+    start = page.texts.index("dog")
+    assert page.texts[start : start + 3] == ["dog", "0.0", "100.0"]
+    assert "Errors" not in page.texts

@@ -20,7 +20,7 @@ import torch
 
 import detr_bf
 from detr_bf.engine import Checkpoint, RunFolder, load_checkpoint
-from detr_bf.engine.loggers import WandbLogger
+from detr_bf.engine.loggers import TensorBoardLogger, WandbLogger
 from detr_bf.errors import InputError
 from tests.references.wandb_file import wandb_rows
 
@@ -98,19 +98,13 @@ def test_the_data_are_described_with_and_without_checks_and_in_evaluations(tiny:
     common = ["--config", str(tiny), "train.max_steps=1", "data.check=false"]
     assert train_net([*common, f"output_dir={tmp_path / 'unchecked'}"]) == 0
     assert train_net([*common, "data.check=true"]) == 0
-    texts = [(tmp_path / name / "data.json").read_text() for name in ("unchecked", "run")]
+    texts = [(tmp_path / name / "data_statistics.json").read_text() for name in ("unchecked", "run")]
     assert texts[0] == texts[1]
     assert json.loads(texts[0])["splits"]["train"]["images"] == 15
     assert "<h2>Data</h2>" in (tmp_path / "run" / "report.html").read_text()
-    elsewhere = [
-        "data.train.annotations=gone.json",
-        f"output_dir={tmp_path / 'other'}",
-        f"init_from={tmp_path / 'run'}",
-    ]
+    elsewhere = [f"output_dir={tmp_path / 'other'}", f"init_from={tmp_path / 'run'}"]
     assert train_net([*common, "--eval-only", *elsewhere]) == 0
-    log = (tmp_path / "other" / "log.txt").read_text()
-    assert "no statistics of data.train: there is no annotation file gone.json" in log
-    described = json.loads((tmp_path / "other" / "data.json").read_text())
+    described = json.loads((tmp_path / "other" / "data_statistics.json").read_text())
     assert described["splits"] == {"val": json.loads(texts[0])["splits"]["val"]}
     assert "class7" in (tmp_path / "other" / "report.html").read_text()
 
@@ -167,6 +161,19 @@ def test_a_logger_that_cannot_be_started_leaves_nothing(
     assert train_net(["--config", str(tiny), "train.loggers=[tensorboard,wandb]"]) == 2
     assert "no key" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_loggers_are_closed_if_the_run_cannot_be_resumed(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model with other trainable weights than the checkpoint's is found after the loggers have started."""
+    pytest.importorskip("tensorboard")
+    closed = []
+    monkeypatch.setattr(TensorBoardLogger, "__exit__", lambda logger, *error: closed.append(error[0]))
+    arguments = ["--config", str(tiny), "train.loggers=[tensorboard]", "train.max_steps=1"]
+    assert train_net(arguments) == 0
+    assert train_net([*arguments, "--resume", "train.max_steps=2", "model.backbone.frozen_stages=2"]) == 2
+    assert closed == [None, InputError]
 
 
 def test_a_missing_library_of_a_logger_is_told_before_the_folder_is_made(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,13 +109,14 @@ def _error_sections(run_dir: Path, content: Mapping[str, Any]) -> Iterator[str]:
         shown = picture(run_dir / SUSPECTS_FILE, "Labels to check") if (run_dir / SUSPECTS_FILE).is_file() else ""
         yield section("Labels to check", f'{shown}<p class="faint">{note}</p>' + _mistakes_table(suspects, names))
     shares = [at / len(content["coverage"]) for at in range(1, len(content["coverage"]) + 1)]
+    lowest = max(0.0, math.floor(10 * min(content["coverage"]) - 0.5) / 10)
     most_confident = Line("accuracy", shares, content["coverage"], "blue")
     drawn = chart_group(
         [
             reliability_chart(
                 "Accuracy by probability, with the number of images", content["reliability"], "probability"
             ),
-            Chart("Accuracy of the most confident images", [most_confident], "share of the images", low=None),
+            Chart("Accuracy of the most confident images", [most_confident], "share of the images", low=lowest),
         ]
     )
     note = (
@@ -205,6 +207,7 @@ CLASSIFICATION_PAGE = TaskPage(
     sentences=_sentences,
     results=_results,
     details=_details,
+    costs=lambda runs: "",
     classes=lambda result: {name: own.accuracy for name, own in result.per_class.items()},
 )
 MASKED_PAGE = TaskPage(
@@ -214,5 +217,6 @@ MASKED_PAGE = TaskPage(
     sentences=_masked_sentences,
     results=_masked_results,
     details=_masked_details,
+    costs=lambda runs: "",
     classes=lambda result: {},
 )

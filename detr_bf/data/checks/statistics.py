@@ -67,7 +67,7 @@ class _Numbers(NamedTuple):
 
 
 def describe_splits(splits: Sequence[Split]) -> dict[str, Any]:
-    """Return the content of ``data.json``: numbers of each split, histograms, classes, distances and sentences.
+    """Return the content of ``data_statistics.json``: numbers, histograms, classes, distances and sentences.
 
     The annotations must be without errors. Crowds are counted, and left out of everything else. Boxes without area and
     images of unknown size are left out of the distributions that need them.
@@ -102,12 +102,14 @@ def describe_splits(splits: Sequence[Split]) -> dict[str, Any]:
 def statistics_lines(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield a table of the splits' numbers, and the sentences."""
     splits = document["splits"]
-    rows = [("median (5 % to 95 %)", *splits)]
+    rows = [("", *splits)]
     rows.append(("images without objects", *(f"{each['images_without_objects']:,}" for each in splits.values())))
     rows.append(("crowds", *(f"{each['crowds']:,}" for each in splits.values())))
     rows.append(("small, medium, large objects, %", *map(_size_shares, splits.values())))
     for name, label in NAMES.items():
-        rows.append((label, *(_quantile_text(each["quantiles"][name]) for each in splits.values())))
+        rows.append(
+            (f"{label}, median (5 % to 95 %)", *(_quantile_text(each["quantiles"][name]) for each in splits.values()))
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -120,7 +122,7 @@ def _size_shares(split: Mapping[str, Any]) -> str:
 
 def _quantile_text(quantiles: Sequence[float] | None) -> str:
     if quantiles is None:
-        return "not known"
+        return "none"
     low, middle, high = (f"{value:.3g}" if value < 1000 else f"{value:.0f}" for value in quantiles)
     return f"{middle} ({low} to {high})"
 

@@ -98,7 +98,7 @@ def test_a_split_of_crowds_alone_has_no_distribution_of_objects() -> None:
     assert document["splits"]["val"]["quantiles"]["object_size"] is None
     assert document["distances"]["object_size"] is document["distances"]["classes"] is None
     assert document["distances"]["objects_per_image"] == 1
-    assert any("not known" in line for line in statistics_lines(document))
+    assert any("none" in line for line in statistics_lines(document))
 
 
 def simulated(seed: int, images: int, classes: int = 4) -> tuple[Sizes, list[dict[str, Any]]]:
