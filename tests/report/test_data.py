@@ -67,5 +67,5 @@ def test_a_run_without_statistics_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["{", "[]", "{}", '{"splits": 3, "statements": []}'])
 def test_damaged_statistics_are_told(tmp_path: Path, damage: str) -> None:
     (tmp_path / "data_statistics.json").write_text(damage)
-    with pytest.raises(InputError, match=r"data\.json is damaged"):
+    with pytest.raises(InputError, match=r"data_statistics\.json is damaged"):
         list(data_section(tmp_path))
