@@ -6,8 +6,10 @@ Data "with masks" have the IoU of masks: rectangles with a cut-out corner.
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
+from contextlib import redirect_stdout
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 from pycocotools import mask as coco_mask
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
 from detr_bf.evaluation.coco import match_and_accumulate
 from detr_bf.evaluation.errors import (
@@ -348,6 +352,29 @@ def test_hotcoco_agrees_without_crowds(seed: int) -> None:
         matrix = evaluation.confusion_matrix(iou_thr=0.5, min_score=threshold)["matrix"]
         np.testing.assert_array_equal(matrix.astype(np.int64), confusion_matrix(images, 3, threshold))
     assert evaluation.calibration()["ece"] == pytest.approx(calibration(all_classes(scored_hits(images, 3))).error)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_slices_of_hotcoco_are_evaluations_of_some_images(seed: int) -> None:
+    """They are right, also with crowds; they divide images, and the report divides objects."""
+    hotcoco = pytest.importorskip("hotcoco")
+    truth, results = random_data(seed, crowds=0.3, ties=False)
+    dataset = hotcoco.COCO(copy.deepcopy(truth))
+    evaluation = hotcoco.COCOeval(dataset, dataset.load_res(copy.deepcopy(results)), "bbox")
+    evaluation.evaluate()
+    chosen = [image["id"] for image in truth["images"]][::2]
+    sliced = evaluation.slice_by({"half": chosen})["half"]
+    with redirect_stdout(io.StringIO()):
+        reference = COCO()
+        reference.dataset = copy.deepcopy(truth)
+        reference.createIndex()
+        expected = COCOeval(reference, reference.loadRes(copy.deepcopy(results)), "bbox")
+        expected.params.imgIds = chosen
+        expected.evaluate()
+        expected.accumulate()
+        expected.summarize()
+    for name, value in zip(("AP", "AP50", "AP75"), expected.stats, strict=False):
+        assert sliced[name] == pytest.approx(value, abs=1e-12), name
 
 
 @pytest.mark.parametrize("threshold", [0.2, 0.6])
