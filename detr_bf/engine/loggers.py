@@ -117,11 +117,8 @@ class TensorBoardLogger:
         self._writer.close()
 
 
-class WandbLogger:
-    """A run of Weights & Biases, with its files in ``wandb`` in the run folder.
-
-    Its environment variables and settings files apply, such as ``WANDB_MODE`` and ``WANDB_PROJECT``. Without an API key
-    the run is offline, with a warning; wandb never asks for one.
+class _ServiceLogger:
+    """Base class of loggers with a run in another program.
 
     Args:
         folder: of the run.
@@ -130,6 +127,14 @@ class WandbLogger:
 
     def __init__(self, folder: RunFolder, config: Mapping[str, Any], state: LoggerState) -> None:
         self._folder, self._config, self._state = folder, config, state
+
+
+class WandbLogger(_ServiceLogger):
+    """A run of Weights & Biases, with its files in ``wandb`` in the run folder.
+
+    Its environment variables and settings files apply, such as ``WANDB_MODE`` and ``WANDB_PROJECT``. Without an API key
+    the run is offline, with a warning; wandb never asks for one.
+    """
 
     def __enter__(self) -> WandbLogger:
         with _starting("wandb"):
@@ -175,16 +180,8 @@ class WandbLogger:
         self._run.finish(exit_code=0 if error is None else 1)
 
 
-class MlflowLogger:
-    """A run of MLflow, in the store that MLFLOW_TRACKING_URI names or else in a SQLite file in the run folder.
-
-    Args:
-        folder: of the run.
-        config: settings of the run by full key, such as ``train.epochs``.
-    """
-
-    def __init__(self, folder: RunFolder, config: Mapping[str, Any], state: LoggerState) -> None:
-        self._folder, self._config, self._state = folder, config, state
+class MlflowLogger(_ServiceLogger):
+    """A run of MLflow, in the store that MLFLOW_TRACKING_URI names or else in a SQLite file in the run folder."""
 
     def __enter__(self) -> MlflowLogger:
         with _starting("mlflow"):

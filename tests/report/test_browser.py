@@ -68,6 +68,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_report(other)
     found["side by side"] = write_side_by_side([run, other], DETECTION_PAGE, run.parent / "both.html")
     found["comparison"] = write_page(document(5, 5), run.parent / "comparison")
+    assert all(page.stat().st_size < 8_000_000 for page in found.values())
     return found
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.sparse import csr_array
 
+from detr_bf.data.checks import statistics
 from detr_bf.data.checks.annotations import examine
 from detr_bf.data.checks.report import Split
 from detr_bf.data.checks.statistics import EDGES, NAMES, RESPLITS, describe_splits, statistics_lines
@@ -207,3 +209,10 @@ def test_the_doctor_prints_them_unless_there_are_errors(coco_folder: Factory, tm
     broken = report(*sources)
     assert broken.errors
     assert broken.statistics is None
+
+
+def test_a_division_with_all_objects_in_one_part_tells_no_difference() -> None:
+    """One image alone has objects: every division of the images puts them into one part."""
+    by_image = csr_array(np.array([[4, 2], *[[0, 0]] * 19]))
+    assert statistics._by_chance(0.5, by_image, 10)
+    assert not statistics._by_chance(0.5, csr_array(np.full((20, 2), 3)), 10)
