@@ -84,14 +84,16 @@ def choose_places(subject: InspectedRun, count: int, batch_size: int, seed: int 
     return [Place(tuple(own[:batch_size]), None) for own in turned]
 
 
-def place_in(subject: InspectedRun, name: str, point: tuple[float, float] | None, batch_size: int) -> Place:
+def place_in(
+    subject: InspectedRun, name: str, point: tuple[float, float] | None, batch_size: int, seed: int = 0
+) -> Place:
     """Return the place of a named image, in a batch with random others.
 
     Raises:
         InputError: as :meth:`InspectedRun.find` and :func:`choose_places`.
     """
     index = subject.find(name)
-    [place] = choose_places(subject, 1, batch_size)
+    [place] = choose_places(subject, 1, batch_size, seed)
     others = [other for other in place.indices if other != index]
     return Place((index, *others[: batch_size - 1]), point)
 

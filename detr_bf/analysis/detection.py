@@ -1,4 +1,4 @@
-"""Analyses of detectors: feature maps of both streams, where queries look, and panoptic maps of several runs.
+"""Analyses of detectors: feature maps of both streams, queries, panoptic maps, and mini-batch inference.
 
 Shape legend: R rows (streams x images), S tokens, C channels, Q queries, H heads, L levels, P points, h x w cells.
 """
@@ -20,18 +20,21 @@ from matplotlib.patches import Rectangle
 from torch import Tensor, nn
 
 from detr_bf.analysis.inspected import InspectedDetector, Level, ShownBatch, level_list
-from detr_bf.assembly.data import data_source
-from detr_bf.assembly.model import build_classification, build_panoptic_postprocess
+from detr_bf.assembly.data import build_loader, data_source
+from detr_bf.assembly.model import build_classification, build_panoptic_postprocess, build_postprocess
+from detr_bf.assembly.training import PRECISIONS
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.batchformer.inspection import attending
+from detr_bf.batchformer.inspection import attending, batch_former_of
 from detr_bf.classification.analysis.images import FeatureMaps, StreamMaps
+from detr_bf.data.batches import IndexBatches
+from detr_bf.engine import EvaluationLoop
 from detr_bf.errors import InputError
-from detr_bf.evaluation import PanopticFile
+from detr_bf.evaluation import CocoEvaluator, PanopticFile, Result
 from detr_bf.layers.attention import AttentionRecord, recorded_weights
 from detr_bf.progress import progress_bar
 from detr_bf.report.figures import BLUE, COLOURS, GREEN, INK, VERMILION, picture_grid
 from detr_bf.report.fonts import plain
-from detr_bf.structures import Outputs, PanopticMap, Queries, TokenBatch
+from detr_bf.structures import Batch, Outputs, PanopticMap, Queries, TokenBatch
 from detr_bf.transformer import Encoder
 
 _SQUARE, _SMALL = 1.5, 32**2  # of figure 7 of DETR: wide and tall boxes, and small ones in pixels of the image
@@ -317,3 +320,119 @@ def panoptic_rows(
                 found += maps[run.name](run.model(inputs), inputs.targets)
         rows.append((pixels, target.file_name, found))
     return rows
+
+
+# Mini-batch inference.
+
+
+@dataclass(frozen=True)
+class MiniBatchInference:
+    """Metrics of one model without and with batch attention in evaluation, on the same batches."""
+
+    images: int
+    batch_size: int  # most images of a batch
+    without: Mapping[str, float | None]  # by name; None without ground truth
+    attended: Mapping[str, float | None]  # with batch attention
+
+    def differences(self) -> dict[str, float | None]:
+        """Return each metric with minus without mini-batch inference; None without ground truth."""
+        pairs = ((name, value, self.attended[name]) for name, value in self.without.items())
+        return {name: None if off is None or on is None else on - off for name, off, on in pairs}
+
+    def rows(self) -> list[dict[str, object]]:
+        """Return a table of the metrics."""
+        return [
+            {
+                "images": self.images,
+                "batch_size": self.batch_size,
+                "metric": name,
+                "without": self.without[name],
+                "with": self.attended[name],
+                "difference": difference,
+            }
+            for name, difference in self.differences().items()
+        ]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{name:<12} {self.without[name]:7.4f} {self.attended[name]:7.4f}     {difference:+.4f}"
+            for name, difference in self.differences().items()
+            if difference is not None
+        ]
+        head = f"{self.images} images in batches of {self.batch_size}\n{'':<12} without    with  difference"
+        return "\n".join([head, *lines])
+
+
+class _BothInferences(nn.Module):
+    """Outputs of a detector without and with batch attention in evaluation, whatever mode it was trained in."""
+
+    def __init__(self, model: nn.Module, batch_former: BatchFormerV2) -> None:
+        super().__init__()
+        self.model = model
+        self.batch_former = batch_former
+
+    def forward(self, batch: Batch) -> list[Outputs]:
+        former = self.batch_former
+        before = former.mode, former.group_size
+        try:
+            former.mode, former.group_size = "two_stream", None
+            without = self.model(batch)
+            former.mode = "mini_batch_inference"
+            return [without, self.model(batch)]
+        finally:
+            former.mode, former.group_size = before
+
+
+def compare_mini_batch_inference(
+    run: InspectedDetector, *, batch_size: int | None = None, images: int | None = None, seed: int = 0
+) -> MiniBatchInference:
+    """Evaluate a detector without and with batch attention between the images of a batch (BatchFormerV2, table 12).
+
+    Both see the same batches: images in random order, padded to one size. The sizes of the batches differ by one at
+    most, so that no image is alone.
+
+    Args:
+        batch_size: most images of a batch; None: ``batch_former.group_size`` or else ``train.batch_size`` of the run.
+        images: number of random validation images; None: all.
+        seed: of the order.
+
+    Raises:
+        InputError: the model has no attention between images; there are fewer than two images; the batch size is 1.
+    """
+    config, former = run.settings, batch_former_of(run.model)
+    size = batch_size or former.group_size or config.train.batch_size
+    order = torch.randperm(len(run.names), generator=torch.Generator().manual_seed(seed))[:images]
+    if min(size, len(order)) < 2:
+        raise InputError(
+            f"mini-batch inference of {run.name} needs batches of 2 images or more, got {len(order)} images in batches "
+            f"of {size}: give more with --batch-size and --images"
+        )
+    batches = [part.tolist() for part in order.tensor_split(math.ceil(len(order) / size))]
+    loader, source = build_loader(config, run.device), data_source(config, "val")
+    loop = EvaluationLoop(
+        make_batches=lambda start: iter(loader(run.data, IndexBatches(batches, start))),
+        num_batches=len(batches),
+        device=run.device,
+        precision=PRECISIONS[config.train.precision],
+    )
+    found = [
+        CocoEvaluator(
+            source.annotations,
+            run.data.class_map,
+            config.eval.engine,
+            config.eval.max_detections,
+            masks=config.model.masks,
+            panoptic=source.panoptic,
+            max_pixels=config.data.max_pixels,
+        )
+        for _ in range(2)
+    ]
+    postprocess = build_postprocess(config)
+    for batch, outputs in loop(_BothInferences(run.model, former).eval(), lambda: False):
+        for evaluator, own in zip(found, outputs, strict=True):
+            evaluator.update(postprocess(own, batch.targets))
+    without, attended = (
+        Result(each.summarize(True), each.summarize_masks(True) if config.model.masks else None).metrics
+        for each in found
+    )
+    return MiniBatchInference(len(order), max(map(len, batches)), without, attended)

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from detr_bf.assembly.network import build_network
 from detr_bf.assembly.plugins import add_context, add_diverse, add_localization, add_v1, add_v2, layers_of, named
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.classification.criterion import BalancedSoftmax, ClassifierCriterion, cross_entropy
+from detr_bf.classification.criterion import BalancedSoftmax, ClassifierCriterion, RideLoss, cross_entropy
+from detr_bf.classification.experts import SCALE
 from detr_bf.classification.masked_autoencoder import MaskedAutoencoder, initialize_as_published
 from detr_bf.config import ClassifierConfig, MaskedConfig
 from detr_bf.engine import build_optimizer, image_parameter_groups
-from detr_bf.errors import InputError
+from detr_bf.errors import InputError, prefix_errors
 from detr_bf.plugins import ramped
-from detr_bf.plugins.plugin import chosen
+from detr_bf.plugins.batchformer import classifiers_of
+from detr_bf.plugins.plugin import PREFIX, chosen
 
 # plug-ins that evaluation does not use
 TRAINING_ONLY = ("batchformer_v2", "batchformer", "diverse_patch", "relative_localization")
@@ -37,17 +39,22 @@ def build_classifier(config: ClassifierConfig, num_classes: int, *, pretrained: 
         pretrained=pretrained and model.pretrained,
         dropout=model.dropout,
         drop_path=model.drop_path,
+        experts=model.experts,
         options=model.options,
     )
     if config.model.linear_probe:
         _check_probe(config)
         make_linear_probe(network, num_classes)
+    elif config.model.frozen:
+        freeze_trunk(network)
     add_plugins(network, config, num_classes)
     return network
 
 
 def _check_probe(config: ClassifierConfig) -> None:
     enabled = [name for name in TRAINING_ONLY if getattr(config.plugins, name).enabled]
+    if config.model.frozen:
+        raise InputError("model.linear_probe=true freezes the network already: set model.frozen=false")
     if enabled:
         raise InputError(
             f"model.linear_probe=true trains the classifier alone, on a network in evaluation mode: "
@@ -76,9 +83,23 @@ def make_linear_probe(network: nn.Module, num_classes: int) -> None:
     network.register_forward_pre_hook(_keep_trunk_in_evaluation)
 
 
+def freeze_trunk(network: nn.Module) -> None:
+    """Freeze a network in evaluation mode, except for its linear classifiers and the plug-ins it gets later.
+
+    Raises:
+        InputError: the network has no linear classifier.
+    """
+    with prefix_errors("model.frozen=true"):
+        heads = classifiers_of(network)
+    network.requires_grad_(False)
+    for head in heads:
+        head.requires_grad_(True)
+    network.register_forward_pre_hook(_keep_trunk_in_evaluation)
+
+
 def _keep_trunk_in_evaluation(network: nn.Module, args: Any) -> None:
     for name, child in network.named_children():
-        if name != "head":
+        if name not in ("head", PREFIX):
             child.eval()
 
 
@@ -93,15 +114,25 @@ def add_plugins(network: nn.Module, config: ClassifierConfig, num_classes: int) 
     add_v2(network, plugins.batchformer_v2)
     add_v1(network, plugins.batchformer)
     add_diverse(network, plugins.diverse_patch, num_classes)
-    add_localization(network, plugins.relative_localization)
+    add_localization(network, plugins.relative_localization, plugins.relative_localization.pool)
 
 
 def build_classifier_criterion(
     config: ClassifierConfig, network: nn.Module, class_counts: Sequence[int]
 ) -> ClassifierCriterion:
-    """Return cross-entropy or Balanced Softmax with the losses of the plug-ins."""
+    """Return the loss of the logits with the losses of the plug-ins."""
     loss: Callable[[Tensor, Tensor], Tensor]
-    if config.loss.name == "balanced_softmax":
+    if config.loss.name == "ride":
+        ride = config.loss.ride
+        loss = RideLoss(
+            class_counts,
+            scale=SCALE,
+            diversity=ride.diversity,
+            margin=ride.margin,
+            reweight_epoch=ride.reweight_epoch,
+            reweight_factor=ride.reweight_factor,
+        )
+    elif config.loss.name == "balanced_softmax":
         loss = BalancedSoftmax(class_counts, loss_scale=config.loss.loss_scale)
     else:
         loss = cross_entropy(config.loss.label_smoothing)

@@ -88,15 +88,24 @@ def read_image_splits(config: ImageConfig) -> LabelledSplits:
         InputError: the data cannot be read or fetched.
     """
     data = config.data
-    found = read_splits(data.name, data.root, data.train, data.val, data.max_pixels)
+    found = _read(config)
     kept = kept_indices(
         found.train.labels,
         found.class_map.num_classes,
         per_class=data.per_class,
         imbalance=data.long_tail.imbalance,
         order=data.long_tail.order,
+        seed=config.seed if data.subset_seed is None else data.subset_seed,
     )
     return replace(found, train=found.train.subset(kept)) if len(kept) < len(found.train) else found
+
+
+def _read(config: ImageConfig) -> LabelledSplits:
+    data = config.data
+    evaluated: dict[str, Any] = {}
+    if isinstance(config, ClassifierConfig):
+        evaluated = {"val_subset": config.data.val_subset, "val_labels": config.data.val_labels}
+    return read_splits(data.name, data.root, data.train, data.val, data.max_pixels, **evaluated)
 
 
 def build_image_train_transform(transforms: ImageTransformConfig) -> TrainTransform:
@@ -109,6 +118,7 @@ def build_image_train_transform(transforms: ImageTransformConfig) -> TrainTransf
         horizontal_flip=transforms.horizontal_flip,
         color_jitter=transforms.color_jitter,
         auto_augment=transforms.auto_augment,
+        cutout=transforms.cutout,
         erase_prob=transforms.erase,
         interpolation=transforms.interpolation,
         mean=transforms.mean,
@@ -200,7 +210,7 @@ class PatchMixing:
 
 
 def build_mix(config: ImageConfig, num_classes: int) -> Mix | None:
-    """Build the mixing of training batches: DiversePatch's if enabled, else mixup and CutMix; None if all are off.
+    """Build the mixing of training batches: DiversePatch's CutMix, or mixup and CutMix; None if all are off.
 
     The soft labels are smoothed by ``loss.label_smoothing`` for cross-entropy, as the loss does without mixing; for
     Balanced Softmax they are not.
@@ -209,7 +219,7 @@ def build_mix(config: ImageConfig, num_classes: int) -> Mix | None:
         return None
     settings = config.data.mix
     smoothing = config.loss.label_smoothing if config.loss.name == "cross_entropy" else 0.0
-    if config.plugins.diverse_patch.enabled and config.plugins.diverse_patch.mixing:
+    if config.plugins.diverse_patch.enabled and config.plugins.diverse_patch.patch_cutmix:
         return PatchMixing(patch_size(config), num_classes, smoothing)
     if not settings.probability or not (settings.mixup or settings.cutmix):
         return None
@@ -239,6 +249,5 @@ def patch_size(config: ClassifierConfig) -> tuple[int, int]:
 
 def check_image_data(config: ImageConfig) -> Report:
     """Check the complete data of a config, before it is reduced."""
-    data, classify = config.data, isinstance(config, ClassifierConfig)
-    splits = read_splits(data.name, data.root, data.train, data.val, data.max_pixels)
-    return examine_images(splits, classify=classify, workers=max(1, data.workers))
+    classify = isinstance(config, ClassifierConfig)
+    return examine_images(_read(config), classify=classify, workers=max(1, config.data.workers))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,8 +20,9 @@ from torch.func import functional_call
 
 from detr_bf import interop
 from detr_bf.classification.cifar_resnet import cifar_resnet
+from detr_bf.classification.experts import NARROW, ExpertResNet
 from detr_bf.engine import checkpoint_of
-from detr_bf.errors import InputError
+from detr_bf.errors import InputError, prefix_errors
 from detr_bf.text import printable
 
 logger = logging.getLogger(__name__)
@@ -38,12 +40,14 @@ def build_network(
     pretrained: bool = False,
     dropout: float = 0.0,
     drop_path: float = 0.0,
+    experts: int = 1,
     options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Build a timm model, or ``cifar_resnet`` with its depth, and dry-run it on two images.
 
     Args:
         image_size: in pixels.
+        experts: more than 1: :class:`ExpertResNet` of residual networks with narrower last stages.
         options: further arguments of ``timm.create_model``.
 
     Raises:
@@ -51,14 +55,24 @@ def build_network(
             loaded.
     """
     chosen = dict(options or {})
+    if experts > 1:
+        _reject_settings("model.experts", {"pretrained": pretrained, "dropout": dropout})
+    build: Callable[[], nn.Module]
     if name.startswith(CIFAR_RESNET):
-        network: nn.Module = _cifar_resnet(
-            name, num_classes, chosen, pretrained=pretrained, dropout=dropout, drop_path=drop_path
-        )
+        absent = {"pretrained": pretrained, "dropout": dropout, "drop_path": drop_path}
+        _reject_settings(f"model.name={name}", absent)
+        chosen = {"narrow": True, **chosen} if experts > 1 else chosen
+        build = partial(_cifar_resnet, name, num_classes, chosen)
     else:
         _check_known(name)
         _check_size(chosen, image_size)
-        network = _of_timm(name, num_classes, image_size, pretrained, dropout, drop_path, chosen)
+        chosen = {"channels": NARROW, **chosen} if experts > 1 else chosen
+        build = partial(_of_timm, name, num_classes, image_size, pretrained, dropout, drop_path, chosen)
+    if experts > 1:
+        with prefix_errors(f"model.experts={experts} needs a ResNet of timm or of CIFAR with these settings"):
+            network: nn.Module = ExpertResNet([build() for _ in range(experts)], num_classes)
+    else:
+        network = build()
     dry_run(network, name, image_size=image_size, num_classes=num_classes)
     return network
 
@@ -114,15 +128,18 @@ def _check_known(name: str) -> None:
     )
 
 
-def _cifar_resnet(name: str, num_classes: int, options: Mapping[str, Any], **foreign: float) -> nn.Module:
-    """Build a CIFAR ResNet; ``foreign`` are settings of ``model`` that it does not have."""
+def _reject_settings(network: str, settings: Mapping[str, float]) -> None:
+    """Raise InputError if one of the settings of ``model`` that ``network`` does not have is on."""
+    for setting, value in settings.items():
+        if value:
+            off = "false" if value is True else "0"
+            raise InputError(f"{network} has no {setting}: set model.{setting}={off}")
+
+
+def _cifar_resnet(name: str, num_classes: int, options: Mapping[str, Any]) -> nn.Module:
     depth = name.removeprefix(CIFAR_RESNET)
     if not (depth.isdecimal() and len(depth) <= 4):
         raise InputError(f"model.name={printable(name)}: give a depth of at most four digits, such as {CIFAR_RESNET}32")
-    for setting, value in foreign.items():
-        if value:
-            off = "false" if value is True else "0"
-            raise InputError(f"model.name={name} has no {setting}: set model.{setting}={off}")
     try:
         return cifar_resnet(int(depth), num_classes, **options)
     except TypeError as error:

@@ -45,14 +45,21 @@ def _of_group(group: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
 @_of_group("plugins.context_broadcasting")
 def add_context(model: nn.Module, settings: ContextBroadcastingConfig) -> None:
     """Add Context Broadcasting; InputError if it does not fit the model."""
-    add_context_broadcasting(model, layers_of(settings.layers), scaled=settings.scaled)
+    layers = layers_of(settings.layers)
+    add_context_broadcasting(model, layers, position=settings.position, scaled=settings.scaled)
 
 
 @_of_group("plugins.relative_localization")
-def add_localization(model: nn.Module, settings: LocalizationConfig) -> None:
+def add_localization(model: nn.Module, settings: LocalizationConfig, pool: bool | None = None) -> None:
     """Add relative localization; InputError if it does not fit the model."""
     add_relative_localization(
-        model, settings.variant, weight=settings.weight, pairs=settings.num_pairs, normalize=settings.normalize
+        model,
+        settings.variant,
+        weight=settings.weight,
+        pairs=settings.num_pairs,
+        normalize=settings.normalize,
+        pool=pool,
+        hidden=settings.hidden,
     )
 
 
@@ -69,6 +76,7 @@ def add_v2(model: nn.Module, settings: BatchFormerV2PluginConfig) -> None:
         heads=settings.heads,
         dropout=settings.dropout,
         gather=settings.gather,
+        init=settings.init,
         log_attention=settings.log_attention,
     )
 
@@ -83,6 +91,7 @@ def add_v1(model: nn.Module, settings: BatchFormerPluginConfig) -> None:
         num_layers=settings.num_layers,
         shared_classifier=settings.shared_classifier,
         gather=settings.gather,
+        init=settings.init,
     )
 
 

@@ -11,7 +11,8 @@ sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -97,6 +98,13 @@ class BatchFormerLayer(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)  # as every matrix of DETR's transformer
+
+    def initialize_as_pytorch(self) -> None:
+        """Give all weights the initial values of ``nn.TransformerEncoderLayer`` instead of Xavier's."""
+        for layer in cast("Iterable[BatchEncoderLayer]", self.layers):
+            for linear in (layer.linear1, layer.linear2, layer.self_attn.out_proj):
+                linear.reset_parameters()
+            layer.self_attn._reset_parameters()  # query, key and value, and zeros as biases
 
     def forward(self, tokens: Tensor, padding_mask: Tensor | None = None, exchange: Exchange | None = None) -> Tensor:
         """Mix (B, S, C) along B, with ``exchange`` along the images of all ranks.

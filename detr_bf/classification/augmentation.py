@@ -27,7 +27,7 @@ from timm.data.mixup import Mixup, mixup_target
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.transforms import ColorJitter
+from torchvision.transforms import AutoAugment, AutoAugmentPolicy, ColorJitter
 
 from detr_bf.classification.batch import LabelledImage, LabelledImages
 from detr_bf.data.batches import SampleKey, derive_seed
@@ -100,7 +100,10 @@ class TrainTransform:
             pixels in each direction, with black borders (He et al. 2016, section 4.2); ``none``: it is only resized.
         horizontal_flip: probability.
         color_jitter: strength for brightness, contrast and saturation; unused with ``auto_augment``.
-        auto_augment: timm's name of a policy (``rand-m9-mstd0.5-inc1``, ``augmix-m3``, ``original``); empty: none.
+        auto_augment: timm's name of a policy (``rand-m9-mstd0.5-inc1``, ``augmix-m3``, ``original``), or ``cifar10``,
+            AutoAugment's for CIFAR (Cubuk et al. 2019, arXiv 1805.09501); empty: none.
+        cutout: side of a black square around a random pixel, cut off at the border (DeVries and Taylor 2017,
+            arXiv 1708.04552); 0: none.
         erase_prob: probability of replacing a random rectangle by noise.
         mean, std: of the three channels, for pixels from 0 to 1.
 
@@ -118,6 +121,7 @@ class TrainTransform:
         horizontal_flip: float,
         color_jitter: float,
         auto_augment: str,
+        cutout: int = 0,
         erase_prob: float,
         interpolation: str,
         mean: Sequence[float],
@@ -134,6 +138,7 @@ class TrainTransform:
             self.colours = _policy(auto_augment, size, interpolation, mean)
         elif color_jitter:
             self.colours = ColorJitter(*[color_jitter] * 3)
+        self.cutout = cutout
         self.normalize = Normalize(mean, std)
         self.erase_prob = erase_prob
         self._eraser = RandomErasing(1.0, mode="pixel", device="cpu")
@@ -147,7 +152,7 @@ class TrainTransform:
             down, right = (draw.randint(-self.padding, self.padding) for _ in range(2))
             pixels = shifted(pixels, down, right)
         flip, erase = draw.random() < self.horizontal_flip, draw.random() < self.erase_prob
-        if not (self.crop or self.colours or erase):
+        if not (self.crop or self.colours or self.cutout or erase):
             return self.normalize(pixels.flip(-1) if flip else pixels)
         with seeded(draw.getrandbits(64), numpy=self._numpy):
             if self.crop is not None:
@@ -156,6 +161,8 @@ class TrainTransform:
                 pixels = pixels.flip(-1)
             if self.colours is not None:
                 pixels = pixels_of(self.colours(picture_of(pixels).convert("RGB")))
+            if self.cutout:
+                pixels = cutout(pixels, self.cutout, *(draw.randrange(side) for side in pixels.shape[-2:]))
             image = self.normalize(pixels)
             return self._eraser(image) if erase else image
 
@@ -228,6 +235,14 @@ def _overlap(shift: int, length: int) -> tuple[slice, slice]:
     return slice(to, to + count), slice(start, start + count)
 
 
+def cutout(pixels: Tensor, side: int, row: int, column: int) -> Tensor:
+    """Return (C, h, w) uint8 with 0 in the square of ``side`` pixels around a pixel, as far as it is in the image."""
+    top, left = row - side // 2, column - side // 2
+    result = pixels.clone()
+    result[:, max(top, 0) : max(top + side, 0), max(left, 0) : max(left + side, 0)] = 0
+    return result
+
+
 def centre(pixels: Tensor, size: tuple[int, int]) -> Tensor:
     """Return the centre crop (C, *size) of an image that is at least that large."""
     top, left = (pixels.shape[-2] - size[0]) // 2, (pixels.shape[-1] - size[1]) // 2
@@ -247,7 +262,9 @@ def pixels_of(picture: Image.Image) -> Tensor:
 
 
 def _policy(name: str, size: tuple[int, int], interpolation: str, mean: Sequence[float]) -> Picture:
-    """Build timm's automatic augmentation policy of this name, with the settings of timm's recipes."""
+    """Build the automatic augmentation policy of this name, timm's with the settings of timm's recipes."""
+    if name == "cifar10":
+        return AutoAugment(AutoAugmentPolicy.CIFAR10)
     settings = {
         "translate_const": int(min(size) * SHIFT_SHARE),
         "img_mean": tuple(round(255 * value) for value in mean),
@@ -263,7 +280,7 @@ def _policy(name: str, size: tuple[int, int], interpolation: str, mean: Sequence
     except (AssertionError, KeyError, ValueError) as error:
         raise InputError(
             f"data.transforms.auto_augment={name!r} is no policy that timm knows ({error!r}): expected one such as "
-            "rand-m9-mstd0.5-inc1, augmix-m3-w3, original or v0, or nothing"
+            "rand-m9-mstd0.5-inc1, augmix-m3-w3, original or v0, or cifar10, or nothing"
         ) from error
     for operation in policy.ops if hasattr(policy, "ops") else chain(*policy.policy):
         if operation.aug_fn is posterize:

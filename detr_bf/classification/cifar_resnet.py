@@ -5,6 +5,8 @@ Shape legend: B images, C channels, H x W pixels, K classes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -32,16 +34,18 @@ class BasicBlock(nn.Module):
 
 
 class CifarResNet(nn.Module):
-    """Three stages of ``blocks`` blocks with 1, 2 and 4 times ``width`` channels, at full, half and quarter size."""
+    """Three stages of ``blocks`` blocks with the given ``channels``, at full, half and quarter size."""
 
-    def __init__(self, blocks: int, num_classes: int, *, width: int = 16) -> None:
+    def __init__(self, blocks: int, num_classes: int, channels: Sequence[int] = (16, 32, 64)) -> None:
         super().__init__()
-        self.conv1 = _convolution(3, width)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.layer1 = _stage(blocks, width, width, stride=1)
-        self.layer2 = _stage(blocks, width, 2 * width, stride=2)
-        self.layer3 = _stage(blocks, 2 * width, 4 * width, stride=2)
-        self.fc = nn.Linear(4 * width, num_classes)
+        first, second, third = channels
+        self.conv1 = _convolution(3, first)
+        self.bn1 = nn.BatchNorm2d(first)
+        self.act1 = nn.ReLU()
+        self.layer1 = _stage(blocks, first, first, stride=1)
+        self.layer2 = _stage(blocks, first, second, stride=2)
+        self.layer3 = _stage(blocks, second, third, stride=2)
+        self.fc = nn.Linear(third, num_classes)
 
     def get_classifier(self) -> nn.Linear:
         """Return the linear classifier, like timm's models."""
@@ -49,19 +53,20 @@ class CifarResNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) -> logits (B, K)."""
-        x = F.relu(self.bn1(self.conv1(images)))
+        x = self.act1(self.bn1(self.conv1(images)))
         x = self.layer3(self.layer2(self.layer1(x)))
         logits: Tensor = self.fc(x.mean((2, 3)))
         return logits
 
 
-def cifar_resnet(depth: int, num_classes: int, width: int = 16) -> CifarResNet:
+def cifar_resnet(depth: int, num_classes: int, width: int = 16, *, narrow: bool = False) -> CifarResNet:
     """Build ResNet-20, 32, 44, 56, ... of section 4.2.
 
     Args:
         depth: layers with weights, 6n + 2.
         num_classes: K.
-        width: channels of the first stage.
+        width: channels of the first stage; the second and third have 2 and 4 times as many.
+        narrow: 3/4 of these channels in the second and third stage, for the experts of RIDE.
 
     Raises:
         InputError: ``depth`` is not 6n + 2, or there are no classes or channels.
@@ -71,7 +76,8 @@ def cifar_resnet(depth: int, num_classes: int, width: int = 16) -> CifarResNet:
         raise InputError(f"a CIFAR ResNet has 6n + 2 layers, 20, 32, 44 or 56 in the paper; got depth={depth}")
     if num_classes < 1 or width < 1:
         raise InputError(f"num_classes={num_classes} and width={width} must be 1 or more")
-    return CifarResNet(blocks, num_classes, width=width)
+    channels = (width, 3 * width // 2, 3 * width) if narrow else (width, 2 * width, 4 * width)
+    return CifarResNet(blocks, num_classes, channels)
 
 
 def _stage(blocks: int, channels_in: int, channels: int, stride: int) -> nn.Sequential:

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +28,6 @@ from detr_bf.files import file_size
 from detr_bf.structures import ClassMap
 
 _MAX_BYTES = 2**30  # of images kept in memory after resizing
-_SHUFFLE_SEED = 0  # of the long tail, independent of the seed of the run
 _ROUNDING = 1 + 1e-12  # larger than the rounding error of a power
 
 
@@ -84,6 +84,7 @@ class LabelledSplit:
     images: Images
     labels: Tensor  # (N,) int64
     origin: str  # source of the images, for messages
+    label_sets: tuple[tuple[int, ...], ...] = ()  # all right labels of each of the N images; empty: only ``labels``
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -93,7 +94,8 @@ class LabelledSplit:
 
         Image files count with their names and sizes in bytes, images in memory with their pixels.
         """
-        digest = hashlib.sha256(json.dumps([names, self.labels.tolist()]).encode())
+        labels = self.label_sets or self.labels.tolist()
+        digest = hashlib.sha256(json.dumps([names, labels]).encode())
         if isinstance(self.images, ArrayImages):
             digest.update(self.images.pixels.numpy().tobytes())
         elif isinstance(self.images, FileImages):
@@ -103,7 +105,8 @@ class LabelledSplit:
 
     def subset(self, indices: Tensor) -> LabelledSplit:
         """Return the images at ``indices`` (n,) int64, in that order."""
-        return LabelledSplit(self.images.subset(indices), self.labels[indices], self.origin)
+        sets = tuple(self.label_sets[index] for index in indices.tolist()) if self.label_sets else ()
+        return LabelledSplit(self.images.subset(indices), self.labels[indices], self.origin, sets)
 
 
 @dataclass(frozen=True)
@@ -186,17 +189,19 @@ def kept_indices(
     per_class: int | None = None,
     imbalance: float = 1.0,
     order: Sequence[int] = (),
+    seed: int = 0,
 ) -> Tensor:
     """Return the indices (n,) int64, ascending, of the images that a reduced split keeps.
 
     First, at most ``per_class`` images of each class are kept. Then, if ``imbalance`` is above 1, class ``order[c]``
     keeps the number of :func:`long_tail_counts`, computed from what is left of ``order[0]``, or all its images if it
-    has fewer. The images kept are the first of a fixed shuffle of the class. They do not depend on the seed of the run,
-    and a larger imbalance keeps a subset of what a smaller one keeps.
+    has fewer. The images kept are the first of a shuffle of the class that depends on ``seed`` alone: a larger
+    imbalance keeps a subset of what a smaller one keeps.
 
     Args:
         labels: (N,) int64.
         order: classes from the most to the fewest images; empty: in ascending order.
+        seed: of the shuffle, 0 or more.
 
     Raises:
         InputError: ``order`` is not a permutation of the classes, ``per_class`` is below 1, or
@@ -214,7 +219,7 @@ def kept_indices(
     if imbalance != 1:
         tail = long_tail_counts(int(counts[order[0]]), num_classes, imbalance)
         counts[order] = torch.minimum(counts[order], torch.tensor(tail))
-    shuffle = np.random.RandomState(_SHUFFLE_SEED).permutation(len(labels))  # stable between NumPy versions
+    shuffle = np.random.RandomState(seed % 2**32).permutation(len(labels))  # stable between NumPy versions
     shuffled = labels.numpy()[shuffle]
     kept = [shuffle[shuffled == label][:count] for label, count in enumerate(counts.tolist())]
     return torch.from_numpy(np.sort(np.concatenate(kept)))
@@ -243,6 +248,7 @@ class LabelledImageSet(Dataset[LabelledImage]):
         _check_labels(split, class_map.num_classes)
         self.images = _resized(split.images, transform)
         self.labels: list[int] = split.labels.tolist()
+        self.label_sets = split.label_sets
         self.class_map = class_map
         self.transform = transform
         self.seed = seed
@@ -262,6 +268,11 @@ class LabelledImageSet(Dataset[LabelledImage]):
     def class_counts(self) -> tuple[int, ...]:
         """Number of images of each class."""
         return tuple(torch.bincount(torch.tensor(self.labels), minlength=self.class_map.num_classes).tolist())
+
+    @property
+    def present_classes(self) -> tuple[int, ...]:
+        """The classes that some image has, ascending."""
+        return tuple(sorted(set(chain(self.labels, *self.label_sets))))
 
 
 def _check_labels(split: LabelledSplit, num_classes: int) -> None:

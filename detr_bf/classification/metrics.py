@@ -80,7 +80,7 @@ class ClassificationResult:
     """
 
     top1: float
-    top5: float | None  # None for fewer than 6 classes
+    top5: float | None  # None for fewer than 6 classes among which images are classified
     many: float | None
     medium: float | None
     few: float | None
@@ -166,12 +166,25 @@ class ClassificationEvaluator:
         class_counts: training images of each of the K classes.
         many: a class with more training images is many-shot.
         few: a class with fewer training images is few-shot; classes in between are medium-shot.
+        label_sets: all right labels of each image, by its index in the data set, as in ImageNet-ReaL (Beyer et al.
+            2020, arXiv 2006.07159); the label of an image is then that with the highest logit. Empty: one label each.
+        scored_classes: classes among which images are classified, as in ImageNet-A (Hendrycks et al. 2021, arXiv
+            1907.07174); None: all. Images have no other labels.
 
     Raises:
         InputError: ``class_counts`` are not K numbers of 0 or more, or ``few`` is greater than ``many``.
     """
 
-    def __init__(self, class_map: ClassMap, class_counts: Sequence[int], many: int = 100, few: int = 20) -> None:
+    def __init__(
+        self,
+        class_map: ClassMap,
+        class_counts: Sequence[int],
+        many: int = 100,
+        few: int = 20,
+        *,
+        label_sets: Sequence[Sequence[int]] = (),
+        scored_classes: Sequence[int] | None = None,
+    ) -> None:
         if len(class_counts) != class_map.num_classes or min(class_counts, default=0) < 0:
             raise InputError(
                 f"class_counts must be {class_map.num_classes} numbers of training images, 0 or more, one per class; "
@@ -182,6 +195,8 @@ class ClassificationEvaluator:
         self.class_map = class_map
         self.class_counts = tuple(class_counts)
         self.many, self.few = many, few
+        self.label_sets = label_sets
+        self.scored_classes = tuple(range(class_map.num_classes)) if scored_classes is None else tuple(scored_classes)
         self._rows = ImageRows()
 
     def update(self, batch: LabelledImages, logits: Tensor) -> None:
@@ -192,10 +207,14 @@ class ClassificationEvaluator:
         Raises:
             InputError: the logits have another shape, or a label is outside the classes.
         """
-        labels = batch.targets.labels
         self._check(batch, logits)
         logits = logits.float()
         finite = logits.isfinite().all(1)
+        if len(self.scored_classes) < self.class_map.num_classes:
+            outside = torch.ones(logits.shape[1], dtype=torch.bool)
+            outside[list(self.scored_classes)] = False
+            logits = logits.masked_fill(outside.to(logits.device), -torch.inf)
+        labels = self._labels(batch, logits).where(finite, batch.targets.labels)
         log_probabilities = logits.log_softmax(1)
         best = logits.argmax(1)
         true = logits.gather(1, labels[:, None])
@@ -210,13 +229,22 @@ class ClassificationEvaluator:
             loss=-log_probabilities.gather(1, labels[:, None])[:, 0].where(finite, torch.nan),
         )
 
+    def _labels(self, batch: LabelledImages, logits: Tensor) -> Tensor:
+        """Return the label (B,) of each image: the one of its labels that has the highest logit."""
+        if not self.label_sets:
+            return batch.targets.labels
+        own = torch.zeros(logits.shape, dtype=torch.bool)
+        for row, index in enumerate(batch.indices.tolist()):
+            own[row, list(self.label_sets[index])] = True
+        return logits.masked_fill(~own.to(logits.device), -torch.inf).argmax(1)
+
     def merge(self, other: ClassificationEvaluator) -> None:
         """Add the images of ``other``; images present in both keep their present row.
 
         Raises:
-            InputError: ``other`` has other classes, numbers of training images or groups.
+            InputError: ``other`` has other classes, numbers of training images, groups or scored classes.
         """
-        ours, theirs = ((e.class_map, e.class_counts, e.many, e.few) for e in (self, other))
+        ours, theirs = ((e.class_map, e.class_counts, e.many, e.few, e.scored_classes) for e in (self, other))
         if ours != theirs:
             raise InputError("evaluators of different classes, training images or groups cannot be merged")
         self._rows.extend(other._rows)
@@ -246,7 +274,7 @@ class ClassificationEvaluator:
         assert balanced is not None, "there is an image"
         return ClassificationResult(
             top1=_mean(right),
-            top5=_mean(rows["in_top5"]) if num_classes > 5 else None,
+            top5=_mean(rows["in_top5"]) if len(self.scored_classes) > 5 else None,
             **{name: _mean_accuracy(c for c in per_class.values() if c.group == name) for name in GROUPS},
             balanced=balanced,
             ece=None if not_finite else reliability(rows["score"], right).error,

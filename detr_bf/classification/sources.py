@@ -9,7 +9,8 @@ import os
 import string
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count, islice
+from dataclasses import replace
+from itertools import count, islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from detr_bf.classification.debian import Package, unpacked
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.samples.digits import DIGIT_NAMES, INSTALL, Glyphs, load_glyphs, split_glyphs
 from detr_bf.errors import InputError
-from detr_bf.files import is_file, is_folder, read_regular
+from detr_bf.files import is_file, is_folder, read_json, read_regular
 from detr_bf.text import printable
 
 FASHION_PACKAGE = Package(
@@ -50,7 +51,16 @@ _DIGITS = 18  # most digits of a label, an int64
 _NAMED = 10  # most classes that a message names
 
 
-def read_splits(name: str, root: str, train: str, val: str, max_pixels: int = MAX_PIXELS) -> LabelledSplits:
+def read_splits(
+    name: str,
+    root: str,
+    train: str,
+    val: str,
+    max_pixels: int = MAX_PIXELS,
+    *,
+    val_subset: bool = False,
+    val_labels: str = "",
+) -> LabelledSplits:
     """Return both splits of a data set.
 
     Args:
@@ -59,17 +69,68 @@ def read_splits(name: str, root: str, train: str, val: str, max_pixels: int = MA
         train: folder (``image_folder``) or file (``list``) of the split; unused for fetched data sets.
         val: the same for validation.
         max_pixels: most pixels of an image file.
+        val_subset: accept a validation folder without some of the classes.
+        val_labels: JSON file with the labels of the validation images, see :func:`with_label_sets`; empty: none.
 
     Raises:
         InputError: the name is unknown, or the data cannot be read or fetched.
     """
     if name in FETCHED:
-        return FETCHED[name](data_folder(root))
-    if name not in ON_DISK:
+        found = FETCHED[name](data_folder(root))
+    elif name not in ON_DISK:
         raise InputError(f"data.name: got {name!r}, expected one of {', '.join((*FETCHED, *ON_DISK))}")
-    if not root:
+    elif not root:
         raise InputError(f"data.root is not set: data.name={name} needs data.root=FOLDER, the folder of the images")
-    return ON_DISK[name](root, train, val, max_pixels)
+    elif name == "image_folder":
+        found = image_folder(root, train, val, max_pixels, val_subset)
+    else:
+        found = image_list(root, train, val, max_pixels)
+    if not val_labels:
+        return found
+    return replace(found, val=with_label_sets(found.val, Path(val_labels), found.class_map.num_classes))
+
+
+def with_label_sets(split: LabelledSplit, path: Path, num_classes: int) -> LabelledSplit:
+    """Return the images that have labels in a JSON list of label lists, which has the form of ImageNet-ReaL's.
+
+    List i is that of the i-th image when sorted by file name, without its folders. Images with an empty list are left
+    out; the first label of the others replaces that of their folder.
+
+    Raises:
+        InputError: the file cannot be used, the images are not files, or two of them have one file name.
+    """
+    shown = printable(path)
+    if not isinstance(split.images, FileImages):
+        raise InputError(f"data.val_labels={shown} needs image files: data.name=image_folder or list")
+    names = split.images.names
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"data.val_labels: {shown} cannot be read ({error}); expected a JSON list of lists") from error
+    if not isinstance(content, list) or len(content) != len(names):
+        given = f"a list of {len(content)}" if isinstance(content, list) else "no list"
+        raise InputError(
+            f"data.val_labels: {shown} is {given}; expected one list of labels for each of the {len(names)} images of "
+            f"{split.origin}"
+        )
+    for number, labels in enumerate(content):
+        if not isinstance(labels, list) or any(type(x) is not int or not 0 <= x < num_classes for x in labels):
+            raise InputError(
+                f"data.val_labels: {shown}: entry {number} is {printable(str(labels))[:100]}; expected a list of "
+                f"labels from 0 to {num_classes - 1}"
+            )
+    order = sorted(range(len(names)), key=lambda index: Path(names[index]).name)
+    for first, second in pairwise(order):
+        if Path(names[first]).name == Path(names[second]).name:
+            raise InputError(
+                f"data.val_labels: {printable(names[first])} and {printable(names[second])} of {split.origin} have one "
+                "file name, but the lists of labels are those of the images sorted by file name: rename one of them"
+            )
+    sets = {index: tuple(labels) for index, labels in zip(order, content, strict=True)}
+    kept = torch.tensor([index for index in range(len(names)) if sets[index]], dtype=torch.int64)
+    label_sets = tuple(sets[index] for index in kept.tolist())
+    labels = torch.tensor([own[0] for own in label_sets], dtype=torch.int64)
+    return replace(split.subset(kept), labels=labels, label_sets=label_sets)
 
 
 def data_folder(root: str) -> Path:
@@ -99,21 +160,25 @@ def fetching(folder: Path) -> Iterator[None]:
 # Folders and lists of files.
 
 
-def image_folder(root: str, train: str = "train", val: str = "val", max_pixels: int = MAX_PIXELS) -> LabelledSplits:
+def image_folder(
+    root: str, train: str = "train", val: str = "val", max_pixels: int = MAX_PIXELS, val_subset: bool = False
+) -> LabelledSplits:
     """Read ``root/train/CLASS/...`` and ``root/val/CLASS/...``; the classes are the sorted folder names of train.
 
     Images may be in subfolders of a class. Only files with an image extension are used.
 
     Raises:
-        InputError: a folder is missing or has no classes or no images, or val has other classes than train.
+        InputError: a folder is missing or has no classes or no images, or val has other classes than train; with
+            ``val_subset`` it may lack some.
     """
     folders = [Path(root) / name for name in (train, val)]
     names, others = _class_names(folders[0]), _class_names(folders[1])
-    if names != others:
+    if names != others and not (val_subset and set(others) < set(names)):
         raise InputError(
             f"the classes of {folders[1]} must be those of {folders[0]}, but {_difference(others, names)} "
             f"are only in the first and {_difference(names, others)} only in the second: make both the same, "
-            "with empty folders where there are no validation images"
+            "with empty folders where there are no validation images, or set data.val_subset=true if the first has "
+            "only some of the classes"
         )
     train_split, val_split = (_folder_split(folder, names, max_pixels) for folder in folders)
     return LabelledSplits(train_split, val_split, class_map_of(names))
@@ -388,4 +453,4 @@ FETCHED = {
     "digits": digits,
     "mnist": mnist,
 }
-ON_DISK = {"image_folder": image_folder, "list": image_list}
+ON_DISK = ("image_folder", "list")

@@ -4,8 +4,11 @@ detr-bf analyze batch-attention --run runs/mine --output pictures --auto 3
 detr-bf analyze batch-attention --run runs/mine --output pictures --image photo.jpg --point 120,80
 detr-bf analyze attention-entropy --run runs/plain --run runs/broadcasting --output pictures
 detr-bf analyze fgsm --run runs/plain --output pictures --images 10000 --epsilons 1,2 data.root=DIR
+detr-bf analyze patch-similarity --run runs/plain --output pictures --split train --images 10000
+detr-bf analyze mini-batch-inference --run runs/mine --output tables --batch-size 24 --seed 1
 
-Of detectors and classifiers: batch-attention, feature-maps. Of detectors: queries, panoptic. Others: of classifiers.
+batch-attention and feature-maps are for detectors and classifiers; queries, panoptic and mini-batch-inference (a table
+without a picture) are for detectors; all others are for classifiers.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from detr_bf.analysis.batch_attention import (
     PlaceAttention,
@@ -28,17 +31,24 @@ from detr_bf.analysis.batch_attention import (
     draw_batch_attention,
     place_in,
 )
-from detr_bf.analysis.detection import draw_queries, feature_maps_of, look_of_queries, panoptic_rows
+from detr_bf.analysis.detection import (
+    compare_mini_batch_inference,
+    draw_queries,
+    feature_maps_of,
+    look_of_queries,
+    panoptic_rows,
+)
 from detr_bf.analysis.inspected import InspectedDetector, InspectedRun, load_inspected, task_of_checkpoint
 from detr_bf.assembly.classification import build_classifier_criterion
-from detr_bf.assembly.classifier_data import build_image_splits
+from detr_bf.assembly.classifier_data import build_image_eval_transform, build_image_splits, read_image_splits
 from detr_bf.assembly.model import device_of
 from detr_bf.classification.analysis import ANALYSES, EPSILONS, Analysis, Pixels, Subject
 from detr_bf.classification.analysis.images import draw_feature_maps
 from detr_bf.classification.batch import LabelledImage, LabelledImages
+from detr_bf.classification.data import LabelledImageSet
 from detr_bf.cli import run_tool
 from detr_bf.config import ClassifierConfig
-from detr_bf.data.batches import SampleKey
+from detr_bf.data.batches import IndexBatches
 from detr_bf.data.loader import make_loader
 from detr_bf.errors import InputError
 from detr_bf.files import check_output_file, write_text
@@ -52,7 +62,8 @@ from detr_bf.text import csv_cell, printable, safe_message
 logger = logging.getLogger(__name__)
 
 BATCH_ATTENTION, QUERIES, PANOPTIC = "batch-attention", "queries", "panoptic"
-FEATURE_MAPS = "feature-maps"
+FEATURE_MAPS, MINI_BATCH = "feature-maps", "mini-batch-inference"
+BATCH_SIZE = 64  # images, of classifiers
 IMAGES_SHOWN = 6  # images
 QUERY_IMAGES = 200  # whose boxes are collected
 PLACES = 3  # images with a marked position
@@ -62,21 +73,27 @@ BATCH_SHOWN = 8  # most images of a batch, unless asked for more
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [BATCH_ATTENTION, QUERIES, PANOPTIC, *ANALYSES]
+    names = [BATCH_ATTENTION, QUERIES, PANOPTIC, MINI_BATCH, *ANALYSES]
     parser.add_argument("name", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument(
         "--run", metavar="RUN_OR_FILE", type=Path, action="append", required=True, help="folder or checkpoint, or more"
     )
     parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="for the table and the picture")
-    parser.add_argument(
-        "--images", metavar="N", type=int, help="of the validation split, at random; default by NAME; of a batch"
-    )
-    parser.add_argument("--batch-size", metavar="N", type=int, default=64, help="default %(default)s")
+    images_help = f"Take N random images; for {BATCH_ATTENTION}, batches of N images. The default depends on NAME."
+    parser.add_argument("--images", metavar="N", type=int, help=images_help)
+    split_help = "Take images of this split. Training images are for classifiers only, and are not augmented."
+    parser.add_argument("--split", choices=["train", "val"], default="val", help=split_help)
+    size_help = f"Load N images at a time. The default is {BATCH_SIZE}; for {MINI_BATCH} it is that of the training."
+    parser.add_argument("--batch-size", metavar="N", type=int, help=size_help)
+    seed_help = f"Choose the images, and for {MINI_BATCH} their order, with this seed. The default is 0."
+    parser.add_argument("--seed", metavar="N", type=int, help=seed_help)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     formats = [suffix[1:] for suffix in FIGURE_SUFFIXES]
-    parser.add_argument("--format", choices=formats, default="png", help="of the picture; default %(default)s")
+    parser.add_argument("--format", choices=formats, help="Write the picture in this format. The default is png.")
     parser.add_argument("--epsilons", metavar="A,B,...", help="fgsm: steps in 255ths; default 0,1,2,4,8")
-    parser.add_argument("--patch", metavar="N", type=int, help="occlusion: side of a patch in pixels; default by model")
+    parser.add_argument(
+        "--patch", metavar="N", type=int, help="missing-patches: side of a patch in pixels; default by model"
+    )
     places = parser.add_argument_group("of detectors, and batch-attention")
     places.add_argument("--image", metavar="NAME", help="validation image to look at; default: random")
     places.add_argument("--point", metavar="X,Y", help="in pixels of the image; default: centre of its largest object")
@@ -90,10 +107,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _chosen(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
-    """Return the function of the analysis, for the kind of the first run."""
-    named = {BATCH_ATTENTION: _batch_attention, QUERIES: _queries, PANOPTIC: _panoptic}
+    """Return the function of the analysis, for the kind of the first run; options that it would ignore are errors."""
+    named = {BATCH_ATTENTION: _batch_attention, QUERIES: _queries, PANOPTIC: _panoptic, MINI_BATCH: _mini_batch}
     if options.name == FEATURE_MAPS and task_of_checkpoint(options.run[0]) == "detection":
-        return _feature_maps
+        named[FEATURE_MAPS] = _feature_maps
+    if options.name in named and options.split != "val":
+        raise InputError(f"--split {options.split}: {options.name} takes validation images, leave it out")
+    if options.format and options.name == MINI_BATCH:
+        raise InputError(f"--format {options.format}: {MINI_BATCH} writes a table without a picture, leave it out")
+    if options.name not in named and not ANALYSES[options.name].images:
+        given = {"--images": options.images, "--batch-size": options.batch_size, "--seed": options.seed}
+        unused = [name for name, value in given.items() if value is not None]
+        if unused := unused + ["--split"] * (options.split != "val"):
+            raise InputError(f"{options.name} takes no images: leave out {', '.join(unused)}")
+    options.seed = options.seed or 0
+    if not 0 <= options.seed < 2**63:
+        raise InputError(f"--seed must be from 0 to 2^63 - 1, got {options.seed}")
     return named.get(options.name, _run)
 
 
@@ -119,12 +148,12 @@ def _detectors(options: argparse.Namespace) -> list[InspectedDetector]:
 
 
 def _indices(options: argparse.Namespace, run: InspectedRun, default: int) -> list[int]:
-    """Return the image that is named, or random ones, the same every time."""
+    """Return the image that is named, or random ones, which are the same for one seed."""
     if options.images is not None and options.images < 1:
         raise InputError(f"--images must be 1 or more, got {options.images}")
     if options.image:
         return [run.find(options.image)]
-    order = torch.randperm(len(run.names), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(len(run.names), generator=torch.Generator().manual_seed(options.seed))
     return order[: options.images or default].tolist()
 
 
@@ -141,7 +170,7 @@ def _queries(options: argparse.Namespace) -> int:
     """Draw where the queries of detectors look."""
     table, picture = _outputs(options)
     runs = _detectors(options)
-    others = _indices(argparse.Namespace(images=options.images, image=None), runs[0], QUERY_IMAGES)
+    others = _indices(argparse.Namespace(images=options.images, image=None, seed=options.seed), runs[0], QUERY_IMAGES)
     index = runs[0].find(options.image) if options.image else others[0]
     found = {run.name: look_of_queries(run, index, others) for run in runs}
     return _write(table, picture, draw_queries(found), {name: own.rows() for name, own in found.items()})
@@ -149,7 +178,7 @@ def _queries(options: argparse.Namespace) -> int:
 
 def _panoptic(options: argparse.Namespace) -> int:
     """Draw images beside their panoptic maps: ground truth and all runs."""
-    if options.format != "png":
+    if options.format not in (None, "png"):
         raise InputError(f"--format {options.format}: panoptic maps are drawn as png")
     table, picture = _outputs(options)
     runs = _detectors(options)
@@ -168,6 +197,28 @@ def _panoptic(options: argparse.Namespace) -> int:
     return 0
 
 
+def _mini_batch(options: argparse.Namespace) -> int:
+    """Print metrics of detectors without and with batch attention in evaluation, and write them."""
+    table, _ = _outputs(options)
+    _check_counts(options)
+    rows: list[dict[str, object]] = []
+    for run in _detectors(options):
+        found = compare_mini_batch_inference(
+            run, batch_size=options.batch_size, images=options.images, seed=options.seed
+        )
+        rows += [{"run": run.name, "seed": options.seed, **row} for row in found.rows()]
+        print(safe_message(f"{run.name}, mini-batch inference, seed {options.seed}: {found}"))
+    write_table(table, rows)
+    print(safe_message(table))
+    return 0
+
+
+def _check_counts(options: argparse.Namespace) -> None:
+    for name, count in (("--batch-size", options.batch_size), ("--images", options.images)):
+        if count is not None and count < 1:
+            raise InputError(f"{name} must be 1 or more, got {count}")
+
+
 def _batch_attention(options: argparse.Namespace) -> int:
     """Draw the batch attention of some places in all runs."""
     table, picture = _outputs(options)
@@ -179,9 +230,9 @@ def _batch_attention(options: argparse.Namespace) -> int:
         raise InputError("--point is a point of the image that --image names: give both")
     subjects = _inspected(options)
     size = options.images or max(2, min(BATCH_SHOWN, subjects[0].config.train.batch_size))
-    places = choose_places(subjects[0], options.auto or PLACES, size)
+    places = choose_places(subjects[0], options.auto or PLACES, size, options.seed)
     if options.image:
-        places = [place_in(subjects[0], options.image, parse_point(options.point), size)]
+        places = [place_in(subjects[0], options.image, parse_point(options.point), size, options.seed)]
     found: dict[str, list[PlaceAttention]] = {}
     for subject in subjects:
         models = {f"{subject.name}, untrained": subject.untrained()} if options.untrained else {}
@@ -198,8 +249,7 @@ def _batch_attention(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     """Analyse every run, write the table and the picture."""
     table, picture = _outputs(options)
-    if options.batch_size < 1 or (options.images is not None and options.images < 1):
-        raise InputError(f"--batch-size and --images must be 1 or more; got {options.batch_size} and {options.images}")
+    _check_counts(options)
     analysis = ANALYSES[options.name]
     results = {
         name: analysis.run(make_subject(source, analysis, options)) for name, source in run_names(options.run).items()
@@ -209,7 +259,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _outputs(options: argparse.Namespace) -> tuple[Path, Path]:
     """Return the paths of the table and the picture, checked."""
-    table, picture = (options.output / f"{options.name}.{suffix}" for suffix in ("csv", options.format))
+    table, picture = (options.output / f"{options.name}.{suffix}" for suffix in ("csv", options.format or "png"))
     for path in (table, picture):
         check_output_file(path, "--output")
     return table, picture
@@ -243,7 +293,7 @@ def differences(sources: Sequence[Path]) -> list[str]:
 
 
 def make_subject(source: Path, analysis: Analysis, options: argparse.Namespace) -> Subject:
-    """Load a run's model, and images of its validation split if the analysis needs any."""
+    """Load a run's model, and images of a split of its data if the analysis needs any."""
     device = device_of(ClassifierConfig(device=options.device))
     model, config, class_map = read_classifier(source, options.overrides, device)
     pixels = Pixels(config.data.transforms.mean, config.data.transforms.std)
@@ -257,12 +307,16 @@ def make_subject(source: Path, analysis: Analysis, options: argparse.Namespace) 
         )
     criterion = build_classifier_criterion(config, model, splits.class_counts).to(device)
     count = options.images or analysis.images
-    indices = torch.randperm(len(splits.val), generator=torch.Generator().manual_seed(0))[:count].tolist()
+    images = splits.val
+    if options.split == "train":  # splits.train augments its images
+        images = LabelledImageSet(
+            read_image_splits(config).train, class_map, build_image_eval_transform(config.data.transforms)
+        )
+    indices = torch.randperm(len(images), generator=torch.Generator().manual_seed(options.seed))[:count]
+    batches = [part.tolist() for part in indices.split(options.batch_size or BATCH_SIZE)]
     return Subject(
         model=model,
-        batches=load_batches(
-            splits.val, IndexBatches(indices, options.batch_size), config.data.workers, f"{options.name}, {source}"
-        ),
+        batches=load_batches(images, IndexBatches(batches), config.data.workers, f"{options.name}, {source}"),
         class_names=class_map.names,
         class_counts=splits.class_counts,
         pixels=pixels,
@@ -270,20 +324,6 @@ def make_subject(source: Path, analysis: Analysis, options: argparse.Namespace) 
         epsilons=parse_epsilons(options.epsilons),
         patch=options.patch,
     )
-
-
-class IndexBatches(Sampler[list[SampleKey]]):
-    """Batches of the images at these indices."""
-
-    def __init__(self, indices: Sequence[int], batch_size: int) -> None:
-        self.batches = [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[list[SampleKey]]:
-        for batch in self.batches:
-            yield [SampleKey(0, index) for index in batch]
 
 
 def load_batches(

@@ -7,6 +7,7 @@ are fractions, and higher is better for every metric.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -304,12 +305,14 @@ def _settings(records: Mapping[_Key, _Record], arms: Sequence[str]) -> list[dict
 
 
 def _circumstances(records: Mapping[_Key, _Record]) -> dict[str, Any]:
-    """Return the data by split (and fold), distinct machines and versions, and the command of every cell."""
-    data = {
-        f"{split}{'' if key[2] is None else f', fold {key[2]}'}": record["data"][split]
-        for split in ("train", "val")
-        for key, record in records.items()
-    }
+    """Return the data by split, fold and, where they differ, seed; distinct machines and versions; and all commands."""
+    data: dict[str, Any] = {}
+    for split in ("train", "val"):
+        drawn = {(key[2], json.dumps(record["data"][split], sort_keys=True)) for key, record in records.items()}
+        by_seed = len(drawn) > len({key[2] for key in records})
+        for key, record in records.items():
+            name = f"{split}{f', seed {key[1]}' if by_seed else ''}{'' if key[2] is None else f', fold {key[2]}'}"
+            data[name] = record["data"][split]
     machines = [record["machine"] for record in records.values()]
     hardware = [{k: v for k, v in machine.items() if k not in ("command", *_VERSIONS)} for machine in machines]
     versions = {

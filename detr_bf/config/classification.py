@@ -28,6 +28,7 @@ from detr_bf.config.common import (
     numbers,
     path,
     positive,
+    seed,
 )
 from detr_bf.errors import InputError
 
@@ -41,7 +42,9 @@ class ClassifierModelConfig:
     options: dict[str, Any] = arguments()  # further arguments of timm.create_model, such as img_size and depth
     dropout: float = below_one(0.0)  # before the classifier
     drop_path: float = below_one(0.0)  # stochastic depth; 0.1 in DeiT
+    experts: int = positive(1, LAYERS)  # experts of RIDE, for ResNets with loss.name=ride; 1: a plain network
     linear_probe: bool = False  # train only batch norm and a linear classifier on the frozen network
+    frozen: bool = False  # train only the classifier and the plug-ins, on the frozen network
 
 
 @dataclass
@@ -72,6 +75,7 @@ class BatchFormerV2PluginConfig(InsertedPluginConfig):
 
     layers: Any = field(default_factory=lambda: [7])  # blocks with an insertion: all, or a list counted from 0
     mode: str = choice("two_stream", "single_stream", "duplicate", "self_only")  # see docs/batch_attention.md
+    init: str = choice("xavier", "pytorch")  # initial weights: DETR's, or those of nn.TransformerEncoderLayer
     log_attention: bool = False  # log how much images attend to each other, every train.log_every steps
 
 
@@ -81,24 +85,34 @@ class BatchFormerPluginConfig(StreamPluginConfig):
 
     heads: int = positive(4, 1024)  # attention heads
     shared_classifier: bool = True  # classify plain features as well; false: batch-attended features only
+    init: str = choice("xavier", "pytorch")  # initial weights: DETR's, or those of nn.TransformerEncoderLayer
     lr_factor: float = not_negative(0.1)  # learning rate as a multiple of optimizer.lr
     weight_decay: float | None = not_negative(None)  # null: optimizer.weight_decay
 
 
 @dataclass
 class DiversePatchConfig:
-    """Weights of the three losses of DiversePatch (Gong et al. 2021, arXiv 2104.12753)."""
+    """DiversePatch (Gong et al. 2021, arXiv 2104.12753): weights of its three losses, and its CutMix."""
 
     enabled: bool = False
     cosine: float = not_negative(1.0)  # cosine similarity of the patches of an image
-    contrastive: float = not_negative(1.0)  # patches of the last block against those of the first
-    mixing: float = not_negative(1.0)  # classes of mixed patches, instead of mixup and CutMix; 0: keep these
+    contrastive: float = not_negative(1.0)  # patches of the last block against their embeddings
+    mixing: float = not_negative(1.0)  # classes of mixed patches; needs patch_cutmix
+    patch_cutmix: bool = True  # mix whole patches, instead of mixup and CutMix of data.mix; false: keep these
+
+    def check_values(self, prefix: str) -> None:
+        if self.enabled and self.mixing and not self.patch_cutmix:
+            raise InputError(
+                f"{prefix}mixing={self.mixing:g} classifies patches that are mixed whole, and {prefix}patch_cutmix is "
+                f"false: set {prefix}mixing=0 or {prefix}patch_cutmix=true"
+            )
 
 
 @dataclass
 class RelativeLocalizationConfig(LocalizationConfig):
     """Relative localization of a classifier."""
 
+    pool: bool | None = None  # average the tokens to a grid of half the size first; null: for a ViT only
     ramp_epochs: int = not_negative(0)  # epochs in which the weight rises before it falls; 0: constant weight
 
 
@@ -119,10 +133,21 @@ class PluginsConfig:
 
 
 @dataclass
+class RideConfig:
+    """Loss of RIDE's experts (Wang et al. 2021, arXiv 2010.01809); only name=ride."""
+
+    diversity: float = not_negative(0.2)  # weight of the divergence of each expert from the mean, which is maximised
+    margin: float = not_negative(0.5)  # LDAM's margin of the smallest class, as a cosine
+    reweight_epoch: int = not_negative(80)  # first epoch with weights and temperatures of the classes
+    reweight_factor: float = below_one(0.02)  # dependence of these temperatures on the size of the classes
+
+
+@dataclass
 class ClassifierLossConfig:
     """Classification loss."""
 
-    name: str = choice("cross_entropy", "balanced_softmax")
+    name: str = choice("cross_entropy", "balanced_softmax", "ride")
+    ride: RideConfig = field(default_factory=RideConfig)
     label_smoothing: float = below_one(0.1)  # only name=cross_entropy
     loss_scale: float = positive(1.0)  # factor of name=balanced_softmax; 3 in BatchFormer's code, which sums streams
 
@@ -145,7 +170,8 @@ class ImageTransformConfig:
     padding: int = not_negative(4, WIDTH)  # maximum shift; only crop=padded
     horizontal_flip: float = fraction(0.5)  # probability of a flip
     color_jitter: float = not_negative(0.3, 100)  # strength; only without auto_augment
-    auto_augment: str = "rand-m9-mstd0.5-inc1"  # timm's name of a policy; empty: none
+    auto_augment: str = "rand-m9-mstd0.5-inc1"  # timm's name of a policy, or cifar10 (AutoAugment's); empty: none
+    cutout: int = not_negative(0, WIDTH)  # side of a black square at a random place; 0: off
     erase: float = fraction(0.25)  # probability of random erasing
     interpolation: str = choice("bicubic", "bilinear")  # of resizing
     eval_crop: float | None = fraction(None)  # share of the resized image; null: 0.875 if crop=resized, otherwise 1
@@ -183,15 +209,18 @@ class ImageDataConfig(LoadingConfig):
     train: str = path("train")  # name=image_folder: folder in root; name=list: file with lines `path label`
     val: str = path("val")  # as train
     per_class: int | None = positive(None, STEPS)  # maximum number of training images per class; null: all
+    subset_seed: int | None = seed(0)  # chooses the images that per_class and long_tail keep; null: the seed of the run
     long_tail: LongTailConfig = field(default_factory=LongTailConfig)
     transforms: ImageTransformConfig = field(default_factory=ImageTransformConfig)
-    repeats: int = positive(1, 1000)  # copies of an image per batch, each augmented differently; 3 in DeiT
+    repeats: int = positive(1, 1000)  # copies of an image, two of them never in one batch of a process; DeiT: 3
 
 
 @dataclass
 class ClassifierDataConfig(ImageDataConfig):
     """Data sets of classifiers."""
 
+    val_subset: bool = False  # val has only some of the classes, and predictions are scored among these
+    val_labels: str = path("")  # JSON list of the labels of each validation image, by file name; empty: one, the folder
     mix: MixConfig = field(default_factory=MixConfig)
 
 
@@ -248,3 +277,15 @@ class ClassifierConfig(RunConfig):
     data: ClassifierDataConfig = field(default_factory=ClassifierDataConfig)
     optimizer: ImageOptimizerConfig = field(default_factory=ImageOptimizerConfig)
     eval: ClassifierEvalConfig = field(default_factory=ClassifierEvalConfig)
+
+    def check_values(self, prefix: str) -> None:
+        experts, loss = self.model.experts, self.loss.name
+        if (experts > 1) != (loss == "ride"):
+            raise InputError(
+                f"{prefix}model.experts={experts} and {prefix}loss.name={loss}: the loss of RIDE needs two or more "
+                "experts, and several experts need the loss of RIDE: set loss.name=ride and model.experts=3, or neither"
+            )
+        if loss == "ride" and self.data.mix.probability and (self.data.mix.mixup or self.data.mix.cutmix):
+            raise InputError(
+                f"{prefix}loss.name=ride needs one label for each image: set {prefix}data.mix.probability=0"
+            )

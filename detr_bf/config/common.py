@@ -113,7 +113,7 @@ def below_one(default: float | None) -> Any:
     return field(default=default, **BELOW_ONE.field)
 
 
-def seed(default: int) -> Any:
+def seed(default: int | None) -> Any:
     return field(default=default, **SEED.field)
 
 
@@ -230,7 +230,9 @@ class ContextBroadcastingConfig:
 
     enabled: bool = False
     layers: Any = "upper"  # upper (second half), all, or a list of blocks (encoder layers of a detector) counted from 0
-    scaled: bool = False  # multiply the mean by learned scales (CB_S in the paper)
+    # end, mid or front of the feed-forward network; after attention; both: attention and end
+    position: str = choice("end", "mid", "front", "attention", "both")
+    scaled: bool = False  # multiply the mean by learned scales (CB_S in the paper); only position=end
 
 
 @dataclass
@@ -238,7 +240,8 @@ class LocalizationConfig:
     """Dense relative localization (Liu et al. 2021, arXiv 2106.03746): predict the distance of pairs of tokens."""
 
     enabled: bool = False
-    weight: float | None = not_negative(None)  # of this loss; null: the published 0.01 for a ViT and 0.5 for Swin
+    weight: float | None = not_negative(None)  # lambda; null: 0.01 for a ViT (paper), 0.5 for Swin (authors' train.sh)
     variant: str = choice("abs", "signed", "ce", "reg", "all")  # see docs/recipes.md; all: abs at every block
+    hidden: int = positive(512, WIDTH)  # width of both hidden layers of the predictor
     num_pairs: int = positive(64, 10**6)  # pairs of tokens per image
-    normalize: bool = True  # distances as a share of the grid; false: in cells, as in the authors' code
+    normalize: bool = True  # distances as a share of the grid; false: in cells, as in yhlleo/VTs-Drloc

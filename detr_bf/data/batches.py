@@ -75,9 +75,9 @@ class EpochBatches(Sampler[list[SampleKey]]):
     """Training batches of one epoch from ``start_batch`` on, for one ``rank`` of ``world_size``.
 
     A global batch has ``world_size`` x ``batch_size`` images; every rank takes a consecutive slice. The global batches
-    and their order are a function of (seed, epoch) and of the global batch size alone, so two ranks together load the
-    images that one process with twice the batch size loads. The images of an incomplete last batch are left out. If it
-    is the only batch, it is split among the ranks as evenly as possible.
+    and their order are a function of (seed, epoch) and of the global batch size alone (but see ``repeated_augment``),
+    so two ranks together load the images that one process with twice the batch size loads. The images of an incomplete
+    last batch are left out. If it is the only batch, it is split among the ranks as evenly as possible.
 
     Args:
         num_samples: images in the data set.
@@ -91,10 +91,13 @@ class EpochBatches(Sampler[list[SampleKey]]):
             made of the remaining images. The order of the batches is random.
         features: (N, F) float32, the batches hold images of similar features: of all images in the order of a random
             linear combination of the features. Not together with ``buckets``.
-        repeated_augment: copies of an image in a global batch, each with its own key (Hoffer et al.
-            2020, arXiv 1901.09335). The number of batches does not change, so an epoch uses only a part of the images.
-            All first copies come before all second copies, so the ranks mostly get different images. If the global
-            batch size is not a multiple, some images have one copy less.
+        repeated_augment: copies of an image in an epoch, each with its own key (Hoffer et al. 2020, arXiv 1901.09335).
+            The number of batches does not change, so an epoch uses only a part of the images. A rank never has two
+            copies of an image in one batch. With at least as many ranks as copies, all copies are in one global batch,
+            on different ranks, as with DeiT's sampler. With fewer ranks, they are also in the next global batches,
+            which then depend on the number of ranks; with one rank and 3 copies, 3 consecutive batches have the same
+            images. Some images have fewer copies: where the sizes are no multiples, and in the last batches of an
+            epoch.
 
     Raises:
         InputError: a batch size below 1, or fewer images than ranks.
@@ -134,26 +137,28 @@ class EpochBatches(Sampler[list[SampleKey]]):
         self.world_size = world_size
         self.buckets = buckets
         self.features = features
-        self.repeated_augment = repeated_augment
         self.num_batches = num_samples // self.global_size or 1
+        self.size = min(self.global_size, num_samples)  # images of a global batch
+        self.group = math.ceil(repeated_augment / world_size)  # consecutive batches that share their images
+        self.different = math.ceil(self.group * self.size / repeated_augment)  # images of a group
 
     def __len__(self) -> int:
         """Return the number of remaining batches."""
         return max(0, self.num_batches - self.start_batch)
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
-        for indices in self._global_batches()[self.start_batch :]:
-            size = min(self.global_size, self.num_samples)
-            keys = [
-                SampleKey(self.epoch, index, copy)
-                for copy in range(self.repeated_augment)
-                for index in indices.tolist()
-            ]
-            mine = torch.tensor_split(torch.arange(min(size, len(keys))), self.world_size)[self.rank]
+        for number, indices in enumerate(self._global_batches()[self.start_batch :], self.start_batch):
+            copies = self._positions(number) // self.different
+            keys = [SampleKey(self.epoch, *key) for key in zip(indices.tolist(), copies.tolist(), strict=True)]
+            mine = torch.tensor_split(torch.arange(len(keys)), self.world_size)[self.rank]
             yield [keys[number] for number in mine.tolist()]
 
+    def _positions(self, number: int) -> Tensor:
+        """Return the positions of a global batch in its group of batches that share images: first all first copies."""
+        return torch.arange(self.size) + number % self.group * self.size
+
     def _global_batches(self) -> list[Tensor]:
-        """Return the image indices of all global batches of the epoch, without copies."""
+        """Return the image indices of all global batches of the epoch."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
         order = torch.randperm(self.num_samples, generator=generator)
         if self.features is not None:
@@ -162,8 +167,11 @@ class EpochBatches(Sampler[list[SampleKey]]):
             similar = kept[combination.argsort(stable=True)].split(self.global_size)
             return [similar[number] for number in torch.randperm(self.num_batches, generator=generator).tolist()]
         if self.buckets is None:
-            different = math.ceil(min(self.global_size, self.num_samples) / self.repeated_augment)
-            return list(order.split(different)[: self.num_batches])
+            images = order.split(self.different)
+            return [
+                images[number // self.group][self._positions(number) % self.different]
+                for number in range(self.num_batches)
+            ]
         batches = self._bucketed(order.tolist(), self.buckets)
         return [batches[number] for number in torch.randperm(self.num_batches, generator=generator).tolist()]
 
@@ -214,6 +222,20 @@ class SameSizeBatches(Sampler[list[SampleKey]]):
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         return iter(self.batches)
+
+
+class IndexBatches(Sampler[list[SampleKey]]):
+    """Batches of the images at these indices, from number ``start_batch`` on."""
+
+    def __init__(self, batches: Sequence[Sequence[int]], start_batch: int = 0) -> None:
+        self.batches = batches[start_batch:]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        for batch in self.batches:
+            yield [SampleKey(0, index) for index in batch]
 
 
 def aspect_buckets(sizes: Sequence[tuple[int, int] | None], count: int) -> list[int] | None:

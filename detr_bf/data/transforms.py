@@ -37,6 +37,7 @@ SampleTransform = Callable[[Sample], Sample]
 # keep the image uint8, and drop the objects of which they leave nothing.
 TRANSFORMS: dict[str, SampleTransform] = {
     "photometric_distort": v2.RandomPhotometricDistort(),
+    "vertical_flip": v2.RandomVerticalFlip(),
 }
 
 

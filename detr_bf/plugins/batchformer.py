@@ -14,22 +14,35 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from detr_bf.batchformer import BatchFormer, BatchFormerV2
+from detr_bf.batchformer.mixers import BatchFormerLayer
 from detr_bf.errors import InputError
 from detr_bf.plugins.plugin import PREFIX, Plugin, chosen, require_vit
 from detr_bf.structures import TokenBatch
 
 IMAGENET_LAYER = 7  # the eighth; early layers diverged in the paper
+INITS = ("xavier", "pytorch")
 
 
 T = TypeVar("T", BatchFormer, BatchFormerV2)
 
 
 class BatchAttention(Plugin, Generic[T]):
-    """Base class of both kinds; a model can have one of them. ``batch_former`` is the module."""
+    """Base class of both kinds; a model can have one of them. ``batch_former`` is the module.
 
-    def __init__(self, batch_former: T) -> None:
+    Args:
+        init: ``xavier``: every matrix as in DETR's transformer; ``pytorch``: as in ``nn.TransformerEncoderLayer``, like
+            the authors' classifiers.
+    """
+
+    def __init__(self, batch_former: T, init: str) -> None:
         super().__init__()
         self.batch_former: T = batch_former
+        if init not in INITS:
+            raise InputError(f"init must be one of {', '.join(INITS)}; got '{init}'")
+        if init == "pytorch":
+            for mixer in batch_former.modules():
+                if isinstance(mixer, BatchFormerLayer):
+                    mixer.initialize_as_pytorch()
 
     @property
     def num_streams(self) -> int:
@@ -125,6 +138,7 @@ def add_batchformer_v2(
     heads: int | None = None,
     dropout: float = 0.5,
     gather: bool = False,
+    init: str = "xavier",
     log_attention: bool = False,
 ) -> BatchFormerV2Plugin:
     """Add BatchFormerV2 to a timm ViT or DeiT, class token included; evaluation does not change.
@@ -138,10 +152,11 @@ def add_batchformer_v2(
         layers: block indices from 0; the default is for ImageNet, ``all`` is for CIFAR-100 and long tails.
         heads: None: as many as the model has.
         position, shared, mode, num_layers, dropout, gather, log_attention: see :class:`BatchFormerV2`.
+        init: see :class:`BatchAttention`.
 
     Raises:
-        InputError: the model is unsupported or already has batch attention, layers do not exist, or the position or
-            the mode is unknown.
+        InputError: the model is unsupported or already has batch attention, layers do not exist, or the position, the
+            mode or the initialisation is unknown.
     """
     vit = require_vit(model)
     where = chosen(layers, len(vit.blocks))
@@ -158,7 +173,8 @@ def add_batchformer_v2(
             dropout=dropout,
             gather=gather,
             log_attention=log_attention,
-        )
+        ),
+        init,
     )
     plugin.attach(vit)
     return plugin
@@ -187,13 +203,15 @@ def add_batchformer(
     num_layers: int = 1,
     shared_classifier: bool = True,
     gather: bool = False,
+    init: str = "xavier",
 ) -> BatchFormerPlugin:
     """Add BatchFormer before the classifier of a timm or torchvision model; evaluation does not change.
 
     In training the model returns logits (2B, K), clean stream first: see :func:`num_streams` and
     :class:`detr_bf.batchformer.StreamLoss`. ``before`` also covers two other uses of the paper:
 
-    - RIDE, one BatchFormer for three experts: the experts' classifiers, with ``shared_classifier=False``;
+    - RIDE, one BatchFormer for three experts: the experts' classifiers, with ``shared_classifier=False``; they are the
+      classifiers of :class:`detr_bf.classification.experts.ExpertResNet`;
     - MoCo-v3, ``before=("base_encoder.head", "momentum_encoder.head")``, both projectors and not the predictor, with
       :func:`detr_bf.batchformer.contrast_streams`.
 
@@ -201,12 +219,13 @@ def add_batchformer(
         before: names of the modules in ``model`` that read the features; None: its classifiers.
         dim: channels of the features; None: the input channels of these modules' first linear layer.
         heads, dropout, num_layers, shared_classifier, gather: see :class:`BatchFormer`.
+        init: see :class:`BatchAttention`.
 
     Raises:
-        InputError: there are no such modules, features have several widths, or the model has auxiliary classifiers or
-            already batch attention.
+        InputError: there are no such modules, features have several widths, the initialisation is unknown, or the model
+            has auxiliary classifiers or already batch attention.
     """
-    readers = _classifiers(model) if before is None else [_named(model, name) for name in before]
+    readers = classifiers_of(model) if before is None else [_named(model, name) for name in before]
     if dim is None:
         dim = _common_width(readers)
     plugin = BatchFormerPlugin(
@@ -217,7 +236,8 @@ def add_batchformer(
             num_layers=num_layers,
             shared_classifier=shared_classifier,
             gather=gather,
-        )
+        ),
+        init,
     )
     plugin.attach(model, readers)
     return plugin
@@ -229,7 +249,7 @@ def num_streams(model: nn.Module) -> int:
     return next((plugin.num_streams for plugin in plugins), 1)
 
 
-def _classifiers(model: Any) -> Sequence[nn.Module]:
+def classifiers_of(model: Any) -> Sequence[nn.Module]:
     """Return the linear layers that compute a timm or torchvision model's logits."""
     if getattr(model, "aux_logits", False):
         raise InputError("auxiliary classifiers would get one stream only: build the model with aux_logits=False")

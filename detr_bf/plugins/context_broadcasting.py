@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from detr_bf.errors import InputError
-from detr_bf.plugins.plugin import Plugin, chosen, feed_forwards
+from detr_bf.plugins.plugin import Plugin, chosen, parts_of_blocks
 from detr_bf.structures import TokenBatch
 from detr_bf.transformer import Encoder
 
@@ -32,66 +32,104 @@ def broadcast_context(tokens: Tensor, scale: Tensor | None = None, padding_mask:
     return (tokens + mean) / 2 if scale is None else tokens + scale.to(tokens.dtype) * mean
 
 
-class ContextBroadcasting(Plugin):
-    """Context Broadcasting at the end of chosen feed-forward networks, in training and in evaluation.
+CONTEXT_POSITIONS = ("end", "mid", "front", "attention", "both")
+FEED_FORWARDS, ATTENTIONS = ("mlp", "mlp_channels", "feed_forward"), ("attn", "attention")  # names in a block
 
-    It is applied to the network's output, before layer scale, drop path and the residual sum. ``scales`` are the
-    learned scales by block index; they start at 0, which is the identity, and need no weight decay. Without scales each
-    block has a buffer in the state dict, so that loading the weights into a model with other blocks fails.
+
+class ContextBroadcasting(Plugin):
+    """Context Broadcasting in chosen blocks, in training and in evaluation.
+
+    It is applied to the output of a feed-forward network or of the attention, before layer scale, drop path and the
+    residual sum, or inside the feed-forward network. ``scales`` are the learned scales by block index; they start at 0,
+    which is the identity, and need no weight decay. Without scales each place has a buffer in the state dict, so that
+    loading the weights into a model with other places fails.
     """
 
     name = "context_broadcasting"
     in_evaluation = True
 
-    def __init__(self, layers: Sequence[int], scales: dict[int, Tensor]) -> None:
+    def __init__(self, layers: Sequence[int], scales: dict[int, Tensor], position: str = "end") -> None:
         super().__init__()
-        self.layers = tuple(layers)
+        self.layers, self.position = tuple(layers), position
         self.scales = nn.ParameterDict({str(layer): nn.Parameter(scale) for layer, scale in scales.items()})
-        for layer in self.layers if not scales else ():
-            self.register_buffer(f"block_{layer}", torch.ones((), dtype=torch.int64))
+        for place in self._places() if not scales else ():
+            self.register_buffer(place, torch.ones((), dtype=torch.int64))
 
-    def attach(self, model: nn.Module, networks: Sequence[nn.Module]) -> None:
-        """Register the hooks on the chosen ``networks``; in our encoder also on its layers, for their padding masks."""
-        self.join(model, self._hooks(model, networks))
+    def _places(self) -> list[str]:
+        """Return the names of the places, block by block; ``block_N`` is the end of a feed-forward network."""
+        kinds = {"end": ["block"], "both": ["attention", "block"]}.get(self.position, [self.position])
+        return [f"{kind}_{layer}" for layer in self.layers for kind in kinds]
 
-    def _hooks(self, model: nn.Module, networks: Sequence[nn.Module]) -> Iterator[RemovableHandle]:
-        for layer in self.layers:
-            name = str(layer)  # torch.compile with dynamic sizes would treat an int as a size
-            yield networks[layer].register_forward_hook(partial(self._broadcast, name))
+    def attach(self, model: nn.Module) -> None:
+        """Register the hooks on ``model``; in our encoder also on its layers, for their padding masks."""
+        self.join(model, self._hooks(model))
+
+    def _hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        for place in self._places():
+            kind, layer = place.split("_")
+            module = parts_of_blocks(model, ATTENTIONS if kind == "attention" else FEED_FORWARDS)[int(layer)]
+            if kind == "mid":
+                module = _linear_layers(module)[-1]
+            if kind in ("front", "mid"):
+                yield module.register_forward_pre_hook(partial(self._broadcast_input, place))
+            else:
+                yield module.register_forward_hook(partial(self._broadcast_output, place))
             if isinstance(model, Encoder):
-                yield model.layers[layer].register_forward_pre_hook(partial(self._keep_padding, name))
+                yield model.layers[int(layer)].register_forward_pre_hook(partial(self._keep_padding, place))
 
-    def _keep_padding(self, layer: str, module: nn.Module, args: tuple[TokenBatch, ...]) -> None:
-        self._kept[layer] = args[0].per_sample["padding_mask"]
+    def _keep_padding(self, place: str, module: nn.Module, args: tuple[TokenBatch, ...]) -> None:
+        self._kept[place] = args[0].per_sample["padding_mask"]
 
-    def _broadcast(self, layer: str, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        scale = self.scales[layer] if len(self.scales) else None
-        return broadcast_context(output, scale, self._kept.pop(layer, None))
+    def _broadcast_input(self, place: str, module: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
+        return broadcast_context(args[0], None, self._kept.pop(place, None))
+
+    def _broadcast_output(self, place: str, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        scale = self.scales[place.removeprefix("block_")] if len(self.scales) else None
+        return broadcast_context(output, scale, self._kept.pop(place, None))
 
     def extra_repr(self) -> str:
-        return f"layers {list(self.layers)}, scaled={len(self.scales) > 0}"
+        return f"layers {list(self.layers)}, position={self.position}, scaled={len(self.scales) > 0}"
+
+
+def _linear_layers(network: nn.Module) -> list[nn.Linear]:
+    return [module for module in network.modules() if isinstance(module, nn.Linear)]
 
 
 def add_context_broadcasting(
-    model: nn.Module, layers: Sequence[int] | str = "upper", *, scaled: bool = False, skip: Sequence[int] = ()
+    model: nn.Module,
+    layers: Sequence[int] | str = "upper",
+    *,
+    position: str = "end",
+    scaled: bool = False,
+    skip: Sequence[int] = (),
 ) -> ContextBroadcasting:
     """Add Context Broadcasting to a timm ViT, DeiT, PiT or Mixer, or to one of our detectors' encoders.
 
     Args:
         model: the bare model.
         layers: ``upper``, the upper half of the blocks; ``all``; or indices from 0, counted through PiT's stages.
-        scaled: learn a factor per channel (CB_S) instead of one half. The paper uses it in ``all`` blocks.
+        position: in the feed-forward network: ``end``, its output; ``mid``, the input of its last linear layer;
+            ``front``, its input. ``attention``: the output of the attention; ``both``: attention and ``end``. Mixer has
+            no attention.
+        scaled: learn a factor per channel (CB_S) instead of one half; only at the ``end``. The paper's number of
+            parameters is that of ``all`` blocks.
         skip: excluded blocks, such as those whose output a feature pyramid reads.
 
     Raises:
-        InputError: the model is unsupported or already has the plug-in, layers do not exist, or ``skip`` leaves none.
+        InputError: the model is unsupported, has no attention or already has the plug-in, ``position`` is unknown,
+            layers do not exist, or ``skip`` leaves none.
     """
-    networks = feed_forwards(model)
+    if position not in CONTEXT_POSITIONS:
+        raise InputError(f"position={position!r}: give one of {', '.join(CONTEXT_POSITIONS)}")
+    if scaled and position != "end":
+        raise InputError(f"position={position!r} with scaled=True: scales are learned at the end only, give 'end'")
+    networks = parts_of_blocks(model, FEED_FORWARDS)
     where = [layer for layer in chosen(layers, len(networks)) if layer not in skip]
     if not where:
         raise InputError(f"layers={layers!r} with skip={list(skip)} leaves no block: skip fewer")
-    linear = [[m for m in network.modules() if isinstance(m, nn.Linear)] for network in networks]
-    scales = {layer: torch.zeros(linear[layer][-1].out_features) for layer in where if scaled}
-    plugin = ContextBroadcasting(where, scales)
-    plugin.attach(model, networks)
+    scales = {layer: torch.zeros(_linear_layers(networks[layer])[-1].out_features) for layer in where if scaled}
+    if position in ("attention", "both"):
+        parts_of_blocks(model, ATTENTIONS)
+    plugin = ContextBroadcasting(where, scales, position)
+    plugin.attach(model)
     return plugin

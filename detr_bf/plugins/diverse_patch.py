@@ -2,8 +2,9 @@
 
 Shape legend: B images, R rows (images, or streams x images), P patches, C channels, K classes.
 
-The patches of a Swin transformer are the tokens of its last stage, such as 32 x 32 pixels. The contrastive loss does
-not apply to it, because they are not the tokens of the first block.
+The first representation of a patch is its embedding, before the position embedding; the last one is the output of the
+final norm. The patches of a Swin transformer are the tokens of its last stage, such as 32 x 32 pixels. The contrastive
+loss does not apply to it, because they are not its embedded patches (section 5.3).
 """
 
 from __future__ import annotations
@@ -25,26 +26,35 @@ from detr_bf.layers import full_precision
 from detr_bf.losses.classification import at_least_float32, check_labels
 from detr_bf.plugins.plugin import Plugin, patches_of, refused, require_vit
 
+_PAIR_ROWS = 1024  # patches compared with all others at a time
+
+
+def patch_cosine(patches: Tensor) -> Tensor:
+    """(R, P, C) -> (R,): the mean of |cos| over all ordered pairs of different patches of an image (section 3).
+
+    P must be 2 or more. Only a few rows of the P x P pairs are in memory at a time, if no gradient is needed.
+    """
+    count = patches.shape[1]
+    unit = F.normalize(at_least_float32(patches), dim=-1)
+    sums = [(rows @ unit.transpose(1, 2)).abs().sum((1, 2)) for rows in unit.split(_PAIR_ROWS, 1)]
+    return (torch.stack(sums).sum(0) - unit.square().sum((1, 2))) / (count * (count - 1))
+
 
 def cosine_loss(last: Tensor) -> Tensor:
-    """(R, P, C) -> (): the mean of |cos| over all ordered pairs of different patches of an image (section 4.1).
+    """(R, P, C) -> (): the mean of :func:`patch_cosine` over the images (L_cos, section 4).
 
     Raises:
         InputError: P is 1.
     """
-    patches = last.shape[1]
-    _check_several(patches)
-    unit = F.normalize(at_least_float32(last), dim=-1)
-    similarity = (unit @ unit.transpose(1, 2)).abs()
-    own = similarity.diagonal(dim1=1, dim2=2).sum()
-    return (similarity.sum() - own) / (len(last) * patches * (patches - 1))
+    _check_several(last.shape[1])
+    return patch_cosine(last).mean()
 
 
 def contrastive_loss(first: Tensor, last: Tensor) -> Tensor:
-    """Patches (R, P, C) of the first and last layer -> (): each last patch is drawn to its own first one (section 4.2).
+    """Patches (R, P, C) of the first and last layer -> (): each last patch is drawn to its own first one (section 4).
 
-    The mean over i of softplus(h1_i . (m_i - hL_i)), with m_i the mean of the other patches hL_j, as in the printed
-    formula and the released code. No gradient flows to ``first``.
+    The mean over i of softplus(h1_i . (m_i - hL_i)), with m_i the mean of the other patches hL_j, which equals the
+    printed -log(exp(h1_i . hL_i) / (exp(h1_i . hL_i) + exp(h1_i . m_i))). No gradient flows to ``first``.
 
     Raises:
         InputError: P is 1.
@@ -57,7 +67,7 @@ def contrastive_loss(first: Tensor, last: Tensor) -> Tensor:
 
 
 def mixing_loss(logits: Tensor, patch_labels: Tensor) -> Tensor:
-    """Logits (R, P, K) of each patch and the class (R, P) of its source image -> () (section 4.3)."""
+    """Logits (R, P, K) of each patch and the class (R, P) of its source image -> () (L_mixing, section 4)."""
     return F.cross_entropy(at_least_float32(logits).flatten(0, 1), patch_labels.flatten())
 
 
@@ -137,8 +147,8 @@ def _rectangle(rows: int, columns: int, generator: torch.Generator | None) -> Te
 class DiversePatchLoss(Plugin):
     """The three losses of DiversePatch on the patches of the last forward pass in training; evaluation does not change.
 
-    The first layer's patches are the input of the first block, the last layer's the output of the final norm. For a
-    Swin transformer the first ones are only used to count the images.
+    The first layer's patches are the patch embeddings, which depend on their own pixels alone; the last layer's are the
+    output of the final norm. For a Swin transformer the first ones are only used to count the images.
     """
 
     name = "diverse_patch"
@@ -151,11 +161,10 @@ class DiversePatchLoss(Plugin):
         self.prefix_tokens = 0
 
     def attach(self, model: nn.Module) -> None:
-        """Register the hooks before the first and after the last block."""
+        """Register the hooks on the patch embedding and on the final norm."""
         host: Any = _require_host(model)
-        swin = isinstance(host, SwinTransformer)
-        self.prefix_tokens = 0 if swin else host.num_prefix_tokens
-        sources = {"first": host.patch_embed if swin else host.norm_pre, "last": host.norm}
+        self.prefix_tokens = 0 if isinstance(host, SwinTransformer) else host.num_prefix_tokens
+        sources = {"first": host.patch_embed, "last": host.norm}
         self.join(host, (part.register_forward_hook(partial(self._keep, name)) for name, part in sources.items()))
 
     def _keep(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
@@ -176,8 +185,8 @@ class DiversePatchLoss(Plugin):
             InputError: the model was not called before, it has another number of streams, or labels are missing,
                 outside the classes or of another shape.
         """
-        # (R, S, C), or Swin's (R, H, W, C)
-        first, last = (patches_of(self._take(key).flatten(1, -2), self.prefix_tokens) for key in ("first", "last"))
+        first, last = (self._take(key).flatten(1, -2) for key in ("first", "last"))  # from (R, S, C) or (R, H, W, C)
+        last = patches_of(last, self.prefix_tokens)
         if len(last) != len(first) * num_streams:
             raise InputError(
                 f"num_streams={num_streams}, but {len(first)} images have {len(last)} rows in the last layer: "

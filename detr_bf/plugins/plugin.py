@@ -131,11 +131,11 @@ def chosen(layers: Sequence[int] | str, depth: int) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def feed_forwards(model: nn.Module) -> list[nn.Module]:
-    """Return the feed-forward network of every block, with outputs (R, S, C).
+def parts_of_blocks(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Return of every block the child that has one of ``names``, with outputs (R, S, C).
 
     Raises:
-        InputError: the model is of an unsupported class, or its blocks have no such network.
+        InputError: the model is of an unsupported class, or a block has no such child.
     """
     if isinstance(model, VisionTransformer | MlpMixer):
         blocks = list(model.blocks)
@@ -145,15 +145,14 @@ def feed_forwards(model: nn.Module) -> list[nn.Module]:
         blocks = list(model.layers)
     else:
         raise refused(model, "VisionTransformer (ViT, DeiT), PoolingVisionTransformer or MlpMixer", "Encoder")
-    names = ("mlp", "mlp_channels", "feed_forward")
     found = [next((getattr(block, name) for name in names if hasattr(block, name)), None) for block in blocks]
-    networks = [network for network in found if network is not None]
-    if len(networks) < len(blocks):
+    parts = [part for part in found if part is not None]
+    if len(parts) < len(blocks):
         raise InputError(
             f"{type(model).__name__}: its blocks ({type(blocks[0]).__name__}) have none of {', '.join(names)}; "
             "build the model with timm's ordinary Block"
         )
-    return networks
+    return parts
 
 
 def require_vit(model: nn.Module) -> VisionTransformer:

@@ -1,5 +1,8 @@
 """Dense relative localization: predict the distance of two tokens (Liu et al. 2021, NeurIPS, arXiv 2106.03746).
 
+Sections, equations and tables named below are those of its supplementary material; the authors' code is
+yhlleo/VTs-Drloc at 6ac2c44.
+
 Shape legend: R rows (images, or streams x images), S = H x W tokens of a grid, C channels, M pairs of an image. Axis 0
 of a pair's target is the row, axis 1 the column.
 """
@@ -12,6 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from timm.models.resnet import ResNet
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -25,8 +29,7 @@ from detr_bf.structures import TokenBatch
 from detr_bf.transformer import Encoder
 
 VARIANTS = ("abs", "signed", "ce", "reg", "all")
-HIDDEN = 512
-VARIANCE_WEIGHT = 0.001  # alpha of the variant ``reg``
+VARIANCE_WEIGHT = 0.001  # alpha of the variant ``reg`` (Eq. 6)
 Grid = tuple[int, int]  # height and width in tokens
 
 
@@ -52,18 +55,18 @@ def offsets(positions: Tensor) -> Tensor:
 
 
 def distance_loss(predicted: Tensor, target: Tensor) -> Tensor:
-    """(R, M, 2) and (R, M, 2) -> (): L1, the mean over pairs and axes."""
+    """(R, M, 2) and (R, M, 2) -> (): L1, the mean over images, pairs and axes (Fig. 2)."""
     return F.l1_loss(predicted, target)
 
 
 def entropy_loss(logits: Sequence[Tensor], offset: Tensor) -> Tensor:
-    """Sum the cross-entropies of both axes: logits (R, M, 2k - 1) of offsets from 1 - k, and offsets (R, M, 2)."""
+    """Sum the cross-entropies of both axes (Eq. 5): logits (R, M, 2k - 1) of offsets from 1 - k, offsets (R, M, 2)."""
     axes = zip(logits, offset.unbind(-1), strict=True)
     return torch.stack([F.cross_entropy(axis.flatten(0, 1), _classes(axis, at).flatten()) for axis, at in axes]).sum()
 
 
 def regression_loss(logits: Sequence[Tensor], offset: Tensor) -> Tensor:
-    """Sum the regression losses of both axes, from mean and variance of the class distribution; see entropy_loss."""
+    """Sum the losses of both axes from mean and variance of the class distribution (Eq. 6); see entropy_loss."""
     losses = []
     for axis, at in zip(logits, offset.unbind(-1), strict=True):
         mean, variance = index_moments(axis)
@@ -92,7 +95,7 @@ def pooled(tokens: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
 
 
 def ramped(weight: float, epoch: float, epochs: int, ramp: int = 20) -> float:
-    """Return the released code's weight: linear from 0 over ``ramp`` epochs, then linear to 0 at the last epoch."""
+    """Return the weight as in the authors' code: from 0 over ``ramp`` epochs, then to 0 at the last, both linear."""
     if epoch <= ramp:
         return weight * epoch / ramp
     return weight * (1 - (epoch - ramp) / (epochs - ramp))
@@ -107,18 +110,29 @@ class PairPredictor(nn.Module):
         grid: of the tokens, needed for ``ce`` and ``reg``, whose classes depend on it.
         pairs: M.
         normalize: divide distances by the grid's height and width instead of counting tokens.
+        hidden: width of both hidden layers (Tables 15 and 16).
     """
 
-    def __init__(self, dim: int, *, variant: str, grid: Grid | None, pairs: int, normalize: bool) -> None:
+    def __init__(
+        self,
+        dim: int,
+        *,
+        variant: str = "abs",
+        grid: Grid | None = None,
+        pairs: int = 64,
+        normalize: bool = True,
+        hidden: int = 512,
+    ) -> None:
         super().__init__()
-        if pairs < 1:
-            raise InputError(f"pairs must be 1 or more, got {pairs}")
+        for name, value in (("pairs", pairs), ("hidden", hidden)):
+            if value < 1:
+                raise InputError(f"{name} must be 1 or more, got {value}")
         self.variant = variant
         self.pairs = pairs
         self.normalize = normalize
         self.grid = grid if variant in ("ce", "reg") else None
         self.widths = [1, 1] if self.grid is None else [2 * side - 1 for side in self.grid]
-        self.mlp = MLP((2 * dim, HIDDEN, HIDDEN, sum(self.widths)))
+        self.mlp = MLP((2 * dim, hidden, hidden, sum(self.widths)))
 
     def forward(self, tokens: Tensor, grid: Grid, extent: Tensor | None = None) -> Tensor:
         """Tokens (R, S, C) -> (), in float32 or better.
@@ -150,8 +164,8 @@ class PairPredictor(nn.Module):
 class RelativeLocalizationLoss(Plugin):
     """Relative localization on the tokens of the last forward pass in training; evaluation does not change.
 
-    The tokens are the output of the last block, before the final norm; in our encoders the memory. ``weight`` is
-    lambda; set it before each epoch for a schedule such as :func:`ramped`.
+    The tokens are the output of the last block, before the final norm; in a ResNet the cells of the last feature map,
+    in our encoders the memory. ``weight`` is lambda; set it before each epoch for a schedule such as :func:`ramped`.
     """
 
     name = "relative_localization"
@@ -165,8 +179,15 @@ class RelativeLocalizationLoss(Plugin):
 
     def attach(self, model: nn.Module, sources: Sequence[nn.Module]) -> None:
         """Register hooks on the ``sources`` of tokens within ``model``; without sources on its last tokens."""
-        hooks = self._encoder_hooks if isinstance(model, Encoder) else self._timm_hooks
-        self.join(model, hooks(model, sources))
+        if isinstance(model, ResNet):
+            self.join(model, self._resnet_hooks(model))
+        else:
+            hooks = self._encoder_hooks if isinstance(model, Encoder) else self._timm_hooks
+            self.join(model, hooks(model, sources))
+
+    def _resnet_hooks(self, model: Any) -> Iterator[RemovableHandle]:
+        yield model.conv1.register_forward_pre_hook(self._begin_without_grid)
+        yield model.global_pool.register_forward_pre_hook(self._end_maps)
 
     def _timm_hooks(self, model: Any, sources: Sequence[nn.Module]) -> Iterator[RemovableHandle]:
         yield model.patch_embed.register_forward_pre_hook(self._begin)
@@ -175,7 +196,7 @@ class RelativeLocalizationLoss(Plugin):
         yield model.norm.register_forward_pre_hook(partial(self._end, not sources))
 
     def _encoder_hooks(self, model: Any, sources: Sequence[nn.Module]) -> Iterator[RemovableHandle]:
-        yield model.register_forward_pre_hook(self._begin_encoder)
+        yield model.register_forward_pre_hook(self._begin_without_grid)
         for index, source in enumerate(sources):
             yield source.register_forward_hook(partial(self._keep_output, index))
         yield model.register_forward_hook(partial(self._end_encoder, not sources))
@@ -187,7 +208,7 @@ class RelativeLocalizationLoss(Plugin):
             size = args[0].shape[-2:]
             self._kept = {"grid": patch_embed.dynamic_feat_size(size), "tokens": {}, "open": True}
 
-    def _begin_encoder(self, encoder: nn.Module, args: tuple[TokenBatch, ...]) -> None:
+    def _begin_without_grid(self, module: nn.Module, args: Any) -> None:
         if self.training:
             self._kept = {"tokens": {}, "open": True}
 
@@ -198,6 +219,10 @@ class RelativeLocalizationLoss(Plugin):
     def _end(self, last: bool, norm: nn.Module, args: tuple[Tensor, ...]) -> None:
         if self._kept.pop("open", False) and last:
             self._kept["tokens"][0] = args[0]
+
+    def _end_maps(self, pool: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if self._kept.pop("open", False):
+            self._kept["tokens"][0] = args[0].permute(0, 2, 3, 1)
 
     def _end_encoder(self, last: bool, encoder: nn.Module, args: Any, memory: TokenBatch) -> None:
         if self._kept.pop("open", False):
@@ -221,7 +246,7 @@ class RelativeLocalizationLoss(Plugin):
         """Return tokens (R, S, C), their grid, and the part of it that each image fills."""
         if "memory" in self._kept:
             return _last_level(tokens, self._kept["memory"])
-        if tokens.dim() == 4:  # Swin
+        if tokens.dim() == 4:  # (R, H, W, C): Swin, ResNet
             patches, grid = tokens.flatten(1, 2), (tokens.shape[1], tokens.shape[2])
         else:
             patches, grid = patches_of(tokens, self.prefix_tokens), self._kept["grid"]
@@ -249,42 +274,49 @@ def add_relative_localization(
     pairs: int = 64,
     normalize: bool = True,
     pool: bool | None = None,
+    hidden: int = 512,
 ) -> RelativeLocalizationLoss:
-    """Add dense relative localization to a timm ViT, DeiT or Swin, or to one of our detectors' encoders.
+    """Add dense relative localization to a timm ViT, DeiT, Swin or ResNet, or to one of our detectors' encoders.
 
     Call the returned module after the model, and add its loss to the loss.
 
     Args:
         model: the bare model.
         variant: ``abs``: the distance; ``signed``: the offset; ``ce``: the offset as a class; ``reg``: a regression
-            from these classes; ``all``: the distance after every block (Swin: stage), each with its own predictor.
-        weight: lambda; None: the published 0.01 for ViT and 0.5 for Swin. Required for an encoder.
+            from these classes; ``all``: the distance after every transformer block, each with its own predictor.
+        weight: lambda; None: 0.01 for a ViT (arXiv 2106.03746, section 3 of the supplement), 0.5 for Swin (the authors'
+            train.sh). Required for a ResNet or an encoder.
         pairs: M, per image.
-        normalize: divide distances by the size of the grid; False: count tokens, as the released code does.
-        pool: halve the grid first (:func:`pooled`); None: only for a ViT, as published.
+        normalize: divide distances by the size of the grid; False: count tokens, as the authors' code does.
+        pool: halve the grid first (:func:`pooled`); None: only for a ViT (section 3 of the supplement).
+        hidden: width of both hidden layers of the predictor.
 
     Raises:
-        InputError: the model is unsupported or already has the plug-in, the variant is unknown, an encoder has no
-            weight, there are no pairs, or the variant needs a fixed grid.
+        InputError: the model is unsupported or already has the plug-in, the variant is unknown, a ResNet or an encoder
+            has no weight, ``pairs`` or ``hidden`` is less than 1, or the variant does not fit the model.
     """
     if variant not in VARIANTS:
         raise InputError(f"variant must be one of {', '.join(VARIANTS)}; got '{variant}'")
+    every = variant == "all"
     pool = isinstance(model, VisionTransformer) if pool is None else pool
     sources, dims, grid = _layout(model)
     if pool and grid is not None:
         grid = ((grid[0] + 1) // 2, (grid[1] + 1) // 2)
     if weight is None:
-        if isinstance(model, Encoder):
-            raise InputError("no weight was published for detectors: give one, such as weight=0.01")
+        if isinstance(model, Encoder | ResNet):
+            raise InputError(f"weight: none was published for a {type(model).__name__}: give one, such as 0.01 or 0.5")
         weight = 0.5 if isinstance(model, SwinTransformer) else 0.01
     if grid is None and (pool or variant in ("ce", "reg")):
         raise InputError(
-            f"variant={variant}, pool={pool}: classes and pooling need a grid of one size, and a detector's images "
-            "vary: take abs, signed or all, without pool"
+            f"variant={variant}, pool={pool}: classes and pooling need a grid of one known size, and that of a "
+            f"{type(model).__name__} depends on its images: take abs or signed, without pool"
         )
-    every = variant == "all"
+    if every and not sources:
+        raise InputError("variant=all needs transformer blocks, and a ResNet has none: take abs or signed")
     predictors = [
-        PairPredictor(dim, variant="abs" if every else variant, grid=grid, pairs=pairs, normalize=normalize)
+        PairPredictor(
+            dim, variant="abs" if every else variant, grid=grid, pairs=pairs, normalize=normalize, hidden=hidden
+        )
         for dim in (dims if every else dims[-1:])
     ]
     prefix = model.num_prefix_tokens if isinstance(model, VisionTransformer) else 0
@@ -294,14 +326,17 @@ def add_relative_localization(
 
 
 def _layout(model: nn.Module) -> tuple[list[nn.Module], list[int], Grid | None]:
-    """Return the modules that output tokens, their channels, and the last grid if it has a fixed size."""
+    """Return the transformer blocks, the channels of their tokens, and the last grid if it has a fixed size."""
     if isinstance(model, Encoder):
         width = next(module.normalized_shape[0] for module in model.modules() if isinstance(module, nn.LayerNorm))
         return list(model.layers), [width] * len(model.layers), None
     if isinstance(model, SwinTransformer):
         height, width = cast("Grid", model.layers[-1].output_resolution)
-        return list(model.layers), [info["num_chs"] for info in model.feature_info], (height, width)
+        blocks = [block for stage in cast("Any", model.layers) for block in stage.blocks]
+        return blocks, [block.dim for block in blocks], (height, width)
+    if isinstance(model, ResNet):
+        return [], [model.num_features], None
     if not isinstance(model, VisionTransformer):
-        raise refused(model, "VisionTransformer (ViT, DeiT) or SwinTransformer", "Encoder")
+        raise refused(model, "VisionTransformer (ViT, DeiT), SwinTransformer or ResNet", "Encoder")
     vit = require_vit(model)
     return list(vit.blocks), [vit.embed_dim] * len(vit.blocks), vit.patch_embed.grid_size

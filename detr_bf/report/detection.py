@@ -31,7 +31,8 @@ _SIDE_BY_SIDE = "Validation images with ground truth and predictions side by sid
 def context_broadcasting(settings: ContextBroadcastingConfig) -> Iterator[str]:
     """Yield the name of Context Broadcasting with its blocks, if it is on."""
     if settings.enabled:
-        yield f"Context Broadcasting in {blocks(settings.layers)}{', scaled' if settings.scaled else ''}"
+        position = "" if settings.position == "end" else f", position {settings.position}"
+        yield f"Context Broadcasting in {blocks(settings.layers)}{position}{', scaled' if settings.scaled else ''}"
 
 
 def relative_localization(settings: LocalizationConfig) -> Iterator[str]:

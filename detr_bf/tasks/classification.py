@@ -111,9 +111,10 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
         if config.init_from:
             weights = with_resized_positions(model, read_network_weights(Path(config.init_from)), config.init_from)
             logger.info(load_fitting(model, weights, config.init_from, "head" if config.model.linear_probe else None))
-        elif config.model.linear_probe and not config.model.pretrained:
+        elif (config.model.linear_probe or config.model.frozen) and not config.model.pretrained:
+            setting = "linear_probe" if config.model.linear_probe else "frozen"
             raise InputError(
-                "model.linear_probe=true needs a trained network: give init_from=RUN_OR_FILE, or model.pretrained=true"
+                f"model.{setting}=true needs a trained network: give init_from=RUN_OR_FILE, or model.pretrained=true"
             )
 
     def check_model(self, model: nn.Module, data: ImageSplits) -> None:
@@ -121,16 +122,21 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
         check_batch_norm(model, image_size=self.config.data.transforms.size, rows=rows)
 
     def build_criterion(self, model: nn.Module, class_counts: Sequence[int] | None = None) -> Criterion:
-        """Return the loss; Balanced Softmax reads the training split for the counts, if they are not given."""
+        """Return the loss; those for long tails read the training split for the counts, if they are not given."""
         if class_counts is None:
-            is_balanced = self.config.loss.name == "balanced_softmax"
-            class_counts = self.load_data().class_counts if is_balanced else ()
+            class_counts = () if self.config.loss.name == "cross_entropy" else self.load_data().class_counts
         return build_classifier_criterion(self.config, model, class_counts)
 
     def build_evaluation(self, class_map: ClassMap, folder: RunFolder, data: ImageSplits | None = None) -> Evaluate:
         splits, settings = data or self.load_data(), self.config.eval
         evaluator = partial(
-            ClassificationEvaluator, splits.class_map, splits.class_counts, many=settings.many, few=settings.few
+            ClassificationEvaluator,
+            splits.class_map,
+            splits.class_counts,
+            many=settings.many,
+            few=settings.few,
+            label_sets=splits.val.label_sets,
+            scored_classes=splits.val.present_classes if self.config.data.val_subset else None,
         )
         return Evaluation(val_loop(self.config, splits, device_of(self.config)), evaluator)
 
@@ -223,6 +229,11 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
             raise InputError(
                 f"{source} was trained with model.linear_probe=true: its head has a batch norm, which the plain "
                 "network does not have. Deploy the run itself (detr_bf.load_classifier)"
+            )
+        if config.model.experts > 1:
+            raise InputError(
+                f"{source} has model.experts={config.model.experts}, which no network of timm has. Deploy the run "
+                "itself (detr_bf.load_classifier)"
             )
         plain, kept = replace(config, plugins=PluginsConfig()), without_plugins(checkpoint.weights)
         bare = build_and_load(lambda: build_classifier(plain, num_classes, pretrained=False), kept, source)

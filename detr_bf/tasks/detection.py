@@ -209,6 +209,14 @@ class DetectionTask(Task[DetectionConfig]):
 
         config, classes = self.config, checkpoint.classes
         model = build_and_load(lambda: self.build_model(classes.num_classes), checkpoint.weights, source)
+        if BATCH_FORMER not in training_only(config):
+            logger.warning(
+                "%s was trained with batch_former.mode=mini_batch_inference: the images of a batch attend to each "
+                "other, and an image that is predicted alone attends to itself, unlike in evaluation (batches of %d). "
+                "detr-bf predict and Predictor.__call__ predict images alone; Predictor.predict takes batch_size",
+                source,
+                config.eval.batch_size,
+            )
         return Predictor(
             model=model.to(device_of(config)).eval(),
             class_map=classes,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,13 +15,18 @@ import torch
 from PIL import Image
 from torch import nn
 
-from detr_bf.analysis.detection import feature_maps_of, look_of_queries
+from detr_bf.analysis import detection
+from detr_bf.analysis.detection import compare_mini_batch_inference, feature_maps_of, look_of_queries
 from detr_bf.analysis.inspected import InspectedDetector, load_inspected
-from detr_bf.batchformer.inspection import attending
+from detr_bf.assembly.model import build_postprocess
+from detr_bf.batchformer.inspection import attending, batch_former_of
 from detr_bf.commands.analyze import main as analyze
+from detr_bf.evaluation import CocoEvaluator
 from detr_bf.layers import DeformableAttention, MultiHeadAttention
 from detr_bf.layers.attention import recorded_weights
+from detr_bf.models import load
 from detr_bf.ops import ms_deform_attn
+from detr_bf.structures import Detections
 from tests.analysis.test_batch_attention import config, table, trained
 
 __all__ = ["config"]  # a fixture
@@ -142,6 +149,118 @@ def test_boxes_of_queries_are_those_of_the_detector(config: Path) -> None:
     row = analysis.rows()[3]
     assert row["x_mean"] == pytest.approx(analysis.boxes[:, 3, 0].mean())
     assert row["height_std"] == pytest.approx(analysis.boxes[:, 3, 3].std())
+
+
+class Kept(CocoEvaluator):
+    """Evaluator that is kept for the test."""
+
+    made: ClassVar[list[CocoEvaluator]] = []
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.made.append(self)
+
+
+def both_arms(run: InspectedDetector, **settings: int) -> tuple[dict[int, Detections], dict[int, Detections]]:
+    """Return the detections by image, without and with mini-batch inference."""
+    Kept.made.clear()
+    compare_mini_batch_inference(run, **settings)
+    without, attended = ({each.image_id: each for each in evaluator.detections} for evaluator in Kept.made)
+    return without, attended
+
+
+def distance(first: dict[int, Detections], second: dict[int, Detections]) -> float:
+    assert first.keys() == second.keys()
+    return max(float((first[i].scores - second[i].scores).abs().max()) for i in first)
+
+
+def test_both_arms_of_mini_batch_inference_see_the_same_batches(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detection, "CocoEvaluator", Kept)
+    run = loaded(trained(config, "run", "model.name=deformable_detr", "model.backbone.strides=[16,32]"))
+    former, postprocess = batch_former_of(run.model), build_postprocess(run.settings)
+    arms = {(size, seed): both_arms(run, batch_size=size, seed=seed) for size in (3, 4, 6) for seed in (0, 1)}
+    assert (former.mode, former.group_size, run.model.training) == ("two_stream", None, False)
+    again = both_arms(run, seed=1)
+    assert [distance(*pair) for pair in zip(again, arms[3, 1], strict=True)] == [0, 0], "the size of the training"
+    for (size, seed), (without, attended) in arms.items():
+        assert distance(without, arms[3, 0][0]) < 1e-5, "no image depends on the others"
+        order = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
+        parts = order.tensor_split(1 if size == 6 else 2)
+        for mode, found in (("two_stream", without), ("mini_batch_inference", attended)):
+            for part in parts:
+                inputs = run.load(part.tolist()).inputs
+                former.mode = mode
+                with torch.no_grad():
+                    expected = postprocess(run.model(inputs), inputs.targets)
+                former.mode = "two_stream"
+                own = {each.image_id: each for each in expected}
+                assert distance(own, {image_id: found[image_id] for image_id in own}) < 1e-5
+    assert distance(arms[3, 0][1], arms[3, 1][1]) > 1e-4, "with it, they depend on the batch"
+    assert distance(arms[3, 0][1], arms[3, 0][0]) > 1e-4
+    assert distance(arms[6, 0][1], arms[6, 1][1]) < 1e-5, "all images in one batch, in any order"
+
+
+def test_mini_batch_inference_prints_and_writes_the_differences(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(config, "run", "batch_former.mode=mini_batch_inference")
+    capsys.readouterr()
+    command = ["mini-batch-inference", "--run", str(run), "--batch-size", "5", "--seed", "3"]
+    assert analyze([*command, "--output", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "run, mini-batch inference, seed 3: 6 images in batches of 3" in printed
+    rows = table(tmp_path / "out/mini-batch-inference.csv")
+    assert [row["metric"] for row in rows][:6] == ["AP", "AP50", "AP75", "APs", "APm", "APl"]
+    for row in rows:
+        if row["without"]:
+            difference = float(row["with"]) - float(row["without"])
+            assert float(row["difference"]) == pytest.approx(difference, abs=1e-12)
+            assert f"{float(row['without']):7.4f} {float(row['with']):7.4f}     {difference:+.4f}" in printed
+    assert {(row["run"], row["seed"], row["images"], row["batch_size"]) for row in rows} == {("run", "3", "6", "3")}
+    assert analyze([*command, "--output", str(tmp_path / "again"), "--images", "4"]) == 0
+    assert "4 images in batches of 4" in capsys.readouterr().out
+
+
+def test_mini_batch_inference_measures_masks_too(config: Path) -> None:
+    for name in ("train", "val"):
+        path = config.parent / name / "annotations.json"
+        content = json.loads(path.read_text())
+        for annotation in content["annotations"]:
+            x, y, width, height = annotation["bbox"]
+            annotation["segmentation"] = [[x, y, x + width, y, x + width, y + height, x, y + height]]
+        path.write_text(json.dumps(content))
+    run = loaded(trained(config, "run", "model.masks=true"))
+    found = compare_mini_batch_inference(run)
+    assert {"AP", "mask/AP"} <= found.without.keys()
+    assert found.without.keys() == found.attended.keys()
+
+
+def test_without_attention_between_images_there_is_no_mini_batch_inference(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = {"run": trained(config), "off": trained(config, "off", OFF)}
+    capsys.readouterr()
+    for arguments, said in {
+        "run --batch-size 1": "needs batches of 2 images or more, got 6 images in batches of 1",
+        "run --images 1": "needs batches of 2 images or more, got 1 images in batches of 3",
+        "run --batch-size 0": "--batch-size must be 1 or more, got 0",
+        "run --seed -1": "--seed must be from 0",
+        "off": "the model has no BatchFormerV2",
+    }.items():
+        name, *given = arguments.split()
+        command = ["mini-batch-inference", "--run", str(runs[name]), *given, "--output", str(tmp_path / "out")]
+        assert analyze(command) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_predictor_warns_of_mini_batch_inference(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = trained(config), trained(config, "meeting", "batch_former.mode=mini_batch_inference")
+    capsys.readouterr()
+    load(runs[0], "cpu")
+    assert "mini_batch_inference" not in capsys.readouterr().err
+    load(runs[1], "cpu")
+    assert "an image that is predicted alone attends to itself" in capsys.readouterr().err
 
 
 def test_bad_input_is_told(

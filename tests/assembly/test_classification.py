@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from detr_bf.assembly.classification import build_masked_autoencoder
+from detr_bf.assembly.classification import build_classifier, build_masked_autoencoder
 from detr_bf.config import MaskedConfig, load_config
 from detr_bf.engine import load_fitting
 from detr_bf.errors import InputError
@@ -24,6 +25,17 @@ SMALL = (
 
 def config(*settings: str) -> MaskedConfig:
     return load_config(None, [*SMALL, *settings], task="masked_autoencoding")
+
+
+@pytest.mark.parametrize(("pool", "pooled"), [("null", True), ("false", False), ("true", True)])
+def test_settings_reach_relative_localization(pool: str, pooled: bool) -> None:
+    local = ("enabled=true", "num_pairs=9", "hidden=5", f"pool={pool}", "weight=0.25")
+    settings = [*SMALL[:2], SMALL[-1], *(f"plugins.relative_localization.{setting}" for setting in local)]
+    network: Any = build_classifier(load_config(None, settings, task="classification"), 10, pretrained=False)
+    plugin = network.plugins["relative_localization"]
+    (predictor,) = plugin.predictors
+    assert (plugin.pool, plugin.weight, predictor.pairs) == (pooled, 0.25, 9)
+    assert [layer.out_features for layer in predictor.mlp.layers] == [5, 5, 2]
 
 
 def test_a_plain_network_fills_the_encoder_but_not_its_fixed_positions(

@@ -16,11 +16,13 @@ from detr_bf.assembly.classifier_data import (
     build_mix,
     check_image_data,
     patch_size,
+    read_image_splits,
     train_batches,
     val_loop,
 )
 from detr_bf.classification.augmentation import BatchMix
 from detr_bf.classification.batch import ClassTargets, LabelledImages
+from detr_bf.classification.data import FileImages
 from detr_bf.config import ClassifierConfig, load_config
 from detr_bf.config.classification import ImageTransformConfig
 from detr_bf.errors import InputError
@@ -70,7 +72,7 @@ def test_training_batches_are_mixed_and_smoothed(root: Path) -> None:
 
 
 def test_two_processes_see_the_images_of_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    off = ("data.mix.probability=0", "data.repeats=2")
+    off = ("data.mix.probability=0",)
     alone = epoch(config_for(root, *off))
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     shares = []
@@ -90,6 +92,20 @@ def test_the_long_tail_counts_what_is_left(root: Path) -> None:
     same = build_image_splits(config_for(root, "data.long_tail.imbalance=3", "data.long_tail.order=[1,0]", "seed=7"))
     assert same.train.images == splits.train.images
     assert build_image_splits(config_for(root, "data.per_class=4")).class_counts == (4, 4)
+
+
+def test_runs_of_one_seed_draw_the_same_subset_and_other_seeds_others(root: Path) -> None:
+    def names(*settings: str) -> list[str]:
+        images = read_image_splits(config_for(root, "data.per_class=3", *settings)).train.images
+        assert isinstance(images, FileImages)
+        return list(images.names)
+
+    drawn = {seed: names("data.subset_seed=null", f"seed={seed}") for seed in range(5)}
+    assert len({*map(tuple, drawn.values())}) > 2
+    for seed, images in drawn.items():
+        assert names("data.subset_seed=null", f"seed={seed}", "data.mix.cutmix=0.5") == images, "arms are paired"
+        assert names(f"data.subset_seed={seed}", "seed=9") == images
+        assert names(f"seed={seed}") == drawn[0], "the same for every seed, unless set"
 
 
 def test_a_class_without_training_images_is_refused(root: Path) -> None:
@@ -133,7 +149,9 @@ def test_what_mixes(root: Path) -> None:
         assert build_mix(config_for(root, *off), 2) is None
     diverse = ("plugins.diverse_patch.enabled=true", "model.name=vit_tiny_patch16_224", "model.options={patch_size: 4}")
     assert build_mix(config_for(root, *diverse), 2) == PatchMixing((4, 4), 2, 0.1)
-    assert isinstance(build_mix(config_for(root, *diverse, "plugins.diverse_patch.mixing=0"), 2), BatchMix)
+    no_loss = (*diverse, "plugins.diverse_patch={cosine: 0, contrastive: 0, mixing: 0}")
+    assert build_mix(config_for(root, *no_loss), 2) == PatchMixing((4, 4), 2, 0.1), "the control for its losses"
+    assert isinstance(build_mix(config_for(root, *no_loss, "plugins.diverse_patch.patch_cutmix=false"), 2), BatchMix)
     assert build_mix(config_for(root, task="masked_autoencoding"), 2) is None
 
 

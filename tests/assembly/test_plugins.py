@@ -110,7 +110,8 @@ def test_weights_with_and_without_context_broadcasting_are_not_taken_for_one_ano
 
 
 def test_settings_reach_the_plugins() -> None:
-    settings = (f"{CONTEXT}layers=[0]", f"{LOCAL}variant=all", f"{LOCAL}num_pairs=9", f"{LOCAL}normalize=false")
+    local_settings = ("variant=all", "num_pairs=9", "normalize=false", "hidden=5")
+    settings = (f"{CONTEXT}layers=[0]", *(LOCAL + setting for setting in local_settings))
     plugins = built(*BOTH, *settings).encoder.plugins
     context, local = plugins["context_broadcasting"], plugins["relative_localization"]
     assert isinstance(context, ContextBroadcasting)
@@ -118,6 +119,7 @@ def test_settings_reach_the_plugins() -> None:
     assert (context.layers, list(context.scales)) == ((0,), ["0"])
     assert local.weight == 0.5
     assert [(each.variant, each.pairs, each.normalize) for each in local.predictors] == [("abs", 9, False)] * 2
+    assert [each.mlp.layers[1].out_features for each in local.predictors] == [5, 5]
 
 
 def test_without_them_there_is_nothing_of_them() -> None:
@@ -289,6 +291,10 @@ def test_the_planner_counts_a_detector_with_plugins(name: str) -> None:
         ((*BOTH, f"{CONTEXT}layers=[2]"), r"plugins.context_broadcasting.layers=\[2\]: the model has 2 blocks"),
         ((*BOTH, f"{CONTEXT}layers=[]"), r"plugins.context_broadcasting.layers=\[\]: .*indices from 0 to 1"),
         ((*BOTH, f"{CONTEXT}layers=[1,0]"), r"plugins.context_broadcasting.layers.*must ascend"),
+        (
+            (*BOTH, f"{CONTEXT}position=mid", f"{CONTEXT}scaled=true"),
+            "plugins.context_broadcasting.position='mid' with scaled=True",
+        ),
         ((*BOTH, f"{CONTEXT}layers=lower"), "plugins.context_broadcasting.layers='lower'"),
         ((*BOTH, f"{CONTEXT}layers=3"), "plugins.context_broadcasting.layers must be a word .* got 3"),
         (("batch_former.enabled=false", "model.encoder_layers=0", *BOTH), "model.encoder_layers=1 or more"),

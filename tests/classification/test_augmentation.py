@@ -18,6 +18,7 @@ from detr_bf.classification.augmentation import (
     Resize,
     TrainTransform,
     centre,
+    cutout,
     picture_of,
     pixels_of,
     seeded,
@@ -59,6 +60,8 @@ SETTINGS = [
     {"auto_augment": "augmix-m3-w3"},
     {"auto_augment": "original"},
     {"auto_augment": "v0"},
+    {"auto_augment": "cifar10", "cutout": 8},
+    {**NOTHING, "cutout": 5},
     {"auto_augment": "", "crop": "none"},
     {**NOTHING, "crop": "padded", "padding": 3, "horizontal_flip": 0.5},
     {**NOTHING, "erase_prob": 1.0},
@@ -158,6 +161,26 @@ def test_erasing_comes_as_often_as_asked_and_leaves_the_rest() -> None:
     for mask in changed:
         rows, columns = mask.any(1).nonzero().flatten(), mask.any(0).nonzero().flatten()
         assert int(mask.sum()) == len(rows) * len(columns), "the mixed region is a rectangle"
+
+
+@pytest.mark.parametrize(("side", "row", "column"), [(4, 5, 6), (4, 0, 9), (5, 8, 0), (40, 3, 3)])
+def test_a_black_square_is_around_its_pixel(side: int, row: int, column: int) -> None:
+    pixels = noise(3, 9, 10) | 1
+    found = cutout(pixels, side, row, column)
+    for y in range(9):
+        for x in range(10):
+            inside = 0 <= y - (row - side // 2) < side and 0 <= x - (column - side // 2) < side
+            assert torch.equal(found[:, y, x], torch.zeros(3, dtype=torch.uint8) if inside else pixels[:, y, x])
+
+
+def test_cutout_blackens_a_square_of_every_image_at_any_place() -> None:
+    transform, black = train_transform(**{**NOTHING, "cutout": 4}), (-torch.tensor(MEAN) / torch.tensor(STD))
+    pixels, places = torch.full((3, 16, 16), 200, dtype=torch.uint8), set()
+    for seed in range(200):
+        dark = (transform(pixels, seed) - black[:, None, None]).abs().amax(0) < 1e-5
+        assert 4 <= dark.sum() <= 16, "a quarter of the square is left in a corner"
+        places.add(tuple(dark.nonzero()[0].tolist()))
+    assert len(places) > 50
 
 
 def test_colours_change_with_and_without_a_policy() -> None:

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from detr_bf import distributed
 from detr_bf.classification.batch import ClassTargets
-from detr_bf.classification.criterion import BalancedSoftmax, ClassifierCriterion, cross_entropy
+from detr_bf.classification.criterion import BalancedSoftmax, ClassifierCriterion, RideLoss, cross_entropy
 from detr_bf.errors import InputError
 from detr_bf.plugins import (
     add_batchformer,
@@ -21,6 +22,7 @@ from detr_bf.plugins import (
     patch_cutmix,
 )
 from tests.plugins import tiny
+from tests.processes import run_together
 
 LABELS = torch.tensor([0, 2, 1])
 
@@ -232,3 +234,113 @@ def test_labels_outside_the_classes_are_refused(label: int) -> None:
 def test_logits_of_other_classes_are_refused() -> None:
     with pytest.raises(InputError, match="logits of 5 classes and class_counts of 3"):
         BalancedSoftmax(COUNTS)(torch.zeros(ROWS, 5), torch.zeros(ROWS, dtype=torch.long))
+
+
+EXPERTS, SHARE, DIVERSITY = 3, 0.4, 0.3
+
+
+def expert_logits() -> torch.Tensor:
+    return 3 * torch.randn(ROWS, EXPERTS, len(COUNTS), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def softmax(row: list[float]) -> list[float]:
+    total = sum(math.exp(value) for value in row)
+    return [math.exp(value) / total for value in row]
+
+
+@pytest.mark.parametrize("epoch", [0, 4, 5, 9])
+def test_ride_as_the_plain_loop(epoch: int) -> None:
+    """Margins, weights and temperatures by class frequency, and the divergence of each expert from the mean."""
+    logits, labels = expert_logits(), example()[1].tolist()
+    late, classes = epoch >= 5, range(len(COUNTS))
+    margins = [30 * 0.5 * (min(COUNTS) / n) ** 0.25 for n in COUNTS]
+    weights = [(1 - 0.9999) / (1 - 0.9999**n) if late else 1.0 for n in COUNTS]
+    temperatures = [SHARE * len(COUNTS) * n / sum(COUNTS) + 1 - SHARE for n in COUNTS]
+    temperatures = [t / max(temperatures) if late else 1.0 for t in temperatures]
+    total = 0.0
+    for expert in range(EXPERTS):
+        costs, divergences = [], []
+        for row, label in zip(logits.tolist(), labels, strict=True):
+            own = row[expert]
+            shares = softmax([own[k] - margins[k] * (k == label) for k in classes])
+            costs.append((weights[label], -math.log(shares[label])))
+            mean = [sum(each[k] for each in row) / EXPERTS for k in classes]
+            of_mean, of_own = (softmax([x[k] / temperatures[k] for k in classes]) for x in (mean, own))
+            divergences.append(sum(p * math.log(p / q) for p, q in zip(of_mean, of_own, strict=True)))
+        total += sum(weight * cost for weight, cost in costs) / sum(weight for weight, _ in costs)
+        total -= DIVERSITY * (sum(temperatures) / len(COUNTS)) ** 2 * sum(divergences) / ROWS
+    loss = RideLoss(COUNTS, diversity=DIVERSITY, reweight_factor=SHARE, reweight_epoch=5)
+    report = ClassifierCriterion(tiny.vit().train(), loss)(logits, ClassTargets(torch.tensor(labels), epoch=epoch))
+    assert report.total.item() == pytest.approx(total, rel=1e-10)
+
+
+def test_diversity_pushes_experts_apart_and_lets_their_mean_alone() -> None:
+    """The gradient of the divergence at equal experts is 0, and that of the mean is not followed."""
+    logits, labels = expert_logits().requires_grad_(), example()[1]
+    (with_it,) = torch.autograd.grad(RideLoss(COUNTS, diversity=1.0)(logits, labels), logits)
+    (without,) = torch.autograd.grad(RideLoss(COUNTS, diversity=0.0)(logits, labels), logits)
+    expected = (logits.mean(1, keepdim=True).softmax(-1) - logits.softmax(-1)) / ROWS
+    torch.testing.assert_close(with_it - without, expected.detach())
+    equal = logits.detach().mean(1, keepdim=True).expand(-1, EXPERTS, -1)
+    assert RideLoss(COUNTS, diversity=1.0)(equal, labels).item() == pytest.approx(
+        RideLoss(COUNTS, diversity=0.0)(equal, labels).item()
+    )
+
+
+def test_logits_of_one_expert_cost_what_its_margins_do() -> None:
+    logits, labels = expert_logits()[:, 0], example()[1]
+    margins = torch.tensor([15 * n**-0.25 for n in COUNTS], dtype=torch.float64)
+    expected = F.cross_entropy(logits - F.one_hot(labels, len(COUNTS)) * margins, labels)
+    torch.testing.assert_close(RideLoss(COUNTS)(logits, labels), expected)
+    torch.testing.assert_close(RideLoss(COUNTS)(logits[:, None], labels), expected)
+
+
+def test_the_loss_of_one_row_of_one_expert_does_not_depend_on_the_epoch() -> None:
+    """Gradient influence takes the loss of single images, without an epoch."""
+    found = []
+    for epoch in (0, 9):
+        loss, row = RideLoss(COUNTS, reweight_epoch=5), expert_logits()[:1, 0].requires_grad_()
+        loss.epoch = epoch
+        value = loss(row, torch.tensor([2]))
+        found.append((value, *torch.autograd.grad(value, row)))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_scale_is_that_of_the_margins() -> None:
+    logits, labels = expert_logits(), example()[1]
+    margins = F.one_hot(labels, len(COUNTS)) * torch.tensor([0.5 * n**-0.25 for n in COUNTS], dtype=torch.float64)
+    plain = RideLoss(COUNTS, scale=7.0, margin=0.0, diversity=0.0)(logits - 7 * margins[:, None], labels)
+    torch.testing.assert_close(RideLoss(COUNTS, scale=7.0, diversity=0.0)(logits, labels), plain)
+
+
+def ride_gradient(rows: slice) -> tuple[Tensor, Tensor]:
+    """Return the loss of some rows in a late epoch and its gradient."""
+    logits, labels = expert_logits()[rows].requires_grad_(), example()[1][rows]
+    loss = RideLoss(COUNTS, reweight_epoch=0)(logits, labels)
+    return loss.detach(), torch.autograd.grad(loss, logits)[0]
+
+
+def ride_of_this_rank() -> tuple[Tensor, Tensor]:
+    half = ROWS // 2
+    return ride_gradient(slice(distributed.rank() * half, (distributed.rank() + 1) * half))
+
+
+def test_two_ranks_have_the_weighted_loss_of_one_process_with_all_rows() -> None:
+    """DDP takes the mean of the ranks' gradients; the classes of the ranks, and so their weights, differ."""
+    assert len(set(example()[1].tolist())) > 1
+    ranks, (loss, gradient) = run_together(2, ride_of_this_rank), ride_gradient(slice(None))
+    torch.testing.assert_close((ranks[0][0] + ranks[1][0]) / 2, loss)
+    torch.testing.assert_close(torch.cat([own for _, own in ranks]) / 2, gradient)
+    alone = [ride_gradient(rows)[0] for rows in (slice(0, 2), slice(2, 4))]
+    assert not torch.allclose((alone[0] + alone[1]) / 2, loss), "dividing by the weights of each rank is different"
+
+
+def test_ride_refuses_what_it_cannot_train_on() -> None:
+    with pytest.raises(InputError, match=r"classes \[1\] of 2 have no training images, and RIDE needs"):
+        RideLoss([3, 0])
+    labels = example()[1]
+    with pytest.raises(InputError, match="one label for each image"):
+        RideLoss(COUNTS)(expert_logits(), F.one_hot(labels, len(COUNTS)).double())
+    criterion = ClassifierCriterion(tiny.vit().train(), RideLoss(COUNTS))
+    with pytest.raises(InputError, match=r"expected logits \(images, experts, classes\)"):
+        criterion(expert_logits().mean(1), ClassTargets(labels))

@@ -261,6 +261,18 @@ def test_what_is_kept_stays_in_order_and_is_always_the_same() -> None:
     assert first.tolist()[:6] == [0, 5, 8, 10, 12, 15], "the same in every version"
 
 
+def test_another_seed_keeps_other_images_in_the_same_numbers() -> None:
+    drawn = [kept_indices(LABELS, 5, per_class=10, seed=seed) for seed in (0, 1, 2**32 + 1, 2**63 - 1)]
+    assert torch.equal(drawn[0], kept_indices(LABELS, 5, per_class=10))
+    assert all(counts_of(indices) == [10] * 5 for indices in drawn)
+    shared = len(set(drawn[0].tolist()) & set(drawn[1].tolist()))
+    assert 0 < shared < 30, "a quarter of 50 is expected"
+    assert not torch.equal(drawn[0], drawn[3])
+    tails = [kept_indices(LABELS, 5, imbalance=10, seed=seed) for seed in (0, 1)]
+    assert counts_of(tails[0]) == counts_of(tails[1])
+    assert not torch.equal(*tails)
+
+
 def test_a_larger_imbalance_keeps_some_of_what_a_smaller_one_keeps() -> None:
     small, large = (set(kept_indices(LABELS, 5, imbalance=value).tolist()) for value in (2, 20))
     assert large < small

@@ -94,6 +94,66 @@ def test_every_number_equals_that_of_a_slow_loop() -> None:
     assert 0.2 < result.top1 < result.top5 < 1
 
 
+def test_several_labels_of_an_image_as_a_slow_loop() -> None:
+    """ReaL: right if the highest logit is that of one of the labels; images in any order."""
+    first, logits = many_images(2)
+    generator = torch.Generator().manual_seed(3)
+    sets = [sorted({label, *torch.randint(0, 8, (2,), generator=generator).tolist()}) for label in first]
+    measured = ClassificationEvaluator(class_map(8), [50] * 8, label_sets=sets)
+    for start in (150, 0):
+        measured.update(batch(first[start : start + 150], start), logits[start : start + 150])
+    result, predictions = measured.summarize(), measured.predictions()
+    top1 = top5 = loss = 0.0
+    for number, row in enumerate(logits.double().tolist()):
+        order = sorted(range(8), key=lambda c: -row[c])
+        total = sum(math.exp(value) for value in row)
+        top1 += order[0] in sets[number]
+        top5 += any(label in order[:5] for label in sets[number])
+        loss -= math.log(max(math.exp(row[label]) for label in sets[number]) / total)
+        assert int(predictions.labels[number]) == max(sets[number], key=lambda c: row[c])
+    assert result.top1 == pytest.approx(top1 / 300, abs=1e-12)
+    assert result.top5 == pytest.approx(top5 / 300, abs=1e-12)
+    assert result.loss == pytest.approx(loss / 300, rel=1e-5)
+    alone = evaluator(8)
+    alone.update(batch(first), logits)
+    assert alone.summarize().top1 < result.top1
+
+
+def test_a_subset_of_the_classes_as_a_slow_loop() -> None:
+    """ImageNet-A: the highest logit among the classes of the images, whatever the others say."""
+    labels, logits = many_images(4)
+    scored = (1, 2, 5, 6, 7, 0)
+    chosen = [number for number, label in enumerate(labels) if label in scored]
+    measured = ClassificationEvaluator(class_map(8), [50] * 8, scored_classes=scored)
+    measured.update(batch([labels[number] for number in chosen]), logits[chosen])
+    result = measured.summarize()
+    top1 = top5 = loss = 0.0
+    for number in chosen:
+        row = logits[number].double().tolist()
+        order = sorted(scored, key=lambda c: -row[c])
+        top1 += order[0] == labels[number]
+        top5 += labels[number] in order[:5]
+        loss -= math.log(math.exp(row[labels[number]]) / sum(math.exp(row[c]) for c in scored))
+    assert result.top1 == pytest.approx(top1 / len(chosen), abs=1e-12)
+    assert result.top5 == pytest.approx(top5 / len(chosen), abs=1e-12)
+    assert result.loss == pytest.approx(loss / len(chosen), rel=1e-5)
+    assert result.per_class["class 3"].accuracy is None
+    with pytest.raises(InputError, match="cannot be merged"):
+        measured.merge(evaluator(8))
+    few = ClassificationEvaluator(class_map(8), [50] * 8, scored_classes=(0, 1, 2, 3, 4))
+    few.update(batch([0]), one_hot([7], 8))
+    assert (few.summarize().top1, few.summarize().top5) == (1.0, None)
+
+
+def test_logits_that_are_not_finite_count_as_wrong_with_several_labels() -> None:
+    measured = ClassificationEvaluator(class_map(6), [1] * 6, label_sets=[[0, 2], [1, 3]], scored_classes=[0, 1, 2, 3])
+    logits = one_hot([0, 3], 6)
+    logits[0, 5] = math.nan
+    measured.update(batch([2, 1]), logits)
+    assert (measured.summarize().top1, measured.summarize().num_not_finite) == (0.5, 1)
+    assert measured.predictions().labels.tolist() == [2, 3]
+
+
 def test_calibration_by_hand() -> None:
     """Bins of width 0.2: three images of confidence 0.9, one of them right; two of confidence 0.45, both right."""
     scores = torch.tensor([0.9, 0.9, 0.9, 0.45, 0.45], dtype=torch.float64)

@@ -24,6 +24,7 @@ from detr_bf.config import ClassifierConfig, MaskedConfig, config_to_yaml
 from detr_bf.config.classification import (
     BatchFormerPluginConfig,
     BatchFormerV2PluginConfig,
+    ClassifierDataConfig,
     DiversePatchConfig,
     ImageDataConfig,
     LongTailConfig,
@@ -246,9 +247,16 @@ def test_the_plug_ins_that_are_on_are_named() -> None:
         "BatchFormerV2 before blocks 3, 7, mode duplicate",
         "BatchFormer after pooling without shared classifier",
         "Context Broadcasting in upper blocks, scaled",
-        "DiversePatch",
+        "DiversePatch (cosine 1, contrastive 1, mixing 1, patch CutMix)",
         "relative localization (abs, weight 0.5)",
     ]
+
+
+def test_the_controls_of_diverse_patch_are_named() -> None:
+    config = PluginsConfig(diverse_patch=DiversePatchConfig(True, 0, 0, 0))
+    assert plugin_names(ClassifierConfig(plugins=config)) == ["DiversePatch (no loss, patch CutMix)"]
+    config.diverse_patch = DiversePatchConfig(True, 0.5, 0, 0, patch_cutmix=False)
+    assert plugin_names(ClassifierConfig(plugins=config)) == ["DiversePatch (cosine 0.5)"]
 
 
 def test_a_linear_probe_is_called_one(run_dir: Path) -> None:
@@ -261,7 +269,23 @@ def test_a_linear_probe_is_called_one(run_dir: Path) -> None:
 
 def test_the_data_are_named() -> None:
     data = ImageDataConfig(name="fashion_mnist", long_tail=LongTailConfig(imbalance=100), per_class=1500)
-    assert data_sentence(data) == "Data: fashion mnist, imbalance 100, at most 1,500 images a class."
+    assert data_sentence(data) == "Data: fashion mnist, imbalance 100, at most 1,500 images a class, subset seed 0."
+    data = ImageDataConfig(name="digits", per_class=5, subset_seed=None)
+    assert data_sentence(data) == "Data: digits, at most 5 images a class, drawn by the seed of the run."
+    assert data_sentence(ImageDataConfig(name="digits", subset_seed=None)) == "Data: digits."
+
+
+def test_what_was_evaluated_is_named(run_dir: Path) -> None:
+    data = ClassifierDataConfig(name="image_folder", root="r", val="imagenet-a", val_subset=True)
+    told = "Validation images are those of imagenet-a, scored among their classes alone"
+    assert data_sentence(data) == f"Data: image folder. {told}."
+    data.val_labels = "labels/<b>real.json"
+    assert data_sentence(data) == f"Data: image folder. {told} with the labels of <b>real.json."
+    data = replace(data, val="val", val_subset=False)
+    assert data_sentence(data).endswith("Validation images are those of val, scored with the labels of <b>real.json.")
+    write_text(run_dir / "config.yaml", config_to_yaml(ClassifierConfig(data=data)))
+    texts = Page(write_report(run_dir, CLASSIFICATION_PAGE).read_text()).texts
+    assert any("scored with the labels of <b>real.json." in text for text in texts), "as text, not as a tag"
 
 
 # ---- masked autoencoders ----

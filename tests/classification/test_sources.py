@@ -58,6 +58,67 @@ def test_validation_classes_must_be_those_of_training(tmp_path: Path) -> None:
         read_splits("image_folder", str(tmp_path), "train", "val")
 
 
+def test_validation_images_of_some_classes(tmp_path: Path) -> None:
+    class_folders(tmp_path, ["a/1.png", "b/1.png", "c/1.png"], ["c/1.png", "a/2.png", "a/3.png"])
+    with pytest.raises(InputError, match=r"b only in the second.*data\.val_subset=true"):
+        read_splits("image_folder", str(tmp_path), "train", "val")
+    splits = read_splits("image_folder", str(tmp_path), "train", "val", val_subset=True)
+    assert splits.class_map.names == ("a", "b", "c")
+    assert splits.val.labels.tolist() == [0, 0, 2]
+    class_folders(tmp_path, [], ["d/1.png"])
+    with pytest.raises(InputError, match="d are only in the first"):
+        read_splits("image_folder", str(tmp_path), "train", "val", val_subset=True)
+
+
+def test_several_labels_are_those_of_the_images_sorted_by_file_name(tmp_path: Path) -> None:
+    class_folders(tmp_path, ["a/1.png", "b/1.png", "c/1.png"], ["a/04.png", "a/02.png", "b/01.png", "c/03.png"])
+    labels = tmp_path / "real.json"
+    labels.write_text("[[1, 0], [2], [], [0, 1, 2]]")  # of 01, 02, 03 and 04
+    splits = read_splits("image_folder", str(tmp_path), "train", "val", val_labels=str(labels))
+    assert isinstance(splits.val.images, FileImages)
+    assert list(splits.val.images.names) == ["a/02.png", "a/04.png", "b/01.png"], "03 has no labels"
+    assert splits.val.label_sets == ((2,), (0, 1, 2), (1, 0))
+    assert splits.val.labels.tolist() == [2, 0, 1]
+    assert splits.val.subset(torch.tensor([2])).label_sets == ((1, 0),)
+    plain = read_splits("image_folder", str(tmp_path), "train", "val").val
+    prints = {split.fingerprint(["a", "b", "c"])["sha256"] for split in (plain, splits.val)}
+    labels.write_text("[[1, 2], [2], [], [0, 1, 2]]")
+    other = read_splits("image_folder", str(tmp_path), "train", "val", val_labels=str(labels)).val
+    assert len(prints | {other.fingerprint(["a", "b", "c"])["sha256"]}) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[[0], [1]]", "is a list of 2; expected one list of labels for each of the 3 images"),
+        ('{"a": 1}', "is no list"),
+        ("[[0], [1], 2]", "entry 2 is 2; expected a list of labels from 0 to 1"),
+        ("[[0], [2], []]", r"entry 1 is \[2\]; expected"),
+        ("[[0], [true], []]", r"entry 1 is \[True\]; expected"),
+        ("[[0], [", "cannot be read"),
+        (None, "cannot be read"),
+    ],
+)
+def test_label_lists_that_cannot_be_used(tmp_path: Path, content: str | None, said: str) -> None:
+    class_folders(tmp_path, ["a/1.png", "b/1.png"], ["a/1.png", "b/2.png", "b/3.png"])
+    if content is not None:
+        (tmp_path / "real.json").write_text(content)
+    with pytest.raises(InputError, match=said):
+        read_splits("image_folder", str(tmp_path), "train", "val", val_labels=str(tmp_path / "real.json"))
+
+
+def test_label_lists_need_one_file_name_for_each_image(tmp_path: Path) -> None:
+    class_folders(tmp_path, ["a/1.png", "b/1.png"], ["a/1.png", "a/2.png", "b/0.png", "b/2.png", "b/3.png"])
+    (tmp_path / "real.json").write_text("[[0], [0], [1], [1], [1]]")
+    with pytest.raises(InputError, match=r"a/2\.png and b/2\.png of .*val have one file name.*rename one"):
+        read_splits("image_folder", str(tmp_path), "train", "val", val_labels=str(tmp_path / "real.json"))
+
+
+def test_label_lists_need_files() -> None:
+    with pytest.raises(InputError, match="needs image files"):
+        read_splits("mnist", "", "", "", val_labels="real.json")
+
+
 @pytest.mark.parametrize(
     ("files", "said"),
     [

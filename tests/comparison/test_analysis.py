@@ -202,6 +202,11 @@ def test_curves_costs_settings_and_circumstances() -> None:
     assert circumstances["versions"] == {"torch": "2.9", "numpy": "2.0"}
     assert circumstances["commands"] == [f"train {arm} {seed}" for arm in ARMS for seed in range(5)]
     assert circumstances["data"] == {"train": cells[0]["data"]["train"], "val": cells[0]["data"]["val"]}
+    for cell in cells:
+        cell["data"]["train"]["sha256"] = f"drawn by {cell['seed']}"
+    drawn = document_of(cells)["circumstances"]["data"]
+    assert list(drawn) == [*(f"train, seed {seed}" for seed in range(5)), "val"]
+    assert drawn["train, seed 3"]["sha256"] == "drawn by 3"
     cells[0]["settings"]["lr"], cells[0]["machine"]["CPU"] = 0.2, "another"
     for cell in cells:
         cell["cost"] |= {"step_seconds": None, "peak_memory_mib": None, "rows": None}

@@ -235,9 +235,26 @@ def test_arms_of_classifiers_differ_from_the_baseline_in_one_thing(name: str) ->
         assert all(key.startswith(allowed) for key in changed)
 
 
+@pytest.mark.parametrize("name", [name for name in packaged_experiments() if name.startswith("small_data")])
+def test_subsets_are_drawn_by_the_seed_and_losses_have_a_matched_control(name: str) -> None:
+    found = read_experiment(packaged_experiments()[name])
+    losses = {"cosine", "contrastive", "mixing"}
+    assert {(each, "patch_cutmix") for each in losses} | {("batchformer_v2", "self_only")} <= set(found.contrasts)
+    control = flat_settings(found.configs["patch_cutmix"])
+    for arm, config in found.configs.items():
+        assert config.data.subset_seed is None
+        assert config.data.per_class in (10, 100)
+        if arm in losses | {"diverse_patch"}:
+            own = flat_settings(config)
+            changed = {key for key in own if own[key] != control[key]}
+            assert changed == {f"plugins.diverse_patch.{each}" for each in (losses if arm not in losses else {arm})}
+    one, other = (flat_settings(found.configs[arm]) for arm in ("batchformer_v2", "self_only"))
+    assert {key for key in one if one[key] != other[key]} == {"plugins.batchformer_v2.mode"}
+
+
 def test_learning_rates_of_the_batch_sizes_follow_their_rule() -> None:
     found = read_experiment(packaged_experiments()["bccd_batch_size"])
-    base = load_config(packaged_configs()["bccd"])
+    base = found.configs[found.baseline]
     sizes = set()
     for arm, config in found.configs.items():
         sizes.add(config.train.batch_size)

@@ -116,7 +116,7 @@ def test_a_killed_experiment_goes_on_and_finished_cells_are_not_touched(
     command = [sys.executable, stubs.__file__, "run", str(file), "--output", str(out)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2])])}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not (second.metrics.exists() and second.metrics.read_text().count('"train"') >= 2):
         assert process.poll() is None
         assert time.monotonic() < deadline

@@ -33,12 +33,12 @@ def test_classifiers_keep_the_recipe_of_deit_without_drop_path() -> None:
     assert (config.data.mix.mixup, config.data.mix.cutmix, config.model.drop_path) == (0.8, 1, 0)
 
 
-def test_both_have_the_same_settings_of_data_and_optimizer_but_for_mixing() -> None:
+def test_both_have_the_same_settings_of_data_and_optimizer_but_for_mixing_and_labels() -> None:
     def keys(schema: type) -> set[str]:
         return {key for key in known_keys(schema) if key.startswith(("data.", "optimizer.", "train."))}
 
     mixing = {f"data.mix.{name}" for name in ("mixup", "cutmix", "probability", "switch")}
-    assert keys(ClassifierConfig) - keys(MaskedConfig) == mixing
+    assert keys(ClassifierConfig) - keys(MaskedConfig) == mixing | {"data.val_subset", "data.val_labels"}
     assert keys(MaskedConfig) <= keys(ClassifierConfig)
 
 

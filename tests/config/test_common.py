@@ -75,6 +75,8 @@ def test_the_walk_sees_what_it_should() -> None:
         ("optimizer.momentum=1", "optimizer.momentum must be .*less than 1"),
         ("data.mix.mixup=-1", "data.mix.mixup must be 0 or more"),
         ("plugins.diverse_patch.cosine=inf", "plugins.diverse_patch.cosine must be 0 or more"),
+        ("plugins.diverse_patch={enabled: true, patch_cutmix: false}", "set plugins.diverse_patch.mixing=0 or"),
+        ("data.subset_seed=-1", "data.subset_seed must be at least 0"),
     ],
 )
 def test_nonsense_for_a_classifier_is_refused(override: str, message: str) -> None:

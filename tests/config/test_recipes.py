@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -140,7 +141,7 @@ def test_every_recipe_is_a_row_of_the_guide() -> None:
 
 def test_no_two_rows_of_the_guide_train_the_same() -> None:
     found = [repr({**config_to_dict(load(row.path, *row.settings)), "output_dir": ""}) for row in ROWS]
-    assert len(set(found)) == len(ROWS) == 123
+    assert len(set(found)) == len(ROWS) == 194
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.number and not row.settings], ids=str)
@@ -156,21 +157,29 @@ def test_pre_training_names_the_probe_that_has_its_number(row: Row) -> None:
     assert "Published: top-1" in comment(probe[1])
 
 
+def former_of(config: Any) -> Any:
+    """Return the settings of BatchFormerV2."""
+    return config.plugins.batchformer_v2 if config.task == "classification" else config.batch_former
+
+
 SIZES = {"Ti": "tiny", "T": "tiny", "S": "small", "B": "base", "L": "large"}
 Check = Callable[[Any, re.Match[str]], bool]
 STATED: dict[str, Check] = {  # parts of labels, and the settings they imply
     r"batch (\d+)": lambda config, found: config.train.batch_size == int(found[1]),
     r"(\d+) epochs": lambda config, found: config.train.epochs == int(found[1]),
+    r"(\d+) pixels": lambda config, found: config.data.transforms.size == int(found[1]),
     r"(\d+) layers": lambda config, found: config.plugins.batchformer.num_layers == int(found[1]),
     r"imbalance (\d+)": lambda config, found: config.data.long_tail.imbalance == int(found[1]),
     r"\bL(\d)\b(?:-(\d))?": lambda config, found: (
         config.batch_former.layers == list(range(int(found[1]) - 1, int(found[2] or found[1])))
     ),
     r"L.*, shared": lambda config, found: config.batch_former.shared,
-    "non-shared": lambda config, found: not config.batch_former.shared,
+    "non-shared": lambda config, found: not former_of(config).shared,
+    r"blocks (\d+)-(\d+)": lambda config, found: (
+        former_of(config).enabled and former_of(config).layers == [*range(int(found[1]) - 1, int(found[2]))]
+    ),
     "classifier not shared": lambda config, found: not config.plugins.batchformer.shared_classifier,
     "single stream": lambda config, found: config.batch_former.mode == "single_stream",
-    "mini-batch inference": lambda config, found: config.batch_former.mode == "mini_batch_inference",
     "refinement": lambda config, found: config.model.deformable.box_refine,
     "two-stage": lambda config, found: config.model.deformable.two_stage,
     "ResNet-101": lambda config, found: config.model.backbone.name == "resnet101",
@@ -183,23 +192,34 @@ STATED: dict[str, Check] = {  # parts of labels, and the settings they imply
         and config.model.options.get("depth", 12) == int(found[2])
     ),
     r"\+ BatchFormerV2": lambda config, found: (
-        (config.plugins.batchformer_v2 if config.task == "classification" else config.batch_former).enabled
-        or bool(config.init_from and config.init_from.endswith("_bfv2"))
+        former_of(config).enabled or bool(config.init_from and config.init_from.endswith("_bfv2/last.pt"))
     ),
     r"\+ BatchFormer(?!V2)": lambda config, found: config.plugins.batchformer.enabled,
+    "RIDE": lambda config, found: config.model.experts == 3 and not config.plugins.batchformer.shared_classifier,
     r"\+ DiversePatch": lambda config, found: config.plugins.diverse_patch.enabled,
     r"\+ localization": lambda config, found: config.plugins.relative_localization.enabled,
-    r"B24, (.*)": lambda config, found: all(
+    r"(?:B24|Swin-B), ((?:cosine|contrastive|mixing).*)": lambda config, found: all(
         bool(getattr(config.plugins.diverse_patch, loss)) == (loss in found[1])
         for loss in ("cosine", "contrastive", "mixing")
     ),
+    r"(\d+) neurons": lambda config, found: config.plugins.relative_localization.hidden == int(found[1]),
     "`(signed|ce|reg|all)`": lambda config, found: config.plugins.relative_localization.variant == found[1],
+    "all blocks, (front|mid|attention|both)": lambda config, found: (
+        config.plugins.context_broadcasting.position == found[1]
+    ),
+    "longer warm-up": lambda config, found: config.optimizer.warmup_epochs == 20,
+    r"(PiT)-B|(Mixer)-S/16": lambda config, found: config.model.name == ("pit_b_224" if found[1] else "mixer_s16_224"),
     "upper half": lambda config, found: config.plugins.context_broadcasting.layers == "upper",
     "all blocks|CB_S": lambda config, found: config.plugins.context_broadcasting.layers == "all",
     "CB_S": lambda config, found: config.plugins.context_broadcasting.scaled,
+    "one head": lambda config, found: config.model.options["num_heads"] == 1,
     r"\b(CIFAR-100?)(-LT)?\b": lambda config, found: config.data.name == found[1].lower().replace("-", ""),
-    r"Infograph|ImageNet-LT|Places-LT": lambda config, found: (
-        found[0].replace("-", "_") in config.data.train or found[0].lower() in config.data.train
+    "Tiny-ImageNet": lambda config, found: config.data.root == "data/tiny_imagenet",
+    "w/o (mixup|cutmix)": lambda config, found: (
+        config.data.mix.cutmix == 0 and (config.data.mix.mixup == 0) == (found[1] == "mixup")
+    ),
+    r"Infograph|ImageNet-LT|Places-LT|iNaturalist 2018": lambda config, found: (
+        found[0].replace("-", "_") in config.data.train or found[0].lower().replace(" ", "") in config.data.train
     ),
 }
 
@@ -252,8 +272,28 @@ def test_settings_of_the_detectors_are_those_of_the_guide() -> None:
             assert [float(word) for word in words] == numbers, (name, label)
 
 
-def test_settings_of_the_classifiers_are_those_of_the_guide() -> None:
-    stated = table("DeiT, ImageNet")
+SETTINGS = {  # first column of a table of settings: configs of the columns
+    "DeiT, ImageNet": [
+        "classification/deit/deit_small.yaml",
+        "classification/batchformer_v2/deit_small_cifar100.yaml",
+        "classification/batchformer/resnet50_imagenet_lt.yaml",
+        "masked/batchformer_v2/mae_vit_base.yaml",
+        "classification/batchformer_v2/mae_vit_base_probe.yaml",
+        "classification/relative_localization/vit_base_cifar10.yaml",
+    ],
+    "RIDE, ImageNet-LT": [
+        "classification/batchformer/resnet50_imagenet_lt_ride.yaml",
+        "classification/batchformer/resnet50_inaturalist2018_ride.yaml",
+        "classification/batchformer/resnet32_cifar100_lt100_ride.yaml",
+        "classification/batchformer/resnet32_cifar100_lt100.yaml",
+        "classification/batchformer/resnet152_places_lt.yaml",
+    ],
+}
+
+
+@pytest.mark.parametrize("first", SETTINGS)
+def test_settings_of_the_classifiers_are_those_of_the_guide(first: str) -> None:
+    stated = table(first)
     keys = {
         "optimizer": "optimizer.name",
         "learning rate": "optimizer.lr",
@@ -268,31 +308,84 @@ def test_settings_of_the_classifiers_are_those_of_the_guide() -> None:
         "copies of each image": "data.repeats",
         "drop path": "model.drop_path",
         "clipping": "optimizer.clip_norm",
+        "schedule": "optimizer.schedule",
+        "learning rate of BatchFormer, share": "plugins.batchformer.lr_factor",
     }
-    assert set(stated) == {*keys, "source"}
-    for column, name in enumerate(
-        [
-            "classification/deit/deit_small.yaml",
-            "classification/batchformer_v2/deit_small_cifar100.yaml",
-            "classification/batchformer/resnet50_imagenet_lt.yaml",
-            "masked/batchformer_v2/mae_vit_base.yaml",
-            "classification/batchformer_v2/mae_vit_base_probe.yaml",
-            "classification/relative_localization/vit_base_cifar10.yaml",
-        ]
-    ):
+    assert set(stated) <= {*keys, "source"}
+    for column, name in enumerate(SETTINGS[first]):
         found = values(Row("", name, (), ""))
-        for label, key in keys.items():
+        for label in stated.keys() - {"source"}:
             word = stated[label][column]
-            value = word.lower() if label == "optimizer" else None if word == "none" else float(word)
-            assert found.get(key) == value, (name, label)
+            value = word.lower() if label in ("optimizer", "schedule") else None if word == "none" else float(word)
+            assert found.get(keys[label]) == value, (name, label)
+        assert len(stated["total batch"]) == len(SETTINGS[first])
+
+
+STEPS = {"optimizer.schedule": "step", "optimizer.warmup_epochs": 5, "optimizer.nesterov": True}
+RELEASED: dict[str, dict[str, Any]] = {  # values copied from released files, by recipe
+    # zhihou7/BatchFormer at 305efaa, long-tailed_recognition/BalancedSoftmax/config/ImageNet_LT, CIFAR100_LT, Places_LT
+    "resnet50_imagenet_lt": {"optimizer.lr": 0.05, "train.batch_size": 128, "train.epochs": 90},
+    "resnet32_cifar100_lt100": {
+        "optimizer.lr": 0.1,  # warmup_lr
+        "train.batch_size": 512,
+        "train.epochs": math.ceil(13000 / 22),  # num_iterations / batches of 10,847 images
+        "optimizer.warmup_epochs": math.ceil(800 / 22),  # warmup_iterations
+        "optimizer.weight_decay": 5e-4,
+    },
+    "resnet152_places_lt": {"optimizer.lr": 0.02, "train.batch_size": 256, "train.epochs": 10, "model.frozen": True},
+    # the same, long-tailed_recognition/RIDE-LongTailRecognition/configs; iNaturalist has the paper's cosine
+    "resnet50_imagenet_lt_ride": {
+        **STEPS,
+        "optimizer.lr": 0.1,
+        "optimizer.weight_decay": 2e-4,
+        "optimizer.drop_epochs": [60, 80],
+        "optimizer.drop_factor": 0.1,
+        "loss.ride.diversity": 0.2,
+        "loss.ride.reweight_factor": 0.02,
+        "loss.ride.reweight_epoch": 80,
+        "train.epochs": 100,
+    },
+    "resnet50_inaturalist2018_ride": {"optimizer.lr": 0.2, "loss.ride.reweight_factor": 0.015, "train.epochs": 100},
+    # frank-xwang/RIDE-LongTailRecognition at ab8be5c, configs/config_imbalance_cifar100_ride.json and model/loss.py
+    "resnet32_cifar100_lt100_ride": {
+        **STEPS,
+        "optimizer.lr": 0.1,
+        "optimizer.weight_decay": 5e-4,
+        "optimizer.drop_epochs": [160, 180],
+        "optimizer.drop_factor": 0.01,
+        "loss.ride.diversity": 0.45,
+        "loss.ride.reweight_factor": 0.05,
+        "loss.ride.reweight_epoch": 160,
+        "loss.ride.margin": 0.5,
+        "train.batch_size": 128,
+        "train.epochs": 200,
+    },
+    # ChengyueGongR/PatchVisionTransformer at b70ee23, README, what the paper does not state
+    "vit_large_in22k": {
+        "model.drop_path": 0,
+        "data.transforms.auto_augment": "rand-n1-m1-mstd0.5-inc1",
+        "data.transforms.erase": 1e-6,
+        "loss.label_smoothing": 1e-6,
+        "data.mix.mixup": 0,
+        "optimizer.clip_norm": 0,
+        "optimizer.weight_decay": 1e-8,
+    },
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_recipes_have_the_values_of_the_released_code(name: str) -> None:
+    (row,) = (row for row in CLASSIFIERS if str(row) == name)
+    found = values(row)
+    assert {key: found[key] for key in RELEASED[name]} == RELEASED[name]
 
 
 @pytest.mark.parametrize("row", [row for row in CLASSIFIERS if plug_ins(row) and ": batch" not in row.label], ids=str)
 def test_a_plug_in_is_the_only_difference_to_a_baseline(row: Row) -> None:
-    """Except that mixing of DiversePatch excludes repeated augmentation."""
+    """Except that DiversePatch trains without repeated augmentation."""
     (plugin,) = plug_ins(row)
     own, others = values(row), [values(other) for other in CLASSIFIERS if not plug_ins(other)]
-    mixes = plugin == "diverse_patch" and own["plugins.diverse_patch.mixing"]
+    mixes = plugin == "diverse_patch" and own["plugins.diverse_patch.patch_cutmix"]
     assert any(
         {key for key in own if own[key] != other[key] and not key.startswith(f"plugins.{plugin}.")}
         == ({"data.repeats"} if mixes and other["data.repeats"] > 1 else set())
@@ -300,14 +393,61 @@ def test_a_plug_in_is_the_only_difference_to_a_baseline(row: Row) -> None:
     )
 
 
+def test_rows_of_the_ablation_of_diverse_patch_differ_in_the_losses_alone() -> None:
+    rows = [row for row in CLASSIFIERS if re.search("(B24|Swin-B), [cm]", row.label)]
+    assert [row.number for row in rows] == ["83.5", "83.4", "82.5", "82.6", "82.8", "83.1", "83.1", "83.3"]
+    for network in ("deit_base", "swin_base"):
+        found = [values(row) for row in rows if values(row)["model.name"].startswith(network)]
+        changed = {key for one in found for key in one if one[key] != found[0][key]}
+        assert changed <= {f"plugins.diverse_patch.{loss}" for loss in ("cosine", "contrastive", "mixing")}
+
+
+def test_diverse_patch_has_the_lengths_of_its_paper() -> None:
+    """400 epochs from scratch, 300 for Table 6, 30 for fine-tuning at a constant learning rate."""
+    rows = [values(row) for row in CLASSIFIERS if row.path.startswith("classification/diverse_patch/")]
+    tuned, scratch = ([row for row in rows if row["model.pretrained"] == own] for own in (True, False))
+    assert all(row["train.epochs"] == 30 and row["train.batch_size"] == 1024 for row in tuned)
+    assert {(row["optimizer.lr"], row["optimizer.min_lr"], row["optimizer.weight_decay"]) for row in tuned} == {
+        (1e-5, 1e-5, 1e-8)
+    }
+    assert {row["optimizer.warmup_epochs"] for row in tuned} == {0}
+    assert sorted(row["train.epochs"] for row in scratch) == [300] * 8 + [400] * 16
+    assert [row["model.drop_path"] for row in scratch].count(0.5) == len(scratch) - 2, "two rows train without"
+
+
 @pytest.mark.parametrize("row", [row for row in CLASSIFIERS if "_probe" in row.path], ids=str)
 def test_a_linear_probe_starts_from_the_pre_training_of_its_row(row: Row) -> None:
     probe = load(row.path, *row.settings)
     (first,) = (other for other in MASKED if other.label.split(": ")[1] == row.label.split(": ")[1])
     before = load(first.path, *first.settings)
-    assert probe.init_from == before.output_dir
+    assert probe.init_from == f"{before.output_dir}/last.pt"
     assert probe.model.name == before.model.name
     assert probe.model.linear_probe
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if values(row)["init_from"]], ids=str)
+def test_a_second_stage_starts_from_the_last_checkpoint_of_a_recipe(row: Row) -> None:
+    config = load(row.path, *row.settings)
+    folder, _, file = config.init_from.rpartition("/")
+    assert file == "last.pt", "a folder is its best checkpoint"
+    first = [load(other.path, *other.settings) for other in ROWS if other.path != row.path]
+    networks = [_network_of(before) for before in first if before.output_dir == folder]
+    assert _network_of(config) in networks
+
+
+def _network_of(config: Any) -> str:
+    return config.model.backbone.name if config.task == "detection" else config.model.name
+
+
+@pytest.mark.parametrize("stage", ["panoptic_detr_r50", "panoptic_detr_r50_bfv2", "panoptic_detr_r50_bfv2_boxes_only"])
+def test_the_mask_stage_starts_from_the_last_checkpoint_of_the_boxes(stage: str) -> None:
+    masks, boxes = (
+        load(f"panoptic/{stage}.yaml"),
+        load(f"panoptic/panoptic_detr_r50_boxes{'_bfv2' * ('bfv2' in stage)}.yaml"),
+    )
+    assert masks.init_from == f"{boxes.output_dir}/last.pt"
+    assert masks.freeze.detector
+    assert masks.model.masks
 
 
 @pytest.mark.parametrize("row", CLASSIFIERS, ids=str)
@@ -333,8 +473,11 @@ def test_every_masked_autoencoder_builds(row: Row) -> None:
         ("deit_small", 22.1),
         ("resnet10_imagenet_lt", 5.4),
         ("resnet152_places_lt", 60.2),
-        ("deit_small model.name=deit_base_patch16_224 model.options.depth=24", 171.6),
+        ("deit_small12 model.name=deit_base_patch16_224 model.options.depth=24", 171.6),
         ("swin_tiny_infograph", 28.3),
+        ("deit_small model.name=pit_b_224", 73.8),
+        ("deit_small model.name=mixer_s16_224", 18.5),
+        ("resnet50_infograph", 25.6),
         ("swin_base plugins.diverse_patch={enabled: true, contrastive: 0}", 88.8),
     ],
 )

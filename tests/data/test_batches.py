@@ -43,28 +43,51 @@ def test_one_process_sees_the_permutation_as_it_is() -> None:
 
 
 def test_repeated_augmentation_shows_fewer_images_several_times_each() -> None:
-    chosen = batches(50, 6, repeated_augment=3)
+    chosen = together(50, 2, 3, repeated_augment=3)
     assert len(chosen) == len(batches(50, 6)) == 8, "as long as an epoch without repeats"
     for batch in chosen:
         assert Counter(key.index for key in batch) == dict.fromkeys({key.index for key in batch}, 3)
         assert [key.copy for key in batch] == [0, 0, 1, 1, 2, 2]
     assert len(set(indices(chosen))) == 16, "no image in two batches"
     assert indices(chosen)[:2] == indices(batches(50, 6))[:2], "of the same permutation"
-    assert batches(50, 6, repeated_augment=3, start_batch=5) == chosen[5:]
+    assert together(50, 2, 3, repeated_augment=3, start_batch=5) == chosen[5:]
+    assert together(50, 1, 6, repeated_augment=3) == chosen, (
+        "whatever the number of ranks, from the number of copies on"
+    )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_processes_share_the_copies(world_size: int) -> None:
-    alone = batches(50, 4 * world_size, repeated_augment=3)
-    assert together(50, 4, world_size, repeated_augment=3) == alone
+def test_one_process_has_the_copies_in_consecutive_batches() -> None:
+    chosen = batches(50, 6, repeated_augment=3)
+    assert [len(batch) for batch in chosen] == [6] * 8
+    assert indices(chosen[::3]) == indices(batches(50, 6))[:18]
+    for number, batch in enumerate(chosen):
+        assert [key.index for key in batch] == [key.index for key in chosen[number // 3 * 3]]
+        assert {key.copy for key in batch} == {number % 3}
+    for start in range(9):
+        assert batches(50, 6, repeated_augment=3, start_batch=start) == chosen[start:]
+
+
+@pytest.mark.parametrize("num_samples", [200, 97, 41, 7])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("copies", [2, 3, 4, 7])
+def test_no_process_has_two_copies_of_an_image_in_a_batch(num_samples: int, world_size: int, copies: int) -> None:
+    chosen = together(num_samples, 4, world_size, repeated_augment=copies)
+    assert [len(batch) for batch in chosen] == [len(batch) for batch in together(num_samples, 4, world_size)]
     for rank in range(world_size):
-        mine = batches(50, 4, rank=rank, world_size=world_size, repeated_augment=world_size)
-        assert all(len({key.index for key in batch}) == 4 for batch in mine), "all different where copies = processes"
+        for batch in batches(num_samples, 4, rank=rank, world_size=world_size, repeated_augment=copies):
+            assert len({key.index for key in batch}) == len(batch)
+    keys = Counter(chain(*chosen))
+    assert set(keys.values()) == {1}, "keys differ"
+    found = Counter(key.index for key in keys)
+    assert all(sorted(key.copy for key in keys if key.index == index) == [*range(found[index])] for index in found)
+    assert max(found.values()) <= copies
+    if num_samples == 200:
+        assert sum(number >= copies - 1 for number in found.values()) > len(found) / 2
 
 
 @pytest.mark.parametrize(("num_samples", "size"), [(50, 4), (3, 3), (1, 1)])
 def test_copies_fill_a_batch_that_is_no_multiple(num_samples: int, size: int) -> None:
-    for batch in batches(num_samples, 4, repeated_augment=3):
+    for batch in together(num_samples, 4 // min(num_samples, 4), min(num_samples, 4), repeated_augment=3):
         assert len(batch) == size
         assert len(set(batch)) == size, "keys differ"
         assert max(Counter(key.index for key in batch).values()) <= 3

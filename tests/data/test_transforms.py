@@ -257,6 +257,21 @@ def test_registered_transforms_keep_the_form_of_a_sample() -> None:
         assert len(boxes) == len(labels)
 
 
+def test_vertical_flip_flips_image_and_boxes_half_of_the_time() -> None:
+    before = training(extra=[])(sample(200, 300, (10, 12, 145, 140)))
+    flipped = []
+    for seed in range(40):
+        torch.manual_seed(seed)
+        after = TRANSFORMS["vertical_flip"](before)
+        flipped.append(not torch.equal(after.image, before.image))
+        if flipped[-1]:
+            height = before.image.shape[-2]
+            left, top, right, bottom = before.boxes[0].tolist()
+            assert torch.equal(after.image, before.image.flip(-2))
+            assert after.boxes[0].tolist() == pytest.approx([left, height - bottom, right, height - top])
+    assert 10 <= sum(flipped) <= 30
+
+
 def test_a_registered_transform_that_changes_the_type_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRANSFORMS, "to_float", lambda sample: sample._replace(image=sample.image.float()))
     with pytest.raises(TypeError, match="'to_float' must return a Sample whose image is uint8"):

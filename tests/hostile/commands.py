@@ -230,9 +230,9 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # by tool: nam
         "epsilons of NaN": (("fgsm", "--run", "{G}/classifier", "--output", "looked", "--epsilons", "nan"), "epsilons"),
         "negative epsilons": (("fgsm", "--run", "{G}/classifier", "--output", "looked", "--epsilons=-1"), "epsilons"),
         "no epsilons": (("fgsm", "--run", "{G}/classifier", "--output", "looked", "--epsilons", ""), "epsilons"),
-        "a patch of 0": (("occlusion", "--run", "{G}/classifier", "--output", "looked", "--patch", "0"), "patch"),
+        "a patch of 0": (("missing-patches", "--run", "{G}/classifier", "--output", "looked", "--patch", "0"), "patch"),
         "a patch of 10,000": (
-            ("occlusion", "--run", "{G}/classifier", "--output", "looked", "--patch", "10000"),
+            ("missing-patches", "--run", "{G}/classifier", "--output", "looked", "--patch", "10000"),
             "patch",
         ),
         "a device that is none": (

@@ -119,6 +119,7 @@ def _beside_a_live_run(files: CaseFiles, arguments: list[str], first: list[str] 
             raise RuntimeError("the first run did not start")
         time.sleep(0.05)
     os.kill(child, __import__("signal").SIGSTOP)  # keeps its lock and changes nothing
+    os.waitpid(child, os.WUNTRACED)  # it has stopped
     return lambda: train(Path(config), "output_dir=run", *arguments)
 
 

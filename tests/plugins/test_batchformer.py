@@ -274,6 +274,29 @@ def test_settings_that_mean_nothing_are_refused(add: Any, settings: dict[str, An
         add(tiny.vit(), **({"layers": [1]} if add is add_batchformer_v2 else {}), **settings)
 
 
+@pytest.mark.parametrize("add", [add_batchformer_v2, add_batchformer])
+def test_initial_weights_are_xavier_s_or_those_of_pytorch(add: Any) -> None:
+    """Largest values and deviations of each tensor are those of the reference, whose width is the same."""
+    torch.manual_seed(0)
+    dim = 192
+    pytorch, xavier = (nn.TransformerEncoderLayer(dim, 3, dim) for _ in range(2))
+    for parameter in xavier.parameters():
+        if parameter.dim() > 1:
+            nn.init.xavier_uniform_(parameter)
+    layers = {"layers": [0]} if add is add_batchformer_v2 else {}
+    for init, reference in (("pytorch", pytorch), ("xavier", xavier)):
+        model = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=2)
+        plugin = add(model, heads=3, init=init, **layers)
+        (layer,) = [module for module in plugin.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+        expected = dict(reference.named_parameters())
+        for name, parameter in layer.named_parameters():
+            assert parameter.abs().max().item() == pytest.approx(expected[name].abs().max().item(), rel=0.05), name
+            assert parameter.std().item() == pytest.approx(expected[name].std().item(), rel=0.2), name
+    assert not torch.allclose(pytorch.linear1.weight.abs().max(), xavier.linear1.weight.abs().max(), rtol=0.2)
+    with pytest.raises(InputError, match="init must be one of xavier, pytorch; got 'zeros'"):
+        add(tiny.vit(), init="zeros", **layers)
+
+
 def test_models_without_classifier_or_with_two_kinds_of_output_are_refused() -> None:
     with pytest.raises(InputError, match="no linear classifier"):
         add_batchformer(timm.create_model("resnet10t", num_classes=0))

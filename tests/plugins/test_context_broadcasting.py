@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import ParallelScalingBlock
@@ -91,8 +92,8 @@ class Outright(nn.Module):
         super().__init__()
         self.network, self.scale = network, scale
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.network(x)
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        out = self.network(x, **kwargs)
         mean = out.sum(1, keepdim=True) / out.shape[1]
         return 0.5 * out + 0.5 * mean if self.scale is None else out + self.scale * mean
 
@@ -102,6 +103,82 @@ def network_of(model: Any, layer: int) -> tuple[nn.Module, str]:
         stage, block = ((0, 0), (1, 0), (1, 1), (2, 0))[layer]
         return model.transformers[stage].blocks[block], "mlp"
     return model.blocks[layer], "mlp_channels" if hasattr(model, "stem") else "mlp"
+
+
+POSITIONS = ["front", "mid", "attention", "both"]
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("build", [tiny.vit, tiny.deit, tiny.pit])
+def test_other_positions_as_a_model_with_the_mean_written_out(build: Callable[[], Any], position: str) -> None:
+    model, plain = build(), build()
+    plugin = add_context_broadcasting(model, [0, 2], position=position)
+    for layer in (0, 2):
+        block, _ = network_of(plain, layer)
+        if position in ("front", "mid"):
+            block.mlp = Handmade(block.mlp, position)
+        else:
+            block.attn = Outright(block.attn, None)
+        if position == "both":
+            block.mlp = Outright(block.mlp, None)
+    for mode in (True, False):
+        expected = plain.train(mode)(tiny.images())
+        torch.testing.assert_close(model.train(mode)(tiny.images()), expected)
+    plugin.remove()
+    torch.testing.assert_close(model(tiny.images()), build()(tiny.images()))
+
+
+class Handmade(nn.Module):
+    """timm's Mlp, token by token, with the mean of all tokens before its first or its second linear layer."""
+
+    def __init__(self, mlp: Any, position: str) -> None:
+        super().__init__()
+        self.mlp, self.position = mlp, position
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = []
+        for tokens in x:
+            tokens = self.mean_added(list(tokens)) if self.position == "front" else list(tokens)
+            hidden = [self.mlp.act(self.mlp.fc1.weight @ token + self.mlp.fc1.bias) for token in tokens]
+            hidden = self.mean_added(hidden) if self.position == "mid" else hidden
+            rows.append(torch.stack([self.mlp.fc2.weight @ token + self.mlp.fc2.bias for token in hidden]))
+        return torch.stack(rows)
+
+    def mean_added(self, tokens: list[Tensor]) -> list[Tensor]:
+        mean = sum(tokens) / len(tokens)
+        return [(token + mean) / 2 for token in tokens]
+
+
+def test_weights_do_not_load_into_a_model_with_another_position() -> None:
+    states = {}
+    for position in ("end", *POSITIONS):
+        model = tiny.vit()
+        add_context_broadcasting(model, [1], position=position)
+        states[position] = model.state_dict()
+        for other, state in states.items():
+            missing, unexpected = model.load_state_dict(state, strict=False)
+            assert bool(missing or unexpected) == (other != position)
+    assert "plugins.context_broadcasting.block_1" in states["end"]
+
+
+def test_positions_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(InputError, match="position='begin': give one of end, mid"):
+        add_context_broadcasting(tiny.vit(), position="begin")
+    with pytest.raises(InputError, match="learned at the end only"):
+        add_context_broadcasting(tiny.vit(), position="mid", scaled=True)
+    for position in ("attention", "both"):
+        model = tiny.mixer()
+        with pytest.raises(InputError, match=r"MixerBlock.*none of attn, attention"):
+            add_context_broadcasting(model, position=position)
+        assert not hasattr(model, "plugins")
+
+
+@pytest.mark.parametrize(("name", "first", "blocks"), [("pit_b_224", 6, 13), ("mixer_s16_224", 4, 8)])
+def test_upper_half_of_the_networks_of_table_11(name: str, first: int, blocks: int) -> None:
+    """PiT-B's blocks are counted through its stages of 3, 6 and 4."""
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    assert add_context_broadcasting(model).layers == tuple(range(first, blocks))
 
 
 def test_mid_of_the_network_is_as_good_as_its_end_without_dropout() -> None:
@@ -158,10 +235,11 @@ def padded_batch() -> TokenBatch:
     return TokenBatch(x, {"padding_mask": mask, "position": position}, {"spatial_shapes": ((1, TOKENS),)})
 
 
-def test_in_our_encoder_padding_changes_nothing() -> None:
+@pytest.mark.parametrize("position", ["end", *POSITIONS])
+def test_in_our_encoder_padding_changes_nothing(position: str) -> None:
     """An image with padding gives the same as without padding, cropped to its size."""
     encoder, batch = tiny.encoder(), padded_batch()
-    add_context_broadcasting(encoder, "all")
+    add_context_broadcasting(encoder, "all", position=position)
     companions = {name: value[1:, :3] for name, value in batch.per_sample.items()}
     alone = TokenBatch(batch.tokens[1:, :3], companions, {"spatial_shapes": ((1, 3),)})
     memory = encoder(batch).tokens

@@ -51,8 +51,9 @@ def test_contrastive_as_a_loop_over_patches() -> None:
     values = []
     for h1, hl in zip(first, last, strict=True):
         for i in range(PATCHES):
-            others = sum(hl[j] for j in range(PATCHES) if j != i) / (PATCHES - 1)
-            values.append(math.log1p(math.exp(float(h1[i] @ (others - hl[i])))))
+            own = math.exp(float(h1[i] @ hl[i]))
+            others = math.exp(float(h1[i] @ (sum(hl[j] for j in range(PATCHES) if j != i) / (PATCHES - 1))))
+            values.append(-math.log(own / (own + others)))
     assert contrastive_loss(first, last).item() == pytest.approx(sum(values) / len(values), rel=1e-12)
 
 
@@ -92,7 +93,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
 @pytest.mark.parametrize("build", [tiny.vit, tiny.deit])
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (0.5, 2.0, 3.0), (1.0, 0.0, 0.0)])
 def test_in_a_model_it_reads_the_patches_without_prefix(build: object, weights: tuple[float, ...]) -> None:
-    """Compare with a model taken apart: inputs of the first block and outputs of the last norm."""
+    """Compare with a model taken apart: patch embeddings, without their positions, and outputs of the last norm."""
     model = build()  # type: ignore[operator]
     cosine, contrastive, mixing = weights
     plugin = add_diverse_patch(model, CLASSES, cosine=cosine, contrastive=contrastive, mixing=mixing)
@@ -100,8 +101,8 @@ def test_in_a_model_it_reads_the_patches_without_prefix(build: object, weights: 
     model.train()(tiny.images())
     losses = plugin(labels if mixing else None)
     prefix = model.num_prefix_tokens
-    embedded = model._pos_embed(model.patch_embed(tiny.images()))
-    first, last = embedded[:, prefix:], model.norm(model.blocks(embedded))[:, prefix:]
+    first = model.patch_embed(tiny.images())
+    last = model.norm(model.blocks(model._pos_embed(first)))[:, prefix:]
     expected = {"cosine": cosine * cosine_loss(last), "contrastive": contrastive * contrastive_loss(first, last)}
     if mixing:
         logits = F.linear(last, plugin.patch_head.weight, plugin.patch_head.bias)
@@ -302,6 +303,27 @@ def test_cutmix_takes_every_share_of_the_image() -> None:
     assert shares.min() < 0.2
     assert shares.max() == 1
     assert 0.55 < shares.mean() < 0.85, "half, minus clipped rectangles and images paired with themselves"
+
+
+def test_without_weights_it_has_no_loss() -> None:
+    """Control for the losses: the plug-in then leaves patch_cutmix alone."""
+    model = tiny.vit()
+    plugin = add_diverse_patch(model, CLASSES, cosine=0, contrastive=0, mixing=0)
+    model.train()(tiny.images())
+    assert plugin(torch.zeros(tiny.IMAGES, 16, dtype=torch.long)) == {}
+    assert not list(plugin.parameters())
+
+
+def test_the_first_patches_do_not_depend_on_their_positions() -> None:
+    model = tiny.vit(dynamic_img_size=True)
+    plugin = add_diverse_patch(model, CLASSES, mixing=0)
+    kept = []
+    for change in (0.0, 1.0):
+        model.pos_embed.data += change
+        model.train()(tiny.images())
+        kept.append(plugin._kept["first"].flatten(1, -2))
+    assert kept[0].shape == (tiny.IMAGES, 16, tiny.DIM)
+    assert torch.equal(*kept)
 
 
 def test_cutmix_smooths_the_images_targets_only() -> None:

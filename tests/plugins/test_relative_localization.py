@@ -85,6 +85,25 @@ def test_swapping_flips_signed_targets_only_and_a_pair_of_one_token_has_target_0
     assert not offsets(positions[:, :, :1].expand(-1, -1, 2, -1)).any()
 
 
+def slow_loss(network: Any, maps: Tensor, positions: Tensor, units: tuple[int, int], signed: bool = False) -> float:
+    """Return the loss of Fig. 2 for maps (R, C, H, W) by loops: the mean over images, pairs and axes.
+
+    Distances are counted in ``units``, the height and width of the grid for shares of it. The L1 norm of Eq. 7 is the
+    sum of both axes, twice this value.
+    """
+    values = []
+    for row, pairs in enumerate(positions.tolist()):
+        for (r1, c1), (r2, c2) in pairs:
+            hidden = torch.cat([maps[row, :, r1, c1], maps[row, :, r2, c2]])
+            for layer in network.mlp.layers[:-1]:
+                hidden = F.linear(hidden, layer.weight, layer.bias).clamp(min=0)
+            out = F.linear(hidden, network.mlp.layers[-1].weight, network.mlp.layers[-1].bias)
+            target = [(r1 - r2) / units[0], (c1 - c2) / units[1]]
+            target = target if signed else [abs(t) for t in target]
+            values += [abs(float(o.detach()) - t) for o, t in zip(out, target, strict=True)]
+    return sum(values) / len(values)
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("variant", ["abs", "signed"])
 def test_distances_as_a_loop_over_pairs(variant: str, normalize: bool) -> None:
@@ -93,25 +112,16 @@ def test_distances_as_a_loop_over_pairs(variant: str, normalize: bool) -> None:
     torch.manual_seed(0)
     torch.randn(ROWS, GRID[0] * GRID[1], DIM, dtype=torch.float64)
     loss = network(tokens, GRID)
-    values = []
-    for row, pair in every_pair():
-        (r1, c1), (r2, c2) = positions[row, pair].tolist()
-        hidden = torch.cat([tokens[row, r1 * GRID[1] + c1], tokens[row, r2 * GRID[1] + c2]])
-        for layer in network.mlp.layers[:-1]:
-            hidden = F.linear(hidden, layer.weight, layer.bias).clamp(min=0)
-        out = F.linear(hidden, network.mlp.layers[-1].weight, network.mlp.layers[-1].bias)
-        target = [(r1 - r2) / (GRID[0] if normalize else 1), (c1 - c2) / (GRID[1] if normalize else 1)]
-        target = [abs(t) for t in target] if variant == "abs" else target
-        values += [abs(float(o.detach()) - t) for o, t in zip(out, target, strict=True)]
-    assert loss.item() == pytest.approx(sum(values) / len(values), rel=1e-12)
+    maps, units = tokens.transpose(1, 2).unflatten(2, GRID), GRID if normalize else (1, 1)
+    assert loss.item() == pytest.approx(slow_loss(network, maps, positions, units, variant == "signed"), rel=1e-12)
 
 
-def test_the_network_has_two_hidden_layers_of_512() -> None:
-    assert [tuple(layer.weight.shape) for layer in predictor("abs").mlp.layers] == [
-        (512, 2 * DIM),
-        (512, 512),
-        (2, 512),
-    ]
+@pytest.mark.parametrize(("changes", "hidden"), [({}, 512), ({"hidden": 256}, 256)])
+def test_the_network_is_that_of_table_15(changes: dict[str, Any], hidden: int) -> None:
+    shapes = [tuple(layer.weight.shape) for layer in predictor("abs", **changes).mlp.layers]
+    assert shapes == [(hidden, 2 * DIM), (hidden, hidden), (2, hidden)]
+    plugin = add_relative_localization(tiny.swin(), **changes)
+    assert [layer.weight.shape[0] for layer in plugin.predictors[0].mlp.layers] == [hidden, hidden, 2]
 
 
 @pytest.mark.parametrize("side", [2, 7])
@@ -226,24 +236,49 @@ def test_class_token_gets_no_direct_gradient() -> None:
 
 
 @pytest.mark.parametrize("build", [tiny.vit, tiny.swin])
-def test_at_all_blocks_the_losses_of_each_with_its_own_predictor_are_summed(build: Callable[[], Any]) -> None:
+def test_after_every_block_the_losses_of_each_with_its_own_predictor_are_summed(build: Callable[[], Any]) -> None:
+    """Sum of Eq. 7; Swin's four blocks lie in three stages, whose grids differ."""
     model = build()
-    plugin = add_relative_localization(model, "all", weight=2.0, pool=False)
-    sources = list(model.blocks if hasattr(model, "blocks") else model.layers)
+    plugin = add_relative_localization(model, "all", weight=2.0, pairs=5, hidden=8, pool=False)
+    sources = model.blocks if hasattr(model, "blocks") else [block for stage in model.layers for block in stage.blocks]
     seen: list[Tensor] = []
     for source in sources:
-        source.register_forward_hook(lambda module, args, output: seen.append(output))
+        source.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
     model.train()(tiny.images())
     torch.manual_seed(4)
     loss = plugin()
-    assert len(plugin.predictors) == len(sources) == len(seen)
+    assert len(plugin.predictors) == len(sources) == len(seen) == 4
     torch.manual_seed(4)
-    expected = 0.0
+    expected, sides = 0.0, []
     for predict, output in zip(plugin.predictors, seen, strict=True):
-        swin = output.dim() == 4
-        tokens, grid = (output.flatten(1, 2), tuple(output.shape[1:3])) if swin else (output[:, 1:], (4, 4))
-        expected = expected + 2.0 * predict(tokens, grid)
-    torch.testing.assert_close(loss, expected)
+        grid = output if output.dim() == 4 else output[:, 1:].unflatten(1, (4, 4))
+        sides.append(grid.shape[1])
+        positions = sample_pairs(torch.tensor([grid.shape[1:3]] * tiny.IMAGES), 5)
+        expected += 2.0 * slow_loss(predict, grid.permute(0, 3, 1, 2), positions, (sides[-1], sides[-1]))
+    assert sides == ([4] * 4 if hasattr(model, "blocks") else [16, 8, 4, 4])
+    assert loss.item() == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_tokens_of_a_resnet_are_the_cells_of_its_last_map(recompute: bool) -> None:
+    """On images whose map has 4 rows and 6 columns."""
+    model = tiny.resnet().train()
+    plugin = add_relative_localization(model, weight=2.0, pairs=5, hidden=8)
+    model.set_grad_checkpointing(recompute)
+    images = torch.randn(ROWS, 3, 32, 48, dtype=torch.float64)
+    maps = model.forward_features(images)
+    outputs = model(images)
+    torch.manual_seed(4)
+    loss = plugin()
+    torch.manual_seed(4)
+    positions = sample_pairs(torch.tensor([[4, 6]] * ROWS), 5)
+    assert loss.item() == pytest.approx(2.0 * slow_loss(plugin.predictors[0], maps.detach(), positions, (4, 6)))
+    (outputs.sum() + loss).backward()
+    assert not plugin._kept
+    assert "layer4.0.conv3.weight" in {name for name, each in model.named_parameters() if each.grad is not None}
+    model.eval()(images)
+    with pytest.raises(InputError, match="Call the model"):
+        plugin()
 
 
 def test_recomputed_blocks_leave_no_tokens_behind() -> None:
@@ -339,6 +374,10 @@ def test_our_encoder_is_as_before_once_it_is_removed() -> None:
     [
         (tiny.vit, {"variant": "l1"}, "abs, signed, ce, reg, all"),
         (tiny.vit, {"pairs": 0}, "pairs must be 1 or more, got 0"),
+        (tiny.vit, {"hidden": 0}, "hidden must be 1 or more, got 0"),
+        (tiny.resnet, {}, "none was published for a ResNet: give one"),
+        (tiny.resnet, {"variant": "all", "weight": 1.0}, "needs transformer blocks"),
+        (tiny.resnet, {"variant": "reg", "weight": 1.0}, "depends on its images"),
         (tiny.encoder, {}, "give one"),
         (tiny.encoder, {"variant": "ce", "weight": 1.0}, "take abs"),
         (tiny.encoder, {"pool": True, "weight": 1.0}, "without pool"),

@@ -8,6 +8,7 @@ import timm
 import torch
 from timm.models.mlp_mixer import MlpMixer
 from timm.models.pit import PoolingVisionTransformer
+from timm.models.resnet import Bottleneck, ResNet
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -41,6 +42,13 @@ def pit() -> PoolingVisionTransformer:
     torch.manual_seed(0)
     settings = {"patch_size": 4, "stride": 4, "base_dims": (4, 8, 8), "depth": (1, 2, 1), "heads": (2, 2, 2)}
     return _with_large_weights(PoolingVisionTransformer(img_size=32, num_classes=CLASSES, **settings))
+
+
+def resnet() -> ResNet:
+    """ResNet with four stages of one block; 4 x 4 cells of 32 channels in the last stage."""
+    torch.manual_seed(0)
+    channels = (4, 4, 8, 8)
+    return _with_large_weights(ResNet(Bottleneck, (1, 1, 1, 1), CLASSES, output_stride=8, channels=channels))
 
 
 def mixer() -> MlpMixer:

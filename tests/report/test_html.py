@@ -176,6 +176,10 @@ def test_plugins_of_the_encoder_are_named() -> None:
     plugins.context_broadcasting.layers, plugins.relative_localization.weight = [5], 0.5
     (line,) = encoder_plugins_line(plugins)
     assert line == "In the encoder: Context Broadcasting in block 5; relative localization (abs, weight 0.5)."
+    plugins.context_broadcasting.position = "mid"
+    assert next(iter(encoder_plugins_line(plugins))).startswith(
+        "In the encoder: Context Broadcasting in block 5, position mid;"
+    )
 
 
 def test_masks_and_panoptic_quality(run_dir: Path) -> None:

@@ -56,7 +56,8 @@ def test_every_analysis_writes_a_table_and_a_picture_of_its_runs(runs: Path, tmp
     given = {"scale-ratios": ["scales"], "gradient-influence": ["batches"], "feature-maps": ["batches"]}
     names = given.get(name, ["batches", "scales"])
     sources = [argument for run in names for argument in ("--run", str(runs / run))]
-    assert analyze([name, *sources, "--output", str(tmp_path), "--images", "25", "--batch-size", "10"]) == 0
+    size = ["--images", "25", "--batch-size", "10"] if ANALYSES[name].images else []
+    assert analyze([name, *sources, "--output", str(tmp_path), *size]) == 0
     rows = table(tmp_path / f"{name}.csv")
     assert list(dict.fromkeys(row["run"] for row in rows)) == names
     with Image.open(tmp_path / f"{name}.png") as picture:
@@ -87,13 +88,28 @@ def test_gradient_influence_uses_the_classes_and_the_loss_of_the_run(runs: Path,
     assert [row["batchformer"] for row in own] != [row["batchformer"] for row in other]
 
 
-def test_the_same_images_are_chosen_every_time(runs: Path, tmp_path: Path) -> None:
-    for folder in ("one", "two"):
-        arguments = ["grad-cam", "--run", str(runs / "scales"), "--output", str(tmp_path / folder), "--images", "5"]
+@pytest.mark.parametrize("name", ["grad-cam", "feature-maps", "batch-attention"])
+def test_images_are_a_function_of_the_seed(runs: Path, tmp_path: Path, name: str) -> None:
+    found = []
+    for folder, seed in {"one": [], "two": ["--seed", "0"], "three": ["--seed", "7"]}.items():
+        arguments = [name, "--run", str(runs / "batches"), "--output", str(tmp_path / folder), "--images", "5", *seed]
         assert analyze(arguments) == 0
-    one, two = ((tmp_path / folder / "grad-cam.csv").read_text() for folder in ("one", "two"))
+        found.append((tmp_path / folder / f"{name}.csv").read_text())
+    assert found[0] == found[1] != found[2]
+    assert name != "grad-cam" or len(found[0].splitlines()) == 6, "a row for each image"
+
+
+def test_training_images_are_those_of_the_run_without_augmentation(runs: Path, tmp_path: Path) -> None:
+    command = ["patch-similarity", "--run", str(runs / "batches"), "--split", "train", "--images", "1000"]
+    for folder, settings in {"one": [], "two": ["data.transforms.erase=1", "data.mix.probability=1"]}.items():
+        assert analyze([*command, "--output", str(tmp_path / folder), *settings]) == 0
+    one, two = ((tmp_path / folder / "patch-similarity.csv").read_text() for folder in ("one", "two"))
     assert one == two
-    assert len(one.splitlines()) == 6
+    classes = ["grad-cam", "--run", str(runs / "scales"), "--split", "train", "--images", "1000"]
+    assert analyze([*classes, "--output", str(tmp_path)]) == 0
+    found = [row["class"] for row in table(tmp_path / "grad-cam.csv")]
+    assert {found.count(name) for name in set(found)} == {6}, "data.per_class of the run"
+    assert len(found) == 60
 
 
 def test_runs_are_named_by_folder_and_files_by_folder_and_name(runs: Path, tmp_path: Path) -> None:
@@ -110,9 +126,14 @@ def test_runs_are_named_by_folder_and_files_by_folder_and_name(runs: Path, tmp_p
         (["feature-maps", "--run", "scales"], "no batch attention"),
         (["grad-cam", "--run", "scales", "--run", "scales"], "the same is given twice"),
         (["fgsm", "--run", "scales", "--epsilons", "one"], "--epsilons must be numbers"),
-        (["fgsm", "--run", "scales", "--images", "0"], "--batch-size and --images must be 1 or more"),
-        (["occlusion", "--run", "scales", "--patch", "3"], "do not fill images of 16 x 16"),
+        (["fgsm", "--run", "scales", "--images", "0"], "--images must be 1 or more, got 0"),
+        (["missing-patches", "--run", "scales", "--patch", "3"], "do not fill images of 16 x 16"),
         (["fgsm", "--run", "nowhere"], "nowhere"),
+        (["fgsm", "--run", "scales", "--seed", "-1"], "--seed must be from 0 to 2^63 - 1, got -1"),
+        (["scale-ratios", "--run", "scales", "--split", "train"], "scale-ratios takes no images: leave out --split"),
+        (["scale-ratios", "--run", "scales", "--seed", "0"], "scale-ratios takes no images: leave out --seed"),
+        (["mini-batch-inference", "--run", "scales", "--format", "png"], "without a picture, leave it out"),
+        (["batch-attention", "--run", "batches", "--split", "train"], "batch-attention takes validation images"),
         (["fgsm", "--run", "scales", "data.name=fashion"], "data.name must be one of"),
         (["fgsm", "--run", "scales", "--device", "tpu"], "device must be auto, cpu, cuda or cuda:N"),
     ],
@@ -155,10 +176,10 @@ def test_an_output_that_cannot_be_written_is_told_before_the_runs_are_read(
 
 def test_an_error_has_a_line_of_its_own(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also holds while a progress bar is open."""
-    command = ["occlusion", "--run", str(runs / "scales"), "--patch", "3", "--output", str(tmp_path / "out")]
+    command = ["missing-patches", "--run", str(runs / "scales"), "--patch", "3", "--output", str(tmp_path / "out")]
     assert analyze(command) == 2
     printed = capsys.readouterr().err
-    assert "occlusion" in printed.split("error:")[0], "the progress bar"
+    assert "missing-patches" in printed.split("error:")[0], "the progress bar"
     assert re.search(r"[\r\n]error: patches of 3 x 3", printed)
 
 

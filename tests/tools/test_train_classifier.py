@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from PIL import Image
+from torchvision.utils import save_image
 
+from detr_bf import load_classifier
+from detr_bf.commands import main as detr_bf
 from detr_bf.config import load_config
 from detr_bf.engine import load_checkpoint
 from detr_bf.plugins import without_plugins
@@ -103,6 +107,29 @@ def test_it_trains_resumes_to_the_same_bits_and_evaluates(name: str, tiny: Path,
     assert evaluation(whole) == trained
 
 
+def test_experts_train_resume_evaluate_and_predict(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """RIDE with BatchFormer; there is no network of timm to convert it to."""
+    tiny.write_text(tiny.read_text().replace(VIT, CNN))
+    command = ["--config", str(tiny), "model.experts=3", "loss.name=ride", "loss.ride.reweight_epoch=1", *BALANCED[1:]]
+    command += ["plugins.batchformer={enabled: true, shared_classifier: false}", "optimizer.name=sgd"]
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert train_net([*command, f"output_dir={whole}", "train.max_steps=6"]) == 0
+    assert train_net([*command, f"output_dir={parted}", "train.max_steps=3"]) == 0
+    assert train_net([*command, f"output_dir={parted}", "train.max_steps=6", "--resume"]) == 0
+    assert_same(load_checkpoint(parted / "last.pt").weights, load_checkpoint(whole / "last.pt").weights)
+    trained = evaluation(whole)
+    assert train_net([*command, f"output_dir={whole}", f"init_from={whole / 'last.pt'}", "--eval-only"]) == 0
+    assert evaluation(whole) == trained
+    save_image(torch.rand(3, 16, 16), tmp_path / "image.png")
+    assert detr_bf(["predict", "--checkpoint", str(whole), "--output", str(tmp_path / "out"), str(tmp_path)]) == 0
+    assert detr_bf(["convert", str(whole), str(tmp_path / "plain.pth"), "--strip-plugins"]) == 2
+    assert "has model.experts=3, which no network of timm has" in capsys.readouterr().err
+    assert train_net([*command, "model.experts=1"]) == 2
+    assert "needs two or more experts" in capsys.readouterr().err
+
+
 def test_the_state_of_a_trained_vit_is_one_of_timm_but_for_the_plugins(tiny: Path, tmp_path: Path) -> None:
     assert train_net(["--config", str(tiny), *VARIANTS["batchformer_v2"], "train.max_steps=2"]) == 0
     weights = load_checkpoint(tmp_path / "run" / "last.pt").weights
@@ -182,6 +209,64 @@ def test_a_run_is_evaluated_on_its_own_classes_alone(
     assert "class 'nought' is" in capsys.readouterr().err
 
 
+def test_it_is_evaluated_on_a_subset_of_the_classes_and_with_several_labels(tmp_path: Path) -> None:
+    """The numbers of both evaluations are those of a loop over the logits of the network."""
+    colours = {"black": 0, "grey": 128, "silver": 192, "white": 255}
+    for part, counts in {"train": (6, 6, 6, 6), "val": (3, 3, 3, 3), "some": (0, 4, 0, 5)}.items():
+        for (name, shade), count in zip(colours.items(), counts, strict=True):
+            for number in range(count):
+                image = tmp_path / part / name / f"{number}_{name}.png"
+                image.parent.mkdir(parents=True, exist_ok=True)
+                step = 40 if part == "some" else 1  # some greys look white
+                Image.new("L", (16, 16), min(255, shade + step * number)).save(image)
+    text = TINY.replace("name: digits", f"name: image_folder\n  root: {tmp_path}").replace(
+        "per_class: 12", "repeats: 1"
+    )
+    (tmp_path / "tiny.yaml").write_text(f"{text}output_dir: {tmp_path / 'run'}\n")
+    command = ["--config", str(tmp_path / "tiny.yaml")]
+    assert train_net([*command, PLAIN, "train.batch_size=8", "train.epochs=8", "optimizer.lr=0.01"]) == 0
+    names = sorted(path.name for path in (tmp_path / "val").glob("*/*"))
+    sets = [[number % 4, 3] if number % 3 else [] for number in range(len(names))]
+    (tmp_path / "real.json").write_text(json.dumps(sets))
+    settings = {"subset": ["data.val=some", "data.val_subset=true"], "real": [f"data.val_labels={tmp_path}/real.json"]}
+    for name, given in settings.items():
+        init = f"init_from={tmp_path / 'run' / 'last.pt'}"
+        assert train_net([*command, *given, init, f"output_dir={tmp_path / name}", "--eval-only"]) == 0
+    classifier = load_classifier(tmp_path / "run" / "last.pt")
+    right = []
+    for path in sorted((tmp_path / "some").glob("*/*")):
+        found = classifier(path).tolist()
+        right.append((found[1] > found[3]) == (path.parent.name == "grey"))
+    assert len(right) == 9
+    assert len(set(right)) == 2
+    assert evaluation(tmp_path / "subset")["top1"] == pytest.approx(sum(right) / 9)
+    right = []
+    for name, labels in zip(names, sets, strict=True):
+        if labels:
+            found = classifier(next((tmp_path / "val").glob(f"*/{name}"))).tolist()
+            right.append(found.index(max(found)) in labels)
+    assert len(right) == 8
+    assert len(set(right)) == 2
+    assert evaluation(tmp_path / "real")["top1"] == pytest.approx(sum(right) / 8)
+
+
+def test_a_frozen_network_trains_its_classifier_and_plugin_alone(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.write_text(tiny.read_text().replace(VIT, CNN))
+    command = ["--config", str(tiny), "train.max_steps=2", "train.ema.enabled=false"]
+    assert train_net([*command, f"output_dir={tmp_path / 'trunk'}"]) == 0
+    frozen = [*command, "model.frozen=true", *VARIANTS["batchformer"]]
+    assert train_net(frozen) == 2
+    assert "model.frozen=true needs a trained network" in capsys.readouterr().err
+    assert train_net([*frozen, f"init_from={tmp_path / 'trunk'}", "model.linear_probe=true"]) == 2
+    assert "set model.frozen=false" in capsys.readouterr().err
+    assert train_net([*frozen, f"init_from={tmp_path / 'trunk'}"]) == 0
+    before, after = (load_checkpoint(tmp_path / run / "last.pt").weights for run in ("trunk", "run"))
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {"fc.weight", "fc.bias"}
+    assert {name.split(".")[0] for name in after.keys() - before.keys()} == {"plugins"}
+
+
 def test_a_linear_probe_needs_all_of_a_trained_network_and_no_plugin(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,6 +343,7 @@ def test_bad_input_is_told_before_the_first_step(
         (CNN, "model.linear_probe=true", "linear layer called head"),
         (MIXER, "plugins.batchformer_v2.enabled=true", "VisionTransformer"),
         (MIXER, "plugins.relative_localization.enabled=true", "SwinTransformer"),
+        ("name: resnet18", "plugins.relative_localization.enabled=true", "localization.weight: none was published"),
     ],
 )
 def test_a_network_that_does_not_fit_is_refused(

@@ -14,8 +14,10 @@ from matplotlib.figure import Figure
 from detr_bf.classification.analysis.blocks import (
     attention_distance,
     attention_entropy,
+    class_token_entropy,
     draw_attention_distance,
     draw_attention_entropy,
+    draw_class_token_entropy,
     draw_patch_similarity,
     draw_scale_ratios,
     patch_similarity,
@@ -23,7 +25,14 @@ from detr_bf.classification.analysis.blocks import (
 )
 from detr_bf.classification.analysis.gradient_influence import draw_gradient_influence, gradient_influence
 from detr_bf.classification.analysis.images import draw_feature_maps, draw_grad_cam, feature_maps, grad_cam
-from detr_bf.classification.analysis.robustness import draw_fgsm, draw_occlusion, fgsm, occlusion
+from detr_bf.classification.analysis.robustness import (
+    draw_fgsm,
+    draw_missing_patches,
+    draw_occlusion,
+    fgsm,
+    missing_patches,
+    occlusion,
+)
 from detr_bf.classification.analysis.subject import EPSILONS, Pixels, Subject
 
 __all__ = [
@@ -34,10 +43,12 @@ __all__ = [
     "Subject",
     "attention_distance",
     "attention_entropy",
+    "class_token_entropy",
     "feature_maps",
     "fgsm",
     "grad_cam",
     "gradient_influence",
+    "missing_patches",
     "occlusion",
     "patch_similarity",
     "scale_ratios",
@@ -62,6 +73,7 @@ class Analysis:
 
 ANALYSES: dict[str, Analysis] = {
     "attention-entropy": Analysis(lambda s: attention_entropy(s.model, s.batches), draw_attention_entropy, 256),
+    "class-token-entropy": Analysis(lambda s: class_token_entropy(s.model, s.batches), draw_class_token_entropy, 256),
     "attention-distance": Analysis(lambda s: attention_distance(s.model, s.batches), draw_attention_distance, 256),
     "scale-ratios": Analysis(lambda s: scale_ratios(s.model), draw_scale_ratios, 0),
     "patch-similarity": Analysis(lambda s: patch_similarity(s.model, s.batches), draw_patch_similarity, 256),
@@ -78,8 +90,9 @@ ANALYSES: dict[str, Analysis] = {
     "feature-maps": Analysis(
         lambda s: feature_maps(s.model, s.batches, class_names=s.class_names, pixels=s.pixels), draw_feature_maps, 12
     ),
-    "occlusion": Analysis(
-        lambda s: occlusion(s.model, s.batches, pixels=s.pixels, patch=s.patch), draw_occlusion, 1000
+    "occlusion": Analysis(lambda s: occlusion(s.model, s.batches, pixels=s.pixels), draw_occlusion, 1000),
+    "missing-patches": Analysis(
+        lambda s: missing_patches(s.model, s.batches, pixels=s.pixels, patch=s.patch), draw_missing_patches, 1000
     ),
     "fgsm": Analysis(lambda s: fgsm(s.model, s.batches, pixels=s.pixels, epsilons=s.epsilons), draw_fgsm, 1000),
 }

@@ -1,6 +1,6 @@
 """Analyses with one value per block of a vision transformer: attention, similarity of patches, learned scales.
 
-Shape legend: R images, H heads, S tokens with the class token, P patches, D channels of a head.
+Shape legend: R images, H heads, S tokens with the class token, P patches, D channels of a head, C channels of a token.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from timm.layers.attention import Attention
+from timm.models.resnet import ResNet
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -22,8 +25,8 @@ from detr_bf.classification.analysis.subject import evaluating, hooked, moved
 from detr_bf.classification.batch import LabelledImages
 from detr_bf.errors import InputError
 from detr_bf.plugins import ContextBroadcasting
-from detr_bf.plugins.diverse_patch import cosine_loss
-from detr_bf.plugins.plugin import patches_of, require_vit
+from detr_bf.plugins.diverse_patch import patch_cosine
+from detr_bf.plugins.plugin import patches_of, refused, require_vit
 from detr_bf.report.figures import INK, add_legend, count_layers, one_plot, run_colours
 from detr_bf.report.fonts import plain
 
@@ -67,9 +70,11 @@ class LayerCurve:
         ]
 
 
-def draw_layers(runs: Mapping[str, LayerCurve], *, title: str, ylabel: str) -> Figure:
+def draw_layers(
+    runs: Mapping[str, LayerCurve], *, title: str, ylabel: str, xlabel: str = "block, counted from 0"
+) -> Figure:
     """Plot the mean over the blocks, one line per run, in a band from the lower to the upper percentile."""
-    figure, axes = one_plot(title, "block, counted from 0", ylabel)
+    figure, axes = one_plot(title, xlabel, ylabel)
     colours = run_colours(runs)
     for name, curve in runs.items():
         at = [value.layer for value in curve.layers]
@@ -142,7 +147,7 @@ def _hooks(layers: list[Attention], look: Callable[[int, Tensor], None]) -> Iter
 
 
 def attention_entropy(model: nn.Module, batches: Iterable[LabelledImages]) -> LayerCurve:
-    """Measure the entropy of a timm ViT's attention (Hyeon-Woo et al., ICCV 2023, arXiv 2210.08457, figures 4 and 7).
+    """Measure the entropy of a timm ViT's attention (Hyeon-Woo et al., ICCV 2023, arXiv 2210.08457, figure 4).
 
     Mean and percentiles are over images, heads and query tokens. The class token is included as query and as key, so
     the bound is ln S.
@@ -150,12 +155,32 @@ def attention_entropy(model: nn.Module, batches: Iterable[LabelledImages]) -> La
     Raises:
         InputError: the model is not a timm ViT with ordinary attention, or there are no images.
     """
+    return _entropy(model, batches, slice(None))
+
+
+def class_token_entropy(model: nn.Module, batches: Iterable[LabelledImages]) -> LayerCurve:
+    """Measure the entropy of the class token's attention to all tokens (arXiv 2210.08457, figure 7a).
+
+    Mean and percentiles are over images and heads; the class token is also a key, so the bound is ln S.
+
+    Raises:
+        InputError: the model is not a timm ViT with ordinary attention, has no class token, or there are no images.
+    """
+    if not require_vit(model).has_class_token:
+        raise InputError(
+            f"{type(model).__name__} has no class token: build it with class_token=True, or use attention-entropy, the "
+            "entropy of all tokens"
+        )
+    return _entropy(model, batches, slice(1))
+
+
+def _entropy(model: nn.Module, batches: Iterable[LabelledImages], queries: slice) -> LayerCurve:
     tokens = 0
 
     def measure(attention: Tensor, grid: tuple[int, int]) -> Tensor:
         nonlocal tokens
         tokens = attention.shape[-1]
-        return torch.special.entr(attention).sum(-1)  # (R, H, S), from 0 to ln S
+        return torch.special.entr(attention[:, :, queries]).sum(-1)  # (R, H, queries), from 0 to ln S
 
     values = measure_attention(model, batches, measure)
     return LayerCurve.of(values, bound=math.log(tokens))
@@ -166,6 +191,11 @@ def draw_attention_entropy(runs: Mapping[str, LayerCurve]) -> Figure:
     return draw_layers(runs, title="Entropy of attention", ylabel="entropy, nats")
 
 
+def draw_class_token_entropy(runs: Mapping[str, LayerCurve]) -> Figure:
+    """Plot one line per run, and the bound."""
+    return draw_layers(runs, title="Entropy of the class token's attention", ylabel="entropy, nats")
+
+
 def patch_distances(grid: tuple[int, int]) -> Tensor:
     """(P, P) float64: ``|row_i - row_j| / height + |column_i - column_j| / width`` of the patches of a grid."""
     axes = [torch.arange(side, dtype=torch.float64) / side for side in grid]
@@ -174,7 +204,7 @@ def patch_distances(grid: tuple[int, int]) -> Tensor:
 
 
 def attention_distance(model: nn.Module, batches: Iterable[LabelledImages]) -> LayerCurve:
-    """Measure the relative distance of a timm ViT's attention (arXiv 2210.08457, figures 4 and 7).
+    """Measure the relative distance of a timm ViT's attention (arXiv 2210.08457, figure 7b).
 
     The distance of patch i is the sum over the patches j of a_ij |p_i - p_j|, with coordinates from 0 to 1. Mean and
     percentiles are over images, heads and patches i; the mean over all pairs is P - 1 times smaller. Class,
@@ -200,60 +230,80 @@ def draw_attention_distance(runs: Mapping[str, LayerCurve]) -> Figure:
 
 @torch.no_grad()
 def patch_similarity(model: nn.Module, batches: Iterable[LabelledImages]) -> LayerCurve:
-    """Measure the similarity of an image's patches after each block (Gong et al. 2021, arXiv 2104.12753, figures 1, 3).
+    """Measure the similarity of an image's patches (Gong et al. 2021, arXiv 2104.12753, section 3, figures 1b and 3).
 
-    It is the mean of |cos| over all pairs of different patches of an image. Mean and percentiles are over images.
-    Class, distillation and register tokens are left out.
+    It is the mean of |cos| over all pairs of different patches of an image. Mean and percentiles are over images. A ViT
+    is measured after each block, without class, distillation and register tokens; Swin and ResNet at the input of each
+    down-sampling layer behind their first and after the last stage, where each position is a patch.
 
     Raises:
-        InputError: the model is not a timm ViT, or there are no images.
+        InputError: the model is not timm's ViT, Swin or ResNet, an image has a single patch, or there are no images.
     """
-    vit = require_vit(model)
-    found: list[list[Tensor]] = [[] for _ in vit.blocks]
+    sources, patches = _patch_sources(model)
+    found: list[list[Tensor]] = [[] for _ in sources]
 
-    def look(layer: int, block: nn.Module, args: Any, output: Tensor) -> None:
-        patches = patches_of(output, vit.num_prefix_tokens)
-        found[layer].append(torch.stack([cosine_loss(image[None]) for image in patches]).cpu())
+    def look(layer: int, source: nn.Module, args: Any, output: Tensor) -> None:
+        images = patches(output)
+        if images.shape[1] < 2:
+            raise InputError(f"layer {layer} has a single patch, but the analysis compares patches: use larger images")
+        found[layer].append(torch.cat([patch_cosine(image[None]) for image in images]).cpu())  # one saves memory
 
-    hooks = (block.register_forward_hook(partial(look, number)) for number, block in enumerate(vit.blocks))
+    hooks = (source.register_forward_hook(partial(look, number)) for number, source in enumerate(sources))
     with evaluating(model), hooked(hooks):
         for batch in moved(batches, model):
             model(batch.images)
     return LayerCurve.of(found, bound=1.0)
 
 
+def _patch_sources(model: nn.Module) -> tuple[list[nn.Module], Callable[[Tensor], Tensor]]:
+    """Return the modules whose outputs have patches, and the function from such an output to the patches (R, P, C)."""
+    if isinstance(model, VisionTransformer):
+        vit = require_vit(model)
+        return list(vit.blocks), lambda tokens: patches_of(tokens, vit.num_prefix_tokens)
+    if isinstance(model, SwinTransformer):  # timm's stages begin with their down-sampling layer
+        return list(model.layers), lambda tokens: tokens.flatten(1, 2)
+    if isinstance(model, ResNet):  # act1 is the input of max-pooling
+        stages: Any = [model.act1, model.layer1, model.layer2, model.layer3, model.layer4]
+        return list(stages), lambda maps: maps.flatten(2).transpose(1, 2)
+    raise refused(model, "VisionTransformer (ViT, DeiT), SwinTransformer or ResNet")
+
+
 def draw_patch_similarity(runs: Mapping[str, LayerCurve]) -> Figure:
     """Plot one line per run."""
-    return draw_layers(runs, title="Similarity of patches", ylabel="mean |cosine| of pairs")
+    xlabel = "block of a ViT, stage of Swin and ResNet, counted from 0"
+    return draw_layers(runs, title="Similarity of patches", ylabel="mean |cosine| of pairs", xlabel=xlabel)
 
 
 @dataclass(frozen=True)
 class ScaleRatio:
-    """Quantiles of the learned scales of one block."""
+    """Absolute values of the learned scales of one block, over the channels."""
 
     layer: int  # from 0
-    low: float  # 0.1 quantile over the channels
+    low: float  # 0.1 quantile
     high: float  # 0.9 quantile
+    mean: float
 
     @property
     def ratio(self) -> float | None:
-        """|low| / |high|: below 1 mostly positive scales, above 1 mostly negative; None before training (0 / 0)."""
-        return abs(self.low) / abs(self.high) if self.high else None
+        """low / high, from 0 to 1: how alike small and large scales are; None before training (0 / 0)."""
+        return self.low / self.high if self.high else None
 
 
 @dataclass(frozen=True)
 class ScaleRatios:
-    """Quantiles of the learned scales of all blocks that have some."""
+    """Absolute values of the learned scales of all blocks that have some."""
 
     layers: tuple[ScaleRatio, ...]
 
     def rows(self) -> list[dict[str, object]]:
         """Return a table, one row per block."""
-        return [{"layer": at.layer, "q10": at.low, "q90": at.high, "ratio": at.ratio} for at in self.layers]
+        return [
+            {"layer": at.layer, "q10": at.low, "q90": at.high, "ratio": at.ratio, "mean": at.mean} for at in self.layers
+        ]
 
 
 def scale_ratios(model: nn.Module) -> ScaleRatios:
-    """Measure the learned scales of Context Broadcasting (arXiv 2210.08457, figure 8): quantiles over the channels.
+    """Measure |scale| of Context Broadcasting (arXiv 2210.08457, figure 8): quantiles, their ratio, and the mean.
 
     Raises:
         InputError: the model has no scaled Context Broadcasting.
@@ -267,21 +317,23 @@ def scale_ratios(model: nn.Module) -> ScaleRatios:
     quantiles = torch.tensor([0.1, 0.9], dtype=torch.float64)
     found = []
     for layer, scale in plugins[0].scales.items():
-        low, high = torch.quantile(scale.detach().double().cpu(), quantiles).tolist()
-        found.append(ScaleRatio(int(layer), low, high))
+        size = scale.detach().double().cpu().abs()
+        low, high = torch.quantile(size, quantiles).tolist()
+        found.append(ScaleRatio(int(layer), low, high, size.mean().item()))
     return ScaleRatios(tuple(found))
 
 
 def draw_scale_ratios(runs: Mapping[str, ScaleRatios]) -> Figure:
-    """Plot one line per run, and the ratio 1 of balanced positive and negative scales."""
-    figure, axes = one_plot("Learned scales of Context Broadcasting", "block, counted from 0", "|λ₀.₁| / |λ₀.₉|")
+    """Plot two lines per run: the ratio of the quantiles, and the mean (dashed)."""
+    heading = "Learned scales of Context Broadcasting"
+    figure, axes = one_plot(heading, "block, counted from 0", "|λ|: ratio of quantiles, and mean")
     colours = run_colours(runs)
     for name, ratios in runs.items():
-        values = [math.nan if at.ratio is None else at.ratio for at in ratios.layers]
-        axes.plot(
-            [at.layer for at in ratios.layers], values, "o-", color=colours[name], markersize=4, label=plain(name)
-        )
-    axes.axhline(1, color=INK, linewidth=1, linestyle="--", label="as negative as positive")
+        at = [value.layer for value in ratios.layers]
+        values = [math.nan if value.ratio is None else value.ratio for value in ratios.layers]
+        means = [value.mean for value in ratios.layers]
+        axes.plot(at, values, "o-", color=colours[name], markersize=4, label=f"{plain(name)}, |λ|₀.₁ / |λ|₀.₉")
+        axes.plot(at, means, "s--", color=colours[name], markersize=4, label=f"{plain(name)}, mean |λ|")
     axes.set_ylim(bottom=0)
     count_layers(axes)
     add_legend(axes)

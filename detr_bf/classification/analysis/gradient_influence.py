@@ -69,7 +69,7 @@ def gradient_influence(
 
     Args:
         class_names, class_counts: names and training images of the K classes.
-        loss: training loss of the model.
+        loss: training loss of the model; of RIDE's experts that of the mean of their logits, the same in every epoch.
 
     Raises:
         InputError: the model has no two streams, batches have one image, there are no images, or labels are outside

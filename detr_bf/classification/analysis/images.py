@@ -85,7 +85,8 @@ def grad_cam(
     """Compute Grad-CAM for the true class (Selvaraju et al. 2017, arXiv 1610.02391), as in figure 5 of BatchFormer.
 
     The maps of a timm ViT are the patch tokens after the first norm of the last block. Those of other networks are the
-    last module output with the shape of the last convolution's output, such as that of a ResNet's last stage.
+    last module output with the shape of the last convolution's output, such as that of a ResNet's last stage; of
+    experts those of the last one.
 
     Raises:
         InputError: the model is of another kind, its last map has one position, there are no images, or labels are

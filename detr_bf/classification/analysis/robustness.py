@@ -1,4 +1,5 @@
-"""Accuracy on corrupted images: FGSM and missing patches, as in table 8 of Context Broadcasting (arXiv 2210.08457).
+"""Accuracy on corrupted images: FGSM and a black centre, as in table 8 of Context Broadcasting (arXiv 2210.08457), and
+missing patches (arXiv 2105.10497).
 
 Shape legend: B images, H x W pixels, P patches.
 """
@@ -21,6 +22,7 @@ from detr_bf.losses.classification import check_labels
 from detr_bf.report.figures import add_legend, one_plot, run_colours
 from detr_bf.report.fonts import plain
 
+SIDES = (0.0, 0.25, 0.5, 0.75)  # of the square in the centre, as a share of the image's side; 0.5 in the paper
 SHARES = tuple(n / 10 for n in range(10))
 _PATCHES_ACROSS = 14  # per side of an image for networks without patches: 16 pixels of 224
 
@@ -132,6 +134,44 @@ def draw_fgsm(runs: Mapping[str, AccuracyCurve]) -> Figure:
     return draw_accuracy(runs, title="Accuracy under FGSM", xlabel="epsilon, steps of 1/255", scale=255)
 
 
+def cover_centre(images: Tensor, side: float, fill: Tensor) -> Tensor:
+    """Fill the centre of images (B, 3, H, W), ``side`` of their height and of their width, with ``fill`` (3, 1, 1).
+
+    The edges are rounded to the nearest pixel. 0.5 covers the rows and columns 56 to 167 of 224.
+    """
+    height, width = (round(side * size) for size in images.shape[2:])
+    top, left = (images.shape[2] - height) // 2, (images.shape[3] - width) // 2
+    covered = images.clone()
+    covered[:, :, top : top + height, left : left + width] = fill
+    return covered
+
+
+def occlusion(
+    model: nn.Module, batches: Iterable[LabelledImages], *, pixels: Pixels, sides: Sequence[float] = SIDES
+) -> AccuracyCurve:
+    """Measure accuracy with a black square in the centre (arXiv 2210.08457, table 8: 112 x 112 pixels of 224 x 224).
+
+    Args:
+        pixels: how images were normalised.
+        sides: of the square, from 0 to 1 times the image's sides.
+
+    Raises:
+        InputError: there are no images, or labels are outside the classes.
+    """
+
+    def corrupt(batch: LabelledImages) -> Iterator[Tensor]:
+        black = pixels.normalised(0.0, batch.images)
+        return (cover_centre(batch.images, side, black) for side in sides)
+
+    return accuracy_curve(model, batches, corrupt, strength="side", strengths=sides)
+
+
+def draw_occlusion(runs: Mapping[str, AccuracyCurve]) -> Figure:
+    """Plot one line per run."""
+    xlabel = "side of the square, % of the image's side"
+    return draw_accuracy(runs, title="Accuracy with a black centre", xlabel=xlabel, scale=100)
+
+
 def drop_patches(images: Tensor, order: Tensor, share: float, patch: tuple[int, int], fill: Tensor) -> Tensor:
     """Fill the first ``share`` of the patches in ``order`` (B, P) of images (B, 3, H, W) with ``fill`` (3, 1, 1).
 
@@ -144,7 +184,7 @@ def drop_patches(images: Tensor, order: Tensor, share: float, patch: tuple[int, 
     return torch.where(mask, fill, images)
 
 
-def occlusion(
+def missing_patches(
     model: nn.Module,
     batches: Iterable[LabelledImages],
     *,
@@ -195,6 +235,6 @@ def _patch_size(model: nn.Module, images: Tensor, patch: int | None) -> tuple[in
     return size
 
 
-def draw_occlusion(runs: Mapping[str, AccuracyCurve]) -> Figure:
+def draw_missing_patches(runs: Mapping[str, AccuracyCurve]) -> Figure:
     """Plot one line per run."""
     return draw_accuracy(runs, title="Accuracy with patches missing", xlabel="patches dropped, %", scale=100)

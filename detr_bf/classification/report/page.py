@@ -10,7 +10,7 @@ from typing import Any
 from detr_bf.classification.metrics import GROUPS, ClassAccuracy, ClassificationResult, ReconstructionResult
 from detr_bf.classification.report.figures import save_class_accuracies, save_confusion
 from detr_bf.config import ClassifierConfig, MaskedConfig
-from detr_bf.config.classification import ImageDataConfig
+from detr_bf.config.classification import ClassifierDataConfig, DiversePatchConfig, ImageDataConfig
 from detr_bf.files import EVALUATION_FILE, SHEET_FILE, SUSPECTS_FILE
 from detr_bf.report.charts import Chart, Line, chart_group
 from detr_bf.report.curves import CurvePlan
@@ -39,7 +39,8 @@ def _sentences(config: ClassifierConfig) -> list[str]:
     loss = config.loss.name.replace("_", " ")
     added = f"with {'; '.join(plugins)}" if plugins else "without plug-ins"
     probe = "Linear probe of " if config.model.linear_probe else ""
-    return [f"{probe}{config.model.name} {added}.", f"Loss: {loss}.", data_sentence(config.data)]
+    experts = f" of {config.model.experts} experts" if config.model.experts > 1 else ""
+    return [f"{probe}{config.model.name}{experts} {added}.", f"Loss: {loss}.", data_sentence(config.data)]
 
 
 def plugin_names(config: ClassifierConfig) -> list[str]:
@@ -53,16 +54,31 @@ def plugin_names(config: ClassifierConfig) -> list[str]:
         names.append(f"BatchFormer after pooling{shared}")
     names += context_broadcasting(plugins.context_broadcasting)
     if plugins.diverse_patch.enabled:
-        names.append("DiversePatch")
+        names.append(_diverse_patch(plugins.diverse_patch))
     names += relative_localization(plugins.relative_localization)
     return names
 
 
+def _diverse_patch(settings: DiversePatchConfig) -> str:
+    weights = {name: getattr(settings, name) for name in ("cosine", "contrastive", "mixing")}
+    losses = [f"{name} {weight:g}" for name, weight in weights.items() if weight] or ["no loss"]
+    return f"DiversePatch ({', '.join(losses)}{', patch CutMix' if settings.patch_cutmix else ''})"
+
+
 def data_sentence(data: ImageDataConfig) -> str:
-    """Return one sentence about the training data."""
+    """Return one sentence about the training data, and one about an evaluation that is not the usual one."""
     details = [f"imbalance {data.long_tail.imbalance:g}"] if data.long_tail.imbalance > 1 else []
     details += [f"at most {data.per_class:,} images a class"] if data.per_class else []
-    return f"Data: {', '.join([data.name.replace('_', ' '), *details])}."
+    if details:
+        details.append(
+            "drawn by the seed of the run" if data.subset_seed is None else f"subset seed {data.subset_seed}"
+        )
+    sentence = f"Data: {', '.join([data.name.replace('_', ' '), *details])}."
+    if not isinstance(data, ClassifierDataConfig) or not (data.val_subset or data.val_labels):
+        return sentence
+    among = " among their classes alone" if data.val_subset else ""
+    labels = f" with the labels of {Path(data.val_labels).name}" if data.val_labels else ""
+    return f"{sentence} Validation images are those of {data.val}, scored{among}{labels}."
 
 
 def _results(result: ClassificationResult | None) -> Iterator[str]:

@@ -11,16 +11,24 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from detr_bf.classification.analysis import attention_distance, attention_entropy, patch_similarity, scale_ratios
+from detr_bf.classification.analysis import (
+    attention_distance,
+    attention_entropy,
+    class_token_entropy,
+    patch_similarity,
+    scale_ratios,
+)
 from detr_bf.classification.analysis.blocks import (
     LayerCurve,
     draw_attention_distance,
     draw_attention_entropy,
+    draw_class_token_entropy,
     draw_patch_similarity,
     draw_scale_ratios,
     measure_attention,
     patch_distances,
 )
+from detr_bf.classification.batch import ClassTargets, LabelledImages
 from detr_bf.errors import InputError
 from detr_bf.plugins import add_context_broadcasting
 from tests.classification.analysis.examples import all_images, batches
@@ -77,6 +85,22 @@ def test_entropy_as_a_loop() -> None:
         assert at.mean == pytest.approx(sum(values) / len(values), rel=1e-10)
         assert (at.low, at.high) == pytest.approx(tuple(np.percentile(values, [15, 85])), rel=1e-10)
     assert curve.bound == pytest.approx(math.log(18)), "class and distillation token count"
+
+
+def test_entropy_of_the_class_token_as_a_loop() -> None:
+    """The query is the class token alone, without the distillation token; the keys are all tokens."""
+    model, images = tiny.deit(), batches(*SIZES)
+    curve = class_token_entropy(model, images)
+    for at, attention in zip(curve.layers, timms_attention(model, all_images(images)), strict=True):
+        values = [-sum(a * math.log(a) for a in head[0] if a > 0) for image in attention.tolist() for head in image]
+        assert len(values) == sum(SIZES) * tiny.HEADS
+        assert at.mean == pytest.approx(sum(values) / len(values), rel=1e-10)
+        assert (at.low, at.high) == pytest.approx(tuple(np.percentile(values, [15, 85])), rel=1e-10)
+    assert curve.bound == pytest.approx(math.log(18))
+    [axes] = draw_class_token_entropy({"run": curve}).axes
+    assert "class token" in axes.get_title(loc="left")
+    with pytest.raises(InputError, match="no class token"):
+        class_token_entropy(tiny.vit(class_token=False, global_pool="avg"), images)
 
 
 def test_uniform_attention_has_the_largest_entropy_ln_s() -> None:
@@ -192,6 +216,54 @@ def test_similarity_as_a_loop_over_pairs() -> None:
         assert (at.low, at.high) == pytest.approx(tuple(np.percentile(values, [15, 85])), rel=1e-10)
 
 
+def looped_similarities(images: Tensor) -> list[float]:
+    """Return P(h) of section 3 of each image of (R, P, C), by a loop over the pairs i != j."""
+    values = []
+    for image in images:
+        total, count = 0.0, len(image)
+        for i, a in enumerate(image):
+            for j, b in enumerate(image):
+                total += 0.0 if i == j else abs(float(a @ b)) / (float(a.norm()) * float(b.norm()))
+        values.append(total / (count * (count - 1)))
+    return values
+
+
+def test_similarity_of_swin_is_that_before_every_down_sampling_and_at_the_end() -> None:
+    model, images = tiny.swin(), batches(2)
+    curve = patch_similarity(model, images)
+    with torch.no_grad():
+        maps, before = model.patch_embed(all_images(images)), []
+        for stage in model.layers:
+            before.append(maps)
+            maps = stage.blocks(stage.downsample(maps))
+    inputs = [*before[1:], maps]  # (2, side, side, channels)
+    assert [tuple(each.shape[1:]) for each in inputs] == [(16, 16, 8), (8, 8, 16), (4, 4, 32)]
+    for at, each in zip(curve.layers, inputs, strict=True):
+        assert at.mean == pytest.approx(np.mean(looped_similarities(each.reshape(2, -1, each.shape[-1]))), rel=1e-10)
+
+
+def test_similarity_of_a_resnet_takes_each_position_for_a_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare a few rows of the pairs at a time with a loop over all."""
+    monkeypatch.setattr("detr_bf.plugins.diverse_patch._PAIR_ROWS", 7)
+    torch.manual_seed(0)
+    model: Any = timm.create_model("resnet18", block_args={}, num_classes=tiny.CLASSES).double().eval()
+    images = torch.rand(1, 3, 64, 64, dtype=torch.float64)
+    curve = patch_similarity(model, [LabelledImages(images, ClassTargets(torch.tensor([0])), torch.tensor([0]))])
+    with torch.no_grad():
+        maps = [model.act1(model.bn1(model.conv1(images)))]
+        maps.append(model.layer1(model.maxpool(maps[0])))
+        for stage in (model.layer2, model.layer3, model.layer4):
+            maps.append(stage(maps[-1]))
+    assert [each.shape[-1] for each in maps] == [32, 16, 8, 4, 2]
+    for at, each in list(zip(curve.layers, maps, strict=True))[1:]:
+        positions = [[each[:, :, row, column] for column in range(each.shape[3])] for row in range(each.shape[2])]
+        patches = torch.stack([position for row in positions for position in row], 1)
+        assert at.mean == pytest.approx(looped_similarities(patches)[0], rel=1e-10)
+    assert 0 < curve.layers[0].mean < 1
+    with pytest.raises(InputError, match="layer 4 has a single patch"):
+        patch_similarity(model, batches(1))
+
+
 def test_patches_that_are_all_the_same_have_similarity_1() -> None:
     model = tiny.vit()
     nn.init.zeros_(model.patch_embed.proj.weight)  # only the bias is left
@@ -202,29 +274,52 @@ def test_patches_that_are_all_the_same_have_similarity_1() -> None:
 
 
 def test_another_model_is_refused_and_a_picture_is_drawn() -> None:
-    with pytest.raises(InputError, match="expected timm's VisionTransformer"):
-        patch_similarity(tiny.swin(), batches(2))
+    with pytest.raises(InputError, match=r"expected timm's VisionTransformer \(ViT, DeiT\), SwinTransformer or ResNet"):
+        patch_similarity(tiny.mixer(), batches(2))
     [axes] = draw_patch_similarity({"run": patch_similarity(tiny.vit(), batches(2))}).axes
     assert [line.get_label() for line in axes.lines] == ["run", "upper bound 1.000"]
 
 
-def test_the_ratio_of_known_scales() -> None:
-    model = tiny.vit(embed_dim=22, num_heads=2)  # quantiles 0.1 and 0.9 of 22 numbers are 2.1 from the ends
+def quantile(values: list[float], share: float) -> float:
+    """Quantile by sorting, linear between neighbours."""
+    ordered, at = sorted(values), share * (len(values) - 1)
+    low = int(at)
+    return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+
+
+def test_ratio_and_mean_of_the_size_of_scales_as_a_loop() -> None:
+    model = tiny.vit(embed_dim=22, num_heads=2)
     plugin = add_context_broadcasting(model, [1, 3], scaled=True)
+    for layer in ("1", "3"):
+        nn.init.normal_(plugin.scales[layer], mean=0.3)
+    for at, layer in zip(scale_ratios(model).layers, (1, 3), strict=True):
+        sizes = [scale if scale > 0 else -scale for scale in plugin.scales[str(layer)].tolist()]
+        assert at.layer == layer
+        assert (at.low, at.high) == pytest.approx((quantile(sizes, 0.1), quantile(sizes, 0.9)))
+        assert at.ratio == pytest.approx(quantile(sizes, 0.1) / quantile(sizes, 0.9))
+        assert at.mean == pytest.approx(sum(sizes) / len(sizes))
+        expected = {"layer": layer, "q10": at.low, "q90": at.high, "ratio": at.ratio, "mean": at.mean}
+        assert scale_ratios(model).rows()[layer // 2] == expected
+
+
+def test_the_sign_of_scales_does_not_matter_and_equal_sizes_have_ratio_1() -> None:
+    model = tiny.vit(embed_dim=22, num_heads=2)
+    plugin = add_context_broadcasting(model, [1, 3], scaled=True)
+    plugin.scales["1"].data = torch.tensor([0.5, -0.5], dtype=torch.float64).repeat(11)
     plugin.scales["3"].data = torch.arange(22, dtype=torch.float64).flip(0) - 10.5
-    plugin.scales["1"].data = torch.arange(22, dtype=torch.float64) - 3.1
     first, last = scale_ratios(model).layers
-    assert (first.layer, last.layer) == (1, 3)
-    assert (first.low, first.high, first.ratio) == pytest.approx((-1.0, 15.8, 1 / 15.8))
-    assert (last.low, last.high, last.ratio) == pytest.approx((-8.4, 8.4, 1.0))
-    assert scale_ratios(model).rows()[0] == {"layer": 1, "q10": first.low, "q90": first.high, "ratio": first.ratio}
+    assert (first.ratio, first.mean) == (1.0, 0.5)
+    assert (last.low, last.high, last.ratio, last.mean) == pytest.approx((1.5, 9.5, 1.5 / 9.5, 5.5))
+    [axes] = draw_scale_ratios({"run": scale_ratios(model)}).axes
+    assert [line.get_label() for line in axes.lines] == ["run, |λ|₀.₁ / |λ|₀.₉", "run, mean |λ|"]
+    assert [list(line.get_ydata()) for line in axes.lines] == [[1.0, last.ratio], [0.5, last.mean]]
 
 
 def test_scales_before_training_have_no_ratio() -> None:
     model = tiny.vit()
     add_context_broadcasting(model, "all", scaled=True)
     ratios = scale_ratios(model)
-    assert [at.ratio for at in ratios.layers] == [None] * tiny.DEPTH
+    assert [(at.ratio, at.mean) for at in ratios.layers] == [(None, 0.0)] * tiny.DEPTH
     [axes] = draw_scale_ratios({"run": ratios}).axes
     assert all(math.isnan(value) for value in axes.lines[0].get_ydata())
 
