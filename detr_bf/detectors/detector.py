@@ -102,7 +102,7 @@ class Detector(nn.Module):
         return self.detect(self.backbone(batch.images, batch.padding_mask), batch.padding_mask, batch.targets)
 
     def detect(self, features: Sequence[FeatureMap], padding_mask: Tensor, targets: Sequence[Target] = ()) -> Outputs:
-        """Run all parts after the backbone; mask (B, H, W) and targets of B images. Targets are read in training only."""
+        """Run all parts after the backbone; mask (B, H, W) and targets of B images, which are read in training only."""
         tokens = self.tokens(features[-self.levels :], padding_mask)
         memory = self.encoder(tokens)
         outputs: Outputs = self.decoder(memory, targets if self.decoder.training else ())
