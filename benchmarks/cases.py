@@ -127,6 +127,24 @@ def measure_inference(setting: Setting) -> Measurement:
     )
 
 
+def bytes_kept(model: nn.Module, loss: Callable[[], Tensor]) -> int:
+    """Return the bytes that ``loss`` saves for the backward pass, without parameters and buffers of ``model``."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict(keep_vars=True).values()}
+    found: dict[int, int] = {}
+    stored: list[Tensor] = []  # keeps storages alive, so that no address is reused
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            found[storage.data_ptr()] = storage.nbytes()
+            stored.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss()
+    return sum(found.values())
+
+
 def measure_matching(setting: Setting, images: int, queries: int) -> Measurement:
     """Measure the matching of one training step: the matcher's stacked cost against a cost matrix per decoder layer."""
     generator = torch.Generator().manual_seed(SEED)

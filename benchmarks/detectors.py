@@ -1,4 +1,4 @@
-"""Detectors against DETR, with and without BatchFormerV2: parameters, FLOPs, time of a training step.
+"""Detectors against DETR, with and without BatchFormerV2: parameters, FLOPs, time and memory of a training step.
 
 python benchmarks/detectors.py --rounds 3 --output benchmarks/results/detectors_cpu.json
 """
@@ -13,15 +13,18 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from cases import NUM_CLASSES, SEED, Preset, Setting, make_batch, make_optimizer, training_step
+from cases import NUM_CLASSES, SEED, Preset, Setting, bytes_kept, make_batch, make_optimizer, training_step
 from command import CONFIGS, add_image_options, cells, check_rounds, circumstances, make_parser
 from detr_bf.assembly import build_criterion, build_model, device_of
 from detr_bf.cli import run_tool
 from detr_bf.detectors import Detector
 from detr_bf.files import write_json
+from detr_bf.losses import SetCriterion
+from detr_bf.structures import Batch
 from timing import Spread, paired_ratios
 
 BASELINE = "detr/detr_r50"
@@ -34,6 +37,14 @@ RECIPES = (
     "deformable_detr/deformable_detr_r50",
     "deformable_detr/deformable_detr_r50_refine",
     "deformable_detr/deformable_detr_r50_two_stage",
+    "deformable_detr/h_deformable_detr_r50",
+    "dab_detr/dab_detr_r50",
+    "dab_detr/dab_deformable_detr_r50",
+    "dn_detr/dn_detr_r50",
+    "dino/dino_r50_4scale",
+    "rtdetr/rtdetr_r18",
+    "rtdetr/rtdetr_r50",
+    "rtdetr/rtdetrv2_r50",
 )
 WITH, WITHOUT = "batch_former.enabled=true", "batch_former.enabled=false"
 
@@ -47,10 +58,14 @@ class Row:
     parameters: int
     gflops: float  # per image of a forward pass in training; a multiply-add counts 2
     ratio: Spread  # time of a training step / time of the baseline without BatchFormerV2, per round
+    kept: int  # bytes that a step saves for the backward pass
+    kept_ratio: float  # the same / that of the baseline
 
     def __str__(self) -> str:
         name = self.recipe.rpartition("/")[2] + (" + BatchFormerV2" if self.batch_former else "")
-        return f"| {name} | {self.parameters / 1e6:.2f} | {self.gflops:.1f} | {cells(self.ratio)}"
+        return (
+            f"| {name} | {self.parameters / 1e6:.2f} | {self.gflops:.1f} | {cells(self.ratio)} {self.kept_ratio:.2f} |"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """Measure; print and write row by row, so that an interruption keeps finished rows."""
     check_rounds(options.rounds)
-    print("| | parameters, M | GFLOPs an image | step / DETR's | 10th to 90th |\n|---|---|---|---|---|")
+    print("| | parameters, M | GFLOPs an image | step / DETR's | 10th to 90th | memory / DETR's |\n" + "|---" * 6 + "|")
     rows = []
     for recipe in options.recipes:
         for row in measure(recipe, options):
@@ -79,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
 def measure(recipe: str, options: argparse.Namespace) -> Iterator[Row]:
     """Measure the recipe without and with BatchFormerV2, in turn with the baseline."""
     contestants = {"baseline": (BASELINE, WITHOUT), "without": (recipe, WITHOUT), "with": (recipe, WITH)}
-    models, steps = {}, {}
+    models, steps, kept = {}, {}, {}
     for name, (path, override) in contestants.items():
         preset = Preset(options.height, options.width, options.batch_size, (override,), CONFIGS / f"{path}.yaml")
         setting = Setting(preset, device_of(preset.config(f"device={options.device}")), options.rounds)
@@ -87,10 +102,10 @@ def measure(recipe: str, options: argparse.Namespace) -> Iterator[Row]:
         torch.manual_seed(SEED)
         model = build_model(config, NUM_CLASSES).to(setting.device).train()
         optimizer, criterion = make_optimizer(config, model), build_criterion(config)
+        batch = make_batch(setting)
         models[name] = model
-        steps[name] = partial(
-            training_step, model, optimizer, criterion, make_batch(setting), config.optimizer.clip_norm
-        )
+        kept[name] = bytes_kept(model, partial(_loss, model, criterion, batch))
+        steps[name] = partial(training_step, model, optimizer, criterion, batch, config.optimizer.clip_norm)
     seconds = setting.time(steps, recipe, warmup=1)
     for name in ("without", "with"):
         yield Row(
@@ -99,9 +114,15 @@ def measure(recipe: str, options: argparse.Namespace) -> Iterator[Row]:
             sum(p.numel() for p in models[name].parameters()),
             flops(models[name], setting) / 1e9,
             Spread.of(paired_ratios(seconds, name, "baseline")),
+            kept[name],
+            kept[name] / kept["baseline"],
         )
     del models, steps
     gc.collect()
+
+
+def _loss(model: Detector, criterion: SetCriterion, batch: Batch) -> Tensor:
+    return criterion(model(batch), batch.targets).total
 
 
 def flops(model: Detector, setting: Setting) -> int:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from cases import NUM_CLASSES, PRESETS, SEED, Preset, Setting, make_batch, make_optimizer
+from cases import NUM_CLASSES, PRESETS, SEED, Preset, Setting, bytes_kept, make_batch, make_optimizer
 from command import CONFIGS, cells, check_rounds, circumstances, make_parser
 from detr_bf.assembly import build_criterion, build_model, device_of
 from detr_bf.assembly.model import accelerate
@@ -241,21 +241,9 @@ class Step:
 
     def kept(self) -> int:
         """Return the bytes saved for the backward pass, without parameters and buffers."""
-        known = {tensor.untyped_storage().data_ptr() for tensor in self.model.state_dict(keep_vars=True).values()}
-        found: dict[int, int] = {}
-        stored: list[Tensor] = []  # keeps storages alive, so that no address is reused
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
-                found[storage.data_ptr()] = storage.nbytes()
-                stored.append(tensor)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            self._loss()
+        kept = bytes_kept(self.model, self._loss)
         self.watch.stop()
-        return sum(found.values())
+        return kept
 
     def _loss(self) -> Tensor:
         with torch.autocast(self.watch.device.type, self.precision, enabled=self.precision != torch.float32):

@@ -20,6 +20,7 @@ def test_every_row_with_and_without_batch_attention(tmp_path: Path, capsys: pyte
     for without, with_it in zip(rows[::2], rows[1::2], strict=True):
         assert with_it["parameters"] - without["parameters"] == 395_776
         assert with_it["gflops"] > without["gflops"] > 1
+        assert with_it["kept"] > without["kept"] > 1e6
     assert capsys.readouterr().out.count("\n| ") == len(rows)
 
 
