@@ -42,6 +42,8 @@ def deformable_detr(
     decoder_points: int = 4,
     box_refine: bool = False,
     two_stage: bool = False,
+    mixed_selection: bool = False,
+    look_forward_twice: bool = False,
 ) -> Detector:
     """Build Deformable DETR: deformable attention of tokens and queries to the tokens of several levels.
 
@@ -51,12 +53,20 @@ def deformable_detr(
         encoder_points, decoder_points: sampling points per head and level.
         box_refine: every layer refines the boxes of the previous layer, with its own heads.
         two_stage: take queries and their boxes from the best tokens of the encoder.
+        mixed_selection: with ``two_stage`` learn the contents of the queries, see :class:`ProposalQueries`.
+        look_forward_twice: with ``box_refine`` a layer also learns from the boxes of the next one, see
+            :class:`detr_bf.transformer.Decoder`.
 
     Raises:
-        InputError: ``two_stage`` without ``box_refine``, which is not defined in the paper's code.
+        InputError: ``two_stage`` or ``look_forward_twice`` without ``box_refine``, or ``mixed_selection`` without
+            ``two_stage``, which are not defined in the papers' code.
     """
     if two_stage and not box_refine:
         raise InputError("two_stage=true needs box_refine=true as well")
+    if look_forward_twice and not box_refine:
+        raise InputError("look_forward_twice=true needs box_refine=true as well")
+    if mixed_selection and not two_stage:
+        raise InputError("mixed_selection=true needs two_stage=true as well")
     levels = len(channels) + extra_levels
     norms = [nn.LayerNorm(options.hidden_dim) if options.pre_norm else None for _ in range(2)]
     dim, heads = options.hidden_dim, options.heads
@@ -78,10 +88,11 @@ def deformable_detr(
         encoder=encoder(options, encoder_layers, norms[0]),
         decoder=Decoder(
             decoder_layers,
-            queries=_proposal_queries(options) if two_stage else _learned_queries(options),
+            queries=_proposal_queries(options, mixed_selection) if two_stage else _learned_queries(options),
             heads=_heads(options, box_refine, two_stage),
             norm=norms[1],
             refine=box_refine,
+            look_forward_twice=look_forward_twice,
             aux_loss=options.aux_loss,
         ),
         mask_head=options.mask_head,
@@ -105,15 +116,19 @@ def _tokens(channels: Sequence[int], levels: int, options: Options) -> FeatureTo
 def _learned_queries(options: Options) -> LearnedQueries:
     point = xavier(nn.Linear(options.hidden_dim, 2))
     nn.init.zeros_(point.bias)
-    return LearnedQueries(options.num_queries, options.hidden_dim, learned_content=True, reference=point)
+    return LearnedQueries(
+        options.num_queries, options.hidden_dim, learned_content=True, reference=point, groups=options.groups
+    )
 
 
-def _proposal_queries(options: Options) -> ProposalQueries:
+def _proposal_queries(options: Options, mixed_selection: bool) -> ProposalQueries:
     return ProposalQueries(
         options.num_queries,
         options.hidden_dim,
         class_head=class_head(options),
         box_head=zero_init_box_head(options),
+        learned_content=mixed_selection,
+        groups=options.groups,
     )
 
 
