@@ -27,7 +27,7 @@ from detr_bf.detectors.two_stage import ProposalQueries
 from detr_bf.errors import InputError
 from detr_bf.layers import DeformableAttention
 from detr_bf.structures import Queries, TokenBatch
-from detr_bf.transformer import Decoder, FeatureTokens, Heads, LearnedQueries
+from detr_bf.transformer import Decoder, DecoderLayer, Encoder, FeatureTokens, Heads, LearnedQueries
 
 SIZE_LOGIT = -2.0  # initial boxes are 0.12 of the image wide and high
 
@@ -68,29 +68,17 @@ def deformable_detr(
     if mixed_selection and not two_stage:
         raise InputError("mixed_selection=true needs two_stage=true as well")
     levels = len(channels) + extra_levels
-    norms = [nn.LayerNorm(options.hidden_dim) if options.pre_norm else None for _ in range(2)]
-    dim, heads = options.hidden_dim, options.heads
-    encoder_layers = [
-        encoder_layer(options, DeformableTokenAttention(dim, heads=heads, levels=levels, points=encoder_points))
-        for _ in range(options.encoder_layers)
-    ]
-    decoder_layers = [
-        decoder_layer(
-            options,
-            query_attention(options),
-            DeformableMemoryAttention(dim, heads=heads, levels=levels, points=decoder_points),
-        )
-        for _ in range(options.decoder_layers)
-    ]
+    tokens_encoder = deformable_encoder(options, levels, encoder_points)
+    layers = deformable_decoder_layers(options, levels, decoder_points)
     return Detector(
         backbone,
-        tokens=_tokens(channels, levels, options),
-        encoder=encoder(options, encoder_layers, norms[0]),
+        tokens=level_tokens(channels, levels, options, offset=-0.5),
+        encoder=tokens_encoder,
         decoder=Decoder(
-            decoder_layers,
+            layers,
             queries=_proposal_queries(options, mixed_selection) if two_stage else _learned_queries(options),
             heads=_heads(options, box_refine, two_stage),
-            norm=norms[1],
+            norm=nn.LayerNorm(options.hidden_dim) if options.pre_norm else None,
             refine=box_refine,
             look_forward_twice=look_forward_twice,
             aux_loss=options.aux_loss,
@@ -100,7 +88,8 @@ def deformable_detr(
     )
 
 
-def _tokens(channels: Sequence[int], levels: int, options: Options) -> FeatureTokens:
+def level_tokens(channels: Sequence[int], levels: int, options: Options, *, offset: float) -> FeatureTokens:
+    """Build the tokens of all maps and of further levels, computed from the last map; ``offset`` of the positions."""
     dim = options.hidden_dim
     projections = [projection(count, options, norm=True) for count in channels]
     for level in range(levels - len(channels)):
@@ -110,7 +99,30 @@ def _tokens(channels: Sequence[int], levels: int, options: Options) -> FeatureTo
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
     embedding = nn.Parameter(torch.randn(levels, dim))
-    return FeatureTokens(projections, position(options, offset=-0.5), level_embedding=embedding)
+    return FeatureTokens(projections, position(options, offset=offset), level_embedding=embedding)
+
+
+def deformable_encoder(options: Options, levels: int, points: int) -> Encoder:
+    """Build the encoder loop over layers of deformable attention, with a last norm for pre-norm layers."""
+    dim, heads = options.hidden_dim, options.heads
+    layers = [
+        encoder_layer(options, DeformableTokenAttention(dim, heads=heads, levels=levels, points=points))
+        for _ in range(options.encoder_layers)
+    ]
+    return encoder(options, layers, nn.LayerNorm(dim) if options.pre_norm else None)
+
+
+def deformable_decoder_layers(options: Options, levels: int, points: int) -> list[DecoderLayer]:
+    """Build decoder layers with attention between the queries and deformable attention to the tokens."""
+    dim, heads = options.hidden_dim, options.heads
+    return [
+        decoder_layer(
+            options,
+            query_attention(options),
+            DeformableMemoryAttention(dim, heads=heads, levels=levels, points=points),
+        )
+        for _ in range(options.decoder_layers)
+    ]
 
 
 def _learned_queries(options: Options) -> LearnedQueries:
