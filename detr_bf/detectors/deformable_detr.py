@@ -44,6 +44,9 @@ def deformable_detr(
     two_stage: bool = False,
     mixed_selection: bool = False,
     look_forward_twice: bool = False,
+    queries: nn.Module | None = None,
+    update_queries: nn.Module | None = None,
+    eps: float = 1e-5,
 ) -> Detector:
     """Build Deformable DETR: deformable attention of tokens and queries to the tokens of several levels.
 
@@ -56,17 +59,14 @@ def deformable_detr(
         mixed_selection: with ``two_stage`` learn the contents of the queries, see :class:`ProposalQueries`.
         look_forward_twice: with ``box_refine`` a layer also learns from the boxes of the next one, see
             :class:`detr_bf.transformer.Decoder`.
+        queries, update_queries: of the decoder; by default learned queries or those of ``two_stage``, and no update.
+        eps: of the logits of the references, as of :class:`detr_bf.transformer.Heads`.
 
     Raises:
         InputError: ``two_stage`` or ``look_forward_twice`` without ``box_refine``, or ``mixed_selection`` without
             ``two_stage``, which are not defined in the papers' code.
     """
-    if two_stage and not box_refine:
-        raise InputError("two_stage=true needs box_refine=true as well")
-    if look_forward_twice and not box_refine:
-        raise InputError("look_forward_twice=true needs box_refine=true as well")
-    if mixed_selection and not two_stage:
-        raise InputError("mixed_selection=true needs two_stage=true as well")
+    _check_options(box_refine, two_stage, mixed_selection, look_forward_twice)
     levels = len(channels) + extra_levels
     tokens_encoder = deformable_encoder(options, levels, encoder_points)
     layers = deformable_decoder_layers(options, levels, decoder_points)
@@ -76,9 +76,11 @@ def deformable_detr(
         encoder=tokens_encoder,
         decoder=Decoder(
             layers,
-            queries=_proposal_queries(options, mixed_selection) if two_stage else _learned_queries(options),
-            heads=_heads(options, box_refine, two_stage),
+            queries=queries
+            or (_proposal_queries(options, mixed_selection) if two_stage else _learned_queries(options)),
+            heads=_heads(options, box_refine, two_stage, eps),
             norm=nn.LayerNorm(options.hidden_dim) if options.pre_norm else None,
+            update_queries=update_queries,
             refine=box_refine,
             look_forward_twice=look_forward_twice,
             aux_loss=options.aux_loss,
@@ -86,6 +88,15 @@ def deformable_detr(
         mask_head=options.mask_head,
         levels=len(channels),
     )
+
+
+def _check_options(box_refine: bool, two_stage: bool, mixed_selection: bool, look_forward_twice: bool) -> None:
+    if two_stage and not box_refine:
+        raise InputError("two_stage=true needs box_refine=true as well")
+    if look_forward_twice and not box_refine:
+        raise InputError("look_forward_twice=true needs box_refine=true as well")
+    if mixed_selection and not two_stage:
+        raise InputError("mixed_selection=true needs two_stage=true as well")
 
 
 def level_tokens(channels: Sequence[int], levels: int, options: Options, *, offset: float) -> FeatureTokens:
@@ -144,12 +155,12 @@ def _proposal_queries(options: Options, mixed_selection: bool) -> ProposalQuerie
     )
 
 
-def _heads(options: Options, refine: bool, two_stage: bool) -> Heads:
+def _heads(options: Options, refine: bool, two_stage: bool, eps: float) -> Heads:
     """Build one pair of heads, or with ``refine`` one per layer; only the first sets the initial size."""
     count = options.decoder_layers if refine else 1
     first = 0.0 if two_stage else SIZE_LOGIT
     boxes = [zero_init_box_head(options, size_logit=0.0 if layer else first) for layer in range(count)]
-    return Heads([class_head(options) for _ in range(count)], boxes)
+    return Heads([class_head(options) for _ in range(count)], boxes, eps=eps)
 
 
 class DeformableTokenAttention(nn.Module):
