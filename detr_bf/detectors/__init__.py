@@ -10,6 +10,7 @@ from detr_bf.detectors.dab_detr import dab_detr
 from detr_bf.detectors.deformable_detr import deformable_detr
 from detr_bf.detectors.detector import Detector, Options
 from detr_bf.detectors.detr import detr
+from detr_bf.detectors.dino import dino
 from detr_bf.detectors.dn_detr import dn_detr
 from detr_bf.detectors.mask_head import MaskHead
 from detr_bf.detectors.smca import smca
@@ -26,6 +27,7 @@ DETECTORS: dict[str, Callable[..., Detector]] = {
     "deformable_detr": deformable_detr,
     "detr": detr,
     "dn_detr": dn_detr,
+    "dino": dino,
     "smca": smca,
     "smca_multi_scale": smca_multi_scale,
 }

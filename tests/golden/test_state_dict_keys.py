@@ -53,6 +53,8 @@ def listed(golden: Sequence[Path], request: pytest.FixtureRequest) -> Case:
 
 
 def strides(case: Case) -> list[int]:
+    if family(case) == "dino":
+        return [4 * 2**stage for stage in case.cfg["return_interm_indices"]]
     several = family(case) in ("deformable_detr", "dab_deformable_detr") and case.cfg["num_feature_levels"] > 1
     if family(case) == "smca_multi_scale" or several:
         return [8, 16, 32]
