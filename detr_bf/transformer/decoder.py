@@ -72,7 +72,7 @@ class Decoder(nn.Module):
             queries = replace(queries, content=layer(queries, memory))
             state = self.norm(queries.content)
             predictions.append(self.heads(index, state, base))
-            if self.refine:
+            if self.refine and index + 1 < len(self.layers):
                 refined = predictions[-1][1]
                 if self.refine_before_norm or base is not queries.reference:
                     source = queries.content if self.refine_before_norm else state

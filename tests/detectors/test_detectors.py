@@ -20,6 +20,7 @@ from tests.detectors.tiny import (
     IMAGES,
     LAYERS,
     LOGITS,
+    PATTERNS,
     QUERIES,
     batch_former,
     images,
@@ -45,8 +46,9 @@ def test_shapes(name: str, aux_loss: bool, with_batch_former: bool, training: bo
     streams = 2 if training and with_batch_former else 1
     layers = LAYERS if aux_loss else 1
     assert outputs.num_streams == streams
-    assert outputs.logits.shape == (layers, streams * IMAGES, QUERIES, LOGITS)
-    assert outputs.boxes.shape == (layers, streams * IMAGES, QUERIES, 4)
+    queries = QUERIES * (PATTERNS if name.endswith("patterns") else 1)
+    assert outputs.logits.shape == (layers, streams * IMAGES, queries, LOGITS)
+    assert outputs.boxes.shape == (layers, streams * IMAGES, queries, 4)
     assert ((outputs.boxes > 0) & (outputs.boxes < 1)).all()
     assert (outputs.proposals is not None) == name.endswith("two_stage")
     if outputs.proposals is not None:
