@@ -25,7 +25,10 @@ from detr_bf.config import DetectionConfig, RunConfig
 from detr_bf.config.detection import ModelConfig
 from detr_bf.data.batches import derive_seed
 from detr_bf.detectors import Detector, MaskHead, Options, detector_named
+from detr_bf.detectors.dab_deformable_detr import dab_deformable_detr
+from detr_bf.detectors.dab_detr import dab_detr
 from detr_bf.detectors.deformable_detr import deformable_detr
+from detr_bf.detectors.dn_detr import dn_detr
 from detr_bf.detectors.smca import smca
 from detr_bf.detectors.smca_multi_scale import smca_multi_scale
 from detr_bf.engine.step import Criterion
@@ -45,7 +48,16 @@ FOCAL_PRIOR = 0.01  # initial score of every class (Lin et al. 2017, arXiv 1708.
 RECOMPILE_LIMIT = 64
 
 # Settings under ``model`` that only some detectors read.
+_DAB = ("dab.patterns", "dab.random_points")
 OWN_SETTINGS = {
+    "dab_deformable_detr": (
+        *_DAB,
+        "extra_levels",
+        "deformable.encoder_points",
+        "deformable.decoder_points",
+        "deformable.box_refine",
+    ),
+    "dab_detr": _DAB,
     "deformable_detr": (
         "extra_levels",
         "deformable.encoder_points",
@@ -53,6 +65,7 @@ OWN_SETTINGS = {
         "deformable.box_refine",
         "deformable.two_stage",
     ),
+    "dn_detr": (*_DAB, "denoising.groups", "denoising.label_noise", "denoising.box_noise"),
     "smca": ("smca.dynamic_scale", "smca.smooth", "smca.stride"),
     "smca_multi_scale": ("smca.smooth",),
 }
@@ -129,6 +142,7 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
         feedforward_dim=model.feedforward_dim,
         dropout=model.dropout,
         pre_norm=model.pre_norm,
+        activation=model.activation,
         num_queries=model.num_queries,
         position_encoding=model.position_encoding,
         position_temperature=model.position_temperature,
@@ -172,7 +186,19 @@ def build_mask_head(config: DetectionConfig, channels: Sequence[int]) -> MaskHea
 
 def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
     """Return the detector's builder with the arguments that only this detector has."""
+    anchors = {"patterns": model.dab.patterns, "random_points": model.dab.random_points}
     match model.name:
+        case "dab_deformable_detr":
+            return partial(
+                dab_deformable_detr,
+                **anchors,
+                extra_levels=model.extra_levels,
+                encoder_points=model.deformable.encoder_points,
+                decoder_points=model.deformable.decoder_points,
+                box_refine=model.deformable.box_refine,
+            )
+        case "dab_detr":
+            return partial(dab_detr, **anchors)
         case "deformable_detr":
             return partial(
                 deformable_detr,
@@ -181,6 +207,11 @@ def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
                 decoder_points=model.deformable.decoder_points,
                 box_refine=model.deformable.box_refine,
                 two_stage=model.deformable.two_stage,
+            )
+        case "dn_detr":
+            noise = model.denoising
+            return partial(
+                dn_detr, **anchors, groups=noise.groups, label_noise=noise.label_noise, box_noise=noise.box_noise
             )
         case "smca":
             if [model.smca.stride] != list(model.backbone.strides):
@@ -259,7 +290,8 @@ def build_classification(config: DetectionConfig, *, local: bool = False) -> Cla
 def build_criterion(config: DetectionConfig, *, local: bool = False) -> SetCriterion:
     """Build matcher and losses; a local criterion does not communicate."""
     classification, loss = build_classification(config, local=local), config.loss
-    matcher = HungarianMatcher(classification, loss.matcher.class_cost, loss.matcher.bbox_cost, loss.matcher.giou_cost)
+    costs = loss.matcher
+    matcher = HungarianMatcher(classification, costs.class_cost, costs.bbox_cost, costs.giou_cost, loss.giou_eps)
     return SetCriterion(
         classification,
         matcher,

@@ -39,7 +39,7 @@ def conditional_detr(backbone: nn.Module, channels: Sequence[int], options: Opti
     ]
     decoder = Decoder(
         layers,
-        queries=LearnedQueries(options.num_queries, dim, reference=xavier(MLP([dim, dim, 2]))),
+        queries=LearnedQueries(options.num_queries, dim, reference=xavier(MLP([dim, dim, 2])), groups=options.groups),
         heads=shared_heads(options, zero_init_box_head(options)),
         norm=nn.LayerNorm(dim),
         update_queries=ScaledSine(dim, temperature=options.position_temperature),
@@ -62,7 +62,7 @@ class ScaledSine(nn.Module):
         self.temperature = temperature  # the same as of the position encoding of the tokens
         self.scale = xavier(MLP([dim, dim, dim]))
 
-    def forward(self, layer: int, queries: Queries) -> Queries:
+    def forward(self, layer: int, queries: Queries, memory: TokenBatch) -> Queries:
         assert queries.reference is not None
         y_before_x = queries.reference.flip(-1)  # the order of the token positions
         encoding = sine_of_coordinates(y_before_x, self.dim // 2, temperature=self.temperature)

@@ -19,7 +19,7 @@ from detr_bf.batchformer import BatchFormerV2
 from detr_bf.detectors.mask_head import MaskHead
 from detr_bf.errors import InputError
 from detr_bf.layers import MLP, LearnedPosition, SinePosition
-from detr_bf.structures import Batch, FeatureMap, Outputs, Target
+from detr_bf.structures import Batch, FeatureMap, Outputs, QueryGroup, Target
 from detr_bf.transformer import (
     Decoder,
     DecoderLayer,
@@ -41,9 +41,11 @@ class Options:
 
     Args:
         num_logits: K; with cross-entropy the classes and, last, no-object.
+        activation: of the feed-forward networks, as of :class:`detr_bf.layers.FeedForward`.
         position_temperature: of the sine encoding; lower values separate neighbouring cells better.
         input_norm: group norm after the input projections, for features that are not of unit size.
         class_prior: initial score of every class, for sigmoid scores.
+        groups: further learned queries in training, as :func:`detr_bf.detectors.groups.query_groups` returns them.
         activation_checkpointing: recompute the encoder layers in the backward pass: less memory, more time.
     """
 
@@ -55,12 +57,14 @@ class Options:
     feedforward_dim: int = 2048
     dropout: float = 0.1
     pre_norm: bool = False
+    activation: str = "relu"
     num_queries: int = 100
     position_encoding: str = "sine"
     position_temperature: float = 10000.0
     input_norm: bool = False
     aux_loss: bool = True
     class_prior: float | None = None
+    groups: tuple[QueryGroup, ...] = ()
     batch_former: BatchFormerV2 | None = None
     mask_head: MaskHead | None = None
     activation_checkpointing: bool = False
@@ -138,8 +142,17 @@ class Detector(nn.Module):
         return self.backbone, self.tokens, self.encoder, self.decoder
 
 
-def single_level_detector(backbone: nn.Module, channels: Sequence[int], options: Options, decoder: Decoder) -> Detector:
+def single_level_detector(
+    backbone: nn.Module,
+    channels: Sequence[int],
+    options: Options,
+    decoder: Decoder,
+    position_scale: nn.Module | None = None,
+) -> Detector:
     """Build a detector with DETR's encoder over the tokens of one feature map.
+
+    Args:
+        position_scale: as of :class:`detr_bf.transformer.Encoder`.
 
     Raises:
         InputError: the backbone has several feature maps.
@@ -153,7 +166,7 @@ def single_level_detector(backbone: nn.Module, channels: Sequence[int], options:
         encoder_layer(options, TokenAttention(options.hidden_dim, heads=options.heads, dropout=options.dropout))
         for _ in range(options.encoder_layers)
     ]
-    loop = encoder(options, layers, nn.LayerNorm(options.hidden_dim) if options.pre_norm else None)
+    loop = encoder(options, layers, nn.LayerNorm(options.hidden_dim) if options.pre_norm else None, position_scale)
     return Detector(backbone, tokens=tokens, encoder=loop, decoder=decoder, mask_head=options.mask_head)
 
 
@@ -165,6 +178,7 @@ def encoder_layer(options: Options, attention: nn.Module) -> EncoderLayer:
         feedforward_dim=options.feedforward_dim,
         dropout=options.dropout,
         pre_norm=options.pre_norm,
+        activation=options.activation,
     )
 
 
@@ -177,14 +191,18 @@ def decoder_layer(options: Options, self_attention: nn.Module, cross_attention: 
         feedforward_dim=options.feedforward_dim,
         dropout=options.dropout,
         pre_norm=options.pre_norm,
+        activation=options.activation,
     )
 
 
-def encoder(options: Options, layers: Sequence[nn.Module], norm: nn.Module | None = None) -> Encoder:
-    """Build the encoder loop over ``layers``, with batch attention if it is enabled."""
+def encoder(
+    options: Options, layers: Sequence[nn.Module], norm: nn.Module | None = None, scale: nn.Module | None = None
+) -> Encoder:
+    """Build the encoder loop over ``layers``, with batch attention if it is enabled; ``scale`` is of the positions."""
     return Encoder(
         layers,
         norm=norm,
+        position_scale=scale,
         batch_former=options.batch_former,
         activation_checkpointing=options.activation_checkpointing,
     )
@@ -212,9 +230,9 @@ def query_attention(options: Options) -> QueryAttention:
     return QueryAttention(options.hidden_dim, heads=options.heads, dropout=options.dropout)
 
 
-def shared_heads(options: Options, box: nn.Module | None = None) -> Heads:
+def shared_heads(options: Options, box: nn.Module | None = None, *, eps: float = 1e-5) -> Heads:
     """Build one class head and one box head for all decoder layers."""
-    return Heads([class_head(options)], [box or box_head(options)])
+    return Heads([class_head(options)], [box or box_head(options)], eps=eps)
 
 
 def class_head(options: Options) -> nn.Linear:

@@ -25,7 +25,8 @@ class Decoder(nn.Module):
         queries: (memory, targets) -> queries of the first layer; may use the targets, given in training, for groups.
         heads: (layer, content, reference) -> class logits and boxes.
         norm: applied to the content before the heads.
-        update_queries: (layer, queries) -> queries, called before every layer; may set ``reference`` or ``modulation``.
+        update_queries: (layer, queries, memory) -> queries, called before every layer; may set ``position``,
+            ``reference`` or ``modulation``.
         refine: use the boxes of a layer, detached, as the reference of the next layer.
         refine_before_norm: compute these boxes from the content before ``norm`` (DAB-DETR, Liu et al. 2022, arXiv
             2201.12329); the predictions are computed from the content after it.
@@ -41,7 +42,7 @@ class Decoder(nn.Module):
         queries: nn.Module,
         heads: Heads,
         norm: nn.Module | None = None,
-        update_queries: Callable[[int, Queries], Queries] | None = None,
+        update_queries: Callable[[int, Queries, TokenBatch], Queries] | None = None,
         refine: bool = False,
         refine_before_norm: bool = False,
         look_forward_twice: bool = False,
@@ -66,12 +67,12 @@ class Decoder(nn.Module):
         predictions = []
         for index, layer in enumerate(self.layers):
             if self.look is not None:
-                queries = self.look(index, queries)
+                queries = self.look(index, queries, memory)
                 base = base if self.look_forward_twice and index else queries.reference
             queries = replace(queries, content=layer(queries, memory))
             state = self.norm(queries.content)
             predictions.append(self.heads(index, state, base))
-            if self.refine:
+            if self.refine and index + 1 < len(self.layers):
                 refined = predictions[-1][1]
                 if self.refine_before_norm or base is not queries.reference:
                     source = queries.content if self.refine_before_norm else state
@@ -130,13 +131,14 @@ class DecoderLayer(nn.Module):
         feedforward_dim: int,
         dropout: float = 0.0,
         pre_norm: bool = False,
+        activation: str = "relu",
     ) -> None:
         super().__init__()
         self.self_attention = self_attention
         self.self_residual = Residual(dim, dropout=dropout, pre_norm=pre_norm)
         self.cross_attention = cross_attention
         self.cross_residual = Residual(dim, dropout=dropout, pre_norm=pre_norm)
-        self.feed_forward = FeedForward(dim, feedforward_dim, dropout)
+        self.feed_forward = FeedForward(dim, feedforward_dim, dropout, activation=activation)
         self.feed_forward_residual = Residual(dim, dropout=dropout, pre_norm=pre_norm)
 
     def forward(self, queries: Queries, memory: TokenBatch) -> Tensor:
@@ -180,23 +182,36 @@ class LearnedQueries(nn.Module):
         dim: C.
         learned_content: learn the content as well; by default it starts at zero.
         reference: position (R, Q, C) -> logits (R, Q, 2) of the query's reference point; None: no reference points.
+        groups: further learned queries, used in training only.
     """
 
     def __init__(
-        self, num_queries: int, dim: int, *, learned_content: bool = False, reference: nn.Module | None = None
+        self,
+        num_queries: int,
+        dim: int,
+        *,
+        learned_content: bool = False,
+        reference: nn.Module | None = None,
+        groups: Sequence[QueryGroup] = (),
     ) -> None:
         super().__init__()
-        self.position = nn.Embedding(num_queries, dim)
-        self.content = nn.Embedding(num_queries, dim) if learned_content else None
+        self.num_queries = num_queries
+        self.groups = tuple(groups)
+        total = num_queries + sum(group.size for group in groups)
+        self.position = nn.Embedding(total, dim)
+        self.content = nn.Embedding(total, dim) if learned_content else None
         self.reference = reference
 
     def forward(self, memory: TokenBatch, targets: Sequence[Target] = ()) -> Queries:
         """Memory of R rows -> queries (R, Q, C)."""
-        rows = len(memory.tokens)
-        position = self.position.weight.expand(rows, -1, -1)
-        content = torch.zeros_like(position) if self.content is None else self.content.weight.expand(rows, -1, -1)
+        rows, groups = len(memory.tokens), self.groups if self.training else ()
+        count = self.num_queries + sum(group.size for group in groups)
+        position = self.position.weight[:count].expand(rows, -1, -1)
+        content = torch.zeros_like(position)
+        if self.content is not None:
+            content = self.content.weight[:count].expand(rows, -1, -1)
         point = None if self.reference is None else full_precision(self.reference, position).sigmoid()
-        return Queries(content, position, point)
+        return in_groups(Queries(content, position, point), groups)
 
 
 def append_queries(
@@ -237,3 +252,14 @@ def append_queries(
         blocked=blocked,
         groups=(*queries.groups, group),
     )
+
+
+def in_groups(queries: Queries, groups: Sequence[QueryGroup]) -> Queries:
+    """Declare the last queries to be ``groups``, in their order; the parts of all groups attend to themselves only."""
+    if not groups:
+        return queries
+    sizes = [group.size // group.parts for group in groups for _ in range(group.parts)]
+    sizes = [queries.content.shape[1] - sum(sizes), *sizes]
+    device = queries.content.device
+    part = torch.arange(len(sizes), device=device).repeat_interleave(torch.tensor(sizes, device=device))
+    return replace(queries, blocked=part[:, None] != part, groups=tuple(groups))

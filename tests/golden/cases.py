@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,18 @@ from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.detectors import DETECTORS, Detector, MaskHead, Options
-from detr_bf.interop import from_foreign
-from detr_bf.structures import FeatureMap, Masks, Outputs, Target, resize_mask
+from detr_bf.detectors.denoising import ContrastiveDenoising
+from detr_bf.detectors.groups import ONE_TO_MANY, query_groups
+from detr_bf.interop import from_foreign, to_foreign
+from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, PaddedTargets, SetCriterion
+from detr_bf.structures import FeatureMap, Masks, Outputs, QueryGroup, Target, resize_mask
+
+SHARED = Path(__file__).parents[3] / "shared"
+FOLDERS = (SHARED / "golden", SHARED / "golden_successors")  # read without --golden
+WITH_NO_OBJECT = ("detr", "smca", "smca_multi_scale")  # detectors with a last class for no object
+WITH_GIOU_EPS = ("dab_detr", "dab_deformable_detr", "dn_detr", "dino")
+FORMATS = {"dn_detr": "dab_detr"}  # names of checkpoint formats that are not the detector's
+KEY_LISTS = "14_state_dict_keys"  # folder in them with the names and shapes of full-size models
 
 
 @dataclass(frozen=True)
@@ -26,10 +37,11 @@ class Case:
     manifest: dict[str, Any]
 
     @classmethod
-    def load(cls, folder: Path, name: str) -> Case:
-        stored = load_file(folder / f"{name}.safetensors")
+    def load(cls, path: Path) -> Case:
+        """Read the case of a manifest; its tensors lie beside it."""
+        stored = load_file(path.with_suffix(".safetensors"))
         tensors = {key: value.float() if value.dtype == torch.float16 else value for key, value in stored.items()}
-        return cls(name, tensors, json.loads((folder / f"{name}.json").read_text()))
+        return cls(path.stem, tensors, json.loads(path.read_text()))
 
     @property
     def cfg(self) -> dict[str, Any]:
@@ -52,7 +64,7 @@ def build(case: Case, weights: str = "weights.") -> Detector:
 def options(case: Case) -> Options:
     cfg = case.cfg
     return Options(
-        num_logits=cfg["num_classes"] + (0 if family(case) in ("conditional_detr", "deformable_detr") else 1),
+        num_logits=cfg["num_classes"] + (1 if family(case) in WITH_NO_OBJECT else 0),
         hidden_dim=cfg["hidden_dim"],
         heads=cfg["nheads"],
         encoder_layers=cfg["enc_layers"],
@@ -60,10 +72,34 @@ def options(case: Case) -> Options:
         feedforward_dim=cfg["dim_feedforward"],
         dropout=0.0,
         pre_norm=cfg.get("pre_norm", False),
-        num_queries=cfg["num_queries"],
+        activation=cfg["transformer_activation"] if family(case) in ("dab_detr", "dn_detr") else "relu",
+        num_queries=cfg["num_queries_one2one"] if "num_queries_one2one" in cfg else cfg["num_queries"],
+        groups=further_queries(case),
+        position_temperature=position_temperature(case),
+        aux_loss=cfg.get("aux_loss", True),
         batch_former=batch_former(case),
         mask_head=mask_head(case),
     )
+
+
+def further_queries(case: Case) -> tuple[QueryGroup, ...]:
+    """Return H-DETR's one-to-many queries."""
+    cfg = case.cfg
+    if "num_queries_one2many" not in cfg:
+        return ()
+    return query_groups(
+        cfg["num_queries_one2one"],
+        one_to_many=cfg["num_queries_one2many"],
+        repeats=cfg["k_one2many"],
+        weight=cfg["lambda_one2many"],
+    )
+
+
+def position_temperature(case: Case) -> float:
+    if family(case) not in ("dab_detr", "dino", "dn_detr"):
+        return 10000.0
+    assert case.cfg["pe_temperatureH"] == case.cfg["pe_temperatureW"], "we have one temperature for both axes"
+    return float(case.cfg["pe_temperatureH"])
 
 
 def mask_head(case: Case) -> MaskHead | None:
@@ -77,6 +113,12 @@ def mask_head(case: Case) -> MaskHead | None:
 def family(case: Case) -> str:
     """Return the name of our detector for a recorded one."""
     repository = json.dumps(case.manifest["upstream"]).lower()
+    if "/dino" in repository:
+        return "dino"
+    if "dab-detr" in repository:
+        return case.cfg.get("modelname", "dab_deformable_detr" if "enc_n_points" in case.cfg else "dab_detr")
+    if "dn-detr" in repository:
+        return "dn_detr"
     if "deformable" in repository:
         return "deformable_detr"
     if "conditional" in repository:
@@ -101,6 +143,26 @@ def detector(case: Case) -> Any:
                 decoder_points=cfg["dec_n_points"],
                 box_refine=cfg["with_box_refine"],
                 two_stage=cfg["two_stage"],
+                mixed_selection=cfg.get("mixed_selection", False),
+                look_forward_twice=cfg.get("look_forward_twice", False),
+            )
+        if kind == "dino":
+            return DETECTORS[kind](backbone, channels, chosen, **dino_options(case, len(channels)))
+        anchors = {"patterns": cfg.get("num_patterns"), "random_points": cfg.get("random_refpoints_xy")}
+        if kind == "dab_detr":
+            return DETECTORS[kind](backbone, channels, chosen, **anchors)
+        if kind == "dn_detr":
+            return DETECTORS[kind](backbone, channels, chosen, **anchors, **denoising(case))
+        if kind == "dab_deformable_detr":
+            return DETECTORS[kind](
+                backbone,
+                channels,
+                chosen,
+                **anchors,
+                extra_levels=cfg["num_feature_levels"] - len(channels),
+                encoder_points=cfg["enc_n_points"],
+                decoder_points=cfg["dec_n_points"],
+                box_refine=cfg.get("with_box_refine", True),
             )
         if kind == "smca":
             return DETECTORS[kind](backbone, channels, chosen, dynamic_scale=cfg["dynamic_scale"], smooth=cfg["smooth"])
@@ -111,6 +173,37 @@ def detector(case: Case) -> Any:
         return DETECTORS[kind](backbone, channels, chosen)
 
     return make
+
+
+def dino_options(case: Case, maps: int) -> dict[str, Any]:
+    """Return the arguments of :func:`detr_bf.detectors.dino.dino`; others as in DINO's configs."""
+    cfg = case.cfg
+    return {
+        "extra_levels": cfg["num_feature_levels"] - maps,
+        "encoder_points": cfg["enc_n_points"],
+        "decoder_points": cfg["dec_n_points"],
+        "mixed_selection": cfg["embed_init_tgt"],
+        "layer_class_heads": not cfg.get("dec_pred_class_embed_share", True),
+        "layer_box_heads": not cfg.get("dec_pred_bbox_embed_share", True),
+        "token_class_head": not cfg.get("two_stage_class_embed_share", False),
+        "token_box_head": not cfg.get("two_stage_bbox_embed_share", False),
+        "denoising": ContrastiveDenoising(
+            queries=cfg["dn_number"],
+            # Below 50 DINO's code takes twice the number for that of the groups.
+            groups=2 * cfg["dn_number"] if cfg["dn_number"] < 50 else None,
+            label_noise=cfg["dn_label_noise_ratio"],
+            box_noise=cfg["dn_box_noise_scale"],
+        ),
+    }
+
+
+def denoising(case: Case) -> dict[str, Any]:
+    cfg = case.cfg
+    return {
+        "groups": cfg["scalar"],
+        "label_noise": cfg["label_noise_scale"],
+        "box_noise": cfg["box_noise_scale"],
+    }
 
 
 def batch_former(case: Case) -> BatchFormerV2 | None:
@@ -186,3 +279,89 @@ def assert_outputs(outputs: Outputs, expected: Outputs) -> None:
     assert (outputs.proposals is None) == (expected.proposals is None)
     if outputs.proposals is not None and expected.proposals is not None:
         assert_outputs(outputs.proposals, expected.proposals)
+
+
+def named_outputs(outputs: Outputs, case: Case | None = None) -> dict[str, Tensor]:
+    """Return every output by the name that most references give it, or that of ``case``; not of empty groups."""
+    named = {}
+    for kind, stacked in (("pred_logits", outputs.logits), ("pred_boxes", outputs.boxes)):
+        *auxiliary, named[kind] = stacked
+        named |= {f"aux_outputs.{layer}.{kind}": x for layer, x in enumerate(auxiliary)}
+    if outputs.masks is not None:
+        named["pred_masks"] = outputs.masks.all()
+    if outputs.proposals is not None:
+        named |= {f"enc_outputs.{name}": x for name, x in named_outputs(outputs.proposals).items()}
+    for group, predicted in outputs.groups:
+        if group.size:
+            named |= {f"{group.name}.{name}": x for name, x in named_outputs(predicted).items()}
+    return {their_output(case, name): x for name, x in named.items()} if case else named
+
+
+def their_output(case: Case, name: str) -> str:
+    """Return the reference's name of an output."""
+    if family(case) == "dino":
+        return name.replace("enc_outputs", "interm_outputs")
+    if name.startswith(f"{ONE_TO_MANY}."):
+        layer, _, kind = name.removeprefix(f"{ONE_TO_MANY}.").rpartition(".")
+        return f"{layer.replace('aux_outputs', 'aux_outputs_one2many')}.{kind}" if layer else f"{kind}_one2many"
+    return name
+
+
+def probe(named: dict[str, Tensor]) -> Tensor:
+    """Return the recorded scalar: the sum of every named output times cosines of its index in sorted order."""
+    terms = []
+    for index, name in enumerate(sorted(named)):
+        x = named[name].double()
+        terms.append((x * torch.cos(0.7 * torch.arange(x.numel(), dtype=torch.float64) + index).view_as(x)).sum())
+    return torch.stack(terms).sum()
+
+
+def assert_parameter_gradients(case: Case, model: nn.Module, expected: dict[str, Any]) -> None:
+    """Compare norm and weighted sum of each gradient by the reference's names; gradients that it lacks must be zero."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    ours = {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
+    theirs = to_foreign(ours, FORMATS.get(family(case), "detr_panoptic" if case.cfg.get("masks") else family(case)))
+    for name, numbers in expected["param_grads"].items():
+        gradient = theirs.get(name)
+        if numbers is None or gradient is None:
+            assert gradient is None or not gradient.any(), name
+            assert numbers is None or max(map(abs, numbers)) < 1e-3, name
+            continue
+        weights = torch.cos(0.7 * torch.arange(gradient.numel(), dtype=torch.float64))
+        norm, weighted = gradient.norm().item(), (gradient.flatten().double() * weights).sum().item()
+        tolerance = 1e-3 * max(norm, 1.0)
+        assert math.isclose(norm, numbers[0], abs_tol=tolerance), name
+        assert math.isclose(weighted, numbers[1], abs_tol=tolerance), name
+
+
+def set_criterion(case: Case) -> SetCriterion:
+    """Build the criterion with the reference's costs and weights.
+
+    Focal losses weigh the class by 2 in the cost; in the loss too, unless the case has its own weights.
+    """
+    if family(case) == "detr":
+        weight = case.manifest.get("eos_coef", case.manifest.get("cfg", {}).get("eos_coef"))
+        classification = CrossEntropy(weight)
+        return SetCriterion(classification, HungarianMatcher(classification))
+    classification = Focal()
+    matcher = HungarianMatcher(classification, 2.0, giou_eps=1e-6 if family(case) in WITH_GIOU_EPS else 0.0)
+    own = case.manifest.get("weight_dict", {})
+    weights = [own.get(name, weight) for name, weight in (("loss_ce", 2.0), ("loss_bbox", 5.0), ("loss_giou", 2.0))]
+    return SetCriterion(classification, matcher, *weights)
+
+
+def assert_matches(
+    case: Case,
+    sub: str,
+    outputs: Outputs,
+    targets: PaddedTargets,
+    matcher: HungarianMatcher,
+    calls: list[str] | None = None,
+) -> None:
+    matches = matcher(outputs, targets)
+    layers, rows = outputs.logits.shape[:2]
+    for layer, call in enumerate(calls or [*(f"aux_{index}" for index in range(layers - 1)), "last"]):
+        for row in range(rows):
+            here = (matches.layer == layer) & (matches.row == row)
+            assert torch.equal(matches.query[here], case.tensors[f"{sub}.out.indices.{call}.{row}.src"])
+            assert torch.equal(matches.target[here], case.tensors[f"{sub}.out.indices.{call}.{row}.tgt"])

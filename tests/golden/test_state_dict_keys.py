@@ -6,7 +6,7 @@ Both sides are built without memory (the meta device), but for the initialisatio
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from detr_bf.backbones import build_backbone
 from detr_bf.detectors import Detector
 from detr_bf.interop import format_of, from_foreign, to_foreign
-from tests.golden.cases import Case, detector, family, options
+from tests.golden.cases import KEY_LISTS, Case, detector, family, options
 
-FOLDER = "14_state_dict_keys"
 CLASSES = {"coco": 91, "coco_panoptic": 250}  # the largest category id and one more
 OTHER_CLASSES = 20  # of any other data set
 LEARNED = ("v3", "learned")  # their names of the learned position encoding
@@ -43,24 +42,21 @@ class Stats(NamedTuple):
         return cls(x.mean().item(), x.std(correction=0).item(), x.min().item(), x.max().item())
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "listed" in metafunc.fixturenames:
-        paths = sorted((metafunc.config.getoption("--golden") / FOLDER).glob("*.json"))
-        metafunc.parametrize("listed", [path.stem for path in paths] or [None], indirect=True)
-
-
 @pytest.fixture
-def listed(golden: Path, request: pytest.FixtureRequest) -> Case:
+def listed(golden: Sequence[Path], request: pytest.FixtureRequest) -> Case:
     """Key list as a case with the arguments of our detectors."""
     if request.param is None:
-        pytest.fail(f"{golden} has no key lists: {FOLDER} holds no .json file")
-    manifest = json.loads((golden / FOLDER / f"{request.param}.json").read_text())
+        pytest.skip(f"no key lists in {KEY_LISTS} of {', '.join(map(str, golden))}")
+    manifest = json.loads(request.param.read_text())
     cfg = manifest["args"] | {"num_classes": CLASSES.get(manifest["args"]["dataset_file"], OTHER_CLASSES)}
-    return Case(request.param, {}, manifest | {"cfg": cfg})
+    return Case(request.param.stem, {}, manifest | {"cfg": cfg})
 
 
 def strides(case: Case) -> list[int]:
-    if family(case) == "smca_multi_scale" or case.cfg.get("num_feature_levels", 1) > 1:
+    if family(case) == "dino":
+        return [4 * 2**stage for stage in case.cfg["return_interm_indices"]]
+    several = family(case) in ("deformable_detr", "dab_deformable_detr") and case.cfg["num_feature_levels"] > 1
+    if family(case) == "smca_multi_scale" or several:
         return [8, 16, 32]
     return [16 if case.cfg["dilation"] else 32]
 
@@ -138,10 +134,12 @@ def test_initialisation(listed: Case) -> None:
         torch.manual_seed(seed)
         states.append(to_foreign(ours(listed, whole=False).state_dict(), form.name))
     recorded = {key: Stats(*value) for key, value in listed.manifest["init_stats"].items() if key != "what"}
-    assert recorded.keys() == states[0].keys()
+    tied = {name for first, *others in listed.manifest["tied_keys"] if first in recorded for name in others}
+    assert recorded.keys() | tied == states[0].keys()
     wrong = {}
-    for key, tensor in states[0].items():
-        own, theirs = Stats.of(tensor), recorded[key]
+    for key, theirs in recorded.items():
+        tensor = states[0][key]
+        own = Stats.of(tensor)
         same = equal(own, theirs) if torch.equal(tensor, states[1][key]) else alike(own, theirs, tensor.numel())
         if not same:
             wrong[key] = f"ours {own}, theirs {theirs}"
