@@ -26,7 +26,7 @@ class Format:
     rules: Callable[[Layout], Iterable[NameRule]]
     signs: tuple[str, ...]  # regular expressions of tensors or modules; a checkpoint of this format has all of them
     title: str
-    wrapper: str | None = "model"  # key of the weights in a checkpoint; None: the checkpoint is the state dict
+    wrapper: str | None = "model"  # key of the weights in a checkpoint ("ema.module": in ema); None: no other content
     ignored: tuple[str, ...] = COUNTERS  # suffixes of names that are neither read nor written
     own: bool = False  # our detectors under other names, with all their tensors
 
@@ -53,6 +53,30 @@ def _hugging_face(name: str, rules: Table, signs: tuple[str, ...]) -> Iterator[F
             wrapper=None,
             ignored=("num_batches_tracked",),  # its norms are frozen
         )
+
+
+def _rtdetr() -> Iterator[Format]:
+    """Yield the formats of both versions of RT-DETR: the authors' and Hugging Face's."""
+    signs = ("decoder.dec_score_head.0", "encoder.fpn_blocks.0", "encoder.encoder.0.layers.0")
+    first, second = (
+        ("encoder.input_proj.0.0", "decoder.enc_output.0"),
+        ("encoder.input_proj.0.conv", "decoder.enc_output.proj"),
+    )
+    buffers = ("decoder.anchors", "decoder.valid_mask", "cross_attn.num_points_scale")
+    title = "official RT-DETR"
+    yield Format("rtdetr", official.official_rtdetr, (*signs, *first), title, "ema.module", ignored=buffers)
+    yield Format("rtdetrv2", official.official_rtdetrv2, (*signs, *second), f"{title}v2", "ema.module", ignored=buffers)
+    hugging = ("model.encoder.fpn_blocks.0", r"model\.encoder\.(aifi|encoder)\.0\.layers\.0", "model.enc_score_head")
+    scale = ("n_points_scale",)
+    yield Format("hf_rtdetr", huggingface.hf_rtdetr, hugging, "Hugging Face RT-DETR", None, ignored=scale)
+    yield Format(
+        "hf_rtdetrv2",
+        huggingface.hf_rtdetrv2,
+        (*hugging, r"class_embed\.0"),
+        "Hugging Face RT-DETRv2",
+        None,
+        ignored=scale,
+    )
 
 
 def _detectron2() -> Iterator[Format]:
@@ -113,6 +137,7 @@ FORMATS = (
         (f"{_LAYER}.cross_attn.sampling_offsets", "transformer.level_embed", "input_proj.0.0"),
         "official Deformable DETR",
     ),
+    *_rtdetr(),
     *_hugging_face("detr", huggingface.hf_detr, (f"{_ATTENTION}.q_proj", "class_labels_classifier", "bbox_predictor")),
     *_hugging_face(
         "conditional_detr",

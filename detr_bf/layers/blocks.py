@@ -40,18 +40,21 @@ class Residual(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Linear, ReLU, dropout, linear: (..., C) -> (..., C)."""
+    """Linear, activation (ReLU by default), dropout, linear: (..., C) -> (..., C)."""
 
-    def __init__(self, dim: int, hidden_dim: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self, dim: int, hidden_dim: int, dropout: float = 0.0, activation: Callable[[Tensor], Tensor] = F.relu
+    ) -> None:
         super().__init__()
         self.expand = nn.Linear(dim, hidden_dim)
         self.dropout = nn.Dropout(dropout)
         self.contract = nn.Linear(hidden_dim, dim)
+        self.activation = activation
         for linear in (self.expand, self.contract):
             nn.init.xavier_uniform_(linear.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.contract(self.dropout(F.relu(self.expand(x))))
+        return self.contract(self.dropout(self.activation(self.expand(x))))
 
 
 class MLP(nn.Module):

@@ -1,0 +1,97 @@
+"""ResNet-vd, the backbone of RT-DETR (Zhao et al. 2023, arXiv 2304.08069), as timm's ``resnetNd`` with two differences.
+
+The residual networks of He et al. 2018 (arXiv 1812.01187, "ResNet-D"): three 3 x 3 convolutions as the stem, average
+pooling in the shortcuts. RT-DETR gives its networks the colours from 0 to 1 without a normalisation, and its 18 and 34
+layer forms have a convolution in the first shortcut, where timm's have the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import timm
+from torch import Tensor, nn
+
+from detr_bf.backbones.backbone import Network
+from detr_bf.backbones.timm_backbone import build_timm
+from detr_bf.backbones.weights import load_network_weights, read_network_file
+
+BASIC = ("resnet18vd", "resnet34vd")  # two convolutions a block, not three
+FIRST_SHORTCUT = "layer1.0.downsample"
+STEM_CONVOLUTIONS = (("conv1.0", "conv1.1"), ("conv1.3", "conv1.4"), ("conv1.6", "bn1"))  # each with its norm
+BLOCKS = 23  # of the longest stage of ResNet-101
+
+
+def build_resnet_vd(name: str, *, weights: str, strides: Sequence[int], finer: bool = False) -> Network:
+    """Build a ResNet-vd up to the stage of its largest stride.
+
+    Args:
+        name: ``resnet18vd``, ``resnet34vd``, ``resnet50vd`` or ``resnet101vd``.
+        weights: ``none``; ``imagenet`` (timm's of ``resnetNd``; an added first shortcut starts as the identity); or a
+            file with the state dict of timm's classifier or of the RT-DETR authors' backbone.
+        strides: of the feature maps, among 2, 4, 8, 16, 32.
+        finer: also return the maps of every finer stride, from 4 on.
+
+    Raises:
+        InputError: an unknown stride, or the weights are not available or of another network.
+    """
+    published = weights == "imagenet"
+    network = build_timm(
+        name.replace("vd", "d"), weights=weights if published else "none", strides=strides, finer=finer
+    )
+    if name in BASIC and hasattr(network.body, "layer1"):
+        network.body.get_submodule("layer1.0").downsample = _shortcut(network.body)
+    if weights not in ("imagenet", "none"):
+        _load_file(network.body, name, weights)
+    return replace(network, mean=(0.0,) * 3, std=(1.0,) * 3)
+
+
+def _shortcut(body: nn.Module) -> nn.Sequential:
+    """Build a shortcut that starts as the identity, with the submodules of timm's other shortcuts."""
+    channels = body.get_submodule("layer1.0.conv2").out_channels
+    convolution = nn.Conv2d(channels, channels, 1, bias=False)
+    nn.init.dirac_(convolution.weight)
+    return nn.Sequential(nn.Identity(), convolution, nn.BatchNorm2d(channels))
+
+
+def _load_file(body: nn.Module, name: str, weights: str) -> None:
+    """Load a file of weights, by timm's names or by the authors'.
+
+    Raises:
+        InputError: it belongs to another network.
+    """
+    state: Mapping[str, Tensor] = read_network_file(weights)
+    names = dict(authors_names())
+    if any(key.startswith("res_layers.") for key in state):
+        state = {_renamed(key, names): value for key, value in state.items()}
+    complete = timm.create_model(name.replace("vd", "d"))
+    if name in BASIC:
+        complete.get_submodule("layer1.0").downsample = _shortcut(complete)
+    if name in BASIC and f"{FIRST_SHORTCUT}.1.weight" not in state:  # timm's classifier: keep the identity
+        kept = complete.get_submodule(FIRST_SHORTCUT).state_dict()
+        state = {**state, **{f"{FIRST_SHORTCUT}.{key}": value for key, value in kept.items()}}
+    load_network_weights(complete, state, classifier=("fc",), source=weights)
+    loaded = complete.state_dict()
+    body.load_state_dict({key: loaded[key] for key in body.state_dict()})
+
+
+def _renamed(key: str, names: Mapping[str, str]) -> str:
+    module, _, leaf = key.rpartition(".")
+    return f"{names.get(module, module)}.{leaf}"
+
+
+def authors_names() -> Iterator[tuple[str, str]]:
+    """Yield the RT-DETR authors' name and timm's of every convolution and norm that some ResNet-vd has."""
+    for index, (convolution, norm) in enumerate(STEM_CONVOLUTIONS):
+        yield f"conv1.conv1_{index + 1}.conv", convolution
+        yield f"conv1.conv1_{index + 1}.norm", norm
+    for stage in range(4):
+        for block in range(BLOCKS):
+            theirs, ours = f"res_layers.{stage}.blocks.{block}", f"layer{stage + 1}.{block}"
+            for index, letter in enumerate("abc"):
+                yield f"{theirs}.branch2{letter}.conv", f"{ours}.conv{index + 1}"
+                yield f"{theirs}.branch2{letter}.norm", f"{ours}.bn{index + 1}"
+        short = f"res_layers.{stage}.blocks.0.short" + (".conv" if stage else "")  # after a pooling
+        yield f"{short}.conv", f"layer{stage + 1}.0.downsample.1"
+        yield f"{short}.norm", f"layer{stage + 1}.0.downsample.2"
