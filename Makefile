@@ -37,9 +37,11 @@ experiments: $(STAMP)-demo ## compare the plug-ins of classifiers on Fashion-MNI
 
 # A process for each core, each with one thread: OpenMP's threads wait by spinning, on the cores of the others.
 test: export OMP_NUM_THREADS ?= 1
+# pytest would take DIR of "--golden DIR" for the folder of the tests, because it does not know the option yet.
+test: PYTEST_ARGS = $(subst --golden ,--golden=,$(strip $(ARGS)))
 test: $(STAMP)-dev ## run the tests (ARGS="-m slow" for the long ones)
 	@$(MAKE) --no-print-directory kernels
-	$(RUN) -m pytest -q -n logical --maxprocesses 4 --dist loadfile $(ARGS)
+	$(RUN) -m pytest -q -n logical --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 browser: $(STAMP)-dev $(STAMP)-browser ## test the report pages in Chromium; screenshots in build/screenshots
 	@mkdir -p build/screenshots

@@ -17,8 +17,6 @@ from detr_bf.data.masks import encoded_ids
 from detr_bf.ops import library
 from tests.kernels import needs_kernels
 
-GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
-
 
 def _painted(width: int, height: int, image: int, boxes: Sequence[Sequence[int]]) -> Image.Image:
     """Draw an RGB image: a dark pattern that depends on the image, each box (x, y, w, h) in one colour.
@@ -187,7 +185,13 @@ def _coloured(ids: np.ndarray, segments: Sequence[dict[str, Any]], image_id: int
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--golden", type=Path, default=GOLDEN, help="folder of recorded reference outputs")
+    parser.addoption(
+        "--golden",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="folder of recorded reference outputs, of either set or of both; may be repeated",
+    )
 
 
 @pytest.fixture(params=[pytest.param("compiled", marks=needs_kernels), "reference"])

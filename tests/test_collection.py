@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,12 @@ def test_tests_stand_in_test_files() -> None:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     ]
     assert misplaced == []
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_an_option_of_make_test_may_stand_before_its_value() -> None:
+    """Without a name of a test pytest reads ``--golden DIR`` as tests in DIR, and does not know the option there."""
+    for given in ("--golden some/folder -x", "--golden=some/folder -x"):
+        command = ["make", "--dry-run", "--no-print-directory", "test", f"ARGS={given}"]
+        printed = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=True).stdout
+        assert "--dist loadfile --golden=some/folder -x" in printed

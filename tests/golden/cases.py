@@ -16,6 +16,10 @@ from detr_bf.detectors import DETECTORS, Detector, MaskHead, Options
 from detr_bf.interop import from_foreign
 from detr_bf.structures import FeatureMap, Masks, Outputs, Target, resize_mask
 
+SHARED = Path(__file__).parents[3] / "shared"
+FOLDERS = (SHARED / "golden", SHARED / "golden_successors")  # read without --golden
+KEY_LISTS = "14_state_dict_keys"  # folder in them with the names and shapes of full-size models
+
 
 @dataclass(frozen=True)
 class Case:
@@ -26,10 +30,11 @@ class Case:
     manifest: dict[str, Any]
 
     @classmethod
-    def load(cls, folder: Path, name: str) -> Case:
-        stored = load_file(folder / f"{name}.safetensors")
+    def load(cls, path: Path) -> Case:
+        """Read the case of a manifest; its tensors lie beside it."""
+        stored = load_file(path.with_suffix(".safetensors"))
         tensors = {key: value.float() if value.dtype == torch.float16 else value for key, value in stored.items()}
-        return cls(name, tensors, json.loads((folder / f"{name}.json").read_text()))
+        return cls(path.stem, tensors, json.loads(path.read_text()))
 
     @property
     def cfg(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Both sides are built without memory (the meta device), but for the initialisatio
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from detr_bf.backbones import build_backbone
 from detr_bf.detectors import Detector
 from detr_bf.interop import format_of, from_foreign, to_foreign
-from tests.golden.cases import Case, detector, family, options
+from tests.golden.cases import KEY_LISTS, Case, detector, family, options
 
-FOLDER = "14_state_dict_keys"
 CLASSES = {"coco": 91, "coco_panoptic": 250}  # the largest category id and one more
 OTHER_CLASSES = 20  # of any other data set
 LEARNED = ("v3", "learned")  # their names of the learned position encoding
@@ -43,20 +42,14 @@ class Stats(NamedTuple):
         return cls(x.mean().item(), x.std(correction=0).item(), x.min().item(), x.max().item())
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "listed" in metafunc.fixturenames:
-        paths = sorted((metafunc.config.getoption("--golden") / FOLDER).glob("*.json"))
-        metafunc.parametrize("listed", [path.stem for path in paths] or [None], indirect=True)
-
-
 @pytest.fixture
-def listed(golden: Path, request: pytest.FixtureRequest) -> Case:
+def listed(golden: Sequence[Path], request: pytest.FixtureRequest) -> Case:
     """Key list as a case with the arguments of our detectors."""
     if request.param is None:
-        pytest.fail(f"{golden} has no key lists: {FOLDER} holds no .json file")
-    manifest = json.loads((golden / FOLDER / f"{request.param}.json").read_text())
+        pytest.skip(f"no key lists in {KEY_LISTS} of {', '.join(map(str, golden))}")
+    manifest = json.loads(request.param.read_text())
     cfg = manifest["args"] | {"num_classes": CLASSES.get(manifest["args"]["dataset_file"], OTHER_CLASSES)}
-    return Case(request.param, {}, manifest | {"cfg": cfg})
+    return Case(request.param.stem, {}, manifest | {"cfg": cfg})
 
 
 def strides(case: Case) -> list[int]:
