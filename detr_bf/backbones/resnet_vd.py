@@ -36,10 +36,8 @@ def build_resnet_vd(name: str, *, weights: str, strides: Sequence[int], finer: b
     Raises:
         InputError: an unknown stride, or the weights are not available or of another network.
     """
-    published = weights == "imagenet"
-    network = build_timm(
-        name.replace("vd", "d"), weights=weights if published else "none", strides=strides, finer=finer
-    )
+    for_timm = weights if weights == "imagenet" else "none"
+    network = build_timm(name.replace("vd", "d"), weights=for_timm, strides=strides, finer=finer)
     if name in BASIC and hasattr(network.body, "layer1"):
         network.body.get_submodule("layer1.0").downsample = _shortcut(network.body)
     if weights not in ("imagenet", "none"):
@@ -49,7 +47,7 @@ def build_resnet_vd(name: str, *, weights: str, strides: Sequence[int], finer: b
 
 def _shortcut(body: nn.Module) -> nn.Sequential:
     """Build a shortcut that starts as the identity, with the submodules of timm's other shortcuts."""
-    channels = body.get_submodule("layer1.0.conv2").out_channels
+    channels = len(body.get_parameter("layer1.0.conv2.weight"))
     convolution = nn.Conv2d(channels, channels, 1, bias=False)
     nn.init.dirac_(convolution.weight)
     return nn.Sequential(nn.Identity(), convolution, nn.BatchNorm2d(channels))

@@ -71,9 +71,9 @@ class HybridEncoder(nn.Module):
 
     def forward(self, batch: TokenBatch) -> TokenBatch:
         """Tokens (B, S, C) of all levels -> memory (R, S, C')."""
-        *finer, last = as_maps(batch.tokens, batch.static["spatial_shapes"])
+        *finer, _ = as_maps(batch.tokens, batch.static["spatial_shapes"])
         coarsest: TokenBatch = self.encoder(self._coarsest(batch))
-        streams = []
+        streams: list[Tensor] = []
         for tokens in coarsest.tokens.chunk(coarsest.num_streams):
             with own_statistics(self) if streams else nullcontext():
                 (encoded,) = as_maps(tokens, coarsest.static["spatial_shapes"])

@@ -58,25 +58,19 @@ def _hugging_face(name: str, rules: Table, signs: tuple[str, ...]) -> Iterator[F
 def _rtdetr() -> Iterator[Format]:
     """Yield the formats of both versions of RT-DETR: the authors' and Hugging Face's."""
     signs = ("decoder.dec_score_head.0", "encoder.fpn_blocks.0", "encoder.encoder.0.layers.0")
-    first, second = (
-        ("encoder.input_proj.0.0", "decoder.enc_output.0"),
-        ("encoder.input_proj.0.conv", "decoder.enc_output.proj"),
-    )
     buffers = ("decoder.anchors", "decoder.valid_mask", "cross_attn.num_points_scale")
-    title = "official RT-DETR"
-    yield Format("rtdetr", official.official_rtdetr, (*signs, *first), title, "ema.module", ignored=buffers)
-    yield Format("rtdetrv2", official.official_rtdetrv2, (*signs, *second), f"{title}v2", "ema.module", ignored=buffers)
-    hugging = ("model.encoder.fpn_blocks.0", r"model\.encoder\.(aifi|encoder)\.0\.layers\.0", "model.enc_score_head")
-    scale = ("n_points_scale",)
-    yield Format("hf_rtdetr", huggingface.hf_rtdetr, hugging, "Hugging Face RT-DETR", None, ignored=scale)
-    yield Format(
-        "hf_rtdetrv2",
-        huggingface.hf_rtdetrv2,
-        (*hugging, r"class_embed\.0"),
-        "Hugging Face RT-DETRv2",
-        None,
-        ignored=scale,
-    )
+    for name, rules, own in (
+        ("rtdetr", official.official_rtdetr, ("encoder.input_proj.0.0", "decoder.enc_output.0")),
+        ("rtdetrv2", official.official_rtdetrv2, ("encoder.input_proj.0.conv", "decoder.enc_output.proj")),
+    ):
+        yield Format(name, rules, (*signs, *own), f"official {_TITLES[name]}", "ema.module", ignored=buffers)
+    signs = ("model.encoder.fpn_blocks.0", r"model\.encoder\.(aifi|encoder)\.0\.layers\.0", "model.enc_score_head")
+    for name, rules, own in (
+        ("rtdetr", huggingface.hf_rtdetr, ()),
+        ("rtdetrv2", huggingface.hf_rtdetrv2, (r"class_embed\.0",)),
+    ):
+        title = f"Hugging Face {_TITLES[name]}"
+        yield Format(f"hf_{name}", rules, (*signs, *own), title, None, ignored=("n_points_scale",))
 
 
 def _detectron2() -> Iterator[Format]:
@@ -103,6 +97,7 @@ def _detectron2() -> Iterator[Format]:
         )
 
 
+_TITLES = {"rtdetr": "RT-DETR", "rtdetrv2": "RT-DETRv2"}
 _LAYER = "transformer.decoder.layers.0"
 _ATTENTION = "model.decoder.layers.0.encoder_attn"
 FORMATS = (

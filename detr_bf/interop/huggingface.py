@@ -149,11 +149,10 @@ def _resnet_vd() -> Iterator[NameRule]:
     for stage in range(4):
         for block in range(BLOCKS):
             theirs, ours = f"encoder.stages.{stage}.layers.{block}", f"layer{stage + 1}.{block}"
-            rows += [
-                (f"{theirs}.layer.{index}", f"{ours}.conv{index + 1}", f"{ours}.bn{index + 1}") for index in range(3)
-            ]
-        short = f"encoder.stages.{stage}.layers.0.shortcut" + (".1" if stage else "")  # after a pooling
-        rows.append((short, *(f"layer{stage + 1}.0.downsample.{place}" for place in (1, 2))))
+            for index in range(3):
+                rows.append((f"{theirs}.layer.{index}", f"{ours}.conv{index + 1}", f"{ours}.bn{index + 1}"))
+        short, ours = f"encoder.stages.{stage}.layers.0.shortcut", f"layer{stage + 1}.0.downsample"
+        rows.append((f"{short}.1" if stage else short, f"{ours}.1", f"{ours}.2"))  # .1: after a pooling
     for theirs, convolution, norm in rows:
         yield rename(f"{body}.{theirs}.convolution", f"{BODY}.{convolution}")
         yield rename(f"{body}.{theirs}.normalization", f"{BODY}.{norm}")

@@ -1,9 +1,9 @@
 """Name tables of the authors' repositories and of detectron2.
 
 The repositories are DETR, Conditional DETR, SMCA, Deformable DETR and their BatchFormerV2 forks, and RT-DETR; two
-foreign names for one of ours mean that their code refers to the same module twice. Inside detectron2 there are our adapter and official
-DETR's wrapper. Detectron2's ResNets are torchvision's under other names if their bottlenecks have the stride in the
-3 x 3 convolution (``MODEL.RESNETS.STRIDE_IN_1X1: False``). This module does not import detectron2.
+foreign names for one of ours mean that their code refers to the same module twice. Inside detectron2 there are our
+adapter and official DETR's wrapper. Detectron2's ResNets are torchvision's under other names if their bottlenecks have
+the stride in the 3 x 3 convolution (``MODEL.RESNETS.STRIDE_IN_1X1: False``). This module does not import detectron2.
 """
 
 from __future__ import annotations

@@ -15,12 +15,8 @@ from detr_bf.files import atomic_write, check_weights, read_safetensors, read_to
 from detr_bf.interop.formats import format_named, format_of, from_foreign, is_ours, to_foreign, without_wrapper
 
 SUFFIXES = (".pth", ".pt", ".bin", ".safetensors")
-WRAPPERS = (
-    "ema.module",
-    "ema",
-    "model",
-    "state_dict",
-)  # entries of a checkpoint that hold weights, averaged weights first
+# Entries of a checkpoint that hold weights, averaged weights first
+WRAPPERS = ("ema.module", "ema", "model", "state_dict")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
