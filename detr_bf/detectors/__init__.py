@@ -9,6 +9,7 @@ from detr_bf.detectors.deformable_detr import deformable_detr
 from detr_bf.detectors.detector import Detector, Options
 from detr_bf.detectors.detr import detr
 from detr_bf.detectors.mask_head import MaskHead
+from detr_bf.detectors.rtdetr import rtdetr, rtdetrv2
 from detr_bf.detectors.smca import smca
 from detr_bf.detectors.smca_multi_scale import smca_multi_scale
 from detr_bf.errors import InputError
@@ -20,6 +21,8 @@ DETECTORS: dict[str, Callable[..., Detector]] = {
     "conditional_detr": conditional_detr,
     "deformable_detr": deformable_detr,
     "detr": detr,
+    "rtdetr": rtdetr,
+    "rtdetrv2": rtdetrv2,
     "smca": smca,
     "smca_multi_scale": smca_multi_scale,
 }

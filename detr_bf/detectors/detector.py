@@ -41,6 +41,7 @@ class Options:
 
     Args:
         num_logits: K; with cross-entropy the classes and, last, no-object.
+        activation: of the feed-forward networks, as of :class:`detr_bf.layers.FeedForward`.
         position_temperature: of the sine encoding; lower values separate neighbouring cells better.
         input_norm: group norm after the input projections, for features that are not of unit size.
         class_prior: initial score of every class, for sigmoid scores.
@@ -55,6 +56,7 @@ class Options:
     feedforward_dim: int = 2048
     dropout: float = 0.1
     pre_norm: bool = False
+    activation: str = "relu"
     num_queries: int = 100
     position_encoding: str = "sine"
     position_temperature: float = 10000.0
@@ -165,6 +167,7 @@ def encoder_layer(options: Options, attention: nn.Module) -> EncoderLayer:
         feedforward_dim=options.feedforward_dim,
         dropout=options.dropout,
         pre_norm=options.pre_norm,
+        activation=options.activation,
     )
 
 
@@ -177,6 +180,7 @@ def decoder_layer(options: Options, self_attention: nn.Module, cross_attention: 
         feedforward_dim=options.feedforward_dim,
         dropout=options.dropout,
         pre_norm=options.pre_norm,
+        activation=options.activation,
     )
 
 

@@ -58,7 +58,7 @@ def _hugging_face(name: str, rules: Table, signs: tuple[str, ...]) -> Iterator[F
 def _rtdetr() -> Iterator[Format]:
     """Yield the formats of both versions of RT-DETR: the authors' and Hugging Face's."""
     signs = ("decoder.dec_score_head.0", "encoder.fpn_blocks.0", "encoder.encoder.0.layers.0")
-    buffers = ("decoder.anchors", "decoder.valid_mask", "cross_attn.num_points_scale")
+    buffers = ("decoder.anchors", "decoder.valid_mask")  # of one image size
     for name, rules, own in (
         ("rtdetr", official.official_rtdetr, ("encoder.input_proj.0.0", "decoder.enc_output.0")),
         ("rtdetrv2", official.official_rtdetrv2, ("encoder.input_proj.0.conv", "decoder.enc_output.proj")),
@@ -67,10 +67,10 @@ def _rtdetr() -> Iterator[Format]:
     signs = ("model.encoder.fpn_blocks.0", r"model\.encoder\.(aifi|encoder)\.0\.layers\.0", "model.enc_score_head")
     for name, rules, own in (
         ("rtdetr", huggingface.hf_rtdetr, ()),
-        ("rtdetrv2", huggingface.hf_rtdetrv2, (r"class_embed\.0",)),
+        ("rtdetrv2", huggingface.hf_rtdetrv2, (r"model.decoder.layers.0.encoder_attn.n_points_scale",)),
     ):
         title = f"Hugging Face {_TITLES[name]}"
-        yield Format(f"hf_{name}", rules, (*signs, *own), title, None, ignored=("n_points_scale",))
+        yield Format(f"hf_{name}", rules, (*signs, *own), title, None, ignored=())
 
 
 def _detectron2() -> Iterator[Format]:

@@ -88,7 +88,7 @@ def hf_rtdetr(layout: Layout) -> Iterator[NameRule]:
 
 
 def hf_rtdetrv2(layout: Layout) -> Iterator[NameRule]:
-    """RTDetrV2ForObjectDetection, without the scales of the points."""
+    """RTDetrV2ForObjectDetection."""
     yield from _resnet_vd()
     for level in range(RTDETR_LEVELS):
         for name, ours in (("encoder_input_proj", "tokens"), ("decoder_input_proj", "encoder")):
@@ -104,6 +104,7 @@ def hf_rtdetrv2(layout: Layout) -> Iterator[NameRule]:
     for theirs, ours in _layers("decoder", layout.decoder_layers):
         yield from _attention(f"{theirs}.self_attn", f"{ours}.self_attention.attention")
         yield from deformable_attention(f"{theirs}.encoder_attn", f"{ours}.cross_attention.attention")
+        yield rename(f"{theirs}.encoder_attn.n_points_scale", f"{ours}.cross_attention.attention.scale")
         yield from _decoder_layer(theirs, ours)
     for layer in range(layout.decoder_layers):
         for name, heads in (("class_embed", "classes"), ("bbox_embed", "boxes")):

@@ -152,8 +152,11 @@ def official_rtdetr(layout: Layout) -> Iterator[NameRule]:
 
 
 def official_rtdetrv2(layout: Layout) -> Iterator[NameRule]:
-    """rtdetrv2_pytorch of lyuwenyu/RT-DETR, without the anchors of one image size and the scales of the points."""
+    """rtdetrv2_pytorch of lyuwenyu/RT-DETR, without the anchors of one image size."""
     yield from _rtdetr(layout, NORMED, ("proj", "norm"))
+    for layer in range(layout.decoder_layers):
+        theirs = f"decoder.decoder.layers.{layer}.cross_attn.num_points_scale"
+        yield rename(theirs, f"decoder.layers.{layer}.cross_attention.attention.scale")
 
 
 def _rtdetr(layout: Layout, projection: Sequence[tuple[str, str]], proposal: tuple[str, str]) -> Iterator[NameRule]:

@@ -128,11 +128,14 @@ class DeformableAttention(nn.Module):
     Initially the heads sample in directions spread over a circle, at distances of one to ``points`` cells.
 
     Args:
-        points: number for all levels, or one for each level (RT-DETRv2, arXiv 2407.17140, section 3).
+        points: number for all levels, or one for each level (RT-DETRv2, arXiv 2407.17140, section 3). A sequence adds
+            the buffer ``scale``, as in its checkpoints: the inverse of the number of points of the level of each point.
         discrete: read the cell of each point instead of interpolating (:func:`nearest_cells`); the sampling offsets
             get no gradient then and are frozen.
         released_cells: with ``discrete``, on maps that are not square, the cells of RT-DETRv2's released code.
     """
+
+    scale: Tensor | None
 
     def __init__(
         self,
@@ -151,6 +154,8 @@ class DeformableAttention(nn.Module):
             raise InputError(f"points={points}: give one number of 1 or more, or one for each of the {levels} levels")
         self.heads, self.levels, self.points = heads, levels, max(per_level)
         self.per_level = None if min(per_level) == max(per_level) else tuple(per_level)
+        scale = [1 / count for count in per_level for _ in range(count)]
+        self.register_buffer("scale", None if isinstance(points, int) else torch.tensor(scale))
         self.discrete, self.released_cells = discrete, released_cells
         self.sampling_offsets = nn.Linear(dim, heads * sum(per_level) * 2)
         self.attention_weights = nn.Linear(dim, heads * sum(per_level))
@@ -208,8 +213,11 @@ class DeformableAttention(nn.Module):
         if reference.shape[-1] == 2:
             size = offsets.new_tensor([(width, height) for height, width in spatial_shapes])
             return centre + offsets / size[:, None]
-        count = self.points if self.per_level is None else offsets.new_tensor(self.per_level)[:, None, None]
-        return centre + offsets / count * reference[:, :, None, :, None, 2:] * 0.5
+        if self.scale is None:
+            steps = offsets / self.points
+        else:
+            steps = offsets * self._by_level(self.scale.to(offsets.dtype)[None, None, None, :, None])
+        return centre + steps * reference[:, :, None, :, None, 2:] * 0.5
 
 
 def nearest_cells(points: Tensor, spatial_shapes: Sequence[tuple[int, int]], *, released: bool = False) -> Tensor:

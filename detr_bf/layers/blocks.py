@@ -9,6 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from detr_bf.errors import InputError
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "prelu": nn.PReLU, "gelu": nn.GELU}
+
 
 def full_precision(module: nn.Module, x: Tensor) -> Tensor:
     """Return ``module(x)`` in the dtype of the module's parameters, without autocast.
@@ -40,16 +44,23 @@ class Residual(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Linear, activation (ReLU by default), dropout, linear: (..., C) -> (..., C)."""
+    """Linear, activation, dropout, linear: (..., C) -> (..., C).
 
-    def __init__(
-        self, dim: int, hidden_dim: int, dropout: float = 0.0, activation: Callable[[Tensor], Tensor] = F.relu
-    ) -> None:
+    Args:
+        activation: a name in ``ACTIVATIONS``; ``prelu`` learns one slope.
+
+    Raises:
+        InputError: there is no activation of that name.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, dropout: float = 0.0, *, activation: str = "relu") -> None:
         super().__init__()
+        if activation not in ACTIVATIONS:
+            raise InputError(f"activation must be {', '.join(ACTIVATIONS)}; got '{activation}'")
         self.expand = nn.Linear(dim, hidden_dim)
+        self.activation = ACTIVATIONS[activation]()
         self.dropout = nn.Dropout(dropout)
         self.contract = nn.Linear(hidden_dim, dim)
-        self.activation = activation
         for linear in (self.expand, self.contract):
             nn.init.xavier_uniform_(linear.weight)
 

@@ -130,13 +130,14 @@ class DecoderLayer(nn.Module):
         feedforward_dim: int,
         dropout: float = 0.0,
         pre_norm: bool = False,
+        activation: str = "relu",
     ) -> None:
         super().__init__()
         self.self_attention = self_attention
         self.self_residual = Residual(dim, dropout=dropout, pre_norm=pre_norm)
         self.cross_attention = cross_attention
         self.cross_residual = Residual(dim, dropout=dropout, pre_norm=pre_norm)
-        self.feed_forward = FeedForward(dim, feedforward_dim, dropout)
+        self.feed_forward = FeedForward(dim, feedforward_dim, dropout, activation=activation)
         self.feed_forward_residual = Residual(dim, dropout=dropout, pre_norm=pre_norm)
 
     def forward(self, queries: Queries, memory: TokenBatch) -> Tensor:

@@ -6,10 +6,9 @@ normalised in a pre-norm layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -68,7 +67,6 @@ class EncoderLayer(nn.Module):
 
     Args:
         attention: (x (R, S, C), batch) -> (R, S, C).
-        activation: of the feed-forward network.
     """
 
     def __init__(
@@ -79,12 +77,12 @@ class EncoderLayer(nn.Module):
         feedforward_dim: int,
         dropout: float = 0.0,
         pre_norm: bool = False,
-        activation: Callable[[Tensor], Tensor] = F.relu,
+        activation: str = "relu",
     ) -> None:
         super().__init__()
         self.attention = attention
         self.attention_residual = Residual(dim, dropout=dropout, pre_norm=pre_norm)
-        self.feed_forward = FeedForward(dim, feedforward_dim, dropout, activation)
+        self.feed_forward = FeedForward(dim, feedforward_dim, dropout, activation=activation)
         self.feed_forward_residual = Residual(dim, dropout=dropout, pre_norm=pre_norm)
 
     def forward(self, batch: TokenBatch) -> Tensor:

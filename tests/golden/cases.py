@@ -17,6 +17,7 @@ from detr_bf.interop import from_foreign
 from detr_bf.structures import FeatureMap, Masks, Outputs, Target, resize_mask
 
 SHARED = Path(__file__).parents[3] / "shared"
+SIGMOID = ("conditional_detr", "deformable_detr", "rtdetr", "rtdetrv2")  # a logit for each class, none for no object
 FOLDERS = (SHARED / "golden", SHARED / "golden_successors")  # read without --golden
 KEY_LISTS = "14_state_dict_keys"  # folder in them with the names and shapes of full-size models
 
@@ -57,10 +58,10 @@ def build(case: Case, weights: str = "weights.") -> Detector:
 def options(case: Case) -> Options:
     cfg = case.cfg
     return Options(
-        num_logits=cfg["num_classes"] + (0 if family(case) in ("conditional_detr", "deformable_detr") else 1),
+        num_logits=cfg["num_classes"] + (0 if family(case) in SIGMOID else 1),
         hidden_dim=cfg["hidden_dim"],
         heads=cfg["nheads"],
-        encoder_layers=cfg["enc_layers"],
+        encoder_layers=cfg["num_encoder_layers" if "num_encoder_layers" in cfg else "enc_layers"],
         decoder_layers=cfg["dec_layers"],
         feedforward_dim=cfg["dim_feedforward"],
         dropout=0.0,
@@ -82,6 +83,8 @@ def mask_head(case: Case) -> MaskHead | None:
 def family(case: Case) -> str:
     """Return the name of our detector for a recorded one."""
     repository = json.dumps(case.manifest["upstream"]).lower()
+    if "rt-detr" in repository:
+        return "rtdetrv2" if "rtdetrv2" in repository else "rtdetr"
     if "deformable" in repository:
         return "deformable_detr"
     if "conditional" in repository:
@@ -107,6 +110,8 @@ def detector(case: Case) -> Any:
                 box_refine=cfg["with_box_refine"],
                 two_stage=cfg["two_stage"],
             )
+        if kind in ("rtdetr", "rtdetrv2"):
+            return DETECTORS[kind](backbone, channels, chosen, **rtdetr_settings(cfg))
         if kind == "smca":
             return DETECTORS[kind](backbone, channels, chosen, dynamic_scale=cfg["dynamic_scale"], smooth=cfg["smooth"])
         if kind == "smca_multi_scale":
@@ -116,6 +121,58 @@ def detector(case: Case) -> Any:
         return DETECTORS[kind](backbone, channels, chosen)
 
     return make
+
+
+def rtdetr_settings(cfg: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of RT-DETR for those of a recorded one."""
+    assert cfg["num_feature_levels"] == len(cfg["backbone_num_channels"]), "the reference runs with no other"
+    assert cfg["use_encoder_idx"] == [len(cfg["backbone_num_channels"]) - 1], "attention on the last map only"
+    assert cfg.get("query_select_method", "default") == "default"
+    return {
+        "encoder_dim": cfg.get("enc_hidden_dim"),
+        "encoder_feedforward_dim": cfg["enc_dim_feedforward"],
+        "expansion": cfg["expansion"],
+        "fusion_blocks": round(3 * cfg["depth_mult"]),
+        "points": cfg["dec_n_points"],
+        "discrete": cfg.get("cross_attn_method") == "discrete",
+        "learned_content": cfg["learnt_init_query"],
+        "denoising": cfg["num_denoising"],
+        "label_noise": cfg["label_noise_ratio"],
+        "box_noise": cfg["box_noise_scale"],
+        "as_released": True,
+    }
+
+
+def flat_rtdetr(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a full-size RT-DETR, nested in a key list, by the names of the small cases."""
+    body, hybrid = args["PResNet"], args["HybridEncoder"]
+    decoder = args.get("RTDETRTransformerv2") or args["RTDETRTransformer"]
+    return {
+        "backbone": f"resnet{body['depth']}vd",
+        "dilation": False,
+        "frozen_norm": body["freeze_norm"],
+        "frozen_stages": body["freeze_at"] + 1,
+        "backbone_num_channels": hybrid["in_channels"],
+        "num_feature_levels": decoder["num_levels"],
+        "position_embedding": "sine",
+        "hidden_dim": decoder["hidden_dim"],
+        "enc_hidden_dim": hybrid["hidden_dim"],
+        "nheads": hybrid["nhead"],
+        "num_encoder_layers": hybrid["num_encoder_layers"],
+        "use_encoder_idx": hybrid["use_encoder_idx"],
+        "enc_dim_feedforward": hybrid["dim_feedforward"],
+        "dim_feedforward": 1024,  # their default, which no recipe changes
+        "expansion": hybrid["expansion"],
+        "depth_mult": hybrid["depth_mult"],
+        "dec_layers": decoder.get("num_decoder_layers", decoder.get("num_layers")),
+        "dec_n_points": decoder.get("num_points", 4),
+        "cross_attn_method": decoder.get("cross_attn_method", "default"),
+        "learnt_init_query": False,
+        "num_queries": decoder["num_queries"],
+        "num_denoising": decoder["num_denoising"],
+        "label_noise_ratio": 0.5,
+        "box_noise_scale": 1.0,
+    }
 
 
 def batch_former(case: Case) -> BatchFormerV2 | None:
