@@ -7,7 +7,8 @@ layer forms have a convolution in the first shortcut, where timm's have the iden
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import timm
@@ -20,7 +21,6 @@ from detr_bf.backbones.weights import load_network_weights, read_network_file
 BASIC = ("resnet18vd", "resnet34vd")  # two convolutions a block, not three
 FIRST_SHORTCUT = "layer1.0.downsample"
 STEM_CONVOLUTIONS = (("conv1.0", "conv1.1"), ("conv1.3", "conv1.4"), ("conv1.6", "bn1"))  # each with its norm
-BLOCKS = 23  # of the longest stage of ResNet-101
 
 
 def build_resnet_vd(name: str, *, weights: str, strides: Sequence[int], finer: bool = False) -> Network:
@@ -60,9 +60,7 @@ def _load_file(body: nn.Module, name: str, weights: str) -> None:
         InputError: it belongs to another network.
     """
     state: Mapping[str, Tensor] = read_network_file(weights)
-    names = dict(authors_names())
-    if any(key.startswith("res_layers.") for key in state):
-        state = {_renamed(key, names): value for key, value in state.items()}
+    state = {timm_name(key): value for key, value in state.items()}
     complete = timm.create_model(name.replace("vd", "d"))
     if name in BASIC:
         complete.get_submodule("layer1.0").downsample = _shortcut(complete)
@@ -74,22 +72,19 @@ def _load_file(body: nn.Module, name: str, weights: str) -> None:
     body.load_state_dict({key: loaded[key] for key in body.state_dict()})
 
 
-def _renamed(key: str, names: Mapping[str, str]) -> str:
-    module, _, leaf = key.rpartition(".")
-    return f"{names.get(module, module)}.{leaf}"
-
-
-def authors_names() -> Iterator[tuple[str, str]]:
-    """Yield the RT-DETR authors' name and timm's of every convolution and norm that some ResNet-vd has."""
-    for index, (convolution, norm) in enumerate(STEM_CONVOLUTIONS):
-        yield f"conv1.conv1_{index + 1}.conv", convolution
-        yield f"conv1.conv1_{index + 1}.norm", norm
-    for stage in range(4):
-        for block in range(BLOCKS):
-            theirs, ours = f"res_layers.{stage}.blocks.{block}", f"layer{stage + 1}.{block}"
-            for index, letter in enumerate("abc"):
-                yield f"{theirs}.branch2{letter}.conv", f"{ours}.conv{index + 1}"
-                yield f"{theirs}.branch2{letter}.norm", f"{ours}.bn{index + 1}"
-        short = f"res_layers.{stage}.blocks.0.short" + (".conv" if stage else "")  # after a pooling
-        yield f"{short}.conv", f"layer{stage + 1}.0.downsample.1"
-        yield f"{short}.norm", f"layer{stage + 1}.0.downsample.2"
+def timm_name(name: str) -> str:
+    """Return timm's name of a tensor from its name in the RT-DETR authors' backbone; other names stay."""
+    stem = re.match(r"conv1\.conv1_([123])\.(conv|norm)\.", name)
+    if stem:
+        return f"{STEM_CONVOLUTIONS[int(stem[1]) - 1][stem[2] == 'norm']}.{name[stem.end() :]}"
+    block = re.match(
+        r"res_layers\.(\d)\.blocks\.(\d+)\.(branch2[abc]|short(?:\.conv(?=\.\w+\.))?)\.(conv|norm)\.", name
+    )
+    if not block:
+        return name
+    stage, index, branch, kind = int(block[1]) + 1, block[2], block[3], block[4]
+    if branch.startswith("short"):
+        part = f"downsample.{1 if kind == 'conv' else 2}"
+    else:
+        part = f"{'conv' if kind == 'conv' else 'bn'}{'abc'.index(branch[-1]) + 1}"
+    return f"layer{stage}.{index}.{part}.{name[block.end() :]}"

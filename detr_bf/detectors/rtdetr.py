@@ -6,7 +6,7 @@ Shape legend: B images, R rows (streams x B), Q queries, D denoising queries, S 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,99 +31,75 @@ from detr_bf.detectors.two_stage import anchor_boxes, inverse_of_anchors
 from detr_bf.errors import InputError
 from detr_bf.layers import MLP, MultiHeadAttention, full_precision
 from detr_bf.structures import Outputs, Queries, QueryGroup, Target, TokenBatch
-from detr_bf.transformer import Decoder, FeatureTokens, Heads, TokenAttention, append_queries
+from detr_bf.transformer import Decoder, DecoderLayer, FeatureTokens, Heads, TokenAttention, append_queries
 
 
-def rtdetr(
-    backbone: nn.Module,
-    channels: Sequence[int],
-    options: Options,
-    *,
-    version: int = 1,
-    encoder_dim: int | None = None,
-    encoder_feedforward_dim: int | None = None,
-    expansion: float = 1.0,
-    fusion_blocks: int = 3,
-    points: int | Sequence[int] = 4,
-    discrete: bool = False,
-    learned_content: bool = False,
-    denoising: int = 100,
-    label_noise: float = 0.5,
-    box_noise: float = 1.0,
-    as_released: bool = False,
-) -> Detector:
-    """Build RT-DETR: hybrid encoder, queries from the best tokens, decoder with deformable attention.
+@dataclass(frozen=True)
+class RtdetrOptions:
+    """Options of RT-DETR beside the shared ones.
 
     Args:
-        backbone, channels, options: feature maps and shared options.
         version: 1, or 2 for the initialisation of RT-DETRv2 and its denoising of batches without objects.
-        encoder_dim, encoder_feedforward_dim: widths in the hybrid encoder; None: those of ``options``.
+        encoder_dim, encoder_feedforward_dim: widths in the hybrid encoder; None: those of the shared options.
         expansion, fusion_blocks: width and number of the RepVGG blocks of the fusion.
         points: sampling points per head, of all levels or of each; ``discrete``: read whole cells (RT-DETRv2).
         learned_content: learned content of the queries instead of the tokens' features.
         denoising: about so many noised objects per image in training; 0: none. ``label_noise`` and ``box_noise``: of
             :func:`detr_bf.detectors.denoising.add_contrastive_noise`.
         as_released: on maps that are not square, use the positions and the discrete sampling of the released code.
+    """
+
+    version: int = 1
+    encoder_dim: int | None = None
+    encoder_feedforward_dim: int | None = None
+    expansion: float = 1.0
+    fusion_blocks: int = 3
+    points: int | Sequence[int] = 4
+    discrete: bool = False
+    learned_content: bool = False
+    denoising: int = 100
+    label_noise: float = 0.5
+    box_noise: float = 1.0
+    as_released: bool = False
+
+
+def rtdetr(backbone: nn.Module, channels: Sequence[int], options: Options, **settings: Any) -> Detector:
+    """Build RT-DETR: hybrid encoder, queries from the best tokens, decoder with deformable attention.
+
+    Args:
+        backbone, channels, options: feature maps and shared options.
+        settings: fields of :class:`RtdetrOptions`.
 
     Raises:
         InputError: another position encoding than sine, or a mask head with an ``encoder_dim`` of its own.
     """
-    inner = replace(
-        options,
-        hidden_dim=encoder_dim or options.hidden_dim,
-        feedforward_dim=encoder_feedforward_dim or options.feedforward_dim,
-        activation="gelu",
-    )
+    own, dim, levels = RtdetrOptions(**settings), options.hidden_dim, len(channels)
+    width = own.encoder_dim or dim
+    feedforward_dim = own.encoder_feedforward_dim or options.feedforward_dim
+    inner = replace(options, hidden_dim=width, feedforward_dim=feedforward_dim, activation="gelu")
     if options.position_encoding != "sine":
         raise InputError(f"position_encoding must be sine in RT-DETR; got '{options.position_encoding}'")
-    if inner.hidden_dim % 4:
-        raise InputError(f"hidden_dim={inner.hidden_dim} of the encoder must be divisible by 4 for the sine encoding")
-    if options.mask_head is not None and inner.hidden_dim != options.hidden_dim:
-        raise InputError(f"encoder_dim={inner.hidden_dim} must equal hidden_dim={options.hidden_dim} with a mask head")
-    if version == 2 and isinstance(points, int):
-        points = [points] * len(channels)
-    attentions = [
-        DeformableMemoryAttention(
-            options.hidden_dim,
-            heads=options.heads,
-            levels=len(channels),
-            points=points,
-            discrete=discrete,
-            released_cells=as_released,
-        )
-        for _ in range(options.decoder_layers)
-    ]
-    layers = [decoder_layer(options, query_attention(options), attention) for attention in attentions]
-    for layer in layers:
-        _default_attention(layer.self_attention.attention)
-        if version == 1:
-            _default_linear(layer.feed_forward.expand, layer.feed_forward.contract)
-    hybrid = _hybrid_encoder(inner, options.hidden_dim, len(channels), expansion, fusion_blocks, as_released)
-    if version == 2:
-        hybrid.projections.apply(lambda module: xavier(module) if isinstance(module, nn.Conv2d) else module)
+    if width % 4:
+        raise InputError(f"hidden_dim={width} of the encoder must be divisible by 4 for the sine encoding")
+    if options.mask_head is not None and width != dim:
+        raise InputError(f"encoder_dim={width} must equal hidden_dim={dim} with a mask head")
+    layers = [_decoder_layer(options, own, levels) for _ in range(options.decoder_layers)]
     return Detector(
         backbone,
-        tokens=FeatureTokens([NormedConvolution(count, inner.hidden_dim) for count in channels], None),
-        encoder=hybrid,
+        tokens=FeatureTokens([NormedConvolution(count, width) for count in channels], None),
+        encoder=_hybrid_encoder(inner, own, [NormedConvolution(width, dim) for _ in channels]),
         decoder=Decoder(
             layers,
-            queries=SelectedQueries(
-                options,
-                learned_content=learned_content,
-                denoising=denoising,
-                label_noise=label_noise,
-                box_noise=box_noise,
-                dummy=version == 2,
-            ),
+            queries=SelectedQueries(options, own),
             heads=Heads(*([head(options) for _ in layers] for head in (class_head, zero_init_box_head))),
-            norm=nn.LayerNorm(options.hidden_dim) if options.pre_norm else None,
-            update_queries=BoxPosition(options.hidden_dim),
+            norm=nn.LayerNorm(dim) if options.pre_norm else None,
+            update_queries=BoxPosition(dim),
             refine=True,
             look_forward_twice=True,
             aux_loss=options.aux_loss,
         ),
         mask_head=options.mask_head,
-        levels=len(channels),
+        levels=levels,
     )
 
 
@@ -132,10 +108,26 @@ def rtdetrv2(backbone: nn.Module, channels: Sequence[int], options: Options, **s
     return rtdetr(backbone, channels, options, version=2, **settings)
 
 
-def _hybrid_encoder(
-    options: Options, dim: int, levels: int, expansion: float, blocks: int, as_released: bool
-) -> HybridEncoder:
-    """Build the encoder of width ``options.hidden_dim`` with projections to ``dim``."""
+def _decoder_layer(options: Options, own: RtdetrOptions, levels: int) -> DecoderLayer:
+    """Build a decoder layer with the initialisation of the authors' code, in which the versions differ."""
+    attention = DeformableMemoryAttention(
+        options.hidden_dim,
+        heads=options.heads,
+        levels=levels,
+        points=[own.points] * levels if own.version == 2 and isinstance(own.points, int) else own.points,
+        discrete=own.discrete,
+        released_cells=own.as_released,
+    )
+    self_attention = query_attention(options)
+    _default_attention(self_attention.attention)
+    layer = decoder_layer(options, self_attention, attention)
+    if own.version == 1:
+        _default_linear(layer.feed_forward.expand, layer.feed_forward.contract)
+    return layer
+
+
+def _hybrid_encoder(options: Options, own: RtdetrOptions, projections: Sequence[nn.Module]) -> HybridEncoder:
+    """Build the encoder of width ``options.hidden_dim`` with ``projections`` to the width of the decoder."""
     width = options.hidden_dim
     layers = []
     for _ in range(options.encoder_layers):
@@ -143,12 +135,15 @@ def _hybrid_encoder(
         layers.append(encoder_layer(options, attention))
         _default_attention(attention.attention)
         _default_linear(layers[-1].feed_forward.expand, layers[-1].feed_forward.contract)
+    if own.version == 2:
+        for projection in projections:
+            xavier(projection)
     return HybridEncoder(
         encoder(options, layers, nn.LayerNorm(width) if options.pre_norm else None),
-        CrossScaleFusion(width, levels, expansion=expansion, blocks=blocks),
-        [NormedConvolution(width, dim) for _ in range(levels)],
+        CrossScaleFusion(width, len(projections), expansion=own.expansion, blocks=own.fusion_blocks),
+        projections,
         temperature=options.position_temperature,
-        released_position=as_released,
+        released_position=own.as_released,
     )
 
 
@@ -179,24 +174,9 @@ class SelectedQueries(nn.Module):
     """The tokens with the best logit of any class become queries (IoU-aware query selection, section 4.3).
 
     The selected predictions are trained as those of a decoder layer; varifocal loss makes their logits follow the IoU.
-
-    Args:
-        options: shared options.
-        learned_content: learned content instead of the features of the tokens.
-        denoising, label_noise, box_noise: see :func:`rtdetr`.
-        dummy: denoise one box without object per image of a batch without objects.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        *,
-        learned_content: bool,
-        denoising: int,
-        label_noise: float,
-        box_noise: float,
-        dummy: bool,
-    ) -> None:
+    def __init__(self, options: Options, own: RtdetrOptions) -> None:
         super().__init__()
         dim = options.hidden_dim
         self.num_queries, self.num_logits = options.num_queries, options.num_logits
@@ -205,10 +185,10 @@ class SelectedQueries(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.class_head = class_head(options)
         self.box_head = zero_init_box_head(options)
-        self.content = xavier(nn.Embedding(options.num_queries, dim)) if learned_content else None
-        self.denoising, self.label_noise, self.box_noise, self.dummy = denoising, label_noise, box_noise, dummy
+        self.content = xavier(nn.Embedding(options.num_queries, dim)) if own.learned_content else None
+        self.own = own
         # The last row belongs to slots without an object.
-        self.labels = nn.Embedding(self.num_logits + 1, dim, padding_idx=self.num_logits) if denoising else None
+        self.labels = nn.Embedding(self.num_logits + 1, dim, padding_idx=self.num_logits) if own.denoising else None
 
     def forward(self, memory: TokenBatch, targets: Sequence[Target] = ()) -> Queries:
         """Memory (R, S, C) -> queries (R, Q, C) with reference boxes (R, Q, 4), in training followed by D noised ones.
@@ -237,9 +217,9 @@ class SelectedQueries(nn.Module):
     def _with_denoising(self, queries: Queries, targets: Sequence[Target], num_streams: int) -> Queries:
         """Append the noised objects, the same ones in every stream."""
         assert self.labels is not None
-        slots = contrastive_slots(targets, group_count(self.denoising, targets), dummy=self.dummy)
-        draws = NoiseDraws.draw(slots.labels.shape, self.num_logits, slots.labels.device)
-        noised = add_contrastive_noise(slots, draws, label_noise=self.label_noise, box_noise=self.box_noise)
+        slots = contrastive_slots(targets, group_count(self.own.denoising, targets), dummy=self.own.version == 2)
+        draws = NoiseDraws.draw((len(targets), slots.labels.shape[1]), self.num_logits, slots.labels.device)
+        noised = add_contrastive_noise(slots, draws, label_noise=self.own.label_noise, box_noise=self.own.box_noise)
         content = self.labels(torch.where(noised.labels < 0, self.num_logits, noised.labels))
         reference = inverse_sigmoid(noised.boxes).sigmoid()
         repeated = (x.repeat(num_streams, *[1] * (x.dim() - 1)) for x in (content, reference, noised.objects))

@@ -63,14 +63,12 @@ def _rtdetr() -> Iterator[Format]:
         ("rtdetr", official.official_rtdetr, ("encoder.input_proj.0.0", "decoder.enc_output.0")),
         ("rtdetrv2", official.official_rtdetrv2, ("encoder.input_proj.0.conv", "decoder.enc_output.proj")),
     ):
-        yield Format(name, rules, (*signs, *own), f"official {_TITLES[name]}", "ema.module", ignored=buffers)
+        title = f"official {name.replace('rtdetr', 'RT-DETR')}"
+        yield Format(name, rules, (*signs, *own), title, "ema.module", ignored=buffers)
     signs = ("model.encoder.fpn_blocks.0", r"model\.encoder\.(aifi|encoder)\.0\.layers\.0", "model.enc_score_head")
-    for name, rules, own in (
-        ("rtdetr", huggingface.hf_rtdetr, ()),
-        ("rtdetrv2", huggingface.hf_rtdetrv2, (r"model.decoder.layers.0.encoder_attn.n_points_scale",)),
-    ):
-        title = f"Hugging Face {_TITLES[name]}"
-        yield Format(f"hf_{name}", rules, (*signs, *own), title, None, ignored=())
+    scale = "model.decoder.layers.0.encoder_attn.n_points_scale"
+    yield Format("hf_rtdetr", huggingface.hf_rtdetr, signs, "Hugging Face RT-DETR", None, ())
+    yield Format("hf_rtdetrv2", huggingface.hf_rtdetrv2, (*signs, scale), "Hugging Face RT-DETRv2", None, ())
 
 
 def _detectron2() -> Iterator[Format]:
@@ -97,7 +95,6 @@ def _detectron2() -> Iterator[Format]:
         )
 
 
-_TITLES = {"rtdetr": "RT-DETR", "rtdetrv2": "RT-DETRv2"}
 _LAYER = "transformer.decoder.layers.0"
 _ATTENTION = "model.decoder.layers.0.encoder_attn"
 FORMATS = (

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
 
-from detr_bf.backbones.resnet_vd import BLOCKS, STEM_CONVOLUTIONS
 from detr_bf.interop.official import (
     NORMED_SEQUENCE,
     RTDETR_LEVELS,
+    VD_BLOCKS,
+    VD_STEM,
     deformable_attention,
     deformable_heads,
     normed_convolution,
@@ -146,9 +147,9 @@ def _backbone() -> Iterator[NameRule]:
 def _resnet_vd() -> Iterator[NameRule]:
     """The library's ResNet-vd, with timm's order of convolutions."""
     body = "model.backbone.model"
-    rows = [(f"embedder.embedder.{index}", *names) for index, names in enumerate(STEM_CONVOLUTIONS)]
+    rows = [(f"embedder.embedder.{index}", *names) for index, names in enumerate(VD_STEM)]
     for stage in range(4):
-        for block in range(BLOCKS):
+        for block in range(VD_BLOCKS):
             theirs, ours = f"encoder.stages.{stage}.layers.{block}", f"layer{stage + 1}.{block}"
             for index in range(3):
                 rows.append((f"{theirs}.layer.{index}", f"{ours}.conv{index + 1}", f"{ours}.bn{index + 1}"))

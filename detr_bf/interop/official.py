@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from detr_bf.backbones.resnet_vd import authors_names
 from detr_bf.interop.rules import BODY, Layout, NameRule, rename, within
 
 PARTS = ("query", "key", "value")
 MASK_LAYERS, MASK_ADAPTERS = 5, 3  # in the mask head
 RTDETR_LEVELS, FUSION_BLOCKS = 3, 6  # at most: maps; RepVGG blocks of one fusion
+VD_BLOCKS = 23  # of the longest stage of a ResNet-vd
+VD_STEM = (("conv1.0", "conv1.1"), ("conv1.3", "conv1.4"), ("conv1.6", "bn1"))  # our convolutions with their norms
 NORMED = (("conv", "convolution"), ("norm", "norm"))  # a convolution with its norm
 NORMED_SEQUENCE = (("0", "convolution"), ("1", "norm"))
 ADAPTER = "detector"  # module of the adapter that holds our detector
@@ -160,8 +161,7 @@ def official_rtdetrv2(layout: Layout) -> Iterator[NameRule]:
 
 
 def _rtdetr(layout: Layout, projection: Sequence[tuple[str, str]], proposal: tuple[str, str]) -> Iterator[NameRule]:
-    for theirs, ours in authors_names():
-        yield rename(f"backbone.{theirs}", f"{BODY}.{ours}")
+    yield from _resnet_vd()
     for level in range(RTDETR_LEVELS):
         yield from normed_convolution(f"encoder.input_proj.{level}", f"tokens.projections.{level}", projection)
         yield from normed_convolution(f"decoder.input_proj.{level}", f"encoder.projections.{level}")
@@ -181,6 +181,20 @@ def _rtdetr(layout: Layout, projection: Sequence[tuple[str, str]], proposal: tup
         yield rename(f"{theirs}.norm2", f"{ours}.cross_residual.norm")
         yield rename(f"decoder.dec_score_head.{layer}", f"decoder.heads.classes.{layer}")
         yield rename(f"decoder.dec_bbox_head.{layer}", f"decoder.heads.boxes.{layer}")
+
+
+def _resnet_vd() -> Iterator[NameRule]:
+    rows = [(f"conv1.conv1_{index + 1}", *names) for index, names in enumerate(VD_STEM)]
+    for stage in range(4):
+        for block in range(VD_BLOCKS):
+            theirs, ours = f"res_layers.{stage}.blocks.{block}", f"layer{stage + 1}.{block}"
+            for index, letter in enumerate("abc"):
+                rows.append((f"{theirs}.branch2{letter}", f"{ours}.conv{index + 1}", f"{ours}.bn{index + 1}"))
+        short, ours = f"res_layers.{stage}.blocks.0.short", f"layer{stage + 1}.0.downsample"
+        rows.append((f"{short}.conv" if stage else short, f"{ours}.1", f"{ours}.2"))  # .conv: after a pooling
+    for theirs, convolution, norm in rows:
+        yield rename(f"backbone.{theirs}.conv", f"{BODY}.{convolution}")
+        yield rename(f"backbone.{theirs}.norm", f"{BODY}.{norm}")
 
 
 def rtdetr_queries(model: str, decoder: str, proposal: tuple[str, str]) -> Iterator[NameRule]:
