@@ -7,16 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def generalized_iou(a: Tensor, b: Tensor) -> Tensor:
+def generalized_iou(a: Tensor, b: Tensor, eps: float = 0.0) -> Tensor:
     """Generalized IoU of boxes (..., 4) x0, y0, x1, y1 that broadcast against each other -> (...), in [-1, 1].
 
     Rezatofighi et al. 2019, arXiv 1902.09630. torchvision's function takes all pairs of two lists only; this one
-    takes the pairs of all images and layers at once, or single pairs. Degenerate boxes do not divide by zero.
+    takes the pairs of all images and layers at once, or single pairs. Degenerate boxes do not divide by zero. ``eps``
+    is added to both divisors.
     """
     intersection, union = _intersection_and_union(a, b)
     hull = _extent(torch.minimum(a[..., :2], b[..., :2]), torch.maximum(a[..., 2:], b[..., 2:]))
     tiny = torch.finfo(union.dtype).tiny
-    return intersection / union.clamp(min=tiny) - (hull - union) / hull.clamp(min=tiny)
+    return intersection / (union + eps).clamp(min=tiny) - (hull - union) / (hull + eps).clamp(min=tiny)
 
 
 def iou(a: Tensor, b: Tensor) -> Tensor:

@@ -314,7 +314,8 @@ def build_classification(config: DetectionConfig, *, local: bool = False) -> Cla
 def build_criterion(config: DetectionConfig, *, local: bool = False) -> SetCriterion:
     """Build matcher and losses; a local criterion does not communicate."""
     classification, loss = build_classification(config, local=local), config.loss
-    matcher = HungarianMatcher(classification, loss.matcher.class_cost, loss.matcher.bbox_cost, loss.matcher.giou_cost)
+    costs = loss.matcher
+    matcher = HungarianMatcher(classification, costs.class_cost, costs.bbox_cost, costs.giou_cost, loss.giou_eps)
     return SetCriterion(
         classification,
         matcher,

@@ -185,6 +185,7 @@ class LossConfig:
     giou_weight: float = not_negative(2.0)  # weight of the generalised IoU loss
     mask_weight: float = not_negative(1.0)  # weight of the focal loss of the masks; only with model.masks
     dice_weight: float = not_negative(1.0)  # weight of the Dice loss of the masks; only with model.masks
+    giou_eps: float = not_negative(0.0, 1e-3)  # added to the divisors of the generalised IoU; 1e-6 in DAB-DETR
     no_object_weight: float = not_negative(0.1)  # weight of the no-object class; only classification=cross_entropy
     focal_alpha: float = fraction(0.25)  # weight of positive targets in the focal loss
     focal_gamma: float = not_negative(2.0, 100)  # exponent of the focal loss

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from detr_bf.detectors.conditional_detr import conditional_detr
+from detr_bf.detectors.dab_deformable_detr import dab_deformable_detr
+from detr_bf.detectors.dab_detr import dab_detr
 from detr_bf.detectors.deformable_detr import deformable_detr
 from detr_bf.detectors.detector import Detector, Options
 from detr_bf.detectors.detr import detr
+from detr_bf.detectors.dn_detr import dn_detr
 from detr_bf.detectors.mask_head import MaskHead
 from detr_bf.detectors.rtdetr import rtdetr, rtdetrv2
 from detr_bf.detectors.smca import smca
@@ -19,8 +22,11 @@ __all__ = ["DETECTORS", "Detector", "MaskHead", "Options", "detector_named"]
 # (backbone, channels of its feature maps, options, keyword arguments of this detector) -> Detector
 DETECTORS: dict[str, Callable[..., Detector]] = {
     "conditional_detr": conditional_detr,
+    "dab_deformable_detr": dab_deformable_detr,
+    "dab_detr": dab_detr,
     "deformable_detr": deformable_detr,
     "detr": detr,
+    "dn_detr": dn_detr,
     "rtdetr": rtdetr,
     "rtdetrv2": rtdetrv2,
     "smca": smca,

@@ -62,7 +62,7 @@ class ScaledSine(nn.Module):
         self.temperature = temperature  # the same as of the position encoding of the tokens
         self.scale = xavier(MLP([dim, dim, dim]))
 
-    def forward(self, layer: int, queries: Queries) -> Queries:
+    def forward(self, layer: int, queries: Queries, memory: TokenBatch) -> Queries:
         assert queries.reference is not None
         y_before_x = queries.reference.flip(-1)  # the order of the token positions
         encoding = sine_of_coordinates(y_before_x, self.dim // 2, temperature=self.temperature)

@@ -42,6 +42,9 @@ def deformable_detr(
     decoder_points: int = 4,
     box_refine: bool = False,
     two_stage: bool = False,
+    queries: nn.Module | None = None,
+    update_queries: nn.Module | None = None,
+    eps: float = 1e-5,
 ) -> Detector:
     """Build Deformable DETR: deformable attention of tokens and queries to the tokens of several levels.
 
@@ -51,6 +54,8 @@ def deformable_detr(
         encoder_points, decoder_points: sampling points per head and level.
         box_refine: every layer refines the boxes of the previous layer, with its own heads.
         two_stage: take queries and their boxes from the best tokens of the encoder.
+        queries, update_queries: of the decoder; by default learned queries or those of ``two_stage``, and no update.
+        eps: of the logits of the references, as of :class:`detr_bf.transformer.Heads`.
 
     Raises:
         InputError: ``two_stage`` without ``box_refine``, which is not defined in the paper's code.
@@ -78,9 +83,10 @@ def deformable_detr(
         encoder=encoder(options, encoder_layers, norms[0]),
         decoder=Decoder(
             decoder_layers,
-            queries=_proposal_queries(options) if two_stage else _learned_queries(options),
-            heads=_heads(options, box_refine, two_stage),
+            queries=queries or (_proposal_queries(options) if two_stage else _learned_queries(options)),
+            heads=_heads(options, box_refine, two_stage, eps),
             norm=norms[1],
+            update_queries=update_queries,
             refine=box_refine,
             aux_loss=options.aux_loss,
         ),
@@ -117,12 +123,12 @@ def _proposal_queries(options: Options) -> ProposalQueries:
     )
 
 
-def _heads(options: Options, refine: bool, two_stage: bool) -> Heads:
+def _heads(options: Options, refine: bool, two_stage: bool, eps: float) -> Heads:
     """Build one pair of heads, or with ``refine`` one per layer; only the first sets the initial size."""
     count = options.decoder_layers if refine else 1
     first = 0.0 if two_stage else SIZE_LOGIT
     boxes = [zero_init_box_head(options, size_logit=0.0 if layer else first) for layer in range(count)]
-    return Heads([class_head(options) for _ in range(count)], boxes)
+    return Heads([class_head(options) for _ in range(count)], boxes, eps=eps)
 
 
 class DeformableTokenAttention(nn.Module):

@@ -140,8 +140,17 @@ class Detector(nn.Module):
         return self.backbone, self.tokens, self.encoder, self.decoder
 
 
-def single_level_detector(backbone: nn.Module, channels: Sequence[int], options: Options, decoder: Decoder) -> Detector:
+def single_level_detector(
+    backbone: nn.Module,
+    channels: Sequence[int],
+    options: Options,
+    decoder: Decoder,
+    position_scale: nn.Module | None = None,
+) -> Detector:
     """Build a detector with DETR's encoder over the tokens of one feature map.
+
+    Args:
+        position_scale: as of :class:`detr_bf.transformer.Encoder`.
 
     Raises:
         InputError: the backbone has several feature maps.
@@ -155,7 +164,7 @@ def single_level_detector(backbone: nn.Module, channels: Sequence[int], options:
         encoder_layer(options, TokenAttention(options.hidden_dim, heads=options.heads, dropout=options.dropout))
         for _ in range(options.encoder_layers)
     ]
-    loop = encoder(options, layers, nn.LayerNorm(options.hidden_dim) if options.pre_norm else None)
+    loop = encoder(options, layers, nn.LayerNorm(options.hidden_dim) if options.pre_norm else None, position_scale)
     return Detector(backbone, tokens=tokens, encoder=loop, decoder=decoder, mask_head=options.mask_head)
 
 
@@ -184,11 +193,14 @@ def decoder_layer(options: Options, self_attention: nn.Module, cross_attention: 
     )
 
 
-def encoder(options: Options, layers: Sequence[nn.Module], norm: nn.Module | None = None) -> Encoder:
-    """Build the encoder loop over ``layers``, with batch attention if it is enabled."""
+def encoder(
+    options: Options, layers: Sequence[nn.Module], norm: nn.Module | None = None, scale: nn.Module | None = None
+) -> Encoder:
+    """Build the encoder loop over ``layers``, with batch attention if it is enabled; ``scale`` is of the positions."""
     return Encoder(
         layers,
         norm=norm,
+        position_scale=scale,
         batch_former=options.batch_former,
         activation_checkpointing=options.activation_checkpointing,
     )
@@ -216,9 +228,9 @@ def query_attention(options: Options) -> QueryAttention:
     return QueryAttention(options.hidden_dim, heads=options.heads, dropout=options.dropout)
 
 
-def shared_heads(options: Options, box: nn.Module | None = None) -> Heads:
+def shared_heads(options: Options, box: nn.Module | None = None, *, eps: float = 1e-5) -> Heads:
     """Build one class head and one box head for all decoder layers."""
-    return Heads([class_head(options)], [box or box_head(options)])
+    return Heads([class_head(options)], [box or box_head(options)], eps=eps)
 
 
 def class_head(options: Options) -> nn.Linear:

@@ -165,7 +165,7 @@ class BoxPosition(nn.Module):
         super().__init__()
         self.head = xavier(MLP([4, 2 * dim, dim]))
 
-    def forward(self, layer: int, queries: Queries, memory: TokenBatch | None = None) -> Queries:
+    def forward(self, layer: int, queries: Queries, memory: TokenBatch) -> Queries:
         assert queries.reference is not None
         return replace(queries, position=full_precision(self.head, queries.reference).to(queries.content.dtype))
 

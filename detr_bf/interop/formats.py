@@ -112,6 +112,12 @@ FORMATS = (
         "official Conditional DETR",
     ),
     Format(
+        "dab_detr",
+        official.official_dab_detr,
+        (f"{_LAYER}.ca_qcontent_proj", "transformer.decoder.ref_anchor_head", "refpoint_embed"),
+        "official DAB-DETR or DN-DETR",
+    ),
+    Format(
         "smca",
         official.official_smca,
         (f"{_LAYER}.point1", f"{_LAYER}.point2", "input_proj.weight"),
@@ -128,6 +134,12 @@ FORMATS = (
         official.official_deformable_detr,
         (f"{_LAYER}.cross_attn.sampling_offsets", "transformer.level_embed", "input_proj.0.0"),
         "official Deformable DETR",
+    ),
+    Format(
+        "dab_deformable_detr",
+        official.official_dab_deformable_detr,
+        (f"{_LAYER}.cross_attn.sampling_offsets", "transformer.level_embed", "tgt_embed", "refpoint_embed"),
+        "official DAB-Deformable-DETR",
     ),
     *_rtdetr(),
     *_hugging_face("detr", huggingface.hf_detr, (f"{_ATTENTION}.q_proj", "class_labels_classifier", "bbox_predictor")),

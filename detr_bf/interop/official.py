@@ -1,9 +1,10 @@
 """Name tables of the authors' repositories and of detectron2.
 
-The repositories are DETR, Conditional DETR, SMCA, Deformable DETR and their BatchFormerV2 forks, and RT-DETR; two
-foreign names for one of ours mean that their code refers to the same module twice. Inside detectron2 there are our
-adapter and official DETR's wrapper. Detectron2's ResNets are torchvision's under other names if their bottlenecks have
-the stride in the 3 x 3 convolution (``MODEL.RESNETS.STRIDE_IN_1X1: False``). This module does not import detectron2.
+The repositories are DETR, Conditional DETR, SMCA, Deformable DETR and their BatchFormerV2 forks, DAB-DETR, DN-DETR and
+RT-DETR; two foreign names for one of ours mean that their code refers to the same module twice. Inside detectron2 there
+are our adapter and official DETR's wrapper. Detectron2's ResNets are torchvision's under other names if their
+bottlenecks have the stride in the 3 x 3 convolution (``MODEL.RESNETS.STRIDE_IN_1X1: False``). This module does not
+import detectron2.
 """
 
 from __future__ import annotations
@@ -66,11 +67,16 @@ def detr_panoptic(layout: Layout) -> Iterator[NameRule]:
 
 def official_conditional_detr(layout: Layout) -> Iterator[NameRule]:
     """Atten4Vis/ConditionalDETR."""
-    yield from _around(layout)
     yield rename("query_embed", "decoder.queries.position")
     yield rename("transformer.decoder.ref_point_head", "decoder.queries.reference")
-    yield rename("transformer.decoder.query_scale", "decoder.look.scale")
     yield from _shared_heads()
+    yield from _conditional_layers(layout)
+
+
+def _conditional_layers(layout: Layout) -> Iterator[NameRule]:
+    """Yield the rules of Conditional DETR and DAB-DETR without those of the queries and heads."""
+    yield from _around(layout)
+    yield rename("transformer.decoder.query_scale", "decoder.look.scale")
     for theirs, ours in _encoder_layers(layout):
         yield from _packed(f"{theirs}.self_attn", f"{ours}.attention.attention")
     for theirs, ours in _decoder_layers(layout):
@@ -78,6 +84,19 @@ def official_conditional_detr(layout: Layout) -> Iterator[NameRule]:
             yield rename(f"{theirs}.{name}", f"{ours}.self_attention.{part}")
         for name, part in CONDITIONAL_CROSS.items():
             yield rename(f"{theirs}.{name}", f"{ours}.cross_attention.{part}")
+
+
+def official_dab_detr(layout: Layout) -> Iterator[NameRule]:
+    """IDEA-Research/DAB-DETR, and IDEA-Research/DN-DETR on it."""
+    yield from _conditional_layers(layout)
+    yield rename("refpoint_embed", "decoder.queries.anchors")
+    yield rename("transformer.patterns", "decoder.queries.patterns")
+    yield rename("label_enc", "decoder.queries.labels")
+    yield rename("transformer.encoder.query_scale", "encoder.position_scale")
+    yield rename("transformer.decoder.ref_point_head", "decoder.look.point")
+    yield rename("transformer.decoder.ref_anchor_head", "decoder.look.size")
+    yield rename("class_embed", "decoder.heads.classes.0")
+    yield rename(["bbox_embed", "transformer.decoder.bbox_embed"], "decoder.heads.boxes.0")
 
 
 def official_smca(layout: Layout) -> Iterator[NameRule]:
@@ -145,6 +164,16 @@ def official_deformable_detr(layout: Layout) -> Iterator[NameRule]:
         yield rename(f"{theirs}.norm1", f"{ours}.cross_residual.norm")
         yield rename(f"{theirs}.norm2", f"{ours}.self_residual.norm")
     yield from _batch_former(layout, "encoder")
+
+
+def official_dab_deformable_detr(layout: Layout) -> Iterator[NameRule]:
+    """DAB-Deformable-DETR of IDEA-Research/DAB-DETR."""
+    yield from (rule for rule in official_deformable_detr(layout) if rule.theirs != ("query_embed.weight",))
+    yield rename("refpoint_embed", "decoder.queries.anchors")
+    yield rename("tgt_embed", "decoder.queries.content")
+    yield rename("patterns_embed", "decoder.queries.patterns")
+    yield rename("transformer.decoder.ref_point_head", "decoder.look.point")
+    yield rename("transformer.decoder.query_scale", "decoder.look.scale")
 
 
 def official_rtdetr(layout: Layout) -> Iterator[NameRule]:
@@ -340,6 +369,7 @@ def _layers(name: str, count: int, inside: str = "") -> Iterator[tuple[str, str]
 def _feed_forward(theirs: str, ours: str, *, norm: str) -> Iterator[NameRule]:
     yield rename(f"{theirs}.linear1", f"{ours}.feed_forward.expand")
     yield rename(f"{theirs}.linear2", f"{ours}.feed_forward.contract")
+    yield rename(f"{theirs}.activation", f"{ours}.feed_forward.activation")
     yield rename(f"{theirs}.{norm}", f"{ours}.feed_forward_residual.norm")
 
 

@@ -70,13 +70,15 @@ class Matches:
 class HungarianMatcher:
     """One-to-one assignment of least cost, separately for every decoder layer and row.
 
-    The cost is ``class_cost`` x the cost of the classification + ``bbox_cost`` x L1 - ``giou_cost`` x generalized IoU.
+    The cost is ``class_cost`` x the cost of the classification + ``bbox_cost`` x L1 - ``giou_cost`` x generalized IoU,
+    which has ``giou_eps`` added to its divisors, here and in the loss (1e-6 in DAB-DETR and its successors).
     """
 
     classification: Classification
     class_cost: float = 1.0
     bbox_cost: float = 5.0
     giou_cost: float = 2.0
+    giou_eps: float = 0.0
 
     def __post_init__(self) -> None:
         costs = {"class_cost": self.class_cost, "bbox_cost": self.bbox_cost, "giou_cost": self.giou_cost}
@@ -103,7 +105,7 @@ class HungarianMatcher:
         """logits (..., R, Q, K), boxes (..., R, Q, 4) -> (..., R, Q, T); undefined for padding in T."""
         logits, boxes = at_least_float32(logits), at_least_float32(boxes)
         distance = (boxes[..., :, None, :] - targets.boxes[:, None]).abs().sum(-1)
-        overlap = generalized_iou(_corners(boxes)[..., :, None, :], _corners(targets.boxes)[:, None])
+        overlap = generalized_iou(_corners(boxes)[..., :, None, :], _corners(targets.boxes)[:, None], self.giou_eps)
         classes = self.classification.match_cost(logits, targets.labels)
         cost = self.class_cost * classes + self.bbox_cost * distance - self.giou_cost * overlap
         return cost.nan_to_num(UNMATCHABLE, UNMATCHABLE, -UNMATCHABLE)

@@ -170,7 +170,7 @@ class SetCriterion:
                 strict=True,
             )
         ]
-        distance, disparity = _box_losses(outputs, targets, matches)
+        distance, disparity = _box_losses(outputs, targets, matches, self.matcher.giou_eps)
         return {
             "loss_ce": torch.stack(per_stream, 1),
             "loss_bbox": _per_stream(outputs, distance) / num_boxes,
@@ -213,12 +213,13 @@ LOGGED_METRICS: dict[str, Callable[[Outputs, PaddedTargets, Matches, Classificat
 }
 
 
-def _box_losses(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> tuple[Tensor, Tensor]:
+def _box_losses(outputs: Outputs, targets: PaddedTargets, matches: Matches, giou_eps: float) -> tuple[Tensor, Tensor]:
     """Return L1 and 1 - GIoU of the matched pairs, summed by layer and row: twice (L, R)."""
     predicted = at_least_float32(outputs.boxes[matches.layer, matches.row, matches.query])
     wanted = targets.boxes[matches.row, matches.target]
     distance = (predicted - wanted).abs().sum(-1)
-    overlap = generalized_iou(box_convert(predicted, "cxcywh", "xyxy"), box_convert(wanted, "cxcywh", "xyxy"))
+    corners = (box_convert(boxes, "cxcywh", "xyxy") for boxes in (predicted, wanted))
+    overlap = generalized_iou(*corners, giou_eps)
     index = (matches.layer, matches.row)
     empty = predicted.new_zeros(outputs.boxes.shape[:2])
     return empty.index_put(index, distance, accumulate=True), empty.index_put(index, 1 - overlap, accumulate=True)

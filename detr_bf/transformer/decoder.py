@@ -25,7 +25,8 @@ class Decoder(nn.Module):
         queries: (memory, targets) -> queries of the first layer; may use the targets, given in training, for groups.
         heads: (layer, content, reference) -> class logits and boxes.
         norm: applied to the content before the heads.
-        update_queries: (layer, queries) -> queries, called before every layer; may set ``reference`` or ``modulation``.
+        update_queries: (layer, queries, memory) -> queries, called before every layer; may set ``position``,
+            ``reference`` or ``modulation``.
         refine: use the boxes of a layer, detached, as the reference of the next layer.
         refine_before_norm: compute these boxes from the content before ``norm`` (DAB-DETR, Liu et al. 2022, arXiv
             2201.12329); the predictions are computed from the content after it.
@@ -41,7 +42,7 @@ class Decoder(nn.Module):
         queries: nn.Module,
         heads: Heads,
         norm: nn.Module | None = None,
-        update_queries: Callable[[int, Queries], Queries] | None = None,
+        update_queries: Callable[[int, Queries, TokenBatch], Queries] | None = None,
         refine: bool = False,
         refine_before_norm: bool = False,
         look_forward_twice: bool = False,
@@ -66,7 +67,7 @@ class Decoder(nn.Module):
         predictions = []
         for index, layer in enumerate(self.layers):
             if self.look is not None:
-                queries = self.look(index, queries)
+                queries = self.look(index, queries, memory)
                 base = base if self.look_forward_twice and index else queries.reference
             queries = replace(queries, content=layer(queries, memory))
             state = self.norm(queries.content)

@@ -7,6 +7,7 @@ normalised in a pre-norm layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ class Encoder(nn.Module):
     Args:
         layers: tokens -> (R, S, C).
         norm: applied after the last layer (for pre-norm layers).
+        position_scale: (R, S, C) -> (R, S, C), factor of the positions in a layer as a function of its input, the same
+            module for all layers (DAB-DETR, Liu et al. 2022, arXiv 2201.12329), or None.
         batch_former: batch attention, or None.
         activation_checkpointing: store only the input of each layer and recompute its activations in the backward pass,
             with the same random numbers. Batch attention is not recomputed, because it may contain collectives.
@@ -33,12 +36,14 @@ class Encoder(nn.Module):
         layers: Sequence[nn.Module],
         *,
         norm: nn.Module | None = None,
+        position_scale: nn.Module | None = None,
         batch_former: BatchFormerV2 | None = None,
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.norm = norm or nn.Identity()
+        self.position_scale = position_scale
         self.batch_former = batch_former
         self.activation_checkpointing = activation_checkpointing
 
@@ -51,12 +56,18 @@ class Encoder(nn.Module):
 
     def _run(self, layer: nn.Module, batch: TokenBatch) -> Tensor:
         def run(tokens: Tensor) -> Tensor:  # checkpoint() reads from this argument which device's RNG to restore
-            return layer(batch.with_tokens(tokens))
+            return layer(self._with_scaled_position(batch.with_tokens(tokens)))
 
         if not self.activation_checkpointing or not torch.is_grad_enabled():
             return run(batch.tokens)
         result: Tensor = checkpoint(run, batch.tokens, use_reentrant=False)
         return result
+
+    def _with_scaled_position(self, batch: TokenBatch) -> TokenBatch:
+        if self.position_scale is None:
+            return batch
+        position = batch.per_sample["position"] * self.position_scale(batch.tokens)
+        return replace(batch, per_sample={**batch.per_sample, "position": position})
 
     def _batch_attention(self, batch: TokenBatch, layer: int, position: str) -> TokenBatch:
         return batch if self.batch_former is None else self.batch_former(batch, layer=layer, position=position)

@@ -11,7 +11,7 @@ from torch import nn
 from detr_bf.detectors import Options
 from detr_bf.errors import InputError
 from detr_bf.layers import LearnedPosition, SinePosition
-from detr_bf.structures import Batch, FeatureMap, Outputs, Queries
+from detr_bf.structures import Batch, FeatureMap, Outputs, Queries, TokenBatch
 from detr_bf.transformer import Encoder, LearnedQueries
 from tests.detectors.tiny import (
     BLIND_TO_PADDING,
@@ -214,7 +214,8 @@ def test_conditional_detr_compares_places_in_one_encoding() -> None:
     cells = module.tokens.position(mask)[0].view(4, 6, -1)
     point = torch.tensor([[[3 / 6, 2 / 4]]])  # x and y of the cell in the second row and third column
     queries = Queries(torch.zeros(1, 1, DIM), torch.zeros(1, 1, DIM), point)
-    torch.testing.assert_close(module.decoder.look(0, queries).modulation[0, 0], cells[1, 2], atol=1e-4, rtol=0)
+    modulation = module.decoder.look(0, queries, TokenBatch(cells)).modulation
+    torch.testing.assert_close(modulation[0, 0], cells[1, 2], atol=1e-4, rtol=0)
 
 
 def test_multi_scale_smca_needs_its_own_strides() -> None:

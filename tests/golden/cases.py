@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.detectors import DETECTORS, Detector, MaskHead, Options
-from detr_bf.interop import from_foreign
+from detr_bf.interop import from_foreign, to_foreign
+from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, PaddedTargets, SetCriterion
 from detr_bf.structures import FeatureMap, Masks, Outputs, Target, resize_mask
 
 SHARED = Path(__file__).parents[3] / "shared"
-SIGMOID = ("conditional_detr", "deformable_detr", "rtdetr", "rtdetrv2")  # a logit for each class, none for no object
 FOLDERS = (SHARED / "golden", SHARED / "golden_successors")  # read without --golden
+WITH_NO_OBJECT = ("detr", "smca", "smca_multi_scale")  # detectors with a last class for no object
+WITH_GIOU_EPS = ("dab_detr", "dab_deformable_detr", "dn_detr", "dino")
+FORMATS = {"dn_detr": "dab_detr"}  # names of checkpoint formats that are not the detector's
 KEY_LISTS = "14_state_dict_keys"  # folder in them with the names and shapes of full-size models
 
 
@@ -58,7 +62,7 @@ def build(case: Case, weights: str = "weights.") -> Detector:
 def options(case: Case) -> Options:
     cfg = case.cfg
     return Options(
-        num_logits=cfg["num_classes"] + (0 if family(case) in SIGMOID else 1),
+        num_logits=cfg["num_classes"] + (1 if family(case) in WITH_NO_OBJECT else 0),
         hidden_dim=cfg["hidden_dim"],
         heads=cfg["nheads"],
         encoder_layers=cfg["num_encoder_layers" if "num_encoder_layers" in cfg else "enc_layers"],
@@ -66,10 +70,20 @@ def options(case: Case) -> Options:
         feedforward_dim=cfg["dim_feedforward"],
         dropout=0.0,
         pre_norm=cfg.get("pre_norm", False),
+        activation=cfg["transformer_activation"] if family(case) in ("dab_detr", "dn_detr") else "relu",
         num_queries=cfg["num_queries"],
+        position_temperature=position_temperature(case),
+        aux_loss=cfg.get("aux_loss", True),
         batch_former=batch_former(case),
         mask_head=mask_head(case),
     )
+
+
+def position_temperature(case: Case) -> float:
+    if family(case) not in ("dab_detr", "dn_detr"):
+        return 10000.0
+    assert case.cfg["pe_temperatureH"] == case.cfg["pe_temperatureW"], "we have one temperature for both axes"
+    return float(case.cfg["pe_temperatureH"])
 
 
 def mask_head(case: Case) -> MaskHead | None:
@@ -85,6 +99,10 @@ def family(case: Case) -> str:
     repository = json.dumps(case.manifest["upstream"]).lower()
     if "rt-detr" in repository:
         return "rtdetrv2" if "rtdetrv2" in repository else "rtdetr"
+    if "dab-detr" in repository:
+        return case.cfg.get("modelname", "dab_deformable_detr" if "enc_n_points" in case.cfg else "dab_detr")
+    if "dn-detr" in repository:
+        return "dn_detr"
     if "deformable" in repository:
         return "deformable_detr"
     if "conditional" in repository:
@@ -112,6 +130,22 @@ def detector(case: Case) -> Any:
             )
         if kind in ("rtdetr", "rtdetrv2"):
             return DETECTORS[kind](backbone, channels, chosen, **rtdetr_settings(cfg))
+        anchors = {"patterns": cfg.get("num_patterns"), "random_points": cfg.get("random_refpoints_xy")}
+        if kind == "dab_detr":
+            return DETECTORS[kind](backbone, channels, chosen, **anchors)
+        if kind == "dn_detr":
+            return DETECTORS[kind](backbone, channels, chosen, **anchors, **denoising(case))
+        if kind == "dab_deformable_detr":
+            return DETECTORS[kind](
+                backbone,
+                channels,
+                chosen,
+                **anchors,
+                extra_levels=cfg["num_feature_levels"] - len(channels),
+                encoder_points=cfg["enc_n_points"],
+                decoder_points=cfg["dec_n_points"],
+                box_refine=cfg.get("with_box_refine", True),
+            )
         if kind == "smca":
             return DETECTORS[kind](backbone, channels, chosen, dynamic_scale=cfg["dynamic_scale"], smooth=cfg["smooth"])
         if kind == "smca_multi_scale":
@@ -172,6 +206,15 @@ def flat_rtdetr(args: dict[str, Any]) -> dict[str, Any]:
         "num_denoising": decoder["num_denoising"],
         "label_noise_ratio": 0.5,
         "box_noise_scale": 1.0,
+    }
+
+
+def denoising(case: Case) -> dict[str, Any]:
+    cfg = case.cfg
+    return {
+        "groups": cfg["scalar"],
+        "label_noise": cfg["label_noise_scale"],
+        "box_noise": cfg["box_noise_scale"],
     }
 
 
@@ -248,3 +291,79 @@ def assert_outputs(outputs: Outputs, expected: Outputs) -> None:
     assert (outputs.proposals is None) == (expected.proposals is None)
     if outputs.proposals is not None and expected.proposals is not None:
         assert_outputs(outputs.proposals, expected.proposals)
+
+
+def named_outputs(outputs: Outputs) -> dict[str, Tensor]:
+    """Return every output by the name that most references give it; a group without queries has none."""
+    named = {}
+    for kind, stacked in (("pred_logits", outputs.logits), ("pred_boxes", outputs.boxes)):
+        *auxiliary, named[kind] = stacked
+        named |= {f"aux_outputs.{layer}.{kind}": x for layer, x in enumerate(auxiliary)}
+    if outputs.masks is not None:
+        named["pred_masks"] = outputs.masks.all()
+    if outputs.proposals is not None:
+        named |= {f"enc_outputs.{name}": x for name, x in named_outputs(outputs.proposals).items()}
+    for group, predicted in outputs.groups:
+        if group.size:
+            named |= {f"{group.name}.{name}": x for name, x in named_outputs(predicted).items()}
+    return named
+
+
+def probe(named: dict[str, Tensor]) -> Tensor:
+    """Return the recorded scalar: the sum of every named output times cosines of its index in sorted order."""
+    terms = []
+    for index, name in enumerate(sorted(named)):
+        x = named[name].double()
+        terms.append((x * torch.cos(0.7 * torch.arange(x.numel(), dtype=torch.float64) + index).view_as(x)).sum())
+    return torch.stack(terms).sum()
+
+
+def assert_parameter_gradients(case: Case, model: nn.Module, expected: dict[str, Any]) -> None:
+    """Compare norm and weighted sum of each gradient by the reference's names; gradients that it lacks must be zero."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    ours = {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
+    theirs = to_foreign(ours, FORMATS.get(family(case), "detr_panoptic" if case.cfg.get("masks") else family(case)))
+    for name, numbers in expected["param_grads"].items():
+        gradient = theirs.get(name)
+        if numbers is None or gradient is None:
+            assert gradient is None or not gradient.any(), name
+            assert numbers is None or max(map(abs, numbers)) < 1e-3, name
+            continue
+        weights = torch.cos(0.7 * torch.arange(gradient.numel(), dtype=torch.float64))
+        norm, weighted = gradient.norm().item(), (gradient.flatten().double() * weights).sum().item()
+        tolerance = 1e-3 * max(norm, 1.0)
+        assert math.isclose(norm, numbers[0], abs_tol=tolerance), name
+        assert math.isclose(weighted, numbers[1], abs_tol=tolerance), name
+
+
+def set_criterion(case: Case) -> SetCriterion:
+    """Build the criterion with the reference's costs and weights.
+
+    Focal losses weigh the class by 2 in the cost; in the loss too, unless the case has its own weights.
+    """
+    if family(case) == "detr":
+        weight = case.manifest.get("eos_coef", case.manifest.get("cfg", {}).get("eos_coef"))
+        classification = CrossEntropy(weight)
+        return SetCriterion(classification, HungarianMatcher(classification))
+    classification = Focal()
+    matcher = HungarianMatcher(classification, 2.0, giou_eps=1e-6 if family(case) in WITH_GIOU_EPS else 0.0)
+    own = case.manifest.get("weight_dict", {})
+    weights = [own.get(name, weight) for name, weight in (("loss_ce", 2.0), ("loss_bbox", 5.0), ("loss_giou", 2.0))]
+    return SetCriterion(classification, matcher, *weights)
+
+
+def assert_matches(
+    case: Case,
+    sub: str,
+    outputs: Outputs,
+    targets: PaddedTargets,
+    matcher: HungarianMatcher,
+    calls: list[str] | None = None,
+) -> None:
+    matches = matcher(outputs, targets)
+    layers, rows = outputs.logits.shape[:2]
+    for layer, call in enumerate(calls or [*(f"aux_{index}" for index in range(layers - 1)), "last"]):
+        for row in range(rows):
+            here = (matches.layer == layer) & (matches.row == row)
+            assert torch.equal(matches.query[here], case.tensors[f"{sub}.out.indices.{call}.{row}.src"])
+            assert torch.equal(matches.target[here], case.tensors[f"{sub}.out.indices.{call}.{row}.tgt"])

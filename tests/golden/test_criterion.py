@@ -6,29 +6,21 @@ from dataclasses import replace
 
 import torch
 
-from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, LossReport, PaddedTargets, SetCriterion
+from detr_bf.losses import CrossEntropy, LossReport, PaddedTargets
 from detr_bf.structures import Outputs
 from tests.golden.cases import (
     Case,
     assert_close,
+    assert_matches,
     assert_outputs,
     build,
     family,
     features,
     recorded,
     samples_mask,
+    set_criterion,
     targets_of,
 )
-
-
-def set_criterion(case: Case) -> SetCriterion:
-    """Build the criterion with the reference's costs and weights; focal losses weigh the class by 2."""
-    if family(case) == "detr":
-        weight = case.manifest.get("eos_coef", case.manifest.get("cfg", {}).get("eos_coef"))
-        classification, class_weight = CrossEntropy(weight), 1.0
-    else:
-        classification, class_weight = Focal(), 2.0
-    return SetCriterion(classification, HungarianMatcher(classification, class_weight), class_weight)
 
 
 def faulty_class_loss(case: Case) -> bool:
@@ -113,20 +105,3 @@ def assert_losses(case: Case, sub: str, outputs: Outputs) -> LossReport:
     if outputs.proposals is not None:
         assert_matches(case, sub, outputs.proposals, padded.of_one_class(), criterion.matcher, calls=["enc"])
     return report
-
-
-def assert_matches(
-    case: Case,
-    sub: str,
-    outputs: Outputs,
-    targets: PaddedTargets,
-    matcher: HungarianMatcher,
-    calls: list[str] | None = None,
-) -> None:
-    matches = matcher(outputs, targets)
-    layers, rows = outputs.logits.shape[:2]
-    for layer, call in enumerate(calls or [*(f"aux_{index}" for index in range(layers - 1)), "last"]):
-        for row in range(rows):
-            here = (matches.layer == layer) & (matches.row == row)
-            assert torch.equal(matches.query[here], case.tensors[f"{sub}.out.indices.{call}.{row}.src"])
-            assert torch.equal(matches.target[here], case.tensors[f"{sub}.out.indices.{call}.{row}.tgt"])

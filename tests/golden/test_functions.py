@@ -8,9 +8,10 @@ import pytest
 import torch
 from pycocotools import mask as coco_mask
 from torch import Tensor
-from torchvision.ops import FrozenBatchNorm2d
+from torchvision.ops import FrozenBatchNorm2d, box_convert
 
-from detr_bf.boxes import inverse_sigmoid
+from detr_bf.boxes import generalized_iou, inverse_sigmoid
+from detr_bf.detectors.dab_detr import EPS, box_sine
 from detr_bf.detectors.deformable_detr import cell_centres
 from detr_bf.detectors.two_stage import anchor_boxes, inverse_of_anchors
 from detr_bf.layers import DeformableAttention, LearnedPosition, sine_of_coordinates, sine_position
@@ -201,3 +202,27 @@ def test_initial_offsets(attention_case: Case) -> None:
     levels, heads, points = map(int, numbers)
     offsets = initial_offsets(heads, levels, points)
     assert_close(offsets.flatten(), attention_case.tensors["init.out.sampling_offsets_bias"])
+
+
+def test_sine_of_anchors(anchor_case: Case) -> None:
+    given = anchor_case.below("sine.")
+    dim = given["out.embed_points_256"].shape[-1]
+    assert_close(box_sine(given["in.anchors"], dim), given["out.embed_256"])
+    points = sine_of_coordinates(given["in.points"].flip(-1), dim // 2)  # y before x
+    assert_close(points, given["out.embed_points_256"])
+
+
+def test_positions_at_a_low_temperature(anchor_case: Case) -> None:
+    mask, expected = anchor_case.tensors["position.in.mask"], anchor_case.tensors["position.out.pos_256"]
+    assert_close(as_map(sine_position(mask, expected.shape[1], temperature=20.0), mask), expected)
+
+
+def test_inverse_sigmoid_with_a_large_eps(anchor_case: Case) -> None:
+    given = anchor_case.below("inverse_sigmoid.")
+    assert_close(inverse_sigmoid(given["in.x"], EPS), given["out.y"])
+
+
+def test_generalized_iou_with_an_eps(anchor_case: Case) -> None:
+    given = anchor_case.below("giou.")
+    first, second = (box_convert(given[f"in.boxes{number}_cxcywh"], "cxcywh", "xyxy") for number in (1, 2))
+    assert_close(generalized_iou(first[:, None], second, 1e-6), given["out.giou"])

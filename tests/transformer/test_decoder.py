@@ -133,7 +133,7 @@ def test_no_gradient_runs_from_a_refined_box_to_the_head_before() -> None:
 def test_look_is_asked_before_every_layer() -> None:
     asked = []
 
-    def look(index: int, queries: Queries) -> Queries:
+    def look(index: int, queries: Queries, memory: TokenBatch) -> Queries:
         asked.append((index, queries.content.abs().sum().item() > 0))
         return queries
 

@@ -1,0 +1,175 @@
+"""DAB-DETR: Dynamic Anchor Boxes are Better Queries for DETR (Liu et al. 2022, arXiv 2201.12329).
+
+Shape legend: R rows, A anchors, P patterns, Q queries (A x P), C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from detr_bf.boxes import inverse_sigmoid
+from detr_bf.detectors.conditional_detr import ConditionalCrossAttention, ConditionalSelfAttention
+from detr_bf.detectors.detector import (
+    Detector,
+    Options,
+    decoder_layer,
+    shared_heads,
+    single_level_detector,
+    xavier,
+    zero_init_box_head,
+)
+from detr_bf.errors import InputError
+from detr_bf.layers import MLP, sine_of_coordinates
+from detr_bf.structures import Queries, Target, TokenBatch
+from detr_bf.transformer import Decoder
+
+EPS = 1e-3  # of the logits of boxes, in DAB-DETR and the detectors made of it
+
+
+def dab_detr(
+    backbone: nn.Module,
+    channels: Sequence[int],
+    options: Options,
+    *,
+    patterns: int = 0,
+    random_points: bool = False,
+    queries: nn.Module | None = None,
+) -> Detector:
+    """Build DAB-DETR: the queries are boxes, which every layer refines.
+
+    Args:
+        backbone, channels, options: feature map and shared options.
+        patterns: learned contents that every anchor is combined with, 0 for contents of zero (section 5).
+        random_points: initialise the centres of the anchors uniformly over the image.
+        queries: queries of the first layer, by default :class:`AnchorQueries`.
+    """
+    dim, heads, dropout = options.hidden_dim, options.heads, options.dropout
+    layers = [
+        decoder_layer(
+            options,
+            ConditionalSelfAttention(dim, heads=heads, dropout=dropout),
+            ConditionalCrossAttention(dim, heads=heads, dropout=dropout, first=index == 0),
+        )
+        for index in range(options.decoder_layers)
+    ]
+    decoder = Decoder(
+        layers,
+        queries=queries or AnchorQueries(options.num_queries, dim, patterns=patterns, random_points=random_points),
+        heads=shared_heads(options, zero_init_box_head(options), eps=EPS),
+        norm=nn.LayerNorm(dim),
+        update_queries=ModulatedAnchors(dim),
+        refine=True,
+        refine_before_norm=True,
+        look_forward_twice=True,
+        aux_loss=options.aux_loss,
+    )
+    return single_level_detector(backbone, channels, options, decoder, xavier(MLP([dim, dim, dim])))
+
+
+class AnchorQueries(nn.Module):
+    """Learned anchor boxes, each combined with every pattern: all anchors with the first pattern, with the second, ...
+
+    Args:
+        num_anchors: A.
+        dim: C.
+        patterns: P, 0 for one pattern of zeros.
+        learned_content: add a learned content for each anchor.
+        random_points: initialise the centres of the boxes uniformly over the image.
+
+    Raises:
+        InputError: ``dim`` is not divisible by 4.
+    """
+
+    def __init__(
+        self,
+        num_anchors: int,
+        dim: int,
+        *,
+        patterns: int = 0,
+        learned_content: bool = False,
+        random_points: bool = False,
+    ) -> None:
+        super().__init__()
+        if dim % 4:
+            raise InputError(f"dim={dim} must be divisible by 4 for the sine encoding of anchor boxes")
+        self.dim = dim
+        self.anchors = nn.Embedding(num_anchors, 4)  # logits
+        self.content = nn.Embedding(num_anchors, dim) if learned_content else None
+        self.patterns = nn.Embedding(patterns, dim) if patterns else None
+        if random_points:
+            with torch.no_grad():
+                self.anchors.weight[:, :2] = inverse_sigmoid(torch.rand(num_anchors, 2), EPS)
+
+    def forward(self, memory: TokenBatch, targets: Sequence[Target] = ()) -> Queries:
+        """Memory of R rows -> queries (R, Q, C) with reference boxes (R, Q, 4)."""
+        boxes, content = self.anchors.weight.sigmoid(), self.content_of_anchors()
+        if self.patterns is not None:
+            count = self.patterns.num_embeddings
+            boxes = boxes.repeat(count, 1)
+            content = content.repeat(count, 1) + self.patterns.weight.repeat_interleave(len(content), dim=0)
+        rows = len(memory.tokens)
+        content = content.expand(rows, -1, -1)
+        return Queries(content, torch.zeros_like(content), boxes.expand(rows, -1, -1))
+
+    def content_of_anchors(self) -> Tensor:
+        """Return the content (A, C) of every anchor without a pattern."""
+        if self.content is not None:
+            return self.content.weight
+        return self.anchors.weight.new_zeros(self.anchors.num_embeddings, self.dim)
+
+
+class AnchorPosition(nn.Module):
+    """Position of a query: a perceptron of the sine encoding of its box in fractions of the padded first level.
+
+    Args:
+        dim: C.
+        scaled: multiply the position by a function of the content, from the second layer on (DAB-Deformable-DETR).
+    """
+
+    def __init__(self, dim: int, *, scaled: bool = True) -> None:
+        super().__init__()
+        self.point = xavier(MLP([2 * dim, dim, dim]))
+        self.scale = xavier(MLP([dim, dim, dim])) if scaled else None
+
+    def forward(self, layer: int, queries: Queries, memory: TokenBatch) -> Queries:
+        assert queries.reference is not None
+        ratio = memory.per_sample["valid_ratios"][:, None, 0]
+        boxes = queries.reference * torch.cat([ratio, ratio], dim=-1)
+        position = self.point(box_sine(boxes, queries.content.shape[-1]))
+        if self.scale is not None and layer:
+            position = position * self.scale(queries.content)
+        return replace(queries, position=position)
+
+
+class ModulatedAnchors(nn.Module):
+    """Position of a query, and its position for a cross-attention that follows the size of the box (section 4.4).
+
+    The second is the encoding of the centre alone, from the second layer on scaled by a function of the content. Its
+    y and x parts are multiplied by a height and a width that the content asks for, relative to those of the box.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.point = xavier(MLP([2 * dim, dim, dim]))
+        self.scale = xavier(MLP([dim, dim, dim]))
+        self.size = xavier(MLP([dim, dim, 2]))
+
+    def forward(self, layer: int, queries: Queries, memory: TokenBatch) -> Queries:
+        boxes, content = queries.reference, queries.content
+        assert boxes is not None
+        encoding = box_sine(boxes, content.shape[-1])
+        centre = encoding[..., : content.shape[-1]]
+        if layer:
+            centre = centre * self.scale(content)
+        factor = (self.size(content).sigmoid() / boxes[..., 2:]).flip(-1)  # of y and of x
+        modulation = (centre.unflatten(-1, (2, -1)) * factor[..., None]).flatten(-2)
+        return replace(queries, position=self.point(encoding), modulation=modulation)
+
+
+def box_sine(boxes: Tensor, dim: int) -> Tensor:
+    """Return the sine encoding (..., 2 C) of boxes (..., 4): ``dim`` / 2 channels each of y, x, width, height."""
+    return sine_of_coordinates(boxes[..., [1, 0, 2, 3]], dim // 2)

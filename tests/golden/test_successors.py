@@ -1,0 +1,220 @@
+"""Cases 20 to 25: detectors with query groups in evaluation and in three kinds of training steps.
+
+A training step has objects in every image, none in the first image (``step_empty``), or none at all (``step_none``).
+The recorded noise of a step replaces the random numbers of our denoising queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+import torch
+from torch import Tensor
+
+from detr_bf.detectors import Detector
+from detr_bf.detectors.dn_detr import Noise
+from detr_bf.losses import PaddedTargets
+from detr_bf.postprocess import Postprocess
+from detr_bf.structures import Outputs, Target
+from tests.golden.cases import (
+    Case,
+    assert_close,
+    assert_matches,
+    assert_parameter_gradients,
+    build,
+    family,
+    features,
+    named_outputs,
+    probe,
+    samples_mask,
+    set_criterion,
+    targets_of,
+)
+
+OUTPUTS = ("pred_logits", "pred_boxes")
+LOGGED = ("loss_xy", "loss_hw")  # parts of loss_bbox that the references log
+every_step = pytest.mark.parametrize("run", ["step", "step_empty", "step_none"])
+
+
+@pytest.fixture(autouse=True)
+def recorded_noise(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the random numbers of the denoising queries by those of the run, ``step`` if the test has no runs."""
+    if "successor_case" not in request.fixturenames:
+        return
+    case: Case = request.getfixturevalue("successor_case")
+    run = request.getfixturevalue("run") if "run" in request.fixturenames else "step"
+    if family(case) == "dn_detr":
+        monkeypatch.setattr(
+            import_module("detr_bf.detectors.dn_detr"),
+            "draw_noise",
+            lambda shape, *_: noise_of_dn_detr(case, run, shape),
+        )
+
+
+def noise_of_dn_detr(case: Case, run: str, shape: tuple[int, int, int]) -> Noise:
+    """Return the draws of (B, G, T); the reference draws for all objects of the batch, group after group."""
+    images, groups, _ = shape
+    choice, labels, shift = (case.tensors[f"input.noise.{run}.{index}"] for index in range(3))
+    counts = [len(target.labels) for target in targets(case, run)]
+    padded = Noise(torch.ones(shape), torch.zeros(shape, dtype=torch.int64), torch.zeros(*shape, 4))
+    replaced = iter(labels)
+    objects = [(image, index) for image in range(images) for index in range(counts[image])]
+    slots = [(image, group, index) for group in range(groups) for image, index in objects]
+    for number, slot in enumerate(slots):
+        padded.choice[slot], padded.shift[slot] = choice[number], shift[number] * 2 - 1
+        if choice[number] < case.cfg["label_noise_scale"]:
+            padded.labels[slot] = next(replaced)
+    assert next(replaced, None) is None
+    return padded
+
+
+def targets(case: Case, run: str) -> list[Target]:
+    return targets_of(case, f"input.targets.{run}.")
+
+
+def detect(case: Case, run: str) -> tuple[Detector, Outputs]:
+    model = build(case).train()
+    return model, model.detect(features(case), samples_mask(case), targets(case, run))
+
+
+def assert_named(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(actual) == set(expected)
+    for name, value in expected.items():
+        assert_close(actual[name], value)
+
+
+def outputs_named(case: Case, prefix: str) -> dict[str, Tensor]:
+    return {name: x for name, x in case.below(prefix).items() if name.endswith(OUTPUTS)}
+
+
+def test_evaluation(successor_case: Case) -> None:
+    outputs = build(successor_case).eval().detect(features(successor_case), samples_mask(successor_case))
+    assert_named(named_outputs(outputs), outputs_named(successor_case, "eval."))
+
+
+@every_step
+def test_training(successor_case: Case, run: str) -> None:
+    _, outputs = detect(successor_case, run)
+    expected = outputs_named(successor_case, f"{run}.out.outputs.") or outputs_named(successor_case, "train.")
+    assert_named(named_outputs(outputs), expected)
+
+
+def test_tokens_and_memory(successor_case: Case) -> None:
+    """Compare what the encoder reads and returns at unpadded cells; the recorded memory of one map is (S, B, C)."""
+    model, padding = build(successor_case).eval(), samples_mask(successor_case)
+    tokens = model.tokens(features(successor_case), padding)
+    here, below = ~tokens.per_sample["padding_mask"], successor_case.below("mid.eval.transformer_in.pos")
+    position = torch.cat([below[name].flatten(2).mT for name in sorted(below)], dim=1)
+    if model.tokens.level_embedding is not None:
+        counts = torch.tensor([height * width for height, width in tokens.static["spatial_shapes"]])
+        position = position + model.tokens.level_embedding.repeat_interleave(counts, 0)
+    assert_close(tokens.per_sample["position"][here], position[here])
+    memory = successor_case.tensors["mid.eval.memory"]
+    memory = memory if len(model.tokens.projections) > 1 else memory.transpose(0, 1)
+    assert_close(model.encoder(tokens).tokens[here], memory[here])
+
+
+@every_step
+def test_losses_matchings_and_gradients(successor_case: Case, run: str) -> None:
+    case = successor_case
+    outputs = leaves(detect(case, run)[1])
+    criterion, objects = set_criterion(case), targets(case, run)
+    report = criterion(outputs, objects)
+    recorded = case.below(f"{run}.out.loss.")
+    expected = {name for name in recorded if "loss_" in name and not name.startswith(LOGGED)}
+    assert {their_term(case, name) for name in report.losses} == expected
+    for name, loss in report.losses.items():
+        assert_close(loss, recorded[their_term(case, name)])
+    assert_close(report.total, case.tensors[f"{run}.out.weighted_total"])
+    assert_close(report.logged["class_error"], recorded["class_error"])
+    assert_matches(case, run, outputs, PaddedTargets.of(objects), criterion.matcher)
+    report.total.backward()
+    gradients = outputs_named(case, f"{run}.out.grad.")
+    for name, gradient in named_outputs(gradients_of(outputs)).items():
+        if name in gradients:
+            assert_close(gradient, gradients.pop(name))
+        else:
+            assert not gradient.any(), name
+    assert not gradients
+
+
+def their_term(case: Case, name: str) -> str:
+    """Return the reference's name of a term of the loss."""
+    if family(case) == "dn_detr" and "_dn" in name:
+        return f"tgt_{name.replace('_dn', '')}"
+    return name
+
+
+def leaves(outputs: Outputs) -> Outputs:
+    """Return the outputs without their history, requiring gradients."""
+    logits, boxes = (x.detach().requires_grad_() for x in (outputs.logits, outputs.boxes))
+    proposals = None if outputs.proposals is None else leaves(outputs.proposals)
+    groups = tuple((group, leaves(predicted)) for group, predicted in outputs.groups)
+    return replace(outputs, logits=logits, boxes=boxes, proposals=proposals, groups=groups)
+
+
+def gradients_of(outputs: Outputs) -> Outputs:
+    """Return the gradients of :func:`leaves` in their places, 0 where there are none."""
+    logits, boxes = (torch.zeros_like(x) if x.grad is None else x.grad for x in (outputs.logits, outputs.boxes))
+    proposals = None if outputs.proposals is None else gradients_of(outputs.proposals)
+    groups = tuple((group, gradients_of(predicted)) for group, predicted in outputs.groups)
+    return replace(outputs, logits=logits, boxes=boxes, proposals=proposals, groups=groups)
+
+
+@pytest.mark.parametrize("scalar", ["probe", "loss_grads"])
+def test_gradients_of_parameters_and_features(successor_case: Case, scalar: str) -> None:
+    """Backpropagate the recorded scalar of all outputs, and the loss; both show where gradients are stopped."""
+    case, model, maps = successor_case, build(successor_case).train(), features(successor_case)
+    for feature in maps:
+        feature.tensor.requires_grad_()
+    outputs = model.detect(maps, samples_mask(case), targets(case, "step"))
+    total = (
+        probe(named_outputs(outputs))
+        if scalar == "probe"
+        else set_criterion(case)(outputs, targets(case, "step")).total
+    )
+    total.backward()
+    assert total.item() == pytest.approx(case.manifest[scalar]["loss"], rel=1e-4, abs=1e-3)
+    prefix = "grad.features" if scalar == "probe" else "step.out.grad.features"
+    for level, feature in enumerate(maps):
+        assert_close(feature.tensor.grad, case.tensors[f"{prefix}.{level}"], relative=1e-3)
+    assert_parameter_gradients(case, model, case.manifest[scalar])
+
+
+def test_postprocessing(successor_case: Case) -> None:
+    case = successor_case
+    if not case.below("post."):
+        pytest.skip(f"{case.name} has no recorded post-processing")
+    outputs = build(case).eval().detect(features(case), samples_mask(case))
+    sizes = [(height, width) for height, width in case.tensors["post.in.target_sizes"].tolist()]
+    images = [Target(i, torch.empty(0, 4), torch.empty(0), size, size) for i, size in enumerate(sizes)]
+    found = Postprocess(set_criterion(case).classification, len(case.tensors["post.out.0.scores"]))(outputs, images)
+    for image, detections in enumerate(found):
+        expected = case.below(f"post.out.{image}.")
+        assert_close(detections.scores, expected["scores"])
+        assert torch.equal(detections.labels, expected["labels"])
+        assert_close(detections.boxes, expected["boxes"])
+
+
+@every_step
+def test_inputs_of_denoising_detr(dn_case: Case, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare content, boxes and mask of all queries; theirs begin with the denoising queries."""
+    case = dn_case
+    monkeypatch.setattr(
+        import_module("detr_bf.detectors.dn_detr"), "draw_noise", lambda shape, *_: noise_of_dn_detr(case, run, shape)
+    )
+    model = build(case).train()
+    tokens = model.tokens(features(case), samples_mask(case))
+    queries = model.decoder.queries(tokens, targets(case, run))
+    size = case.manifest["dn"][run]["pad_size"]
+    assert [group.size for group in queries.groups] == [size]
+    theirs = case.below(f"{run}.dn.")
+    content = queries.content.clone()
+    patterns = model.decoder.queries.patterns
+    if patterns is not None:  # theirs are added after what was recorded
+        content[:, : content.shape[1] - size] -= patterns.weight.repeat_interleave(case.cfg["num_queries"], 0)
+    assert_close(content.roll(size, 1), theirs["input_query_label"].transpose(0, 1))
+    assert_close(queries.reference.roll(size, 1), theirs["input_query_bbox"].transpose(0, 1).sigmoid())
+    assert torch.equal(queries.blocked.roll((size, size), (0, 1)), theirs["attn_mask"])
