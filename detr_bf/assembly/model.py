@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from numbers import Integral
@@ -22,7 +23,7 @@ from detr_bf.assembly.plugins import add_encoder_plugins, encoder_of, named
 from detr_bf.backbones import Backbone, build_backbone
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.config import DetectionConfig, RunConfig
-from detr_bf.config.detection import ModelConfig
+from detr_bf.config.detection import ModelConfig, RtdetrConfig
 from detr_bf.data.batches import derive_seed
 from detr_bf.detectors import Detector, MaskHead, Options, detector_named
 from detr_bf.detectors.dab_deformable_detr import dab_deformable_detr
@@ -33,7 +34,7 @@ from detr_bf.detectors.smca import smca
 from detr_bf.detectors.smca_multi_scale import smca_multi_scale
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
-from detr_bf.losses import Classification, CrossEntropy, Focal, HungarianMatcher, SetCriterion
+from detr_bf.losses import Classification, CrossEntropy, Focal, HungarianMatcher, SetCriterion, Varifocal
 from detr_bf.plugins import PluginCriterion
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.structures import ClassMap
@@ -47,6 +48,7 @@ FOCAL_PRIOR = 0.01  # initial score of every class (Lin et al. 2017, arXiv 1708.
 # Compiled versions of one kind of layer: training and evaluation, kinds of queries, batches of one image.
 RECOMPILE_LIMIT = 64
 
+RTDETR_SETTINGS = tuple(f"rtdetr.{each.name}" for each in fields(RtdetrConfig))
 # Settings under ``model`` that only some detectors read.
 _DAB = ("dab.patterns", "dab.random_points")
 OWN_SETTINGS = {
@@ -66,6 +68,8 @@ OWN_SETTINGS = {
         "deformable.two_stage",
     ),
     "dn_detr": (*_DAB, "denoising.groups", "denoising.label_noise", "denoising.box_noise"),
+    "rtdetr": RTDETR_SETTINGS,
+    "rtdetrv2": RTDETR_SETTINGS,
     "smca": ("smca.dynamic_scale", "smca.smooth", "smca.stride"),
     "smca_multi_scale": ("smca.smooth",),
 }
@@ -148,7 +152,7 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
         position_temperature=model.position_temperature,
         input_norm=model.input_norm,
         aux_loss=model.aux_loss,
-        class_prior=FOCAL_PRIOR if config.loss.classification == "focal" else None,
+        class_prior=None if config.loss.classification == "cross_entropy" else FOCAL_PRIOR,
         batch_former=build_batch_former(config),
         mask_head=build_mask_head(config, body.channels),
         activation_checkpointing=config.train.recompute_encoder,
@@ -213,6 +217,8 @@ def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
             return partial(
                 dn_detr, **anchors, groups=noise.groups, label_noise=noise.label_noise, box_noise=noise.box_noise
             )
+        case "rtdetr" | "rtdetrv2":
+            return _rtdetr(model)
         case "smca":
             if [model.smca.stride] != list(model.backbone.strides):
                 logger.warning(
@@ -226,6 +232,32 @@ def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
         case "smca_multi_scale":
             return partial(smca_multi_scale, smooth=model.smca.smooth, strides=model.backbone.strides)
     return detector_named(model.name)
+
+
+def _rtdetr(model: ModelConfig) -> Callable[..., Detector]:
+    """Return the builder of either version of RT-DETR.
+
+    Raises:
+        InputError: levels with different numbers of points, which only version 2 has.
+    """
+    own = model.rtdetr
+    points = own.points if len(own.points) > 1 else own.points[0]
+    if model.name == "rtdetr" and own.points != own.points[:1] * len(own.points):
+        raise InputError(f"rtdetr.points={own.points} differ between the levels: use model.name=rtdetrv2")
+    return partial(
+        detector_named(model.name),
+        encoder_dim=own.encoder_dim,
+        encoder_feedforward_dim=own.encoder_feedforward_dim,
+        expansion=own.expansion,
+        fusion_blocks=own.fusion_blocks,
+        points=own.points[0] if model.name == "rtdetr" else points,
+        discrete=own.sampling == "discrete",
+        learned_content=own.learned_content,
+        denoising=own.denoising,
+        label_noise=own.label_noise,
+        box_noise=own.box_noise,
+        as_released=own.as_released,
+    )
 
 
 def _warn_of_unused_settings(model: ModelConfig) -> None:
@@ -245,11 +277,12 @@ def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | None:
     settings = config.batch_former
     if not settings.enabled:
         return None
+    dim, places = _batch_former_places(config.model, settings.layers)
     with named("batch_former", settings), separate_random_numbers():
         return BatchFormerV2(
-            config.model.hidden_dim,
+            dim,
             layers=settings.layers,
-            num_encoder_layers=config.model.encoder_layers,
+            num_encoder_layers=places,
             position=settings.position,
             shared=settings.shared,
             mode=settings.mode,
@@ -265,6 +298,26 @@ def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | None:
             neighbours=settings.neighbours,
             log_attention=settings.log_attention,
         )
+
+
+def _batch_former_places(model: ModelConfig, layers: Sequence[int]) -> tuple[int, int]:
+    """Return the width of the tokens at the insertions and the number of possible places.
+
+    RT-DETR has one place more than encoder layers: the fused tokens of all levels.
+
+    Raises:
+        InputError: the tokens have different widths at the insertions.
+    """
+    if not model.name.startswith("rtdetr"):
+        return model.hidden_dim, model.encoder_layers
+    inner = model.rtdetr.encoder_dim or model.hidden_dim
+    dims = {inner if layer < model.encoder_layers else model.hidden_dim for layer in layers}
+    if len(dims) > 1:
+        raise InputError(
+            f"batch_former.layers={list(layers)} are in the hybrid encoder, {inner} channels wide, and after it, "
+            f"{model.hidden_dim} wide: give layers on one side of {model.encoder_layers}"
+        )
+    return max(dims, default=inner), model.encoder_layers + 1
 
 
 @contextmanager
@@ -284,6 +337,8 @@ def build_classification(config: DetectionConfig, *, local: bool = False) -> Cla
     loss = config.loss
     if loss.classification == "focal":
         return Focal(loss.focal_alpha, loss.focal_gamma)
+    if loss.classification == "varifocal":
+        return Varifocal(loss.focal_alpha, loss.focal_gamma, loss.varifocal_background)
     return CrossEntropy(loss.no_object_weight, local)
 
 

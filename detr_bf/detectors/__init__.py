@@ -13,6 +13,7 @@ from detr_bf.detectors.detr import detr
 from detr_bf.detectors.dino import dino
 from detr_bf.detectors.dn_detr import dn_detr
 from detr_bf.detectors.mask_head import MaskHead
+from detr_bf.detectors.rtdetr import rtdetr, rtdetrv2
 from detr_bf.detectors.smca import smca
 from detr_bf.detectors.smca_multi_scale import smca_multi_scale
 from detr_bf.errors import InputError
@@ -26,8 +27,10 @@ DETECTORS: dict[str, Callable[..., Detector]] = {
     "dab_detr": dab_detr,
     "deformable_detr": deformable_detr,
     "detr": detr,
-    "dn_detr": dn_detr,
     "dino": dino,
+    "dn_detr": dn_detr,
+    "rtdetr": rtdetr,
+    "rtdetrv2": rtdetrv2,
     "smca": smca,
     "smca_multi_scale": smca_multi_scale,
 }

@@ -181,9 +181,20 @@ class DeformableTokenAttention(nn.Module):
 class DeformableMemoryAttention(nn.Module):
     """Deformable attention of every query around its reference point or in its reference box, to all levels."""
 
-    def __init__(self, dim: int, *, heads: int, levels: int, points: int) -> None:
+    def __init__(
+        self,
+        dim: int,
+        *,
+        heads: int,
+        levels: int,
+        points: int | Sequence[int],
+        discrete: bool = False,
+        released_cells: bool = False,
+    ) -> None:
         super().__init__()
-        self.attention = DeformableAttention(dim, heads=heads, levels=levels, points=points)
+        self.attention = DeformableAttention(
+            dim, heads=heads, levels=levels, points=points, discrete=discrete, released_cells=released_cells
+        )
 
     def forward(self, x: Tensor, queries: Queries, memory: TokenBatch) -> Tensor:
         """(R, Q, C) -> (R, Q, C)."""

@@ -26,7 +26,7 @@ class Format:
     rules: Callable[[Layout], Iterable[NameRule]]
     signs: tuple[str, ...]  # regular expressions of tensors or modules; a checkpoint of this format has all of them
     title: str
-    wrapper: str | None = "model"  # key of the weights in a checkpoint; None: the checkpoint is the state dict
+    wrapper: str | None = "model"  # key of the weights in a checkpoint ("ema.module": in ema); None: no other content
     ignored: tuple[str, ...] = COUNTERS  # suffixes of names that are neither read nor written
     own: bool = False  # our detectors under other names, with all their tensors
 
@@ -53,6 +53,22 @@ def _hugging_face(name: str, rules: Table, signs: tuple[str, ...]) -> Iterator[F
             wrapper=None,
             ignored=("num_batches_tracked",),  # its norms are frozen
         )
+
+
+def _rtdetr() -> Iterator[Format]:
+    """Yield the formats of both versions of RT-DETR: the authors' and Hugging Face's."""
+    signs = ("decoder.dec_score_head.0", "encoder.fpn_blocks.0", "encoder.encoder.0.layers.0")
+    buffers = ("decoder.anchors", "decoder.valid_mask")  # of one image size
+    for name, rules, own in (
+        ("rtdetr", official.official_rtdetr, ("encoder.input_proj.0.0", "decoder.enc_output.0")),
+        ("rtdetrv2", official.official_rtdetrv2, ("encoder.input_proj.0.conv", "decoder.enc_output.proj")),
+    ):
+        title = f"official {name.replace('rtdetr', 'RT-DETR')}"
+        yield Format(name, rules, (*signs, *own), title, "ema.module", ignored=buffers)
+    signs = ("model.encoder.fpn_blocks.0", r"model\.encoder\.(aifi|encoder)\.0\.layers\.0", "model.enc_score_head")
+    scale = "model.decoder.layers.0.encoder_attn.n_points_scale"
+    yield Format("hf_rtdetr", huggingface.hf_rtdetr, signs, "Hugging Face RT-DETR", None, ())
+    yield Format("hf_rtdetrv2", huggingface.hf_rtdetrv2, (*signs, scale), "Hugging Face RT-DETRv2", None, ())
 
 
 def _detectron2() -> Iterator[Format]:
@@ -136,6 +152,7 @@ FORMATS = (
         ),
         "official DINO",
     ),
+    *_rtdetr(),
     *_hugging_face("detr", huggingface.hf_detr, (f"{_ATTENTION}.q_proj", "class_labels_classifier", "bbox_predictor")),
     *_hugging_face(
         "conditional_detr",

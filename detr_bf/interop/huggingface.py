@@ -1,4 +1,4 @@
-"""Name tables of Hugging Face transformers: DETR, Conditional DETR and Deformable DETR.
+"""Name tables of Hugging Face transformers: DETR, Conditional DETR, Deformable DETR and RT-DETR.
 
 Names of transformers 5 are written and read; names of transformers 4, in most published files, are only read. The
 backbone is timm's ResNet with torchvision's names, or transformers' own (``no_timm`` files).
@@ -10,7 +10,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
 
-from detr_bf.interop.official import deformable_attention, deformable_heads
+from detr_bf.interop.official import (
+    NORMED_SEQUENCE,
+    RTDETR_LEVELS,
+    VD_BLOCKS,
+    VD_STEM,
+    deformable_attention,
+    deformable_heads,
+    normed_convolution,
+    rtdetr_fusion,
+    rtdetr_queries,
+)
 from detr_bf.interop.rules import BODY, Layout, NameRule, rename
 
 Table = Callable[[Layout], Iterator[NameRule]]
@@ -69,6 +79,39 @@ def hf_deformable_detr(layout: Layout) -> Iterator[NameRule]:
         yield from _decoder_layer(theirs, ours)
 
 
+def hf_rtdetr(layout: Layout) -> Iterator[NameRule]:
+    """RTDetrForObjectDetection."""
+    for rule in hf_rtdetrv2(layout):
+        if len(rule.theirs) == 1:
+            yield rule
+        else:  # the heads, stored once
+            yield replace(rule, theirs=rule.theirs[:1], older=rule.theirs[1:])
+
+
+def hf_rtdetrv2(layout: Layout) -> Iterator[NameRule]:
+    """RTDetrV2ForObjectDetection."""
+    yield from _resnet_vd()
+    for level in range(RTDETR_LEVELS):
+        for name, ours in (("encoder_input_proj", "tokens"), ("decoder_input_proj", "encoder")):
+            yield from normed_convolution(f"model.{name}.{level}", f"{ours}.projections.{level}", NORMED_SEQUENCE)
+    for layer in range(layout.encoder_layers):
+        theirs, ours = f"model.encoder.aifi.0.layers.{layer}", f"encoder.encoder.layers.{layer}"
+        rules = (*_attention(f"{theirs}.self_attn", f"{ours}.attention.attention"), *_encoder_layer(theirs, ours))
+        for rule in rules:
+            names = (name.replace(".aifi.", ".encoder.") for name in (*rule.theirs, *rule.older))
+            yield replace(rule, older=tuple(names))
+    yield from rtdetr_fusion("model.encoder")
+    yield from rtdetr_queries("model", "model.decoder", ("0", "1"))
+    for theirs, ours in _layers("decoder", layout.decoder_layers):
+        yield from _attention(f"{theirs}.self_attn", f"{ours}.self_attention.attention")
+        yield from deformable_attention(f"{theirs}.encoder_attn", f"{ours}.cross_attention.attention")
+        yield rename(f"{theirs}.encoder_attn.n_points_scale", f"{ours}.cross_attention.attention.scale")
+        yield from _decoder_layer(theirs, ours)
+    for layer in range(layout.decoder_layers):
+        for name, heads in (("class_embed", "classes"), ("bbox_embed", "boxes")):
+            yield rename((f"model.decoder.{name}.{layer}", f"{name}.{layer}"), f"decoder.heads.{heads}.{layer}")
+
+
 def own_resnet(table: Table) -> Table:
     """Return ``table`` with transformers' own ResNet as backbone."""
 
@@ -99,6 +142,22 @@ def _backbone() -> Iterator[NameRule]:
             f"tokens.position.{axis}",
             older=[f"model.backbone.position_embedding.{axis}_embeddings"],
         )
+
+
+def _resnet_vd() -> Iterator[NameRule]:
+    """The library's ResNet-vd, with timm's order of convolutions."""
+    body = "model.backbone.model"
+    rows = [(f"embedder.embedder.{index}", *names) for index, names in enumerate(VD_STEM)]
+    for stage in range(4):
+        for block in range(VD_BLOCKS):
+            theirs, ours = f"encoder.stages.{stage}.layers.{block}", f"layer{stage + 1}.{block}"
+            for index in range(3):
+                rows.append((f"{theirs}.layer.{index}", f"{ours}.conv{index + 1}", f"{ours}.bn{index + 1}"))
+        short, ours = f"encoder.stages.{stage}.layers.0.shortcut", f"layer{stage + 1}.0.downsample"
+        rows.append((f"{short}.1" if stage else short, f"{ours}.1", f"{ours}.2"))  # .1: after a pooling
+    for theirs, convolution, norm in rows:
+        yield rename(f"{body}.{theirs}.convolution", f"{BODY}.{convolution}")
+        yield rename(f"{body}.{theirs}.normalization", f"{BODY}.{norm}")
 
 
 def _own_resnet(layout: Layout) -> Iterator[NameRule]:

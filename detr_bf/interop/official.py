@@ -1,20 +1,25 @@
 """Name tables of the authors' repositories and of detectron2.
 
 The repositories are DETR, Conditional DETR, SMCA, Deformable DETR and their BatchFormerV2 forks, H-DETR, DAB-DETR,
-DN-DETR and DINO; two foreign names for one of ours mean that their code refers to the same module twice. Inside
-detectron2 there are our adapter and official DETR's wrapper. Detectron2's ResNets are torchvision's under other names
-if their bottlenecks have the stride in the 3 x 3 convolution (``MODEL.RESNETS.STRIDE_IN_1X1: False``). This module does
-not import detectron2.
+DN-DETR, DINO and RT-DETR; two foreign names for one of ours mean that their code refers to the same module twice.
+Inside detectron2 there are our adapter and official DETR's wrapper. Detectron2's ResNets are torchvision's under other
+names if their bottlenecks have the stride in the 3 x 3 convolution (``MODEL.RESNETS.STRIDE_IN_1X1: False``). This
+module does not import detectron2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from detr_bf.interop.rules import BODY, Layout, NameRule, rename, within
 
 PARTS = ("query", "key", "value")
 MASK_LAYERS, MASK_ADAPTERS = 5, 3  # in the mask head
+RTDETR_LEVELS, FUSION_BLOCKS = 3, 6  # at most: maps; RepVGG blocks of one fusion
+VD_BLOCKS = 23  # of the longest stage of a ResNet-vd
+VD_STEM = (("conv1.0", "conv1.1"), ("conv1.3", "conv1.4"), ("conv1.6", "bn1"))  # our convolutions with their norms
+NORMED = (("conv", "convolution"), ("norm", "norm"))  # a convolution with its norm
+NORMED_SEQUENCE = (("0", "convolution"), ("1", "norm"))
 ADAPTER = "detector"  # module of the adapter that holds our detector
 CONDITIONAL_SELF = {
     "sa_qcontent_proj": "content_query",
@@ -189,6 +194,88 @@ def official_dino(layout: Layout) -> Iterator[NameRule]:
         for index, same in enumerate([layers] if ours in layout.shared_heads else [[layer] for layer in layers]):
             theirs = [f"{prefix}{name}.{layer}" for layer in same for prefix in ("", "transformer.decoder.")]
             yield rename(theirs, f"decoder.heads.{ours}.{index}")
+
+
+def official_rtdetr(layout: Layout) -> Iterator[NameRule]:
+    """rtdetr_pytorch of lyuwenyu/RT-DETR."""
+    yield from _rtdetr(layout, NORMED_SEQUENCE, ("0", "1"))
+
+
+def official_rtdetrv2(layout: Layout) -> Iterator[NameRule]:
+    """rtdetrv2_pytorch of lyuwenyu/RT-DETR, without the anchors of one image size."""
+    yield from _rtdetr(layout, NORMED, ("proj", "norm"))
+    for layer in range(layout.decoder_layers):
+        theirs = f"decoder.decoder.layers.{layer}.cross_attn.num_points_scale"
+        yield rename(theirs, f"decoder.layers.{layer}.cross_attention.attention.scale")
+
+
+def _rtdetr(layout: Layout, projection: Sequence[tuple[str, str]], proposal: tuple[str, str]) -> Iterator[NameRule]:
+    yield from _resnet_vd()
+    for level in range(RTDETR_LEVELS):
+        yield from normed_convolution(f"encoder.input_proj.{level}", f"tokens.projections.{level}", projection)
+        yield from normed_convolution(f"decoder.input_proj.{level}", f"encoder.projections.{level}")
+    for layer in range(layout.encoder_layers):
+        theirs, ours = f"encoder.encoder.0.layers.{layer}", f"encoder.encoder.layers.{layer}"
+        yield from _packed(f"{theirs}.self_attn", f"{ours}.attention.attention")
+        yield from _feed_forward(theirs, ours, norm="norm2")
+        yield rename(f"{theirs}.norm1", f"{ours}.attention_residual.norm")
+    yield from rtdetr_fusion("encoder")
+    yield from rtdetr_queries("decoder", "decoder", proposal)
+    for layer in range(layout.decoder_layers):
+        theirs, ours = f"decoder.decoder.layers.{layer}", f"decoder.layers.{layer}"
+        yield from _packed(f"{theirs}.self_attn", f"{ours}.self_attention.attention")
+        yield from deformable_attention(f"{theirs}.cross_attn", f"{ours}.cross_attention.attention")
+        yield from _feed_forward(theirs, ours, norm="norm3")
+        yield rename(f"{theirs}.norm1", f"{ours}.self_residual.norm")
+        yield rename(f"{theirs}.norm2", f"{ours}.cross_residual.norm")
+        yield rename(f"decoder.dec_score_head.{layer}", f"decoder.heads.classes.{layer}")
+        yield rename(f"decoder.dec_bbox_head.{layer}", f"decoder.heads.boxes.{layer}")
+
+
+def _resnet_vd() -> Iterator[NameRule]:
+    rows = [(f"conv1.conv1_{index + 1}", *names) for index, names in enumerate(VD_STEM)]
+    for stage in range(4):
+        for block in range(VD_BLOCKS):
+            theirs, ours = f"res_layers.{stage}.blocks.{block}", f"layer{stage + 1}.{block}"
+            for index, letter in enumerate("abc"):
+                rows.append((f"{theirs}.branch2{letter}", f"{ours}.conv{index + 1}", f"{ours}.bn{index + 1}"))
+        short, ours = f"res_layers.{stage}.blocks.0.short", f"layer{stage + 1}.0.downsample"
+        rows.append((f"{short}.conv" if stage else short, f"{ours}.1", f"{ours}.2"))  # .conv: after a pooling
+    for theirs, convolution, norm in rows:
+        yield rename(f"backbone.{theirs}.conv", f"{BODY}.{convolution}")
+        yield rename(f"backbone.{theirs}.norm", f"{BODY}.{norm}")
+
+
+def rtdetr_queries(model: str, decoder: str, proposal: tuple[str, str]) -> Iterator[NameRule]:
+    """Query selection and embeddings of RT-DETR; ``proposal``: names of the linear layer and the norm over tokens."""
+    yield rename(f"{model}.enc_output.{proposal[0]}", "decoder.queries.project")
+    yield rename(f"{model}.enc_output.{proposal[1]}", "decoder.queries.norm")
+    yield rename(f"{model}.enc_score_head", "decoder.queries.class_head")
+    yield rename(f"{model}.enc_bbox_head", "decoder.queries.box_head")
+    yield rename(f"{model}.denoising_class_embed", "decoder.queries.labels")
+    yield rename(f"{model}.tgt_embed", "decoder.queries.content")
+    yield rename(f"{decoder}.query_pos_head", "decoder.look.head")
+
+
+def rtdetr_fusion(encoder: str) -> Iterator[NameRule]:
+    """Cross-scale fusion of RT-DETR's hybrid encoder."""
+    for step in range(RTDETR_LEVELS - 1):
+        for name, part in (("lateral_convs", "lateral"), ("downsample_convs", "down")):
+            yield from normed_convolution(f"{encoder}.{name}.{step}", f"encoder.fusion.{part}.{step}")
+        for name, part in (("fpn_blocks", "finer"), ("pan_blocks", "coarser")):
+            theirs, ours = f"{encoder}.{name}.{step}", f"encoder.fusion.{part}.{step}"
+            for number, place in (("1", "enter"), ("2", "shortcut"), ("3", "leave")):
+                yield from normed_convolution(f"{theirs}.conv{number}", f"{ours}.{place}")
+            for block in range(FUSION_BLOCKS):
+                for number, place in (("1", "wide"), ("2", "narrow")):
+                    inside = f"{theirs}.bottlenecks.{block}.conv{number}"
+                    yield from normed_convolution(inside, f"{ours}.blocks.{block}.{place}")
+
+
+def normed_convolution(theirs: str, ours: str, names: Sequence[tuple[str, str]] = NORMED) -> Iterator[NameRule]:
+    """Rename a convolution and its norm inside one module; ``names``: pairs of their and our name."""
+    for their_part, our_part in names:
+        yield rename(f"{theirs}.{their_part}", f"{ours}.{our_part}")
 
 
 def detectron2_adapter(_: Layout) -> Iterator[NameRule]:

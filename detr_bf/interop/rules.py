@@ -50,7 +50,7 @@ class Layout:
         own_heads = r"decoder\.bbox_embed\.|decoder\.heads\.boxes\.1\."
         own = re.findall(r"(?:\btransformer\.bf|\.encoder\.bf|\.mixers)\.(\d+)\.", text)
         return cls(
-            encoder_layers=_count(r"encoder\.layers\.(\d+)\.", text),
+            encoder_layers=_count(r"encoder\.(?:(?:encoder|aifi)\.0\.)?layers\.(\d+)\.", text),
             decoder_layers=_count(r"decoder\.layers\.(\d+)\.", text),
             refine=two_stage or bool(re.search(own_heads, text)) or _heads_differ(state),
             two_stage=two_stage,

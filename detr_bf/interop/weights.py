@@ -15,7 +15,8 @@ from detr_bf.files import atomic_write, check_weights, read_safetensors, read_to
 from detr_bf.interop.formats import format_named, format_of, from_foreign, is_ours, to_foreign, without_wrapper
 
 SUFFIXES = (".pth", ".pt", ".bin", ".safetensors")
-WRAPPERS = ("ema", "model", "state_dict")  # entries of a checkpoint that hold weights, averaged weights first
+# Entries of a checkpoint that hold weights, averaged weights first
+WRAPPERS = ("ema.module", "ema", "model", "state_dict")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -77,7 +78,10 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], format_name: str | 
         if path.suffix == ".safetensors":
             save_file(state, temporary, metadata={"format": "pt"})
         else:
-            torch.save({wrapper: state} if wrapper else state, temporary)
+            content: Mapping[str, Any] = state
+            for key in reversed(wrapper.split(".") if wrapper else []):
+                content = {key: content}
+            torch.save(content, temporary)
 
 
 def state_in(content: Any, path: Path) -> dict[str, Tensor]:
@@ -90,12 +94,19 @@ def state_in(content: Any, path: Path) -> dict[str, Tensor]:
     Raises:
         InputError: no state dict, or values that cannot be weights.
     """
-    entries = [content.get(name) for name in WRAPPERS] if isinstance(content, Mapping) else []
+    entries = [_entry(content, name) for name in WRAPPERS]
     state = next((entry for entry in (*entries, content) if _is_state(entry)), None)
     if state is None:
         raise InputError(f"{path} holds no weights: expected a dict of tensors, alone or under the key 'model'")
     check_weights(state, str(path), finite=False)
     return without_wrapper(state)
+
+
+def _entry(content: Any, name: str) -> Any:
+    """Return an entry of nested mappings, its keys joined by dots; None if there is none."""
+    for key in name.split("."):
+        content = content.get(key) if isinstance(content, Mapping) else None
+    return content
 
 
 def _is_state(value: Any) -> bool:

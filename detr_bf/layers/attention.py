@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -125,14 +126,39 @@ class DeformableAttention(nn.Module):
     """Attention of each query to ``points`` sampled points per head and level, predicted around its reference.
 
     Initially the heads sample in directions spread over a circle, at distances of one to ``points`` cells.
+
+    Args:
+        points: number for all levels, or one for each level (RT-DETRv2, arXiv 2407.17140, section 3). A sequence adds
+            the buffer ``scale``, as in its checkpoints: the inverse of the number of points of the level of each point.
+        discrete: read the cell of each point instead of interpolating (:func:`nearest_cells`); the sampling offsets
+            get no gradient then and are frozen.
+        released_cells: with ``discrete``, on maps that are not square, the cells of RT-DETRv2's released code.
     """
 
-    def __init__(self, dim: int, *, heads: int, levels: int, points: int) -> None:
+    scale: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        heads: int,
+        levels: int,
+        points: int | Sequence[int],
+        discrete: bool = False,
+        released_cells: bool = False,
+    ) -> None:
         super().__init__()
         check_heads(dim, heads)
-        self.heads, self.levels, self.points = heads, levels, points
-        self.sampling_offsets = nn.Linear(dim, heads * levels * points * 2)
-        self.attention_weights = nn.Linear(dim, heads * levels * points)
+        per_level = [points] * levels if isinstance(points, int) else list(points)
+        if len(per_level) != levels or min(per_level) < 1:
+            raise InputError(f"points={points}: give one number of 1 or more, or one for each of the {levels} levels")
+        self.heads, self.levels, self.points = heads, levels, max(per_level)
+        self.per_level = None if min(per_level) == max(per_level) else tuple(per_level)
+        scale = [1 / count for count in per_level for _ in range(count)]
+        self.register_buffer("scale", None if isinstance(points, int) else torch.tensor(scale))
+        self.discrete, self.released_cells = discrete, released_cells
+        self.sampling_offsets = nn.Linear(dim, heads * sum(per_level) * 2)
+        self.attention_weights = nn.Linear(dim, heads * sum(per_level))
         self.value = nn.Linear(dim, dim)
         self.out = nn.Linear(dim, dim)
         for projection in (self.sampling_offsets, self.attention_weights):
@@ -141,8 +167,11 @@ class DeformableAttention(nn.Module):
         for projection in (self.value, self.out):
             nn.init.xavier_uniform_(projection.weight)
             nn.init.zeros_(projection.bias)
+        grid = initial_offsets(heads, levels, self.points)
+        kept = [grid[:, level, :count] for level, count in enumerate(per_level)]
         with torch.no_grad():
-            self.sampling_offsets.bias.copy_(initial_offsets(heads, levels, points).flatten())
+            self.sampling_offsets.bias.copy_(torch.cat(kept, dim=1).flatten())
+        self.sampling_offsets.requires_grad_(not discrete)
 
     def forward(
         self,
@@ -160,13 +189,23 @@ class DeformableAttention(nn.Module):
         if padding_mask is not None:
             value = value.masked_fill(padding_mask[..., None], 0.0)
         weights = self.attention_weights(query).unflatten(-1, (self.heads, -1)).softmax(-1)
-        offsets = self.sampling_offsets(query).unflatten(-1, (self.heads, self.levels, self.points, 2))
-        weights = weights.unflatten(-1, (self.levels, self.points))
+        weights = self._by_level(weights[..., None]).squeeze(-1)
+        offsets = self._by_level(self.sampling_offsets(query).unflatten(-1, (self.heads, -1, 2)))
         points = self._locations(reference, offsets.to(reference.dtype), spatial_shapes)
         if _records is not None:
             _records.append(AttentionRecord(weights.detach(), points.detach()))
-        found = ms_deform_attn(value.unflatten(-1, (self.heads, -1)), spatial_shapes, None, points, weights)
-        return self.out(found)
+        value = value.unflatten(-1, (self.heads, -1))
+        if self.discrete:
+            cells = nearest_cells(points, spatial_shapes, released=self.released_cells)
+            return self.out(gather_cells(value, cells, weights))
+        return self.out(ms_deform_attn(value, spatial_shapes, None, points, weights))
+
+    def _by_level(self, x: Tensor) -> Tensor:
+        """Divide (R, Q, H, all points, N) into (R, Q, H, L, P, N); levels with fewer than P points end in zeros."""
+        if self.per_level is None:
+            return x.unflatten(3, (self.levels, self.points))
+        parts = x.split(self.per_level, dim=3)
+        return torch.stack([F.pad(part, (0, 0, 0, self.points - part.shape[3])) for part in parts], dim=3)
 
     def _locations(self, reference: Tensor, offsets: Tensor, spatial_shapes: Sequence[tuple[int, int]]) -> Tensor:
         """Return sampling points for offsets (R, Q, H, L, P, 2), in cells for points and in size / 2P for boxes."""
@@ -174,7 +213,40 @@ class DeformableAttention(nn.Module):
         if reference.shape[-1] == 2:
             size = offsets.new_tensor([(width, height) for height, width in spatial_shapes])
             return centre + offsets / size[:, None]
-        return centre + offsets / self.points * reference[:, :, None, :, None, 2:] * 0.5
+        if self.scale is None:
+            steps = offsets / self.points
+        else:
+            steps = offsets * self._by_level(self.scale.to(offsets.dtype)[None, None, None, :, None])
+        return centre + steps * reference[:, :, None, :, None, 2:] * 0.5
+
+
+def nearest_cells(points: Tensor, spatial_shapes: Sequence[tuple[int, int]], *, released: bool = False) -> Tensor:
+    """Return the index (R, Q, H, L, P) int64, among all tokens, of the cell at each point (R, Q, H, L, P, 2).
+
+    RT-DETRv2's discrete sampling (Lv et al. 2024, arXiv 2407.17140, section 3) takes cell ``x * width + 0.5``, rounded
+    down, of points as fractions of the level: half a cell right of the point's own cell. Points beyond the last cell
+    take it. With ``released`` the last column is that of a square map, as in the authors' code, which limits both
+    coordinates by the height; a column beyond the width is then limited by the width, where their code fails.
+    """
+    heights, widths = (points.new_tensor(sizes)[:, None] for sizes in zip(*spatial_shapes, strict=True))
+    columns, rows = ((points[..., axis] * size + 0.5).long() for axis, size in enumerate((widths, heights)))
+    last_row, last_column = heights.long() - 1, widths.long() - 1
+    if released:
+        last_column = torch.minimum(last_column, last_row)
+    cells = [height * width for height, width in spatial_shapes]
+    first = torch.tensor([0, *accumulate(cells[:-1])], device=points.device)[:, None]
+    columns, rows = columns.clamp(min=0).minimum(last_column), rows.clamp(min=0).minimum(last_row)
+    return first + rows * widths.long() + columns
+
+
+def gather_cells(value: Tensor, cells: Tensor, weights: Tensor) -> Tensor:
+    """Sum the values (R, S, H, D) of ``cells`` (R, Q, H, L, P) with ``weights`` of the same shape -> (R, Q, H x D)."""
+    queries = cells.shape[1]
+    index = cells.flatten(3).transpose(1, 2).flatten(2)  # (R, H, Q x points)
+    index = index[..., None].expand(-1, -1, -1, value.shape[-1])
+    found = value.transpose(1, 2).gather(2, index).unflatten(2, (queries, -1))  # (R, H, Q, points, D)
+    weighted = found * weights.to(value.dtype).flatten(3).transpose(1, 2)[..., None]
+    return weighted.sum(3).transpose(1, 2).flatten(2)
 
 
 def initial_offsets(heads: int, levels: int, points: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Matching, classification losses and the set criterion."""
 
-from detr_bf.losses.classification import Classification, CrossEntropy, Focal
+from detr_bf.losses.classification import Classification, CrossEntropy, Focal, Varifocal
 from detr_bf.losses.matcher import HungarianMatcher, Matches, PaddedTargets
 from detr_bf.losses.set_criterion import LOGGED_METRICS, STREAM_NAMES, LossReport, SetCriterion
 
@@ -15,4 +15,5 @@ __all__ = [
     "Matches",
     "PaddedTargets",
     "SetCriterion",
+    "Varifocal",
 ]

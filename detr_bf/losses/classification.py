@@ -195,3 +195,28 @@ class Focal:
 
     def is_object(self, logits: Tensor, threshold: float = 0.5) -> Tensor:
         return logits.sigmoid().max(-1).values > threshold
+
+
+@dataclass(frozen=True)
+class Varifocal(Focal):
+    """Varifocal loss (Zhang et al. 2021, arXiv 2008.13367, equation 2) with the matching cost of :class:`Focal`.
+
+    The target of the class of a matched query is the IoU of its box with the object; its cross-entropy is weighted by
+    that IoU. All other logits have target 0 and the weight ``background`` x score^``gamma``.
+    """
+
+    background: float = 0.75
+    needs_quality = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.background < math.inf:
+            raise InputError(f"Varifocal: background={self.background} must be 0 or more and finite")
+
+    def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor, *, quality: Tensor | None = None) -> Tensor:
+        assert quality is not None, "varifocal loss needs the quality of the matched pairs"
+        positive = one_hot(classes, logits)
+        target = positive * quality.to(logits.dtype)[..., None]
+        weight = self.background * logits.detach().sigmoid() ** self.gamma * (1 - positive) + target
+        losses = F.binary_cross_entropy_with_logits(logits, target, reduction="none") * weight
+        return supervised(losses, classes).sum((1, 2, 3)) / num_boxes

@@ -334,7 +334,7 @@ def _weights_and_classes(config: DetectionConfig, source: Path) -> tuple[dict[st
 
 
 def check_enough_tokens(config: DetectionConfig, data: CocoDetection, split: str) -> None:
-    """Refuse images with fewer tokens than the queries that a two-stage detector takes from them.
+    """Refuse images with fewer tokens than the queries that a two-stage detector or RT-DETR takes from them.
 
     The sizes are those of the annotations, after the transforms; images without a size are not checked. The padding of
     a batch may add tokens, but need not.
@@ -342,7 +342,8 @@ def check_enough_tokens(config: DetectionConfig, data: CocoDetection, split: str
     Raises:
         InputError: an image may have too few tokens.
     """
-    if config.model.name != "deformable_detr" or not config.model.deformable.two_stage:
+    two_stage = config.model.name == "deformable_detr" and config.model.deformable.two_stage
+    if not (two_stage or config.model.name.startswith("rtdetr")):
         return
     transforms, wanted = config.data.transforms, config.model.num_queries
     side = min(transforms.short_sides) if split == "train" else transforms.eval_short_side
@@ -354,7 +355,8 @@ def check_enough_tokens(config: DetectionConfig, data: CocoDetection, split: str
     if found < wanted:
         setting = "short_sides" if split == "train" else "eval_short_side"
         raise InputError(
-            f"model.deformable.two_stage=true takes model.num_queries={wanted} queries from the tokens of an image: "
+            f"{'model.deformable.two_stage=true' if two_stage else f'model.name={config.model.name}'} takes "
+            f"model.num_queries={wanted} queries from the tokens of an image: "
             f"{sizes[height, width]} of data.{split}, resized to {width} x {height}, has only {found}: lower "
             f"model.num_queries, or raise data.transforms.{setting}"
         )
@@ -363,7 +365,8 @@ def check_enough_tokens(config: DetectionConfig, data: CocoDetection, split: str
 def _num_tokens(config: DetectionConfig, size: tuple[int, int]) -> int:
     """Return the number of tokens of an image of that height and width, on all levels."""
     strides = list(config.model.backbone.strides)
-    strides += [strides[-1] * 2 ** (level + 1) for level in range(config.model.extra_levels)]
+    if not config.model.name.startswith("rtdetr"):
+        strides += [strides[-1] * 2 ** (level + 1) for level in range(config.model.extra_levels)]
     return sum(math.prod(-(-side // stride) for side in size) for stride in strides)
 
 

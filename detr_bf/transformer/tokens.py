@@ -19,12 +19,16 @@ class FeatureTokens(nn.Module):
     Args:
         projections: one per level, (B, C_l, h, w) -> (B, C, h', w'). If there are more projections than maps, the
             first additional one reads the last map, and each further one the output of the one before.
-        position: padding mask (B, h, w) -> (B, h * w, C).
+        position: padding mask (B, h, w) -> (B, h * w, C); None: the tokens have no positions.
         level_embedding: add a learned vector (N, C) to the positions of each level, or None.
     """
 
     def __init__(
-        self, projections: Sequence[nn.Module], position: nn.Module, *, level_embedding: nn.Parameter | None = None
+        self,
+        projections: Sequence[nn.Module],
+        position: nn.Module | None,
+        *,
+        level_embedding: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         self.projections = nn.ModuleList(projections)
@@ -41,14 +45,12 @@ class FeatureTokens(nn.Module):
         levels = list(self._levels(features, padding_mask))
         masks = [level.padding_mask for level in levels]
         extents = [torch.tensor([mask.shape[2], mask.shape[1]], device=mask.device) for mask in masks]
-        positions = [self.position(mask) for mask in masks]
-        if self.level_embedding is not None:
-            positions = [x + vector for x, vector in zip(positions, self.level_embedding, strict=True)]
+        positions = {} if self.position is None else {"position": self._positions(self.position, masks)}
         return TokenBatch(
             torch.cat([level.tensor.flatten(2).transpose(1, 2) for level in levels], dim=1),
-            {
+            positions
+            | {
                 "padding_mask": torch.cat([mask.flatten(1) for mask in masks], dim=1),
-                "position": torch.cat(positions, dim=1),
                 "valid_ratios": torch.stack(
                     [unpadded(mask) / extent for mask, extent in zip(masks, extents, strict=True)], dim=1
                 ),
@@ -56,6 +58,13 @@ class FeatureTokens(nn.Module):
             },
             {"spatial_shapes": tuple((mask.shape[1], mask.shape[2]) for mask in masks)},
         )
+
+    def _positions(self, position: nn.Module, masks: Sequence[Tensor]) -> Tensor:
+        """Return the positions (B, S, C) of the cells of all padding masks (B, h, w)."""
+        positions = [position(mask) for mask in masks]
+        if self.level_embedding is not None:
+            positions = [x + vector for x, vector in zip(positions, self.level_embedding, strict=True)]
+        return torch.cat(positions, dim=1)
 
     def _levels(self, features: Sequence[FeatureMap], padding_mask: Tensor) -> Iterator[FeatureMap]:
         """Yield the projected maps, then those computed from the last map."""

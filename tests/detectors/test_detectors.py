@@ -12,7 +12,7 @@ from detr_bf.detectors import Options
 from detr_bf.errors import InputError
 from detr_bf.layers import LearnedPosition, SinePosition
 from detr_bf.structures import Batch, FeatureMap, Outputs, Queries, TokenBatch
-from detr_bf.transformer import LearnedQueries
+from detr_bf.transformer import Encoder, LearnedQueries
 from tests.detectors.tiny import (
     BLIND_TO_PADDING,
     DETECTORS,
@@ -22,10 +22,13 @@ from tests.detectors.tiny import (
     LOGITS,
     PATTERNS,
     QUERIES,
+    WITH_PROPOSALS,
     batch_former,
     images,
     model,
+    objects,
     shaken,
+    with_fixed_norms,
 )
 
 every_detector = pytest.mark.parametrize("name", DETECTORS)
@@ -50,7 +53,7 @@ def test_shapes(name: str, aux_loss: bool, with_batch_former: bool, training: bo
     assert outputs.logits.shape == (layers, streams * IMAGES, queries, LOGITS)
     assert outputs.boxes.shape == (layers, streams * IMAGES, queries, 4)
     assert ((outputs.boxes > 0) & (outputs.boxes < 1)).all()
-    assert (outputs.proposals is not None) == name.endswith("two_stage")
+    assert (outputs.proposals is not None) == (name in WITH_PROPOSALS)
     if outputs.proposals is not None:
         assert outputs.proposals.logits.shape[:2] == (1, streams * IMAGES)
         assert outputs.proposals.num_streams == streams
@@ -61,7 +64,7 @@ def test_shapes(name: str, aux_loss: bool, with_batch_former: bool, training: bo
 def test_clean_stream_is_what_evaluation_gives(name: str, position: str) -> None:
     former = batch_former(layers=[0, 1], position=position)
     module = shaken(model(name, dropout=0.0, batch_former=former))
-    trained, evaluated = module.train()(images()), module.eval()(images())
+    trained, evaluated = with_fixed_norms(module.train())(images()), module.eval()(images())
     torch.testing.assert_close(trained.logits[:, :IMAGES], evaluated.logits)
     torch.testing.assert_close(trained.boxes[:, :IMAGES], evaluated.boxes)
     assert not torch.allclose(trained.logits[:, IMAGES:], evaluated.logits)
@@ -80,12 +83,16 @@ def test_images_of_a_batch_are_detected_as_if_alone(name: str) -> None:
 @every_detector
 def test_gradient_reaches_every_parameter(name: str) -> None:
     module = shaken(model(name, dropout=0.0, batch_former=batch_former())).train()
-    outputs = module(images())
+    outputs = module(replace(images(), targets=objects(2, 1)))
     loss = outputs.logits.square().mean() + outputs.boxes.square().mean()
     if outputs.proposals is not None:
         loss = loss + outputs.proposals.logits.square().mean() + outputs.proposals.boxes[..., :2].square().mean()
+    for _, part in outputs.groups:
+        loss = loss + part.logits.square().mean()
     loss.backward()
     for key, parameter in module.named_parameters():
+        if not parameter.requires_grad:  # offsets of discrete sampling
+            continue
         assert parameter.grad is not None, key
         assert parameter.grad.isfinite().all(), key
         values_alike = key.startswith("decoder.layers.0.self_attention.")  # where the content starts at zero
@@ -137,7 +144,8 @@ def test_more_padding_changes_nothing(name: str) -> None:
 def test_pre_norm(name: str, pre_norm: bool) -> None:
     """Pre-norm layers do not normalise their sum, so a norm follows the last layer."""
     module = model(name, pre_norm=pre_norm)
-    assert isinstance(module.encoder.norm, nn.LayerNorm if pre_norm else nn.Identity)
+    (loop,) = (part for part in module.encoder.modules() if isinstance(part, Encoder))
+    assert isinstance(loop.norm, nn.LayerNorm if pre_norm else nn.Identity)
     assert isinstance(module.decoder.norm, nn.LayerNorm) or not pre_norm
     assert module.decoder.layers[0].cross_residual.pre_norm == pre_norm
     assert module.eval()(images()).boxes.isfinite().all()
@@ -191,9 +199,10 @@ def test_a_wrong_number_of_feature_maps_is_refused() -> None:
         DETECTORS["deformable_detr"][1](nn.Identity(), [3], _options(), two_stage=True)
 
 
-def test_two_stage_needs_as_many_tokens_as_queries() -> None:
+@pytest.mark.parametrize("name", WITH_PROPOSALS)
+def test_two_stage_needs_as_many_tokens_as_queries(name: str) -> None:
     with pytest.raises(InputError, match="takes its 500 queries"):
-        model("deformable_detr_two_stage", num_queries=500).eval()(images())
+        model(name, num_queries=500).eval()(images())
 
 
 def _options() -> Options:

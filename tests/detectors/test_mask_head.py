@@ -13,7 +13,17 @@ from detr_bf.batchformer import BatchFormerV2
 from detr_bf.detectors import Detector, MaskHead
 from detr_bf.detectors.mask_head import AttentionMaps, box_coverage
 from detr_bf.structures import FeatureMap, Outputs
-from tests.detectors.tiny import CHANNELS, DETECTORS, DIM, IMAGES, LAYERS, Averages, images, model
+from tests.detectors.tiny import (
+    CHANNELS,
+    DETECTORS,
+    DIM,
+    IMAGES,
+    LAYERS,
+    Averages,
+    images,
+    model,
+    with_fixed_norms,
+)
 
 HEADS = 2
 
@@ -108,7 +118,7 @@ def test_masks_of_two_streams(name: str) -> None:
     """The first half equals the evaluation outputs; the second half sees the same images."""
     detector = with_masks(name, dropout=0.0, batch_former=batch_former(dropout=0.0))
     batch = images()
-    both, clean = detector.train()(batch), detector.eval()(batch)
+    both, clean = with_fixed_norms(detector.train())(batch), detector.eval()(batch)
     assert (both.num_streams, clean.num_streams) == (2, 1)
     first, second = both.masks.all().chunk(2)
     torch.testing.assert_close(first, clean.masks.all(), rtol=1e-6, atol=1e-6)

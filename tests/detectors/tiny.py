@@ -17,6 +17,7 @@ from detr_bf.detectors.dab_detr import dab_detr
 from detr_bf.detectors.deformable_detr import deformable_detr
 from detr_bf.detectors.detr import detr
 from detr_bf.detectors.dn_detr import dn_detr
+from detr_bf.detectors.rtdetr import rtdetr, rtdetrv2
 from detr_bf.detectors.smca import smca
 from detr_bf.detectors.smca_multi_scale import smca_multi_scale
 from detr_bf.structures import Batch, FeatureMap, Target
@@ -50,6 +51,12 @@ DETECTORS = {
     "deformable_detr_two_stage": Kind(
         2, partial(deformable_detr, box_refine=True, two_stage=True), (*REFINE, "model.deformable.two_stage=true")
     ),
+    "rtdetr": Kind(3, rtdetr),
+    "rtdetrv2": Kind(
+        3,
+        partial(rtdetrv2, points=[3, 2, 1], discrete=True),
+        ("model.rtdetr.points=[3,2,1]", "model.rtdetr.sampling=discrete"),
+    ),
 }
 
 
@@ -61,6 +68,8 @@ def settings_of(name: str, stride: int = 32) -> tuple[str, ...]:
     return (f"model.name={name}", f"model.backbone.strides={strides}", *own)
 
 
+# Detectors with predictions of the encoder.
+WITH_PROPOSALS = ("deformable_detr_two_stage", "rtdetr", "rtdetrv2")
 # Detectors whose output does not depend on padded cells: group norm and convolutions read padding.
 BLIND_TO_PADDING = ("detr", "conditional_detr", "dab_detr", "dab_detr_patterns", "dn_detr", "smca")
 
@@ -106,6 +115,29 @@ def shaken(module: Detector, std: float = 0.3) -> Detector:
 
 def batch_former(**changes: object) -> BatchFormerV2:
     return BatchFormerV2(DIM, **({"layers": [0], "num_encoder_layers": LAYERS} | changes))
+
+
+def with_fixed_norms(module: Detector) -> Detector:
+    """Make the batch norms use their running statistics, in training as well."""
+    for part in module.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.eval()
+    return module
+
+
+def objects(*counts: int) -> tuple[Target, ...]:
+    """Return targets with so many objects each."""
+    generator = torch.Generator().manual_seed(4)
+    return tuple(
+        Target(
+            image,
+            torch.rand(count, 4, generator=generator) * 0.3 + 0.2,
+            torch.randint(LOGITS - 1, (count,), generator=generator),
+            (16, 24),
+            (16, 24),
+        )
+        for image, count in enumerate(counts)
+    )
 
 
 def images() -> Batch:

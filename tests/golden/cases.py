@@ -67,7 +67,7 @@ def options(case: Case) -> Options:
         num_logits=cfg["num_classes"] + (1 if family(case) in WITH_NO_OBJECT else 0),
         hidden_dim=cfg["hidden_dim"],
         heads=cfg["nheads"],
-        encoder_layers=cfg["enc_layers"],
+        encoder_layers=cfg["num_encoder_layers" if "num_encoder_layers" in cfg else "enc_layers"],
         decoder_layers=cfg["dec_layers"],
         feedforward_dim=cfg["dim_feedforward"],
         dropout=0.0,
@@ -115,6 +115,8 @@ def family(case: Case) -> str:
     repository = json.dumps(case.manifest["upstream"]).lower()
     if "/dino" in repository:
         return "dino"
+    if "rt-detr" in repository:
+        return "rtdetrv2" if "rtdetrv2" in repository else "rtdetr"
     if "dab-detr" in repository:
         return case.cfg.get("modelname", "dab_deformable_detr" if "enc_n_points" in case.cfg else "dab_detr")
     if "dn-detr" in repository:
@@ -148,6 +150,8 @@ def detector(case: Case) -> Any:
             )
         if kind == "dino":
             return DETECTORS[kind](backbone, channels, chosen, **dino_options(case, len(channels)))
+        if kind in ("rtdetr", "rtdetrv2"):
+            return DETECTORS[kind](backbone, channels, chosen, **rtdetr_settings(cfg))
         anchors = {"patterns": cfg.get("num_patterns"), "random_points": cfg.get("random_refpoints_xy")}
         if kind == "dab_detr":
             return DETECTORS[kind](backbone, channels, chosen, **anchors)
@@ -194,6 +198,58 @@ def dino_options(case: Case, maps: int) -> dict[str, Any]:
             label_noise=cfg["dn_label_noise_ratio"],
             box_noise=cfg["dn_box_noise_scale"],
         ),
+    }
+
+
+def rtdetr_settings(cfg: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of RT-DETR for those of a recorded one."""
+    assert cfg["num_feature_levels"] == len(cfg["backbone_num_channels"]), "the reference runs with no other"
+    assert cfg["use_encoder_idx"] == [len(cfg["backbone_num_channels"]) - 1], "attention on the last map only"
+    assert cfg.get("query_select_method", "default") == "default"
+    return {
+        "encoder_dim": cfg.get("enc_hidden_dim"),
+        "encoder_feedforward_dim": cfg["enc_dim_feedforward"],
+        "expansion": cfg["expansion"],
+        "fusion_blocks": round(3 * cfg["depth_mult"]),
+        "points": cfg["dec_n_points"],
+        "discrete": cfg.get("cross_attn_method") == "discrete",
+        "learned_content": cfg["learnt_init_query"],
+        "denoising": cfg["num_denoising"],
+        "label_noise": cfg["label_noise_ratio"],
+        "box_noise": cfg["box_noise_scale"],
+        "as_released": True,
+    }
+
+
+def flat_rtdetr(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a full-size RT-DETR, nested in a key list, by the names of the small cases."""
+    body, hybrid = args["PResNet"], args["HybridEncoder"]
+    decoder = args.get("RTDETRTransformerv2") or args["RTDETRTransformer"]
+    return {
+        "backbone": f"resnet{body['depth']}vd",
+        "dilation": False,
+        "frozen_norm": body["freeze_norm"],
+        "frozen_stages": body["freeze_at"] + 1,
+        "backbone_num_channels": hybrid["in_channels"],
+        "num_feature_levels": decoder["num_levels"],
+        "position_embedding": "sine",
+        "hidden_dim": decoder["hidden_dim"],
+        "enc_hidden_dim": hybrid["hidden_dim"],
+        "nheads": hybrid["nhead"],
+        "num_encoder_layers": hybrid["num_encoder_layers"],
+        "use_encoder_idx": hybrid["use_encoder_idx"],
+        "enc_dim_feedforward": hybrid["dim_feedforward"],
+        "dim_feedforward": 1024,  # their default, which no recipe changes
+        "expansion": hybrid["expansion"],
+        "depth_mult": hybrid["depth_mult"],
+        "dec_layers": decoder.get("num_decoder_layers", decoder.get("num_layers")),
+        "dec_n_points": decoder.get("num_points", 4),
+        "cross_attn_method": decoder.get("cross_attn_method", "default"),
+        "learnt_init_query": False,
+        "num_queries": decoder["num_queries"],
+        "num_denoising": decoder["num_denoising"],
+        "label_noise_ratio": 0.5,
+        "box_noise_scale": 1.0,
     }
 
 

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from detr_bf.backbones import build_backbone
 from detr_bf.detectors import Detector
 from detr_bf.interop import format_of, from_foreign, to_foreign
-from tests.golden.cases import KEY_LISTS, Case, detector, family, options
+from tests.golden.cases import KEY_LISTS, Case, detector, family, flat_rtdetr, options
 
 CLASSES = {"coco": 91, "coco_panoptic": 250}  # the largest category id and one more
 OTHER_CLASSES = 20  # of any other data set
 LEARNED = ("v3", "learned")  # their names of the learned position encoding
 PRIOR = 0.01  # initial score of every class
+OF_ONE_IMAGE_SIZE = ("decoder.anchors", "decoder.valid_mask")  # buffers of RT-DETRv2, which ours computes anew
 EXTREMES_FROM = 2000  # size from which the largest value characterises the distribution
 Shapes = dict[str, tuple[int, ...]]
 
@@ -48,14 +49,21 @@ def listed(golden: Sequence[Path], request: pytest.FixtureRequest) -> Case:
     if request.param is None:
         pytest.skip(f"no key lists in {KEY_LISTS} of {', '.join(map(str, golden))}")
     manifest = json.loads(request.param.read_text())
-    cfg = manifest["args"] | {"num_classes": CLASSES.get(manifest["args"]["dataset_file"], OTHER_CLASSES)}
+    args = manifest["args"]
+    if "PResNet" in args:
+        cfg = flat_rtdetr(args) | {"num_classes": args["num_classes"]}
+    else:
+        cfg = args | {"num_classes": CLASSES.get(args["dataset_file"], OTHER_CLASSES)}
     return Case(request.param.stem, {}, manifest | {"cfg": cfg})
 
 
 def strides(case: Case) -> list[int]:
     if family(case) == "dino":
         return [4 * 2**stage for stage in case.cfg["return_interm_indices"]]
-    several = family(case) in ("deformable_detr", "dab_deformable_detr") and case.cfg["num_feature_levels"] > 1
+    several = (
+        family(case) in ("deformable_detr", "dab_deformable_detr", "rtdetr", "rtdetrv2")
+        and case.cfg["num_feature_levels"] > 1
+    )
     if family(case) == "smca_multi_scale" or several:
         return [8, 16, 32]
     return [16 if case.cfg["dilation"] else 32]
@@ -69,8 +77,8 @@ def ours(case: Case, *, whole: bool) -> Detector:
             weights="none",
             strides=strides(case),
             dilation=case.cfg["dilation"],
-            frozen_stages=0,
-            frozen_norm=True,
+            frozen_stages=case.cfg.get("frozen_stages", 0),
+            frozen_norm=case.cfg.get("frozen_norm", True),
         )
         chosen = replace(
             options(case),
@@ -88,7 +96,8 @@ def shapes(state: Mapping[str, Tensor]) -> Shapes:
 
 
 def their_shapes(case: Case) -> Shapes:
-    return {name: tuple(shape) for name, shape in case.manifest["state_dict"].items()}
+    state = case.manifest["state_dict"].items()
+    return {name: tuple(shape) for name, shape in state if name not in OF_ONE_IMAGE_SIZE}
 
 
 def random_state(case: Case) -> dict[str, Tensor]:
@@ -125,6 +134,17 @@ def test_round_trip_to_the_bit(listed: Case) -> None:
     assert [name for name, tensor in state.items() if not torch.equal(back[name], tensor)] == []
 
 
+def test_frozen_parameters(listed: Case) -> None:
+    """Compare the parameters without gradients, where the arguments tell how many stages of the backbone are frozen."""
+    if "frozen_stages" not in listed.cfg:
+        pytest.skip("frozen by the training script")
+    model = ours(listed, whole=True)
+    frozen = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, nn.Parameter)}
+    theirs = to_foreign({name: torch.empty(0) if x.requires_grad else x for name, x in frozen.items()}, family(listed))
+    found = [name for name, x in theirs.items() if x.shape != (0,)]
+    assert sorted(found) == sorted(listed.manifest["frozen_parameters"])
+
+
 def test_initialisation(listed: Case) -> None:
     """Compare with the statistics of one model of theirs, within sampling error; constant values exactly."""
     form = format_of(dict.fromkeys(their_shapes(listed), torch.empty(0)))
@@ -132,8 +152,10 @@ def test_initialisation(listed: Case) -> None:
     states = []
     for seed in range(2):
         torch.manual_seed(seed)
-        states.append(to_foreign(ours(listed, whole=False).state_dict(), form.name))
-    recorded = {key: Stats(*value) for key, value in listed.manifest["init_stats"].items() if key != "what"}
+        state = to_foreign(ours(listed, whole=False).state_dict(), form.name)
+        states.append({key: x for key, x in state.items() if x.is_floating_point()})  # no counters of batch norms
+    stats = listed.manifest["init_stats"].items()
+    recorded = {key: Stats(*value) for key, value in stats if key != "what" and key in their_shapes(listed)}
     tied = {name for first, *others in listed.manifest["tied_keys"] if first in recorded for name in others}
     assert recorded.keys() | tied == states[0].keys()
     wrong = {}

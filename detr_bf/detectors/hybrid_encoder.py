@@ -1,0 +1,200 @@
+"""Hybrid encoder of RT-DETR (Zhao et al. 2023, arXiv 2304.08069, section 4.2).
+
+Attention-based intra-scale feature interaction (AIFI): encoder layers over the tokens of the coarsest map. Cross-scale
+feature fusion (CCFF): convolutions from the coarsest map to the finest and back.
+
+Shape legend: B images, R rows (streams x B), S tokens of all levels, N levels, C channels, h x w cells of one level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from detr_bf.detectors.smca_multi_scale import as_maps, as_tokens
+from detr_bf.errors import InputError
+from detr_bf.structures import TokenBatch
+from detr_bf.transformer import Encoder
+
+
+def cell_position(height: int, width: int, dim: int, *, temperature: float, released: bool = False) -> Tensor:
+    """Return the encoding (h * w, dim), float32, of the cells of a map: sine and cosine of row, then of column number.
+
+    The authors' code computes the encodings of the map column by column (sines and cosines of columns first) and adds
+    them to tokens in row order: on a square map rows and columns are exchanged, which this function does on every map.
+    On other maps theirs gives one cell the encoding of another, as this function does if ``released``.
+    """
+    rows, columns = torch.meshgrid(torch.arange(height).float(), torch.arange(width).float(), indexing="ij")
+    first, second = rows.flatten(), columns.flatten()
+    if released:
+        first, second = (values.T.flatten() for values in (columns, rows))
+    omega = temperature ** -(torch.arange(dim // 4, dtype=torch.float32) / (dim // 4))
+    phases = [values[:, None] * omega for values in (first, second)]
+    return torch.cat([part for phase in phases for part in (phase.sin(), phase.cos())], dim=1)
+
+
+class HybridEncoder(nn.Module):
+    """Encoder layers over the coarsest level, then fusion of all levels, then projections to the decoder's width.
+
+    Batch attention before or after encoder layer i forks the coarsest level; index ``len(encoder.layers)`` means the
+    fused tokens of all levels, before the decoder. The streams pass through the convolutions one after another: each is
+    normalised with statistics of its own, and only the clean stream updates the running statistics.
+
+    Args:
+        encoder: the encoder loop.
+        fusion: maps (B, C, h, w), from fine to coarse -> maps of the same sizes.
+        projections: one per level, (B, C, h, w) -> (B, C', h, w).
+        temperature: longest wavelength of the position encoding in cells / 2 pi.
+        released_position: see :func:`cell_position`.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        fusion: nn.Module,
+        projections: Sequence[nn.Module],
+        *,
+        temperature: float = 10000.0,
+        released_position: bool = False,
+    ) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.fusion = fusion
+        self.projections = nn.ModuleList(projections)
+        self.temperature = temperature
+        self.released_position = released_position
+
+    def forward(self, batch: TokenBatch) -> TokenBatch:
+        """Tokens (B, S, C) of all levels -> memory (R, S, C')."""
+        *finer, _ = as_maps(batch.tokens, batch.static["spatial_shapes"])
+        coarsest: TokenBatch = self.encoder(self._coarsest(batch))
+        streams: list[Tensor] = []
+        for tokens in coarsest.tokens.chunk(coarsest.num_streams):
+            with own_statistics(self) if streams else nullcontext():
+                (encoded,) = as_maps(tokens, coarsest.static["spatial_shapes"])
+                fused = self.fusion([*finer, encoded])
+                streams.append(as_tokens([layer(x) for layer, x in zip(self.projections, fused, strict=True)]))
+        memory = batch.with_tokens(streams[0])
+        if len(streams) > 1:
+            memory = memory.fork(streams[1])
+        former = self.encoder.batch_former
+        if former is None:
+            return memory
+        return former(memory, layer=len(self.encoder.layers), position=former.position)
+
+    def _coarsest(self, batch: TokenBatch) -> TokenBatch:
+        """Return the tokens of the last level, with their positions."""
+        height, width = batch.static["spatial_shapes"][-1]
+        tokens = batch.tokens[:, -height * width :]
+        if self.training and len(tokens) * height * width == 1:
+            raise InputError(
+                "batch norm needs more than one value per channel in training, and the batch is one image of one cell "
+                "on the coarsest level: use larger images or train.batch_size=2 or more"
+            )
+        position = cell_position(
+            height, width, tokens.shape[2], temperature=self.temperature, released=self.released_position
+        )
+        companions = {
+            **batch.per_sample,
+            "padding_mask": batch.per_sample["padding_mask"][:, -height * width :],
+            "valid_ratios": batch.per_sample["valid_ratios"][:, -1:],
+            "position": position.to(tokens).expand_as(tokens),
+        }
+        return TokenBatch(tokens, companions, {**batch.static, "spatial_shapes": ((height, width),)})
+
+
+@contextmanager
+def own_statistics(module: nn.Module) -> Iterator[None]:
+    """Leave the running statistics of all batch norms of ``module`` unchanged; in training they normalise as always."""
+    norms = [norm for norm in module.modules() if isinstance(norm, _BatchNorm) and norm.training]
+    tracked = [norm.track_running_stats for norm in norms]
+    for norm in norms:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm, before in zip(norms, tracked, strict=True):
+            norm.track_running_stats = before
+
+
+class NormedConvolution(nn.Module):
+    """Convolution without bias, batch norm, and an activation or none: (B, C, h, w) -> (B, C', h', w')."""
+
+    def __init__(
+        self, in_channels: int, channels: int, kernel: int = 1, stride: int = 1, activation: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(in_channels, channels, kernel, stride, padding=kernel // 2, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+        self.activation = activation or nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.norm(self.convolution(x)))
+
+
+class RepVggBlock(nn.Module):
+    """Sum of a 3 x 3 and a 1 x 1 convolution, then SiLU (Ding et al. 2021, arXiv 2101.03697, without identity)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.wide = NormedConvolution(channels, channels, 3)
+        self.narrow = NormedConvolution(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.wide(x) + self.narrow(x))
+
+
+class FusionBlock(nn.Module):
+    """Fusion of two maps that are concatenated: a path of RepVGG blocks and a shortcut, (B, 2 C, h, w) -> (B, C, h, w).
+
+    Args:
+        dim: C.
+        expansion: width of the blocks as a share of C; 1 has no convolution after the sum.
+        blocks: number of RepVGG blocks.
+    """
+
+    def __init__(self, dim: int, *, expansion: float = 1.0, blocks: int = 3) -> None:
+        super().__init__()
+        hidden = int(dim * expansion)
+        self.enter, self.shortcut = (NormedConvolution(2 * dim, hidden, activation=nn.SiLU()) for _ in range(2))
+        self.blocks = nn.Sequential(*(RepVggBlock(hidden) for _ in range(blocks)))
+        self.leave = NormedConvolution(hidden, dim, activation=nn.SiLU()) if hidden != dim else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.blocks(self.enter(x)) + self.shortcut(x))
+
+
+class CrossScaleFusion(nn.Module):
+    """Fusion of every map with the next coarser one, then of every result with the next finer one.
+
+    Args:
+        dim, levels: C and N.
+        expansion, blocks: arguments of each :class:`FusionBlock`.
+    """
+
+    def __init__(self, dim: int, levels: int, *, expansion: float = 1.0, blocks: int = 3) -> None:
+        super().__init__()
+        steps = range(levels - 1)
+        silu = nn.SiLU()
+        self.lateral = nn.ModuleList(NormedConvolution(dim, dim, activation=silu) for _ in steps)  # from the coarsest
+        self.finer = nn.ModuleList(FusionBlock(dim, expansion=expansion, blocks=blocks) for _ in steps)
+        self.down = nn.ModuleList(NormedConvolution(dim, dim, 3, 2, activation=silu) for _ in steps)  # from the finest
+        self.coarser = nn.ModuleList(FusionBlock(dim, expansion=expansion, blocks=blocks) for _ in steps)
+
+    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        """Maps (B, C, h, w), from fine to coarse -> maps of the same sizes."""
+        *waiting, current = maps
+        reduced = []  # from the coarsest
+        for lateral, fuse in zip(self.lateral, self.finer, strict=True):
+            reduced.append(lateral(current))
+            fine = waiting.pop()
+            current = fuse(torch.cat([F.interpolate(reduced[-1], size=fine.shape[-2:]), fine], dim=1))
+        fused = [current]
+        for down, fuse in zip(self.down, self.coarser, strict=True):
+            fused.append(fuse(torch.cat([down(fused[-1]), reduced.pop()], dim=1)))
+        return fused
