@@ -13,12 +13,23 @@ def generalized_iou(a: Tensor, b: Tensor) -> Tensor:
     Rezatofighi et al. 2019, arXiv 1902.09630. torchvision's function takes all pairs of two lists only; this one
     takes the pairs of all images and layers at once, or single pairs. Degenerate boxes do not divide by zero.
     """
-    area_a, area_b = (_extent(boxes[..., :2], boxes[..., 2:]) for boxes in (a, b))
-    intersection = _extent(torch.maximum(a[..., :2], b[..., :2]), torch.minimum(a[..., 2:], b[..., 2:]))
+    intersection, union = _intersection_and_union(a, b)
     hull = _extent(torch.minimum(a[..., :2], b[..., :2]), torch.maximum(a[..., 2:], b[..., 2:]))
-    union = area_a + area_b - intersection
     tiny = torch.finfo(union.dtype).tiny
     return intersection / union.clamp(min=tiny) - (hull - union) / hull.clamp(min=tiny)
+
+
+def iou(a: Tensor, b: Tensor) -> Tensor:
+    """IoU of boxes (..., 4) x0, y0, x1, y1 that broadcast against each other -> (...), in [0, 1]."""
+    intersection, union = _intersection_and_union(a, b)
+    return intersection / union.clamp(min=torch.finfo(union.dtype).tiny)
+
+
+def _intersection_and_union(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the areas (...) of the intersection and of the union."""
+    area_a, area_b = (_extent(boxes[..., :2], boxes[..., 2:]) for boxes in (a, b))
+    intersection = _extent(torch.maximum(a[..., :2], b[..., :2]), torch.minimum(a[..., 2:], b[..., 2:]))
+    return intersection, area_a + area_b - intersection
 
 
 def _extent(low: Tensor, high: Tensor) -> Tensor:
@@ -31,12 +42,13 @@ def inverse_sigmoid(x: Tensor, eps: float = 1e-5) -> Tensor:
     return (x.clamp(min=eps) / (1 - x).clamp(min=eps)).log()
 
 
-def relative_boxes(offsets: Tensor, reference: Tensor | None) -> Tensor:
+def relative_boxes(offsets: Tensor, reference: Tensor | None, eps: float = 1e-5) -> Tensor:
     """Return boxes (..., 4) cx, cy, w, h in [0, 1] from logits (..., 4) added to the logits of ``reference``.
 
-    ``reference`` is a point (..., 2), which shifts the centre only, a box (..., 4), or None.
+    ``reference`` is a point (..., 2), which shifts the centre only, a box (..., 4), or None. ``eps`` is that of
+    :func:`inverse_sigmoid`.
     """
     if reference is None:
         return offsets.sigmoid()
-    logit = inverse_sigmoid(reference)
+    logit = inverse_sigmoid(reference, eps)
     return (offsets + F.pad(logit, (0, 4 - logit.shape[-1]))).sigmoid()

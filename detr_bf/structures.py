@@ -263,14 +263,34 @@ class TokenBatch:
 
 
 @dataclass(frozen=True)
+class QueryGroup:
+    """Consecutive queries of a training step with their own assignment to the objects and their own loss terms.
+
+    A group consists of ``parts`` of equal size, which do not attend to each other.
+    """
+
+    name: str  # end of the names of its loss terms; without digits, which number the decoder layers
+    size: int  # queries, possibly none
+    assigned: Tensor | None = None  # (R, size) int64: object of the row, -1 no object, -2 not supervised; None: matched
+    parts: int = 1  # of equal size; matched separately
+    repeats: int = 1  # number of queries of one part that each object is matched with
+    weight: float = 1.0  # of its loss terms, in relation to those of the main queries
+
+
+@dataclass(frozen=True)
 class Queries:
-    """Queries of a decoder layer: their content and their position."""
+    """Queries of a decoder layer: their content and their position.
+
+    The main queries, which alone exist in evaluation, come first; the queries of the groups follow in their order.
+    """
 
     content: Tensor  # (R, Q, C)
     position: Tensor  # (R, Q, C), added to the content for attention
     reference: Tensor | None = None  # (R, Q, 2 or 4) points or boxes in fractions of the unpadded image
     modulation: Tensor | None = None  # (R, Q, C), position query of the cross-attention (Conditional DETR)
     proposals: Outputs | None = None  # the encoder's own predictions the queries were chosen from (two-stage)
+    blocked: Tensor | None = None  # (Q, Q) bool, True = the query (row) does not attend to the query (column)
+    groups: tuple[QueryGroup, ...] = ()  # of further queries, in training
 
 
 @dataclass(frozen=True)
@@ -306,9 +326,11 @@ class Outputs:
     logits: Tensor  # (L, R, Q, K)
     boxes: Tensor  # (L, R, Q, 4) float, centre x, centre y, width, height in fractions of the unpadded image
     num_streams: int = 1
-    proposals: Outputs | None = None  # of a two-stage detector: one layer, one query per token, class 0 = any object
+    proposals: Outputs | None = None  # of the encoder of a two-stage detector: one layer
+    one_class: bool = False  # class 0 means any object (proposals)
     states: Tensor | None = None  # (R, Q, C), input of the last layer's heads
     masks: Masks | None = None  # of the last layer; None without mask head
+    groups: tuple[tuple[QueryGroup, Outputs], ...] = ()  # further queries of a training step, all decoder layers
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ class ConditionalSelfAttention(nn.Module):
             self.content_key(x) + self.position_key(queries.position),
             self.value(x),
             heads=self.heads,
+            blocked=queries.blocked,
             dropout=self.dropout if self.training else 0.0,
         )
         return self.out(attended)

@@ -19,7 +19,7 @@ from detr_bf.batchformer import BatchFormerV2
 from detr_bf.detectors.mask_head import MaskHead
 from detr_bf.errors import InputError
 from detr_bf.layers import MLP, LearnedPosition, SinePosition
-from detr_bf.structures import Batch, FeatureMap, Outputs
+from detr_bf.structures import Batch, FeatureMap, Outputs, Target
 from detr_bf.transformer import (
     Decoder,
     DecoderLayer,
@@ -99,13 +99,13 @@ class Detector(nn.Module):
 
     def forward(self, batch: Batch) -> Outputs:
         """Padded uint8 images (B, 3, H, W) with their mask -> logits (L, R, Q, K) and boxes (L, R, Q, 4) in [0, 1]."""
-        return self.detect(self.backbone(batch.images, batch.padding_mask), batch.padding_mask)
+        return self.detect(self.backbone(batch.images, batch.padding_mask), batch.padding_mask, batch.targets)
 
-    def detect(self, features: Sequence[FeatureMap], padding_mask: Tensor) -> Outputs:
-        """Run all parts after the backbone; ``padding_mask`` (B, H, W) belongs to the images."""
+    def detect(self, features: Sequence[FeatureMap], padding_mask: Tensor, targets: Sequence[Target] = ()) -> Outputs:
+        """Run all parts after the backbone; mask (B, H, W) and targets of B images, which are read in training only."""
         tokens = self.tokens(features[-self.levels :], padding_mask)
         memory = self.encoder(tokens)
-        outputs: Outputs = self.decoder(memory)
+        outputs: Outputs = self.decoder(memory, targets if self.decoder.training else ())
         if self.mask_head is None:
             return outputs
         assert outputs.states is not None, "a decoder returns its states"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from detr_bf.boxes import inverse_sigmoid
 from detr_bf.errors import InputError
 from detr_bf.layers import full_precision, sine_of_coordinates
-from detr_bf.structures import Outputs, Queries, TokenBatch
+from detr_bf.structures import Outputs, Queries, Target, TokenBatch
 
 BASE_SIZE = 0.05  # width and height of a proposal on the finest level; doubled on each coarser level
 MARGIN = 0.01  # proposals with a coordinate closer to 0 or 1 are dropped
@@ -37,7 +37,7 @@ class ProposalQueries(nn.Module):
         for linear in (self.project, self.embed):
             nn.init.xavier_uniform_(linear.weight)
 
-    def forward(self, memory: TokenBatch) -> Queries:
+    def forward(self, memory: TokenBatch, targets: Sequence[Target] = ()) -> Queries:
         """Memory (R, S, C) -> queries (R, Q, C) with reference boxes (R, Q, 4) and proposals (1, R, S, .).
 
         Raises:
@@ -57,7 +57,7 @@ class ProposalQueries(nn.Module):
         boxes = box_logits.gather(1, best.expand(-1, -1, 4)).detach().sigmoid()
         embedded = self.embed_norm(self.embed(sine_of_coordinates(boxes, memory.tokens.shape[-1] // 2)))
         position, content = embedded.chunk(2, dim=-1)
-        proposals = Outputs(logits[None], box_logits.sigmoid()[None], memory.num_streams)
+        proposals = Outputs(logits[None], box_logits.sigmoid()[None], memory.num_streams, one_class=True)
         return Queries(content, position, boxes, proposals=proposals)
 
 

@@ -48,15 +48,18 @@ def multi_head_attention(
     heads: int,
     padding_mask: Tensor | None = None,
     bias: Tensor | None = None,
+    blocked: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Attend with projected inputs: query (R, Q, K), key (R, S, K), value (R, S, C) -> (R, Q, C).
 
     ``padding_mask`` (R, S), True = padding, is not attended to. ``bias`` (R, H, Q, S) is added to the logits.
-    ``dropout`` is applied to the attention weights.
+    ``blocked`` (Q, S) is True where a query does not attend to a key. ``dropout`` is applied to the attention weights.
     """
     query, key, value = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (query, key, value))
     visible = None if padding_mask is None else ~padding_mask[:, None, None, :]
+    if blocked is not None:
+        visible = ~blocked if visible is None else visible & ~blocked
     if bias is not None:
         visible = (bias if visible is None else bias.masked_fill(~visible, -torch.inf)).to(query.dtype)
     if _records is not None:
@@ -102,8 +105,9 @@ class MultiHeadAttention(nn.Module):
         value: Tensor,
         padding_mask: Tensor | None = None,
         bias: Tensor | None = None,
+        blocked: Tensor | None = None,
     ) -> Tensor:
-        """query (R, Q, C), key and value (R, S, C), padding_mask (R, S) bool, bias (R, H, Q, S) -> (R, Q, C)."""
+        """query (R, Q, C), key and value (R, S, C), masks as of :func:`multi_head_attention` -> (R, Q, C)."""
         attended = multi_head_attention(
             self.query(query),
             self.key(key),
@@ -111,6 +115,7 @@ class MultiHeadAttention(nn.Module):
             heads=self.heads,
             padding_mask=padding_mask,
             bias=bias,
+            blocked=blocked,
             dropout=self.dropout if self.training else 0.0,
         )
         return self.out(attended)

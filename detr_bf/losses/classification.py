@@ -17,9 +17,14 @@ from torchvision.ops import sigmoid_focal_loss
 from detr_bf import distributed
 from detr_bf.errors import InputError
 
+NO_OBJECT = -1  # class of a query that should predict no object
+NOT_SUPERVISED = -2  # class of a query without a loss
+
 
 class Classification(Protocol):
     """Interface of a classification loss with its matching cost and scores."""
+
+    needs_quality: bool  # loss() reads the IoU of the matched pairs
 
     def num_logits(self, num_classes: int) -> int:
         """Return K for a data set of ``num_classes``."""
@@ -29,10 +34,12 @@ class Classification(Protocol):
         """logits (..., R, Q, K), labels (R, T) -> cost (..., R, Q, T)."""
         ...
 
-    def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor) -> Tensor:
-        """logits (L, N, Q, K), classes (L, N, Q) with -1 for no object -> (L,), over all N rows.
+    def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor, *, quality: Tensor | None = None) -> Tensor:
+        """logits (L, N, Q, K), classes (L, N, Q) -> (L,), over all N rows.
 
-        Any divisor is averaged over all ranks, as ``num_boxes`` is, unless the classification was built as local.
+        Classes are -1 for no object and -2 for queries without supervision, which add nothing. ``quality`` (L, N, Q)
+        is the IoU of the matched pairs, without gradient, and 0 for other queries; only if :attr:`needs_quality`. Any
+        divisor is averaged over all ranks, as ``num_boxes`` is, unless the classification was built as local.
         """
         ...
 
@@ -68,6 +75,16 @@ def gather_labels(values: Tensor, labels: Tensor) -> Tensor:
     return values.gather(-1, index)
 
 
+def one_hot(classes: Tensor, logits: Tensor) -> Tensor:
+    """Classes (...), negative for none -> one-hot vectors (..., K) like the logits (..., K), zeros for none."""
+    return F.one_hot(classes.clamp(min=-1) + 1, logits.shape[-1] + 1)[..., 1:].to(logits.dtype)
+
+
+def supervised(losses: Tensor, classes: Tensor) -> Tensor:
+    """Set losses (..., K) of queries without supervision to zero; classes (...)."""
+    return losses.masked_fill((classes == NOT_SUPERVISED)[..., None], 0.0)
+
+
 def at_least_float32(values: Tensor) -> Tensor:
     """Convert half precision to float32, because losses are sums; float64 stays."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
@@ -97,6 +114,7 @@ class CrossEntropy:
 
     no_object_weight: float = 0.1
     local: bool = False
+    needs_quality = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.no_object_weight < math.inf:
@@ -108,13 +126,15 @@ class CrossEntropy:
     def match_cost(self, logits: Tensor, labels: Tensor) -> Tensor:
         return -gather_labels(logits.softmax(-1), labels)
 
-    def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor) -> Tensor:
+    def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor, *, quality: Tensor | None = None) -> Tensor:
         no_object = logits.shape[-1] - 1
         target = torch.where(classes < 0, no_object, classes)
         weight = torch.where(classes < 0, self.no_object_weight, 1.0).to(logits.dtype)
+        weight = weight.masked_fill(classes == NOT_SUPERVISED, 0.0)
         entropy = F.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none").view_as(target)
         total = weight.sum((1, 2))
-        return (entropy * weight).sum((1, 2)) / (total if self.local else distributed.all_reduce_mean(total))
+        divisor = total if self.local else distributed.all_reduce_mean(total)
+        return (entropy * weight).sum((1, 2)) / torch.where(divisor == 0, 1.0, divisor)
 
     def scores(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1)[..., :-1]
@@ -139,6 +159,7 @@ class Focal:
 
     alpha: float = 0.25
     gamma: float = 2.0
+    needs_quality = False
 
     def __post_init__(self) -> None:
         if not (0 <= self.alpha <= 1 and 0 <= self.gamma < math.inf):
@@ -157,10 +178,11 @@ class Focal:
         negative = (1 - self.alpha) * probability**self.gamma * -(1 - probability + 1e-8).log()
         return positive - negative
 
-    def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor) -> Tensor:
-        target = F.one_hot(classes + 1, logits.shape[-1] + 1)[..., 1:].to(logits.dtype)
-        losses = sigmoid_focal_loss(logits, target, alpha=self.alpha, gamma=self.gamma, reduction="none")
-        return losses.sum((1, 2, 3)) / num_boxes
+    def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor, *, quality: Tensor | None = None) -> Tensor:
+        losses = sigmoid_focal_loss(
+            logits, one_hot(classes, logits), alpha=self.alpha, gamma=self.gamma, reduction="none"
+        )
+        return supervised(losses, classes).sum((1, 2, 3)) / num_boxes
 
     def scores(self, logits: Tensor) -> Tensor:
         return logits.sigmoid()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchvision.ops import box_convert
 
 from detr_bf.boxes import generalized_iou
-from detr_bf.losses.classification import Classification, at_least_float32, check_factors
+from detr_bf.losses.classification import NOT_SUPERVISED, Classification, at_least_float32, check_factors
 from detr_bf.structures import Outputs, Target
 
 STACK_LIMIT = 350_000  # elements of one layer's cost above which stacking all layers is slower than looping
@@ -38,6 +38,11 @@ class PaddedTargets:
         counts = tuple(len(target.labels) for target in targets)
         return cls(labels.repeat(num_streams, 1), boxes.repeat(num_streams, 1, 1), counts * num_streams)
 
+    def repeated(self, count: int) -> PaddedTargets:
+        """Repeat each row ``count`` times, next to itself."""
+        counts = tuple(number for number in self.counts for _ in range(count))
+        return PaddedTargets(self.labels.repeat_interleave(count, 0), self.boxes.repeat_interleave(count, 0), counts)
+
     def of_one_class(self) -> PaddedTargets:
         """Set all labels to 0, the class of proposals."""
         return replace(self, labels=torch.zeros_like(self.labels))
@@ -51,6 +56,14 @@ class Matches:
     row: Tensor
     query: Tensor
     target: Tensor
+
+    @classmethod
+    def of(cls, assigned: Tensor, layers: int) -> tuple[Matches, Tensor]:
+        """Read ``QueryGroup.assigned`` (R, Q), the same for all layers; also return where it is -2 (R, Q)."""
+        row, query = (assigned >= 0).nonzero(as_tuple=True)
+        layer = torch.arange(layers, device=assigned.device).repeat_interleave(len(row))
+        row, query = row.repeat(layers), query.repeat(layers)
+        return cls(layer, row, query, assigned[row, query]), assigned == NOT_SUPERVISED
 
 
 @dataclass(frozen=True)
@@ -70,11 +83,11 @@ class HungarianMatcher:
         check_factors("HungarianMatcher", costs)
 
     @torch.no_grad()
-    def __call__(self, outputs: Outputs, targets: PaddedTargets) -> Matches:
-        """Match all layers, with one copy to the host."""
+    def __call__(self, outputs: Outputs, targets: PaddedTargets, repeats: int = 1) -> Matches:
+        """Match all layers, with one copy to the host; each object is matched with up to ``repeats`` queries."""
         cost = self._stacked_cost(outputs, targets).cpu().numpy()
         pairs = [
-            _assign(cost[layer, row, :, :count], layer, row)
+            _assign(cost[layer, row, :, :count], layer, row, repeats)
             for layer in range(cost.shape[0])
             for row, count in enumerate(targets.counts)
         ]
@@ -100,7 +113,8 @@ def _corners(boxes: Tensor) -> Tensor:
     return box_convert(boxes, "cxcywh", "xyxy")
 
 
-def _assign(cost: np.ndarray, layer: int, row: int) -> np.ndarray:
+def _assign(cost: np.ndarray, layer: int, row: int, repeats: int) -> np.ndarray:
     """Assign by cost (Q, T) -> (4, pairs) int64: layer, row, query, object."""
-    query, target = linear_sum_assignment(cost)
+    query, copy = linear_sum_assignment(np.tile(cost, (1, repeats)))
+    target = copy % max(cost.shape[1], 1)
     return np.stack([np.full_like(query, layer), np.full_like(query, row), query, target]).astype(np.int64)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -17,10 +17,16 @@ from torch import Tensor
 from torchvision.ops import box_convert, sigmoid_focal_loss
 
 from detr_bf import distributed
-from detr_bf.boxes import generalized_iou
-from detr_bf.losses.classification import Classification, at_least_float32, check_factors
+from detr_bf.boxes import generalized_iou, iou
+from detr_bf.losses.classification import (
+    NO_OBJECT,
+    NOT_SUPERVISED,
+    Classification,
+    at_least_float32,
+    check_factors,
+)
 from detr_bf.losses.matcher import HungarianMatcher, Matches, PaddedTargets
-from detr_bf.structures import Masks, Outputs, Target
+from detr_bf.structures import Masks, Outputs, QueryGroup, Target
 
 STREAM_NAMES = ("clean", "batchformer")
 _REPEATED = re.compile(r".*_(\d+|enc)")  # terms of auxiliary layers and of proposals
@@ -33,7 +39,7 @@ class LossReport:
     With two streams ``logged`` holds ``stream/clean`` and ``stream/batchformer``, whose mean is the total.
     """
 
-    losses: dict[str, Tensor]  # scalars, not weighted; auxiliary layers end in _0, _1, ..., proposals in _enc
+    losses: dict[str, Tensor]  # scalars, not weighted; auxiliary layers end in _0, _1, ..., see SetCriterion
     weights: dict[str, float]
     logged: dict[str, Tensor] = field(default_factory=dict)  # scalars without gradient, never summed
 
@@ -83,10 +89,15 @@ class SetCriterion:
         check_factors("SetCriterion", {name: getattr(self, name) for name in names})
 
     def __call__(self, outputs: Outputs, targets: Sequence[Target]) -> LossReport:
-        """Compute the loss of R = num_streams x B rows for B targets; proposals match objects of any class."""
+        """Compute the loss of R = num_streams x B rows for B targets.
+
+        Terms of the proposals end in ``_enc``, those of a group of queries in its name. The losses of a group are
+        divided by the number of objects times its parts and repeats.
+        """
         padded = PaddedTargets.of(targets, outputs.num_streams)
         num_boxes = _num_boxes(outputs, padded, self.local)
-        matches, streams = self._stream_losses(outputs, padded, num_boxes)
+        matches = self.matcher(outputs, padded)
+        streams = self._stream_losses(outputs, padded, matches, num_boxes)
         if outputs.masks is not None:
             by_row = _mask_losses(outputs, outputs.masks, targets, matches)
             streams |= {name: _per_stream(outputs, loss) / num_boxes for name, loss in by_row.items()}
@@ -95,10 +106,15 @@ class SetCriterion:
             for name, per_stream in streams.items()
             for layer, loss in enumerate(per_stream.mean(1))
         }
-        if outputs.proposals is not None:
-            _, proposed = self._stream_losses(outputs.proposals, padded.of_one_class(), num_boxes)
-            losses |= {f"{name}_enc": per_stream.mean() for name, per_stream in proposed.items()}
-            streams |= {f"{name}_enc": per_stream for name, per_stream in proposed.items()}
+        groups = [] if outputs.proposals is None else [(QueryGroup("enc", 0), outputs.proposals)]
+        factors = dict.fromkeys(losses, 1.0)
+        for group, predicted in (*groups, *outputs.groups):
+            of_group = self._group_losses(group, predicted, padded, num_boxes)
+            for name, per_stream in of_group.items():
+                streams[f"{name}_{group.name}"] = per_stream
+                for layer, loss in enumerate(per_stream.mean(1)):
+                    term = f"{name}_{group.name}" + ("" if layer == len(per_stream) - 1 else f"_{layer}")
+                    losses[term], factors[term] = loss, group.weight
         kinds = {
             "loss_ce": self.class_weight,
             "loss_bbox": self.bbox_weight,
@@ -106,7 +122,9 @@ class SetCriterion:
             "loss_mask": self.mask_weight,
             "loss_dice": self.dice_weight,
         }
-        weights = {name: weight for name in losses for kind, weight in kinds.items() if name.startswith(kind)}
+        weights = {
+            name: factors[name] * weight for name in losses for kind, weight in kinds.items() if name.startswith(kind)
+        }
         logged = _stream_log(streams, weights) if outputs.num_streams > 1 else {}
         with torch.no_grad():
             logged |= {
@@ -114,21 +132,46 @@ class SetCriterion:
             }
         return LossReport(losses, weights, logged)
 
+    def _group_losses(
+        self, group: QueryGroup, outputs: Outputs, targets: PaddedTargets, num_boxes: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the losses of a group or of the proposals by name, each (L, streams)."""
+        if outputs.one_class:
+            targets = targets.of_one_class()
+        divisor = num_boxes * group.parts * group.repeats
+        if group.assigned is not None:
+            matches, not_supervised = Matches.of(group.assigned, len(outputs.logits))
+            return self._stream_losses(outputs, targets, matches, divisor, not_supervised)
+        if group.parts > 1:  # each part is a row of its own
+            logits, boxes = (x.unflatten(2, (group.parts, -1)).flatten(1, 2) for x in (outputs.logits, outputs.boxes))
+            outputs, targets = replace(outputs, logits=logits, boxes=boxes), targets.repeated(group.parts)
+        return self._stream_losses(outputs, targets, self.matcher(outputs, targets, group.repeats), divisor)
+
     def _stream_losses(
-        self, outputs: Outputs, targets: PaddedTargets, num_boxes: Tensor
-    ) -> tuple[Matches, dict[str, Tensor]]:
-        """Return the matches, and the losses by name, each (L, streams)."""
+        self,
+        outputs: Outputs,
+        targets: PaddedTargets,
+        matches: Matches,
+        num_boxes: Tensor,
+        not_supervised: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the losses by name, each (L, streams); ``not_supervised`` (R, Q) marks queries without a loss."""
         num_streams = outputs.num_streams
-        matches = self.matcher(outputs, targets)
         classes = _target_classes(outputs, targets, matches)
+        if not_supervised is not None:
+            classes = classes.masked_fill(not_supervised, NOT_SUPERVISED)
+        quality = _quality(outputs, targets, matches) if self.classification.needs_quality else None
         per_stream = [
-            self.classification.loss(at_least_float32(logits), stream_classes, num_boxes)
-            for logits, stream_classes in zip(
-                outputs.logits.chunk(num_streams, 1), classes.chunk(num_streams, 1), strict=True
+            self.classification.loss(at_least_float32(logits), stream_classes, num_boxes, quality=stream_quality)
+            for logits, stream_classes, stream_quality in zip(
+                outputs.logits.chunk(num_streams, 1),
+                classes.chunk(num_streams, 1),
+                [None] * num_streams if quality is None else quality.chunk(num_streams, 1),
+                strict=True,
             )
         ]
         distance, disparity = _box_losses(outputs, targets, matches)
-        return matches, {
+        return {
             "loss_ce": torch.stack(per_stream, 1),
             "loss_bbox": _per_stream(outputs, distance) / num_boxes,
             "loss_giou": _per_stream(outputs, disparity) / num_boxes,
@@ -137,7 +180,7 @@ class SetCriterion:
 
 def _target_classes(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> Tensor:
     """Return (L, R, Q) int64: the label of the matched object, -1 for none."""
-    classes = torch.full(outputs.logits.shape[:3], -1, dtype=torch.int64, device=outputs.logits.device)
+    classes = torch.full(outputs.logits.shape[:3], NO_OBJECT, dtype=torch.int64, device=outputs.logits.device)
     classes[matches.layer, matches.row, matches.query] = targets.labels[matches.row, matches.target]
     return classes
 
@@ -179,6 +222,15 @@ def _box_losses(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> t
     index = (matches.layer, matches.row)
     empty = predicted.new_zeros(outputs.boxes.shape[:2])
     return empty.index_put(index, distance, accumulate=True), empty.index_put(index, 1 - overlap, accumulate=True)
+
+
+@torch.no_grad()
+def _quality(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> Tensor:
+    """Return the IoU (L, R, Q) of the matched pairs, 0 for other queries."""
+    index = (matches.layer, matches.row, matches.query)
+    predicted = box_convert(at_least_float32(outputs.boxes[index]), "cxcywh", "xyxy")
+    wanted = box_convert(targets.boxes[matches.row, matches.target], "cxcywh", "xyxy")
+    return predicted.new_zeros(outputs.logits.shape[:3]).index_put(index, iou(predicted, wanted))
 
 
 def _num_boxes(outputs: Outputs, targets: PaddedTargets, local: bool) -> Tensor:

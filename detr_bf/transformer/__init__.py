@@ -1,6 +1,14 @@
 """Encoder and decoder loops of all detectors, and their standard parts."""
 
-from detr_bf.transformer.decoder import Decoder, DecoderLayer, Heads, LearnedQueries, MemoryAttention, QueryAttention
+from detr_bf.transformer.decoder import (
+    Decoder,
+    DecoderLayer,
+    Heads,
+    LearnedQueries,
+    MemoryAttention,
+    QueryAttention,
+    append_queries,
+)
 from detr_bf.transformer.encoder import Encoder, EncoderLayer, TokenAttention
 from detr_bf.transformer.tokens import FeatureTokens, unpadded
 
@@ -15,5 +23,6 @@ __all__ = [
     "MemoryAttention",
     "QueryAttention",
     "TokenAttention",
+    "append_queries",
     "unpadded",
 ]

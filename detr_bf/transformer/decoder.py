@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from detr_bf.boxes import relative_boxes
 from detr_bf.layers import FeedForward, MultiHeadAttention, Residual, full_precision
-from detr_bf.structures import Outputs, Queries, TokenBatch
+from detr_bf.structures import Outputs, Queries, QueryGroup, Target, TokenBatch
 
 
 class Decoder(nn.Module):
@@ -22,11 +22,15 @@ class Decoder(nn.Module):
 
     Args:
         layers: (queries, memory) -> content (R, Q, C).
-        queries: memory -> queries of the first layer.
+        queries: (memory, targets) -> queries of the first layer; may use the targets, given in training, for groups.
         heads: (layer, content, reference) -> class logits and boxes.
         norm: applied to the content before the heads.
         update_queries: (layer, queries) -> queries, called before every layer; may set ``reference`` or ``modulation``.
         refine: use the boxes of a layer, detached, as the reference of the next layer.
+        refine_before_norm: compute these boxes from the content before ``norm`` (DAB-DETR, Liu et al. 2022, arXiv
+            2201.12329); the predictions are computed from the content after it.
+        look_forward_twice: predict relative to these boxes with their gradient (DINO, Zhang et al. 2022, arXiv
+            2203.03605, section 3.5); the next layer attends around the detached ones.
         aux_loss: return the predictions of every layer instead of those of the last only.
     """
 
@@ -39,6 +43,8 @@ class Decoder(nn.Module):
         norm: nn.Module | None = None,
         update_queries: Callable[[int, Queries], Queries] | None = None,
         refine: bool = False,
+        refine_before_norm: bool = False,
+        look_forward_twice: bool = False,
         aux_loss: bool = True,
     ) -> None:
         super().__init__()
@@ -48,22 +54,38 @@ class Decoder(nn.Module):
         self.norm = norm or nn.Identity()
         self.look = update_queries  # the name in checkpoints
         self.refine = refine
+        self.refine_before_norm = refine_before_norm
+        self.look_forward_twice = look_forward_twice
         self.aux_loss = aux_loss
 
-    def forward(self, memory: TokenBatch) -> Outputs:
-        """Memory (R, S, C) -> logits (L, R, Q, K) and boxes (L, R, Q, 4)."""
-        queries: Queries = self.queries(memory)
+    def forward(self, memory: TokenBatch, targets: Sequence[Target] = ()) -> Outputs:
+        """Memory (R, S, C) -> logits (L, R, Q, K) and boxes (L, R, Q, 4) of the main queries and of each group."""
+        first: Queries = self.queries(memory, targets)
+        queries = replace(first, proposals=None, groups=())  # numbers that compiled layers would depend on
+        base = queries.reference
         predictions = []
         for index, layer in enumerate(self.layers):
             if self.look is not None:
                 queries = self.look(index, queries)
+                base = base if self.look_forward_twice and index else queries.reference
             queries = replace(queries, content=layer(queries, memory))
             state = self.norm(queries.content)
-            predictions.append(self.heads(index, state, queries.reference))
+            predictions.append(self.heads(index, state, base))
             if self.refine:
-                queries = replace(queries, reference=predictions[-1][1].detach())
+                refined = predictions[-1][1]
+                if self.refine_before_norm or base is not queries.reference:
+                    source = queries.content if self.refine_before_norm else state
+                    refined = self.heads.predicted_boxes(index, source, queries.reference)
+                queries = replace(queries, reference=refined.detach())
+                base = refined if self.look_forward_twice else queries.reference
         logits, boxes = zip(*predictions if self.aux_loss else predictions[-1:], strict=True)
-        return Outputs(torch.stack(logits), torch.stack(boxes), memory.num_streams, queries.proposals, states=state)
+        sizes = [len(first.content[0]) - sum(group.size for group in first.groups), *(g.size for g in first.groups)]
+        main, *others = (
+            Outputs(*parts, memory.num_streams)
+            for parts in zip(torch.stack(logits).split(sizes, 2), torch.stack(boxes).split(sizes, 2), strict=True)
+        )
+        groups = tuple(zip(first.groups, others, strict=True))
+        return replace(main, proposals=first.proposals, states=state[:, : sizes[0]], groups=groups)
 
 
 class Heads(nn.Module):
@@ -71,17 +93,24 @@ class Heads(nn.Module):
 
     Args:
         classes, boxes: one (..., C) -> (..., K) and one (..., C) -> (..., 4) for all layers, or one for each.
+        eps: of the logits of the references, see :func:`detr_bf.boxes.inverse_sigmoid`.
     """
 
-    def __init__(self, classes: Sequence[nn.Module], boxes: Sequence[nn.Module]) -> None:
+    def __init__(self, classes: Sequence[nn.Module], boxes: Sequence[nn.Module], *, eps: float = 1e-5) -> None:
         super().__init__()
         self.classes = nn.ModuleList(classes)
         self.boxes = nn.ModuleList(boxes)
+        self.eps = eps
 
     def forward(self, layer: int, state: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
         """State (R, Q, C) of decoder layer ``layer`` -> logits (R, Q, K), boxes (R, Q, 4) relative to the reference."""
-        classes, boxes = (heads[min(layer, len(heads) - 1)] for heads in (self.classes, self.boxes))
-        return full_precision(classes, state), relative_boxes(full_precision(boxes, state), reference)
+        classes = self.classes[min(layer, len(self.classes) - 1)]
+        return full_precision(classes, state), self.predicted_boxes(layer, state, reference)
+
+    def predicted_boxes(self, layer: int, state: Tensor, reference: Tensor | None) -> Tensor:
+        """State (R, Q, C) of decoder layer ``layer`` -> boxes (R, Q, 4) relative to the reference."""
+        boxes = self.boxes[min(layer, len(self.boxes) - 1)]
+        return relative_boxes(full_precision(boxes, state), reference, self.eps)
 
 
 class DecoderLayer(nn.Module):
@@ -127,7 +156,7 @@ class QueryAttention(nn.Module):
     def forward(self, x: Tensor, queries: Queries) -> Tensor:
         """(R, Q, C) -> (R, Q, C)."""
         with_position = x + queries.position
-        return self.attention(with_position, with_position, x)
+        return self.attention(with_position, with_position, x, blocked=queries.blocked)
 
 
 class MemoryAttention(nn.Module):
@@ -161,10 +190,50 @@ class LearnedQueries(nn.Module):
         self.content = nn.Embedding(num_queries, dim) if learned_content else None
         self.reference = reference
 
-    def forward(self, memory: TokenBatch) -> Queries:
+    def forward(self, memory: TokenBatch, targets: Sequence[Target] = ()) -> Queries:
         """Memory of R rows -> queries (R, Q, C)."""
         rows = len(memory.tokens)
         position = self.position.weight.expand(rows, -1, -1)
         content = torch.zeros_like(position) if self.content is None else self.content.weight.expand(rows, -1, -1)
         point = None if self.reference is None else full_precision(self.reference, position).sigmoid()
         return Queries(content, position, point)
+
+
+def append_queries(
+    queries: Queries,
+    content: Tensor,
+    group: QueryGroup,
+    *,
+    position: Tensor | None = None,
+    reference: Tensor | None = None,
+    sees_main: bool = False,
+) -> Queries:
+    """Append the queries of a group, which no other query attends to.
+
+    Args:
+        queries: main queries and earlier groups.
+        content: (R, group.size, C).
+        group: description of the new queries; ``group.parts`` divides their number.
+        position, reference: as those of ``queries``; a position that is not given is zero.
+        sees_main: the new queries attend to the main queries as well as to those of their own part.
+    """
+    before, size = queries.content.shape[1], group.size
+    main = before - sum(each.size for each in queries.groups)
+    blocked = torch.ones(before + size, before + size, dtype=torch.bool, device=content.device)
+    blocked[:before, :before] = False if queries.blocked is None else queries.blocked
+    blocked[before:, :main] = not sees_main
+    part = torch.arange(size, device=content.device) // max(size // group.parts, 1)
+    blocked[before:, before:] = part[:, None] != part
+    position = torch.zeros_like(content) if position is None else position
+    references = [each for each in (queries.reference, reference) if each is not None]
+    assert len(references) in (0, 2), "either all queries have references or none"
+    return replace(
+        queries,
+        content=torch.cat([queries.content, content], 1),
+        position=torch.cat([queries.position, position], 1),
+        reference=None
+        if queries.reference is None or reference is None
+        else torch.cat([queries.reference, reference], 1),
+        blocked=blocked,
+        groups=(*queries.groups, group),
+    )

@@ -156,7 +156,8 @@ def recorded(case: Case, prefix: str) -> Outputs:
     logits, boxes = (torch.stack([tensors[layer + kind] for layer in layers]) for kind in ("pred_logits", "pred_boxes"))
     proposals = None
     if "enc_outputs.pred_logits" in tensors:
-        proposals = Outputs(tensors["enc_outputs.pred_logits"][None], tensors["enc_outputs.pred_boxes"][None])
+        logits_and_boxes = (tensors[f"enc_outputs.pred_{kind}"][None] for kind in ("logits", "boxes"))
+        proposals = Outputs(*logits_and_boxes, one_class=True)
     masks = Masks.known(tensors["pred_masks"]) if "pred_masks" in tensors else None
     return Outputs(logits, boxes, proposals=proposals, masks=masks)
 

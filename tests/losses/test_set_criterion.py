@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchvision.ops import box_convert, box_iou, generalized_box_iou
 
 from detr_bf.losses import (
     LOGGED_METRICS,
@@ -20,7 +22,7 @@ from detr_bf.losses import (
     SetCriterion,
 )
 from detr_bf.losses.set_criterion import mask_losses, padded_masks
-from detr_bf.structures import Masks, Outputs, Target
+from detr_bf.structures import Masks, Outputs, QueryGroup, Target
 from tests.references.examples import random_outputs, random_targets
 from tests.references.set_criterion import image_cost, match, set_losses
 
@@ -181,13 +183,103 @@ def test_without_objects(classification: CrossEntropy | Focal, streams: int) -> 
     assert torch.equal(outputs.boxes.grad, torch.zeros_like(outputs.boxes)), "zeros, not None"
 
 
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("classification", [CrossEntropy(NO_OBJECT_WEIGHT), Focal()])
+def test_matched_groups_as_detectors_of_their_own(classification: CrossEntropy | Focal, streams: int) -> None:
+    """Each part equals a detector with the part's queries; repeats equal targets that hold each object so often."""
+    counts, parts, repeats, weight = (2, 0, 1), 3, 2, 0.5
+    targets = random_targets(counts, classes=CLASSES)
+    logits = classification.num_logits(CLASSES)
+    outputs = random_outputs(2, 3, QUERIES, logits=logits, streams=streams)
+    others = random_outputs(2, 3, parts * QUERIES, logits=logits, streams=streams, seed=5)
+    group = QueryGroup("many", parts * QUERIES, parts=parts, repeats=repeats, weight=weight)
+    report = criterion(classification)(replace(outputs, groups=((group, others),)), targets)
+    alone = criterion(classification)(outputs, targets)
+    many = [replace(each, boxes=each.boxes.repeat(2, 1), labels=each.labels.repeat(2)) for each in targets]
+    split = [
+        replace(others, logits=x, boxes=y)
+        for x, y in zip(others.logits.split(QUERIES, 2), others.boxes.split(QUERIES, 2), strict=True)
+    ]
+    of_parts = [criterion(classification)(each, many) for each in split]
+    assert {name: loss for name, loss in report.losses.items() if "many" not in name} == alone.losses
+    for name in WEIGHTS:
+        for mine, theirs in ((f"{name}_many", name), (f"{name}_many_0", f"{name}_0")):
+            values = [each.losses[theirs] for each in of_parts]
+            if name == "loss_ce" and isinstance(classification, CrossEntropy):  # a mean with weights, not a sum
+                assert min(values) < report.losses[mine] < max(values)
+            else:
+                torch.testing.assert_close(report.losses[mine], torch.stack(values).mean())
+            assert report.weights[mine] == weight * WEIGHTS[name]
+    if streams > 1:
+        torch.testing.assert_close(stream_mean(report), report.total.detach())
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("classification", [CrossEntropy(NO_OBJECT_WEIGHT), Focal()])
+def test_assigned_queries_are_not_matched(classification: CrossEntropy | Focal, streams: int) -> None:
+    counts = (2, 1)
+    targets = random_targets(counts, classes=CLASSES)
+    outputs = random_outputs(2, 2, QUERIES, logits=classification.num_logits(CLASSES), streams=streams)
+    assigned = torch.tensor([[1, 0, -1, 1, 0], [0, -2, -1, 0, -2]])  # each object twice
+    group = QueryGroup("dn", QUERIES, assigned.repeat(streams, 1), parts=2)
+    empty = replace(outputs, logits=outputs.logits[:, :, :0], boxes=outputs.boxes[:, :, :0])
+    report = criterion(classification)(replace(empty, groups=((group, outputs),)), targets)
+    for layer, end in ((0, "_0"), (1, "")):
+        per_stream = []
+        for stream in range(streams):
+            total, classes, logits = torch.zeros(2), [], []
+            for image, row in enumerate(assigned.tolist()):
+                for query, index in enumerate(row):
+                    at = layer, stream * len(counts) + image, query
+                    if index >= 0:
+                        box, wanted = outputs.boxes[at], targets[image].boxes[index]
+                        corners = [box_convert(x[None], "cxcywh", "xyxy") for x in (box, wanted)]
+                        total[0] += (box - wanted).abs().sum() / 6  # 3 objects, 2 parts
+                        total[1] += (1 - generalized_box_iou(*corners)[0, 0]) / 6
+                    if index != -2:
+                        logits.append(outputs.logits[at])
+                        classes.append(targets[image].labels[index].item() if index >= 0 else -1)
+            known = torch.tensor(classes)[None, None]
+            num_boxes = torch.tensor(6.0)
+            entropy = classification.loss(torch.stack(logits)[None, None], known, num_boxes)[0]
+            per_stream.append(torch.stack([entropy, *total]))
+        for name, expected in zip(WEIGHTS, torch.stack(per_stream).mean(0), strict=True):
+            torch.testing.assert_close(report.losses[f"{name}_dn{end}"], expected)
+
+
+def test_quality_is_the_overlap_of_matched_pairs() -> None:
+    seen = []
+
+    class Spy(Focal):
+        needs_quality = True
+
+        def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor, *, quality: Tensor | None = None) -> Tensor:
+            seen.append((classes, quality))
+            return super().loss(logits, classes, num_boxes)
+
+    targets = random_targets((2, 1), classes=CLASSES)
+    outputs = random_outputs(1, 2, QUERIES, logits=CLASSES)
+    assigned = torch.tensor([[-1, 1, 0, 1, -2], [-1, 0, -1, -1, -1]])
+    criterion(Spy())(replace(outputs, groups=((QueryGroup("dn", QUERIES, assigned), outputs),)), targets)
+    _, (classes, quality) = seen
+    assert quality is not None
+    assert not quality.requires_grad
+    for row, query in ((x, y) for x in range(2) for y in range(QUERIES)):
+        index, expected = assigned[row, query], torch.tensor(0.0)
+        if index >= 0:
+            boxes = [outputs.boxes[0, row, query].detach(), targets[row].boxes[index]]
+            expected = box_iou(*(box_convert(x[None], "cxcywh", "xyxy") for x in boxes))[0, 0]
+        torch.testing.assert_close(quality[0, row, query], expected)
+        assert classes[0, row, query] == (targets[row].labels[index] if index >= 0 else index)
+
+
 def test_number_of_boxes_counts_each_object_once_and_is_at_least_one() -> None:
     seen = []
 
     class Spy(Focal):
-        def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor) -> Tensor:
+        def loss(self, logits: Tensor, classes: Tensor, num_boxes: Tensor, **more: Any) -> Tensor:
             seen.append(num_boxes.item())
-            return super().loss(logits, classes, num_boxes)
+            return super().loss(logits, classes, num_boxes, **more)
 
     for counts, streams in (((2, 3), 1), ((2, 3), 2), ((0, 0), 1), ((0, 0), 2)):
         outputs = random_outputs(1, 2, QUERIES, logits=CLASSES, streams=streams)
@@ -234,7 +326,7 @@ def test_proposals_are_compared_with_objects_of_one_class(streams: int) -> None:
     """Equal to a detector whose outputs are the proposals, with every object in class 0."""
     outputs, targets = example((2, 0, 3), streams=streams)
     proposals, _ = example((4, 1, 2), streams=streams)
-    with_proposals = criterion(Focal())(replace(outputs, proposals=proposals), targets)
+    with_proposals = criterion(Focal())(replace(outputs, proposals=replace(proposals, one_class=True)), targets)
     objects = [replace(target, labels=torch.zeros_like(target.labels)) for target in targets]
     alone, of_proposals = criterion(Focal())(outputs, targets), criterion(Focal())(proposals, objects)
     assert set(with_proposals.losses) == {*WEIGHTS, *(f"{name}_enc" for name in WEIGHTS)}

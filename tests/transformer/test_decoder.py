@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from detr_bf.structures import Queries, TokenBatch
-from detr_bf.transformer import Decoder, DecoderLayer, Heads, LearnedQueries, MemoryAttention, QueryAttention
+from detr_bf.boxes import relative_boxes
+from detr_bf.structures import Queries, QueryGroup, Target, TokenBatch
+from detr_bf.transformer import (
+    Decoder,
+    DecoderLayer,
+    Heads,
+    LearnedQueries,
+    MemoryAttention,
+    QueryAttention,
+    append_queries,
+)
 from tests.references.attention import packed_attention
 
 ROWS, TOKENS, QUERIES, DIM, LAYERS, LOGITS = 2, 5, 4, 8, 3, 6
@@ -158,3 +170,74 @@ def test_rows_do_not_see_each_other() -> None:
     changed = module(seen.with_tokens(edited)).logits != module(seen).logits
     assert changed[:, 0].any()
     assert not changed[:, 1].any()
+
+
+def test_appended_queries_are_not_seen_and_see_what_they_may() -> None:
+    torch.manual_seed(3)
+    main = Queries(torch.randn(ROWS, 3, DIM), torch.randn(ROWS, 3, DIM))
+    noised = append_queries(main, torch.randn(ROWS, 4, DIM), QueryGroup("dn", 4, parts=2), sees_main=True)
+    both = append_queries(noised, torch.randn(ROWS, 2, DIM), QueryGroup("many", 2))
+    sees = {
+        **{query: {0, 1, 2} for query in (0, 1, 2)},
+        **{query: {0, 1, 2, 3, 4} for query in (3, 4)},
+        **{query: {0, 1, 2, 5, 6} for query in (5, 6)},
+        **{query: {7, 8} for query in (7, 8)},
+    }
+    assert both.blocked is not None
+    assert {row: set((~both.blocked[row]).nonzero().flatten().tolist()) for row in range(9)} == sees
+    assert torch.equal(both.position[:, 3:], torch.zeros(ROWS, 6, DIM))
+    module = QueryAttention(DIM, heads=2)
+    attended = module(both.content, both)
+    for row, keys in sees.items():  # as torch's attention of this query to the keys that it sees alone
+        x, index = both.content + both.position, sorted(keys)
+        alone, _ = packed_attention(module.attention)(x[:, row : row + 1], x[:, index], both.content[:, index])
+        torch.testing.assert_close(attended[:, row : row + 1], alone)
+
+
+def test_groups_without_queries_change_nothing_and_get_gradients() -> None:
+    module, seen = decoder(reference=True), memory()
+    plain = module(seen)
+    source = nn.Embedding(1, DIM).double()
+
+    class Extended(nn.Module):
+        def forward(self, memory: TokenBatch, targets: Sequence[Target] = ()) -> Queries:
+            empty = source(torch.zeros(ROWS, 0, dtype=torch.int64))
+            return append_queries(
+                learned(memory), empty, QueryGroup("dn", 0), reference=empty.new_zeros(ROWS, 0, 2), sees_main=True
+            )
+
+    learned, module.queries = module.queries, Extended()
+    outputs = module(seen)
+    ((group, predicted),) = outputs.groups
+    assert (group.name, predicted.logits.shape) == ("dn", (LAYERS, ROWS, 0, LOGITS))
+    assert torch.equal(outputs.logits, plain.logits)
+    assert torch.equal(outputs.boxes, plain.boxes)
+    (outputs.logits.sum() + predicted.logits.sum() + predicted.boxes.sum()).backward()
+    assert source.weight.grad is not None
+    assert not source.weight.grad.any()
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("before_norm", [False, True])
+def test_refinement_step_by_step(twice: bool, before_norm: bool) -> None:
+    module, seen = decoder(reference=True, heads=LAYERS, refine=True), memory()
+    module.refine_before_norm, module.look_forward_twice, module.heads.eps = before_norm, twice, 1e-3
+    outputs = module(seen)
+    queries = module.queries(seen)
+    base, losses = queries.reference, []
+    for index, each in enumerate(module.layers):
+        reference = queries.reference if index == 0 else queries.reference.detach()
+        content = each(replace(queries, reference=reference), seen)
+        state, head = module.norm(content), module.heads.boxes[index]
+        boxes = relative_boxes(head(state), base if twice or index == 0 else base.detach(), 1e-3)
+        torch.testing.assert_close(outputs.boxes[index], boxes)
+        losses.append(boxes.square().sum())
+        refined = relative_boxes(head(content if before_norm else state), reference, 1e-3)
+        base, queries = refined, replace(queries, content=content, reference=refined)
+    parameters = list(module.parameters())
+    expected = torch.autograd.grad(torch.stack(losses).sum(), parameters, allow_unused=True)
+    found = torch.autograd.grad(outputs.boxes.square().sum(), parameters, allow_unused=True)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            torch.testing.assert_close(one, other)
