@@ -30,7 +30,7 @@ from detr_bf.detectors.smca import smca
 from detr_bf.detectors.smca_multi_scale import smca_multi_scale
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
-from detr_bf.losses import Classification, CrossEntropy, Focal, HungarianMatcher, SetCriterion
+from detr_bf.losses import Classification, CrossEntropy, Focal, HungarianMatcher, MatchabilityAware, SetCriterion
 from detr_bf.plugins import PluginCriterion
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.structures import ClassMap
@@ -134,7 +134,7 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
         position_temperature=model.position_temperature,
         input_norm=model.input_norm,
         aux_loss=model.aux_loss,
-        class_prior=FOCAL_PRIOR if config.loss.classification == "focal" else None,
+        class_prior=None if config.loss.classification == "cross_entropy" else FOCAL_PRIOR,
         batch_former=build_batch_former(config),
         mask_head=build_mask_head(config, body.channels),
         activation_checkpointing=config.train.recompute_encoder,
@@ -249,10 +249,12 @@ def separate_random_numbers() -> Iterator[None]:
 
 
 def build_classification(config: DetectionConfig, *, local: bool = False) -> Classification:
-    """Build the classification loss: cross-entropy with no-object, or focal; a local one does not communicate."""
+    """Build the classification loss by name; a local one does not communicate."""
     loss = config.loss
     if loss.classification == "focal":
         return Focal(loss.focal_alpha, loss.focal_gamma)
+    if loss.classification == "mal":
+        return MatchabilityAware(loss.focal_alpha, loss.focal_gamma, loss.mal_gamma)
     return CrossEntropy(loss.no_object_weight, local)
 
 

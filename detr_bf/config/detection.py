@@ -163,7 +163,7 @@ class MatcherConfig:
 class LossConfig:
     """Losses and their weights."""
 
-    classification: str = choice("cross_entropy", "focal")
+    classification: str = choice("cross_entropy", "focal", "mal")  # mal: matchability-aware, of DEIM
     class_weight: float = not_negative(1.0)  # weight of the classification loss
     bbox_weight: float = not_negative(5.0)  # weight of the L1 loss of the boxes
     giou_weight: float = not_negative(2.0)  # weight of the generalised IoU loss
@@ -172,6 +172,7 @@ class LossConfig:
     no_object_weight: float = not_negative(0.1)  # weight of the no-object class; only classification=cross_entropy
     focal_alpha: float = fraction(0.25)  # weight of positive targets in the focal loss
     focal_gamma: float = not_negative(2.0, 100)  # exponent of the focal loss
+    mal_gamma: float = not_negative(1.5, 100)  # exponent of IoU and probability; only classification=mal
     matcher: MatcherConfig = field(default_factory=MatcherConfig)
 
 
