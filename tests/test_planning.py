@@ -320,12 +320,24 @@ def test_steps_by_hand() -> None:
 
 
 def test_sizes_of_the_published_recipe() -> None:
-    transforms = DetectionConfig().data.transforms
-    assert largest_size(transforms) == (800, 1333)
-    assert usual_size(transforms) == (640, 853)
-    transforms.short_sides, transforms.max_size = [128], 128
-    assert largest_size(transforms) == (128, 128)
-    assert usual_size(transforms) == (96, 128)
+    data = DetectionConfig().data
+    assert largest_size(data) == (800, 1333)
+    assert usual_size(data) == (640, 853)
+    data.transforms.short_sides, data.transforms.max_size = [128], 128
+    assert largest_size(data) == (128, 128)
+    assert usual_size(data) == (96, 128)
+
+
+def test_sizes_of_squares_and_of_one_side_for_each_batch() -> None:
+    data = DetectionConfig().data
+    data.batch_sides = [480, 832]
+    assert largest_size(data) == (832, 1333)
+    assert usual_size(data) == (656, 875)
+    data.transforms.square = 640
+    assert largest_size(data) == (832, 832)
+    assert usual_size(data) == (656, 656)
+    data.batch_sides = []
+    assert largest_size(data) == usual_size(data) == (640, 640)
 
 
 def test_an_operator_takes_the_longer_of_arithmetic_and_memory() -> None:

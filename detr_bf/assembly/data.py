@@ -13,6 +13,7 @@ from torch.utils.data import Sampler
 
 from detr_bf.config import DetectionConfig
 from detr_bf.config.detection import DataConfig, SplitConfig
+from detr_bf.data.augment import Augmentation
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.coco import CocoDetection, Source
 from detr_bf.data.loader import BatchLoader, make_loader
@@ -26,6 +27,8 @@ def build_train_data(config: DetectionConfig) -> CocoDetection:
     source = data_source(config, "train")
     settings = asdict(config.data.transforms)
     del settings["eval_short_side"]
+    resized = "short_sides" if settings["square"] is None else "square"
+    sides = {side: [side] if resized == "short_sides" else side for side in config.data.batch_sides}
     return CocoDetection(
         source.images,
         source.annotations,
@@ -35,7 +38,27 @@ def build_train_data(config: DetectionConfig) -> CocoDetection:
         panoptic=source.panoptic,
         replace_unreadable=config.data.max_unreadable > 0,
         max_pixels=config.data.max_pixels,
+        augment=build_augmentation(config),
+        sized={side: train_transform(**{**settings, resized: value}) for side, value in sides.items()},
     )
+
+
+def build_augmentation(config: DetectionConfig) -> Augmentation | None:
+    """Return the augmentation of the training images; None if all are off."""
+    if not config.data.augment.given:
+        return None
+    settings = asdict(config.data.augment)
+    del settings["until_epoch"]
+    epochs, dense_epochs = augmented_epochs(config)
+    return Augmentation(**settings, epochs=epochs, dense_epochs=dense_epochs)
+
+
+def augmented_epochs(config: DetectionConfig) -> tuple[range, range]:
+    """Return the epochs with augmentation, and those of them with mosaic, copy-paste and mixup."""
+    data = config.data
+    first, end = data.plain_first_epochs, config.train.epochs - data.plain_last_epochs
+    until = end if data.augment.until_epoch is None else min(end, data.augment.until_epoch)
+    return range(first, end), range(first, until)
 
 
 def build_val_data(
@@ -120,9 +143,9 @@ def _located(setting: str, given: str) -> Path:
 
 
 def build_eval_transform(config: DetectionConfig) -> SampleTransform:
-    """Return the transform of evaluation images: resize only."""
+    """Return the transform of evaluation images: resize only, to a square if training has squares."""
     transforms = config.data.transforms
-    return eval_transform(short_side=transforms.eval_short_side, max_size=transforms.max_size)
+    return eval_transform(short_side=transforms.eval_short_side, max_size=transforms.max_size, square=transforms.square)
 
 
 def build_loader(

@@ -34,7 +34,15 @@ from detr_bf.detectors.smca import smca
 from detr_bf.detectors.smca_multi_scale import smca_multi_scale
 from detr_bf.engine.step import Criterion
 from detr_bf.errors import InputError
-from detr_bf.losses import Classification, CrossEntropy, Focal, HungarianMatcher, SetCriterion, Varifocal
+from detr_bf.losses import (
+    Classification,
+    CrossEntropy,
+    Focal,
+    HungarianMatcher,
+    MatchabilityAware,
+    SetCriterion,
+    Varifocal,
+)
 from detr_bf.plugins import PluginCriterion
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.structures import ClassMap
@@ -333,12 +341,14 @@ def separate_random_numbers() -> Iterator[None]:
 
 
 def build_classification(config: DetectionConfig, *, local: bool = False) -> Classification:
-    """Build the classification loss: cross-entropy with no-object, or focal; a local one does not communicate."""
+    """Build the classification loss by name; a local one does not communicate."""
     loss = config.loss
     if loss.classification == "focal":
         return Focal(loss.focal_alpha, loss.focal_gamma)
     if loss.classification == "varifocal":
         return Varifocal(loss.focal_alpha, loss.focal_gamma, loss.varifocal_background)
+    if loss.classification == "mal":
+        return MatchabilityAware(loss.focal_alpha, loss.focal_gamma, loss.mal_gamma)
     return CrossEntropy(loss.no_object_weight, local)
 
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 from detr_bf.cli import run_tool
 from detr_bf.commands import add_config_arguments, configs_and_overrides
-from detr_bf.config import load_config, packaged_configs
+from detr_bf.config import DetectionConfig, RunConfig, load_config, packaged_configs
 from detr_bf.errors import InputError
 from detr_bf.run import evaluate_only, evaluation_source, train
 from detr_bf.tasks import task_of
 from detr_bf.text import safe_message
+
+MOST_IMAGES = 100  # on a sheet of augmentations
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,14 +45,42 @@ def evaluate(arguments: Sequence[str] | None = None) -> int:
 def check(arguments: Sequence[str] | None = None) -> int:
     """Check the data of a config, print all errors and warnings, and return 2 if there are errors."""
     parser = _parser("Check the data of a config and print all errors and warnings; exit code 2 if there are errors.")
+    parser.add_argument(
+        "--show-augmented", type=Path, metavar="DIR|FILE.png", help="also draw training images with each augmentation"
+    )
+    parser.add_argument("--images", type=int, metavar="N", help="training images that --show-augmented draws (4)")
     options = parser.parse_intermixed_args(arguments)
 
     def run() -> int:
-        report = task_of(load_config(*configs_and_overrides(options))).examine()
+        config = load_config(*configs_and_overrides(options))
+        sheet = _augmented_sheet(config, options.show_augmented, options.images)
+        report = task_of(config).examine()
         print(safe_message(report))
-        return 2 if report.errors else 0
+        if report.errors:
+            return 2
+        if sheet is not None:
+            print(safe_message(sheet()))
+        return 0
 
     return run_tool(run)
+
+
+def _augmented_sheet(config: RunConfig, given: Path | None, count: int | None) -> Callable[[], str] | None:
+    """Check the arguments of ``--show-augmented``; return the function that writes the sheet, None if not given."""
+    if given is None:
+        if count is not None:
+            raise InputError("--images is the number of images that --show-augmented draws: give both")
+        return None
+    images = 4 if count is None else count
+    if not isinstance(config, DetectionConfig):
+        raise InputError(
+            f"--show-augmented draws the training images of detectors, and this config is task={config.task}"
+        )
+    if not 1 <= images <= MOST_IMAGES:
+        raise InputError(f"--images must be from 1 to {MOST_IMAGES}, got {images}")
+    from detr_bf.tasks.augmented import sheet_path, write_augmented  # not needed for training
+
+    return partial(write_augmented, config, sheet_path(given), images)
 
 
 def recipes(arguments: Sequence[str] | None = None) -> int:

@@ -159,7 +159,9 @@ def check_data(experiment: Experiment, cells: Sequence[ExperimentCell]) -> None:
     for cell in cells:
         config = experiment.config(cell)
         tree = config_to_dict(config)
-        data = {key: value for key, value in tree["data"].items() if key not in ("transforms", "mix", "mixup")}
+        data = {
+            key: value for key, value in tree["data"].items() if key not in ("transforms", "augment", "mix", "mixup")
+        }
         key = repr((data, tree["model"]))
         if key not in known:
             known.add(key)

@@ -57,6 +57,10 @@ SIZES = Rule(
     f"one or more sizes greater than 0 and at most {WIDTH}",
     lambda sizes: bool(sizes) and all(1 <= size <= WIDTH for size in sizes),
 )
+MULTIPLES_OF_32 = Rule(
+    f"multiples of 32 from 32 to {WIDTH}",
+    lambda sides: len(sides) <= 1000 and all(0 < side <= WIDTH and side % 32 == 0 for side in sides),
+)
 INDICES = Rule(
     f"integers from 0 to {_written(STEPS)}",
     lambda values: len(values) <= 10**6 and all(0 <= x <= STEPS for x in values),
@@ -121,6 +125,11 @@ def sizes(*default: int) -> Any:
     return field(default_factory=lambda: list(default), **SIZES.field)
 
 
+def sides() -> Any:
+    """Return a field for a list of sides of batches in pixels, by default empty."""
+    return field(default_factory=list, **MULTIPLES_OF_32.field)
+
+
 def indices(*default: int) -> Any:
     """Return a field for a list of layers, epochs or classes, counted from 0."""
     return field(default_factory=lambda: list(default), **INDICES.field)
@@ -156,9 +165,12 @@ class OptimizerConfig:
 
     lr: float = not_negative(1e-4, RATE)  # learning rate
     weight_decay: float = not_negative(1e-4)
-    schedule: str = choice("step", "cosine")  # of the learning rate
+    schedule: str = choice("step", "cosine", "flat_cosine")  # of the learning rate
     drop_epochs: list[int] = indices(200)  # epochs after which lr is multiplied by drop_factor; only schedule=step
     drop_factor: float = positive(0.1, 1)  # factor at each of drop_epochs
+    flat_epochs: int = not_negative(0)  # epochs at the full rate, then half a cosine; only schedule=flat_cosine
+    final_epochs: int = not_negative(0)  # epochs at the end with lr times final_factor; only schedule=flat_cosine
+    final_factor: float = fraction(0.5)  # factor at the end; only schedule=flat_cosine
     warmup_steps: int = not_negative(0, STEPS)  # steps of linear warm-up; at most the run: else a tenth of it
     clip_norm: float = not_negative(0.1)  # maximum gradient norm; 0: no clipping
 

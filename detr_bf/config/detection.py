@@ -24,9 +24,11 @@ from detr_bf.config.common import (
     fraction,
     indices,
     not_negative,
+    numbers,
     path,
     positive,
     seed,
+    sides,
     sizes,
 )
 from detr_bf.errors import InputError
@@ -207,7 +209,7 @@ class MatcherConfig:
 class LossConfig:
     """Losses and their weights."""
 
-    classification: str = choice("cross_entropy", "focal", "varifocal")
+    classification: str = choice("cross_entropy", "focal", "varifocal", "mal")  # mal: matchability-aware, of DEIM
     class_weight: float = not_negative(1.0)  # weight of the classification loss
     bbox_weight: float = not_negative(5.0)  # weight of the L1 loss of the boxes
     giou_weight: float = not_negative(2.0)  # weight of the generalised IoU loss
@@ -218,6 +220,7 @@ class LossConfig:
     focal_alpha: float = fraction(0.25)  # weight of positive targets in the focal loss
     focal_gamma: float = not_negative(2.0, 100)  # exponent of the focal loss
     varifocal_background: float = not_negative(0.75)  # weight of background in classification=varifocal
+    mal_gamma: float = not_negative(1.5, 100)  # exponent of IoU and probability; only classification=mal
     matcher: MatcherConfig = field(default_factory=MatcherConfig)
 
 
@@ -243,6 +246,7 @@ class TransformConfig:
     short_sides: list[int] = sizes(480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)  # one is drawn per image
     max_size: int = positive(1333, WIDTH)  # maximum of the longer side
     eval_short_side: int = positive(800, WIDTH)  # shorter side in evaluation
+    square: int | None = positive(None, WIDTH)  # resize to squares of this side instead, in evaluation too; null: off
     horizontal_flip: float = fraction(0.5)  # probability of a flip
     random_crop: float = fraction(0.5)  # probability of resize, crop, resize instead of a single resize
     crop_short_sides: list[int] = sizes(400, 500, 600)  # shorter side before the crop, one is drawn per image
@@ -266,6 +270,43 @@ class MixupConfig:
 
 
 @dataclass
+class AugmentConfig:
+    """Augmentation of images before ``transforms``: probabilities, 0 is off, and their options. Mixup: data.mixup."""
+
+    copy_paste: float = fraction(0.0)  # paste objects of another image; needs data with masks
+    mosaic: float = fraction(0.0)  # four images in one, with neither zoom_out nor iou_crop
+    mosaic_offsets: list[float] = numbers(0.4, 0.6)  # range of the shares of height and width where the four meet
+    mosaic_scale: list[float] = numbers(0.5, 1.5)  # range of the scale of a mosaic
+    scale_jitter: float = fraction(0.0)  # another scale on a canvas of the same size
+    scale_jitter_range: list[float] = numbers(0.1, 2.0)  # range of that scale
+    photometric_distort: float = fraction(0.0)  # of each change of colour: brightness, contrast, saturation, hue, order
+    zoom_out: float = fraction(0.0)  # the image on a larger black canvas
+    zoom_out_max: float = positive(4.0, 10)  # largest side of the canvas as a multiple of the image's
+    iou_crop: float = fraction(0.0)  # crop around objects
+    iou_crop_scale: list[float] = numbers(0.3, 1.0)  # range of its sides as shares of the image's
+    min_visible: float = fraction(0.0)  # least share of an object that must be left of it, else it is dropped
+    until_epoch: int | None = positive(None)  # copy_paste, mosaic and mixup for this many epochs; null: to the end
+
+    def check_values(self, prefix: str) -> None:
+        limits = {"mosaic_offsets": 0.99, "mosaic_scale": 10, "scale_jitter_range": 10, "iou_crop_scale": 1}
+        for name, most in limits.items():
+            values = getattr(self, name)
+            if len(values) != 2 or not 0 < values[0] <= values[1] <= most:
+                raise InputError(
+                    f"{prefix}{name}={list(values)}: expected two numbers, the smaller first, greater than 0 and at "
+                    f"most {most}"
+                )
+        if self.zoom_out_max < 1:
+            raise InputError(f"{prefix}zoom_out_max={self.zoom_out_max} must be 1 or more: the image is never cut")
+
+    @property
+    def given(self) -> bool:
+        """True if an augmentation is on."""
+        several = self.copy_paste or self.mosaic
+        return bool(several or self.scale_jitter or self.photometric_distort or self.zoom_out or self.iou_crop)
+
+
+@dataclass
 class DataConfig(LoadingConfig):
     """Data sets of a detector: the folder ``root``, or COCO files for each split."""
 
@@ -278,7 +319,11 @@ class DataConfig(LoadingConfig):
     fold: int = not_negative(0, 1000)  # part used for validation, from 0 to data.folds - 1
     split_seed: int = seed(0)  # of val_fraction and folds; independent of seed
     transforms: TransformConfig = field(default_factory=TransformConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
     mixup: MixupConfig = field(default_factory=MixupConfig)
+    batch_sides: list[int] = sides()  # one for each batch, instead of short_sides or square; empty: off
+    plain_first_epochs: int = not_negative(0)  # epochs at the start without data.augment and data.mixup
+    plain_last_epochs: int = not_negative(0)  # epochs at the end without data.augment, data.mixup and data.batch_sides
     aspect_buckets: int = positive(1, 10_000)  # groups of images by width / height, to draw batches with less padding
     sampler: str = choice("random", "similar")  # of training batches; similar: images with similar numbers of objects
 
@@ -394,8 +439,25 @@ class DetectionConfig(RunConfig):
                 f"{prefix}batch_former.until_epoch={until_epoch} has no effect in a run of {prefix}train.epochs="
                 f"{self.train.epochs}: give a smaller number, or null"
             )
+        self._check_epochs(prefix)
         if self.freeze.detector and self.plugins.relative_localization.enabled:
             raise InputError(
                 "freeze.detector=true trains only the mask head, and relative localization is a loss of the encoder: "
                 "set plugins.relative_localization.enabled=false"
+            )
+
+    def _check_epochs(self, prefix: str) -> None:
+        """Refuse augmentation that no epoch would have."""
+        data, epochs = self.data, self.train.epochs
+        until, plain = data.augment.until_epoch, data.plain_first_epochs + data.plain_last_epochs
+        if plain >= epochs and (data.augment.given or data.mixup.prob or data.batch_sides):
+            raise InputError(
+                f"{prefix}data.plain_first_epochs={data.plain_first_epochs} and {prefix}data.plain_last_epochs="
+                f"{data.plain_last_epochs} leave no epoch with augmentation in a run of {prefix}train.epochs={epochs}: "
+                "give smaller numbers, or more epochs"
+            )
+        if until is not None and until <= data.plain_first_epochs:
+            raise InputError(
+                f"{prefix}data.augment.until_epoch={until} must be greater than {prefix}data.plain_first_epochs="
+                f"{data.plain_first_epochs}, or no epoch has mosaic, mixup and copy_paste"
             )

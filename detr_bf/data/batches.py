@@ -28,6 +28,7 @@ class SampleKey:
     epoch: int
     index: int  # in the data set, from 0
     copy: int = 0  # with repeated augmentation: number of the copy, each augmented in its own way
+    side: int | None = None  # pixels of a side of the images of this batch; no part of the seed
 
     def sample_seed(self, seed: int, attempt: int = 0) -> int:
         """Return the 64-bit seed of this sample in a run of that ``seed``; ``attempt`` counts the replacements."""
@@ -98,6 +99,8 @@ class EpochBatches(Sampler[list[SampleKey]]):
             which then depend on the number of ranks; with one rank and 3 copies, 3 consecutive batches have the same
             images. Some images have fewer copies: where the sizes are no multiples, and in the last batches of an
             epoch.
+        sides: the images of a global batch get one of these sides in pixels, a function of (seed, epoch, number of the
+            batch); empty: none.
 
     Raises:
         InputError: a batch size below 1, or fewer images than ranks.
@@ -116,6 +119,7 @@ class EpochBatches(Sampler[list[SampleKey]]):
         buckets: Sequence[int] | None = None,
         features: Tensor | None = None,
         repeated_augment: int = 1,
+        sides: Sequence[int] = (),
     ) -> None:
         assert 0 <= rank < world_size
         assert repeated_augment >= 1
@@ -137,6 +141,7 @@ class EpochBatches(Sampler[list[SampleKey]]):
         self.world_size = world_size
         self.buckets = buckets
         self.features = features
+        self.sides = sides
         self.num_batches = num_samples // self.global_size or 1
         self.size = min(self.global_size, num_samples)  # images of a global batch
         self.group = math.ceil(repeated_augment / world_size)  # consecutive batches that share their images
@@ -149,9 +154,16 @@ class EpochBatches(Sampler[list[SampleKey]]):
     def __iter__(self) -> Iterator[list[SampleKey]]:
         for number, indices in enumerate(self._global_batches()[self.start_batch :], self.start_batch):
             copies = self._positions(number) // self.different
-            keys = [SampleKey(self.epoch, *key) for key in zip(indices.tolist(), copies.tolist(), strict=True)]
+            side = self._side(number)
+            keys = [SampleKey(self.epoch, *key, side) for key in zip(indices.tolist(), copies.tolist(), strict=True)]
             mine = torch.tensor_split(torch.arange(len(keys)), self.world_size)[self.rank]
             yield [keys[number] for number in mine.tolist()]
+
+    def _side(self, number: int) -> int | None:
+        """Return the side of the images of a global batch."""
+        if not self.sides:
+            return None
+        return self.sides[derive_seed(self.seed, self.epoch, -1, number) % len(self.sides)]  # -1 is no index of images
 
     def _positions(self, number: int) -> Tensor:
         """Return the positions of a global batch in its group of batches that share images: first all first copies."""

@@ -7,8 +7,9 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -28,11 +29,12 @@ from detr_bf.data.annotation_values import (
     segment_id,
     value_text,
 )
+from detr_bf.data.augment import Augmentation
 from detr_bf.data.batches import SampleKey, read_or_replace
 from detr_bf.data.images import MAX_PIXELS, read_image
 from detr_bf.data.masks import MapFile, Segmentations, SegmentMasks, flat_annotations, parts_of
 from detr_bf.data.transforms import Sample, SampleTransform, has_area, has_pixels
-from detr_bf.errors import InputError
+from detr_bf.errors import InputError, prefix_errors
 from detr_bf.files import file_size, is_folder, read_json
 from detr_bf.structures import ClassMap, Target
 from detr_bf.text import printable
@@ -178,6 +180,10 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
     not change the state of torch's generators. With ``replace_unreadable`` a random image, a function of the same
     numbers, replaces one whose image or mask file cannot be read. It is augmented with the seed of the replaced image.
 
+    ``augment`` is applied before ``transform``, in its epochs. The images that it needs beside the own one are drawn
+    from all images by the same random numbers; one that cannot be read is replaced too, and counted when it is loaded
+    for itself. A key with a ``side`` is transformed by ``sized[side]`` instead of ``transform``.
+
     Raises:
         InputError: the files have an error that would affect training; detr-bf check lists all of them.
     """
@@ -193,12 +199,19 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         panoptic: Path | None = None,
         replace_unreadable: bool = False,
         max_pixels: int = MAX_PIXELS,
+        augment: Augmentation | None = None,
+        sized: Mapping[int, SampleTransform] | None = None,
     ) -> None:
         check_folder(images)
         content = read_annotations(annotations)
-        check_maps(content, panoptic, masks)
+        pastes = augment is not None and augment.copy_paste > 0
+        with prefix_errors("data.augment.copy_paste needs masks") if pastes and not masks else nullcontext():
+            check_maps(content, panoptic, masks or pastes)
         self.folder = images
         self.transform = transform
+        self.augment = augment
+        self.sized = sized or {}
+        self.masks = masks
         self.class_map = class_map if class_map is not None else content.class_map
         if class_map is None and content.parents:
             names = printable(", ".join(str(category["name"]) for category in content.parents))
@@ -211,27 +224,45 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         self.image_ids = [int(image["id"]) for image in content.images]
         self.file_names = [image["file_name"] for image in content.images]
         self.sizes = [annotated_size(image) for image in content.images]
-        maps = masks and panoptic is not None
+        maps = (masks or pastes) and panoptic is not None
         objects = _ordered_objects(content, self.image_ids, self.class_map.index, maps)
         self._boxes, self._labels, self._starts = _object_tables(objects, self.image_ids, self.class_map)
         self._boxes_of_masks = maps
         self._masks: _MaskSource | None = None
-        if masks and panoptic is not None:
+        if maps and panoptic is not None:
             self._masks = _segment_masks(content, objects, panoptic, max_pixels)
-        elif masks:
-            self._masks = _segmentations(content, objects, dict(zip(self.image_ids, self.sizes, strict=True)))
+        elif masks or pastes:
+            with prefix_errors("data.augment.copy_paste needs masks") if not masks else nullcontext():
+                self._masks = _segmentations(content, objects, dict(zip(self.image_ids, self.sizes, strict=True)))
 
     def __len__(self) -> int:
         return len(self.image_ids)
 
     def __getitem__(self, key: SampleKey) -> tuple[Tensor, Target]:
-        index, sample, replaced = read_or_replace(
-            self._read, key, len(self), seed=self.seed, replace=self.replace_unreadable
-        )
+        augment = self.augment and self.augment.at(key.epoch)
+        masked = self.masks or (augment is not None and augment.copy_paste > 0)
+
+        def read(key: SampleKey) -> tuple[int, Sample, str]:
+            found = partial(self._read, masked=masked)
+            return read_or_replace(found, key, len(self), seed=self.seed, replace=self.replace_unreadable)
+
+        index, sample, replaced = read(key)
+        original_size, indices = (sample.image.shape[-2], sample.image.shape[-1]), [index]
+
+        def draw() -> Sample:
+            other, found, _ = read(replace(key, index=int(torch.randint(len(self), ()))))
+            indices.append(other)
+            return found
+
         with torch.random.fork_rng(devices=[]):
             # not torch.manual_seed, which also seeds the generators of the accelerators
             torch.default_generator.manual_seed(key.sample_seed(self.seed))
-            image, boxes, labels, masks = self.transform(sample)
+            if augment is not None:
+                sample = augment(sample, draw, self.class_map.is_thing)
+            if not self.masks:
+                sample = sample._replace(masks=None)
+            transform = self.transform if key.side is None else self.sized[key.side]
+            image, boxes, labels, masks = transform(sample)
         height, width = image.shape[-2:]
         fractions = box_convert(boxes.as_subclass(Tensor), "xyxy", "cxcywh") / torch.tensor([width, height] * 2)
         target = Target(
@@ -239,8 +270,8 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
             boxes=fractions,
             labels=labels,
             size=(height, width),
-            original_size=(sample.image.shape[-2], sample.image.shape[-1]),
-            file_name=printable(self.file_names[index]),
+            original_size=original_size,
+            file_name=" with ".join(printable(self.file_names[each]) for each in indices),
             masks=None if masks is None else masks.as_subclass(Tensor).bool(),
             replaced=replaced,
         )
@@ -265,15 +296,17 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
             digest.update(json.dumps([name, file_size(self.folder / name), *objects]).encode())
         return {"sha256": digest.hexdigest(), "images": len(self), "objects": len(self._labels)}
 
-    def _read(self, index: int) -> Sample:
+    def _read(self, index: int, masked: bool) -> Sample:
         pixels = read_image(self.folder / self.file_names[index], self.sizes[index], self.max_pixels)
-        return Sample(Image(pixels), *self._objects(index, (pixels.shape[-2], pixels.shape[-1])))
+        return Sample(Image(pixels), *self._objects(index, (pixels.shape[-2], pixels.shape[-1]), masked))
 
-    def _objects(self, index: int, size: tuple[int, int]) -> tuple[BoundingBoxes, Tensor, Mask | None]:
-        """Return boxes (T, 4) in pixels, clipped to ``size`` (h, w), labels (T,) and masks (T, h, w)."""
+    def _objects(
+        self, index: int, size: tuple[int, int], masked: bool = True
+    ) -> tuple[BoundingBoxes, Tensor, Mask | None]:
+        """Return boxes (T, 4) in pixels, clipped to ``size`` (h, w), labels (T,), and masks (T, h, w) or None."""
         rows = slice(int(self._starts[index]), int(self._starts[index + 1]))
         boxes, labels, masks = clip_boxes_to_image(self._boxes[rows], size), self._labels[rows], None
-        if self._masks is not None:
+        if self._masks is not None and masked:
             try:
                 masks = self._masks.read(index, rows, size)
             except ValueError as error:

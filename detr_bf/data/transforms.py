@@ -50,12 +50,14 @@ def train_transform(
     crop_short_sides: Sequence[int],
     crop_min: int,
     crop_max: int,
+    square: int | None = None,
     extra: Sequence[str] = (),
 ) -> SampleTransform:
     """Flip with probability ``horizontal_flip``, then resize; with probability ``random_crop`` crop before the resize.
 
-    The crop is taken from the image resized to one of ``crop_short_sides``. Sizes in pixels. ``extra`` names
-    transforms of :data:`TRANSFORMS` to apply at the end.
+    The crop is taken from the image resized to one of ``crop_short_sides``. Sizes in pixels. ``square`` replaces
+    ``short_sides`` and ``max_size``: each image becomes a square of that side, without its aspect ratio. ``extra``
+    names transforms of :data:`TRANSFORMS` to apply at the end.
 
     Raises:
         InputError: a name of ``extra`` is not in :data:`TRANSFORMS`.
@@ -66,7 +68,7 @@ def train_transform(
             f"data.transforms.extra names the unknown transform '{printable(unknown[0])}', expected names of "
             f"detr_bf.data.transforms.TRANSFORMS: {', '.join(sorted(TRANSFORMS))}"
         )
-    resize = RandomResize(short_sides, max_size)
+    resize = RandomResize(short_sides, max_size) if square is None else SquareResize(square)
     crop = v2.Compose([RandomResize(crop_short_sides), RandomSizeCrop(crop_min, crop_max), resize])
     resize_or_crop = v2.RandomChoice([resize, crop], p=[1 - random_crop, random_crop])
     return v2.Compose(
@@ -88,9 +90,9 @@ class _Registered:
         return changed
 
 
-def eval_transform(*, short_side: int, max_size: int) -> SampleTransform:
-    """Resize the shorter side to ``short_side`` pixels, the longer to at most ``max_size``."""
-    return RandomResize([short_side], max_size)
+def eval_transform(*, short_side: int, max_size: int, square: int | None = None) -> SampleTransform:
+    """Resize the shorter side to ``short_side`` pixels, the longer to at most ``max_size``, or both to ``square``."""
+    return RandomResize([short_side], max_size) if square is None else SquareResize(square)
 
 
 def resized_size(height: int, width: int, short_side: int, max_size: int | None = None) -> tuple[int, int]:
@@ -122,6 +124,13 @@ class RandomResize(v2.Transform):
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
         return functional.resize(inpt, params["size"], antialias=True)
+
+
+class SquareResize(v2.Resize):
+    """Resize to a square of ``side`` pixels, bilinear with antialiasing; masks to the nearest pixel."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__((side, side), antialias=True)
 
 
 class RandomSizeCrop(nn.Module):

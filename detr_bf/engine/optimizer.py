@@ -189,7 +189,9 @@ class LearningRate:
     """Learning rate schedule: optimizer step, from 0 -> factor of every group's learning rate.
 
     ``step``: times ``drop_factor`` at each of ``drop_steps``. ``cosine``: half a cosine down to ``min_factor`` at
-    ``total_steps``. Both rise linearly over ``warmup_steps``.
+    ``total_steps``. ``flat_cosine``: 1 for ``flat_steps``, then half a cosine down to ``min_factor``, which the last
+    ``final_steps`` have (DEIM, Huang et al. 2024, arXiv 2412.04234, section 4.1 and authors' code). All rise linearly
+    over ``warmup_steps``.
     """
 
     schedule: str
@@ -198,11 +200,14 @@ class LearningRate:
     drop_steps: tuple[int, ...] = ()
     drop_factor: float = 0.1
     min_factor: float = 0.0
+    flat_steps: int = 0
+    final_steps: int = 0
 
     def __call__(self, step: int) -> float:
         warmup = min(1.0, (step + 1) / (self.warmup_steps + 1))
         if self.schedule == "step":
             return float(warmup * self.drop_factor ** sum(step >= drop for drop in self.drop_steps))
-        progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        begin = self.flat_steps if self.schedule == "flat_cosine" else self.warmup_steps
+        progress = (step - begin) / max(1, self.total_steps - self.final_steps - begin)
         fall = 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
         return warmup * (self.min_factor + (1 - self.min_factor) * fall)

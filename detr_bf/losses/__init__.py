@@ -1,6 +1,6 @@
 """Matching, classification losses and the set criterion."""
 
-from detr_bf.losses.classification import Classification, CrossEntropy, Focal, Varifocal
+from detr_bf.losses.classification import Classification, CrossEntropy, Focal, MatchabilityAware, Varifocal
 from detr_bf.losses.matcher import HungarianMatcher, Matches, PaddedTargets
 from detr_bf.losses.set_criterion import LOGGED_METRICS, STREAM_NAMES, LossReport, SetCriterion
 
@@ -12,6 +12,7 @@ __all__ = [
     "Focal",
     "HungarianMatcher",
     "LossReport",
+    "MatchabilityAware",
     "Matches",
     "PaddedTargets",
     "SetCriterion",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from detr_bf.config import DetectionConfig
-from detr_bf.config.detection import TransformConfig
+from detr_bf.config.detection import DataConfig
 from detr_bf.errors import InputError
 from detr_bf.files import read_json
 from detr_bf.planning.trace import Work, trace
@@ -119,14 +119,21 @@ class Machine:
             raise InputError(f"train.precision=bf16, which {self.gpu.title} cannot do: use train.precision=fp16")
 
 
-def largest_size(transforms: TransformConfig) -> tuple[int, int]:
+def largest_size(data: DataConfig) -> tuple[int, int]:
     """Return height and width of the largest landscape image in training."""
-    return min(max(transforms.short_sides), transforms.max_size), transforms.max_size
+    transforms = data.transforms
+    if transforms.square is not None:
+        return (max([transforms.square, *data.batch_sides]),) * 2
+    return min(max([*transforms.short_sides, *data.batch_sides]), transforms.max_size), transforms.max_size
 
 
-def usual_size(transforms: TransformConfig) -> tuple[int, int]:
+def usual_size(data: DataConfig) -> tuple[int, int]:
     """Return height and width of a landscape image with the mean short side, without crops."""
-    short = sum(transforms.short_sides) / len(transforms.short_sides)
+    transforms, sides = data.transforms, data.batch_sides
+    if transforms.square is not None:
+        return (round(sum(sides) / len(sides)) if sides else transforms.square,) * 2
+    sides = sides or transforms.short_sides
+    short = sum(sides) / len(sides)
     short = min(short, transforms.max_size / ASPECT)
     return round(short), round(short * ASPECT)
 
@@ -143,7 +150,7 @@ def published_share() -> float:
     config = DetectionConfig()  # its defaults are the published recipe
     config.batch_former.enabled = False
     config.train.batch_size = PUBLISHED_BATCH
-    work = trace(config, COCO_CLASSES, usual_size(config.data.transforms)).work
+    work = trace(config, COCO_CLASSES, usual_size(config.data)).work
     return GPUS["v100"].least_seconds(work) / published_seconds_per_step()
 
 
@@ -194,7 +201,7 @@ def read_measured(path: Path, config: DetectionConfig) -> tuple[float, str]:
             f"train.batch_size={train.batch_size}; it has {listed(found) or 'nothing'}: measure it, or plan one of "
             "these"
         )
-    height, width = usual_size(config.data.transforms)
+    height, width = usual_size(config.data)
     seconds = medians[train.precision, train.batch_size] * train.accumulate * height * width / pixels
     return seconds, f"measured: {printable(title)} in {shown}, in proportion to pixels"
 

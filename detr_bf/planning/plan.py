@@ -141,7 +141,7 @@ def make_plan(config: DetectionConfig, machine: Machine, recipe: DetectionConfig
     found = trace_of(config, machine)
     memory = memory_of(config, machine, found)
     schedule = schedule_of(config, machine)
-    height, width = largest_size(config.data.transforms)
+    height, width = largest_size(config.data)
     mixed = memory.total + (1 + ALLOWANCE) * memory.activations * (width / height - 1)
     fits = memory.total <= machine.bytes
     return Plan(
@@ -161,7 +161,7 @@ def make_plan(config: DetectionConfig, machine: Machine, recipe: DetectionConfig
 
 def trace_of(config: DetectionConfig, machine: Machine) -> Trace:
     """Trace a step at the largest image size."""
-    return trace(config, machine.classes(config), largest_size(config.data.transforms), processes=machine.gpus)
+    return trace(config, machine.classes(config), largest_size(config.data), processes=machine.gpus)
 
 
 def memory_of(config: DetectionConfig, machine: Machine, found: Trace) -> Memory:
@@ -190,7 +190,7 @@ def schedule_of(config: DetectionConfig, machine: Machine) -> Schedule:
 
 def time_of(config: DetectionConfig, machine: Machine, schedule: Schedule) -> Time:
     """Return the measured step time, or an estimate at the usual image size."""
-    size = usual_size(config.data.transforms)
+    size = usual_size(config.data)
     usual = trace(config, machine.classes(config), size, processes=machine.gpus)
     flops = usual.flops * config.train.accumulate
     if machine.seconds_per_step is not None:

@@ -161,7 +161,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
 
 def assumptions(plan: Plan, config: DetectionConfig, machine: Machine) -> Iterator[str]:
     """Yield all assumptions with their numbers and sources."""
-    height, width = largest_size(config.data.transforms)
+    height, width = largest_size(config.data)
     yield "GB are 2**30 bytes, as in GPU data sheets"
     yield (
         f"memory: the training forward pass of {config.train.batch_size} images of {height} x {width}, the largest of "
@@ -194,7 +194,7 @@ def assumptions(plan: Plan, config: DetectionConfig, machine: Machine) -> Iterat
 
 
 def _assumptions_of_time(time: Time, config: DetectionConfig, machine: Machine) -> Iterator[str]:
-    height, width = usual_size(config.data.transforms)
+    height, width = usual_size(config.data)
     yield (
         f"work: images of {height} x {width}, mean short side, aspect ratio {ASPECT:.2f}, without crops and padding; a "
         "backward pass costs two forward ones; frozen backbone stages are counted as trained"

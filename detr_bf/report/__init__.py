@@ -8,15 +8,24 @@ from detr_bf.report.html import write_report, write_side_by_side
 from detr_bf.report.machine import machine_info, process_memory
 from detr_bf.report.page import TaskPage
 from detr_bf.report.panoptic import PanopticSheetRow, draw_panoptic, panoptic_sheet
-from detr_bf.report.sheet import ProbableClasses, SheetRow, comparison_sheet, prediction_sheet
+from detr_bf.report.sheet import (
+    Augmented,
+    ProbableClasses,
+    SheetRow,
+    augmented_sheet,
+    comparison_sheet,
+    prediction_sheet,
+)
 
 __all__ = [
     "DETECTION_PAGE",
+    "Augmented",
     "Metrics",
     "PanopticSheetRow",
     "ProbableClasses",
     "SheetRow",
     "TaskPage",
+    "augmented_sheet",
     "class_labels",
     "comparison_sheet",
     "draw_boxes",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from PIL import Image, ImageDraw
 from torch import Tensor
@@ -20,6 +21,8 @@ BORDER = 32  # pixels around the sheet and between images
 HEADING, _CAPTION, LABEL_SIZE = 21, 17, 18  # font sizes in pixels
 PAPER, INK, FAINT = (255, 255, 255), (28, 30, 34), (110, 116, 124)
 GROUND_TRUTH = "Ground truth"
+_MOST_NAMES = 8  # of objects on a version of a training image; more would hide it
+_VERSION_CELL = 400  # pixels, width and largest height of a version of a training image
 _CLASSES_CELL = 240  # pixels, width and largest height of an image beside its classes
 _LINE, _TEXT, _BAR = 40, 16, 6  # pixels: distance of classes, font size, height of a bar
 _BLUE = (0, 90, 160)
@@ -44,6 +47,14 @@ class ProbableClasses:
     names: tuple[str, ...]
     scores: tuple[float, ...]  # probabilities
     caption: str = ""  # for example the file name
+
+
+class Augmented(NamedTuple):
+    """One training image after an augmentation."""
+
+    image: Tensor  # (3, H, W) uint8
+    boxes: Tensor  # (T, 4) float, x0, y0, x1, y1 in pixels of the image
+    labels: Tensor  # (T,) int64
 
 
 @dataclass(frozen=True)
@@ -80,6 +91,32 @@ def comparison_sheet(
     """
     pairs = [_paint_pair(row, class_names, threshold) for row in rows]
     return lay_out(pairs, (GROUND_TRUTH, f"Predictions, score ≥ {threshold:.3g}"), pairs_per_line)
+
+
+def augmented_sheet(
+    rows: Sequence[Sequence[Augmented]], titles: Sequence[str], class_names: Sequence[str]
+) -> Image.Image:
+    """Draw each training image in several versions side by side; ``titles`` name the versions.
+
+    Boxes have the colours of their classes, and names where there are few.
+
+    Raises:
+        InputError: ``rows`` is empty.
+    """
+    strips = []
+    for row in rows:
+        pictures, captions = [], []
+        for image, boxes, labels in row:
+            picture, scale = fit(image, _VERSION_CELL)
+            marks = make_marks(boxes * scale, labels, class_names)
+            if len(marks) > _MOST_NAMES:
+                marks = [replace(mark, text="") for mark in marks]
+            paint_marks(picture, marks, _CAPTION)
+            pictures.append(picture)
+            objects = "1 object" if len(boxes) == 1 else f"{len(boxes)} objects"
+            captions.append(f"{image.shape[2]} x {image.shape[1]}, {objects}")
+        strips.append(Strip(tuple(pictures), tuple(captions)))
+    return lay_out(strips, titles, 1, _VERSION_CELL)
 
 
 def prediction_sheet(rows: Sequence[ProbableClasses], images_per_line: int = 3) -> Image.Image:

@@ -16,7 +16,14 @@ from torch import Tensor
 from torchvision.ops import box_convert
 
 from detr_bf import distributed
-from detr_bf.assembly.data import build_eval_transform, build_loader, build_train_data, build_val_data, data_source
+from detr_bf.assembly.data import (
+    augmented_epochs,
+    build_eval_transform,
+    build_loader,
+    build_train_data,
+    build_val_data,
+    data_source,
+)
 from detr_bf.assembly.model import (
     build_classification,
     build_criterion,
@@ -163,8 +170,11 @@ class DetectionTask(Task[DetectionConfig]):
         loader = build_loader(self.config, device)
 
         def make_batches(epoch: int, start: int) -> Iterator[Batch]:
-            loaded = iter(loader(data, batches(epoch=epoch, start_batch=start)))
-            return mixed_batches(self.config, loaded, epoch, start) if self.config.data.mixup.prob else loaded
+            plain = epoch >= self.config.train.epochs - self.config.data.plain_last_epochs
+            sides = () if plain else tuple(self.config.data.batch_sides)
+            loaded = iter(loader(data, batches(epoch=epoch, start_batch=start, sides=sides)))
+            mixes = self.config.data.mixup.prob and epoch in augmented_epochs(self.config)[1]
+            return mixed_batches(self.config, loaded, epoch, start) if mixes else loaded
 
         return make_batches, len(batches(epoch=0)), len(data)
 
@@ -346,14 +356,22 @@ def check_enough_tokens(config: DetectionConfig, data: CocoDetection, split: str
     if not (two_stage or config.model.name.startswith("rtdetr")):
         return
     transforms, wanted = config.data.transforms, config.model.num_queries
-    side = min(transforms.short_sides) if split == "train" else transforms.eval_short_side
+    sides, square = [transforms.eval_short_side], transforms.square
+    if split == "train":
+        sides = [*transforms.short_sides, *config.data.batch_sides]
+    if square is not None:
+        sides = [square, *(config.data.batch_sides if split == "train" else ())]
+    side = min(sides)
     named = [size for size in data.sizes if size is not None and min(size) > 0]
-    sizes = {resized_size(*size, side, transforms.max_size): f"an image of {size[1]} x {size[0]}" for size in named}
+    if square is None:
+        sizes = {resized_size(*size, side, transforms.max_size): f"an image of {size[1]} x {size[0]}" for size in named}
+    else:
+        sizes = {(side, side): "an image"}
     if split == "train" and transforms.random_crop and max(transforms.crop_short_sides) >= transforms.crop_min:
         sizes.setdefault((side, side), "a square crop")
     found, (height, width) = min(((_num_tokens(config, size), size) for size in sizes), default=(wanted, (0, 0)))
     if found < wanted:
-        setting = "short_sides" if split == "train" else "eval_short_side"
+        setting = "square" if square else "short_sides" if split == "train" else "eval_short_side"
         raise InputError(
             f"{'model.deformable.two_stage=true' if two_stage else f'model.name={config.model.name}'} takes "
             f"model.num_queries={wanted} queries from the tokens of an image: "

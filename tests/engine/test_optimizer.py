@@ -175,6 +175,15 @@ def test_cosine_schedule() -> None:
     assert all(rate(step + 1) < rate(step) for step in range(100))
 
 
+def test_flat_cosine_schedule() -> None:
+    rate = LearningRate("flat_cosine", total_steps=100, min_factor=0.5, flat_steps=40, final_steps=20)
+    assert [rate(step) for step in (0, 20, 40)] == [1, 1, 1]
+    assert rate(60) == pytest.approx(0.75)
+    assert rate(50) == pytest.approx(0.5 + 0.25 * (1 + math.cos(0.25 * math.pi)))
+    assert [rate(step) for step in (80, 90, 100)] == pytest.approx([0.5, 0.5, 0.5])
+    assert all(rate(step + 1) < rate(step) for step in range(40, 80))
+
+
 @pytest.mark.parametrize("schedule", ["step", "cosine"])
 def test_warmup_rises_linearly_to_the_schedule(schedule: str) -> None:
     rate = LearningRate(schedule, total_steps=1000, warmup_steps=9)

@@ -1,14 +1,15 @@
-"""Cross-entropy with a down-weighted no-object class, and the focal loss against its formula in float64."""
+"""Cross-entropy with a down-weighted no-object class, focal and matchability-aware loss against formulas in float64."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from detr_bf.losses import CrossEntropy, Focal
+from detr_bf.losses import CrossEntropy, Focal, MatchabilityAware
 from tests.references.set_criterion import focal_cost, weighted_cross_entropy
 
 LAYERS, ROWS, QUERIES, CLASSES = 2, 3, 4, 5
@@ -127,3 +128,58 @@ def test_candidates_are_the_best_pairs_of_query_and_class() -> None:
     best, query, label = Focal().candidates(scores, 3)
     torch.testing.assert_close(best, torch.tensor([0.8, 0.7, 0.5]))
     assert (query.tolist(), label.tolist()) == ([1, 1, 2], [0, 1, 1])
+
+
+@pytest.mark.parametrize("gamma", [1.5, 0.7])
+def test_matchability_aware_loss_as_the_formula(gamma: float) -> None:
+    logits, classes = example(CLASSES)
+    classes[0, 0, 0] = -2
+    quality = torch.rand(classes.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    loss = MatchabilityAware(quality_gamma=gamma).loss(
+        logits, classes, torch.tensor(7.0), quality=quality * (classes >= 0)
+    )
+    for layer in range(LAYERS):
+        total = 0.0
+        for row, query, label in itertools.product(range(ROWS), range(QUERIES), range(CLASSES)):
+            p = 1 / (1 + math.exp(-float(logits[layer, row, query, label])))
+            q = float(quality[layer, row, query]) ** gamma
+            if classes[layer, row, query] == label:
+                total -= q * math.log(p) + (1 - q) * math.log(1 - p)
+            elif classes[layer, row, query] != -2:
+                total -= p**gamma * math.log(1 - p)
+        assert float(loss[layer]) == pytest.approx(total / 7, rel=1e-9)
+
+
+def test_matchability_aware_loss_pulls_the_score_to_the_quality() -> None:
+    for quality in (0.05, 0.5, 0.9):
+        wanted = quality**1.5
+        logit = torch.tensor(math.log(wanted / (1 - wanted)), requires_grad=True)
+        found = MatchabilityAware().loss(
+            logit.reshape(1, 1, 1, 1),
+            torch.zeros(1, 1, 1, dtype=torch.int64),
+            torch.tensor(1.0),
+            quality=torch.tensor(quality).reshape(1, 1, 1),
+        )
+        found.sum().backward()
+        assert logit.grad is not None
+        assert abs(float(logit.grad)) < 1e-6
+
+
+def test_matchability_aware_weights_have_no_gradient() -> None:
+    logit = torch.tensor(0.3, requires_grad=True)
+    one = torch.full((1, 1, 1), -1), torch.tensor(1.0)
+    MatchabilityAware().loss(logit.reshape(1, 1, 1, 1), *one, quality=torch.zeros(1, 1, 1)).sum().backward()
+    probability = torch.tensor(0.3).sigmoid()
+    assert logit.grad is not None
+    assert float(logit.grad) == pytest.approx(float(probability**1.5 * probability), rel=1e-5)
+
+
+def test_matchability_aware_losses_of_extreme_logits_stay_finite() -> None:
+    logits = torch.tensor([[[[200.0, -200.0], [-200.0, 200.0]]]], requires_grad=True)
+    loss = MatchabilityAware().loss(
+        logits, torch.tensor([[[1, -1]]]), torch.tensor(1.0), quality=torch.tensor([[[0.5, 0.0]]])
+    )
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()

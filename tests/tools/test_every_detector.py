@@ -54,6 +54,34 @@ def test_trains_evaluates_predicts_resumes(name: str, with_batch_former: bool, t
     assert len(entry["objects"]) > 0
 
 
+DEIM = (
+    "train.epochs=4", "data.plain_first_epochs=1", "data.plain_last_epochs=1", "data.augment.until_epoch=2",
+    "optimizer.flat_epochs=2", "optimizer.final_epochs=1", "optimizer.warmup_steps=2", "data.batch_sides=[32,64]",
+    "data.transforms.square=64",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("detr", "smca") else pytest.param(name, marks=pytest.mark.slow) for name in DETECTORS]
+)
+def test_deim_trains_every_detector_and_resumes_to_the_same_bits(name: str, tiny: Path, tmp_path: Path) -> None:
+    """The runs stop and resume in an epoch with mosaic and mixup; the later epochs go through all other stages."""
+    deim = Path(__file__).parents[2] / "configs" / "deim.yaml"
+    model = [setting for setting in DETECTORS[name] if not setting.startswith("loss.")]
+    command = ["--config", str(tiny), str(deim), *model, *DEIM, "eval.pictures=0", "eval.loss=false"]
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert train_net([*command, f"output_dir={whole}"]) == 0
+    straight = load_checkpoint(whole / "last.pt")
+    assert straight.training is not None
+    steps = straight.training["progress"]["step"] // 4
+    assert steps > 1
+    assert train_net([*command, f"output_dir={parted}", f"train.max_steps={steps + steps // 2}"]) == 0
+    assert train_net([*command, f"output_dir={parted}", "--resume"]) == 0
+    resumed = load_checkpoint(parted / "last.pt")
+    assert_same(resumed.model, straight.model)
+    assert_same(resumed.weights, straight.weights)
+
+
 @pytest.mark.parametrize("name", ["detr", "smca", "deformable_detr_two_stage"])
 def test_weights_of_the_authors_are_evaluated_with_category_ids_as_classes(
     name: str, tiny: Path, tmp_path: Path

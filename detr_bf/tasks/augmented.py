@@ -1,0 +1,106 @@
+"""Picture of training images with each augmentation, for ``detr-bf check --show-augmented``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from PIL.PngImagePlugin import PngInfo
+from torch import Tensor
+from torchvision.ops import box_convert
+
+from detr_bf.assembly.data import augmented_epochs, build_train_data
+from detr_bf.config import DetectionConfig
+from detr_bf.data.augment import Augmentation
+from detr_bf.data.batches import SampleKey
+from detr_bf.data.coco import CocoDetection
+from detr_bf.data.transforms import Sample, mixup
+from detr_bf.errors import InputError
+from detr_bf.files import atomic_write, check_output_file, make_output_folder, read_regular
+from detr_bf.report import Augmented, augmented_sheet, class_labels
+from detr_bf.structures import Batch, Target
+from detr_bf.text import printable
+
+_FILE = "augmented.png"  # in a folder
+_MARK = "detr-bf check --show-augmented"  # in the sheet: a file without it is not replaced
+_OPTION = "--show-augmented"
+_HEAD = 2**28  # bytes of an existing picture that are read at most
+
+
+def sheet_path(given: Path) -> Path:
+    """Return the file of the sheet: ``given`` with the suffix .png, or ``augmented.png`` in this folder.
+
+    Raises:
+        InputError: it cannot be written, or it exists and is not a sheet of this command.
+    """
+    path = given if given.suffix.lower() == ".png" else given / _FILE
+    if given.suffix and path == given / _FILE and not given.is_dir():
+        raise InputError(f"{_OPTION} {printable(given)}: expected a folder, or a file with the suffix .png")
+    check_output_file(path, _OPTION)
+    if path.exists() and _MARK.encode() not in read_regular(path, _HEAD)[: 2**12]:
+        raise InputError(
+            f"{_OPTION} {printable(path)} exists and was not written by this command; move it, or name another file"
+        )
+    return path
+
+
+def write_augmented(config: DetectionConfig, path: Path, count: int) -> str:
+    """Write the sheet of ``count`` training images to ``path``, and return the line to print.
+
+    Raises:
+        InputError: the training data cannot be read, or the file cannot be written.
+    """
+    data = build_train_data(config)
+    rows, titles = _versions(config, data, count)
+    sheet = augmented_sheet(rows, titles, class_labels(data.class_map))
+    info = PngInfo()
+    info.add_text("Software", _MARK)
+    make_output_folder(path.parent, _OPTION)
+    with atomic_write(path) as temporary:
+        sheet.save(temporary, format="PNG", optimize=True, pnginfo=info)
+    return f"{len(rows)} training images, {', '.join(titles)}: {printable(path)}"
+
+
+def _versions(config: DetectionConfig, data: CocoDetection, count: int) -> tuple[list[list[Augmented]], list[str]]:
+    """Return the versions of images spread evenly over the training data, and the names of the versions.
+
+    They are the image as it is, with each augmentation alone, as in the first epoch with all of them, and with mixup.
+    """
+    indices = [round(x) for x in torch.linspace(0, len(data) - 1, min(count, len(data))).tolist()]
+    epoch, sides = augmented_epochs(config)[1].start, config.data.batch_sides
+    columns = {"original": _loaded(_with(data, None), indices)}
+    if data.augment is not None:
+        for name in data.augment.names:
+            alone = replace(data.augment.only(name), epochs=range(1), dense_epochs=range(1))
+            columns[name] = _loaded(_with(data, alone), indices)
+    side = sides[len(sides) // 2] if sides else None  # as for one batch
+    trained = [data[SampleKey(epoch, index, side=side)] for index in indices]
+    columns["as trained"] = [_shown(*each) for each in trained]
+    if config.data.mixup.prob:
+        mixed = mixup(Batch.collate(trained), 0.5)
+        columns["with mixup"] = [_shown(*each) for each in zip(mixed.images, mixed.targets, strict=True)]
+    return [list(row) for row in zip(*columns.values(), strict=True)], list(columns)
+
+
+def _with(data: CocoDetection, augment: Augmentation | None) -> CocoDetection:
+    """Return the data set with another augmentation and no other transform."""
+
+    def unchanged(sample: Sample) -> Sample:
+        return sample
+
+    changed = copy.copy(data)
+    changed.augment, changed.transform = augment, unchanged
+    return changed
+
+
+def _loaded(data: CocoDetection, indices: Sequence[int]) -> list[Augmented]:
+    return [_shown(*data[SampleKey(0, index)]) for index in indices]
+
+
+def _shown(image: Tensor, target: Target) -> Augmented:
+    height, width = target.size
+    boxes = box_convert(target.boxes, "cxcywh", "xyxy") * torch.tensor([width, height] * 2)
+    return Augmented(image[:, :height, :width], boxes, target.labels)
