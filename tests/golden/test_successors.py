@@ -150,11 +150,12 @@ def test_losses_matchings_and_gradients(successor_case: Case, run: str) -> None:
     gradients = outputs_named(case, f"{run}.out.grad.")
     for name, gradient in named_outputs(gradients_of(outputs), case).items():
         if name in gradients:
-            # Tiny boxes: the recorded gradients of GIoU have rounding errors, measured against float64.
+            # Gradients of the GIoU of tiny boxes: both sides have rounding errors of the size measured against float64,
+            # and the largest of one run need not be the largest of another order of operations, hence twice as much.
             rounding = case.manifest["fp32_vs_fp64_max_abs_diff"].get(f"{run}.{kind_of(name)}", 0.0)
             expected_gradient = gradients.pop(name)
             scale = max(expected_gradient.abs().max().item(), 1.0)
-            assert_close(gradient, expected_gradient, relative=max(1e-5, 2 * rounding / scale))
+            assert_close(gradient, expected_gradient, relative=max(1e-5, 4 * rounding / scale))
         else:
             assert not gradient.any(), name
     assert not gradients
