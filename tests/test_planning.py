@@ -23,8 +23,8 @@ from detr_bf.errors import InputError
 from detr_bf.planning import GPUS, Gpu, Machine, Plan, describe_plan, gpu_named, make_plan, read_measured, trace
 from detr_bf.planning.machine import largest_size, published_seconds_per_step, published_share, usual_size
 from detr_bf.planning.plan import disk_of, memory_of, schedule_of, trace_of
-from detr_bf.planning.trace import Recorder, Work, fake_tensors
-from detr_bf.structures import Batch
+from detr_bf.planning.trace import OBJECTS, Recorder, Work, fake_tensors
+from detr_bf.structures import Batch, Target
 from tests.detectors import tiny as tiny_detectors
 from tests.detectors.tiny import settings_of
 
@@ -65,7 +65,9 @@ def plan_of(config: DetectionConfig, *, recipe: DetectionConfig | None = None, *
 
 
 def blank(count: int) -> Batch:
-    return Batch(torch.zeros(count, 3, *SIZE, dtype=torch.uint8), torch.zeros(count, *SIZE, dtype=torch.bool))
+    objects = Target(0, torch.zeros(OBJECTS, 4), torch.zeros(OBJECTS, dtype=torch.int64), SIZE, SIZE)
+    images, mask = torch.zeros(count, 3, *SIZE, dtype=torch.uint8), torch.zeros(count, *SIZE, dtype=torch.bool)
+    return Batch(images, mask, (objects,) * count)
 
 
 def kept_by_a_real_run(config: DetectionConfig) -> int:
@@ -88,12 +90,14 @@ def kept_by_a_real_run(config: DetectionConfig) -> int:
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             outputs = model(batch)
         predicted = [outputs, *([outputs.proposals] if outputs.proposals else [])]
+        predicted += [part for _, part in outputs.groups]
+        groups = [group.assigned for group, _ in outputs.groups if group.assigned is not None]
         losses = [
             classification.loss(logits.float(), torch.zeros(logits.shape[:3], dtype=torch.int64), torch.ones(()))
             for part in predicted
             for logits in part.logits.chunk(part.num_streams, 1)
         ]
-    for tensor in (batch.images, batch.padding_mask, outputs.states, *losses):
+    for tensor in (batch.images, batch.padding_mask, outputs.states, *groups, *losses):
         see(tensor)
     for part in predicted:
         see(part.logits)

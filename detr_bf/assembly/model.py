@@ -26,7 +26,11 @@ from detr_bf.config import DetectionConfig, RunConfig
 from detr_bf.config.detection import ModelConfig, RtdetrConfig
 from detr_bf.data.batches import derive_seed
 from detr_bf.detectors import Detector, MaskHead, Options, detector_named
+from detr_bf.detectors.dab_deformable_detr import dab_deformable_detr
+from detr_bf.detectors.dab_detr import dab_detr
 from detr_bf.detectors.deformable_detr import deformable_detr
+from detr_bf.detectors.denoising import ContrastiveDenoising
+from detr_bf.detectors.dn_detr import dn_detr
 from detr_bf.detectors.smca import smca
 from detr_bf.detectors.smca_multi_scale import smca_multi_scale
 from detr_bf.engine.step import Criterion
@@ -45,9 +49,19 @@ FOCAL_PRIOR = 0.01  # initial score of every class (Lin et al. 2017, arXiv 1708.
 # Compiled versions of one kind of layer: training and evaluation, kinds of queries, batches of one image.
 RECOMPILE_LIMIT = 64
 
-RTDETR_SETTINGS = tuple(f"rtdetr.{each.name}" for each in fields(RtdetrConfig))
 # Settings under ``model`` that only some detectors read.
+_CONTRASTIVE = ("denoising.queries", "denoising.label_noise", "denoising.box_noise")
+_RTDETR = (*_CONTRASTIVE, *(f"rtdetr.{each.name}" for each in fields(RtdetrConfig)))
+_DAB = ("dab.patterns", "dab.random_points")
 OWN_SETTINGS = {
+    "dab_deformable_detr": (
+        *_DAB,
+        "extra_levels",
+        "deformable.encoder_points",
+        "deformable.decoder_points",
+        "deformable.box_refine",
+    ),
+    "dab_detr": _DAB,
     "deformable_detr": (
         "extra_levels",
         "deformable.encoder_points",
@@ -55,8 +69,9 @@ OWN_SETTINGS = {
         "deformable.box_refine",
         "deformable.two_stage",
     ),
-    "rtdetr": RTDETR_SETTINGS,
-    "rtdetrv2": RTDETR_SETTINGS,
+    "dn_detr": (*_DAB, "denoising.groups", "denoising.label_noise", "denoising.box_noise"),
+    "rtdetr": _RTDETR,
+    "rtdetrv2": _RTDETR,
     "smca": ("smca.dynamic_scale", "smca.smooth", "smca.stride"),
     "smca_multi_scale": ("smca.smooth",),
 }
@@ -133,6 +148,7 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
         feedforward_dim=model.feedforward_dim,
         dropout=model.dropout,
         pre_norm=model.pre_norm,
+        activation=model.activation,
         num_queries=model.num_queries,
         position_encoding=model.position_encoding,
         position_temperature=model.position_temperature,
@@ -176,7 +192,19 @@ def build_mask_head(config: DetectionConfig, channels: Sequence[int]) -> MaskHea
 
 def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
     """Return the detector's builder with the arguments that only this detector has."""
+    anchors = {"patterns": model.dab.patterns, "random_points": model.dab.random_points}
     match model.name:
+        case "dab_deformable_detr":
+            return partial(
+                dab_deformable_detr,
+                **anchors,
+                extra_levels=model.extra_levels,
+                encoder_points=model.deformable.encoder_points,
+                decoder_points=model.deformable.decoder_points,
+                box_refine=model.deformable.box_refine,
+            )
+        case "dab_detr":
+            return partial(dab_detr, **anchors)
         case "deformable_detr":
             return partial(
                 deformable_detr,
@@ -185,6 +213,11 @@ def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
                 decoder_points=model.deformable.decoder_points,
                 box_refine=model.deformable.box_refine,
                 two_stage=model.deformable.two_stage,
+            )
+        case "dn_detr":
+            noise = model.denoising
+            return partial(
+                dn_detr, **anchors, groups=noise.groups, label_noise=noise.label_noise, box_noise=noise.box_noise
             )
         case "rtdetr" | "rtdetrv2":
             return _rtdetr(model)
@@ -209,7 +242,7 @@ def _rtdetr(model: ModelConfig) -> Callable[..., Detector]:
     Raises:
         InputError: levels with different numbers of points, which only version 2 has.
     """
-    own = model.rtdetr
+    own, noise = model.rtdetr, model.denoising
     points = own.points if len(own.points) > 1 else own.points[0]
     if model.name == "rtdetr" and own.points != own.points[:1] * len(own.points):
         raise InputError(f"rtdetr.points={own.points} differ between the levels: use model.name=rtdetrv2")
@@ -222,9 +255,7 @@ def _rtdetr(model: ModelConfig) -> Callable[..., Detector]:
         points=own.points[0] if model.name == "rtdetr" else points,
         discrete=own.sampling == "discrete",
         learned_content=own.learned_content,
-        denoising=own.denoising,
-        label_noise=own.label_noise,
-        box_noise=own.box_noise,
+        denoising=ContrastiveDenoising(noise.queries, label_noise=noise.label_noise, box_noise=noise.box_noise),
         as_released=own.as_released,
     )
 

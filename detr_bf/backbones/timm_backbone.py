@@ -7,14 +7,30 @@ from collections.abc import Sequence
 from typing import Any
 
 import timm
+import torch.nn.functional as F
 from timm.layers.format import Format
 from timm.models import PretrainedCfg
+from timm.models.swin_transformer import SwinTransformerBlock
 from torch import Tensor, nn
 
 from detr_bf.backbones import efficientnet_lite
 from detr_bf.backbones.backbone import Network, check_consecutive, select_levels
 from detr_bf.backbones.weights import copy_by_name, download_failed, load_network_weights, read_network_file
 from detr_bf.errors import InputError
+
+# Arguments of timm's Swin Transformers (Liu et al. 2021, arXiv 2103.14030) for images of any size: masks of shifted
+# windows are made for the map at hand, and the windows keep their size and shift on small maps.
+SWIN = {"strict_img_size": False, "always_partition": True}
+
+
+class PaddedSwinBlock(SwinTransformerBlock):
+    """Block that pads a map to whole windows before it shifts them, as the authors' code; timm's shifts first."""
+
+    def _attn(self, x: Tensor) -> Tensor:
+        """(B, h, w, C) -> (B, h, w, C)."""
+        height, width = x.shape[1:3]
+        bottom, right = (-size % window for size, window in zip((height, width), self.window_size, strict=True))
+        return super()._attn(F.pad(x, (0, 0, 0, right, 0, bottom)))[:, :height, :width]
 
 
 class ChannelsFirst(nn.Module):
@@ -43,8 +59,9 @@ def build_timm(name: str, *, weights: str, strides: Sequence[int], finer: bool =
             are not available.
     """
     _check_name(name)
+    arguments: dict[str, Any] = SWIN if _is_swin(name) else {}
     try:
-        features: Any = timm.create_model(name, features_only=True).feature_info
+        features: Any = timm.create_model(name, features_only=True, **arguments).feature_info
     except (RuntimeError, TypeError, AttributeError) as error:  # which one depends on the network
         raise InputError(f"name=timm:{name}: timm has no feature maps of it ({error})") from error
     level_of = {stride: level for level, stride in enumerate(features.reduction())}
@@ -53,7 +70,12 @@ def build_timm(name: str, *, weights: str, strides: Sequence[int], finer: bool =
         every = [stride for stride in sorted(level_of) if 4 <= stride <= strides[-1]]
         check_consecutive(every, strides, f"timm:{name}")
         levels = [level_of[stride] for stride in every]
-    body: nn.Module = timm.create_model(name, features_only=True, out_indices=levels)
+    body: nn.Module = timm.create_model(name, features_only=True, out_indices=levels, **arguments)
+    if arguments:
+        body.patch_embed.dynamic_img_pad = True  # type: ignore[union-attr]  # images are padded to whole patches
+        for module in body.modules():
+            if isinstance(module, SwinTransformerBlock):
+                module.__class__ = PaddedSwinBlock
     if getattr(body, "output_fmt", None) == Format.NHWC:
         body = ChannelsFirst(body)
     stages = _stage_modules(body, features.module_name()[: levels[-1] + 1])
@@ -77,6 +99,10 @@ def _config(name: str) -> PretrainedCfg:
     return cfg
 
 
+def _is_swin(name: str) -> bool:
+    return name.startswith("swin_")  # the second version, swinv2, has positions for one window size only
+
+
 def _check_name(name: str) -> None:
     known = {*timm.list_models(), *timm.list_pretrained()}
     if name not in known:
@@ -85,10 +111,10 @@ def _check_name(name: str) -> None:
             f"name=timm:{name}: timm {timm.__version__} has no such model"
             + (f"; did you mean {near}?" if near else "; timm.list_models() in Python lists them")
         )
-    if _config(name).fixed_input_size:
+    if _config(name).fixed_input_size and not _is_swin(name):
         raise InputError(
             f"name=timm:{name}: it accepts images of one size only, and detection needs any size; choose a "
-            "convolutional network, for example timm:convnext_tiny"
+            "convolutional network, for example timm:convnext_tiny, or a Swin Transformer (timm:swin_...)"
         )
 
 

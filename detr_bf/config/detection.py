@@ -31,6 +31,8 @@ from detr_bf.config.common import (
 )
 from detr_bf.errors import InputError
 
+WITH_PATTERNS = ("dab_deformable_detr", "dab_detr", "dn_detr")  # detectors that read model.dab
+
 
 @dataclass
 class BackboneConfig:
@@ -46,7 +48,7 @@ class BackboneConfig:
 
 @dataclass
 class DeformableConfig:
-    """Settings of model.name=deformable_detr."""
+    """Settings of model.name=deformable_detr and, without two_stage, dab_deformable_detr."""
 
     encoder_points: int = positive(4, 256)  # sampling points per query, level and head in the encoder
     decoder_points: int = positive(4, 256)  # the same in the decoder
@@ -65,9 +67,6 @@ class RtdetrConfig:
     points: list[int] = sizes(4)  # sampling points per query and head on a level; several: one number for each level
     sampling: str = choice("bilinear", "discrete")  # discrete: read the nearest cell, for devices without sampling
     learned_content: bool = False  # learned content of the queries instead of the features of the tokens
-    denoising: int = not_negative(100, 100_000)  # about so many noised objects per image in training; 0: none
-    label_noise: float = fraction(0.5)  # twice the probability that the label of a noised object is replaced
-    box_noise: float = not_negative(1.0, 100)  # shift of the corners of noised boxes, in half widths and heights
     as_released: bool = False  # on maps that are not square, positions and discrete sampling of the released code
 
 
@@ -78,6 +77,24 @@ class SmcaConfig:
     dynamic_scale: str = choice("type3", "type1", "type2", "type4")  # 1: none, 2: one, 3: x and y, 4: x, y and xy
     smooth: float = positive(8.0)  # divisor of the exponent of the Gaussian
     stride: int = positive(32, WIDTH)  # pixels per cell of the feature map (smca); always 32 in the authors' code
+
+
+@dataclass
+class DabConfig:
+    """Settings of model.name=dab_detr, dab_deformable_detr and dn_detr."""
+
+    patterns: int = not_negative(0, 1000)  # learned contents that each of num_queries boxes is combined with; 0: none
+    random_points: bool = False  # initialise the centres of the boxes uniformly over the image
+
+
+@dataclass
+class DenoisingConfig:
+    """Noised objects as further queries in training; dn_detr uses groups, label_noise and box_noise."""
+
+    queries: int = not_negative(100, 100_000)  # about this number in an image, by which groups are counted; 0: none
+    groups: int = not_negative(5, 1000)  # copies of the objects of an image, each with its own noise; 0: none
+    label_noise: float = fraction(0.2)  # probability that a label is replaced by a random one
+    box_noise: float = not_negative(0.4, 100)  # shift and change of size as multiples of half the size and the size
 
 
 @dataclass
@@ -92,17 +109,25 @@ class ModelConfig:
     feedforward_dim: int = positive(2048, 4 * WIDTH)  # hidden channels of the feed-forward networks
     dropout: float = below_one(0.1)
     pre_norm: bool = False  # layer norm before instead of after each sub-layer
+    activation: str = choice("relu", "prelu", "gelu")  # of the feed-forward networks; prelu in DAB-DETR
     num_queries: int = positive(100, 100_000)  # maximum number of detections per image
     aux_loss: bool = True  # add the losses of all decoder layers, not only of the last
     position_encoding: str = choice("sine", "learned")  # of the encoder tokens
     position_temperature: float = positive(10000.0, 1e9)  # longest wavelength of the sine encoding; 20 in DAB-DETR
-    input_norm: bool = False  # group norm after the input projection; always on in deformable_detr
+    input_norm: bool = False  # group norm after the input projection; always on in deformable detectors
     masks: bool = False  # add a mask head; requires data with masks
-    extra_levels: int = not_negative(0, 8)  # levels added to the last map by strided convolutions (deformable_detr)
+    extra_levels: int = not_negative(0, 8)  # levels added to the last map by strided convolutions (deformable)
+    dab: DabConfig = field(default_factory=DabConfig)
     deformable: DeformableConfig = field(default_factory=DeformableConfig)
+    denoising: DenoisingConfig = field(default_factory=DenoisingConfig)
     rtdetr: RtdetrConfig = field(default_factory=RtdetrConfig)
     smca: SmcaConfig = field(default_factory=SmcaConfig)
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
+
+    @property
+    def detections(self) -> int:
+        """Number of queries in evaluation, each of which can find one object."""
+        return self.num_queries * (max(self.dab.patterns, 1) if self.name in WITH_PATTERNS else 1)
 
 
 @dataclass

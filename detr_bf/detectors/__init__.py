@@ -10,6 +10,7 @@ from detr_bf.detectors.dab_detr import dab_detr
 from detr_bf.detectors.deformable_detr import deformable_detr
 from detr_bf.detectors.detector import Detector, Options
 from detr_bf.detectors.detr import detr
+from detr_bf.detectors.dino import dino
 from detr_bf.detectors.dn_detr import dn_detr
 from detr_bf.detectors.mask_head import MaskHead
 from detr_bf.detectors.rtdetr import rtdetr, rtdetrv2
@@ -27,6 +28,7 @@ DETECTORS: dict[str, Callable[..., Detector]] = {
     "deformable_detr": deformable_detr,
     "detr": detr,
     "dn_detr": dn_detr,
+    "dino": dino,
     "rtdetr": rtdetr,
     "rtdetrv2": rtdetrv2,
     "smca": smca,

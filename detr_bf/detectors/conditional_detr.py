@@ -39,7 +39,7 @@ def conditional_detr(backbone: nn.Module, channels: Sequence[int], options: Opti
     ]
     decoder = Decoder(
         layers,
-        queries=LearnedQueries(options.num_queries, dim, reference=xavier(MLP([dim, dim, 2]))),
+        queries=LearnedQueries(options.num_queries, dim, reference=xavier(MLP([dim, dim, 2])), groups=options.groups),
         heads=shared_heads(options, zero_init_box_head(options)),
         norm=nn.LayerNorm(dim),
         update_queries=ScaledSine(dim, temperature=options.position_temperature),

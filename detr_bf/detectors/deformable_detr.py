@@ -27,7 +27,7 @@ from detr_bf.detectors.two_stage import ProposalQueries
 from detr_bf.errors import InputError
 from detr_bf.layers import DeformableAttention
 from detr_bf.structures import Queries, TokenBatch
-from detr_bf.transformer import Decoder, FeatureTokens, Heads, LearnedQueries
+from detr_bf.transformer import Decoder, DecoderLayer, Encoder, FeatureTokens, Heads, LearnedQueries
 
 SIZE_LOGIT = -2.0  # initial boxes are 0.12 of the image wide and high
 
@@ -42,6 +42,8 @@ def deformable_detr(
     decoder_points: int = 4,
     box_refine: bool = False,
     two_stage: bool = False,
+    mixed_selection: bool = False,
+    look_forward_twice: bool = False,
     queries: nn.Module | None = None,
     update_queries: nn.Module | None = None,
     eps: float = 1e-5,
@@ -54,40 +56,33 @@ def deformable_detr(
         encoder_points, decoder_points: sampling points per head and level.
         box_refine: every layer refines the boxes of the previous layer, with its own heads.
         two_stage: take queries and their boxes from the best tokens of the encoder.
+        mixed_selection: with ``two_stage`` learn the contents of the queries, see :class:`ProposalQueries`.
+        look_forward_twice: with ``box_refine`` a layer also learns from the boxes of the next one, see
+            :class:`detr_bf.transformer.Decoder`.
         queries, update_queries: of the decoder; by default learned queries or those of ``two_stage``, and no update.
         eps: of the logits of the references, as of :class:`detr_bf.transformer.Heads`.
 
     Raises:
-        InputError: ``two_stage`` without ``box_refine``, which is not defined in the paper's code.
+        InputError: ``two_stage`` or ``look_forward_twice`` without ``box_refine``, or ``mixed_selection`` without
+            ``two_stage``, which are not defined in the papers' code.
     """
-    if two_stage and not box_refine:
-        raise InputError("two_stage=true needs box_refine=true as well")
+    _check_options(box_refine, two_stage, mixed_selection, look_forward_twice)
     levels = len(channels) + extra_levels
-    norms = [nn.LayerNorm(options.hidden_dim) if options.pre_norm else None for _ in range(2)]
-    dim, heads = options.hidden_dim, options.heads
-    encoder_layers = [
-        encoder_layer(options, DeformableTokenAttention(dim, heads=heads, levels=levels, points=encoder_points))
-        for _ in range(options.encoder_layers)
-    ]
-    decoder_layers = [
-        decoder_layer(
-            options,
-            query_attention(options),
-            DeformableMemoryAttention(dim, heads=heads, levels=levels, points=decoder_points),
-        )
-        for _ in range(options.decoder_layers)
-    ]
+    tokens_encoder = deformable_encoder(options, levels, encoder_points)
+    layers = deformable_decoder_layers(options, levels, decoder_points)
     return Detector(
         backbone,
-        tokens=_tokens(channels, levels, options),
-        encoder=encoder(options, encoder_layers, norms[0]),
+        tokens=level_tokens(channels, levels, options, offset=-0.5),
+        encoder=tokens_encoder,
         decoder=Decoder(
-            decoder_layers,
-            queries=queries or (_proposal_queries(options) if two_stage else _learned_queries(options)),
+            layers,
+            queries=queries
+            or (_proposal_queries(options, mixed_selection) if two_stage else _learned_queries(options)),
             heads=_heads(options, box_refine, two_stage, eps),
-            norm=norms[1],
+            norm=nn.LayerNorm(options.hidden_dim) if options.pre_norm else None,
             update_queries=update_queries,
             refine=box_refine,
+            look_forward_twice=look_forward_twice,
             aux_loss=options.aux_loss,
         ),
         mask_head=options.mask_head,
@@ -95,7 +90,17 @@ def deformable_detr(
     )
 
 
-def _tokens(channels: Sequence[int], levels: int, options: Options) -> FeatureTokens:
+def _check_options(box_refine: bool, two_stage: bool, mixed_selection: bool, look_forward_twice: bool) -> None:
+    if two_stage and not box_refine:
+        raise InputError("two_stage=true needs box_refine=true as well")
+    if look_forward_twice and not box_refine:
+        raise InputError("look_forward_twice=true needs box_refine=true as well")
+    if mixed_selection and not two_stage:
+        raise InputError("mixed_selection=true needs two_stage=true as well")
+
+
+def level_tokens(channels: Sequence[int], levels: int, options: Options, *, offset: float) -> FeatureTokens:
+    """Build the tokens of all maps and of further levels, computed from the last map; ``offset`` of the positions."""
     dim = options.hidden_dim
     projections = [projection(count, options, norm=True) for count in channels]
     for level in range(levels - len(channels)):
@@ -105,21 +110,48 @@ def _tokens(channels: Sequence[int], levels: int, options: Options) -> FeatureTo
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
     embedding = nn.Parameter(torch.randn(levels, dim))
-    return FeatureTokens(projections, position(options, offset=-0.5), level_embedding=embedding)
+    return FeatureTokens(projections, position(options, offset=offset), level_embedding=embedding)
+
+
+def deformable_encoder(options: Options, levels: int, points: int) -> Encoder:
+    """Build the encoder loop over layers of deformable attention, with a last norm for pre-norm layers."""
+    dim, heads = options.hidden_dim, options.heads
+    layers = [
+        encoder_layer(options, DeformableTokenAttention(dim, heads=heads, levels=levels, points=points))
+        for _ in range(options.encoder_layers)
+    ]
+    return encoder(options, layers, nn.LayerNorm(dim) if options.pre_norm else None)
+
+
+def deformable_decoder_layers(options: Options, levels: int, points: int) -> list[DecoderLayer]:
+    """Build decoder layers with attention between the queries and deformable attention to the tokens."""
+    dim, heads = options.hidden_dim, options.heads
+    return [
+        decoder_layer(
+            options,
+            query_attention(options),
+            DeformableMemoryAttention(dim, heads=heads, levels=levels, points=points),
+        )
+        for _ in range(options.decoder_layers)
+    ]
 
 
 def _learned_queries(options: Options) -> LearnedQueries:
     point = xavier(nn.Linear(options.hidden_dim, 2))
     nn.init.zeros_(point.bias)
-    return LearnedQueries(options.num_queries, options.hidden_dim, learned_content=True, reference=point)
+    return LearnedQueries(
+        options.num_queries, options.hidden_dim, learned_content=True, reference=point, groups=options.groups
+    )
 
 
-def _proposal_queries(options: Options) -> ProposalQueries:
+def _proposal_queries(options: Options, mixed_selection: bool) -> ProposalQueries:
     return ProposalQueries(
         options.num_queries,
         options.hidden_dim,
         class_head=class_head(options),
         box_head=zero_init_box_head(options),
+        learned_content=mixed_selection,
+        groups=options.groups,
     )
 
 

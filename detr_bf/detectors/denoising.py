@@ -24,6 +24,16 @@ DUMMY_BOX = (0.5, 0.5, 0.1, 0.1)  # object of an image in a batch without object
 
 
 @dataclass(frozen=True)
+class ContrastiveDenoising:
+    """Settings of the denoising queries; the defaults are DINO's."""
+
+    queries: int = 100  # positives of the image with most objects, about; 0 for no denoising
+    groups: int | None = None  # fixed number instead of one that follows from ``queries``
+    label_noise: float = 0.5  # see :func:`add_contrastive_noise`
+    box_noise: float = 0.4
+
+
+@dataclass(frozen=True)
 class NoiseDraws:
     """Random numbers of all slots; those of empty slots are not used."""
 

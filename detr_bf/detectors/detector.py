@@ -19,7 +19,7 @@ from detr_bf.batchformer import BatchFormerV2
 from detr_bf.detectors.mask_head import MaskHead
 from detr_bf.errors import InputError
 from detr_bf.layers import MLP, LearnedPosition, SinePosition
-from detr_bf.structures import Batch, FeatureMap, Outputs, Target
+from detr_bf.structures import Batch, FeatureMap, Outputs, QueryGroup, Target
 from detr_bf.transformer import (
     Decoder,
     DecoderLayer,
@@ -45,6 +45,7 @@ class Options:
         position_temperature: of the sine encoding; lower values separate neighbouring cells better.
         input_norm: group norm after the input projections, for features that are not of unit size.
         class_prior: initial score of every class, for sigmoid scores.
+        groups: further learned queries in training, as :func:`detr_bf.detectors.groups.query_groups` returns them.
         activation_checkpointing: recompute the encoder layers in the backward pass: less memory, more time.
     """
 
@@ -63,6 +64,7 @@ class Options:
     input_norm: bool = False
     aux_loss: bool = True
     class_prior: float | None = None
+    groups: tuple[QueryGroup, ...] = ()
     batch_former: BatchFormerV2 | None = None
     mask_head: MaskHead | None = None
     activation_checkpointing: bool = False

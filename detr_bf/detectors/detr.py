@@ -29,7 +29,7 @@ def detr(backbone: nn.Module, channels: Sequence[int], options: Options) -> Dete
     ]
     decoder = Decoder(
         layers,
-        queries=LearnedQueries(options.num_queries, options.hidden_dim),
+        queries=LearnedQueries(options.num_queries, options.hidden_dim, groups=options.groups),
         heads=shared_heads(options),
         norm=nn.LayerNorm(options.hidden_dim),
         aux_loss=options.aux_loss,

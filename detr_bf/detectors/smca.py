@@ -64,7 +64,7 @@ def gaussian_decoder(attentions: Sequence[nn.Module], first_norm: nn.LayerNorm, 
     point = nn.Sequential(first_norm, xavier(MLP([dim, dim, dim, 2])))
     return Decoder(
         [decoder_layer(options, query_attention(options), attention) for attention in attentions],
-        queries=LearnedQueries(options.num_queries, dim, reference=point),
+        queries=LearnedQueries(options.num_queries, dim, reference=point, groups=options.groups),
         heads=shared_heads(options),
         norm=nn.LayerNorm(dim),
         aux_loss=options.aux_loss,

@@ -64,7 +64,10 @@ def _tokens(channels: Sequence[int], options: Options) -> CoarserMap:
 
 def _encoder(options: Options) -> ReducedEncoder:
     dim = options.hidden_dim
-    layers = [ExchangeLayer(dim, options.feedforward_dim, options.dropout) for _ in range(options.encoder_layers)]
+    layers = [
+        ExchangeLayer(dim, options.feedforward_dim, options.dropout, options.activation)
+        for _ in range(options.encoder_layers)
+    ]
     return ReducedEncoder(encoder(options, layers), nn.Conv2d(dim, dim, 3, stride=2, padding=1))
 
 
@@ -89,14 +92,14 @@ class ExchangeLayer(nn.Module):
     Padding is not masked. The 1 x 1 convolutions, the norms and the feed-forward network are shared by all levels.
     """
 
-    def __init__(self, dim: int, feedforward_dim: int, dropout: float = 0.0) -> None:
+    def __init__(self, dim: int, feedforward_dim: int, dropout: float = 0.0, activation: str = "relu") -> None:
         super().__init__()
         self.enter, self.leave = (xavier(nn.Conv2d(dim, dim, 1)) for _ in range(2))
         self.within = nn.ModuleList(_depthwise(dim) for _ in range(LEVELS))
         self.to_coarser = nn.ModuleList(_depthwise(dim, stride=2) for _ in range(LEVELS - 1))
         self.to_finer = nn.ModuleList(_depthwise(dim) for _ in range(LEVELS - 1))
         self.exchange_residual = Residual(dim, dropout=dropout)
-        self.feed_forward = FeedForward(dim, feedforward_dim, dropout)
+        self.feed_forward = FeedForward(dim, feedforward_dim, dropout, activation=activation)
         self.feed_forward_residual = Residual(dim, dropout=dropout)
 
     def forward(self, batch: TokenBatch) -> Tensor:

@@ -13,29 +13,79 @@ from torch import Tensor, nn
 from detr_bf.boxes import inverse_sigmoid
 from detr_bf.errors import InputError
 from detr_bf.layers import full_precision, sine_of_coordinates
-from detr_bf.structures import Outputs, Queries, Target, TokenBatch
+from detr_bf.structures import Outputs, Queries, QueryGroup, Target, TokenBatch
+from detr_bf.transformer import in_groups
 
 BASE_SIZE = 0.05  # width and height of a proposal on the finest level; doubled on each coarser level
 MARGIN = 0.01  # proposals with a coordinate closer to 0 or 1 are dropped
 
 
-class ProposalQueries(nn.Module):
-    """One box proposal per token; the ``num_queries`` proposals with the best logit of class 0 become queries.
+class TokenProposals(nn.Module):
+    """Class logits and a box for every token of the encoder; base of queries that are chosen among the tokens.
 
-    Class 0 means any object, as in the training of the proposals.
+    Args:
+        dim: C.
+        class_head, box_head: (R, S, C) -> (R, S, K) and (R, S, 4), the logits of the classes and of the change of the
+            token's anchor.
     """
 
-    def __init__(self, num_queries: int, dim: int, *, class_head: nn.Module, box_head: nn.Module) -> None:
+    def __init__(self, dim: int, *, class_head: nn.Module, box_head: nn.Module) -> None:
         super().__init__()
-        self.num_queries = num_queries
         self.project = nn.Linear(dim, dim)
         self.norm = nn.LayerNorm(dim)
         self.class_head = class_head
         self.box_head = box_head
+
+    def propose(self, memory: TokenBatch, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the projected tokens (R, S, C), class logits (R, S, K) and box logits (R, S, 4).
+
+        Raises:
+            InputError: there are fewer tokens than ``count``, the queries to be chosen.
+        """
+        if memory.tokens.shape[1] < count:
+            raise InputError(
+                f"the two-stage detector takes its {count} queries from the image's tokens, of which there are "
+                f"{memory.tokens.shape[1]}: use larger images or fewer queries (num_queries, one_to_many)"
+            )
+        anchors, usable = anchor_boxes(memory)
+        tokens = self.norm(self.project(memory.tokens.masked_fill(~usable, 0.0)))
+        logits = full_precision(self.class_head, tokens)
+        offsets = full_precision(self.box_head, tokens)
+        return tokens, logits, offsets + inverse_of_anchors(anchors, usable)
+
+
+class ProposalQueries(TokenProposals):
+    """One box proposal per token; the ``num_queries`` proposals with the best logit of class 0 become queries.
+
+    Class 0 means any object, as in the training of the proposals.
+
+    Args:
+        num_queries, dim: Q and C.
+        class_head, box_head: as of :class:`TokenProposals`.
+        learned_content: the contents are learned, and only positions and boxes come from the tokens (mixed query
+            selection, Zhang et al. 2022, arXiv 2203.03605, section 3.4).
+        groups: further queries in training, from the next best proposals.
+    """
+
+    def __init__(
+        self,
+        num_queries: int,
+        dim: int,
+        *,
+        class_head: nn.Module,
+        box_head: nn.Module,
+        learned_content: bool = False,
+        groups: Sequence[QueryGroup] = (),
+    ) -> None:
+        super().__init__(dim, class_head=class_head, box_head=box_head)
+        self.num_queries = num_queries
+        self.groups = tuple(groups)
         self.embed = nn.Linear(2 * dim, 2 * dim)
         self.embed_norm = nn.LayerNorm(2 * dim)
         for linear in (self.project, self.embed):
             nn.init.xavier_uniform_(linear.weight)
+        total = num_queries + sum(group.size for group in groups)
+        self.content = nn.Embedding(total, dim) if learned_content else None
 
     def forward(self, memory: TokenBatch, targets: Sequence[Target] = ()) -> Queries:
         """Memory (R, S, C) -> queries (R, Q, C) with reference boxes (R, Q, 4) and proposals (1, R, S, .).
@@ -43,22 +93,17 @@ class ProposalQueries(nn.Module):
         Raises:
             InputError: there are fewer tokens than queries.
         """
-        if memory.tokens.shape[1] < self.num_queries:
-            raise InputError(
-                f"the two-stage detector takes its {self.num_queries} queries from the image's tokens, of which there "
-                f"are {memory.tokens.shape[1]}: use larger images or a smaller num_queries"
-            )
-        anchors, usable = anchor_boxes(memory)
-        tokens = self.norm(self.project(memory.tokens.masked_fill(~usable, 0.0)))
-        logits = full_precision(self.class_head, tokens)
-        offsets = full_precision(self.box_head, tokens)
-        box_logits = offsets + inverse_of_anchors(anchors, usable)
-        best = logits[..., 0].topk(self.num_queries, dim=1).indices[..., None]
+        groups = self.groups if self.training else ()
+        count = self.num_queries + sum(group.size for group in groups)
+        _, logits, box_logits = self.propose(memory, count)
+        best = logits[..., 0].topk(count, dim=1).indices[..., None]
         boxes = box_logits.gather(1, best.expand(-1, -1, 4)).detach().sigmoid()
         embedded = self.embed_norm(self.embed(sine_of_coordinates(boxes, memory.tokens.shape[-1] // 2)))
         position, content = embedded.chunk(2, dim=-1)
+        if self.content is not None:
+            content = self.content.weight[:count].expand_as(position)
         proposals = Outputs(logits[None], box_logits.sigmoid()[None], memory.num_streams, one_class=True)
-        return Queries(content, position, boxes, proposals=proposals)
+        return in_groups(Queries(content, position, boxes, proposals=proposals), groups)
 
 
 def inverse_of_anchors(anchors: Tensor, usable: Tensor) -> Tensor:

@@ -141,6 +141,17 @@ FORMATS = (
         (f"{_LAYER}.cross_attn.sampling_offsets", "transformer.level_embed", "tgt_embed", "refpoint_embed"),
         "official DAB-Deformable-DETR",
     ),
+    Format(
+        "dino",
+        official.official_dino,
+        (
+            f"{_LAYER}.cross_attn.sampling_offsets",
+            "transformer.level_embed",
+            "transformer.decoder.ref_point_head",
+            "transformer.enc_out_class_embed",
+        ),
+        "official DINO",
+    ),
     *_rtdetr(),
     *_hugging_face("detr", huggingface.hf_detr, (f"{_ATTENTION}.q_proj", "class_labels_classifier", "bbox_predictor")),
     *_hugging_face(

@@ -1,10 +1,10 @@
 """Name tables of the authors' repositories and of detectron2.
 
-The repositories are DETR, Conditional DETR, SMCA, Deformable DETR and their BatchFormerV2 forks, DAB-DETR, DN-DETR and
-RT-DETR; two foreign names for one of ours mean that their code refers to the same module twice. Inside detectron2 there
-are our adapter and official DETR's wrapper. Detectron2's ResNets are torchvision's under other names if their
-bottlenecks have the stride in the 3 x 3 convolution (``MODEL.RESNETS.STRIDE_IN_1X1: False``). This module does not
-import detectron2.
+The repositories are DETR, Conditional DETR, SMCA, Deformable DETR and their BatchFormerV2 forks, H-DETR, DAB-DETR,
+DN-DETR, DINO and RT-DETR; two foreign names for one of ours mean that their code refers to the same module twice.
+Inside detectron2 there are our adapter and official DETR's wrapper. Detectron2's ResNets are torchvision's under other
+names if their bottlenecks have the stride in the 3 x 3 convolution (``MODEL.RESNETS.STRIDE_IN_1X1: False``). This
+module does not import detectron2.
 """
 
 from __future__ import annotations
@@ -140,19 +140,23 @@ def official_smca_multi_scale(layout: Layout) -> Iterator[NameRule]:
 
 
 def official_deformable_detr(layout: Layout) -> Iterator[NameRule]:
-    """fundamentalvision/Deformable-DETR in all its forms, and zhihou7/BatchFormer's fork of it."""
-    yield from _backbone()
-    yield rename("input_proj", "tokens.projections")
-    yield rename("transformer.level_embed", "tokens.level_embedding")
-    yield NameRule(
-        ("query_embed.weight",), ("decoder.queries.position.weight", "decoder.queries.content.weight"), dim=1
-    )
+    """fundamentalvision/Deformable-DETR in all its forms, zhihou7/BatchFormer's fork of it, and HDETR."""
+    yield from _deformable_layers(layout)
+    parts = ("decoder.queries.position.weight", "decoder.queries.content.weight")
+    yield NameRule(("query_embed.weight",), parts[1:] if layout.two_stage else parts, dim=1)
     yield rename("transformer.reference_points", "decoder.queries.reference")
-    yield rename("transformer.enc_output", "decoder.queries.project")
-    yield rename("transformer.enc_output_norm", "decoder.queries.norm")
     yield rename("transformer.pos_trans", "decoder.queries.embed")
     yield rename("transformer.pos_trans_norm", "decoder.queries.embed_norm")
     yield from deformable_heads(layout, "transformer.decoder")
+
+
+def _deformable_layers(layout: Layout) -> Iterator[NameRule]:
+    """Yield the rules of Deformable DETR and DINO without those of the heads and of most queries."""
+    yield from _backbone()
+    yield rename("input_proj", "tokens.projections")
+    yield rename("transformer.level_embed", "tokens.level_embedding")
+    yield rename("transformer.enc_output", "decoder.queries.project")
+    yield rename("transformer.enc_output_norm", "decoder.queries.norm")
     for theirs, ours in _encoder_layers(layout):
         yield from deformable_attention(f"{theirs}.self_attn", f"{ours}.attention.attention")
         yield from _feed_forward(theirs, ours, norm="norm2")
@@ -174,6 +178,22 @@ def official_dab_deformable_detr(layout: Layout) -> Iterator[NameRule]:
     yield rename("patterns_embed", "decoder.queries.patterns")
     yield rename("transformer.decoder.ref_point_head", "decoder.look.point")
     yield rename("transformer.decoder.query_scale", "decoder.look.scale")
+
+
+def official_dino(layout: Layout) -> Iterator[NameRule]:
+    """IDEA-Research/DINO; heads are lists of one head for each decoder layer, or of one head for all."""
+    yield from _deformable_layers(layout)
+    yield rename("transformer.tgt_embed", "decoder.queries.content")
+    yield rename("label_enc", "decoder.queries.labels")
+    yield rename("transformer.enc_out_class_embed", "decoder.queries.class_head")
+    yield rename("transformer.enc_out_bbox_embed", "decoder.queries.box_head")
+    yield rename("transformer.decoder.norm", "decoder.norm")
+    yield rename("transformer.decoder.ref_point_head", "decoder.look.point")
+    for name, ours in (("class_embed", "classes"), ("bbox_embed", "boxes")):
+        layers = range(layout.decoder_layers)
+        for index, same in enumerate([layers] if ours in layout.shared_heads else [[layer] for layer in layers]):
+            theirs = [f"{prefix}{name}.{layer}" for layer in same for prefix in ("", "transformer.decoder.")]
+            yield rename(theirs, f"decoder.heads.{ours}.{index}")
 
 
 def official_rtdetr(layout: Layout) -> Iterator[NameRule]:

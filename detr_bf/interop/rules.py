@@ -38,6 +38,7 @@ class Layout:
     refine: bool  # separate box heads for every decoder layer
     two_stage: bool  # queries from encoder proposals
     class_heads: int  # length of the list of class heads, 0: no list
+    shared_heads: frozenset[str]  # of ``classes`` and ``boxes``, those of which all decoder layers use the same
     batch_former_layers: frozenset[int]  # encoder layers with a separate BatchFormer
     batch_former_depth: int  # layers of one BatchFormer
     backbone_blocks: int  # blocks of the longest ResNet stage
@@ -53,6 +54,7 @@ class Layout:
             decoder_layers=_count(r"decoder\.layers\.(\d+)\.", text),
             refine=two_stage or bool(re.search(own_heads, text)) or _heads_differ(state),
             two_stage=two_stage,
+            shared_heads=frozenset(name for name in ("classes", "boxes") if _is_shared(name, state, text)),
             class_heads=_count(r"(?:\bclass_embed|heads\.classes)\.(\d+)\.", text),
             batch_former_layers=frozenset(map(int, own)),
             batch_former_depth=_count(r"(?:\.bf|\.bf\.\d+|\.mixers\.\w+)\.layers\.(\d+)\.", text) or 1,
@@ -145,6 +147,15 @@ def _put(ours: dict[str, Tensor], name: str, value: Tensor, source: str) -> None
 
 def _count(pattern: str, text: str) -> int:
     return max((int(match[match.lastindex or 1]) + 1 for match in re.finditer(pattern, text)), default=0)
+
+
+def _is_shared(heads: str, state: Mapping[str, Tensor], text: str) -> bool:
+    """Return True if there is one head, in our lists or repeated in the authors', whose names have no values."""
+    if re.search(rf"decoder\.heads\.{heads}\.0\.", text):
+        return not re.search(rf"decoder\.heads\.{heads}\.1\.", text)
+    theirs = {"classes": "class_embed.{}.weight", "boxes": "bbox_embed.{}.layers.0.weight"}[heads]
+    first, second = (state.get(theirs.format(layer)) for layer in range(2))
+    return first is None or second is None or first.is_meta or torch.equal(first, second)
 
 
 def _heads_differ(state: Mapping[str, Tensor]) -> bool:

@@ -95,7 +95,8 @@ class SetCriterion:
         divided by the number of objects times its parts and repeats.
         """
         padded = PaddedTargets.of(targets, outputs.num_streams)
-        num_boxes = _num_boxes(outputs, padded, self.local)
+        objects = _num_objects(outputs, padded, self.local)
+        num_boxes = _divisor(objects, self.local)
         matches = self.matcher(outputs, padded)
         streams = self._stream_losses(outputs, padded, matches, num_boxes)
         if outputs.masks is not None:
@@ -109,7 +110,7 @@ class SetCriterion:
         groups = [] if outputs.proposals is None else [(QueryGroup("enc", 0), outputs.proposals)]
         factors = dict.fromkeys(losses, 1.0)
         for group, predicted in (*groups, *outputs.groups):
-            of_group = self._group_losses(group, predicted, padded, num_boxes)
+            of_group = self._group_losses(group, predicted, padded, objects)
             for name, per_stream in of_group.items():
                 streams[f"{name}_{group.name}"] = per_stream
                 for layer, loss in enumerate(per_stream.mean(1)):
@@ -133,12 +134,12 @@ class SetCriterion:
         return LossReport(losses, weights, logged)
 
     def _group_losses(
-        self, group: QueryGroup, outputs: Outputs, targets: PaddedTargets, num_boxes: Tensor
+        self, group: QueryGroup, outputs: Outputs, targets: PaddedTargets, objects: Tensor
     ) -> dict[str, Tensor]:
         """Return the losses of a group or of the proposals by name, each (L, streams)."""
         if outputs.one_class:
             targets = targets.of_one_class()
-        divisor = num_boxes * group.parts * group.repeats
+        divisor = _divisor(objects * group.parts * group.repeats, self.local)
         if group.assigned is not None:
             matches, not_supervised = Matches.of(group.assigned, len(outputs.logits))
             return self._stream_losses(outputs, targets, matches, divisor, not_supervised)
@@ -234,13 +235,15 @@ def _quality(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> Tens
     return predicted.new_zeros(outputs.logits.shape[:3]).index_put(index, iou(predicted, wanted))
 
 
-def _num_boxes(outputs: Outputs, targets: PaddedTargets, local: bool) -> Tensor:
-    """Return the number of objects of one stream, averaged over the ranks, with a sum over the ranks of at least 1.
-
-    If ``local``, it is the number on this rank, at least 1.
-    """
+def _num_objects(outputs: Outputs, targets: PaddedTargets, local: bool) -> Tensor:
+    """Return the number of objects of one stream, summed over the ranks unless ``local``."""
     here = torch.tensor(sum(targets.counts) / outputs.num_streams, dtype=torch.float64, device=outputs.logits.device)
-    return here.clamp(min=1) if local else distributed.all_reduce_sum(here).clamp(min=1) / distributed.world_size()
+    return here if local else distributed.all_reduce_sum(here)
+
+
+def _divisor(objects: Tensor, local: bool) -> Tensor:
+    """Return a number of objects, at least 1, as the mean over the ranks unless ``local``."""
+    return objects.clamp(min=1) / (1 if local else distributed.world_size())
 
 
 def _per_stream(outputs: Outputs, by_row: Tensor) -> Tensor:

@@ -33,11 +33,11 @@ from detr_bf.batchformer.mixers import BatchEncoderLayer
 from detr_bf.config import DetectionConfig
 from detr_bf.detectors import Detector
 from detr_bf.ops import library
-from detr_bf.structures import Batch, Outputs
+from detr_bf.structures import Batch, Outputs, Target
 from detr_bf.transformer import Encoder
 
 FORWARD, TRAINED = 1, 3  # forward passes; a backward pass costs about two of them
-OBJECTS = 7  # in an image; COCO: 7.3 on average
+OBJECTS = 7  # in an image, by which denoising queries are counted; COCO: 7.3 on average
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ALIGNMENT = 8  # fused attention pads the rows of its bias to a multiple of this number of elements
 
@@ -110,11 +110,12 @@ def trace(
     recomputed = max(trace(settings, num_classes, size, device=device).layers, default=0) if recompute else 0
     with fake_tensors(device):
         model = build_model(settings, num_classes, pretrained=False).train()
+        objects = Target(0, torch.zeros(OBJECTS, 4), torch.zeros(OBJECTS, dtype=torch.int64), size, size)
         recorder = Recorder(model, recompute=recompute, processes=processes if config.batch_former.gather else 1)
         with recorder, FusedAttention() if device == "cuda" else nullcontext():
             count = settings.train.batch_size
             images = torch.zeros(count, 3, *size, dtype=torch.uint8)
-            batch = Batch(images, torch.zeros(count, *size, dtype=torch.bool))
+            batch = Batch(images, torch.zeros(count, *size, dtype=torch.bool), (objects,) * count)
             with autocast(device, HALF.get(settings.train.precision)):
                 outputs = model(batch)
                 masks = _masks(outputs)
@@ -371,7 +372,12 @@ def _losses(config: DetectionConfig, outputs: Outputs) -> list[Tensor]:
     classification = build_classification(config)
     found = [outputs] if outputs.proposals is None else [outputs, outputs.proposals]
     return [
-        classification.loss(logits.float(), torch.zeros(logits.shape[:3], dtype=torch.int64), torch.ones(()))
-        for part in found
+        classification.loss(
+            logits.float(),
+            torch.zeros(logits.shape[:3], dtype=torch.int64),
+            torch.ones(()),
+            quality=torch.zeros(logits.shape[:3]) if classification.needs_quality else None,
+        )
+        for part in (*found, *(predicted for _, predicted in outputs.groups))
         for logits in part.logits.chunk(part.num_streams, 1)
     ]

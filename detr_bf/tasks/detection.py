@@ -100,7 +100,7 @@ class DetectionTask(Task[DetectionConfig]):
         return examine(
             data_source(self.config, "train"),
             data_source(self.config, "val") if self.config.data.has_val else None,
-            num_queries=self.config.model.num_queries,
+            num_queries=self.config.model.detections,
             masks=self.config.model.masks,
             workers=max(1, self.config.data.workers),
             max_pixels=self.config.data.max_pixels,
@@ -123,7 +123,7 @@ class DetectionTask(Task[DetectionConfig]):
             except InputError as error:
                 logger.warning("no statistics of data.%s: %s", name, error)
             else:
-                found.append(Split(name, source.images, content, {}, self.config.model.num_queries))
+                found.append(Split(name, source.images, content, {}, self.config.model.detections))
         return describe_splits(found) if found else None
 
     def load_data(self) -> CocoDetection:

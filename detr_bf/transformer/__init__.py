@@ -8,6 +8,7 @@ from detr_bf.transformer.decoder import (
     MemoryAttention,
     QueryAttention,
     append_queries,
+    in_groups,
 )
 from detr_bf.transformer.encoder import Encoder, EncoderLayer, TokenAttention
 from detr_bf.transformer.tokens import FeatureTokens, unpadded
@@ -24,5 +25,6 @@ __all__ = [
     "QueryAttention",
     "TokenAttention",
     "append_queries",
+    "in_groups",
     "unpadded",
 ]

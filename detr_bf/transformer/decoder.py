@@ -72,7 +72,7 @@ class Decoder(nn.Module):
             queries = replace(queries, content=layer(queries, memory))
             state = self.norm(queries.content)
             predictions.append(self.heads(index, state, base))
-            if self.refine:
+            if self.refine and index + 1 < len(self.layers):
                 refined = predictions[-1][1]
                 if self.refine_before_norm or base is not queries.reference:
                     source = queries.content if self.refine_before_norm else state
@@ -182,23 +182,36 @@ class LearnedQueries(nn.Module):
         dim: C.
         learned_content: learn the content as well; by default it starts at zero.
         reference: position (R, Q, C) -> logits (R, Q, 2) of the query's reference point; None: no reference points.
+        groups: further learned queries, used in training only.
     """
 
     def __init__(
-        self, num_queries: int, dim: int, *, learned_content: bool = False, reference: nn.Module | None = None
+        self,
+        num_queries: int,
+        dim: int,
+        *,
+        learned_content: bool = False,
+        reference: nn.Module | None = None,
+        groups: Sequence[QueryGroup] = (),
     ) -> None:
         super().__init__()
-        self.position = nn.Embedding(num_queries, dim)
-        self.content = nn.Embedding(num_queries, dim) if learned_content else None
+        self.num_queries = num_queries
+        self.groups = tuple(groups)
+        total = num_queries + sum(group.size for group in groups)
+        self.position = nn.Embedding(total, dim)
+        self.content = nn.Embedding(total, dim) if learned_content else None
         self.reference = reference
 
     def forward(self, memory: TokenBatch, targets: Sequence[Target] = ()) -> Queries:
         """Memory of R rows -> queries (R, Q, C)."""
-        rows = len(memory.tokens)
-        position = self.position.weight.expand(rows, -1, -1)
-        content = torch.zeros_like(position) if self.content is None else self.content.weight.expand(rows, -1, -1)
+        rows, groups = len(memory.tokens), self.groups if self.training else ()
+        count = self.num_queries + sum(group.size for group in groups)
+        position = self.position.weight[:count].expand(rows, -1, -1)
+        content = torch.zeros_like(position)
+        if self.content is not None:
+            content = self.content.weight[:count].expand(rows, -1, -1)
         point = None if self.reference is None else full_precision(self.reference, position).sigmoid()
-        return Queries(content, position, point)
+        return in_groups(Queries(content, position, point), groups)
 
 
 def append_queries(
@@ -239,3 +252,14 @@ def append_queries(
         blocked=blocked,
         groups=(*queries.groups, group),
     )
+
+
+def in_groups(queries: Queries, groups: Sequence[QueryGroup]) -> Queries:
+    """Declare the last queries to be ``groups``, in their order; the parts of all groups attend to themselves only."""
+    if not groups:
+        return queries
+    sizes = [group.size // group.parts for group in groups for _ in range(group.parts)]
+    sizes = [queries.content.shape[1] - sum(sizes), *sizes]
+    device = queries.content.device
+    part = torch.arange(len(sizes), device=device).repeat_interleave(torch.tensor(sizes, device=device))
+    return replace(queries, blocked=part[:, None] != part, groups=tuple(groups))

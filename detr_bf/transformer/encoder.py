@@ -50,13 +50,13 @@ class Encoder(nn.Module):
     def forward(self, batch: TokenBatch) -> TokenBatch:
         for index, layer in enumerate(self.layers):
             batch = self._batch_attention(batch, index, "before")
-            batch = batch.with_tokens(self._run(layer, batch))
+            batch = batch.with_tokens(self._run(layer, self._with_scaled_position(batch)))
             batch = self._batch_attention(batch, index, "after")
         return batch.with_tokens(self.norm(batch.tokens))
 
     def _run(self, layer: nn.Module, batch: TokenBatch) -> Tensor:
         def run(tokens: Tensor) -> Tensor:  # checkpoint() reads from this argument which device's RNG to restore
-            return layer(self._with_scaled_position(batch.with_tokens(tokens)))
+            return layer(batch.with_tokens(tokens))
 
         if not self.activation_checkpointing or not torch.is_grad_enabled():
             return run(batch.tokens)

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
+from torchvision.models import swin_t
 
 from detr_bf.backbones import Backbone, build_backbone
 from detr_bf.errors import InputError
@@ -33,6 +36,53 @@ def test_features_and_frozen_stages(name: str, channels: tuple[int, ...]) -> Non
     border = trains.index(True)
     assert border > 0
     assert all(trains[border:])
+
+
+@pytest.mark.parametrize("size", [(224, 160), (131, 250)])
+def test_swin_against_torchvision(size: tuple[int, int]) -> None:
+    """Compare maps larger than a window (torchvision does not shift smaller ones), and those that none divides."""
+    torch.manual_seed(0)
+    oracle = swin_t().eval()
+    backbone = build("timm:swin_tiny_patch4_window7_224", strides=[4, 8, 16]).eval()
+    backbone.body.load_state_dict({theirs: oracle.state_dict()[ours] for theirs, ours in swin_names(backbone).items()})
+    pixels = torch.randn(2, 3, *size)
+    padded = F.pad(pixels, (0, -size[1] % 4, 0, -size[0] % 4))
+    with torch.no_grad():
+        found = backbone.maps(pixels)
+        expected = oracle.features[0](padded)
+        for stage, level in enumerate(found):
+            expected = oracle.features[2 * stage + 1](expected)
+            torch.testing.assert_close(level, expected.permute(0, 3, 1, 2), rtol=1e-4, atol=1e-4)
+            expected = oracle.features[2 * stage + 2](expected)
+
+
+def swin_names(backbone: Backbone) -> dict[str, str]:
+    """Return the names of the tensors of our body and those of torchvision's network."""
+    names = {}
+    for name in backbone.body.state_dict():
+        part = name.removeprefix("model.")
+        part = part.replace("patch_embed.proj", "features.0.0").replace("patch_embed.norm", "features.0.2")
+        part = re.sub(r"layers_(\d)\.blocks", lambda match: f"features.{2 * int(match[1]) + 1}", part)
+        part = re.sub(r"layers_(\d)\.downsample", lambda match: f"features.{2 * int(match[1])}", part)
+        names[name] = part.replace("mlp.fc1", "mlp.0").replace("mlp.fc2", "mlp.3")
+    return names
+
+
+def test_levels_and_weights_of_a_swin(tmp_path: Path) -> None:
+    name = "swin_tiny_patch4_window7_224"
+    path = tmp_path / "weights.pth"
+    torch.manual_seed(1)
+    classifier = timm.create_model(name).eval()
+    torch.save(classifier.state_dict(), path)
+    backbone = build(f"timm:{name}", weights=str(path), strides=[8, 16], frozen_stages=1).eval()
+    assert backbone.channels == (192, 384)
+    assert not any("layers_3" in parameter for parameter, _ in backbone.named_parameters())
+    frozen = {parameter.split(".")[2] for parameter, x in backbone.named_parameters() if not x.requires_grad}
+    assert frozen == {"patch_embed", "layers_0"}
+    with torch.no_grad():
+        found = backbone.maps(torch.ones(1, 3, 224, 224))
+        expected = classifier.layers[:3](classifier.patch_embed(torch.ones(1, 3, 224, 224)))
+    torch.testing.assert_close(found[-1], expected.permute(0, 3, 1, 2), rtol=1e-4, atol=1e-5)
 
 
 def test_stages_of_an_efficientnet() -> None:

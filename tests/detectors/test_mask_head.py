@@ -13,18 +13,7 @@ from detr_bf.batchformer import BatchFormerV2
 from detr_bf.detectors import Detector, MaskHead
 from detr_bf.detectors.mask_head import AttentionMaps, box_coverage
 from detr_bf.structures import FeatureMap, Outputs
-from tests.detectors.tiny import (
-    CHANNELS,
-    DETECTORS,
-    DIM,
-    IMAGES,
-    LAYERS,
-    QUERIES,
-    Averages,
-    images,
-    model,
-    with_fixed_norms,
-)
+from tests.detectors.tiny import CHANNELS, DETECTORS, DIM, IMAGES, LAYERS, Averages, images, model, with_fixed_norms
 
 HEADS = 2
 
@@ -106,8 +95,9 @@ def test_no_mask_at_all() -> None:
 def test_every_detector_has_a_mask_for_every_query(name: str) -> None:
     detector = with_masks(name).train()
     batch = images()
-    masks = detector(batch).masks.all()
-    assert masks.shape == (IMAGES, QUERIES, *(side // 4 for side in batch.images.shape[-2:]))
+    outputs = detector(batch)
+    masks = outputs.masks.all()
+    assert masks.shape == (IMAGES, outputs.logits.shape[2], *(side // 4 for side in batch.images.shape[-2:]))
     masks.sum().backward()
     assert all(parameter.grad.any() for parameter in detector.mask_head.parameters() if parameter.dim() > 1)
     assert any(parameter.grad is not None for parameter in detector.encoder.parameters()), "trained jointly"

@@ -12,14 +12,18 @@ from torch import Tensor, nn
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.detectors import Detector, Options
 from detr_bf.detectors.conditional_detr import conditional_detr
+from detr_bf.detectors.dab_deformable_detr import dab_deformable_detr
+from detr_bf.detectors.dab_detr import dab_detr
 from detr_bf.detectors.deformable_detr import deformable_detr
 from detr_bf.detectors.detr import detr
+from detr_bf.detectors.dn_detr import dn_detr
 from detr_bf.detectors.rtdetr import rtdetr, rtdetrv2
 from detr_bf.detectors.smca import smca
 from detr_bf.detectors.smca_multi_scale import smca_multi_scale
 from detr_bf.structures import Batch, FeatureMap, Target
 
 IMAGES, CHANNELS, DIM, QUERIES, LOGITS, LAYERS = 2, 3, 32, 5, 4, 2
+PATTERNS = 3
 
 
 class Kind(NamedTuple):
@@ -34,6 +38,12 @@ REFINE = ("model.name=deformable_detr", "model.deformable.box_refine=true")
 DETECTORS = {
     "detr": Kind(1, detr),
     "conditional_detr": Kind(1, conditional_detr),
+    "dab_deformable_detr": Kind(2, dab_deformable_detr, ("model.extra_levels=1", "model.deformable.box_refine=true")),
+    "dab_detr": Kind(1, dab_detr, ("model.activation=prelu",)),
+    "dab_detr_patterns": Kind(
+        1, partial(dab_detr, patterns=PATTERNS), ("model.name=dab_detr", f"model.dab.patterns={PATTERNS}")
+    ),
+    "dn_detr": Kind(1, partial(dn_detr, groups=2), ("model.denoising.groups=2",)),
     "smca": Kind(1, partial(smca, stride=4), ("model.smca.stride={stride}",)),
     "smca_multi_scale": Kind(3, smca_multi_scale),
     "deformable_detr": Kind(2, deformable_detr, ("model.extra_levels=1",)),
@@ -61,7 +71,7 @@ def settings_of(name: str, stride: int = 32) -> tuple[str, ...]:
 # Detectors with predictions of the encoder.
 WITH_PROPOSALS = ("deformable_detr_two_stage", "rtdetr", "rtdetrv2")
 # Detectors whose output does not depend on padded cells: group norm and convolutions read padding.
-BLIND_TO_PADDING = ("detr", "conditional_detr", "smca")
+BLIND_TO_PADDING = ("detr", "conditional_detr", "dab_detr", "dab_detr_patterns", "dn_detr", "smca")
 
 
 class Averages(nn.Module):
@@ -115,25 +125,16 @@ def with_fixed_norms(module: Detector) -> Detector:
     return module
 
 
-def objects(*counts: int) -> tuple[Target, ...]:
-    """Return targets with so many objects each."""
-    generator = torch.Generator().manual_seed(4)
-    return tuple(
-        Target(
-            image,
-            torch.rand(count, 4, generator=generator) * 0.3 + 0.2,
-            torch.randint(LOGITS - 1, (count,), generator=generator),
-            (16, 24),
-            (16, 24),
-        )
-        for image, count in enumerate(counts)
-    )
-
-
 def images() -> Batch:
-    """Return two images of 32 x 48 pixels; the second has 16 x 24 unpadded pixels."""
+    """Return two images of 32 x 48 pixels with two objects and one; the second has 16 x 24 unpadded pixels."""
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randint(256, (IMAGES, CHANNELS, 32, 48), generator=generator, dtype=torch.uint8)
     mask = torch.zeros(IMAGES, 32, 48, dtype=torch.bool)
     mask[1, 16:] = mask[1, :, 24:] = True
-    return Batch(pixels, mask)
+    boxes = torch.tensor([[0.5, 0.5, 0.4, 0.6], [0.2, 0.3, 0.1, 0.2], [0.6, 0.4, 0.5, 0.3]])
+    labels = torch.tensor([0, LOGITS - 2, 1])
+    targets = tuple(
+        Target(i, boxes[own], labels[own], size, size)
+        for i, (own, size) in enumerate(((slice(2), (32, 48)), (slice(2, 3), (16, 24))))
+    )
+    return Batch(pixels, mask, targets)

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.detectors import DETECTORS, Detector, MaskHead, Options
+from detr_bf.detectors.denoising import ContrastiveDenoising
+from detr_bf.detectors.groups import ONE_TO_MANY, query_groups
 from detr_bf.interop import from_foreign, to_foreign
 from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, PaddedTargets, SetCriterion
-from detr_bf.structures import FeatureMap, Masks, Outputs, Target, resize_mask
+from detr_bf.structures import FeatureMap, Masks, Outputs, QueryGroup, Target, resize_mask
 
 SHARED = Path(__file__).parents[3] / "shared"
 FOLDERS = (SHARED / "golden", SHARED / "golden_successors")  # read without --golden
@@ -71,7 +73,8 @@ def options(case: Case) -> Options:
         dropout=0.0,
         pre_norm=cfg.get("pre_norm", False),
         activation=cfg["transformer_activation"] if family(case) in ("dab_detr", "dn_detr") else "relu",
-        num_queries=cfg["num_queries"],
+        num_queries=cfg["num_queries_one2one"] if "num_queries_one2one" in cfg else cfg["num_queries"],
+        groups=further_queries(case),
         position_temperature=position_temperature(case),
         aux_loss=cfg.get("aux_loss", True),
         batch_former=batch_former(case),
@@ -79,8 +82,21 @@ def options(case: Case) -> Options:
     )
 
 
+def further_queries(case: Case) -> tuple[QueryGroup, ...]:
+    """Return H-DETR's one-to-many queries."""
+    cfg = case.cfg
+    if "num_queries_one2many" not in cfg:
+        return ()
+    return query_groups(
+        cfg["num_queries_one2one"],
+        one_to_many=cfg["num_queries_one2many"],
+        repeats=cfg["k_one2many"],
+        weight=cfg["lambda_one2many"],
+    )
+
+
 def position_temperature(case: Case) -> float:
-    if family(case) not in ("dab_detr", "dn_detr"):
+    if family(case) not in ("dab_detr", "dino", "dn_detr"):
         return 10000.0
     assert case.cfg["pe_temperatureH"] == case.cfg["pe_temperatureW"], "we have one temperature for both axes"
     return float(case.cfg["pe_temperatureH"])
@@ -99,6 +115,8 @@ def family(case: Case) -> str:
     repository = json.dumps(case.manifest["upstream"]).lower()
     if "rt-detr" in repository:
         return "rtdetrv2" if "rtdetrv2" in repository else "rtdetr"
+    if "/dino" in repository:
+        return "dino"
     if "dab-detr" in repository:
         return case.cfg.get("modelname", "dab_deformable_detr" if "enc_n_points" in case.cfg else "dab_detr")
     if "dn-detr" in repository:
@@ -127,9 +145,13 @@ def detector(case: Case) -> Any:
                 decoder_points=cfg["dec_n_points"],
                 box_refine=cfg["with_box_refine"],
                 two_stage=cfg["two_stage"],
+                mixed_selection=cfg.get("mixed_selection", False),
+                look_forward_twice=cfg.get("look_forward_twice", False),
             )
         if kind in ("rtdetr", "rtdetrv2"):
             return DETECTORS[kind](backbone, channels, chosen, **rtdetr_settings(cfg))
+        if kind == "dino":
+            return DETECTORS[kind](backbone, channels, chosen, **dino_options(case, len(channels)))
         anchors = {"patterns": cfg.get("num_patterns"), "random_points": cfg.get("random_refpoints_xy")}
         if kind == "dab_detr":
             return DETECTORS[kind](backbone, channels, chosen, **anchors)
@@ -170,9 +192,9 @@ def rtdetr_settings(cfg: dict[str, Any]) -> dict[str, Any]:
         "points": cfg["dec_n_points"],
         "discrete": cfg.get("cross_attn_method") == "discrete",
         "learned_content": cfg["learnt_init_query"],
-        "denoising": cfg["num_denoising"],
-        "label_noise": cfg["label_noise_ratio"],
-        "box_noise": cfg["box_noise_scale"],
+        "denoising": ContrastiveDenoising(
+            queries=cfg["num_denoising"], label_noise=cfg["label_noise_ratio"], box_noise=cfg["box_noise_scale"]
+        ),
         "as_released": True,
     }
 
@@ -206,6 +228,28 @@ def flat_rtdetr(args: dict[str, Any]) -> dict[str, Any]:
         "num_denoising": decoder["num_denoising"],
         "label_noise_ratio": 0.5,
         "box_noise_scale": 1.0,
+    }
+
+
+def dino_options(case: Case, maps: int) -> dict[str, Any]:
+    """Return the arguments of :func:`detr_bf.detectors.dino.dino`; others as in DINO's configs."""
+    cfg = case.cfg
+    return {
+        "extra_levels": cfg["num_feature_levels"] - maps,
+        "encoder_points": cfg["enc_n_points"],
+        "decoder_points": cfg["dec_n_points"],
+        "mixed_selection": cfg["embed_init_tgt"],
+        "layer_class_heads": not cfg.get("dec_pred_class_embed_share", True),
+        "layer_box_heads": not cfg.get("dec_pred_bbox_embed_share", True),
+        "token_class_head": not cfg.get("two_stage_class_embed_share", False),
+        "token_box_head": not cfg.get("two_stage_bbox_embed_share", False),
+        "denoising": ContrastiveDenoising(
+            queries=cfg["dn_number"],
+            # Below 50 DINO's code takes twice the number for that of the groups.
+            groups=2 * cfg["dn_number"] if cfg["dn_number"] < 50 else None,
+            label_noise=cfg["dn_label_noise_ratio"],
+            box_noise=cfg["dn_box_noise_scale"],
+        ),
     }
 
 
@@ -293,8 +337,8 @@ def assert_outputs(outputs: Outputs, expected: Outputs) -> None:
         assert_outputs(outputs.proposals, expected.proposals)
 
 
-def named_outputs(outputs: Outputs) -> dict[str, Tensor]:
-    """Return every output by the name that most references give it; a group without queries has none."""
+def named_outputs(outputs: Outputs, case: Case | None = None) -> dict[str, Tensor]:
+    """Return every output by the name that most references give it, or that of ``case``; not of empty groups."""
     named = {}
     for kind, stacked in (("pred_logits", outputs.logits), ("pred_boxes", outputs.boxes)):
         *auxiliary, named[kind] = stacked
@@ -306,7 +350,17 @@ def named_outputs(outputs: Outputs) -> dict[str, Tensor]:
     for group, predicted in outputs.groups:
         if group.size:
             named |= {f"{group.name}.{name}": x for name, x in named_outputs(predicted).items()}
-    return named
+    return {their_output(case, name): x for name, x in named.items()} if case else named
+
+
+def their_output(case: Case, name: str) -> str:
+    """Return the reference's name of an output."""
+    if family(case) == "dino":
+        return name.replace("enc_outputs", "interm_outputs")
+    if name.startswith(f"{ONE_TO_MANY}."):
+        layer, _, kind = name.removeprefix(f"{ONE_TO_MANY}.").rpartition(".")
+        return f"{layer.replace('aux_outputs', 'aux_outputs_one2many')}.{kind}" if layer else f"{kind}_one2many"
+    return name
 
 
 def probe(named: dict[str, Tensor]) -> Tensor:

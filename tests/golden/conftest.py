@@ -28,12 +28,15 @@ KINDS = {
     "sine_case": r"13c_",
     "successor_case": r"2[0-4]",
     "dn_case": r"21",
+    "contrastive_case": r"22",
     "anchor_case": r"26a_",
+    "noise_case": r"26b_",
+    "rtdetr_noise_case": r"25",
     "rtdetr_case": r"25",
     "rtdetr_functions_case": r"26c_",
 }
 # Starts of the names of cases and key lists whose detectors are not there yet.
-PENDING = ("22", "24", "26b", "dino", "h_deformable")
+PENDING = ()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,11 +15,11 @@ from detr_bf.detectors.denoising import (
     contrastive_slots,
     group_count,
 )
-from detr_bf.structures import Target
+from detr_bf.detectors.two_stage import anchor_boxes, inverse_of_anchors
+from detr_bf.structures import Queries, QueryGroup, Target, TokenBatch
+from detr_bf.transformer import append_queries, unpadded
 from tests.golden.cases import Case, assert_close, targets_of
 
-FOLDER = Path(__file__).parents[3] / "shared" / "golden_successors"
-pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no recorded reference outputs at {FOLDER}")
 OFFICIAL = {"dn_number": 100, "dn_label_noise_ratio": 0.5, "dn_box_noise_scale": 0.4}  # of 26b, from its notes
 
 
@@ -62,38 +60,65 @@ def dino_noise(targets: list[Target], noise: dict[str, Tensor], cfg: dict[str, f
     return add_contrastive_noise(slots, dino_draws(slots, noise, ratio), label_noise=ratio, box_noise=scale)
 
 
-@pytest.mark.parametrize("index", range(3))
-def test_dino_functions(index: int) -> None:
-    case = Case.load(FOLDER, "26b_dino_functions")
-    sub = f"cdn_{index}"
-    found = dino_noise(targets_of(case, f"{sub}.in.targets."), case.below(f"{sub}.in.noise."), OFFICIAL)
-    expected = case.below(f"{sub}.out.")
-    assert [found.labels.shape[1], found.groups] == expected["pad_size_and_groups"].tolist()
-    assert torch.equal(found.labels != EMPTY, expected["filled_slots"])
-    image, slot = known_order(found)
-    assert torch.equal(found.labels[image, slot], expected["noised_labels"])
-    assert_close(found.boxes[image, slot], expected["noised_boxes"])
-    logits = inverse_sigmoid(found.boxes, eps=1e-3).masked_fill((found.labels == EMPTY)[..., None], 0.0)
-    assert_close(logits, expected["unsigmoid_boxes"])
+def test_dino_functions(noise_case: Case) -> None:
+    assert "dn_number 100, label 0.5, box 0.4" in " ".join(noise_case.manifest["notes"])
+    subs = sorted({name.split(".")[0] for name in noise_case.tensors if name.startswith("cdn_")})
+    assert subs
+    for sub in subs:
+        targets, expected = targets_of(noise_case, f"{sub}.in.targets."), noise_case.below(f"{sub}.out.")
+        found = dino_noise(targets, noise_case.below(f"{sub}.in.noise."), OFFICIAL)
+        assert [found.labels.shape[1], found.groups] == expected["pad_size_and_groups"].tolist()
+        assert torch.equal(found.labels != EMPTY, expected["filled_slots"])
+        image, slot = known_order(found)
+        assert torch.equal(found.labels[image, slot], expected["noised_labels"])
+        assert_close(found.boxes[image, slot], expected["noised_boxes"])
+        logits = inverse_sigmoid(found.boxes, eps=1e-3).masked_fill((found.labels == EMPTY)[..., None], 0.0)
+        assert_close(logits, expected["unsigmoid_boxes"])
+        assert torch.equal(blocked_with_two_queries(found), expected["attn_mask_dn_part"])
 
 
-@pytest.mark.parametrize("name", ["22_dino", "22b_dino_big_dn", "22c_dino_shared_heads"])
+def blocked_with_two_queries(slots: DenoisingSlots) -> Tensor:
+    """Return the mask of the denoising queries and, last, two matching queries."""
+    images, size = slots.labels.shape
+    main = Queries(torch.zeros(images, 2, 4), torch.zeros(images, 2, 4))
+    group = QueryGroup("dn", size, slots.objects, parts=slots.groups)
+    blocked = append_queries(main, torch.zeros(images, size, 4), group, sees_main=True).blocked
+    assert blocked is not None
+    return blocked.roll((size, size), (0, 1))
+
+
+def test_dino_proposals(noise_case: Case) -> None:
+    given, expected = noise_case.below("proposals.in."), noise_case.below("proposals.out.")
+    shapes = tuple((height, width) for height, width in given["spatial_shapes"].tolist())
+    sizes = [height * width for height, width in shapes]
+    masks = [
+        mask.unflatten(1, shape) for mask, shape in zip(given["mask_flatten"].split(sizes, 1), shapes, strict=True)
+    ]
+    ratios = [unpadded(mask) / torch.tensor([mask.shape[2], mask.shape[1]]) for mask in masks]
+    companions = {"padding_mask": given["mask_flatten"], "valid_ratios": torch.stack(ratios, 1)}
+    anchors, usable = anchor_boxes(TokenBatch(given["memory"], companions, {"spatial_shapes": shapes}))
+    logits = inverse_of_anchors(anchors, usable)
+    assert torch.equal(logits.isinf(), expected["unsigmoid"].isinf())
+    assert_close(logits[logits.isfinite()], expected["unsigmoid"][logits.isfinite()])
+    assert_close(given["memory"].masked_fill(~usable, 0.0), expected["memory"])
+
+
 @pytest.mark.parametrize("run", ["step", "step_empty", "step_none"])
-def test_dino_noise(name: str, run: str) -> None:
-    case = Case.load(FOLDER, name)
+def test_dino_noise(contrastive_case: Case, run: str) -> None:
+    case = contrastive_case
     found = dino_noise(targets_of(case, f"input.targets.{run}."), case.below(f"input.noise.{run}."), case.cfg)
     assert found.labels.shape[1] == case.manifest["dn"][run]["pad_size"]
     assert found.groups == case.manifest["dn"][run]["num_dn_group"]
-    if run != "step_none":
-        image, slot = known_order(found)
+    image, slot = known_order(found)
+    if len(image):
         assert torch.equal(found.labels[image, slot], case.tensors[f"{run}.dn.noised_labels"])
         assert_close(found.boxes[image, slot], case.tensors[f"{run}.dn.noised_boxes"])
 
 
-@pytest.mark.parametrize("name", ["25_rtdetr", "25b_rtdetr_rectangle", "25c_rtdetrv2", "25d_rtdetrv2_discrete"])
 @pytest.mark.parametrize("run", ["step", "step_empty", "step_none"])
-def test_rtdetr_noise(name: str, run: str) -> None:
-    case = Case.load(FOLDER, name)
+def test_rtdetr_noise(rtdetr_noise_case: Case, run: str) -> None:
+    case = rtdetr_noise_case
+    name = case.name
     targets, sizes = targets_of(case, f"input.targets.{run}."), case.manifest["dn"][run]
     slots = contrastive_slots(targets, group_count(case.cfg["num_denoising"], targets), dummy="v2" in name)
     if sizes is None:  # v1 has no denoising part in a batch without objects

@@ -89,8 +89,8 @@ def test_weights_of_half_a_detector_are_refused() -> None:
 
 
 def test_unknown_format_to_write() -> None:
-    with pytest.raises(InputError, match="no checkpoint format 'dino'; there are: detr, detr_panoptic"):
-        to_foreign({}, "dino")
+    with pytest.raises(InputError, match="no checkpoint format 'mask_rcnn'; there are: detr, detr_panoptic"):
+        to_foreign({}, "mask_rcnn")
 
 
 def test_unknown_format_to_read_names_those_tried_and_the_closest() -> None:

@@ -1,0 +1,167 @@
+"""DINO: DETR with Improved DeNoising Anchor Boxes (Zhang et al. 2022, arXiv 2203.03605).
+
+Shape legend: B images, R rows (streams x images), Q queries, S denoising queries, K class logits, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from detr_bf.boxes import inverse_sigmoid
+from detr_bf.detectors.dab_detr import EPS, AnchorPosition
+from detr_bf.detectors.deformable_detr import deformable_decoder_layers, deformable_encoder, level_tokens
+from detr_bf.detectors.denoising import (
+    EMPTY,
+    ContrastiveDenoising,
+    DenoisingSlots,
+    NoiseDraws,
+    add_contrastive_noise,
+    contrastive_slots,
+    group_count,
+)
+from detr_bf.detectors.detector import Detector, Options, class_head, zero_init_box_head
+from detr_bf.detectors.two_stage import TokenProposals
+from detr_bf.structures import Outputs, Queries, QueryGroup, Target, TokenBatch
+from detr_bf.transformer import Decoder, Heads, append_queries
+
+DENOISING = ContrastiveDenoising()
+
+
+def dino(
+    backbone: nn.Module,
+    channels: Sequence[int],
+    options: Options,
+    *,
+    extra_levels: int = 1,
+    encoder_points: int = 4,
+    decoder_points: int = 4,
+    mixed_selection: bool = True,
+    layer_class_heads: bool = False,
+    layer_box_heads: bool = False,
+    token_class_head: bool = True,
+    token_box_head: bool = True,
+    denoising: ContrastiveDenoising = DENOISING,
+) -> Detector:
+    """Build DINO: Deformable DETR with anchors from the encoder, look forward twice and contrastive denoising.
+
+    Args:
+        backbone, channels, options: feature maps and shared options.
+        extra_levels, encoder_points, decoder_points: as of Deformable DETR.
+        mixed_selection, denoising: as of :class:`ContrastiveQueries`.
+        layer_class_heads, layer_box_heads: give every decoder layer its own head instead of one for all.
+        token_class_head, token_box_head: give the tokens their own head instead of that of the decoder's first layer.
+    """
+    levels, dim = len(channels) + extra_levels, options.hidden_dim
+    tokens_encoder = deformable_encoder(options, levels, encoder_points)
+    layers = deformable_decoder_layers(options, levels, decoder_points)
+    classes = [class_head(options) for _ in range(len(layers) if layer_class_heads else 1)]
+    boxes = [zero_init_box_head(options) for _ in range(len(layers) if layer_box_heads else 1)]
+    queries = ContrastiveQueries(
+        options.num_queries,
+        dim,
+        class_head=class_head(options) if token_class_head else classes[0],
+        box_head=zero_init_box_head(options) if token_box_head else boxes[0],
+        num_labels=options.num_logits,
+        mixed_selection=mixed_selection,
+        denoising=denoising,
+    )
+    decoder = Decoder(
+        layers,
+        queries=queries,
+        heads=Heads(classes, boxes, eps=EPS),
+        norm=nn.LayerNorm(dim),
+        update_queries=AnchorPosition(dim, scaled=False),
+        refine=True,
+        refine_before_norm=True,
+        look_forward_twice=True,
+        aux_loss=options.aux_loss,
+    )
+    return Detector(
+        backbone,
+        tokens=level_tokens(channels, levels, options, offset=0.0),
+        encoder=tokens_encoder,
+        decoder=decoder,
+        mask_head=options.mask_head,
+        levels=len(channels),
+    )
+
+
+class ContrastiveQueries(TokenProposals):
+    """Queries around the boxes of the best tokens, in training followed by groups of noised objects.
+
+    A token is as good as its best class (sections 3.3 and 3.4). The proposals are those of the chosen tokens alone.
+
+    Args:
+        num_queries, dim: Q and C.
+        class_head, box_head: as of :class:`TokenProposals`.
+        num_labels: number of labels that noise may replace a label with.
+        mixed_selection: learn the contents of the queries; otherwise they are those of the tokens, without gradient.
+        denoising: settings of the denoising queries.
+    """
+
+    def __init__(
+        self,
+        num_queries: int,
+        dim: int,
+        *,
+        class_head: nn.Module,
+        box_head: nn.Module,
+        num_labels: int,
+        mixed_selection: bool = True,
+        denoising: ContrastiveDenoising = DENOISING,
+    ) -> None:
+        super().__init__(dim, class_head=class_head, box_head=box_head)
+        nn.init.xavier_uniform_(self.project.weight)
+        self.num_queries = num_queries
+        self.content = nn.Embedding(num_queries, dim) if mixed_selection else None
+        if self.content is not None:
+            nn.init.xavier_uniform_(self.content.weight)
+        self.labels = nn.Embedding(num_labels + 1, dim)  # the last, of the authors' code, is never used
+        self.denoising = denoising
+        self.dummy = False  # whether a batch without objects gets one box without label per image
+
+    def forward(self, memory: TokenBatch, targets: Sequence[Target] = ()) -> Queries:
+        """Memory of R rows, targets of B images, or none -> queries; in training with a group, possibly empty."""
+        tokens, logits, box_logits = self.propose(memory, self.num_queries)
+        best = logits.max(-1).values.topk(self.num_queries, dim=1).indices[..., None]
+        tokens, logits, box_logits = (
+            part.gather(1, best.expand(-1, -1, part.shape[-1])) for part in (tokens, logits, box_logits)
+        )
+        content = tokens.detach() if self.content is None else self.content.weight.expand_as(tokens)
+        queries = Queries(
+            content,
+            torch.zeros_like(content),
+            box_logits.detach().sigmoid(),
+            proposals=Outputs(logits[None], box_logits.sigmoid()[None], memory.num_streams),
+        )
+        if not self.training or not self.denoising.queries:
+            return queries
+        return self._with_noised_objects(queries, memory, targets)
+
+    def _with_noised_objects(self, queries: Queries, memory: TokenBatch, targets: Sequence[Target]) -> Queries:
+        """Append the denoising group, with the same noise in both streams."""
+        streams, settings = memory.num_streams, self.denoising
+        targets = targets or [no_objects(memory.tokens.device)] * (len(memory.tokens) // streams)
+        groups = settings.groups or group_count(settings.queries, targets)
+        slots = contrastive_slots(targets, groups, dummy=self.dummy)
+        count = slots.labels.shape[1]
+        draws = NoiseDraws.draw((len(targets), count), self.labels.num_embeddings - 1, slots.labels.device)
+        slots = add_contrastive_noise(slots, draws, label_noise=settings.label_noise, box_noise=settings.box_noise)
+        content, boxes = (x.repeat(streams, 1, 1) for x in self._noised_objects(slots))
+        group = QueryGroup("dn", count, slots.objects.repeat(streams, 1), parts=slots.groups)
+        return append_queries(queries, content, group, reference=boxes, sees_main=True)
+
+    def _noised_objects(self, slots: DenoisingSlots) -> tuple[Tensor, Tensor]:
+        """Return contents (B, S, C) and reference boxes (B, S, 4) of all slots."""
+        empty = (slots.labels == EMPTY)[..., None]
+        content = self.labels(slots.labels.clamp(min=0)).masked_fill(empty, 0.0)
+        return content, inverse_sigmoid(slots.boxes, EPS).sigmoid().masked_fill(empty, 0.5)
+
+
+def no_objects(device: torch.device) -> Target:
+    """Return a target without objects."""
+    labels: Tensor = torch.empty(0, dtype=torch.int64, device=device)
+    return Target(0, torch.empty(0, 4, device=device), labels, (1, 1), (1, 1))
