@@ -29,6 +29,7 @@ from detr_bf.detectors import Detector, MaskHead, Options, detector_named
 from detr_bf.detectors.dab_deformable_detr import dab_deformable_detr
 from detr_bf.detectors.dab_detr import dab_detr
 from detr_bf.detectors.deformable_detr import deformable_detr
+from detr_bf.detectors.denoising import ContrastiveDenoising
 from detr_bf.detectors.dn_detr import dn_detr
 from detr_bf.detectors.smca import smca
 from detr_bf.detectors.smca_multi_scale import smca_multi_scale
@@ -56,8 +57,9 @@ FOCAL_PRIOR = 0.01  # initial score of every class (Lin et al. 2017, arXiv 1708.
 # Compiled versions of one kind of layer: training and evaluation, kinds of queries, batches of one image.
 RECOMPILE_LIMIT = 64
 
-RTDETR_SETTINGS = tuple(f"rtdetr.{each.name}" for each in fields(RtdetrConfig))
 # Settings under ``model`` that only some detectors read.
+_CONTRASTIVE = ("denoising.queries", "denoising.label_noise", "denoising.box_noise")
+_RTDETR = (*_CONTRASTIVE, *(f"rtdetr.{each.name}" for each in fields(RtdetrConfig)))
 _DAB = ("dab.patterns", "dab.random_points")
 OWN_SETTINGS = {
     "dab_deformable_detr": (
@@ -76,8 +78,8 @@ OWN_SETTINGS = {
         "deformable.two_stage",
     ),
     "dn_detr": (*_DAB, "denoising.groups", "denoising.label_noise", "denoising.box_noise"),
-    "rtdetr": RTDETR_SETTINGS,
-    "rtdetrv2": RTDETR_SETTINGS,
+    "rtdetr": _RTDETR,
+    "rtdetrv2": _RTDETR,
     "smca": ("smca.dynamic_scale", "smca.smooth", "smca.stride"),
     "smca_multi_scale": ("smca.smooth",),
 }
@@ -248,7 +250,7 @@ def _rtdetr(model: ModelConfig) -> Callable[..., Detector]:
     Raises:
         InputError: levels with different numbers of points, which only version 2 has.
     """
-    own = model.rtdetr
+    own, noise = model.rtdetr, model.denoising
     points = own.points if len(own.points) > 1 else own.points[0]
     if model.name == "rtdetr" and own.points != own.points[:1] * len(own.points):
         raise InputError(f"rtdetr.points={own.points} differ between the levels: use model.name=rtdetrv2")
@@ -261,9 +263,7 @@ def _rtdetr(model: ModelConfig) -> Callable[..., Detector]:
         points=own.points[0] if model.name == "rtdetr" else points,
         discrete=own.sampling == "discrete",
         learned_content=own.learned_content,
-        denoising=own.denoising,
-        label_noise=own.label_noise,
-        box_noise=own.box_noise,
+        denoising=ContrastiveDenoising(noise.queries, label_noise=noise.label_noise, box_noise=noise.box_noise),
         as_released=own.as_released,
     )
 

@@ -196,6 +196,7 @@ def build_groups(config: DetectionConfig, model: Detector) -> list[dict[str, Any
         backbone_lr=config.optimizer.backbone_lr,
         weight_decay=config.optimizer.weight_decay,
         point_lr_factor=config.optimizer.point_lr_factor,
+        decay_vectors=config.optimizer.decay_vectors,
         batch_former_lr_factor=config.batch_former.lr_factor,
         batch_former_weight_decay=config.batch_former.weight_decay,
     )

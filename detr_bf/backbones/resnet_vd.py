@@ -60,7 +60,7 @@ def _load_file(body: nn.Module, name: str, weights: str) -> None:
         InputError: it belongs to another network.
     """
     state: Mapping[str, Tensor] = read_network_file(weights)
-    state = {timm_name(key): value for key, value in state.items()}
+    state = {timm_vd_name(key): value for key, value in state.items()}
     complete = timm.create_model(name.replace("vd", "d"))
     if name in BASIC:
         complete.get_submodule("layer1.0").downsample = _shortcut(complete)
@@ -72,7 +72,7 @@ def _load_file(body: nn.Module, name: str, weights: str) -> None:
     body.load_state_dict({key: loaded[key] for key in body.state_dict()})
 
 
-def timm_name(name: str) -> str:
+def timm_vd_name(name: str) -> str:
     """Return timm's name of a tensor from its name in the RT-DETR authors' backbone; other names stay."""
     stem = re.match(r"conv1\.conv1_([123])\.(conv|norm)\.", name)
     if stem:

@@ -69,9 +69,6 @@ class RtdetrConfig:
     points: list[int] = sizes(4)  # sampling points per query and head on a level; several: one number for each level
     sampling: str = choice("bilinear", "discrete")  # discrete: read the nearest cell, for devices without sampling
     learned_content: bool = False  # learned content of the queries instead of the features of the tokens
-    denoising: int = not_negative(100, 100_000)  # about so many noised objects per image in training; 0: none
-    label_noise: float = fraction(0.5)  # twice the probability that the label of a noised object is replaced
-    box_noise: float = not_negative(1.0, 100)  # shift of the corners of noised boxes, in half widths and heights
     as_released: bool = False  # on maps that are not square, positions and discrete sampling of the released code
 
 
@@ -368,6 +365,7 @@ class DetectorOptimizerConfig(OptimizerConfig):
 
     backbone_lr: float = not_negative(1e-5, RATE)  # learning rate of the backbone
     point_lr_factor: float = not_negative(1.0)  # lr of reference points and sampling offsets as a multiple of lr
+    decay_vectors: bool = True  # apply weight_decay to biases and norms as well; false in RT-DETR
 
 
 @dataclass

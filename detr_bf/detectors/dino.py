@@ -16,6 +16,7 @@ from detr_bf.detectors.deformable_detr import deformable_decoder_layers, deforma
 from detr_bf.detectors.denoising import (
     EMPTY,
     ContrastiveDenoising,
+    DenoisingSlots,
     NoiseDraws,
     add_contrastive_noise,
     contrastive_slots,
@@ -120,6 +121,7 @@ class ContrastiveQueries(TokenProposals):
             nn.init.xavier_uniform_(self.content.weight)
         self.labels = nn.Embedding(num_labels + 1, dim)  # the last, of the authors' code, is never used
         self.denoising = denoising
+        self.dummy = False  # whether a batch without objects gets one box without label per image
 
     def forward(self, memory: TokenBatch, targets: Sequence[Target] = ()) -> Queries:
         """Memory of R rows, targets of B images, or none -> queries; in training with a group, possibly empty."""
@@ -143,15 +145,20 @@ class ContrastiveQueries(TokenProposals):
         """Append the denoising group, with the same noise in both streams."""
         streams, settings = memory.num_streams, self.denoising
         targets = targets or [no_objects(memory.tokens.device)] * (len(memory.tokens) // streams)
-        slots = contrastive_slots(targets, settings.groups or group_count(settings.queries, targets))
+        groups = settings.groups or group_count(settings.queries, targets)
+        slots = contrastive_slots(targets, groups, dummy=self.dummy)
         count = slots.labels.shape[1]
         draws = NoiseDraws.draw((len(targets), count), self.labels.num_embeddings - 1, slots.labels.device)
         slots = add_contrastive_noise(slots, draws, label_noise=settings.label_noise, box_noise=settings.box_noise)
-        empty = (slots.labels == EMPTY)[..., None]
-        content = self.labels(slots.labels.clamp(min=0)).masked_fill(empty, 0.0).repeat(streams, 1, 1)
-        boxes = inverse_sigmoid(slots.boxes, EPS).sigmoid().masked_fill(empty, 0.5).repeat(streams, 1, 1)
+        content, boxes = (x.repeat(streams, 1, 1) for x in self._noised_objects(slots))
         group = QueryGroup("dn", count, slots.objects.repeat(streams, 1), parts=slots.groups)
         return append_queries(queries, content, group, reference=boxes, sees_main=True)
+
+    def _noised_objects(self, slots: DenoisingSlots) -> tuple[Tensor, Tensor]:
+        """Return contents (B, S, C) and reference boxes (B, S, 4) of all slots."""
+        empty = (slots.labels == EMPTY)[..., None]
+        content = self.labels(slots.labels.clamp(min=0)).masked_fill(empty, 0.0)
+        return content, inverse_sigmoid(slots.boxes, EPS).sigmoid().masked_fill(empty, 0.5)
 
 
 def no_objects(device: torch.device) -> Target:

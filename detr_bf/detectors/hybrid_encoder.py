@@ -91,11 +91,6 @@ class HybridEncoder(nn.Module):
         """Return the tokens of the last level, with their positions."""
         height, width = batch.static["spatial_shapes"][-1]
         tokens = batch.tokens[:, -height * width :]
-        if self.training and len(tokens) * height * width == 1:
-            raise InputError(
-                "batch norm needs more than one value per channel in training, and the batch is one image of one cell "
-                "on the coarsest level: use larger images or train.batch_size=2 or more"
-            )
         position = cell_position(
             height, width, tokens.shape[2], temperature=self.temperature, released=self.released_position
         )
@@ -134,7 +129,14 @@ class NormedConvolution(nn.Module):
         self.activation = activation or nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.activation(self.norm(self.convolution(x)))
+        """Convolve and normalise; InputError in training for one image of one cell, which has no variance."""
+        x = self.convolution(x)
+        if self.norm.training and x[:, 0].numel() == 1:
+            raise InputError(
+                "batch norm needs more than one value per channel in training, and the batch is one image of one cell "
+                "on the coarsest level: use larger images or train.batch_size=2 or more"
+            )
+        return self.activation(self.norm(x))
 
 
 class RepVggBlock(nn.Module):

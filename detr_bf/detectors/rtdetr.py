@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from detr_bf.boxes import inverse_sigmoid
 from detr_bf.detectors.deformable_detr import DeformableMemoryAttention
-from detr_bf.detectors.denoising import NoiseDraws, add_contrastive_noise, contrastive_slots, group_count
+from detr_bf.detectors.denoising import EMPTY, ContrastiveDenoising, DenoisingSlots
 from detr_bf.detectors.detector import (
     Detector,
     Options,
@@ -26,12 +26,14 @@ from detr_bf.detectors.detector import (
     xavier,
     zero_init_box_head,
 )
+from detr_bf.detectors.dino import ContrastiveQueries
 from detr_bf.detectors.hybrid_encoder import CrossScaleFusion, HybridEncoder, NormedConvolution
-from detr_bf.detectors.two_stage import anchor_boxes, inverse_of_anchors
 from detr_bf.errors import InputError
 from detr_bf.layers import MLP, MultiHeadAttention, full_precision
-from detr_bf.structures import Outputs, Queries, QueryGroup, Target, TokenBatch
-from detr_bf.transformer import Decoder, DecoderLayer, FeatureTokens, Heads, TokenAttention, append_queries
+from detr_bf.structures import Queries, TokenBatch
+from detr_bf.transformer import Decoder, DecoderLayer, FeatureTokens, Heads, TokenAttention
+
+RTDETR_DENOISING = ContrastiveDenoising(box_noise=1.0)
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,7 @@ class RtdetrOptions:
         expansion, fusion_blocks: width and number of the RepVGG blocks of the fusion.
         points: sampling points per head, of all levels or of each; ``discrete``: read whole cells (RT-DETRv2).
         learned_content: learned content of the queries instead of the tokens' features.
-        denoising: about so many noised objects per image in training; 0: none. ``label_noise`` and ``box_noise``: of
-            :func:`detr_bf.detectors.denoising.add_contrastive_noise`.
+        denoising: settings of the noised objects in training.
         as_released: on maps that are not square, use the positions and the discrete sampling of the released code.
     """
 
@@ -57,9 +58,7 @@ class RtdetrOptions:
     points: int | Sequence[int] = 4
     discrete: bool = False
     learned_content: bool = False
-    denoising: int = 100
-    label_noise: float = 0.5
-    box_noise: float = 1.0
+    denoising: ContrastiveDenoising = RTDETR_DENOISING
     as_released: bool = False
 
 
@@ -170,59 +169,26 @@ class BoxPosition(nn.Module):
         return replace(queries, position=full_precision(self.head, queries.reference).to(queries.content.dtype))
 
 
-class SelectedQueries(nn.Module):
+class SelectedQueries(ContrastiveQueries):
     """The tokens with the best logit of any class become queries (IoU-aware query selection, section 4.3).
 
     The selected predictions are trained as those of a decoder layer; varifocal loss makes their logits follow the IoU.
     """
 
     def __init__(self, options: Options, own: RtdetrOptions) -> None:
-        super().__init__()
-        dim = options.hidden_dim
-        self.num_queries, self.num_logits = options.num_queries, options.num_logits
-        self.project = nn.Linear(dim, dim)
-        nn.init.xavier_uniform_(self.project.weight)
-        self.norm = nn.LayerNorm(dim)
-        self.class_head = class_head(options)
-        self.box_head = zero_init_box_head(options)
-        self.content = xavier(nn.Embedding(options.num_queries, dim)) if own.learned_content else None
-        self.own = own
-        # The last row belongs to slots without an object.
-        self.labels = nn.Embedding(self.num_logits + 1, dim, padding_idx=self.num_logits) if own.denoising else None
-
-    def forward(self, memory: TokenBatch, targets: Sequence[Target] = ()) -> Queries:
-        """Memory (R, S, C) -> queries (R, Q, C) with reference boxes (R, Q, 4), in training followed by D noised ones.
-
-        Raises:
-            InputError: there are fewer tokens than queries.
-        """
-        if memory.tokens.shape[1] < self.num_queries:
-            raise InputError(
-                f"RT-DETR takes its {self.num_queries} queries from the image's tokens, of which there are "
-                f"{memory.tokens.shape[1]}: use larger images or a smaller num_queries"
-            )
-        anchors, usable = anchor_boxes(memory)
-        tokens = self.norm(self.project(memory.tokens.masked_fill(~usable, 0.0)))
-        logits = full_precision(self.class_head, tokens)
-        best = logits.amax(-1).topk(self.num_queries, dim=1).indices[..., None]
-        chosen, logits, start = (
-            x.gather(1, best.expand(-1, -1, x.shape[2])) for x in (tokens, logits, inverse_of_anchors(anchors, usable))
+        super().__init__(
+            options.num_queries,
+            options.hidden_dim,
+            class_head=class_head(options),
+            box_head=zero_init_box_head(options),
+            num_labels=options.num_logits,
+            mixed_selection=own.learned_content,
+            denoising=own.denoising,
         )
-        boxes = (full_precision(self.box_head, chosen) + start).sigmoid()
-        content = chosen.detach() if self.content is None else self.content.weight.expand_as(chosen)
-        proposals = Outputs(logits[None], boxes[None], memory.num_streams)
-        queries = Queries(content, torch.zeros_like(content), boxes.detach(), proposals=proposals)
-        return self._with_denoising(queries, targets, memory.num_streams) if targets and self.labels else queries
+        self.dummy = own.version == 2
+        # The last row belongs to slots without an object.
+        self.labels = nn.Embedding(options.num_logits + 1, options.hidden_dim, padding_idx=options.num_logits)
 
-    def _with_denoising(self, queries: Queries, targets: Sequence[Target], num_streams: int) -> Queries:
-        """Append the noised objects, the same ones in every stream."""
-        assert self.labels is not None
-        slots = contrastive_slots(targets, group_count(self.own.denoising, targets), dummy=self.own.version == 2)
-        draws = NoiseDraws.draw((len(targets), slots.labels.shape[1]), self.num_logits, slots.labels.device)
-        noised = add_contrastive_noise(slots, draws, label_noise=self.own.label_noise, box_noise=self.own.box_noise)
-        content = self.labels(torch.where(noised.labels < 0, self.num_logits, noised.labels))
-        reference = inverse_sigmoid(noised.boxes).sigmoid()
-        repeated = (x.repeat(num_streams, *[1] * (x.dim() - 1)) for x in (content, reference, noised.objects))
-        content, reference, objects = repeated
-        group = QueryGroup("dn", slots.labels.shape[1], assigned=objects, parts=slots.groups)
-        return append_queries(queries, content.to(queries.content.dtype), group, reference=reference, sees_main=True)
+    def _noised_objects(self, slots: DenoisingSlots) -> tuple[Tensor, Tensor]:
+        content = self.labels(torch.where(slots.labels == EMPTY, self.labels.num_embeddings - 1, slots.labels))
+        return content, inverse_sigmoid(slots.boxes).sigmoid()

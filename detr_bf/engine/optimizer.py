@@ -27,14 +27,16 @@ def parameter_groups(
     backbone_lr: float,
     weight_decay: float,
     point_lr_factor: float = 1.0,
+    decay_vectors: bool = True,
     batch_former_lr_factor: float = 1.0,
     batch_former_weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Return up to five groups of the trainable parameters: transformer, backbone, batch_former, points, scales.
+    """Return the groups of the trainable parameters: transformer, backbone, batch_former, points, scales.
 
     ``points`` holds the layers that predict reference points and sampling offsets (Zhu et al. 2021, arXiv 2010.04159,
     appendix A.4), ``scales`` the scales of Context Broadcasting, without weight decay. ``batch_former_weight_decay``
-    None means ``weight_decay``.
+    None means ``weight_decay``. Without ``decay_vectors`` the groups ``transformer_no_decay`` and
+    ``backbone_no_decay`` hold the biases and norms of these parts.
     """
     bf_decay = weight_decay if batch_former_weight_decay is None else batch_former_weight_decay
     groups: dict[str, dict[str, Any]] = {
@@ -43,9 +45,17 @@ def parameter_groups(
         "batch_former": {"lr": lr * batch_former_lr_factor, "weight_decay": bf_decay},
         "points": {"lr": lr * point_lr_factor, "weight_decay": weight_decay},
         "scales": {"lr": lr, "weight_decay": 0.0},
+        "transformer_no_decay": {"lr": lr, "weight_decay": 0.0},
+        "backbone_no_decay": {"lr": backbone_lr, "weight_decay": 0.0},
     }
     special = _special_parameters(model)
-    return _filled(groups, model, lambda name, parameter: special.get(id(parameter), "transformer"))
+
+    def group_of(name: str, parameter: nn.Parameter) -> str:
+        group = special.get(id(parameter), "transformer")
+        decays = decay_vectors or parameter.ndim > 1 or group not in ("transformer", "backbone")
+        return group if decays else f"{group}_no_decay"
+
+    return _filled(groups, model, group_of)
 
 
 def _special_parameters(model: nn.Module) -> dict[int, str]:

@@ -13,17 +13,7 @@ from detr_bf.batchformer import BatchFormerV2
 from detr_bf.detectors import Detector, MaskHead
 from detr_bf.detectors.mask_head import AttentionMaps, box_coverage
 from detr_bf.structures import FeatureMap, Outputs
-from tests.detectors.tiny import (
-    CHANNELS,
-    DETECTORS,
-    DIM,
-    IMAGES,
-    LAYERS,
-    Averages,
-    images,
-    model,
-    with_fixed_norms,
-)
+from tests.detectors.tiny import CHANNELS, DETECTORS, DIM, IMAGES, LAYERS, Averages, images, model, with_fixed_norms
 
 HEADS = 2
 

@@ -125,21 +125,6 @@ def with_fixed_norms(module: Detector) -> Detector:
     return module
 
 
-def objects(*counts: int) -> tuple[Target, ...]:
-    """Return targets with so many objects each."""
-    generator = torch.Generator().manual_seed(4)
-    return tuple(
-        Target(
-            image,
-            torch.rand(count, 4, generator=generator) * 0.3 + 0.2,
-            torch.randint(LOGITS - 1, (count,), generator=generator),
-            (16, 24),
-            (16, 24),
-        )
-        for image, count in enumerate(counts)
-    )
-
-
 def images() -> Batch:
     """Return two images of 32 x 48 pixels with two objects and one; the second has 16 x 24 unpadded pixels."""
     generator = torch.Generator().manual_seed(1)

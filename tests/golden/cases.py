@@ -214,9 +214,9 @@ def rtdetr_settings(cfg: dict[str, Any]) -> dict[str, Any]:
         "points": cfg["dec_n_points"],
         "discrete": cfg.get("cross_attn_method") == "discrete",
         "learned_content": cfg["learnt_init_query"],
-        "denoising": cfg["num_denoising"],
-        "label_noise": cfg["label_noise_ratio"],
-        "box_noise": cfg["box_noise_scale"],
+        "denoising": ContrastiveDenoising(
+            queries=cfg["num_denoising"], label_noise=cfg["label_noise_ratio"], box_noise=cfg["box_noise_scale"]
+        ),
         "as_released": True,
     }
 

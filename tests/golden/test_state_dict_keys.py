@@ -60,11 +60,8 @@ def listed(golden: Sequence[Path], request: pytest.FixtureRequest) -> Case:
 def strides(case: Case) -> list[int]:
     if family(case) == "dino":
         return [4 * 2**stage for stage in case.cfg["return_interm_indices"]]
-    several = (
-        family(case) in ("deformable_detr", "dab_deformable_detr", "rtdetr", "rtdetrv2")
-        and case.cfg["num_feature_levels"] > 1
-    )
-    if family(case) == "smca_multi_scale" or several:
+    several = "num_feature_levels" in case.cfg and family(case) not in ("dab_detr", "dn_detr")
+    if family(case) == "smca_multi_scale" or (several and case.cfg["num_feature_levels"] > 1):
         return [8, 16, 32]
     return [16 if case.cfg["dilation"] else 32]
 

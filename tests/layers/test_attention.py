@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from detr_bf.errors import InputError
 from detr_bf.layers import DeformableAttention, MultiHeadAttention, multi_head_attention
-from detr_bf.layers.attention import initial_offsets
+from detr_bf.layers.attention import gather_cells, initial_offsets, nearest_cells
+from detr_bf.ops import ms_deform_attn
 from tests.references.attention import packed_attention
 from tests.references.deformable_attention import loops
 
@@ -169,3 +172,67 @@ def test_new_deformable_attention_looks_at_fixed_places_with_equal_weights() -> 
 def test_deformable_attention_heads_must_divide_the_width() -> None:
     with pytest.raises(InputError, match="heads=3 must divide"):
         DeformableAttention(8, heads=3, levels=1, points=1)
+
+
+def discrete_loops(
+    value: Tensor, shapes: list[tuple[int, int]], points: Tensor, weights: Tensor, widths: list[int]
+) -> Tensor:
+    """Sum the values (R, S, H, D) of the cells at x * width + 0.5 and y * height + 0.5, one by one."""
+    rows, queries, heads, levels, count, _ = points.shape
+    found = torch.zeros(rows, queries, heads, value.shape[-1], dtype=value.dtype)
+    for r, q, h, level, p in itertools.product(*map(range, (rows, queries, heads, levels, count))):
+        height, width = shapes[level]
+        column = min(max(int(points[r, q, h, level, p, 0] * width + 0.5), 0), widths[level] - 1)
+        row = min(max(int(points[r, q, h, level, p, 1] * height + 0.5), 0), height - 1)
+        start = sum(a * b for a, b in shapes[:level])
+        found[r, q, h] += weights[r, q, h, level, p] * value[r, start + row * width + column, h]
+    return found.flatten(2)
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_discrete_sampling_against_loops(released: bool) -> None:
+    """Compare on maps wider and higher than a square; the released code limits columns by the height."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(4, 6), (3, 2)]
+    value = torch.randn(2, 30, HEADS, 3, generator=generator, dtype=torch.float64)
+    points = torch.rand(2, QUERIES, HEADS, 2, POINTS, 2, generator=generator) * 1.6 - 0.3
+    weights = torch.rand(2, QUERIES, HEADS, 2, POINTS, generator=generator, dtype=torch.float64)
+    found = gather_cells(value, nearest_cells(points, shapes, released=released), weights)
+    widths = [min(width, height) for height, width in shapes] if released else [width for _, width in shapes]
+    torch.testing.assert_close(found, discrete_loops(value, shapes, points, weights, widths))
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+def test_levels_with_different_numbers_of_points(discrete: bool) -> None:
+    """Compare with one attention per level: the softmax runs over the points of all levels together."""
+    generator = torch.Generator().manual_seed(3)
+    counts = [3, 1]
+    module = DeformableAttention(DIM, heads=HEADS, levels=2, points=counts, discrete=discrete).double()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    assert torch.equal(module.scale, torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0], dtype=torch.float32).double())
+    query = torch.randn(2, QUERIES, DIM, generator=generator, dtype=torch.float64)
+    boxes = torch.rand(2, QUERIES, 1, 4, generator=generator, dtype=torch.float64).expand(-1, -1, 2, -1)
+    tokens = torch.randn(2, TOKENS, DIM, generator=generator, dtype=torch.float64)
+    value = module.value(tokens).unflatten(-1, (HEADS, -1))
+    weights = module.attention_weights(query).unflatten(-1, (HEADS, 4)).softmax(-1)
+    offsets = module.sampling_offsets(query).unflatten(-1, (HEADS, 4, 2))
+    expected, first, start = torch.zeros(2, QUERIES, DIM, dtype=torch.float64), 0, 0
+    for level, (count, (height, width)) in enumerate(zip(counts, SHAPES, strict=True)):
+        own = slice(first, first + count)
+        box = boxes[:, :, None, level, None]
+        points = (box[..., :2] + offsets[:, :, :, own] / count * box[..., 2:] * 0.5)[:, :, :, None]
+        part, shares = value[:, start : start + height * width], weights[:, :, :, None, own]
+        if discrete:
+            expected += discrete_loops(part, [(height, width)], points, shares, [width])
+        else:
+            expected += ms_deform_attn(part, [(height, width)], None, points, shares)
+        first, start = first + count, start + height * width
+    torch.testing.assert_close(module(query, boxes, tokens, SHAPES), module.out(expected))
+    assert module.sampling_offsets.weight.requires_grad != discrete
+
+
+@pytest.mark.parametrize("points", [[4], [4, 0], 0])
+def test_points_must_fit_the_levels(points: int | list[int]) -> None:
+    with pytest.raises(InputError, match="give one number of 1 or more, or one for each of the 2 levels"):
+        DeformableAttention(DIM, heads=HEADS, levels=2, points=points)

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from detr_bf.losses import CrossEntropy, Focal, MatchabilityAware
+from detr_bf.errors import InputError
+from detr_bf.losses import CrossEntropy, Focal, MatchabilityAware, Varifocal
 from tests.references.set_criterion import focal_cost, weighted_cross_entropy
 
 LAYERS, ROWS, QUERIES, CLASSES = 2, 3, 4, 5
@@ -183,3 +184,32 @@ def test_matchability_aware_losses_of_extreme_logits_stay_finite() -> None:
     assert loss.isfinite().all()
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
+
+
+def test_varifocal_against_a_loop() -> None:
+    """The score of the class of a matched query is to be its IoU; queries without supervision count for nothing."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(2, 1, 4, 3, generator=generator, dtype=torch.float64)
+    classes = torch.tensor([[[0, -1, 2, -2]], [[-1, 1, -1, -1]]])
+    quality = torch.rand(2, 1, 4, generator=generator).double() * (classes >= 0)
+    found = Varifocal(gamma=1.5, background=0.6).loss(logits, classes, torch.tensor(3.0), quality=quality)
+    for layer in range(2):
+        total = 0.0
+        for query in range(4):
+            for label in range(3):
+                score = logits[layer, 0, query, label].sigmoid().item()
+                wanted = quality[layer, 0, query].item() if classes[layer, 0, query] == label else 0.0
+                weight = wanted if classes[layer, 0, query] == label else 0.6 * score**1.5
+                entropy = -(wanted * math.log(score) + (1 - wanted) * math.log(1 - score))
+                total += 0.0 if classes[layer, 0, query] == -2 else weight * entropy
+        assert found[layer].item() == pytest.approx(total / 3)
+
+
+def test_varifocal_is_least_where_the_score_is_the_iou() -> None:
+    quality = torch.tensor([[[0.7]]])
+    logits = torch.tensor([0.6, 0.7, 0.8]).logit()[:, None, None, None]
+    classes = torch.zeros(3, 1, 1, dtype=torch.int64)
+    losses = Varifocal().loss(logits, classes, torch.ones(()), quality=quality.expand(3, 1, 1))
+    assert losses[1] < min(losses[0], losses[2])
+    with pytest.raises(InputError, match="background=-1"):
+        Varifocal(background=-1)

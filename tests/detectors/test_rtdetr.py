@@ -1,0 +1,172 @@
+"""RT-DETR: batch norms per stream, batch attention at the fused maps, denoising and refused settings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from detr_bf.detectors import Detector, MaskHead, Options
+from detr_bf.detectors.denoising import ContrastiveDenoising
+from detr_bf.detectors.hybrid_encoder import cell_position, own_statistics
+from detr_bf.detectors.smca_multi_scale import as_maps, as_tokens
+from detr_bf.errors import InputError
+from detr_bf.losses import HungarianMatcher, SetCriterion, Varifocal
+from detr_bf.structures import Batch, Target
+from tests.detectors.tiny import DETECTORS, DIM, IMAGES, LOGITS, QUERIES, Averages, batch_former, images, model, shaken
+
+both_versions = pytest.mark.parametrize("name", ["rtdetr", "rtdetrv2"])
+FUSED = 2  # index of the place after both encoder layers
+
+
+def forked(name: str, *layers: int) -> Detector:
+    former = batch_former(layers=list(layers), num_encoder_layers=FUSED + 1, dropout=0.0)
+    return shaken(model(name, dropout=0.0, batch_former=former))
+
+
+def plain_copy(name: str, other: Detector) -> Detector:
+    """Build the detector without batch attention, with the other's weights and statistics."""
+    copy = model(name, dropout=0.0)
+    state = {key: x for key, x in other.state_dict().items() if "batch_former" not in key}
+    copy.load_state_dict(state)
+    return copy
+
+
+def without_targets() -> Batch:
+    return replace(images(), targets=())
+
+
+@both_versions
+@pytest.mark.parametrize("layers", [(0,), (1,), (FUSED,), (0, FUSED)])
+def test_second_stream_does_not_change_the_first(name: str, layers: tuple[int, ...]) -> None:
+    """The clean stream and, bit for bit, all running statistics are those of a step without batch attention."""
+    module = forked(name, *layers)
+    plain = plain_copy(name, module).train()
+    before = {key: x.clone() for key, x in module.named_buffers()}
+    both, clean = module.train()(without_targets()), plain(without_targets())
+    assert (both.num_streams, clean.num_streams) == (2, 1)
+    torch.testing.assert_close(both.logits[:, :IMAGES], clean.logits)  # the decoder runs on twice the rows
+    torch.testing.assert_close(both.boxes[:, :IMAGES], clean.boxes)
+    assert not torch.allclose(both.logits[:, IMAGES:], clean.logits)
+    after, expected = dict(module.named_buffers()), dict(plain.named_buffers())
+    changed = [key for key in expected if not torch.equal(after[key], before[key])]
+    assert len(changed) == sum(key.endswith(("running_mean", "running_var", "tracked")) for key in expected) > 0
+    for key, value in expected.items():
+        assert torch.equal(after[key], value), key
+
+
+def test_each_stream_is_normalised_by_itself() -> None:
+    """Compare the second stream behind the fork with the convolutions run on it alone, in training mode."""
+    module, batch = forked("rtdetr", 0).train(), without_targets()
+    tokens = module.tokens(module.backbone(batch.images, batch.padding_mask), batch.padding_mask)
+    hybrid, shapes = module.encoder, tokens.static["spatial_shapes"]
+    memory = hybrid(tokens)
+    second = hybrid.encoder(hybrid._coarsest(tokens)).tokens[IMAGES:]
+    *finer, _ = as_maps(tokens.tokens, shapes)
+    fused = hybrid.fusion([*finer, *as_maps(second, shapes[-1:])])
+    alone = as_tokens([layer(x) for layer, x in zip(hybrid.projections, fused, strict=True)])
+    torch.testing.assert_close(memory.tokens[IMAGES:], alone)
+
+
+def test_statistics_are_tracked_again_after_an_error() -> None:
+    norm = nn.BatchNorm2d(3).train()
+    with pytest.raises(RuntimeError), own_statistics(norm):
+        norm(torch.randn(2, 4, 4, 4))  # of another number of channels
+    with own_statistics(norm):
+        norm(torch.randn(2, 3, 4, 4))
+    assert not norm.running_mean.any()
+    norm(torch.randn(2, 3, 4, 4))
+    assert norm.running_mean.any()
+
+
+def objects(*counts: int, classes: int = LOGITS) -> tuple[Target, ...]:
+    """Return targets with so many objects each."""
+    generator = torch.Generator().manual_seed(4)
+    boxes = (torch.rand(count, 4, generator=generator) * 0.3 + 0.2 for count in counts)
+    return tuple(
+        Target(image, box, torch.randint(classes, (len(box),), generator=generator), (16, 24), (16, 24))
+        for image, box in enumerate(boxes)
+    )
+
+
+@both_versions
+@pytest.mark.parametrize("counts", [(0, 0), (1, 0), (0, 3), (2 * QUERIES, 1)])
+def test_denoising_of_any_number_of_objects(name: str, counts: tuple[int, int]) -> None:
+    """Every part gets a gradient in every batch, as ranks with different objects need; both streams have one noise."""
+    module = forked(name, 0).train()
+    batch = replace(images(), targets=objects(*counts))
+    outputs = module(batch)
+    ((group, denoised),) = outputs.groups
+    dummies = name == "rtdetrv2" and not any(counts)
+    assert group.size == 2 * group.parts * max(*counts, int(dummies))
+    assert torch.equal(*group.assigned.chunk(2))
+    assert denoised.logits.shape[1:3] == (2 * IMAGES, group.size)
+    report = SetCriterion(Varifocal(), HungarianMatcher(Varifocal(), 2))(outputs, batch.targets)
+    assert report.total.isfinite()
+    assert (report.losses["loss_ce_dn"] != 0) == (any(counts) or dummies)
+    assert (report.losses["loss_bbox_dn"] != 0) == any(counts)
+    report.total.backward()
+    for key, parameter in module.named_parameters():
+        assert parameter.grad is not None or not parameter.requires_grad, key
+
+
+@pytest.mark.parametrize("classes", [1, 1000])
+def test_denoising_of_one_class_and_of_a_thousand(classes: int) -> None:
+    module = model("rtdetr", num_logits=classes).train()
+    batch = replace(images(), targets=objects(3, 2, classes=classes))
+    outputs = module(batch)
+    assert SetCriterion(Varifocal(), HungarianMatcher(Varifocal(), 2))(outputs, batch.targets).total.isfinite()
+    assert outputs.groups[0][1].logits.shape[-1] == classes
+
+
+def test_denoising_can_be_switched_off() -> None:
+    module = (
+        DETECTORS["rtdetr"].make(Averages(3), [3] * 3, options(), denoising=ContrastiveDenoising(queries=0)).train()
+    )
+    assert module(images()).groups == ()
+
+
+@pytest.mark.parametrize(("height", "width"), [(3, 3), (2, 5)])
+def test_positions_against_a_loop(height: int, width: int) -> None:
+    found = cell_position(height, width, 8, temperature=100.0)
+    for row in range(height):
+        for column in range(width):
+            parts = [(f(number), f(number / 10)) for number in (row, column) for f in (math.sin, math.cos)]
+            expected = torch.tensor([x for part in parts for x in part])
+            torch.testing.assert_close(found[row * width + column], expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"position_encoding": "learned"}, "must be sine in RT-DETR; got 'learned'"),
+        ({"hidden_dim": 34}, "hidden_dim=34 of the encoder must be divisible by 4"),
+    ],
+)
+def test_wrong_settings_of_rtdetr_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        model("rtdetr", **changes)
+
+
+def test_wrong_widths_and_points_are_refused() -> None:
+    make = partial(DETECTORS["rtdetrv2"].make, Averages(3), [3] * 3)
+    with pytest.raises(InputError, match="encoder_dim=64 must equal hidden_dim=32 with a mask head"):
+        make(options(mask_head=MaskHead(DIM, heads=2, finer_channels=[3])), encoder_dim=64)
+    with pytest.raises(InputError, match="one for each of the 3 levels"):
+        make(options(), points=[4, 4])
+
+
+def test_one_cell_in_training_is_refused() -> None:
+    batch = Batch(torch.zeros(1, 3, 16, 16, dtype=torch.uint8), torch.zeros(1, 16, 16, dtype=torch.bool))
+    module = model("rtdetr")
+    assert module.eval()(batch).boxes.isfinite().all()
+    with pytest.raises(InputError, match="one image of one cell"):
+        module.train()(batch)
+
+
+def options(**changes: object) -> Options:
+    return Options(num_logits=LOGITS, hidden_dim=DIM, heads=2, num_queries=QUERIES, encoder_layers=1, **changes)
