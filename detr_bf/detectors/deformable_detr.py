@@ -145,6 +145,8 @@ def _learned_queries(options: Options) -> LearnedQueries:
 
 
 def _proposal_queries(options: Options, mixed_selection: bool) -> ProposalQueries:
+    if any(group.parts > 1 for group in options.groups):
+        raise InputError("groups.group_detr needs learned queries: set two_stage=false, or use groups.one_to_many")
     return ProposalQueries(
         options.num_queries,
         options.hidden_dim,
