@@ -224,19 +224,20 @@ def build_mask_head(config: DetectionConfig, channels: Sequence[int]) -> MaskHea
 
 def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
     """Return the detector's builder with the arguments that only this detector has."""
-    anchors: dict[str, Any] = {"patterns": model.dab.patterns, "random_points": model.dab.random_points}
+    dab, noise = model.dab, model.denoising
     match model.name:
         case "dab_deformable_detr":
             return partial(
                 dab_deformable_detr,
-                **anchors,
+                patterns=dab.patterns,
+                random_points=dab.random_points,
                 extra_levels=model.extra_levels,
                 encoder_points=model.deformable.encoder_points,
                 decoder_points=model.deformable.decoder_points,
                 box_refine=model.deformable.box_refine,
             )
         case "dab_detr":
-            return partial(dab_detr, **anchors)
+            return partial(dab_detr, patterns=dab.patterns, random_points=dab.random_points)
         case "deformable_detr":
             return partial(
                 deformable_detr,
@@ -249,7 +250,7 @@ def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
                 look_forward_twice=model.deformable.look_forward_twice,
             )
         case "dino":
-            noise, parts = model.denoising, model.dino
+            parts = model.dino
             return partial(
                 dino,
                 extra_levels=model.extra_levels,
@@ -263,9 +264,13 @@ def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
                 denoising=ContrastiveDenoising(noise.queries, None, noise.label_noise, noise.box_noise),
             )
         case "dn_detr":
-            noise = model.denoising
             return partial(
-                dn_detr, **anchors, groups=noise.groups, label_noise=noise.label_noise, box_noise=noise.box_noise
+                dn_detr,
+                patterns=dab.patterns,
+                random_points=dab.random_points,
+                groups=noise.groups,
+                label_noise=noise.label_noise,
+                box_noise=noise.box_noise,
             )
         case "rtdetr" | "rtdetrv2":
             return _rtdetr(model)
