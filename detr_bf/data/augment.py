@@ -127,8 +127,7 @@ def mosaic(samples: Sequence[Sample], centre: tuple[float, float]) -> Sample:
         size = _fitting(sample, quarter)
         begin = [at if behind else at - side for at, behind, side in zip(meeting, far, size, strict=True)]
         padding = [begin[1], begin[0], canvas[1] - begin[1] - size[1], canvas[0] - begin[0] - size[0]]
-        resized = _each(sample, functional.resize, size=size, antialias=True)
-        parts.append(_each(resized, functional.pad, padding=padding))
+        parts.append(_each(_resized(sample, size), functional.pad, padding=padding))
     image = torch.stack([part.image for part in parts]).amax(0)  # they do not overlap
     return _large_enough(_joined(Image(image), parts))
 
@@ -156,7 +155,7 @@ def pasted(sample: Sample, other: Sample, is_thing: Sequence[bool], min_visible:
     chosen = chosen[taken]
     canvas = list(sample.image.shape[-2:])
     size = _fitting(other, [max(1, round(side * _uniform(*PASTED_SCALE))) for side in canvas])
-    pixels, masks = (functional.resize(part, size, antialias=True) for part in (other.image, Mask(other.masks[chosen])))
+    pixels, _, _, masks = _resized(other._replace(masks=Mask(other.masks[chosen])), size)
     if _happens(0.5):
         pixels, masks = functional.horizontal_flip(pixels), functional.horizontal_flip(masks)
     top, left = (_integer(0, whole - part) for whole, part in zip(canvas, size, strict=True))
@@ -183,7 +182,7 @@ def scale_jittered(sample: Sample, factor: float, min_visible: float = 0.0) -> S
         return _cut(sample, _integer(0, height - size[0]), _integer(0, width - size[1]), *size, min_visible)[0]
     small = max(1, round(height * factor)), max(1, round(width * factor))
     top, left = _integer(0, height - small[0]), _integer(0, width - small[1])
-    resized = _each(sample, functional.resize, size=list(small), antialias=True)
+    resized = _resized(sample, list(small))
     padding = [left, top, width - left - small[1], height - top - small[0]]
     return _large_enough(_each(resized, functional.pad, padding=padding))
 
@@ -195,7 +194,7 @@ def zoomed_out(sample: Sample, largest: float) -> Sample:
     scale = math.sqrt(_MOST_BYTES / (height * width * planes)) / largest
     if scale < 1:
         size = [max(1, round(side * scale)) for side in (height, width)]
-        sample = _large_enough(_each(sample, functional.resize, size=size, antialias=True))
+        sample = _large_enough(_resized(sample, size))
     result: Sample = RandomZoomOut(side_range=(1.0, largest), p=1.0)(sample)
     return result
 
@@ -291,6 +290,17 @@ def _each(sample: Sample, function: Callable[..., Any], **settings: Any) -> Samp
     """Apply a function of torchvision to image, boxes and masks."""
     image, boxes = (function(part, **settings) for part in (sample.image, sample.boxes))
     return Sample(image, boxes, sample.labels, None if sample.masks is None else function(sample.masks, **settings))
+
+
+def _resized(sample: Sample, size: list[int]) -> Sample:
+    """Resize to (height, width), bilinear with antialiasing, masks to the nearest pixel.
+
+    A single pixel is computed in float32, because torch 2.15 fails with uint8 there.
+    """
+    single = size == [1, 1]
+    image = wrap(sample.image.float(), like=sample.image) if single else sample.image
+    resized = _each(sample._replace(image=image), functional.resize, size=size, antialias=True)
+    return resized._replace(image=wrap(resized.image.round().to(torch.uint8), like=image)) if single else resized
 
 
 def _fitting(sample: Sample, space: Sequence[int]) -> list[int]:

@@ -108,7 +108,8 @@ class DetectionTask(Task[DetectionConfig]):
             data_source(self.config, "train"),
             data_source(self.config, "val") if self.config.data.has_val else None,
             num_queries=self.config.model.detections,
-            masks=self.config.model.masks,
+            masks=self.config.model.masks or self.config.data.augment.copy_paste > 0,
+            joined=(4 if self.config.data.augment.mosaic else 1) * (2 if self.config.data.mixup.prob else 1),
             workers=max(1, self.config.data.workers),
             max_pixels=self.config.data.max_pixels,
         )
@@ -357,20 +358,8 @@ def check_enough_tokens(config: DetectionConfig, data: CocoDetection, split: str
     if not two_stage and model.name not in ("dino", "rtdetr", "rtdetrv2"):
         return
     further = model.groups.one_to_many.queries if split == "train" else 0
-    wanted = model.num_queries + further
-    sides, square = [transforms.eval_short_side], transforms.square
-    if split == "train":
-        sides = [*transforms.short_sides, *config.data.batch_sides]
-    if square is not None:
-        sides = [square, *(config.data.batch_sides if split == "train" else ())]
-    side = min(sides)
-    named = [size for size in data.sizes if size is not None and min(size) > 0]
-    if square is None:
-        sizes = {resized_size(*size, side, transforms.max_size): f"an image of {size[1]} x {size[0]}" for size in named}
-    else:
-        sizes = {(side, side): "an image"}
-    if split == "train" and transforms.random_crop and max(transforms.crop_short_sides) >= transforms.crop_min:
-        sizes.setdefault((side, side), "a square crop")
+    wanted, square = model.num_queries + further, transforms.square
+    sizes = _transformed_sizes(config, data, split)
     found, (height, width) = min(((_num_tokens(config, size), size) for size in sizes), default=(wanted, (0, 0)))
     if found < wanted:
         setting = "square" if square else "short_sides" if split == "train" else "eval_short_side"
@@ -380,6 +369,28 @@ def check_enough_tokens(config: DetectionConfig, data: CocoDetection, split: str
             f"the tokens of an image: {sizes[height, width]} of data.{split}, resized to {width} x {height}, has only "
             f"{found}: lower model.num_queries, or raise data.transforms.{setting}"
         )
+
+
+def _transformed_sizes(config: DetectionConfig, data: CocoDetection, split: str) -> dict[tuple[int, int], str]:
+    """Return the sizes (height, width) with the fewest tokens after the transforms, each with its origin."""
+    transforms, augment = config.data.transforms, config.data.augment
+    training = split == "train"
+    sides = transforms.short_sides if training else [transforms.eval_short_side]
+    if transforms.square is not None:
+        sides = [transforms.square]
+    side = min([*sides, *(config.data.batch_sides if training else ())])
+    if transforms.square is not None:
+        return {(side, side): "an image"}
+    named = {size: f"an image of {size[1]} x {size[0]}" for size in data.sizes if size is not None and min(size) > 0}
+    if training and augment.iou_crop:  # their sides have shares of which one is up to twice the other
+        named |= {(2 * height, width): f"a crop of {text}" for (height, width), text in list(named.items())}
+        named |= {(height, 2 * width): f"a crop of {text}" for (height, width), text in list(named.items())}
+    sizes = {resized_size(*size, side, transforms.max_size): text for size, text in named.items()}
+    if training and transforms.random_crop and max(transforms.crop_short_sides) >= transforms.crop_min:
+        sizes.setdefault((side, side), "a square crop")
+    elif training and (augment.iou_crop or augment.mosaic):
+        sizes.setdefault((side, side), "a square crop or mosaic")
+    return sizes
 
 
 def _num_tokens(config: DetectionConfig, size: tuple[int, int]) -> int:

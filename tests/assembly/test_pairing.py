@@ -130,6 +130,20 @@ def test_every_detector_starts_alike_with_and_without(name: str) -> None:
     assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
 
 
+def test_plain_epochs_have_neither_mixup_nor_sides_of_batches(trainer_of: Callable[..., Trainer]) -> None:
+    shared = ["data.transforms.max_size=200", "data.transforms.random_crop=0", "train.epochs=5"]
+    settings = [*shared, "data.mixup.prob=1", "data.batch_sides=[64]"]
+    stages = ["data.plain_first_epochs=1", "data.plain_last_epochs=1", "data.augment.until_epoch=3"]
+    trainer = trainer_of(*settings, *stages)
+    epochs = [list(trainer.make_batches(epoch, 0)) for epoch in range(5)]
+    mixed = [all(len(target.labels) > 2 for batch in batches for target in batch.targets) for batches in epochs]
+    assert mixed == [False, True, True, False, False]
+    sided = [all(min(target.size) == 64 for batch in batches for target in batch.targets) for batches in epochs]
+    assert sided == [True, True, True, True, False]
+    plain = list(trainer_of(*shared).make_batches(4, 0))
+    assert all(torch.equal(x.images, y.images) for x, y in zip(epochs[4], plain, strict=True))
+
+
 def test_mixup_is_a_function_of_seed_epoch_and_batch(trainer_of: Callable[..., Trainer]) -> None:
     trainer = trainer_of("data.mixup.prob=0.5")
     whole, rest = list(trainer.make_batches(0, 0)), list(trainer.make_batches(0, 1))

@@ -156,6 +156,35 @@ def test_a_square_crop_may_have_the_fewest_tokens() -> None:
         check_enough_tokens(crops, sized((640, 960)), "train")
 
 
+def test_squares_batch_sides_and_augmentation_may_have_the_fewest_tokens() -> None:
+    squares = load_config(None, [*TWO_STAGE, "data.transforms.square=128", "data.batch_sides=[64,96]"])
+    with pytest.raises(InputError, match=r"an image of data\.train, resized to 64 x 64, has only 84.*raise .*square"):
+        check_enough_tokens(squares, sized((640, 960)), "train")
+    check_enough_tokens(squares, sized((640, 960)), "val")
+    augmented = [*TWO_STAGE, "data.transforms.random_crop=0", "model.num_queries=118"]
+    check_enough_tokens(load_config(None, augmented), sized((480, 640)), "train")
+    for setting in ("data.augment.mosaic=0.5", "data.augment.iou_crop=0.5"):
+        with pytest.raises(InputError, match=r"a square crop or mosaic of data\.train, resized to 64 x 64"):
+            check_enough_tokens(load_config(None, [*augmented, setting]), sized((480, 640)), "train")
+
+
+def test_flat_cosine_counts_epochs() -> None:
+    settings = [
+        "optimizer.schedule=flat_cosine",
+        "optimizer.flat_epochs=4",
+        "optimizer.final_epochs=2",
+        "train.epochs=10",
+    ]
+    rate = learning_rate(load_config(None, settings), 5)
+    assert [rate(step) for step in (0, 19, 20)] == [1, 1, 1]
+    assert rate(30) == pytest.approx(0.75)
+    assert [rate(step) for step in (40, 49)] == pytest.approx([0.5, 0.5])
+    trial = learning_rate(load_config(None, [*settings, "train.max_steps=25"]), 5)
+    assert [trial(step) for step in range(50)] == [rate(step) for step in range(50)]
+    with pytest.raises(InputError, match=r"leave no epoch for the cosine in a run of train\.epochs=6"):
+        learning_rate(load_config(None, [*settings, "train.epochs=6"]), 5)
+
+
 def test_one_stage_and_unknown_sizes_are_not_refused() -> None:
     check_enough_tokens(load_config(None, [*TWO_STAGE, "model.deformable.two_stage=false"]), sized((1, 1)), "train")
     check_enough_tokens(load_config(None, TWO_STAGE), sized(None), "train")

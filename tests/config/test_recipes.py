@@ -16,8 +16,12 @@ import yaml
 from torch import nn
 
 from detr_bf.assembly.classification import build_classifier, build_masked_autoencoder
+from detr_bf.assembly.data import augmented_epochs
+from detr_bf.assembly.model import build_classification
+from detr_bf.assembly.training import learning_rate
 from detr_bf.config import SCHEMAS, config_to_dict, known_keys, load_config, packaged_configs, packaged_experiments
 from detr_bf.errors import InputError
+from detr_bf.losses import MatchabilityAware
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -503,3 +507,17 @@ def test_packaged_configs_are_found_by_name_without_a_collision() -> None:
         if path.parent.name not in ("base", "compare") and "detectron2" not in path.parts
     ]
     assert packaged_experiments() == {path.stem: path for path in CONFIGS.glob("compare/*.yaml")}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in RECIPES if name.split("/")[0] not in TASKS and not load(name).freeze.detector]
+)
+def test_deim_is_merged_after_the_config_of_any_detector(name: str) -> None:
+    alone, merged = load(name), load_config([CONFIGS / name, CONFIGS / "deim.yaml"])
+    assert merged.model == alone.model
+    assert (merged.optimizer.lr, merged.optimizer.backbone_lr) == (alone.optimizer.lr, alone.optimizer.backbone_lr)
+    assert isinstance(build_classification(merged), MatchabilityAware)
+    augmented, dense = augmented_epochs(merged)
+    assert (augmented, dense) == (range(4, 58), range(4, 34))
+    rate = learning_rate(merged, 1000)
+    assert [rate(1000 * epoch) for epoch in (5, 33, 58)] == pytest.approx([1, 1, 0.5])

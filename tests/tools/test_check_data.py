@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +82,67 @@ def test_names_that_cannot_be_are_bad_input(
     given = ["data.name=image_folder", f"data.root={folders}", setting]
     assert run_tool(["--config", str(classifier_config(tmp_path)), *given]) == 2
     assert f"error: {said}" in capsys.readouterr().err
+
+
+AUGMENTED = "data.augment={mosaic: 0.5, scale_jitter: 0.5, photometric_distort: 0.5, zoom_out: 0.5, iou_crop: 0.5}"
+
+
+@pytest.fixture
+def detector(tmp_path: Path, coco_folder: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Arguments that check training data of six images."""
+    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    data = coco_folder(num_images=6)
+    return [f"data.train.images={data.images}", f"data.train.annotations={data.annotations}", "data.workers=0"]
+
+
+def test_training_images_are_drawn_with_each_augmentation(
+    detector: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*detector, AUGMENTED, "data.mixup.prob=1", "--images", "3", "--show-augmented"]
+    assert run_tool([*command, str(tmp_path / "sheets" / "a.png")]) == 0
+    names = "original, mosaic, scale_jitter, photometric_distort, zoom_out, iou_crop, as trained, with mixup"
+    assert f"3 training images, {names}: {tmp_path}/sheets/a.png" in capsys.readouterr().out
+    first = (tmp_path / "sheets" / "a.png").read_bytes()
+    with Image.open(tmp_path / "sheets" / "a.png") as sheet:
+        assert sheet.width > 8 * 400
+        assert sheet.height > 3 * 300
+    assert run_tool([*command, str(tmp_path / "sheets" / "a.png")]) == 0, "it replaces its own sheet"
+    assert (tmp_path / "sheets" / "a.png").read_bytes() == first, "the same images each time"
+    assert run_tool([*detector, "--show-augmented", str(tmp_path / "sheets")]) == 0
+    assert "4 training images, original, as trained: " in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "sheets").iterdir()) == ["a.png", "augmented.png"]
+
+
+def test_a_sheet_replaces_no_other_file(
+    detector: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photograph = tmp_path / "photograph.png"
+    Image.new("RGB", (9, 9)).save(photograph)
+    before = photograph.read_bytes()
+    assert run_tool([*detector, "--show-augmented", str(photograph)]) == 2
+    assert "exists and was not written by this command" in capsys.readouterr().err
+    assert photograph.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--show-augmented", "sheet.jpg"], "expected a folder, or a file with the suffix .png"),
+        (["--show-augmented", "s", "--images", "0"], "--images must be from 1 to 100, got 0"),
+        (["--images", "2"], "give both"),
+    ],
+)
+def test_options_of_the_sheet_that_make_no_sense(
+    arguments: list[str], said: str, detector: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_tool([*detector, *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_only_images_of_detectors_are_drawn(folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--config", str(classifier_config(tmp_path)), "data.name=image_folder", f"data.root={folders}"]
+    assert run_tool([*command, "--show-augmented", str(tmp_path / "sheet")]) == 2
+    assert "this config is task=classification" in capsys.readouterr().err
 
 
 def test_the_task_may_be_inherited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ Errors stop training or make its results wrong. Warnings are handled as their li
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ def examine(
     *,
     num_queries: int,
     masks: bool = False,
+    joined: int = 1,
     cache_dir: Path | None = None,
     workers: int = 1,
     max_pixels: int = MAX_PIXELS,
@@ -77,6 +78,7 @@ def examine(
         val: paths of the validation split, or None.
         num_queries: number of objects that the detector can find in an image.
         masks: check the masks too.
+        joined: training images that augmentation joins in one, at most.
         cache_dir: folder of the cache of image files that were read before.
         workers: threads that read image files.
         max_pixels: limit of an image.
@@ -87,6 +89,7 @@ def examine(
     cache_dir = cache_dir or cache_folder("doctor")
     named = {"train": train} | ({"val": val} if val else {})
     splits = [_open(name, source, num_queries, masks, cache_dir, workers, max_pixels) for name, source in named.items()]
+    splits[0] = replace(splits[0], joined=joined)
     checks = [*CHECKS, *MASK_CHECKS]
     findings = [finding for split in splits for check in checks if (finding := check.on(split.name, split))]
     if len(splits) == 2:
@@ -245,6 +248,13 @@ def _too_many_objects(split: Split) -> Iterator[str]:
     for image_id, count in split.objects_per_image.items():
         if count > split.num_queries:
             yield f"image {image_id}: {count} objects, {split.num_queries} queries"
+
+
+@CHECKS.add("warning", "too-many-joined", "mosaic and mixup join more objects than queries: some cannot be found")
+def _too_many_joined(split: Split) -> Iterator[str]:
+    objects = split.joined * len(split.objects) / max(1, len(split.content.images))
+    if split.joined > 1 and objects > split.num_queries:
+        yield f"{split.joined} images with {objects:.0f} objects on average, {split.num_queries} queries"
 
 
 @CHECKS.add("warning", "class-without-examples", "the class has no object")

@@ -46,6 +46,7 @@ class Split:
     num_queries: int
     masks: bool = False  # train and evaluate masks
     maps: Mapping[str, MapRecord] = field(default_factory=dict)  # of the panoptic PNGs
+    joined: int = 1  # images that augmentation joins in one
 
     @cached_property
     def images(self) -> dict[int, Mapping[str, Any]]:

@@ -187,6 +187,18 @@ def test_no_objects(sets: DataSets) -> None:
     ]
 
 
+def test_too_many_objects_after_mosaic_and_mixup(sets: DataSets) -> None:
+    def found(joined: int, num_queries: int) -> list[tuple[str, str]]:
+        sources = split(sets.train), split(sets.val)
+        report = examine(*sources, num_queries=num_queries, joined=joined, cache_dir=sets.cache, workers=2)
+        return [(finding.split, finding.code) for finding in report.findings]
+
+    objects = len(sets.train.content["annotations"]) / len(sets.train.content["images"])
+    assert objects == 2
+    assert found(8, 16) == found(1, 16) == []
+    assert found(8, 15) == [("train", "too-many-joined")]
+
+
 def test_too_many_objects(sets: DataSets) -> None:
     sets.train.content["annotations"].append({"id": 99, "image_id": 1, "category_id": 3, "bbox": [1, 1, 5, 5]})
     assert sets.findings(num_queries=3) == []
