@@ -61,7 +61,11 @@ def _rtdetr() -> Iterator[Format]:
     buffers = ("decoder.anchors", "decoder.valid_mask")  # of one image size
     for name, rules, own in (
         ("rtdetr", official.official_rtdetr, ("encoder.input_proj.0.0", "decoder.enc_output.0")),
-        ("rtdetrv2", official.official_rtdetrv2, ("encoder.input_proj.0.conv", "decoder.enc_output.proj")),
+        (
+            "rtdetrv2",
+            official.official_rtdetrv2,
+            ("encoder.input_proj.0.conv", _SCALE),
+        ),
     ):
         title = f"official {name.replace('rtdetr', 'RT-DETR')}"
         yield Format(name, rules, (*signs, *own), title, "ema.module", ignored=buffers)
@@ -96,6 +100,7 @@ def _detectron2() -> Iterator[Format]:
 
 
 _LAYER = "transformer.decoder.layers.0"
+_SCALE = "decoder.decoder.layers.0.cross_attn.num_points_scale"
 _ATTENTION = "model.decoder.layers.0.encoder_attn"
 FORMATS = (
     Format("detr", official.official_detr, (f"{_LAYER}.multihead_attn", "input_proj.weight"), "official DETR"),

@@ -122,10 +122,10 @@ def hf_deformable_detr(layout: Layout) -> Iterator[NameRule]:
 def hf_rtdetr(layout: Layout) -> Iterator[NameRule]:
     """RTDetrForObjectDetection."""
     for rule in hf_rtdetrv2(layout):
-        if len(rule.theirs) == 1:
-            yield rule
-        else:  # the heads, stored once
+        if len(rule.theirs) > 1:  # the heads, stored once
             yield replace(rule, theirs=rule.theirs[:1], older=rule.theirs[1:])
+        elif not rule.theirs[0].endswith("n_points_scale"):
+            yield rule
 
 
 def hf_rtdetrv2(layout: Layout) -> Iterator[NameRule]:

@@ -25,7 +25,16 @@ from detr_bf.losses import SetCriterion
 from detr_bf.planning import trace
 from detr_bf.plugins import ContextBroadcasting, PluginCriterion, RelativeLocalizationLoss
 from detr_bf.structures import Batch, Outputs, Target
-from tests.detectors.tiny import BLIND_TO_PADDING, DETECTORS, batch_former, images, model, settings_of, shaken
+from tests.detectors.tiny import (
+    BLIND_TO_PADDING,
+    DETECTORS,
+    WITH_PROPOSALS,
+    batch_former,
+    images,
+    model,
+    settings_of,
+    shaken,
+)
 from tests.plugins import tiny
 
 SMALL = (
@@ -135,7 +144,7 @@ def test_the_loss_is_added_to_those_of_the_set_criterion_and_trains_the_encoder(
     detector = with_plugins(shaken(model(name, batch_former=batch_former()), std=0.1))
     plain = build_criterion(config())
     torch.manual_seed(7)
-    outputs = detector.train()(images())
+    outputs = detector.train()(replace(images(), targets=tuple(targets())))
     assert outputs.num_streams == 2
     encoder_of(detector).plugins["relative_localization"].weight = weight
     report, expected = PluginCriterion(plain, encoder_of(detector))(outputs, targets()), plain(outputs, targets())
@@ -144,7 +153,7 @@ def test_the_loss_is_added_to_those_of_the_set_criterion_and_trains_the_encoder(
     local = report.losses["loss_localization"]
     assert 0 < local.item() < 2
     torch.testing.assert_close(report.total, expected.total + weight * local)
-    assert ("loss_giou_enc" in report.losses) == (name == "deformable_detr_two_stage")
+    assert ("loss_giou_enc" in report.losses) == (name in WITH_PROPOSALS)
     streams = ("stream/clean", "stream/batchformer")
     torch.testing.assert_close(sum(report.logged[stream] for stream in streams) / 2, report.total.detach())
     assert {key: value.item() for key, value in report.logged.items() if key not in streams} == {

@@ -149,6 +149,15 @@ def test_too_few_tokens_for_the_queries_of_two_stages_are_refused(split: str) ->
     check_enough_tokens(load_config(None, [*TWO_STAGE, "model.num_queries=118"]), data, split)
 
 
+@pytest.mark.parametrize("name", ["rtdetr", "rtdetrv2"])
+def test_too_few_tokens_for_rtdetr_are_refused(name: str) -> None:
+    """Its levels are those of the backbone: extra_levels adds none."""
+    settings = (*TWO_STAGE, f"model.name={name}", "model.backbone.strides=[8,16,32]")
+    with pytest.raises(InputError, match=f"model.name={name} takes model.num_queries=300 queries.*has only 118"):
+        check_enough_tokens(load_config(None, [*settings, "model.num_queries=300"]), sized((480, 640)), "train")
+    check_enough_tokens(load_config(None, [*settings, "model.num_queries=118"]), sized((480, 640)), "train")
+
+
 def test_a_square_crop_may_have_the_fewest_tokens() -> None:
     crops = load_config(None, [*TWO_STAGE, "model.num_queries=100", "data.transforms.random_crop=0.5"])
     check_enough_tokens(crops, sized((640, 960)), "val")

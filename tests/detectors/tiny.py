@@ -85,11 +85,7 @@ DETECTORS = {
         2, partial(deformable_detr, box_refine=True, two_stage=True), (*REFINE, "model.deformable.two_stage=true")
     ),
     "rtdetr": Kind(3, rtdetr),
-    "rtdetrv2": Kind(
-        3,
-        partial(rtdetrv2, points=[3, 2, 1], discrete=True),
-        ("model.rtdetr.points=[3,2,1]", "model.rtdetr.sampling=discrete"),
-    ),
+    "rtdetrv2": Kind(3, partial(rtdetrv2, points=[3, 2, 1]), ("model.rtdetr.points=[3,2,1]",)),
 }
 
 

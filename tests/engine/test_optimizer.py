@@ -17,6 +17,7 @@ from detr_bf.engine.optimizer import image_parameter_groups, load_optimizer
 from detr_bf.errors import InputError
 from detr_bf.plugins import add_batchformer, add_batchformer_v2, add_context_broadcasting, add_diverse_patch
 from tests.checkpoints import training
+from tests.detectors import tiny as tiny_detectors
 from tests.plugins import tiny
 
 
@@ -290,3 +291,24 @@ def test_moments_take_the_layout_of_their_parameter(before: bool, name: str) -> 
         steps(second, resumed)
         weights.append(second.weight.detach().clone())
     torch.testing.assert_close(weights[1], weights[0])
+
+
+def test_vectors_without_weight_decay() -> None:
+    """Compare with RT-DETR's rule: biases and norms of all parts have none, and their part's learning rate."""
+    model = tiny_detectors.model("rtdetr", batch_former=tiny_detectors.batch_former())
+    model.backbone = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    settings = {"lr": 1.0, "backbone_lr": 0.1, "weight_decay": 0.01}
+    groups = {group["name"]: group for group in parameter_groups(model, **settings, decay_vectors=False)}
+    former = {id(p) for p in model.encoder.encoder.batch_former.parameters()}
+    found = {id(p): group for group in groups.values() for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        group = found[id(parameter)]
+        decays = parameter.ndim > 1 or id(parameter) in former
+        assert group["weight_decay"] == (0.01 if decays else 0.0), name
+        assert group["lr"] == (0.1 if name.startswith("backbone") else 1.0), name
+    assert {group["name"] for group in parameter_groups(model, **settings)} == {
+        "transformer",
+        "backbone",
+        "batch_former",
+        "points",
+    }
