@@ -185,7 +185,8 @@ def gradients_of_a_rank(objects: tuple[int, ...]) -> dict[str, torch.Tensor]:
     own = slice(distributed.rank(), distributed.rank() + 1)
     batch = Batch(batch.images[own], batch.padding_mask[own], batch.targets[own])
     step = TrainingStep(module, criterion(), torch.device("cpu"), torch.float32)
-    wrap_ddp(step)(batch).total.backward()
+    parallel = wrap_ddp(step)  # it must live until the gradients are reduced
+    parallel(batch).total.backward()
     return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 

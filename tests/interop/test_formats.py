@@ -14,7 +14,7 @@ from tests.interop.states import assert_same, state_of
 SHARED = {  # formats of other detectors
     "dino_shared_heads": ("dino",),
     "dn_detr": ("dab_detr",),
-    "group_detr": ("conditional_detr", "hf_conditional_detr", "hf_conditional_detr_no_timm"),
+    "group_detr": ("conditional_detr", "hf_conditional_detr"),
     "h_deformable_detr": ("deformable_detr",),
 }
 FORMATS_OF = {
