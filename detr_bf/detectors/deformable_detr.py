@@ -54,8 +54,7 @@ def deformable_detr(
         encoder_points, decoder_points: sampling points per head and level.
         box_refine: every layer refines the boxes of the previous layer, with its own heads.
         two_stage: take queries and their boxes from the best tokens of the encoder.
-        queries, update_queries: of the decoder; by default learned queries or those of ``two_stage``, and no update.
-        eps: of the logits of the references, as of :class:`detr_bf.transformer.Heads`.
+        queries, update_queries, eps: of decoder and heads; by default learned queries or those of ``two_stage``.
 
     Raises:
         InputError: ``two_stage`` without ``box_refine``, which is not defined in the paper's code.
