@@ -135,7 +135,7 @@ class BatchFormerConfig:
     """BatchFormerV2 in the encoder."""
 
     enabled: bool = True
-    layers: list[int] = indices(0)  # encoder layers with an insertion, from 0, ascending; rtdetr: the last is fusion
+    layers: list[int] = indices(0)  # encoder layers with an insertion, counted from 0, ascending
     position: str = choice("before", "after")  # of the encoder layer; the authors' code inserts after it
     shared: bool = True  # one module for all insertions; false: one module each
     mode: str = choice(
