@@ -30,7 +30,9 @@ from detr_bf.detectors.dab_deformable_detr import dab_deformable_detr
 from detr_bf.detectors.dab_detr import dab_detr
 from detr_bf.detectors.deformable_detr import deformable_detr
 from detr_bf.detectors.denoising import ContrastiveDenoising
+from detr_bf.detectors.dino import dino
 from detr_bf.detectors.dn_detr import dn_detr
+from detr_bf.detectors.groups import query_groups
 from detr_bf.detectors.smca import smca
 from detr_bf.detectors.smca_multi_scale import smca_multi_scale
 from detr_bf.engine.step import Criterion
@@ -68,6 +70,21 @@ OWN_SETTINGS = {
         "deformable.decoder_points",
         "deformable.box_refine",
         "deformable.two_stage",
+        "deformable.mixed_selection",
+        "deformable.look_forward_twice",
+    ),
+    "dino": (
+        "extra_levels",
+        "deformable.encoder_points",
+        "deformable.decoder_points",
+        "dino.mixed_selection",
+        "dino.layer_class_heads",
+        "dino.layer_box_heads",
+        "dino.token_class_head",
+        "dino.token_box_head",
+        "denoising.queries",
+        "denoising.label_noise",
+        "denoising.box_noise",
     ),
     "dn_detr": (*_DAB, "denoising.groups", "denoising.label_noise", "denoising.box_noise"),
     "rtdetr": _RTDETR,
@@ -154,6 +171,13 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
         position_temperature=model.position_temperature,
         input_norm=model.input_norm,
         aux_loss=model.aux_loss,
+        groups=query_groups(
+            model.num_queries,
+            one_to_many=model.groups.one_to_many.queries,
+            repeats=model.groups.one_to_many.repeats,
+            weight=model.groups.one_to_many.weight,
+            group_detr=model.groups.group_detr,
+        ),
         class_prior=None if config.loss.classification == "cross_entropy" else FOCAL_PRIOR,
         batch_former=build_batch_former(config),
         mask_head=build_mask_head(config, body.channels),
@@ -213,6 +237,22 @@ def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
                 decoder_points=model.deformable.decoder_points,
                 box_refine=model.deformable.box_refine,
                 two_stage=model.deformable.two_stage,
+                mixed_selection=model.deformable.mixed_selection,
+                look_forward_twice=model.deformable.look_forward_twice,
+            )
+        case "dino":
+            noise, parts = model.denoising, model.dino
+            return partial(
+                dino,
+                extra_levels=model.extra_levels,
+                encoder_points=model.deformable.encoder_points,
+                decoder_points=model.deformable.decoder_points,
+                mixed_selection=parts.mixed_selection,
+                layer_class_heads=parts.layer_class_heads,
+                layer_box_heads=parts.layer_box_heads,
+                token_class_head=parts.token_class_head,
+                token_box_head=parts.token_box_head,
+                denoising=ContrastiveDenoising(noise.queries, None, noise.label_noise, noise.box_noise),
             )
         case "dn_detr":
             noise = model.denoising

@@ -54,6 +54,36 @@ class DeformableConfig:
     decoder_points: int = positive(4, 256)  # the same in the decoder
     box_refine: bool = False  # each decoder layer refines the boxes of the previous one
     two_stage: bool = False  # make the queries from the best encoder tokens; requires box_refine
+    mixed_selection: bool = False  # learn the contents of these queries instead; requires two_stage
+    look_forward_twice: bool = False  # a layer also learns from the boxes of the next one; requires box_refine
+
+
+@dataclass
+class DinoConfig:
+    """Settings of model.name=dino, which also reads extra_levels, deformable.encoder_points and decoder_points."""
+
+    mixed_selection: bool = True  # learn the contents of the queries; false: take them from the tokens
+    layer_class_heads: bool = False  # a class head for each decoder layer instead of one for all
+    layer_box_heads: bool = False  # a box head for each decoder layer instead of one for all
+    token_class_head: bool = True  # a class head of the encoder tokens; false: that of the first decoder layer
+    token_box_head: bool = True  # a box head of the encoder tokens; false: that of the first decoder layer
+
+
+@dataclass
+class OneToManyConfig:
+    """One-to-many matching of H-DETR."""
+
+    queries: int = not_negative(0, 100_000)  # further queries; 0: none. H-DETR: 1500 besides num_queries=300
+    repeats: int = positive(6, 1000)  # of these queries each object is matched with this number
+    weight: float = not_negative(1.0)  # of their losses
+
+
+@dataclass
+class GroupsConfig:
+    """Further queries in training, for every detector but dino; evaluation uses the num_queries main queries."""
+
+    one_to_many: OneToManyConfig = field(default_factory=OneToManyConfig)
+    group_detr: int = positive(1, 1000)  # groups of num_queries learned queries, each matched one-to-one; 1: none
 
 
 @dataclass
@@ -120,6 +150,8 @@ class ModelConfig:
     dab: DabConfig = field(default_factory=DabConfig)
     deformable: DeformableConfig = field(default_factory=DeformableConfig)
     denoising: DenoisingConfig = field(default_factory=DenoisingConfig)
+    dino: DinoConfig = field(default_factory=DinoConfig)
+    groups: GroupsConfig = field(default_factory=GroupsConfig)
     rtdetr: RtdetrConfig = field(default_factory=RtdetrConfig)
     smca: SmcaConfig = field(default_factory=SmcaConfig)
     backbone: BackboneConfig = field(default_factory=BackboneConfig)

@@ -31,7 +31,12 @@ def dab_deformable_detr(
         patterns, random_points: as of DAB-DETR.
     """
     queries = AnchorQueries(
-        options.num_queries, options.hidden_dim, patterns=patterns, learned_content=True, random_points=random_points
+        options.num_queries,
+        options.hidden_dim,
+        patterns=patterns,
+        learned_content=True,
+        random_points=random_points,
+        further=options.groups,
     )
     return deformable_detr(
         backbone,

@@ -24,8 +24,8 @@ from detr_bf.detectors.detector import (
 )
 from detr_bf.errors import InputError
 from detr_bf.layers import MLP, sine_of_coordinates
-from detr_bf.structures import Queries, Target, TokenBatch
-from detr_bf.transformer import Decoder
+from detr_bf.structures import Queries, QueryGroup, Target, TokenBatch
+from detr_bf.transformer import Decoder, in_groups
 
 EPS = 1e-3  # of the logits of boxes, in DAB-DETR and the detectors made of it
 
@@ -58,7 +58,10 @@ def dab_detr(
     ]
     decoder = Decoder(
         layers,
-        queries=queries or AnchorQueries(options.num_queries, dim, patterns=patterns, random_points=random_points),
+        queries=queries
+        or AnchorQueries(
+            options.num_queries, dim, patterns=patterns, random_points=random_points, further=options.groups
+        ),
         heads=shared_heads(options, zero_init_box_head(options), eps=EPS),
         norm=nn.LayerNorm(dim),
         update_queries=ModulatedAnchors(dim),
@@ -79,9 +82,10 @@ class AnchorQueries(nn.Module):
         patterns: P, 0 for one pattern of zeros.
         learned_content: add a learned content for each anchor.
         random_points: initialise the centres of the boxes uniformly over the image.
+        further: groups of further anchors in training.
 
     Raises:
-        InputError: ``dim`` is not divisible by 4.
+        InputError: ``dim`` is not divisible by 4, or there are patterns and groups.
     """
 
     def __init__(
@@ -92,11 +96,17 @@ class AnchorQueries(nn.Module):
         patterns: int = 0,
         learned_content: bool = False,
         random_points: bool = False,
+        further: Sequence[QueryGroup] = (),
     ) -> None:
         super().__init__()
         if dim % 4:
             raise InputError(f"dim={dim} must be divisible by 4 for the sine encoding of anchor boxes")
+        if patterns and further:
+            raise InputError(f"patterns={patterns} cannot be combined with groups of further queries: use one of them")
         self.dim = dim
+        self.further = tuple(further)
+        self.num_anchors = num_anchors
+        num_anchors += sum(group.size for group in further)
         self.anchors = nn.Embedding(num_anchors, 4)  # logits
         self.content = nn.Embedding(num_anchors, dim) if learned_content else None
         self.patterns = nn.Embedding(patterns, dim) if patterns else None
@@ -106,14 +116,16 @@ class AnchorQueries(nn.Module):
 
     def forward(self, memory: TokenBatch, targets: Sequence[Target] = ()) -> Queries:
         """Memory of R rows -> queries (R, Q, C) with reference boxes (R, Q, 4)."""
-        boxes, content = self.anchors.weight.sigmoid(), self.content_of_anchors()
+        groups = self.further if self.training else ()
+        count = self.num_anchors + sum(group.size for group in groups)
+        boxes, content = self.anchors.weight[:count].sigmoid(), self.content_of_anchors()[:count]
         if self.patterns is not None:
             count = self.patterns.num_embeddings
             boxes = boxes.repeat(count, 1)
             content = content.repeat(count, 1) + self.patterns.weight.repeat_interleave(len(content), dim=0)
         rows = len(memory.tokens)
         content = content.expand(rows, -1, -1)
-        return Queries(content, torch.zeros_like(content), boxes.expand(rows, -1, -1))
+        return in_groups(Queries(content, torch.zeros_like(content), boxes.expand(rows, -1, -1)), groups)
 
     def content_of_anchors(self) -> Tensor:
         """Return the content (A, C) of every anchor without a pattern."""

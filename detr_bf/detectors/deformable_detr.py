@@ -23,6 +23,7 @@ from detr_bf.detectors.detector import (
     xavier,
     zero_init_box_head,
 )
+from detr_bf.detectors.groups import GROUP
 from detr_bf.detectors.two_stage import ProposalQueries
 from detr_bf.errors import InputError
 from detr_bf.layers import DeformableAttention
@@ -145,6 +146,8 @@ def _learned_queries(options: Options) -> LearnedQueries:
 
 
 def _proposal_queries(options: Options, mixed_selection: bool) -> ProposalQueries:
+    if any(group.name == GROUP for group in options.groups):
+        raise InputError("groups.group_detr needs learned queries: set two_stage=false, or use groups.one_to_many")
     return ProposalQueries(
         options.num_queries,
         options.hidden_dim,

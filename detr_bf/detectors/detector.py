@@ -142,6 +142,15 @@ class Detector(nn.Module):
         return self.backbone, self.tokens, self.encoder, self.decoder
 
 
+def refuse_groups(options: Options, detector: str) -> None:
+    """Raise InputError if there are further queries, which ``detector`` does not support."""
+    if options.groups:
+        raise InputError(
+            f"{detector} has no further queries in training: set groups.one_to_many.queries=0 and groups.group_detr=1, "
+            "or use another detector"
+        )
+
+
 def single_level_detector(
     backbone: nn.Module,
     channels: Sequence[int],

@@ -22,7 +22,7 @@ from detr_bf.detectors.denoising import (
     contrastive_slots,
     group_count,
 )
-from detr_bf.detectors.detector import Detector, Options, class_head, zero_init_box_head
+from detr_bf.detectors.detector import Detector, Options, class_head, refuse_groups, zero_init_box_head
 from detr_bf.detectors.two_stage import TokenProposals
 from detr_bf.structures import Outputs, Queries, QueryGroup, Target, TokenBatch
 from detr_bf.transformer import Decoder, Heads, append_queries
@@ -53,9 +53,12 @@ def dino(
         mixed_selection, denoising: as of :class:`ContrastiveQueries`.
         layer_class_heads, layer_box_heads: give every decoder layer its own head instead of one for all.
         token_class_head, token_box_head: give the tokens their own head instead of that of the decoder's first layer.
+
+    Raises:
+        InputError: ``options.groups`` are given.
     """
+    refuse_groups(options, "dino")
     levels, dim = len(channels) + extra_levels, options.hidden_dim
-    tokens_encoder = deformable_encoder(options, levels, encoder_points)
     layers = deformable_decoder_layers(options, levels, decoder_points)
     classes = [class_head(options) for _ in range(len(layers) if layer_class_heads else 1)]
     boxes = [zero_init_box_head(options) for _ in range(len(layers) if layer_box_heads else 1)]
@@ -82,7 +85,7 @@ def dino(
     return Detector(
         backbone,
         tokens=level_tokens(channels, levels, options, offset=0.0),
-        encoder=tokens_encoder,
+        encoder=deformable_encoder(options, levels, encoder_points),
         decoder=decoder,
         mask_head=options.mask_head,
         levels=len(channels),

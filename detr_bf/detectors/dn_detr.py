@@ -46,6 +46,7 @@ def dn_detr(
         box_noise=box_noise,
         patterns=patterns,
         random_points=random_points,
+        further=options.groups,
     )
     return dab_detr(backbone, channels, options, queries=queries)
 
@@ -63,7 +64,7 @@ class DenoisingQueries(AnchorQueries):
         label_noise: probability that a label is replaced by a random one, possibly itself.
         box_noise: largest shift of a centre as a multiple of half the width or height, and largest relative change of
             width and height.
-        patterns, random_points: as of :class:`AnchorQueries`.
+        patterns, random_points, further: as of :class:`AnchorQueries`.
     """
 
     def __init__(
@@ -77,8 +78,9 @@ class DenoisingQueries(AnchorQueries):
         box_noise: float = 0.4,
         patterns: int = 0,
         random_points: bool = False,
+        further: Sequence[QueryGroup] = (),
     ) -> None:
-        super().__init__(num_anchors, dim, patterns=patterns, random_points=random_points)
+        super().__init__(num_anchors, dim, patterns=patterns, random_points=random_points, further=further)
         self.labels = nn.Embedding(num_labels + 1, dim - 1)  # the last is that of the anchors
         self.groups = groups
         self.label_noise = label_noise

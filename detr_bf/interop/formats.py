@@ -165,6 +165,16 @@ FORMATS = (
         ("model.decoder.query_scale", "model.decoder.ref_point_head", "bbox_predictor"),
     ),
     *_hugging_face(
+        "dab_detr",
+        huggingface.hf_dab_detr,
+        (
+            "model.query_refpoint_embeddings",
+            "model.decoder.query_scale",
+            "model.decoder.ref_anchor_head",
+            "bbox_predictor",
+        ),
+    ),
+    *_hugging_face(
         "deformable_detr",
         huggingface.hf_deformable_detr,
         (f"{_ATTENTION}.sampling_offsets", "model.level_embed", r"(model\.decoder\.)?class_embed"),

@@ -1,4 +1,4 @@
-"""Name tables of Hugging Face transformers: DETR, Conditional DETR, Deformable DETR and RT-DETR.
+"""Name tables of Hugging Face transformers: DETR, Conditional DETR, DAB-DETR, Deformable DETR and RT-DETR.
 
 Names of transformers 5 are written and read; names of transformers 4, in most published files, are only read. The
 backbone is timm's ResNet with torchvision's names, or transformers' own (``no_timm`` files).
@@ -23,6 +23,7 @@ from detr_bf.interop.official import (
 )
 from detr_bf.interop.rules import BODY, Layout, NameRule, rename
 
+TIMM = "_backbone"  # module around timm's network in some of their detectors
 Table = Callable[[Layout], Iterator[NameRule]]
 
 
@@ -55,6 +56,45 @@ def hf_conditional_detr(layout: Layout) -> Iterator[NameRule]:
             f"{ours}.cross_attention.sine_query",
             older=[f"{theirs}.ca_qpos_sine_proj"],
         )
+
+
+def hf_dab_detr(layout: Layout) -> Iterator[NameRule]:
+    """DabDetrForObjectDetection."""
+    yield rename(f"model.backbone.conv_encoder.model.{TIMM}", BODY)
+    yield rename("model.input_projection", "tokens.projections.0")
+    yield rename("model.query_refpoint_embeddings", "decoder.queries.anchors")
+    yield rename("model.patterns", "decoder.queries.patterns")
+    yield rename("model.encoder.query_scale", "encoder.position_scale")
+    yield rename("model.decoder.query_scale", "decoder.look.scale")
+    yield rename("model.decoder.ref_point_head", "decoder.look.point")
+    yield rename("model.decoder.ref_anchor_head", "decoder.look.size")
+    yield rename("model.encoder.norm", "encoder.norm")
+    yield rename("model.decoder.layernorm", "decoder.norm")
+    yield rename("class_embed", "decoder.heads.classes.0")
+    yield rename(["bbox_predictor", "model.decoder.bbox_embed"], "decoder.heads.boxes.0")
+    for theirs, ours in _layers("encoder", layout.encoder_layers):
+        for letter, part in (("q", "query"), ("k", "key"), ("v", "value"), ("out", "out")):
+            yield rename(f"{theirs}.self_attn.{letter}_proj", f"{ours}.attention.attention.{part}")
+        yield rename(f"{theirs}.self_attn_layer_norm", f"{ours}.attention_residual.norm")
+        yield from _dab_feed_forward(theirs, ours)
+    for theirs, ours in _layers("decoder", layout.decoder_layers):
+        for name in ("self", "cross"):
+            inside = f"{theirs}.{name}_attn.{name}_attn"
+            for role in ("query", "key"):
+                for kind, our_kind in (("content", "content"), ("pos", "position")):
+                    yield rename(f"{inside}_{role}_{kind}_proj", f"{ours}.{name}_attention.{our_kind}_{role}")
+            yield rename(f"{inside}_query_pos_sine_proj", f"{ours}.{name}_attention.sine_query")
+            yield rename(f"{inside}_value_proj", f"{ours}.{name}_attention.value")
+            yield rename(f"{inside}.output_proj", f"{ours}.{name}_attention.out")
+            yield rename(f"{inside}_layer_norm", f"{ours}.{name}_residual.norm")
+        yield from _dab_feed_forward(f"{theirs}.mlp", ours)
+
+
+def _dab_feed_forward(theirs: str, ours: str) -> Iterator[NameRule]:
+    yield rename(f"{theirs}.fc1", f"{ours}.feed_forward.expand")
+    yield rename(f"{theirs}.activation_fn", f"{ours}.feed_forward.activation")
+    yield rename(f"{theirs}.fc2", f"{ours}.feed_forward.contract")
+    yield rename(f"{theirs}.final_layer_norm", f"{ours}.feed_forward_residual.norm")
 
 
 def hf_deformable_detr(layout: Layout) -> Iterator[NameRule]:
@@ -117,8 +157,11 @@ def own_resnet(table: Table) -> Table:
 
     @wraps(table)
     def with_own_resnet(layout: Layout) -> Iterator[NameRule]:
-        yield from (rule for rule in table(layout) if rule.ours != (BODY,))
-        yield from _own_resnet(layout)
+        for rule in table(layout):
+            if rule.ours == (BODY,):
+                yield from _own_resnet(layout, rule)
+            else:
+                yield rule
 
     return with_own_resnet
 
@@ -160,20 +203,25 @@ def _resnet_vd() -> Iterator[NameRule]:
         yield rename(f"{body}.{theirs}.normalization", f"{BODY}.{norm}")
 
 
-def _own_resnet(layout: Layout) -> Iterator[NameRule]:
-    yield from _convolution("embedder.embedder", "conv1", "bn1")
+def _own_resnet(layout: Layout, body: NameRule) -> Iterator[NameRule]:
+    """Yield the rules of the modules inside the backbone of the rule ``body``."""
+    yield from _convolution(body, "embedder.embedder", "conv1", "bn1")
     for stage in range(4):
         for block in range(layout.backbone_blocks):
             theirs, ours = f"encoder.stages.{stage}.layers.{block}", f"layer{stage + 1}.{block}"
-            yield from _convolution(f"{theirs}.shortcut", f"{ours}.downsample.0", f"{ours}.downsample.1")
+            yield from _convolution(body, f"{theirs}.shortcut", f"{ours}.downsample.0", f"{ours}.downsample.1")
             for index in range(3):
-                yield from _convolution(f"{theirs}.layer.{index}", f"{ours}.conv{index + 1}", f"{ours}.bn{index + 1}")
+                convolution, norm = f"{ours}.conv{index + 1}", f"{ours}.bn{index + 1}"
+                yield from _convolution(body, f"{theirs}.layer.{index}", convolution, norm)
 
 
-def _convolution(theirs: str, convolution: str, norm: str) -> Iterator[NameRule]:
+def _convolution(body: NameRule, theirs: str, convolution: str, norm: str) -> Iterator[NameRule]:
     for part, ours in (("convolution", convolution), ("normalization", norm)):
-        older = f"model.backbone.conv_encoder.model.{theirs}.{part}"
-        yield rename(f"model.backbone.model.{theirs}.{part}", f"{BODY}.{ours}", older=[older])
+        names, older = (
+            [f"{module.removesuffix(f'.{TIMM}')}.{theirs}.{part}" for module in modules]
+            for modules in (body.theirs, body.older)
+        )
+        yield rename(names, f"{BODY}.{ours}", older=older)
 
 
 def _around(layout: Layout) -> Iterator[NameRule]:

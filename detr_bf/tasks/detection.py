@@ -342,10 +342,12 @@ def check_enough_tokens(config: DetectionConfig, data: CocoDetection, split: str
     Raises:
         InputError: an image may have too few tokens.
     """
-    two_stage = config.model.name == "deformable_detr" and config.model.deformable.two_stage
-    if not (two_stage or config.model.name.startswith("rtdetr")):
+    model, transforms = config.model, config.data.transforms
+    two_stage = model.name == "deformable_detr" and model.deformable.two_stage
+    if not (two_stage or model.name in ("dino", "rtdetr", "rtdetrv2")):
         return
-    transforms, wanted = config.data.transforms, config.model.num_queries
+    further = model.groups.one_to_many.queries if split == "train" else 0
+    wanted = model.num_queries + further
     side = min(transforms.short_sides) if split == "train" else transforms.eval_short_side
     named = [size for size in data.sizes if size is not None and min(size) > 0]
     sizes = {resized_size(*size, side, transforms.max_size): f"an image of {size[1]} x {size[0]}" for size in named}
@@ -355,10 +357,10 @@ def check_enough_tokens(config: DetectionConfig, data: CocoDetection, split: str
     if found < wanted:
         setting = "short_sides" if split == "train" else "eval_short_side"
         raise InputError(
-            f"{'model.deformable.two_stage=true' if two_stage else f'model.name={config.model.name}'} takes "
-            f"model.num_queries={wanted} queries from the tokens of an image: "
-            f"{sizes[height, width]} of data.{split}, resized to {width} x {height}, has only {found}: lower "
-            f"model.num_queries, or raise data.transforms.{setting}"
+            f"{'model.deformable.two_stage=true' if two_stage else f'model.name={model.name}'} takes "
+            f"model.num_queries={model.num_queries} queries{f' and {further} of model.groups' if further else ''} from "
+            f"the tokens of an image: {sizes[height, width]} of data.{split}, resized to {width} x {height}, has only "
+            f"{found}: lower model.num_queries, or raise data.transforms.{setting}"
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from detr_bf.detectors import Options
+from detr_bf.detectors.dab_detr import AnchorQueries
 from detr_bf.errors import InputError
 from detr_bf.layers import LearnedPosition, SinePosition
 from detr_bf.structures import Batch, FeatureMap, Outputs, Queries, TokenBatch
@@ -83,11 +84,10 @@ def test_images_of_a_batch_are_detected_as_if_alone(name: str) -> None:
 def test_gradient_reaches_every_parameter(name: str) -> None:
     module = shaken(model(name, dropout=0.0, batch_former=batch_former())).train()
     outputs = module(images())
-    loss = outputs.logits.square().mean() + outputs.boxes.square().mean()
+    predicted = [outputs, *(of_group for _, of_group in outputs.groups)]
+    loss = torch.stack([each.logits.square().mean() + each.boxes.square().mean() for each in predicted]).sum()
     if outputs.proposals is not None:
         loss = loss + outputs.proposals.logits.square().mean() + outputs.proposals.boxes[..., :2].square().mean()
-    for _, part in outputs.groups:
-        loss = loss + part.logits.square().mean()
     loss.backward()
     for key, parameter in module.named_parameters():
         assert parameter.grad is not None, key
@@ -106,7 +106,7 @@ def test_permuting_the_queries_permutes_the_detections(name: str) -> None:
     queries = module.decoder.queries
     with torch.no_grad():
         for learned in filter(None, (queries.position, queries.content)):
-            learned.weight.copy_(learned.weight[order].clone())
+            learned.weight[: len(order)] = learned.weight[order].clone()
     after = module(images())
     same(after, Outputs(before.logits[:, :, order], before.boxes[:, :, order]))
     assert not torch.allclose(after.logits, before.logits)
@@ -220,3 +220,32 @@ def test_conditional_detr_compares_places_in_one_encoding() -> None:
 def test_multi_scale_smca_needs_its_own_strides() -> None:
     with pytest.raises(InputError, match=r"strides=\[8, 16, 32\].*got \[4, 8, 16\]"):
         DETECTORS["smca_multi_scale"][1](nn.Identity(), [3, 3, 3], _options(), strides=[4, 8, 16])
+
+
+@pytest.mark.parametrize("name", [name for name in DETECTORS if isinstance(model(name).decoder.queries, AnchorQueries)])
+def test_permuting_the_anchors_permutes_the_detections(name: str) -> None:
+    module, order = shaken(model(name)).eval(), torch.tensor([4, 2, 0, 1, 3])
+    before = module(images())
+    queries = module.decoder.queries
+    with torch.no_grad():
+        for learned in filter(None, (queries.anchors, queries.content)):
+            learned.weight.copy_(learned.weight[order].clone())
+    by_pattern = (x.unflatten(2, (-1, QUERIES))[..., order, :].flatten(2, 3) for x in (before.logits, before.boxes))
+    after = module(images())
+    same(after, Outputs(*by_pattern))
+    assert not torch.allclose(after.logits, before.logits)
+
+
+def test_random_points_of_anchors_spread_over_the_image() -> None:
+    torch.manual_seed(0)
+    points, sizes = AnchorQueries(2000, DIM, random_points=True).anchors.weight.sigmoid().split(2, dim=1)
+    for point in points.unbind(1):
+        counts = torch.histc(point, 10, 0.0, 1.0)
+        assert counts.min() > 140
+        assert counts.max() < 260
+    assert sizes.std() < 0.25, "only the centres"
+
+
+def test_anchors_need_a_width_of_whole_sines_and_cosines() -> None:
+    with pytest.raises(InputError, match="dim=6 must be divisible by 4"):
+        AnchorQueries(3, 6)

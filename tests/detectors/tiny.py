@@ -16,11 +16,13 @@ from detr_bf.detectors.dab_deformable_detr import dab_deformable_detr
 from detr_bf.detectors.dab_detr import dab_detr
 from detr_bf.detectors.deformable_detr import deformable_detr
 from detr_bf.detectors.detr import detr
+from detr_bf.detectors.dino import dino
 from detr_bf.detectors.dn_detr import dn_detr
+from detr_bf.detectors.groups import query_groups
 from detr_bf.detectors.rtdetr import rtdetr, rtdetrv2
 from detr_bf.detectors.smca import smca
 from detr_bf.detectors.smca_multi_scale import smca_multi_scale
-from detr_bf.structures import Batch, FeatureMap, Target
+from detr_bf.structures import Batch, FeatureMap, QueryGroup, Target
 
 IMAGES, CHANNELS, DIM, QUERIES, LOGITS, LAYERS = 2, 3, 32, 5, 4, 2
 PATTERNS = 3
@@ -32,6 +34,7 @@ class Kind(NamedTuple):
     maps: int  # number of feature maps
     make: Callable[..., Detector]
     settings: tuple[str, ...] = ()  # config overrides besides the strides; model.name if it differs from the key
+    groups: tuple[QueryGroup, ...] = ()  # further queries in training
 
 
 REFINE = ("model.name=deformable_detr", "model.deformable.box_refine=true")
@@ -43,7 +46,37 @@ DETECTORS = {
     "dab_detr_patterns": Kind(
         1, partial(dab_detr, patterns=PATTERNS), ("model.name=dab_detr", f"model.dab.patterns={PATTERNS}")
     ),
+    "dino": Kind(2, dino, ("model.extra_levels=1",)),
+    "dino_shared_heads": Kind(
+        2,
+        partial(dino, mixed_selection=False, token_class_head=False, token_box_head=False),
+        (
+            "model.name=dino",
+            "model.extra_levels=1",
+            "model.dino.mixed_selection=false",
+            "model.dino.token_class_head=false",
+            "model.dino.token_box_head=false",
+        ),
+    ),
     "dn_detr": Kind(1, partial(dn_detr, groups=2), ("model.denoising.groups=2",)),
+    "group_detr": Kind(
+        1,
+        conditional_detr,
+        ("model.name=conditional_detr", "model.groups.group_detr=3"),
+        query_groups(QUERIES, group_detr=3),
+    ),
+    "h_deformable_detr": Kind(
+        2,
+        partial(deformable_detr, box_refine=True, two_stage=True, mixed_selection=True, look_forward_twice=True),
+        (
+            *REFINE,
+            "model.deformable.two_stage=true",
+            "model.deformable.mixed_selection=true",
+            "model.deformable.look_forward_twice=true",
+            f"model.groups.one_to_many={{{{queries: {QUERIES - 1}, repeats: 2}}}}",
+        ),
+        query_groups(QUERIES, one_to_many=QUERIES - 1, repeats=2),
+    ),
     "smca": Kind(1, partial(smca, stride=4), ("model.smca.stride={stride}",)),
     "smca_multi_scale": Kind(3, smca_multi_scale),
     "deformable_detr": Kind(2, deformable_detr, ("model.extra_levels=1",)),
@@ -64,10 +97,11 @@ def settings_of(name: str, stride: int = 32) -> tuple[str, ...]:
     return (f"model.name={name}", f"model.backbone.strides={strides}", *own)
 
 
+TWO_STAGE = ("deformable_detr_two_stage", "dino", "dino_shared_heads", "h_deformable_detr")
 # Detectors with predictions of the encoder.
-WITH_PROPOSALS = ("deformable_detr_two_stage", "rtdetr", "rtdetrv2")
+WITH_PROPOSALS = (*TWO_STAGE, "rtdetr", "rtdetrv2")
 # Detectors whose output does not depend on padded cells: group norm and convolutions read padding.
-BLIND_TO_PADDING = ("detr", "conditional_detr", "dab_detr", "dab_detr_patterns", "dn_detr", "smca")
+BLIND_TO_PADDING = ("detr", "conditional_detr", "dab_detr", "dab_detr_patterns", "dn_detr", "group_detr", "smca")
 
 
 class Averages(nn.Module):
@@ -96,6 +130,7 @@ def model(name: str = "detr", **changes: object) -> Detector:
         "decoder_layers": LAYERS,
         "feedforward_dim": 12,
         "num_queries": QUERIES,
+        "groups": DETECTORS[name].groups,
     }
     levels = DETECTORS[name].maps
     return DETECTORS[name].make(Averages(levels), [CHANNELS] * levels, Options(**(settings | changes)))

@@ -11,10 +11,18 @@ from detr_bf.interop.formats import FORMATS
 from tests.detectors.tiny import DETECTORS, batch_former
 from tests.interop.states import assert_same, state_of
 
+SHARED = {  # formats of other detectors
+    "dino_shared_heads": ("dino",),
+    "dn_detr": ("dab_detr",),
+    "group_detr": ("conditional_detr", "hf_conditional_detr"),
+    "h_deformable_detr": ("deformable_detr",),
+}
 FORMATS_OF = {
-    name: [form for form in NAMES if form.removeprefix("hf_") == family or form == "detectron2"]
+    name: [
+        form for form in NAMES if form.removeprefix("hf_") == family or form in ("detectron2", *SHARED.get(name, ()))
+    ]
     for name in DETECTORS
-    for family in [name.removesuffix("_refine").removesuffix("_two_stage")]
+    for family in [name.removesuffix("_refine").removesuffix("_two_stage").removesuffix("_patterns")]
 }
 PAIRS = [(name, form) for name, forms in FORMATS_OF.items() for form in forms]
 every_pair = pytest.mark.parametrize(("name", "form"), PAIRS)
@@ -22,6 +30,7 @@ every_pair = pytest.mark.parametrize(("name", "form"), PAIRS)
 
 def test_every_detector_has_the_formats_of_its_authors_of_hugging_face_and_of_the_adapter() -> None:
     published = {"detr": 3, "conditional_detr": 3, "deformable_detr": 3, "smca": 2, "smca_multi_scale": 2}
+    published |= {"dab_detr": 3, "dn_detr": 2, "dab_deformable_detr": 2}
     assert {name: len(FORMATS_OF[name]) for name in published} == published
 
 

@@ -6,7 +6,8 @@ transformer and heads. Deformable DETR's encodings number the cell centres from 
 Two differences of transformers are avoided. With ``auxiliary_loss`` its DETR and Conditional DETR feed normalised
 states into the next layer, so it is off and the tests apply the heads to the outputs of the layers. It ties the class
 heads of all layers, but box refinement needs separate heads, so with refinement tying is off, and the tests share the
-box heads with the decoder.
+box heads with the decoder. Its DAB-DETR inverts sigmoids with an eps of 1e-5, the authors' with 1e-3; the anchors of
+the tests are farther than both from 0 and 1.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import ConditionalDetrConfig, DeformableDetrConfig, DetrConfig, ResNetConfig, TimmBackboneConfig
+from transformers import (
+    ConditionalDetrConfig,
+    DabDetrConfig,
+    DeformableDetrConfig,
+    DetrConfig,
+    ResNetConfig,
+    TimmBackboneConfig,
+)
 
 from detr_bf.backbones import build_backbone
 from detr_bf.backbones.backbone import MEAN, STD
@@ -46,10 +54,13 @@ SIZES = {
 }
 REFINE = {"with_box_refine": True, "tie_word_embeddings": False}
 TWO_STAGE = REFINE | {"two_stage": True, "two_stage_num_proposals": QUERIES}
+DAB = {"hidden_size": DIM}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "detr": ("detr", {}),
     "detr_learned_position": ("detr", {"position_embedding_type": "learned"}),
     "conditional_detr": ("conditional_detr", {}),
+    "dab_detr": ("dab_detr", DAB),
+    "dab_detr_patterns": ("dab_detr", DAB | {"num_patterns": 2}),
     "deformable_detr": ("deformable_detr", {}),
     "deformable_detr_refine": ("deformable_detr", REFINE),
     "deformable_detr_two_stage": ("deformable_detr", TWO_STAGE),
@@ -65,9 +76,12 @@ def theirs(case: str, *, timm: bool = False, **more: Any) -> nn.Module:
     config, model = {
         "detr": (DetrConfig, transformers.DetrForObjectDetection),
         "conditional_detr": (ConditionalDetrConfig, transformers.ConditionalDetrForObjectDetection),
+        "dab_detr": (DabDetrConfig, transformers.DabDetrForObjectDetection),
         "deformable_detr": (DeformableDetrConfig, transformers.DeformableDetrForObjectDetection),
     }[family]
     built = model(config(backbone_config=_backbone_config(family, timm), **(SIZES | changes)))
+    if family == "dab_detr":
+        built.model.decoder.bbox_embed = built.bbox_predictor
     if changes.get("with_box_refine"):
         built.model.decoder.bbox_embed = built.bbox_embed
     if changes.get("two_stage"):
@@ -115,11 +129,14 @@ def ours(case: str) -> Detector:
         feedforward_dim=HIDDEN,
         num_queries=QUERIES,
         position_encoding=changes.get("position_embedding_type", "sine"),
+        activation="prelu" if family == "dab_detr" else "relu",
+        position_temperature=20.0 if family == "dab_detr" else 10000.0,
     )
-    deformable = {"box_refine": "with_box_refine" in changes, "two_stage": "two_stage" in changes}
-    return DETECTORS[family](
-        backbone, backbone.channels, options, **(deformable if family == "deformable_detr" else {})
-    ).eval()
+    own: dict[str, Any] = {
+        "deformable_detr": {"box_refine": "with_box_refine" in changes, "two_stage": "two_stage" in changes},
+        "dab_detr": {"patterns": changes.get("num_patterns", 0)},
+    }.get(family, {})
+    return DETECTORS[family](backbone, backbone.channels, options, **own).eval()
 
 
 def format_name(case: str, timm: bool) -> str:
@@ -146,6 +163,9 @@ def their_outputs(model: nn.Module, images: Batch) -> Outputs:
     if isinstance(model, transformers.DeformableDetrForObjectDetection):
         references = [found.init_reference_points, *found.intermediate_reference_points.unbind(1)[:-1]]
         heads = list(zip(model.class_embed, model.bbox_embed, strict=True))[: len(states)]
+    elif isinstance(model, transformers.DabDetrForObjectDetection):
+        states, references = inner.intermediate_hidden_states.unbind(), inner.reference_points.unbind()
+        heads = [(model.class_embed, model.bbox_predictor)] * len(states)
     else:
         states = [model.model.decoder.layernorm(state) for state in states]
         points = inner.get("reference_points")

@@ -19,6 +19,7 @@ from tests.tools.test_train_net import assert_same, predict, train_net
 FOCAL = ("loss.classification=focal", "loss.class_weight=2", "loss.matcher.class_cost=2")
 MORE = {
     "detr": (),
+    "dab_deformable_detr": (*FOCAL, "model.hidden_dim=64"),  # as for deformable_detr
     "deformable_detr": (
         *FOCAL,
         "model.backbone.strides=[8,16,32]",
