@@ -17,7 +17,7 @@ from tests.detectors.tiny import (
     DETECTORS,
     DIM,
     LOGITS,
-    WITH_PROPOSALS,
+    TWO_STAGE,
     Averages,
     batch_former,
     images,
@@ -39,7 +39,7 @@ def detector(name: str, *, masks: bool) -> Detector:
     """
     settings: dict[str, object] = {"dropout": 0.0, "batch_former": batch_former(dropout=0.5)}
     finer = DETECTORS[name][0] + 1
-    if name in WITH_PROPOSALS:
+    if name in TWO_STAGE:
         settings["num_queries"] = 9 if masks else 126  # all tokens, so that rounding cannot change the selection
     if masks:
         settings["mask_head"] = MaskHead(DIM, heads=2, finer_channels=[CHANNELS] * finer, see_boxes=name != "detr")

@@ -152,9 +152,9 @@ class ModelConfig:
     dab: DabConfig = field(default_factory=DabConfig)
     deformable: DeformableConfig = field(default_factory=DeformableConfig)
     denoising: DenoisingConfig = field(default_factory=DenoisingConfig)
-    rtdetr: RtdetrConfig = field(default_factory=RtdetrConfig)
     dino: DinoConfig = field(default_factory=DinoConfig)
     groups: GroupsConfig = field(default_factory=GroupsConfig)
+    rtdetr: RtdetrConfig = field(default_factory=RtdetrConfig)
     smca: SmcaConfig = field(default_factory=SmcaConfig)
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
 
@@ -169,7 +169,7 @@ class BatchFormerConfig:
     """BatchFormerV2 in the encoder."""
 
     enabled: bool = True
-    layers: list[int] = indices(0)  # encoder layers with an insertion, from 0, ascending; rtdetr: the last is fusion
+    layers: list[int] = indices(0)  # encoder layers with an insertion, counted from 0, ascending
     position: str = choice("before", "after")  # of the encoder layer; the authors' code inserts after it
     shared: bool = True  # one module for all insertions; false: one module each
     mode: str = choice(

@@ -23,6 +23,7 @@ from detr_bf.detectors.detector import (
     encoder,
     encoder_layer,
     query_attention,
+    refuse_groups,
     xavier,
     zero_init_box_head,
 )
@@ -70,8 +71,10 @@ def rtdetr(backbone: nn.Module, channels: Sequence[int], options: Options, **set
         settings: fields of :class:`RtdetrOptions`.
 
     Raises:
-        InputError: another position encoding than sine, or a mask head with an ``encoder_dim`` of its own.
+        InputError: ``options.groups``, another position encoding than sine, or a mask head with another ``encoder_dim``
+            than ``hidden_dim``.
     """
+    refuse_groups(options, "rtdetr")
     own, dim, levels = RtdetrOptions(**settings), options.hidden_dim, len(channels)
     width = own.encoder_dim or dim
     feedforward_dim = own.encoder_feedforward_dim or options.feedforward_dim

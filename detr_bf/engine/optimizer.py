@@ -35,8 +35,8 @@ def parameter_groups(
 
     ``points`` holds the layers that predict reference points and sampling offsets (Zhu et al. 2021, arXiv 2010.04159,
     appendix A.4), ``scales`` the scales of Context Broadcasting, without weight decay. ``batch_former_weight_decay``
-    None means ``weight_decay``. Without ``decay_vectors`` the groups ``transformer_no_decay`` and
-    ``backbone_no_decay`` hold the biases and norms of these parts.
+    None means ``weight_decay``. Without ``decay_vectors`` the biases and norms of transformer, backbone and points are
+    in the groups ``transformer_no_decay`` and so on.
     """
     bf_decay = weight_decay if batch_former_weight_decay is None else batch_former_weight_decay
     groups: dict[str, dict[str, Any]] = {
@@ -45,14 +45,14 @@ def parameter_groups(
         "batch_former": {"lr": lr * batch_former_lr_factor, "weight_decay": bf_decay},
         "points": {"lr": lr * point_lr_factor, "weight_decay": weight_decay},
         "scales": {"lr": lr, "weight_decay": 0.0},
-        "transformer_no_decay": {"lr": lr, "weight_decay": 0.0},
-        "backbone_no_decay": {"lr": backbone_lr, "weight_decay": 0.0},
     }
+    decaying = ("transformer", "backbone", "points")
+    groups |= {f"{name}_no_decay": {**groups[name], "weight_decay": 0.0} for name in decaying}
     special = _special_parameters(model)
 
     def group_of(name: str, parameter: nn.Parameter) -> str:
         group = special.get(id(parameter), "transformer")
-        decays = decay_vectors or parameter.ndim > 1 or group not in ("transformer", "backbone")
+        decays = decay_vectors or parameter.ndim > 1 or group not in decaying
         return group if decays else f"{group}_no_decay"
 
     return _filled(groups, model, group_of)

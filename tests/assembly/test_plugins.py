@@ -28,7 +28,7 @@ from detr_bf.structures import Batch, Outputs, Target
 from tests.detectors.tiny import (
     BLIND_TO_PADDING,
     DETECTORS,
-    WITH_PROPOSALS,
+    TWO_STAGE,
     batch_former,
     images,
     model,
@@ -153,7 +153,7 @@ def test_the_loss_is_added_to_those_of_the_set_criterion_and_trains_the_encoder(
     local = report.losses["loss_localization"]
     assert 0 < local.item() < 2
     torch.testing.assert_close(report.total, expected.total + weight * local)
-    assert ("loss_giou_enc" in report.losses) == (name in WITH_PROPOSALS)
+    assert ("loss_giou_enc" in report.losses) == (name in TWO_STAGE)
     streams = ("stream/clean", "stream/batchformer")
     torch.testing.assert_close(sum(report.logged[stream] for stream in streams) / 2, report.total.detach())
     assert {key: value.item() for key, value in report.logged.items() if key not in streams} == {

@@ -136,8 +136,9 @@ def test_frozen_parameters(listed: Case) -> None:
     if "frozen_stages" not in listed.cfg:
         pytest.skip("frozen by the training script")
     model = ours(listed, whole=True)
-    frozen = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, nn.Parameter)}
-    theirs = to_foreign({name: torch.empty(0) if x.requires_grad else x for name, x in frozen.items()}, family(listed))
+    state = model.state_dict(keep_vars=True).items()
+    frozen = {name: isinstance(x, nn.Parameter) and not x.requires_grad for name, x in state}
+    theirs = to_foreign({name: x if frozen[name] else torch.empty(0) for name, x in state}, family(listed))
     found = [name for name, x in theirs.items() if x.shape != (0,)]
     assert sorted(found) == sorted(listed.manifest["frozen_parameters"])
 
