@@ -140,17 +140,8 @@ class Detector(nn.Module):
         return self.backbone, self.tokens, self.encoder, self.decoder
 
 
-def single_level_detector(
-    backbone: nn.Module,
-    channels: Sequence[int],
-    options: Options,
-    decoder: Decoder,
-    position_scale: nn.Module | None = None,
-) -> Detector:
+def single_level_detector(backbone: nn.Module, channels: Sequence[int], options: Options, decoder: Decoder) -> Detector:
     """Build a detector with DETR's encoder over the tokens of one feature map.
-
-    Args:
-        position_scale: as of :class:`detr_bf.transformer.Encoder`.
 
     Raises:
         InputError: the backbone has several feature maps.
@@ -164,7 +155,7 @@ def single_level_detector(
         encoder_layer(options, TokenAttention(options.hidden_dim, heads=options.heads, dropout=options.dropout))
         for _ in range(options.encoder_layers)
     ]
-    loop = encoder(options, layers, nn.LayerNorm(options.hidden_dim) if options.pre_norm else None, position_scale)
+    loop = encoder(options, layers, nn.LayerNorm(options.hidden_dim) if options.pre_norm else None)
     return Detector(backbone, tokens=tokens, encoder=loop, decoder=decoder, mask_head=options.mask_head)
 
 
@@ -193,14 +184,11 @@ def decoder_layer(options: Options, self_attention: nn.Module, cross_attention: 
     )
 
 
-def encoder(
-    options: Options, layers: Sequence[nn.Module], norm: nn.Module | None = None, scale: nn.Module | None = None
-) -> Encoder:
-    """Build the encoder loop over ``layers``, with batch attention if it is enabled; ``scale`` is of the positions."""
+def encoder(options: Options, layers: Sequence[nn.Module], norm: nn.Module | None = None) -> Encoder:
+    """Build the encoder loop over ``layers``, with batch attention if it is enabled."""
     return Encoder(
         layers,
         norm=norm,
-        position_scale=scale,
         batch_former=options.batch_former,
         activation_checkpointing=options.activation_checkpointing,
     )
