@@ -41,7 +41,6 @@ class Options:
 
     Args:
         num_logits: K; with cross-entropy the classes and, last, no-object.
-        activation: of the feed-forward networks, as of :class:`detr_bf.layers.FeedForward`.
         position_temperature: of the sine encoding; lower values separate neighbouring cells better.
         input_norm: group norm after the input projections, for features that are not of unit size.
         class_prior: initial score of every class, for sigmoid scores.
@@ -239,8 +238,7 @@ def zero_init_box_head(options: Options, *, size_logit: float = 0.0) -> MLP:
     head = box_head(options)
     *_, weight, bias = head.parameters()
     nn.init.zeros_(weight)
-    with torch.no_grad():
-        bias.copy_(torch.tensor([0.0, 0.0, size_logit, size_logit]))
+    bias.data.copy_(torch.tensor([0.0, 0.0, size_logit, size_logit]))
     return head
 
 
