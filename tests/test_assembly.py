@@ -117,7 +117,7 @@ def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("model.heads=5", "model.heads=5 must divide"),
-        ("model.name=detrr", "must be one of conditional_detr, deformable_detr, detr, smca.*; got 'detrr'"),
+        ("model.name=detrr", "must be one of conditional_detr, dab_deformable_detr, .*detr, .*smca.*; got 'detrr'"),
         ("model.name=detector", "got 'detector'"),
         ("model.backbone.strides=[16,32]", r"model\.backbone\.strides: this detector uses one feature map, got 2"),
         ("model.backbone.strides=[7]", r"model\.backbone\.strides=\[7\]: there is no stride 7"),
