@@ -61,7 +61,9 @@ def dab_detr(
         look_forward_twice=True,
         aux_loss=options.aux_loss,
     )
-    return single_level_detector(backbone, channels, options, decoder, xavier(MLP([dim, dim, dim])))
+    detector = single_level_detector(backbone, channels, options, decoder)
+    detector.encoder.position_scale = xavier(MLP([dim, dim, dim]))
+    return detector
 
 
 class AnchorQueries(nn.Module):

@@ -41,7 +41,6 @@ class Options:
 
     Args:
         num_logits: K; with cross-entropy the classes and, last, no-object.
-        activation: of the feed-forward networks, as of :class:`detr_bf.layers.FeedForward`.
         position_temperature: of the sine encoding; lower values separate neighbouring cells better.
         input_norm: group norm after the input projections, for features that are not of unit size.
         class_prior: initial score of every class, for sigmoid scores.
@@ -151,17 +150,8 @@ def refuse_groups(options: Options, detector: str) -> None:
         )
 
 
-def single_level_detector(
-    backbone: nn.Module,
-    channels: Sequence[int],
-    options: Options,
-    decoder: Decoder,
-    position_scale: nn.Module | None = None,
-) -> Detector:
+def single_level_detector(backbone: nn.Module, channels: Sequence[int], options: Options, decoder: Decoder) -> Detector:
     """Build a detector with DETR's encoder over the tokens of one feature map.
-
-    Args:
-        position_scale: as of :class:`detr_bf.transformer.Encoder`.
 
     Raises:
         InputError: the backbone has several feature maps.
@@ -175,7 +165,7 @@ def single_level_detector(
         encoder_layer(options, TokenAttention(options.hidden_dim, heads=options.heads, dropout=options.dropout))
         for _ in range(options.encoder_layers)
     ]
-    loop = encoder(options, layers, nn.LayerNorm(options.hidden_dim) if options.pre_norm else None, position_scale)
+    loop = encoder(options, layers, nn.LayerNorm(options.hidden_dim) if options.pre_norm else None)
     return Detector(backbone, tokens=tokens, encoder=loop, decoder=decoder, mask_head=options.mask_head)
 
 
@@ -204,14 +194,11 @@ def decoder_layer(options: Options, self_attention: nn.Module, cross_attention: 
     )
 
 
-def encoder(
-    options: Options, layers: Sequence[nn.Module], norm: nn.Module | None = None, scale: nn.Module | None = None
-) -> Encoder:
-    """Build the encoder loop over ``layers``, with batch attention if it is enabled; ``scale`` is of the positions."""
+def encoder(options: Options, layers: Sequence[nn.Module], norm: nn.Module | None = None) -> Encoder:
+    """Build the encoder loop over ``layers``, with batch attention if it is enabled."""
     return Encoder(
         layers,
         norm=norm,
-        position_scale=scale,
         batch_former=options.batch_former,
         activation_checkpointing=options.activation_checkpointing,
     )
@@ -262,8 +249,7 @@ def zero_init_box_head(options: Options, *, size_logit: float = 0.0) -> MLP:
     head = box_head(options)
     *_, weight, bias = head.parameters()
     nn.init.zeros_(weight)
-    with torch.no_grad():
-        bias.copy_(torch.tensor([0.0, 0.0, size_logit, size_logit]))
+    bias.data.copy_(torch.tensor([0.0, 0.0, size_logit, size_logit]))
     return head
 
 
