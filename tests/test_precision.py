@@ -12,7 +12,7 @@ from detr_bf.detectors import Detector, MaskHead
 from detr_bf.engine import build_optimizer
 from detr_bf.losses import CrossEntropy, HungarianMatcher, LossReport, SetCriterion
 from detr_bf.structures import Target
-from tests.detectors.tiny import CHANNELS, DETECTORS, DIM, LOGITS, Averages, batch_former, images, model
+from tests.detectors.tiny import CHANNELS, DETECTORS, DIM, LOGITS, TWO_STAGE, Averages, batch_former, images, model
 
 CRITERION = SetCriterion(CrossEntropy(), HungarianMatcher(CrossEntropy()))
 SCALE = 8.0  # of the loss, against underflow in float16
@@ -28,8 +28,8 @@ def detector(name: str, *, masks: bool) -> Detector:
     """
     settings: dict[str, object] = {"dropout": 0.0, "batch_former": batch_former(dropout=0.5)}
     finer = DETECTORS[name][0] + 1
-    if name.endswith("two_stage"):
-        settings["num_queries"] = 9 if masks else 126  # all tokens, so that rounding cannot change the selection
+    if name in TWO_STAGE:  # all tokens, so that rounding cannot change the selection
+        settings |= {"num_queries": 9 if masks else 126, "groups": ()}
     if masks:
         settings["mask_head"] = MaskHead(DIM, heads=2, finer_channels=[CHANNELS] * finer, see_boxes=name != "detr")
     module = model(name, **settings)
@@ -39,6 +39,9 @@ def detector(name: str, *, masks: bool) -> Detector:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+        content = module.decoder.queries.content if name in TWO_STAGE else None
+        if isinstance(content, nn.Embedding):  # the same, so that rounding cannot change the content of a token's query
+            content.weight.copy_(content.weight[:1].expand_as(content.weight))
     return module.train()
 
 

@@ -211,25 +211,24 @@ def build_mask_head(config: DetectionConfig, channels: Sequence[int]) -> MaskHea
 
 def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
     """Return the detector's builder with the arguments that only this detector has."""
-    anchors = {"patterns": model.dab.patterns, "random_points": model.dab.random_points}
+    dab, noise = model.dab, model.denoising
+    points = model.deformable.encoder_points, model.deformable.decoder_points
+    levels = {"extra_levels": model.extra_levels, "encoder_points": points[0], "decoder_points": points[1]}
     match model.name:
         case "dab_deformable_detr":
             return partial(
                 dab_deformable_detr,
-                **anchors,
-                extra_levels=model.extra_levels,
-                encoder_points=model.deformable.encoder_points,
-                decoder_points=model.deformable.decoder_points,
+                patterns=dab.patterns,
+                random_points=dab.random_points,
+                **levels,
                 box_refine=model.deformable.box_refine,
             )
         case "dab_detr":
-            return partial(dab_detr, **anchors)
+            return partial(dab_detr, patterns=dab.patterns, random_points=dab.random_points)
         case "deformable_detr":
             return partial(
                 deformable_detr,
-                extra_levels=model.extra_levels,
-                encoder_points=model.deformable.encoder_points,
-                decoder_points=model.deformable.decoder_points,
+                **levels,
                 box_refine=model.deformable.box_refine,
                 two_stage=model.deformable.two_stage,
                 mixed_selection=model.deformable.mixed_selection,
@@ -239,9 +238,7 @@ def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
             noise, parts = model.denoising, model.dino
             return partial(
                 dino,
-                extra_levels=model.extra_levels,
-                encoder_points=model.deformable.encoder_points,
-                decoder_points=model.deformable.decoder_points,
+                **levels,
                 mixed_selection=parts.mixed_selection,
                 layer_class_heads=parts.layer_class_heads,
                 layer_box_heads=parts.layer_box_heads,
@@ -250,9 +247,13 @@ def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
                 denoising=ContrastiveDenoising(noise.queries, None, noise.label_noise, noise.box_noise),
             )
         case "dn_detr":
-            noise = model.denoising
             return partial(
-                dn_detr, **anchors, groups=noise.groups, label_noise=noise.label_noise, box_noise=noise.box_noise
+                dn_detr,
+                patterns=dab.patterns,
+                random_points=dab.random_points,
+                groups=noise.groups,
+                label_noise=noise.label_noise,
+                box_noise=noise.box_noise,
             )
         case "smca":
             if [model.smca.stride] != list(model.backbone.strides):

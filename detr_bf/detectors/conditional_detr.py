@@ -23,22 +23,14 @@ from detr_bf.detectors.detector import (
 from detr_bf.errors import InputError
 from detr_bf.layers import MLP, check_heads, multi_head_attention, sine_of_coordinates
 from detr_bf.structures import Queries, TokenBatch
-from detr_bf.transformer import Decoder, LearnedQueries
+from detr_bf.transformer import Decoder, DecoderLayer, LearnedQueries
 
 
 def conditional_detr(backbone: nn.Module, channels: Sequence[int], options: Options) -> Detector:
     """Build Conditional DETR: content and position are compared separately, around learned reference points."""
-    dim, heads, dropout = options.hidden_dim, options.heads, options.dropout
-    layers = [
-        decoder_layer(
-            options,
-            ConditionalSelfAttention(dim, heads=heads, dropout=dropout),
-            ConditionalCrossAttention(dim, heads=heads, dropout=dropout, first=index == 0),
-        )
-        for index in range(options.decoder_layers)
-    ]
+    dim = options.hidden_dim
     decoder = Decoder(
-        layers,
+        conditional_layers(options),
         queries=LearnedQueries(options.num_queries, dim, reference=xavier(MLP([dim, dim, 2])), groups=options.groups),
         heads=shared_heads(options, zero_init_box_head(options)),
         norm=nn.LayerNorm(dim),
@@ -46,6 +38,19 @@ def conditional_detr(backbone: nn.Module, channels: Sequence[int], options: Opti
         aux_loss=options.aux_loss,
     )
     return single_level_detector(backbone, channels, options, decoder)
+
+
+def conditional_layers(options: Options) -> list[DecoderLayer]:
+    """Build the decoder layers."""
+    dim, heads, dropout = options.hidden_dim, options.heads, options.dropout
+    return [
+        decoder_layer(
+            options,
+            ConditionalSelfAttention(dim, heads=heads, dropout=dropout),
+            ConditionalCrossAttention(dim, heads=heads, dropout=dropout, first=index == 0),
+        )
+        for index in range(options.decoder_layers)
+    ]
 
 
 class ScaledSine(nn.Module):

@@ -16,19 +16,19 @@ def dab_deformable_detr(
     channels: Sequence[int],
     options: Options,
     *,
+    patterns: int = 0,
+    random_points: bool = False,
     extra_levels: int = 1,
     encoder_points: int = 4,
     decoder_points: int = 4,
     box_refine: bool = True,
-    patterns: int = 0,
-    random_points: bool = False,
 ) -> Detector:
     """Build DAB-Deformable-DETR: anchors with a learned content each, whose boxes give the positions of the queries.
 
     Args:
         backbone, channels, options: feature maps and shared options.
-        extra_levels, encoder_points, decoder_points, box_refine: as of Deformable DETR.
         patterns, random_points: as of DAB-DETR.
+        extra_levels, encoder_points, decoder_points, box_refine: as of Deformable DETR.
     """
     queries = AnchorQueries(
         options.num_queries,

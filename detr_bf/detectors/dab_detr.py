@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.boxes import inverse_sigmoid
-from detr_bf.detectors.conditional_detr import ConditionalCrossAttention, ConditionalSelfAttention
+from detr_bf.detectors.conditional_detr import conditional_layers
 from detr_bf.detectors.detector import (
     Detector,
     Options,
-    decoder_layer,
     shared_heads,
     single_level_detector,
     xavier,
@@ -47,17 +46,9 @@ def dab_detr(
         random_points: initialise the centres of the anchors uniformly over the image.
         queries: queries of the first layer, by default :class:`AnchorQueries`.
     """
-    dim, heads, dropout = options.hidden_dim, options.heads, options.dropout
-    layers = [
-        decoder_layer(
-            options,
-            ConditionalSelfAttention(dim, heads=heads, dropout=dropout),
-            ConditionalCrossAttention(dim, heads=heads, dropout=dropout, first=index == 0),
-        )
-        for index in range(options.decoder_layers)
-    ]
+    dim = options.hidden_dim
     decoder = Decoder(
-        layers,
+        conditional_layers(options),
         queries=queries
         or AnchorQueries(
             options.num_queries, dim, patterns=patterns, random_points=random_points, further=options.groups

@@ -13,7 +13,7 @@ from functools import wraps
 from detr_bf.interop.official import deformable_attention, deformable_heads
 from detr_bf.interop.rules import BODY, Layout, NameRule, rename
 
-TIMM = "_backbone"  # module around timm's network in some of their detectors
+TIMM_MODULE = "_backbone"  # module around timm's network in some of their detectors
 Table = Callable[[Layout], Iterator[NameRule]]
 
 
@@ -50,7 +50,7 @@ def hf_conditional_detr(layout: Layout) -> Iterator[NameRule]:
 
 def hf_dab_detr(layout: Layout) -> Iterator[NameRule]:
     """DabDetrForObjectDetection."""
-    yield rename(f"model.backbone.conv_encoder.model.{TIMM}", BODY)
+    yield rename(f"model.backbone.conv_encoder.model.{TIMM_MODULE}", BODY)
     yield rename("model.input_projection", "tokens.projections.0")
     yield rename("model.query_refpoint_embeddings", "decoder.queries.anchors")
     yield rename("model.patterns", "decoder.queries.patterns")
@@ -159,7 +159,7 @@ def _own_resnet(layout: Layout, body: NameRule) -> Iterator[NameRule]:
 def _convolution(body: NameRule, theirs: str, convolution: str, norm: str) -> Iterator[NameRule]:
     for part, ours in (("convolution", convolution), ("normalization", norm)):
         names, older = (
-            [f"{module.removesuffix(f'.{TIMM}')}.{theirs}.{part}" for module in modules]
+            [f"{module.removesuffix(f'.{TIMM_MODULE}')}.{theirs}.{part}" for module in modules]
             for modules in (body.theirs, body.older)
         )
         yield rename(names, f"{BODY}.{ours}", older=older)

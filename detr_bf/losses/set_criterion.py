@@ -219,8 +219,8 @@ def _box_losses(outputs: Outputs, targets: PaddedTargets, matches: Matches, giou
     predicted = at_least_float32(outputs.boxes[matches.layer, matches.row, matches.query])
     wanted = targets.boxes[matches.row, matches.target]
     distance = (predicted - wanted).abs().sum(-1)
-    corners = (box_convert(boxes, "cxcywh", "xyxy") for boxes in (predicted, wanted))
-    overlap = generalized_iou(*corners, giou_eps)
+    corners = [box_convert(boxes, "cxcywh", "xyxy") for boxes in (predicted, wanted)]
+    overlap = generalized_iou(corners[0], corners[1], giou_eps)
     index = (matches.layer, matches.row)
     empty = predicted.new_zeros(outputs.boxes.shape[:2])
     return empty.index_put(index, distance, accumulate=True), empty.index_put(index, 1 - overlap, accumulate=True)

@@ -111,12 +111,12 @@ def gradients(objects: tuple[int, ...], *, noise: bool) -> dict[str, torch.Tenso
     queries = module.decoder.queries
     queries.label_noise, queries.box_noise = (0.2, 0.4) if noise else (0.0, 0.0)
     step = TrainingStep(module, criterion(), torch.device("cpu"), torch.float32)
-    parallel = distributed.world_size() > 1
-    if parallel:
+    if distributed.world_size() > 1:
         torch.manual_seed(distributed.rank())
         own = slice(distributed.rank(), distributed.rank() + 1)
         batch = Batch(batch.images[own], batch.padding_mask[own], batch.targets[own])
-    loss = (wrap_ddp(step) if parallel else step)(batch).total
+    wrapped = wrap_ddp(step)  # alive until the gradients are reduced
+    loss = wrapped(batch).total
     loss.backward()
     return {name: parameter.grad for name, parameter in module.named_parameters()} | {"loss": loss.detach()}
 
