@@ -34,17 +34,17 @@ def dab_detr(
     channels: Sequence[int],
     options: Options,
     *,
+    queries: nn.Module | None = None,
     patterns: int = 0,
     random_points: bool = False,
-    queries: nn.Module | None = None,
 ) -> Detector:
     """Build DAB-DETR: the queries are boxes, which every layer refines.
 
     Args:
         backbone, channels, options: feature map and shared options.
-        patterns: learned contents that every anchor is combined with, 0 for contents of zero (section 5).
+        queries: queries of the first layer, by default :class:`AnchorQueries` with the following options.
+        patterns: learned contents that every anchor is combined with, 0 for contents of zero.
         random_points: initialise the centres of the anchors uniformly over the image.
-        queries: queries of the first layer, by default :class:`AnchorQueries`.
     """
     dim = options.hidden_dim
     decoder = Decoder(
@@ -61,7 +61,9 @@ def dab_detr(
         look_forward_twice=True,
         aux_loss=options.aux_loss,
     )
-    return single_level_detector(backbone, channels, options, decoder, xavier(MLP([dim, dim, dim])))
+    detector = single_level_detector(backbone, channels, options, decoder)
+    detector.encoder.position_scale = xavier(MLP([dim, dim, dim]))
+    return detector
 
 
 class AnchorQueries(nn.Module):

@@ -41,11 +41,8 @@ class Options:
 
     Args:
         num_logits: K; with cross-entropy the classes and, last, no-object.
-        activation: of the feed-forward networks, as of :class:`detr_bf.layers.FeedForward`.
-        position_temperature: of the sine encoding; lower values separate neighbouring cells better.
-        input_norm: group norm after the input projections, for features that are not of unit size.
         class_prior: initial score of every class, for sigmoid scores.
-        groups: further learned queries in training, as :func:`detr_bf.detectors.groups.query_groups` returns them.
+        groups: further queries in training, see :func:`detr_bf.detectors.groups.query_groups`.
         activation_checkpointing: recompute the encoder layers in the backward pass: less memory, more time.
     """
 
@@ -60,8 +57,8 @@ class Options:
     activation: str = "relu"
     num_queries: int = 100
     position_encoding: str = "sine"
-    position_temperature: float = 10000.0
-    input_norm: bool = False
+    position_temperature: float = 10000.0  # lower values separate neighbouring cells better
+    input_norm: bool = False  # after the input projections, for features that are not of unit size
     aux_loss: bool = True
     class_prior: float | None = None
     groups: tuple[QueryGroup, ...] = ()
@@ -142,26 +139,8 @@ class Detector(nn.Module):
         return self.backbone, self.tokens, self.encoder, self.decoder
 
 
-def refuse_groups(options: Options, detector: str) -> None:
-    """Raise InputError if there are further queries, which ``detector`` does not support."""
-    if options.groups:
-        raise InputError(
-            f"{detector} has no further queries in training: set groups.one_to_many.queries=0 and groups.group_detr=1, "
-            "or use another detector"
-        )
-
-
-def single_level_detector(
-    backbone: nn.Module,
-    channels: Sequence[int],
-    options: Options,
-    decoder: Decoder,
-    position_scale: nn.Module | None = None,
-) -> Detector:
+def single_level_detector(backbone: nn.Module, channels: Sequence[int], options: Options, decoder: Decoder) -> Detector:
     """Build a detector with DETR's encoder over the tokens of one feature map.
-
-    Args:
-        position_scale: as of :class:`detr_bf.transformer.Encoder`.
 
     Raises:
         InputError: the backbone has several feature maps.
@@ -175,7 +154,7 @@ def single_level_detector(
         encoder_layer(options, TokenAttention(options.hidden_dim, heads=options.heads, dropout=options.dropout))
         for _ in range(options.encoder_layers)
     ]
-    loop = encoder(options, layers, nn.LayerNorm(options.hidden_dim) if options.pre_norm else None, position_scale)
+    loop = encoder(options, layers, nn.LayerNorm(options.hidden_dim) if options.pre_norm else None)
     return Detector(backbone, tokens=tokens, encoder=loop, decoder=decoder, mask_head=options.mask_head)
 
 
@@ -204,14 +183,11 @@ def decoder_layer(options: Options, self_attention: nn.Module, cross_attention: 
     )
 
 
-def encoder(
-    options: Options, layers: Sequence[nn.Module], norm: nn.Module | None = None, scale: nn.Module | None = None
-) -> Encoder:
-    """Build the encoder loop over ``layers``, with batch attention if it is enabled; ``scale`` is of the positions."""
+def encoder(options: Options, layers: Sequence[nn.Module], norm: nn.Module | None = None) -> Encoder:
+    """Build the encoder loop over ``layers``, with batch attention if it is enabled."""
     return Encoder(
         layers,
         norm=norm,
-        position_scale=scale,
         batch_former=options.batch_former,
         activation_checkpointing=options.activation_checkpointing,
     )
@@ -262,8 +238,7 @@ def zero_init_box_head(options: Options, *, size_logit: float = 0.0) -> MLP:
     head = box_head(options)
     *_, weight, bias = head.parameters()
     nn.init.zeros_(weight)
-    with torch.no_grad():
-        bias.copy_(torch.tensor([0.0, 0.0, size_logit, size_logit]))
+    bias.data.copy_(torch.tensor([0.0, 0.0, size_logit, size_logit]))
     return head
 
 

@@ -21,7 +21,8 @@ from detr_bf.detectors.denoising import (
     contrastive_slots,
     group_count,
 )
-from detr_bf.detectors.detector import Detector, Options, class_head, refuse_groups, zero_init_box_head
+from detr_bf.detectors.detector import Detector, Options, class_head, zero_init_box_head
+from detr_bf.detectors.groups import refuse_groups
 from detr_bf.detectors.two_stage import TokenProposals
 from detr_bf.structures import Outputs, Queries, QueryGroup, Target, TokenBatch
 from detr_bf.transformer import Decoder, Heads, append_queries
@@ -56,7 +57,7 @@ def dino(
     Raises:
         InputError: ``options.groups`` are given.
     """
-    refuse_groups(options, "dino")
+    refuse_groups(options.groups, "dino")
     levels, dim = len(channels) + extra_levels, options.hidden_dim
     layers = deformable_decoder_layers(options, levels, decoder_points)
     classes = [class_head(options) for _ in range(len(layers) if layer_class_heads else 1)]

@@ -24,18 +24,18 @@ def dn_detr(
     channels: Sequence[int],
     options: Options,
     *,
-    patterns: int = 0,
-    random_points: bool = False,
     groups: int = 5,
     label_noise: float = 0.2,
     box_noise: float = 0.4,
+    patterns: int = 0,
+    random_points: bool = False,
 ) -> Detector:
     """Build DN-DETR: DAB-DETR that in training also restores objects from noised labels and boxes.
 
     Args:
         backbone, channels, options: feature map and shared options.
-        patterns, random_points: as of DAB-DETR.
         groups, label_noise, box_noise: as of :class:`DenoisingQueries`.
+        patterns, random_points: as of DAB-DETR.
     """
     queries = DenoisingQueries(
         options.num_queries,

@@ -24,11 +24,13 @@ class Encoder(nn.Module):
     Args:
         layers: tokens -> (R, S, C).
         norm: applied after the last layer (for pre-norm layers).
-        position_scale: (R, S, C) -> (R, S, C), factor of the positions in a layer as a function of its input, the same
-            module for all layers (DAB-DETR, Liu et al. 2022, arXiv 2201.12329), or None.
         batch_former: batch attention, or None.
         activation_checkpointing: store only the input of each layer and recompute its activations in the backward pass,
             with the same random numbers. Batch attention is not recomputed, because it may contain collectives.
+
+    Attributes:
+        position_scale: (R, S, C) -> (R, S, C), factor of the positions in a layer as a function of its input, one
+            module for all layers (DAB-DETR, Liu et al. 2022, arXiv 2201.12329); None: positions are not scaled.
     """
 
     def __init__(
@@ -36,14 +38,13 @@ class Encoder(nn.Module):
         layers: Sequence[nn.Module],
         *,
         norm: nn.Module | None = None,
-        position_scale: nn.Module | None = None,
         batch_former: BatchFormerV2 | None = None,
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.norm = norm or nn.Identity()
-        self.position_scale = position_scale
+        self.position_scale: nn.Module | None = None
         self.batch_former = batch_former
         self.activation_checkpointing = activation_checkpointing
 

@@ -31,7 +31,7 @@ from detr_bf.interop.detectron2.parts import Detectron2Backbone, build_parts, ch
 from detr_bf.interop.detectron2.tensors import batch_of, cropped, fields_of, output_target, panoptic_of, target_of
 from detr_bf.losses import LossReport
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
-from detr_bf.structures import Outputs
+from detr_bf.structures import Outputs, Target
 
 Inputs = Sequence[Mapping[str, Any]]
 
@@ -115,7 +115,7 @@ def _lower(node: Mapping[str, Any]) -> dict[str, Any]:
 
 @META_ARCH_REGISTRY.register()
 class DetrBf(nn.Module):
-    """DETR, Conditional DETR, SMCA or Deformable DETR, optionally with batch attention and a mask head.
+    """A detector of this package, optionally with batch attention and a mask head.
 
     In training it takes detectron2's dictionaries with ``image`` (3, H, W) and ``instances`` and returns the weighted
     losses, to be summed; other scalars go to the event storage. In evaluation it returns ``instances`` for each image
@@ -218,7 +218,7 @@ class DetrBf(nn.Module):
             )
             for number, each in enumerate(inputs)
         ]
-        outputs = self._outputs(inputs)
+        outputs = self._outputs(inputs, targets)
         with torch.autocast(self.device.type, enabled=False):
             report = self.criterion(outputs, targets)
         _store(report)
@@ -256,7 +256,7 @@ class DetrBf(nn.Module):
                 prediction["panoptic_seg"] = panoptic_of(panoptic, self.panoptic.is_thing)
         return predictions
 
-    def _outputs(self, inputs: Inputs) -> Outputs:
+    def _outputs(self, inputs: Inputs, targets: Sequence[Target] = ()) -> Outputs:
         body = self.detector.backbone.body
         images = ImageList.from_tensors(
             [each["image"].to(self.device) for each in inputs],
@@ -264,7 +264,7 @@ class DetrBf(nn.Module):
             padding_constraints=getattr(body, "padding_constraints", None),
         )
         pixels = images.tensor.flip(1) if self.flip_channels else images.tensor
-        outputs: Outputs = self.detector(batch_of(pixels, images.image_sizes))
+        outputs: Outputs = self.detector(batch_of(pixels, images.image_sizes, targets))
         height, width = pixels.shape[-2:]
         largest = max(h for h, _ in images.image_sizes), max(w for _, w in images.image_sizes)
         if outputs.masks is None or largest == (height, width):
