@@ -65,6 +65,9 @@ def trained(module: nn.Module, precision: torch.dtype) -> tuple[LossReport, Tens
         outputs = module(images())
     report = CRITERION(outputs, targets())
     (SCALE * report.total).backward()
+    content = getattr(module.decoder.queries, "content", None)
+    if isinstance(content, nn.Embedding) and torch.equal(content.weight, content.weight[:1].expand_as(content.weight)):
+        content.weight.grad = content.weight.grad.sum(0)[None].expand_as(content.weight)  # rows in no fixed order
     gradients = [parameter.grad for parameter in module.parameters()]
     assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in gradients)
     return report, torch.cat([gradient.flatten() for gradient in gradients if gradient is not None]) / SCALE

@@ -35,15 +35,15 @@ def dino(
     channels: Sequence[int],
     options: Options,
     *,
-    extra_levels: int = 1,
-    encoder_points: int = 4,
-    decoder_points: int = 4,
     mixed_selection: bool = True,
     layer_class_heads: bool = False,
     layer_box_heads: bool = False,
     token_class_head: bool = True,
     token_box_head: bool = True,
     denoising: ContrastiveDenoising = DENOISING,
+    extra_levels: int = 1,
+    encoder_points: int = 4,
+    decoder_points: int = 4,
 ) -> Detector:
     """Build DINO: Deformable DETR with anchors from the encoder, look forward twice and contrastive denoising.
 
@@ -109,10 +109,10 @@ class ContrastiveQueries(TokenProposals):
         self,
         num_queries: int,
         dim: int,
+        num_labels: int,
         *,
         class_head: nn.Module,
         box_head: nn.Module,
-        num_labels: int,
         mixed_selection: bool = True,
         denoising: ContrastiveDenoising = DENOISING,
     ) -> None:
