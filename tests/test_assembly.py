@@ -54,6 +54,12 @@ def test_an_unknown_detector_is_told_before_weights_are_fetched(monkeypatch: pyt
         build_model(load_config(None, ["model.name=detrr"]), num_classes=5)
 
 
+def test_every_pattern_of_an_anchor_can_find_an_object() -> None:
+    settings = ["model.num_queries=10", "model.dab.patterns=3"]
+    detections = [load_config(None, [f"model.name={name}", *settings]).model.detections for name in ("dn_detr", "detr")]
+    assert detections == [30, 10]
+
+
 def test_focal_has_no_background_logit_and_starts_low() -> None:
     config = load_config(None, [*SMALL, "loss.classification=focal", "loss.focal_gamma=1.5"])
     model = build_model(config, num_classes=5)
@@ -111,7 +117,7 @@ def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("model.heads=5", "model.heads=5 must divide"),
-        ("model.name=detrr", "must be one of conditional_detr, deformable_detr, detr, smca.*; got 'detrr'"),
+        ("model.name=detrr", "must be one of conditional_detr, dab_deformable_detr, .*detr, .*smca.*; got 'detrr'"),
         ("model.name=detector", "got 'detector'"),
         ("model.backbone.strides=[16,32]", r"model\.backbone\.strides: this detector uses one feature map, got 2"),
         ("model.backbone.strides=[7]", r"model\.backbone\.strides=\[7\]: there is no stride 7"),

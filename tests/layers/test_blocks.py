@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from detr_bf.errors import InputError
 from detr_bf.layers import MLP, FeedForward, Residual
 
 
@@ -15,6 +18,17 @@ def test_feed_forward_is_two_matrices_with_relu_between() -> None:
     module, x = FeedForward(4, 6).double(), torch.randn(2, 3, 4, dtype=torch.float64)
     hidden = (x @ module.expand.weight.T + module.expand.bias).clamp(min=0)
     torch.testing.assert_close(module(x), hidden @ module.contract.weight.T + module.contract.bias)
+
+
+@pytest.mark.parametrize(("name", "function"), [("gelu", F.gelu), ("prelu", lambda x: F.leaky_relu(x, 0.25))])
+def test_feed_forward_with_other_activations(name: str, function: Callable[[Tensor], Tensor]) -> None:
+    module, x = FeedForward(4, 6, activation=name), torch.randn(3, 4)
+    torch.testing.assert_close(module(x), module.contract(function(module.expand(x))))
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    with pytest.raises(InputError, match="activation must be relu, prelu, gelu; got 'swish'"):
+        FeedForward(4, 6, activation="swish")
 
 
 def test_feed_forward_treats_every_position_alone() -> None:
