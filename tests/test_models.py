@@ -33,6 +33,8 @@ def test_every_recipe_builds(path: Path) -> None:
     """Make a recipe narrow and without weights, but keep its layers, levels and insertions."""
     config = load_config(path)
     narrow = ["model.hidden_dim=32", "model.heads=8", "model.feedforward_dim=16", "model.num_queries=6"]
+    if config.model.groups.one_to_many.queries:
+        narrow.append("model.groups.one_to_many.queries=12")
     model = detr_bf.create_model(path.stem, num_classes=3, overrides=[*narrow, "model.backbone.name=resnet18"])
     batch = Batch(torch.randint(256, (2, 3, 64, 96), dtype=torch.uint8), torch.zeros(2, 64, 96, dtype=torch.bool))
     outputs = model.train()(batch)

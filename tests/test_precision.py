@@ -39,8 +39,8 @@ def detector(name: str, *, masks: bool) -> Detector:
     """
     settings: dict[str, object] = {"dropout": 0.0, "batch_former": batch_former(dropout=0.5)}
     finer = DETECTORS[name][0] + 1
-    if name in TWO_STAGE:
-        settings["num_queries"] = 9 if masks else 126  # all tokens, so that rounding cannot change the selection
+    if name in TWO_STAGE:  # all tokens, so that rounding cannot change the selection
+        settings |= {"num_queries": 9 if masks else 126, "groups": ()}
     if masks:
         settings["mask_head"] = MaskHead(DIM, heads=2, finer_channels=[CHANNELS] * finer, see_boxes=name != "detr")
     module = model(name, **settings)
@@ -50,6 +50,9 @@ def detector(name: str, *, masks: bool) -> Detector:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+        content = getattr(module.decoder.queries, "content", None) if name in TWO_STAGE else None
+        if isinstance(content, nn.Embedding):  # the same, so that rounding cannot change the content of a token's query
+            content.weight.copy_(content.weight[:1].expand_as(content.weight))
     # Batch norm over the few cells of the coarsest map would enlarge the rounding of bfloat16.
     return with_fixed_norms(module.train())
 
@@ -74,6 +77,9 @@ def trained(module: nn.Module, precision: torch.dtype) -> tuple[LossReport, Tens
         outputs = module(images())
     report = CRITERION(outputs, targets())
     (SCALE * report.total).backward()
+    content = getattr(module.decoder.queries, "content", None)
+    if isinstance(content, nn.Embedding) and torch.equal(content.weight, content.weight[:1].expand_as(content.weight)):
+        content.weight.grad = content.weight.grad.sum(0)[None].expand_as(content.weight)  # rows in no fixed order
     gradients = [parameter.grad for parameter in module.parameters()]
     assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in gradients)
     return report, torch.cat([gradient.flatten() for gradient in gradients if gradient is not None]) / SCALE

@@ -14,6 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 from numbers import Integral
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -225,15 +226,16 @@ def build_mask_head(config: DetectionConfig, channels: Sequence[int]) -> MaskHea
 def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
     """Return the detector's builder with the arguments that only this detector has."""
     dab, noise = model.dab, model.denoising
+    points = model.deformable
+    levels: dict[str, Any] = {"encoder_points": points.encoder_points, "decoder_points": points.decoder_points}
+    levels["extra_levels"] = model.extra_levels
     match model.name:
         case "dab_deformable_detr":
             return partial(
                 dab_deformable_detr,
                 patterns=dab.patterns,
                 random_points=dab.random_points,
-                extra_levels=model.extra_levels,
-                encoder_points=model.deformable.encoder_points,
-                decoder_points=model.deformable.decoder_points,
+                **levels,
                 box_refine=model.deformable.box_refine,
             )
         case "dab_detr":
@@ -241,28 +243,16 @@ def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
         case "deformable_detr":
             return partial(
                 deformable_detr,
-                extra_levels=model.extra_levels,
-                encoder_points=model.deformable.encoder_points,
-                decoder_points=model.deformable.decoder_points,
+                **levels,
                 box_refine=model.deformable.box_refine,
                 two_stage=model.deformable.two_stage,
                 mixed_selection=model.deformable.mixed_selection,
                 look_forward_twice=model.deformable.look_forward_twice,
             )
         case "dino":
-            parts = model.dino
-            return partial(
-                dino,
-                extra_levels=model.extra_levels,
-                encoder_points=model.deformable.encoder_points,
-                decoder_points=model.deformable.decoder_points,
-                mixed_selection=parts.mixed_selection,
-                layer_class_heads=parts.layer_class_heads,
-                layer_box_heads=parts.layer_box_heads,
-                token_class_head=parts.token_class_head,
-                token_box_head=parts.token_box_head,
-                denoising=ContrastiveDenoising(noise.queries, None, noise.label_noise, noise.box_noise),
-            )
+            parts: dict[str, Any] = vars(model.dino)
+            chosen = ContrastiveDenoising(noise.queries, None, noise.label_noise, noise.box_noise)
+            return partial(dino, **levels, **parts, denoising=chosen)
         case "dn_detr":
             return partial(
                 dn_detr,

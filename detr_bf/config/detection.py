@@ -121,7 +121,11 @@ class DabConfig:
 
 @dataclass
 class DenoisingConfig:
-    """Noised objects as further queries in training; dn_detr uses groups, label_noise and box_noise."""
+    """Noised objects as further queries in training; dn_detr reads groups, dino reads queries, both read the noise.
+
+    In dino half of label_noise is the probability (0.5 in its recipes), and box_noise is the largest shift of corners
+    in units of half the size, for its negatives up to twice that.
+    """
 
     queries: int = not_negative(100, 100_000)  # about this number in an image, by which groups are counted; 0: none
     groups: int = not_negative(5, 1000)  # copies of the objects of an image, each with its own noise; 0: none

@@ -60,8 +60,7 @@ def deformable_detr(
         mixed_selection: with ``two_stage`` learn the contents of the queries, see :class:`ProposalQueries`.
         look_forward_twice: with ``box_refine`` a layer also learns from the boxes of the next one, see
             :class:`detr_bf.transformer.Decoder`.
-        queries, update_queries: of the decoder; by default learned queries or those of ``two_stage``, and no update.
-        eps: of the logits of the references, as of :class:`detr_bf.transformer.Heads`.
+        queries, update_queries, eps: of decoder and heads; by default learned queries or those of ``two_stage``.
 
     Raises:
         InputError: ``two_stage`` or ``look_forward_twice`` without ``box_refine``, or ``mixed_selection`` without

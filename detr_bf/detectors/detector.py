@@ -41,10 +41,8 @@ class Options:
 
     Args:
         num_logits: K; with cross-entropy the classes and, last, no-object.
-        position_temperature: of the sine encoding; lower values separate neighbouring cells better.
-        input_norm: group norm after the input projections, for features that are not of unit size.
         class_prior: initial score of every class, for sigmoid scores.
-        groups: further learned queries in training, as :func:`detr_bf.detectors.groups.query_groups` returns them.
+        groups: further queries in training, see :func:`detr_bf.detectors.groups.query_groups`.
         activation_checkpointing: recompute the encoder layers in the backward pass: less memory, more time.
     """
 
@@ -59,8 +57,8 @@ class Options:
     activation: str = "relu"
     num_queries: int = 100
     position_encoding: str = "sine"
-    position_temperature: float = 10000.0
-    input_norm: bool = False
+    position_temperature: float = 10000.0  # lower values separate neighbouring cells better
+    input_norm: bool = False  # after the input projections, for features that are not of unit size
     aux_loss: bool = True
     class_prior: float | None = None
     groups: tuple[QueryGroup, ...] = ()
@@ -139,15 +137,6 @@ class Detector(nn.Module):
 
     def _frozen_parts(self) -> tuple[nn.Module, ...]:
         return self.backbone, self.tokens, self.encoder, self.decoder
-
-
-def refuse_groups(options: Options, detector: str) -> None:
-    """Raise InputError if there are further queries, which ``detector`` does not support."""
-    if options.groups:
-        raise InputError(
-            f"{detector} has no further queries in training: set groups.one_to_many.queries=0 and groups.group_detr=1, "
-            "or use another detector"
-        )
 
 
 def single_level_detector(backbone: nn.Module, channels: Sequence[int], options: Options, decoder: Decoder) -> Detector:

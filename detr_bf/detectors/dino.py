@@ -22,7 +22,8 @@ from detr_bf.detectors.denoising import (
     contrastive_slots,
     group_count,
 )
-from detr_bf.detectors.detector import Detector, Options, class_head, refuse_groups, zero_init_box_head
+from detr_bf.detectors.detector import Detector, Options, class_head, zero_init_box_head
+from detr_bf.detectors.groups import refuse_groups
 from detr_bf.detectors.two_stage import TokenProposals
 from detr_bf.structures import Outputs, Queries, QueryGroup, Target, TokenBatch
 from detr_bf.transformer import Decoder, Heads, append_queries
@@ -35,15 +36,15 @@ def dino(
     channels: Sequence[int],
     options: Options,
     *,
-    extra_levels: int = 1,
-    encoder_points: int = 4,
-    decoder_points: int = 4,
     mixed_selection: bool = True,
     layer_class_heads: bool = False,
     layer_box_heads: bool = False,
     token_class_head: bool = True,
     token_box_head: bool = True,
     denoising: ContrastiveDenoising = DENOISING,
+    extra_levels: int = 1,
+    encoder_points: int = 4,
+    decoder_points: int = 4,
 ) -> Detector:
     """Build DINO: Deformable DETR with anchors from the encoder, look forward twice and contrastive denoising.
 
@@ -57,7 +58,7 @@ def dino(
     Raises:
         InputError: ``options.groups`` are given.
     """
-    refuse_groups(options, "dino")
+    refuse_groups(options.groups, "dino")
     levels, dim = len(channels) + extra_levels, options.hidden_dim
     layers = deformable_decoder_layers(options, levels, decoder_points)
     classes = [class_head(options) for _ in range(len(layers) if layer_class_heads else 1)]
@@ -109,10 +110,10 @@ class ContrastiveQueries(TokenProposals):
         self,
         num_queries: int,
         dim: int,
+        num_labels: int,
         *,
         class_head: nn.Module,
         box_head: nn.Module,
-        num_labels: int,
         mixed_selection: bool = True,
         denoising: ContrastiveDenoising = DENOISING,
     ) -> None:

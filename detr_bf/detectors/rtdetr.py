@@ -23,11 +23,11 @@ from detr_bf.detectors.detector import (
     encoder,
     encoder_layer,
     query_attention,
-    refuse_groups,
     xavier,
     zero_init_box_head,
 )
 from detr_bf.detectors.dino import ContrastiveQueries
+from detr_bf.detectors.groups import refuse_groups
 from detr_bf.detectors.hybrid_encoder import CrossScaleFusion, HybridEncoder, NormedConvolution
 from detr_bf.errors import InputError
 from detr_bf.layers import MLP, MultiHeadAttention, full_precision
@@ -74,7 +74,7 @@ def rtdetr(backbone: nn.Module, channels: Sequence[int], options: Options, **set
         InputError: ``options.groups``, another position encoding than sine, or a mask head with another ``encoder_dim``
             than ``hidden_dim``.
     """
-    refuse_groups(options, "rtdetr")
+    refuse_groups(options.groups, "rtdetr")
     own, dim, levels = RtdetrOptions(**settings), options.hidden_dim, len(channels)
     width = own.encoder_dim or dim
     feedforward_dim = own.encoder_feedforward_dim or options.feedforward_dim

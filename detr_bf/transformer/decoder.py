@@ -260,6 +260,6 @@ def in_groups(queries: Queries, groups: Sequence[QueryGroup]) -> Queries:
         return queries
     sizes = [group.size // group.parts for group in groups for _ in range(group.parts)]
     sizes = [queries.content.shape[1] - sum(sizes), *sizes]
-    device = queries.content.device
-    part = torch.arange(len(sizes), device=device).repeat_interleave(torch.tensor(sizes, device=device))
+    numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
+    part = torch.tensor(numbers, device=queries.content.device)
     return replace(queries, blocked=part[:, None] != part, groups=tuple(groups))
