@@ -40,7 +40,7 @@ def test_every_recipe_builds(path: Path) -> None:
     outputs = model.train()(batch)
     forked = config.batch_former.enabled and config.batch_former.mode != "single_stream"
     assert outputs.num_streams == (2 if forked else 1)
-    assert outputs.boxes.shape == (6, 2 * outputs.num_streams, 6, 4)
+    assert outputs.boxes.shape == (config.model.decoder_layers, 2 * outputs.num_streams, 6, 4)
     assert outputs.logits.shape[-1] == (4 if config.loss.classification == "cross_entropy" else 3)
 
 
