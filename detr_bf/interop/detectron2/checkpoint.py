@@ -19,6 +19,7 @@ from detr_bf.files import check_weights
 RESNET = "detectron2_resnet"
 BACKBONES = (".pkl", ".pyth")  # detectron2 matches their tensors by the ends of their names
 COUNTER = ".num_batches_tracked"
+LABELS = "decoder.queries.labels.weight"  # of denoising; a DN-DETR without it, a DAB-DETR, finds other objects
 
 
 class DetrBfCheckpointer(DetectionCheckpointer):
@@ -84,9 +85,9 @@ class DetrBfCheckpointer(DetectionCheckpointer):
         form = interop.format_of(state)
         weights = self._read(state, filename)
         rows = interop.class_rows(weights)
-        if _decoder_layer(weights) != _decoder_layer(own):
+        if _decoder(weights) != _decoder(own) or (LABELS in weights and LABELS not in own):
             raise InputError(
-                f"{filename} holds another architecture: the tensors of its decoder layers have other names; set "
+                f"{filename} holds another architecture: the tensors of its decoder have other names; set "
                 "MODEL.DETR_BF.ARCHITECTURE (model.model.name) to that of the weights"
             )
         if form is self.form and rows == own_rows:
@@ -136,6 +137,6 @@ class DetrBfCheckpointer(DetectionCheckpointer):
             )
 
 
-def _decoder_layer(weights: Mapping[str, Tensor]) -> set[str]:
-    """Tensor names of the first decoder layer; they differ between architectures."""
-    return {name for name in weights if name.startswith("decoder.layers.0.")}
+def _decoder(weights: Mapping[str, Tensor]) -> set[str]:
+    """Tensor names of the first decoder layer and of the queries' update; they differ between architectures."""
+    return {name for name in weights if name.startswith(("decoder.layers.0.", "decoder.look."))}

@@ -1,4 +1,4 @@
-"""The four detectors as one architecture of detectron2, and its settings in yacs configs.
+"""All detectors as one architecture of detectron2, and its settings in yacs configs.
 
 ``MODEL.DETR_BF`` mirrors :mod:`detr_bf.config`: the same names in upper case, the same defaults and checks. Settings
 that detectron2 already has are read from there: ``MODEL.MASK_ON`` (a mask head), ``TEST.DETECTIONS_PER_IMAGE``,
@@ -63,6 +63,7 @@ def add_detr_bf_config(cfg: CfgNode) -> None:
     cfg.SOLVER.OPTIMIZER = "ADAMW"
     cfg.SOLVER.BACKBONE_MULTIPLIER = 0.1
     cfg.SOLVER.POINT_MULTIPLIER = 1.0  # for the layers that predict reference points and sampling offsets
+    cfg.SOLVER.DECAY_VECTORS = True  # apply WEIGHT_DECAY to biases and norms as well; False in RT-DETR
     cfg.DATASETS.REGISTER_COCO = ()  # (name, images, annotations) each; panoptic data: (..., folder of the PNGs)
     cfg.INPUT.CROP_PROBABILITY = 0.5  # if INPUT.CROP.ENABLED
     cfg.INPUT.CROP_SHORT_SIDES = (400, 500, 600)  # pixels of the shorter side before cropping

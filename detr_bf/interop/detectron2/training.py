@@ -49,12 +49,14 @@ def detector_parameters(
     weight_decay: float = 1e-4,
     backbone_multiplier: float = 0.1,
     point_multiplier: float = 1.0,
+    decay_vectors: bool = True,
     batch_former_multiplier: float = 1.0,
     batch_former_weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Return up to five groups of the trainable parameters; multipliers are relative to ``lr``.
+    """Return up to eight groups of the trainable parameters; multipliers are relative to ``lr``.
 
-    See :func:`detr_bf.engine.parameter_groups`.
+    Without ``decay_vectors``, as in RT-DETR, biases and norms are not decayed. See
+    :func:`detr_bf.engine.parameter_groups`.
     """
     return parameter_groups(
         model.detector,
@@ -62,6 +64,7 @@ def detector_parameters(
         backbone_lr=lr * backbone_multiplier,
         weight_decay=weight_decay,
         point_lr_factor=point_multiplier,
+        decay_vectors=decay_vectors,
         batch_former_lr_factor=batch_former_multiplier,
         batch_former_weight_decay=batch_former_weight_decay,
     )
@@ -134,6 +137,7 @@ def optimizer_of(cfg: CfgNode, model: DetrBf) -> torch.optim.Optimizer:
         weight_decay=solver.WEIGHT_DECAY,
         backbone_multiplier=solver.BACKBONE_MULTIPLIER,
         point_multiplier=solver.POINT_MULTIPLIER,
+        decay_vectors=solver.DECAY_VECTORS,
         batch_former_multiplier=batch_former.LR_FACTOR,
         batch_former_weight_decay=batch_former.WEIGHT_DECAY,
     )

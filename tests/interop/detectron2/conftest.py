@@ -28,9 +28,8 @@ def tiny_cfg() -> Callable[..., Any]:
         cfg = get_cfg()
         add_detr_bf_config(cfg)
         cfg.merge_from_list(TINY)
-        node = cfg.MODEL.DETR_BF
-        node.ARCHITECTURE = architecture
-        node.BATCHFORMER.ENABLED = batch_former
+        cfg.merge_from_list(["MODEL.DETR_BF.ARCHITECTURE", architecture, *detector_options(architecture)])
+        cfg.MODEL.DETR_BF.BATCHFORMER.ENABLED = batch_former
         cfg.MODEL.MASK_ON = masks
         if d2_backbone:
             cfg.merge_from_list(D2_RESNET18)
@@ -46,12 +45,46 @@ TINY = [
     *("MODEL.DETR_BF.NUM_QUERIES", 7, "MODEL.DETR_BF.DROPOUT", 0.0, "MODEL.DETR_BF.BATCHFORMER.DROPOUT", 0.0),
     *("MODEL.DETR_BF.BACKBONE.NAME", "resnet18", "MODEL.DETR_BF.BACKBONE.WEIGHTS", "none"),
 ]
+LEVELS = {"BACKBONE.STRIDES": "[16, 32]", "EXTRA_LEVELS": 1}
+MAPS = {"BACKBONE.STRIDES": "[8, 16, 32]"}
+FOCAL = {"LOSS.CLASSIFICATION": "focal", "LOSS.CLASS_WEIGHT": 2.0}
+NOISE = {"DENOISING.QUERIES": 4, "DENOISING.LABEL_NOISE": 0.5, "DENOISING.BOX_NOISE": 1.0}
+DETECTORS: dict[str, dict[str, Any]] = {  # settings of MODEL.DETR_BF; ARCHITECTURE if it differs from the key
+    "detr": {},
+    "conditional_detr": {},
+    "dab_deformable_detr": {**LEVELS, **FOCAL, "DEFORMABLE.BOX_REFINE": True, "LOSS.GIOU_EPS": 1e-6},
+    "dab_detr": {**FOCAL, "DAB.PATTERNS": 2, "ACTIVATION": "prelu", "POSITION_TEMPERATURE": 20.0},
+    "deformable_detr": LEVELS,
+    "dino": {**LEVELS, **FOCAL, **NOISE},
+    "dn_detr": {**FOCAL, "DENOISING.GROUPS": 2, "DAB.RANDOM_POINTS": True},
+    "group_detr": {**FOCAL, "ARCHITECTURE": "conditional_detr", "GROUPS.GROUP_DETR": 3},
+    "h_deformable_detr": {
+        **LEVELS,
+        **FOCAL,
+        "ARCHITECTURE": "deformable_detr",
+        "DEFORMABLE.BOX_REFINE": True,
+        "DEFORMABLE.TWO_STAGE": True,
+        "DEFORMABLE.MIXED_SELECTION": True,
+        "DEFORMABLE.LOOK_FORWARD_TWICE": True,
+        "GROUPS.ONE_TO_MANY.QUERIES": 5,
+        "GROUPS.ONE_TO_MANY.REPEATS": 2,
+    },
+    "rtdetr": {**MAPS, **NOISE, "LOSS.CLASSIFICATION": "varifocal", "RTDETR.ENCODER_FEEDFORWARD_DIM": 24},
+    "rtdetrv2": {**MAPS, **NOISE, "LOSS.CLASSIFICATION": "mal", "RTDETR.POINTS": "[3, 2, 1]"},
+    "smca": {},
+    "smca_multi_scale": MAPS,
+}
 D2_RESNET18 = [
     *("MODEL.DETR_BF.BACKBONE.NAME", "detectron2", "MODEL.BACKBONE.NAME", "build_resnet_backbone"),
     *("MODEL.RESNETS.DEPTH", 18, "MODEL.RESNETS.RES2_OUT_CHANNELS", 64, "MODEL.RESNETS.STRIDE_IN_1X1", False),
     *("MODEL.RESNETS.OUT_FEATURES", ["res2", "res3", "res4", "res5"]),
     *("MODEL.PIXEL_MEAN", [123.675, 116.28, 103.53], "MODEL.PIXEL_STD", [58.395, 57.12, 57.375]),
 ]
+
+
+def detector_options(name: str) -> list[Any]:
+    """Return the settings of one of ``DETECTORS`` as a list of keys and values."""
+    return [part for key, value in DETECTORS[name].items() for part in (f"MODEL.DETR_BF.{key}", value)]
 
 
 @pytest.fixture

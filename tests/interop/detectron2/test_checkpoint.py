@@ -27,8 +27,22 @@ from detr_bf.interop.detectron2.checkpoint import DetrBfCheckpointer
 from detr_bf.structures import ClassMap
 from tests.interop.states import assert_same
 
+from .conftest import DETECTORS
+
 MakeCfg = Callable[..., Any]
 both_backbones = pytest.mark.parametrize("d2_backbone", [False, True], ids=["ours", "theirs"])
+OFFICIAL: dict[str, tuple[Any, ...]] = {  # settings of models that the authors' names fit
+    "dab_detr": ("MODEL.DETR_BF.DAB.PATTERNS", 0),
+    "dab_deformable_detr": (),
+    "dn_detr": (),
+    "dino": (),
+}
+REFUSED = {  # weights that a detector refuses; those of one line have decoder layers of the same names
+    "detr": ("conditional_detr", "smca", "deformable_detr"),
+    "dab_detr": ("conditional_detr", "dn_detr"),
+    "deformable_detr": ("dab_deformable_detr", "dino", "rtdetr"),
+    "rtdetr": ("dino", "rtdetrv2"),
+}
 BODY, HEAD = "backbone.body.", "decoder.heads.classes."
 
 
@@ -113,6 +127,31 @@ def test_checkpoints_of_the_adapter_load_into_the_core(make: Callable[..., nn.Mo
         optimizer = torch.optim.AdamW(model.parameters())
         checkpointer(model, tmp_path, optimizer=optimizer).save("model_final", iteration=7)
         assert_same(read_initial_weights(tmp_path / "model_final.pth"), ours(model))
+
+
+@pytest.mark.parametrize("architecture", DETECTORS)
+def test_every_detector_goes_to_the_core_and_back(
+    make: Callable[..., nn.Module], tmp_path: Path, architecture: str
+) -> None:
+    model = make(seed=1, architecture=architecture, batch_former=True)
+    checkpointer(model, tmp_path).save("model_final")
+    assert_same(read_initial_weights(tmp_path / "model_final.pth"), ours(model))
+    run_folder(tmp_path, ours(model))
+    for path in (tmp_path, tmp_path / "model_final.pth"):
+        other = make(seed=2, architecture=architecture, batch_former=True)
+        checkpointer(other).load(str(path))
+        assert_same(ours(other), ours(model))
+
+
+@pytest.mark.parametrize(("architecture", "changes"), OFFICIAL.items())
+def test_files_of_the_authors_are_read(
+    make: Callable[..., nn.Module], tmp_path: Path, architecture: str, changes: tuple[Any, ...]
+) -> None:
+    weights = ours(make(seed=1, architecture=architecture, changes=changes))
+    official(tmp_path / "model.pth", weights, "dab_detr" if architecture == "dn_detr" else architecture)
+    model = make(architecture=architecture, changes=changes)
+    checkpointer(model).load(str(tmp_path / "model.pth"))
+    assert_same(ours(model), weights)
 
 
 @both_backbones
@@ -248,10 +287,12 @@ def test_nothing_is_read_where_no_weights_are_named(make: Callable[..., nn.Modul
 def test_weights_of_another_architecture_are_refused(
     make: Callable[..., nn.Module], tmp_path: Path, form: str | None
 ) -> None:
-    for other in ("conditional_detr", "smca", "deformable_detr"):
-        write_weights(tmp_path / "model.pth", ours(make(architecture=other)), form)
-        with pytest.raises(InputError, match=r"holds another architecture: .* set MODEL\.DETR_BF\.ARCHITECTURE"):
-            checkpointer(make()).load(str(tmp_path / "model.pth"))
+    for own, others in REFUSED.items():
+        model = make(architecture=own)
+        for other in others:
+            write_weights(tmp_path / "model.pth", ours(make(architecture=other)), form)
+            with pytest.raises(InputError, match=r"holds another architecture: .* set MODEL\.DETR_BF\.ARCHITECTURE"):
+                checkpointer(model).load(str(tmp_path / "model.pth"))
 
 
 def test_other_models_are_refused() -> None:

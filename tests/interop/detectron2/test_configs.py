@@ -16,10 +16,13 @@ from detectron2.config import CfgNode, LazyConfig, get_cfg
 from omegaconf import OmegaConf
 
 from detr_bf.config import DetectionConfig, config_to_dict, load_config
+from detr_bf.config.loader import flatten_settings
 from detr_bf.errors import InputError
 from detr_bf.interop.detectron2 import add_detr_bf_config
-from detr_bf.interop.detectron2.meta_arch import core_config
-from detr_bf.models import recipe_config
+from detr_bf.interop.detectron2.meta_arch import SECTIONS, core_config
+from detr_bf.models import list_models, recipe_config
+
+from .conftest import DETECTORS
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs" / "detectron2"
@@ -160,6 +163,26 @@ def test_every_setting_of_a_model_reaches_our_config() -> None:
     assert config.train.recompute_encoder
 
 
+@pytest.mark.parametrize("name", list_models())
+def test_every_recipe_can_be_written_in_yacs(name: str, tmp_path: Path) -> None:
+    wanted = recipe_config(name)
+    wanted.eval.max_detections = 100
+    groups = {"model": wanted.model, **{ours: getattr(wanted, ours) for ours in SECTIONS.values()}}
+    sections = {"model": ""} | {ours: f"{section}." for section, ours in SECTIONS.items()}
+    flat = {
+        f"MODEL.DETR_BF.{sections[group]}{key.upper()}": value
+        for group, settings in groups.items()
+        for key, value in flatten_settings(asdict(settings)).items()
+    }
+    cfg, read = with_ours(), with_ours()
+    cfg.MODEL.MASK_ON = flat.pop("MODEL.DETR_BF.MASKS")
+    flat["MODEL.DETR_BF.ARCHITECTURE"] = flat.pop("MODEL.DETR_BF.NAME")
+    cfg.merge_from_list([part for key, value in flat.items() for part in (key, str(value))])
+    (tmp_path / "config.yaml").write_text(cfg.dump())
+    read.merge_from_file(str(tmp_path / "config.yaml"))
+    assert settings_of(core_config(cfg)) == settings_of(core_config(read)) == settings_of(wanted)
+
+
 def test_a_value_out_of_range_is_told() -> None:
     cfg = with_ours()
     cfg.MODEL.DETR_BF.DROPOUT = 1.5
@@ -172,8 +195,9 @@ def test_a_misspelt_key_is_told_by_yacs() -> None:
         with_ours().merge_from_list(["MODEL.DETR_BF.NUM_QUERY", 5])
 
 
-def test_a_config_survives_its_file(tmp_path: Any, tiny_cfg: Callable[..., Any]) -> None:
-    cfg = tiny_cfg("smca", batch_former=True)
+@pytest.mark.parametrize("architecture", DETECTORS)
+def test_a_config_survives_its_file(tmp_path: Any, tiny_cfg: Callable[..., Any], architecture: str) -> None:
+    cfg = tiny_cfg(architecture, batch_former=True)
     (tmp_path / "config.yaml").write_text(cfg.dump())
     read = with_ours()
     read.merge_from_file(str(tmp_path / "config.yaml"))

@@ -20,6 +20,7 @@ from detectron2.engine import DefaultPredictor
 from detectron2.modeling import build_model as build_d2_model
 from detectron2.structures import BitMasks, Instances
 from detectron2.utils.events import EventStorage
+from omegaconf import OmegaConf
 
 from detr_bf.assembly import build_criterion, build_model, build_panoptic_postprocess, build_postprocess
 from detr_bf.errors import InputError
@@ -29,19 +30,20 @@ from detr_bf.interop.detectron2.tensors import output_target, target_of
 from detr_bf.interop.detectron2.training import recipe
 from detr_bf.structures import Batch, ClassMap
 
-ARCHITECTURES = ("detr", "conditional_detr", "smca", "smca_multi_scale", "deformable_detr")
+from .conftest import DETECTORS
+
+# Losses of proposals and further queries end so.
+FURTHER = {
+    "dino": ("enc", "dn"),
+    "dn_detr": ("dn",),
+    "group_detr": ("group",),
+    "h_deformable_detr": ("enc", "one_to_many"),
+    "rtdetr": ("enc", "dn"),
+    "rtdetrv2": ("enc", "dn"),
+}
 
 Cfg = Callable[..., Any]
 Inputs = list[dict[str, Any]]
-
-
-def options(architecture: str) -> list[Any]:
-    """Return overrides with several levels for architectures that need them."""
-    if architecture == "smca_multi_scale":
-        return ["MODEL.DETR_BF.BACKBONE.STRIDES", "[8, 16, 32]"]
-    if architecture == "deformable_detr":
-        return ["MODEL.DETR_BF.BACKBONE.STRIDES", "[16, 32]", "MODEL.DETR_BF.EXTRA_LEVELS", 1]
-    return []
 
 
 def pair(cfg: Any) -> tuple[Any, Any]:
@@ -58,15 +60,16 @@ def core_batch(inputs: Inputs, *, masks: bool = False) -> Batch:
 
 
 @pytest.mark.parametrize("batch_former", [False, True])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", DETECTORS)
 def test_losses_and_gradients_are_the_cores(
     tiny_cfg: Cfg, inputs: Inputs, architecture: str, batch_former: bool
 ) -> None:
     cfg = tiny_cfg(architecture, batch_former=batch_former)
-    cfg.merge_from_list(options(architecture))
     adapter, core = pair(cfg)
+    torch.manual_seed(3)  # of the noise in denoising
     losses = adapter.train()(inputs)
     batch = core_batch(inputs)
+    torch.manual_seed(3)
     report = build_criterion(core_config(cfg))(core.train()(batch), batch.targets)
     assert losses.keys() == report.losses.keys()
     for name, loss in report.weighted().items():
@@ -79,10 +82,37 @@ def test_losses_and_gradients_are_the_cores(
             torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", DETECTORS)
+def test_further_queries_have_losses_in_the_dictionary(tiny_cfg: Cfg, inputs: Inputs, architecture: str) -> None:
+    model = build_d2_model(tiny_cfg(architecture, batch_former=True)).train()
+    with EventStorage() as storage:
+        losses = model(inputs)
+    kinds = ("loss_ce", "loss_bbox", "loss_giou")
+    ends = FURTHER.get(architecture, ())
+    layers = {f"{kind}{end}" for kind in kinds for end in ("", *(f"_{each}" for each in ends))}
+    inner = {f"{kind}{end}_0" for kind in kinds for end in ("", *(f"_{each}" for each in ends if each != "enc"))}
+    assert losses.keys() == layers | inner
+    assert all(loss.isfinite() and loss > 0 for loss in losses.values())
+    streams = [storage.latest()[f"stream/{name}"][0] for name in ("clean", "batchformer")]
+    assert sum(streams) / 2 == pytest.approx(float(sum(losses.values()).detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("objects", [True, False], ids=["objects", "none"])
+@pytest.mark.parametrize("architecture", DETECTORS)
+def test_every_parameter_gets_a_gradient_as_detectron2s_ddp_needs(
+    tiny_cfg: Cfg, inputs: Inputs, architecture: str, objects: bool
+) -> None:
+    if not objects:
+        for each in inputs:
+            each["instances"] = each["instances"][:0]
+    model = build_d2_model(tiny_cfg(architecture, batch_former=True)).train()
+    sum(model(inputs).values()).backward()
+    assert not [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+
+
+@pytest.mark.parametrize("architecture", DETECTORS)
 def test_detections_are_the_cores(tiny_cfg: Cfg, inputs: Inputs, architecture: str) -> None:
     cfg = tiny_cfg(architecture, batch_former=True, masks=architecture != "smca_multi_scale")
-    cfg.merge_from_list(options(architecture))
     adapter, core = pair(cfg)
     for each in inputs:
         found = adapter.eval()([each])[0]["instances"]
@@ -119,10 +149,9 @@ def test_no_class_is_no_object(tiny_cfg: Cfg, inputs: Inputs) -> None:
     assert all(each["instances"].pred_classes.max() < 3 for each in found)
 
 
-@pytest.mark.parametrize("architecture", ["detr", "deformable_detr"])
+@pytest.mark.parametrize("architecture", ["detr", "deformable_detr", "dab_detr", "dino", "rtdetrv2"])
 def test_an_image_alone_is_found_as_in_a_batch(tiny_cfg: Cfg, inputs: Inputs, architecture: str) -> None:
     cfg = tiny_cfg(architecture, batch_former=True)
-    cfg.merge_from_list(options(architecture))
     model = build_d2_model(cfg).eval()
     other = {**inputs[0], "image": 255 - inputs[0]["image"]}
     together = model([inputs[0], inputs[1], other])
@@ -362,18 +391,15 @@ def test_only_the_mask_head_learns_where_the_detector_is_frozen(tiny_cfg: Cfg, i
     assert all(name.startswith("detector.mask_head.") for name in learning)
 
 
-def test_keyword_arguments_build_what_yacs_builds(tiny_cfg: Cfg, inputs: Inputs) -> None:
-    cfg = tiny_cfg("deformable_detr", batch_former=True)
+@pytest.mark.parametrize("architecture", ["deformable_detr", "dino", "h_deformable_detr", "rtdetrv2"])
+def test_keyword_arguments_build_what_yacs_builds(tiny_cfg: Cfg, inputs: Inputs, architecture: str) -> None:
+    cfg = tiny_cfg(architecture, batch_former=True)
     model = build_d2_model(cfg).eval()
     core = core_config(cfg)
     built = build_detr_bf(
         num_classes=3,
-        model={
-            "name": "deformable_detr",
-            **{key: getattr(core.model, key) for key in ("hidden_dim", "heads", "encoder_layers", "decoder_layers")},
-            **{key: getattr(core.model, key) for key in ("feedforward_dim", "num_queries", "dropout")},
-            "backbone": {"name": "resnet18", "weights": "none"},
-        },
+        model=OmegaConf.structured(core.model),  # as in a LazyConfig
+        loss={"classification": core.loss.classification},
         batch_former={"enabled": True, "dropout": 0.0},
     ).eval()
     built.load_state_dict(model.state_dict())

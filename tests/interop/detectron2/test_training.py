@@ -24,12 +24,21 @@ from detr_bf.errors import InputError
 from detr_bf.interop.detectron2 import build_clipped_optimizer, optimizer_of, train_lazy, train_yacs
 from detr_bf.interop.detectron2.meta_arch import core_config
 
-from .conftest import TINY
+from .conftest import TINY, detector_options
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs" / "detectron2"
 FULL_MODEL = ["SOLVER.CLIP_GRADIENTS.ENABLED", True, "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "full_model"]
 ARCHITECTURES = ("detr", "conditional_detr", "smca", "deformable_detr")
+RECIPES = {  # of detectors without a config in configs/detectron2, and the end of their further losses
+    "dab_deformable_detr": ("dab_deformable_detr_r50", ""),
+    "dab_detr": ("dab_detr_r50", ""),
+    "dino": ("dino_r50_4scale", "_dn"),
+    "dn_detr": ("dn_detr_r50", "_dn"),
+    "h_deformable_detr": ("h_deformable_detr_r50", "_one_to_many"),
+    "rtdetr": ("rtdetr_r18", "_dn"),
+    "rtdetrv2": ("rtdetrv2_r18", "_dn"),
+}
 FILES = {"config.yaml", "log.txt", "metrics.json", "model_final.pth", "last_checkpoint", "inference"}
 
 pytestmark = pytest.mark.usefixtures("catalogs")
@@ -82,8 +91,8 @@ def registration(toy: SimpleNamespace) -> str:
     return f"register_coco('toy', *{paths})"
 
 
-def lazy_file(folder: Path, toy: SimpleNamespace, config: str) -> Path:
-    """Write a config that registers its data and imports the rest from an example."""
+def lazy_file(folder: Path, toy: SimpleNamespace, config: str, model: str = "") -> Path:
+    """Write a config that registers its data and imports the rest from an example, but the model from a recipe."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in (CONFIGS / "lazy").glob("*.py"):
         (folder / path.name).write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
@@ -92,14 +101,22 @@ def lazy_file(folder: Path, toy: SimpleNamespace, config: str) -> Path:
         f"from .{config} import dataloader, lr_multiplier, model, optimizer, train\n"
         f"{registration(toy)}\n"
     )
+    if model:
+        text += f"from detr_bf.interop.detectron2 import recipe\nmodel = recipe('{model}')\n"
     (folder / "mine.py").write_text(text, encoding="utf-8")
     return folder / "mine.py"
 
 
 def train_from_lazy(
-    tmp_path: Path, config: str, folder: Path, toy: SimpleNamespace, *more: str, flags: tuple[str, ...] = ()
+    tmp_path: Path,
+    config: str,
+    folder: Path,
+    toy: SimpleNamespace,
+    *more: str,
+    model: str = "",
+    flags: tuple[str, ...] = (),
 ) -> Any:
-    path = lazy_file(tmp_path / "lazy", toy, config)
+    path = lazy_file(tmp_path / "lazy", toy, config, model)
     arguments = ["--config-file", str(path), *flags, *lazy_options(folder, toy, *more)]
     return train_lazy(default_argument_parser().parse_args(arguments))
 
@@ -133,6 +150,31 @@ def test_every_detector_trains_from_a_lazy_config(
     results = train_from_lazy(tmp_path, f"{architecture}_r50{ending}", tmp_path / "run", toy)
     lines = check_folder(tmp_path / "run")
     assert any("stream/batchformer" in line for line in lines) == (ending == "_bfv2")
+    assert "AP" in results["bbox"]
+
+
+@pytest.mark.parametrize("architecture", [*RECIPES, "group_detr"])
+def test_detectors_without_an_example_train_from_settings(
+    tmp_path: Path, toy: SimpleNamespace, architecture: str
+) -> None:
+    end = RECIPES.get(architecture, ("", "_group"))[1]
+    settings = ["MODEL.DETR_BF.ARCHITECTURE", architecture, *detector_options(architecture)]
+    train_from_yacs("detr_r50_bfv2", tmp_path / "run", toy, *settings, "SOLVER.DECAY_VECTORS", False)
+    lines = check_folder(tmp_path / "run")
+    assert any({"stream/batchformer", f"loss_giou{end}", f"loss_giou{end}_0"} <= line.keys() for line in lines)
+
+
+@pytest.mark.parametrize("architecture", RECIPES)
+def test_detectors_without_an_example_train_from_recipes(
+    tmp_path: Path, toy: SimpleNamespace, architecture: str
+) -> None:
+    name, end = RECIPES[architecture]
+    further = {"queries": 20, "repeats": 2} if architecture == "h_deformable_detr" else {}  # fewer than tokens
+    more = [f"model.model.groups.one_to_many.{key}={value}" for key, value in further.items()]
+    more.append("optimizer.params.decay_vectors=false")
+    results = train_from_lazy(tmp_path, "detr_r50", tmp_path / "run", toy, *more, model=name)
+    lines = check_folder(tmp_path / "run")
+    assert any({f"loss_giou{end}", f"loss_giou{end}_0"} <= line.keys() for line in lines)
     assert "AP" in results["bbox"]
 
 
@@ -234,8 +276,10 @@ def plain(norm: float = 0.1) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, build_clipped_optimizer(groups, name="SGD", lr=1.0, momentum=0.0, clip_norm=norm)
 
 
-def test_groups_are_the_cores(tiny_cfg: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("decay_vectors", "count"), [(True, 4), (False, 6)])
+def test_groups_are_the_cores(tiny_cfg: Callable[..., Any], decay_vectors: bool, count: int) -> None:
     cfg = tiny_cfg("deformable_detr", batch_former=True)
+    cfg.SOLVER.DECAY_VECTORS = decay_vectors
     cfg.merge_from_list(
         [
             *("SOLVER.BASE_LR", 2e-4, "SOLVER.BACKBONE_MULTIPLIER", 0.1, "SOLVER.POINT_MULTIPLIER", 0.5),
@@ -246,10 +290,11 @@ def test_groups_are_the_cores(tiny_cfg: Callable[..., Any]) -> None:
     model = build_model(cfg)
     config = core_config(cfg)
     config.optimizer.lr, config.optimizer.backbone_lr = 2e-4, 2e-5
+    config.optimizer.decay_vectors = decay_vectors
     config.optimizer.weight_decay, config.optimizer.point_lr_factor = 1e-3, 0.5
     wanted = build_groups(config, model.detector)
     found = optimizer_of(cfg, model).param_groups
-    assert len(found) == len(wanted) == 4
+    assert len(found) == len(wanted) == count
     for ours, theirs in zip(found, wanted, strict=True):
         assert [id(p) for p in ours["params"]] == [id(p) for p in theirs["params"]]
         assert ours["lr"] == pytest.approx(theirs["lr"])
