@@ -269,7 +269,7 @@ class QueryGroup:
     A group consists of ``parts`` of equal size, which do not attend to each other.
     """
 
-    name: str  # end of the names of its loss terms; without digits, which number the decoder layers
+    name: str  # end of the names of its loss terms; must not contain digits: `_0`, `_1` number the decoder layers
     size: int  # queries, possibly none
     assigned: Tensor | None = None  # (R, size) int64: object of the row, -1 no object, -2 not supervised; None: matched
     parts: int = 1  # of equal size; matched separately

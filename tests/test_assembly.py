@@ -167,6 +167,71 @@ def test_settings_another_detector_would_use_are_told(caplog: pytest.LogCaptureF
     assert "does not use" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            ["model.groups.one_to_many.repeats=3"],
+            "model.groups.one_to_many.queries=0 does not use repeats and weight beside it",
+        ),
+        (
+            ["loss.mal_gamma=2", "loss.varifocal_background=0.5", "loss.focal_alpha=0.5"],
+            "loss.classification=cross_entropy does not use loss.focal_alpha, loss.varifocal_background, "
+            "loss.mal_gamma",
+        ),
+        (
+            ["loss.classification=focal", "loss.no_object_weight=0.3"],
+            "loss.classification=focal does not use loss.no_object_weight",
+        ),
+    ],
+)
+def test_settings_of_other_losses_and_of_no_queries_are_told(
+    settings: list[str], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_model(load_config(None, [*SMALL, *settings]), num_classes=5)
+    assert caplog.messages == [said]
+
+
+@pytest.mark.parametrize("name", ["dino", "dn_detr", "rtdetr", "rtdetrv2"])
+def test_cross_entropy_is_refused_where_no_object_would_be_a_class(name: str) -> None:
+    strides = [32] if name == "dn_detr" else [8, 16, 32]
+    settings = [*SMALL, f"model.name={name}", f"model.backbone.strides={strides}"]
+    with pytest.raises(InputError, match=f"model.name={name} needs .*set loss.classification=focal"):
+        build_model(load_config(None, settings), num_classes=5)
+    for loss in ("focal", "varifocal", "mal"):
+        build_model(load_config(None, [*settings, f"loss.classification={loss}"]), num_classes=5)
+
+
+@pytest.mark.parametrize("name", ["rtdetr", "rtdetrv2"])
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("model.rtdetr.points=[4,4]", r"rtdetr.points=\[4, 4\]: expected one number, or one for each of the 3 levels"),
+        ("model.rtdetr.expansion=0.01", "model.rtdetr.expansion=0.01|expansion=0.01 of 32 channels leaves none"),
+        ("model.groups.group_detr=3", "model.name={name} has no groups of further queries"),
+    ],
+)
+def test_settings_that_rtdetr_does_not_have(name: str, setting: str, said: str) -> None:
+    settings = [*SMALL, f"model.name={name}", "model.backbone.strides=[8,16,32]", "loss.classification=focal", setting]
+    with pytest.raises(InputError, match=said.format(name=name)):
+        build_model(load_config(None, settings), num_classes=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "usual"), [("dn_detr", (0.2, 0.4)), ("dino", (0.5, 1)), ("rtdetr", (0.5, 1)), ("rtdetrv2", (0.5, 1))]
+)
+def test_noise_that_is_not_given_is_that_of_the_detector(name: str, usual: tuple[float, float]) -> None:
+    strides = [32] if name == "dn_detr" else [8, 16, 32]
+    settings = [*SMALL, f"model.name={name}", f"model.backbone.strides={strides}", "loss.classification=focal"]
+    for given, expected in (
+        ([], usual),
+        (["model.denoising.label_noise=0", "model.denoising.box_noise=0.3"], (0, 0.3)),
+    ):
+        queries = build_model(load_config(None, [*settings, *given]), num_classes=5).decoder.queries
+        noise = getattr(queries, "denoising", queries)
+        assert (noise.label_noise, noise.box_noise) == expected
+
+
 def test_smca_warns_of_cells_of_another_size(caplog: pytest.LogCaptureFixture) -> None:
     settings = [*SMALL, "model.name=smca", "model.backbone.strides=[16]"]
     build_model(load_config(None, settings), num_classes=5)

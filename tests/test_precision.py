@@ -22,6 +22,7 @@ from tests.detectors.tiny import (
     batch_former,
     images,
     model,
+    shaken,
     with_fixed_norms,
 )
 
@@ -121,3 +122,15 @@ def test_the_optimiser_is_fused_on_a_cpu() -> None:
     optimizer = build_optimizer(build_groups(config, build_model(config, num_classes=3)))
     assert len(optimizer.param_groups) == 3
     assert all(group["fused"] for group in optimizer.param_groups)
+
+
+@both_halves
+@pytest.mark.parametrize("name", ["dab_detr", "dn_detr"])
+def test_tiny_anchors_do_not_overflow(name: str, precision: torch.dtype) -> None:
+    """The wanted size divided by that of such a box is above the largest float16."""
+    module = shaken(model(name, dropout=0.0)).train()
+    with torch.no_grad():
+        module.decoder.queries.anchors.weight[0, 2:] = -14.0
+    report, gradients = trained(module, precision)
+    assert report.total.isfinite()
+    assert gradients.isfinite().all()

@@ -24,7 +24,7 @@ from detr_bf.assembly.plugins import add_encoder_plugins, encoder_of, named
 from detr_bf.backbones import Backbone, build_backbone
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.config import DetectionConfig, RunConfig
-from detr_bf.config.detection import ModelConfig, RtdetrConfig
+from detr_bf.config.detection import LossConfig, ModelConfig, RtdetrConfig
 from detr_bf.data.batches import derive_seed
 from detr_bf.detectors import Detector, MaskHead, Options, detector_named
 from detr_bf.detectors.dab_deformable_detr import dab_deformable_detr
@@ -91,9 +91,7 @@ OWN_SETTINGS = {
         "dino.layer_box_heads",
         "dino.token_class_head",
         "dino.token_box_head",
-        "denoising.queries",
-        "denoising.label_noise",
-        "denoising.box_noise",
+        *_CONTRASTIVE,
     ),
     "dn_detr": (*_DAB, "denoising.groups", "denoising.label_noise", "denoising.box_noise"),
     "rtdetr": _RTDETR,
@@ -101,6 +99,17 @@ OWN_SETTINGS = {
     "smca": ("smca.dynamic_scale", "smca.smooth", "smca.stride"),
     "smca_multi_scale": ("smca.smooth",),
 }
+# Settings under ``loss`` with the values of ``loss.classification`` that read them.
+_SIGMOIDS = ("focal", "varifocal", "mal")
+LOSS_SETTINGS = {
+    "no_object_weight": ("cross_entropy",),
+    "focal_alpha": _SIGMOIDS,
+    "focal_gamma": _SIGMOIDS,
+    "varifocal_background": ("varifocal",),
+    "mal_gamma": ("mal",),
+}
+# Detectors that choose tokens by the best class or draw classes as noise, of which none may mean no object.
+WITHOUT_NO_OBJECT = ("dino", "dn_detr", "rtdetr", "rtdetrv2")
 
 
 def device_of(config: RunConfig) -> torch.device:
@@ -164,6 +173,11 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
     """
     _check_num_classes(num_classes)
     model = config.model
+    if model.name in WITHOUT_NO_OBJECT and config.loss.classification == "cross_entropy":
+        raise InputError(
+            f"model.name={model.name} needs class scores without no-object, which loss.classification=cross_entropy "
+            "adds: set loss.classification=focal (or varifocal, mal)"
+        )
     classification = build_classification(config)
     options = Options(
         num_logits=classification.num_logits(num_classes),
@@ -193,7 +207,7 @@ def build_detector(config: DetectionConfig, num_classes: int, body: Backbone) ->
         activation_checkpointing=config.train.recompute_encoder,
     )
     channels = body.channels[-len(model.backbone.strides) :]
-    _warn_of_unused_settings(model)
+    _warn_of_unused_settings(config)
     with named("model", model, dim="hidden_dim"):
         built = _with_own_settings(model)(body, channels, options)
     add_encoder_plugins(built, config.plugins)
@@ -225,7 +239,7 @@ def build_mask_head(config: DetectionConfig, channels: Sequence[int]) -> MaskHea
 
 def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
     """Return the detector's builder with the arguments that only this detector has."""
-    dab, noise = model.dab, model.denoising
+    dab, noise = model.dab, _noise_of(model)
     points = model.deformable
     levels: dict[str, Any] = {"encoder_points": points.encoder_points, "decoder_points": points.decoder_points}
     levels["extra_levels"] = model.extra_levels
@@ -251,16 +265,15 @@ def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
             )
         case "dino":
             parts: dict[str, Any] = vars(model.dino)
-            chosen = ContrastiveDenoising(noise.queries, None, noise.label_noise, noise.box_noise)
+            chosen = ContrastiveDenoising(model.denoising.queries, **noise)
             return partial(dino, **levels, **parts, denoising=chosen)
         case "dn_detr":
             return partial(
                 dn_detr,
                 patterns=dab.patterns,
                 random_points=dab.random_points,
-                groups=noise.groups,
-                label_noise=noise.label_noise,
-                box_noise=noise.box_noise,
+                groups=model.denoising.groups,
+                **noise,
             )
         case "rtdetr" | "rtdetrv2":
             return _rtdetr(model)
@@ -279,14 +292,22 @@ def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
     return detector_named(model.name)
 
 
+def _noise_of(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of the noise that are given; the others are the detector's own."""
+    given = {"label_noise": model.denoising.label_noise, "box_noise": model.denoising.box_noise}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def _rtdetr(model: ModelConfig) -> Callable[..., Detector]:
     """Return the builder of either version of RT-DETR.
 
     Raises:
-        InputError: levels with different numbers of points, which only version 2 has.
+        InputError: a wrong number of points, or levels with different numbers, which only version 2 has.
     """
-    own, noise = model.rtdetr, model.denoising
+    own, levels = model.rtdetr, len(model.backbone.strides)
     points = own.points if len(own.points) > 1 else own.points[0]
+    if len(own.points) not in (1, levels):
+        raise InputError(f"rtdetr.points={own.points}: expected one number, or one for each of the {levels} levels")
     if model.name == "rtdetr" and own.points != own.points[:1] * len(own.points):
         raise InputError(f"rtdetr.points={own.points} differ between the levels: use model.name=rtdetrv2")
     return partial(
@@ -298,13 +319,14 @@ def _rtdetr(model: ModelConfig) -> Callable[..., Detector]:
         points=own.points[0] if model.name == "rtdetr" else points,
         discrete=own.sampling == "discrete",
         learned_content=own.learned_content,
-        denoising=ContrastiveDenoising(noise.queries, label_noise=noise.label_noise, box_noise=noise.box_noise),
+        denoising=ContrastiveDenoising(model.denoising.queries, **_noise_of(model)),
         as_released=own.as_released,
     )
 
 
-def _warn_of_unused_settings(model: ModelConfig) -> None:
-    """Log a warning for settings of other detectors that were changed."""
+def _warn_of_unused_settings(config: DetectionConfig) -> None:
+    """Log a warning for settings of other detectors, of other losses and of no queries that were changed."""
+    model, loss = config.model, config.loss
     own, default = OWN_SETTINGS.get(model.name, ()), ModelConfig()
     changed = {
         f"model.{key}": None  # in order, once each
@@ -313,6 +335,16 @@ def _warn_of_unused_settings(model: ModelConfig) -> None:
     }
     if changed:
         logger.warning("model.name=%s does not use %s", model.name, ", ".join(changed))
+    further, usual = model.groups.one_to_many, default.groups.one_to_many
+    if not further.queries and (further.repeats, further.weight) != (usual.repeats, usual.weight):
+        logger.warning("model.groups.one_to_many.queries=0 does not use repeats and weight beside it")
+    unread = [
+        f"loss.{key}"
+        for key, readers in LOSS_SETTINGS.items()
+        if loss.classification not in readers and getattr(loss, key) != getattr(LossConfig(), key)
+    ]
+    if unread:
+        logger.warning("loss.classification=%s does not use %s", loss.classification, ", ".join(unread))
 
 
 def build_batch_former(config: DetectionConfig) -> BatchFormerV2 | None:

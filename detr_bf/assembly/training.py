@@ -101,7 +101,6 @@ def learning_rate(config: RunConfig, batches_per_epoch: int) -> LearningRate:
     total = config.train.epochs * steps_per_epoch
     flat = optimizer.schedule == "flat_cosine"
     if flat:
-        _check_flat_cosine(config)
         min_factor = optimizer.final_factor
     steps = min(total, config.train.max_steps or total)
     warmup_steps = optimizer.warmup_steps + round(warmup_epochs * steps_per_epoch)
@@ -124,17 +123,6 @@ def learning_rate(config: RunConfig, batches_per_epoch: int) -> LearningRate:
         flat_steps=optimizer.flat_epochs * steps_per_epoch if flat else 0,
         final_steps=optimizer.final_epochs * steps_per_epoch if flat else 0,
     )
-
-
-def _check_flat_cosine(config: RunConfig) -> None:
-    """Raise :class:`InputError` unless the run is longer than its epochs at constant learning rates."""
-    optimizer, epochs = config.optimizer, config.train.epochs
-    if optimizer.flat_epochs + optimizer.final_epochs >= epochs:
-        raise InputError(
-            f"optimizer.schedule=flat_cosine: optimizer.flat_epochs={optimizer.flat_epochs} and optimizer.final_epochs="
-            f"{optimizer.final_epochs} leave no epoch for the cosine in a run of train.epochs={epochs}: give smaller "
-            "numbers, or more epochs"
-        )
 
 
 def _fitting_warmup(config: RunConfig, total: int, warmup_steps: int, warmup_epochs: float) -> int:

@@ -159,10 +159,13 @@ def check_data(experiment: Experiment, cells: Sequence[ExperimentCell]) -> None:
     for cell in cells:
         config = experiment.config(cell)
         tree = config_to_dict(config)
+        # Of the augmentation only what the checks depend on: masks for copy-paste, images that are joined.
+        augment, mixup = tree["data"].get("augment", {}), tree["data"].get("mixup", {})
+        joined = [bool(augment.get(each)) for each in ("copy_paste", "mosaic")] + [bool(mixup.get("prob"))]
         data = {
             key: value for key, value in tree["data"].items() if key not in ("transforms", "augment", "mix", "mixup")
         }
-        key = repr((data, tree["model"]))
+        key = repr((data, joined, tree["model"]))
         if key not in known:
             known.add(key)
             with prefix_errors(f"arm {cell.arm}"):

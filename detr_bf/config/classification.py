@@ -279,6 +279,7 @@ class ClassifierConfig(RunConfig):
     eval: ClassifierEvalConfig = field(default_factory=ClassifierEvalConfig)
 
     def check_values(self, prefix: str) -> None:
+        super().check_values(prefix)
         experts, loss = self.model.experts, self.loss.name
         if (experts > 1) != (loss == "ride"):
             raise InputError(

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from detr_bf.errors import InputError
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -234,6 +236,15 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def check_values(self, prefix: str) -> None:
+        optimizer, epochs = self.optimizer, self.train.epochs
+        if optimizer.schedule == "flat_cosine" and optimizer.flat_epochs + optimizer.final_epochs >= epochs:
+            raise InputError(
+                f"{prefix}optimizer.schedule=flat_cosine: flat_epochs={optimizer.flat_epochs} and final_epochs="
+                f"{optimizer.final_epochs} leave no epoch for the cosine in a run of {prefix}train.epochs={epochs}: "
+                "give smaller numbers, or more epochs"
+            )
 
 
 @dataclass

@@ -82,7 +82,7 @@ class OneToManyConfig:
 
 @dataclass
 class GroupsConfig:
-    """Further queries in training, for every detector but dino; evaluation uses the num_queries main queries."""
+    """Further queries in training, not of dino, rtdetr and rtdetrv2; evaluation uses the num_queries main queries."""
 
     one_to_many: OneToManyConfig = field(default_factory=OneToManyConfig)
     group_detr: int = positive(1, 1000)  # groups of num_queries learned queries, each matched one-to-one; 1: none
@@ -121,16 +121,18 @@ class DabConfig:
 
 @dataclass
 class DenoisingConfig:
-    """Noised objects as further queries in training; dn_detr reads groups, dino reads queries, both read the noise.
+    """Noised objects as further queries in training of dn_detr (groups), dino, rtdetr and rtdetrv2 (queries).
 
-    In dino half of label_noise is the probability (0.5 in its recipes), and box_noise is the largest shift of corners
-    in units of half the size, for its negatives up to twice that.
+    In dn_detr label_noise is the probability that a label is replaced by a random one, and box_noise gives the largest
+    shift and change of size as multiples of half the size and the size. In the others half of label_noise is that
+    probability, and box_noise is the largest shift of corners in units of half the size, for negatives up to twice
+    that.
     """
 
     queries: int = not_negative(100, 100_000)  # about this number in an image, by which groups are counted; 0: none
     groups: int = not_negative(5, 1000)  # copies of the objects of an image, each with its own noise; 0: none
-    label_noise: float = fraction(0.2)  # probability that a label is replaced by a random one
-    box_noise: float = not_negative(0.4, 100)  # shift and change of size as multiples of half the size and the size
+    label_noise: float | None = fraction(None)  # null: 0.2 for dn_detr, 0.5 for dino, rtdetr and rtdetrv2
+    box_noise: float | None = not_negative(None, 100)  # null: 0.4 for dn_detr, 1 for dino, rtdetr and rtdetrv2
 
 
 @dataclass
@@ -242,7 +244,9 @@ class MatcherConfig:
 class LossConfig:
     """Losses and their weights."""
 
-    classification: str = choice("cross_entropy", "focal", "varifocal", "mal")  # mal: matchability-aware, of DEIM
+    classification: str = choice(
+        "cross_entropy", "focal", "varifocal", "mal"
+    )  # cross_entropy: not for dn_detr, dino, rtdetr and rtdetrv2; mal: matchability-aware, of DEIM
     class_weight: float = not_negative(1.0)  # weight of the classification loss
     bbox_weight: float = not_negative(5.0)  # weight of the L1 loss of the boxes
     giou_weight: float = not_negative(2.0)  # weight of the generalised IoU loss
@@ -277,8 +281,8 @@ class TransformConfig:
     """Resizing and augmentation; all sizes in pixels."""
 
     short_sides: list[int] = sizes(480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)  # one is drawn per image
-    max_size: int = positive(1333, WIDTH)  # maximum of the longer side
-    eval_short_side: int = positive(800, WIDTH)  # shorter side in evaluation
+    max_size: int = positive(1333, WIDTH)  # maximum of the longer side; not read with square
+    eval_short_side: int = positive(800, WIDTH)  # shorter side in evaluation; not read with square
     square: int | None = positive(None, WIDTH)  # resize to squares of this side instead, in evaluation too; null: off
     horizontal_flip: float = fraction(0.5)  # probability of a flip
     random_crop: float = fraction(0.5)  # probability of resize, crop, resize instead of a single resize
@@ -416,7 +420,7 @@ class FreezeConfig:
     """Second stage of panoptic training: only the mask head learns."""
 
     detector: bool = False  # freeze all weights except those of the mask head
-    keep_dropout: bool = False  # keep the frozen detector in training mode, as in the authors' code
+    keep_dropout: bool = False  # dropout in the frozen detector, as in the authors' code
 
 
 @dataclass
@@ -436,7 +440,7 @@ class EvalConfig:
     engine: str = choice("auto", "pycocotools", "hotcoco")  # library that computes AP; auto: hotcoco if installed
     max_detections: int = positive(100, 100_000)  # detections per image
     mask_threshold: float = fraction(0.5)  # minimum probability of a pixel of a mask
-    loss: bool = True  # compute the training loss of the validation images at each evaluation
+    loss: bool = True  # also the training loss of the validation images, without groups and noised objects
     panoptic: PanopticConfig = field(default_factory=PanopticConfig)
     picture_threshold: float | None = fraction(None)  # minimum score of drawn boxes; null: that with the highest F1
     pictures: int = not_negative(12, 1000)  # images on the validation sheet
@@ -458,6 +462,7 @@ class DetectionConfig(RunConfig):
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     def check_values(self, prefix: str) -> None:
+        super().check_values(prefix)
         loss = self.loss
         trained = {"class_weight": loss.class_weight, "bbox_weight": loss.bbox_weight, "giou_weight": loss.giou_weight}
         if self.model.masks:
@@ -481,17 +486,29 @@ class DetectionConfig(RunConfig):
             )
 
     def _check_epochs(self, prefix: str) -> None:
-        """Refuse augmentation that no epoch would have."""
+        """Refuse augmentation that no epoch would have, and ends of augmentation without effect."""
         data, epochs = self.data, self.train.epochs
-        until, plain = data.augment.until_epoch, data.plain_first_epochs + data.plain_last_epochs
-        if plain >= epochs and (data.augment.given or data.mixup.prob or data.batch_sides):
+        joined = bool(data.augment.mosaic or data.augment.copy_paste or data.mixup.prob)
+        until, end = data.augment.until_epoch, epochs - data.plain_last_epochs
+        plain = f"{prefix}data.plain_first_epochs={data.plain_first_epochs} and {prefix}data.plain_last_epochs="
+        plain += f"{data.plain_last_epochs} leave no epoch with"
+        if data.plain_first_epochs >= end and (data.augment.given or data.mixup.prob):
             raise InputError(
-                f"{prefix}data.plain_first_epochs={data.plain_first_epochs} and {prefix}data.plain_last_epochs="
-                f"{data.plain_last_epochs} leave no epoch with augmentation in a run of {prefix}train.epochs={epochs}: "
-                "give smaller numbers, or more epochs"
+                f"{plain} augmentation in a run of {prefix}train.epochs={epochs}: give smaller numbers, or more epochs"
             )
-        if until is not None and until <= data.plain_first_epochs:
+        if data.batch_sides and end <= 0:
+            raise InputError(
+                f"{plain} data.batch_sides in a run of {prefix}train.epochs={epochs}: give smaller numbers, or more "
+                "epochs"
+            )
+        if until is not None and joined and not data.plain_first_epochs < until <= end:
             raise InputError(
                 f"{prefix}data.augment.until_epoch={until} must be greater than {prefix}data.plain_first_epochs="
-                f"{data.plain_first_epochs}, or no epoch has mosaic, mixup and copy_paste"
+                f"{data.plain_first_epochs} and at most {end}, the end of augmentation: before that no epoch has "
+                "mosaic, mixup and copy_paste, after it the number has no effect"
+            )
+        if data.mixup.prob and self.train.batch_size == 1:
+            raise InputError(
+                f"{prefix}data.mixup.prob={data.mixup.prob} mixes the images of a batch, and {prefix}train.batch_size "
+                "is 1 (in each process): give a larger batch_size, or mixup.prob=0"
             )

@@ -23,7 +23,7 @@ from torchvision.tv_tensors import BoundingBoxes, Image, Mask, wrap
 from detr_bf.data.transforms import Sample, has_pixels
 
 PASTED_SCALE = (0.5, 1.0)  # size of the image that copy-paste takes objects from, as a share of the largest that fits
-_MOST_BYTES = 2**27  # of image and masks after zoom-out; larger images are shrunk before
+_MOST_BYTES = 2**27  # of image and masks of a mosaic and after zoom-out; on a larger canvas everything is smaller
 
 # Probabilities of :class:`Augmentation`, in the order of their application.
 AUGMENTATIONS = ("copy_paste", "mosaic", "scale_jitter", "photometric_distort", "zoom_out", "iou_crop")
@@ -111,25 +111,41 @@ class Augmentation:
 def mosaic(samples: Sequence[Sample], centre: tuple[float, float]) -> Sample:
     """Put four images on a black canvas, with their objects (Bochkovskiy et al. 2020, arXiv 2004.10934, section 3.4).
 
-    The canvas has the largest height and the largest width of the four. Each image is resized to the largest size that
-    fits its quarter, with its aspect ratio, and touches the point where the quarters meet.
+    The canvas has the largest height and the largest width of the four, or is smaller, with their ratio, if image and
+    masks would need more than ``_MOST_BYTES``. Each image is resized to the largest size that fits its quarter, with
+    its aspect ratio, and touches the point where the quarters meet.
 
     Args:
         samples: upper left, upper right, lower left, lower right.
         centre: the point where the quarters meet: (row, column) as shares of the canvas, greater than 0, less than 1.
     """
+    masked = all(sample.masks is not None for sample in samples)
     canvas = [max(2, *(sample.image.shape[dim] for sample in samples)) for dim in (-2, -1)]
+    scale = _shrinking(canvas, sum(len(sample.boxes) for sample in samples) if masked else 0)
+    canvas = [max(2, int(side * scale)) for side in canvas]
     meeting = [min(max(1, round(share * side)), side - 1) for share, side in zip(centre, canvas, strict=True)]
-    parts = []
+    image = torch.zeros(3, *canvas, dtype=torch.uint8)
+    parts, places = [], []
     for number, sample in enumerate(samples):
         far = divmod(number, 2)  # 1 behind the meeting point: below, right
         quarter = [side - at if behind else at for side, at, behind in zip(canvas, meeting, far, strict=True)]
         size = _fitting(sample, quarter)
         begin = [at if behind else at - side for at, behind, side in zip(meeting, far, size, strict=True)]
+        place = [slice(start, start + side) for start, side in zip(begin, size, strict=True)]
+        part = _resized(sample if masked else sample._replace(masks=None), size)
+        image[:, place[0], place[1]] = part.image
         padding = [begin[1], begin[0], canvas[1] - begin[1] - size[1], canvas[0] - begin[0] - size[0]]
-        parts.append(_each(_resized(sample, size), functional.pad, padding=padding))
-    image = torch.stack([part.image for part in parts]).amax(0)  # they do not overlap
-    return _large_enough(_joined(Image(image), parts))
+        parts.append(_large_enough(part._replace(boxes=functional.pad(part.boxes, padding))))
+        places.append(place)
+    joined = _joined(Image(image), [part._replace(masks=None) for part in parts])
+    if not masked:
+        return joined
+    masks, first = torch.zeros(len(joined.boxes), *canvas, dtype=torch.uint8), 0
+    for part, place in zip(parts, places, strict=True):
+        assert part.masks is not None
+        masks[first : first + len(part.boxes), place[0], place[1]] = part.masks
+        first += len(part.boxes)
+    return joined._replace(masks=Mask(masks))
 
 
 def pasted(sample: Sample, other: Sample, is_thing: Sequence[bool], min_visible: float = 0.0) -> Sample:
@@ -188,15 +204,20 @@ def scale_jittered(sample: Sample, factor: float, min_visible: float = 0.0) -> S
 
 
 def zoomed_out(sample: Sample, largest: float) -> Sample:
-    """Put an image on a black canvas, whose sides are 1 to ``largest`` times its own, at a random place."""
+    """Put an image on a black canvas, whose sides are 1 to ``largest`` times its own, at a random place.
+
+    Canvas and image are smaller if image and masks would need more than ``_MOST_BYTES`` on the canvas drawn.
+    """
+    torch.rand(1)  # drawn by RandomZoomOut before its parameters: a seed gives the same canvas as with its forward()
+    zoom = RandomZoomOut(side_range=(1.0, largest), p=1.0)
+    left, top, right, bottom = padding = zoom.make_params([sample.image])["padding"]
     height, width = sample.image.shape[-2:]
-    planes = 3 + (0 if sample.masks is None else len(sample.masks))
-    scale = math.sqrt(_MOST_BYTES / (height * width * planes)) / largest
+    canvas = top + height + bottom, left + width + right
+    scale = _shrinking(canvas, 0 if sample.masks is None else len(sample.masks))
     if scale < 1:
-        size = [max(1, round(side * scale)) for side in (height, width)]
-        sample = _large_enough(_resized(sample, size))
-    result: Sample = RandomZoomOut(side_range=(1.0, largest), p=1.0)(sample)
-    return result
+        sample = _large_enough(_resized(sample, [max(1, int(side * scale)) for side in (height, width)]))
+        padding = [int(side * scale) for side in padding]
+    return _each(sample, functional.pad, padding=padding)
 
 
 def iou_cropped(sample: Sample, scale: Sequence[float], min_visible: float = 0.0) -> Sample:
@@ -308,6 +329,11 @@ def _fitting(sample: Sample, space: Sequence[int]) -> list[int]:
     size = sample.image.shape[-2:]
     scale = min(limit / side for limit, side in zip(space, size, strict=True))
     return [min(max(1, round(side * scale)), limit) for limit, side in zip(space, size, strict=True)]
+
+
+def _shrinking(canvas: Sequence[int], masks: int) -> float:
+    """Return the factor, at most 1, of the sides of a canvas that keeps image and masks within ``_MOST_BYTES``."""
+    return min(1.0, math.sqrt(_MOST_BYTES / (math.prod(canvas) * (3 + masks))))
 
 
 def _happens(probability: float) -> bool:

@@ -34,7 +34,7 @@ def conditional_detr(backbone: nn.Module, channels: Sequence[int], options: Opti
         queries=LearnedQueries(options.num_queries, dim, reference=xavier(MLP([dim, dim, 2])), groups=options.groups),
         heads=shared_heads(options, zero_init_box_head(options)),
         norm=nn.LayerNorm(dim),
-        update_queries=ScaledSine(dim, temperature=options.position_temperature),
+        update_queries=ScaledSine(dim, options.decoder_layers, temperature=options.position_temperature),
         aux_loss=options.aux_loss,
     )
     return single_level_detector(backbone, channels, options, decoder)
@@ -53,19 +53,26 @@ def conditional_layers(options: Options) -> list[DecoderLayer]:
     ]
 
 
+def content_scale(dim: int, layers: int) -> MLP:
+    """Build the scale of the positions of all decoder layers but the first; of a single layer it is not trained."""
+    scale = xavier(MLP([dim, dim, dim]))
+    scale.requires_grad_(layers > 1)  # DistributedDataParallel waits for the gradients of all others
+    return scale
+
+
 class ScaledSine(nn.Module):
     """Position query: the sine encoding of the reference point, scaled by a function of the content (section 3.3).
 
     The content of the first layer is zero, so its encoding is not scaled.
     """
 
-    def __init__(self, dim: int, *, temperature: float = 10000.0) -> None:
+    def __init__(self, dim: int, layers: int, *, temperature: float = 10000.0) -> None:
         super().__init__()
         if dim % 4:
             raise InputError(f"dim={dim} must be divisible by 4 for the sine encoding of reference points")
         self.dim = dim
         self.temperature = temperature  # the same as of the position encoding of the tokens
-        self.scale = xavier(MLP([dim, dim, dim]))
+        self.scale = content_scale(dim, layers)
 
     def forward(self, layer: int, queries: Queries, memory: TokenBatch) -> Queries:
         assert queries.reference is not None

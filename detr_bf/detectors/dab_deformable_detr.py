@@ -47,6 +47,6 @@ def dab_deformable_detr(
         decoder_points=decoder_points,
         box_refine=box_refine,
         queries=queries,
-        update_queries=AnchorPosition(options.hidden_dim),
+        update_queries=AnchorPosition(options.hidden_dim, options.decoder_layers),
         eps=EPS,
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.boxes import inverse_sigmoid
-from detr_bf.detectors.conditional_detr import conditional_layers
+from detr_bf.detectors.conditional_detr import conditional_layers, content_scale
 from detr_bf.detectors.detector import (
     Detector,
     Options,
@@ -27,6 +27,7 @@ from detr_bf.structures import Queries, QueryGroup, Target, TokenBatch
 from detr_bf.transformer import Decoder, in_groups
 
 EPS = 1e-3  # of the logits of boxes, in DAB-DETR and the detectors made of it
+LARGEST_QUOTIENT = 1000.0  # of the sizes in float16: a box of a thousandth of the image
 
 
 def dab_detr(
@@ -55,7 +56,7 @@ def dab_detr(
         ),
         heads=shared_heads(options, zero_init_box_head(options), eps=EPS),
         norm=nn.LayerNorm(dim),
-        update_queries=ModulatedAnchors(dim),
+        update_queries=ModulatedAnchors(dim, options.decoder_layers),
         refine=True,
         refine_before_norm=True,
         look_forward_twice=True,
@@ -63,6 +64,7 @@ def dab_detr(
     )
     detector = single_level_detector(backbone, channels, options, decoder)
     detector.encoder.position_scale = xavier(MLP([dim, dim, dim]))
+    detector.encoder.position_scale.requires_grad_(options.encoder_layers > 0)
     return detector
 
 
@@ -132,13 +134,14 @@ class AnchorPosition(nn.Module):
 
     Args:
         dim: C.
-        scaled: multiply the position by a function of the content, from the second layer on (DAB-Deformable-DETR).
+        scaled_layers: number of decoder layers; from the second on the position is multiplied by a function of the
+            content (DAB-Deformable-DETR). None: in no layer.
     """
 
-    def __init__(self, dim: int, *, scaled: bool = True) -> None:
+    def __init__(self, dim: int, scaled_layers: int | None = None) -> None:
         super().__init__()
         self.point = xavier(MLP([2 * dim, dim, dim]))
-        self.scale = xavier(MLP([dim, dim, dim])) if scaled else None
+        self.scale = None if scaled_layers is None else content_scale(dim, scaled_layers)
 
     def forward(self, layer: int, queries: Queries, memory: TokenBatch) -> Queries:
         assert queries.reference is not None
@@ -154,13 +157,14 @@ class ModulatedAnchors(nn.Module):
     """Position of a query, and its position for a cross-attention that follows the size of the box (section 4.4).
 
     The second is the encoding of the centre alone, from the second layer on scaled by a function of the content. Its
-    y and x parts are multiplied by a height and a width that the content asks for, relative to those of the box.
+    y and x parts are multiplied by a height and a width that the content asks for, relative to those of the box. In
+    float16 this quotient is at most ``LARGEST_QUOTIENT``, because that of a tiny box would overflow.
     """
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, layers: int) -> None:
         super().__init__()
         self.point = xavier(MLP([2 * dim, dim, dim]))
-        self.scale = xavier(MLP([dim, dim, dim]))
+        self.scale = content_scale(dim, layers)
         self.size = xavier(MLP([dim, dim, 2]))
 
     def forward(self, layer: int, queries: Queries, memory: TokenBatch) -> Queries:
@@ -170,7 +174,10 @@ class ModulatedAnchors(nn.Module):
         centre = encoding[..., : content.shape[-1]]
         if layer:
             centre = centre * self.scale(content)
-        factor = (self.size(content).sigmoid() / boxes[..., 2:]).flip(-1)  # of y and of x
+        size = self.size(content).sigmoid()
+        factor = (size / boxes[..., 2:]).flip(-1)  # of y and of x
+        if size.dtype == torch.float16:
+            factor = factor.clamp(max=LARGEST_QUOTIENT)
         modulation = (centre.unflatten(-1, (2, -1)) * factor[..., None]).flatten(-2)
         return replace(queries, position=self.point(encoding), modulation=modulation)
 

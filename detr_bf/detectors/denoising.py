@@ -25,12 +25,12 @@ DUMMY_BOX = (0.5, 0.5, 0.1, 0.1)  # object of an image in a batch without object
 
 @dataclass(frozen=True)
 class ContrastiveDenoising:
-    """Settings of the denoising queries; the defaults are DINO's."""
+    """Settings of the denoising queries; the defaults are those of the recipes of DINO and RT-DETR."""
 
-    queries: int = 100  # positives of the image with most objects, about; 0 for no denoising
+    queries: int = 100  # approximate number of positives in the image with most objects, or 0: no denoising
     groups: int | None = None  # fixed number instead of one that follows from ``queries``
     label_noise: float = 0.5  # see :func:`add_contrastive_noise`
-    box_noise: float = 0.4
+    box_noise: float = 1.0
 
 
 @dataclass(frozen=True)

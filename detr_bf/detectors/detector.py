@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.detectors.mask_head import MaskHead
@@ -96,7 +97,7 @@ class Detector(nn.Module):
         self.decoder = decoder
         self.mask_head = mask_head
         self.levels = levels
-        self._detector_frozen = False
+        self._fixed: tuple[nn.Module, ...] = ()  # stay in evaluation mode
 
     def forward(self, batch: Batch) -> Outputs:
         """Padded uint8 images (B, 3, H, W) with their mask -> logits (L, R, Q, K) and boxes (L, R, Q, 4) in [0, 1]."""
@@ -116,27 +117,26 @@ class Detector(nn.Module):
         """Freeze all parts but the mask head, their buffers included.
 
         Args:
-            keep_dropout: leave the frozen parts in training mode, as DETR's code does. Otherwise they stay in
-                evaluation mode, except that batch attention still forks the batch, without dropout.
+            keep_dropout: leave the frozen parts in training mode, as DETR's code does, except for batch norms and
+                queries (no groups). Otherwise all stay in evaluation mode, but batch attention still forks the batch.
         """
-        for part in self._frozen_parts():
+        parts = (self.backbone, self.tokens, self.encoder, self.decoder)
+        for part in parts:
             part.requires_grad_(False)
-        self._detector_frozen = not keep_dropout
+        norms = (module for part in parts for module in part.modules() if isinstance(module, _BatchNorm))
+        self._fixed = (*norms, self.decoder.get_submodule("queries")) if keep_dropout else parts
         self.train(self.training)
 
     def train(self, mode: bool = True) -> Detector:
         """Set the training mode; frozen parts stay in evaluation mode."""
         super().train(mode)
-        if self._detector_frozen:
-            for part in self._frozen_parts():
+        if self._fixed:
+            for part in self._fixed:
                 part.eval()
             for module in self.encoder.modules():
                 if isinstance(module, BatchFormerV2):
                     module.training = mode  # whether it forks the batch; its layers stay in evaluation mode
         return self
-
-    def _frozen_parts(self) -> tuple[nn.Module, ...]:
-        return self.backbone, self.tokens, self.encoder, self.decoder
 
 
 def single_level_detector(backbone: nn.Module, channels: Sequence[int], options: Options, decoder: Decoder) -> Detector:

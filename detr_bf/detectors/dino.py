@@ -25,6 +25,7 @@ from detr_bf.detectors.denoising import (
 from detr_bf.detectors.detector import Detector, Options, class_head, zero_init_box_head
 from detr_bf.detectors.groups import refuse_groups
 from detr_bf.detectors.two_stage import TokenProposals
+from detr_bf.errors import InputError
 from detr_bf.structures import Outputs, Queries, QueryGroup, Target, TokenBatch
 from detr_bf.transformer import Decoder, Heads, append_queries
 
@@ -42,6 +43,7 @@ def dino(
     token_class_head: bool = True,
     token_box_head: bool = True,
     denoising: ContrastiveDenoising = DENOISING,
+    label_book: int | None = None,
     extra_levels: int = 1,
     encoder_points: int = 4,
     decoder_points: int = 4,
@@ -49,14 +51,13 @@ def dino(
     """Build DINO: Deformable DETR with anchors from the encoder, look forward twice and contrastive denoising.
 
     Args:
-        backbone, channels, options: feature maps and shared options.
-        extra_levels, encoder_points, decoder_points: as of Deformable DETR.
-        mixed_selection, denoising: as of :class:`ContrastiveQueries`.
+        backbone, channels, options, extra_levels, encoder_points, decoder_points: as of Deformable DETR.
+        mixed_selection, denoising, label_book: as of :class:`ContrastiveQueries`.
         layer_class_heads, layer_box_heads: give every decoder layer its own head instead of one for all.
         token_class_head, token_box_head: give the tokens their own head instead of that of the decoder's first layer.
 
     Raises:
-        InputError: ``options.groups`` are given.
+        InputError: ``options.groups`` are given, or ``label_book`` is less than the number of classes.
     """
     refuse_groups(options.groups, "dino")
     levels, dim = len(channels) + extra_levels, options.hidden_dim
@@ -69,25 +70,25 @@ def dino(
         class_head=class_head(options) if token_class_head else classes[0],
         box_head=zero_init_box_head(options) if token_box_head else boxes[0],
         num_labels=options.num_logits,
+        label_book=label_book,
         mixed_selection=mixed_selection,
         denoising=denoising,
     )
-    decoder = Decoder(
-        layers,
-        queries=queries,
-        heads=Heads(classes, boxes, eps=EPS),
-        norm=nn.LayerNorm(dim),
-        update_queries=AnchorPosition(dim, scaled=False),
-        refine=True,
-        refine_before_norm=True,
-        look_forward_twice=True,
-        aux_loss=options.aux_loss,
-    )
     return Detector(
         backbone,
+        decoder=Decoder(
+            layers,
+            queries=queries,
+            heads=Heads(classes, boxes, eps=EPS),
+            norm=nn.LayerNorm(dim),
+            update_queries=AnchorPosition(dim),
+            refine=True,
+            refine_before_norm=True,
+            look_forward_twice=True,
+            aux_loss=options.aux_loss,
+        ),
         tokens=level_tokens(channels, levels, options, offset=0.0),
         encoder=deformable_encoder(options, levels, encoder_points),
-        decoder=decoder,
         mask_head=options.mask_head,
         levels=len(channels),
     )
@@ -104,6 +105,11 @@ class ContrastiveQueries(TokenProposals):
         num_labels: number of labels that noise may replace a label with.
         mixed_selection: learn the contents of the queries; otherwise they are those of the tokens, without gradient.
         denoising: settings of the denoising queries.
+        label_book: number of labels with an embedding, besides a last one that is never used (``dn_labelbook_size`` of
+            the authors' code); None: ``num_labels``.
+
+    Raises:
+        InputError: ``label_book`` is less than ``num_labels``.
     """
 
     def __init__(
@@ -114,6 +120,7 @@ class ContrastiveQueries(TokenProposals):
         *,
         class_head: nn.Module,
         box_head: nn.Module,
+        label_book: int | None = None,
         mixed_selection: bool = True,
         denoising: ContrastiveDenoising = DENOISING,
     ) -> None:
@@ -123,7 +130,11 @@ class ContrastiveQueries(TokenProposals):
         self.content = nn.Embedding(num_queries, dim) if mixed_selection else None
         if self.content is not None:
             nn.init.xavier_uniform_(self.content.weight)
-        self.labels = nn.Embedding(num_labels + 1, dim)  # the last, of the authors' code, is never used
+        if label_book is not None and label_book < num_labels:
+            raise InputError(f"label_book={label_book} must be at least the number of classes, {num_labels}")
+        self.num_labels = num_labels
+        self.labels = nn.Embedding((label_book or num_labels) + 1, dim)
+        self.labels.requires_grad_(bool(denoising.queries))  # DistributedDataParallel waits for the gradients
         self.denoising = denoising
         self.dummy = False  # whether a batch without objects gets one box without label per image
 
@@ -152,7 +163,7 @@ class ContrastiveQueries(TokenProposals):
         groups = settings.groups or group_count(settings.queries, targets)
         slots = contrastive_slots(targets, groups, dummy=self.dummy)
         count = slots.labels.shape[1]
-        draws = NoiseDraws.draw((len(targets), count), self.labels.num_embeddings - 1, slots.labels.device)
+        draws = NoiseDraws.draw((len(targets), count), self.num_labels, slots.labels.device)
         slots = add_contrastive_noise(slots, draws, label_noise=settings.label_noise, box_noise=settings.box_noise)
         content, boxes = (x.repeat(streams, 1, 1) for x in self._noised_objects(slots))
         group = QueryGroup("dn", count, slots.objects.repeat(streams, 1), parts=slots.groups)

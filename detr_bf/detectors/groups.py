@@ -47,6 +47,6 @@ def refuse_groups(groups: Sequence[QueryGroup], detector: str) -> None:
     """Raise InputError if there are further queries, which ``detector`` does not support."""
     if groups:
         raise InputError(
-            f"{detector} has no further queries in training: set groups.one_to_many.queries=0 and groups.group_detr=1, "
-            "or use another detector"
+            f"model.name={detector} has no groups of further queries: set groups.one_to_many.queries=0 and "
+            "groups.group_detr=1, or use another detector"
         )

@@ -75,7 +75,7 @@ class HybridEncoder(nn.Module):
         coarsest: TokenBatch = self.encoder(self._coarsest(batch))
         streams: list[Tensor] = []
         for tokens in coarsest.tokens.chunk(coarsest.num_streams):
-            with own_statistics(self) if streams else nullcontext():
+            with without_updating_statistics(self) if streams else nullcontext():
                 (encoded,) = as_maps(tokens, coarsest.static["spatial_shapes"])
                 fused = self.fusion([*finer, encoded])
                 streams.append(as_tokens([layer(x) for layer, x in zip(self.projections, fused, strict=True)]))
@@ -104,7 +104,7 @@ class HybridEncoder(nn.Module):
 
 
 @contextmanager
-def own_statistics(module: nn.Module) -> Iterator[None]:
+def without_updating_statistics(module: nn.Module) -> Iterator[None]:
     """Leave the running statistics of all batch norms of ``module`` unchanged; in training they normalise as always."""
     norms = [norm for norm in module.modules() if isinstance(norm, _BatchNorm) and norm.training]
     tracked = [norm.track_running_stats for norm in norms]
@@ -158,11 +158,16 @@ class FusionBlock(nn.Module):
         dim: C.
         expansion: width of the blocks as a share of C; 1 has no convolution after the sum.
         blocks: number of RepVGG blocks.
+
+    Raises:
+        InputError: ``expansion`` leaves no channel.
     """
 
     def __init__(self, dim: int, *, expansion: float = 1.0, blocks: int = 3) -> None:
         super().__init__()
         hidden = int(dim * expansion)
+        if hidden < 1:
+            raise InputError(f"expansion={expansion} of {dim} channels leaves none: give at least 1/{dim}")
         self.enter, self.shortcut = (NormedConvolution(2 * dim, hidden, activation=nn.SiLU()) for _ in range(2))
         self.blocks = nn.Sequential(*(RepVggBlock(hidden) for _ in range(blocks)))
         self.leave = NormedConvolution(hidden, dim, activation=nn.SiLU()) if hidden != dim else nn.Identity()

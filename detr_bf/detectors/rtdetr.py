@@ -26,15 +26,13 @@ from detr_bf.detectors.detector import (
     xavier,
     zero_init_box_head,
 )
-from detr_bf.detectors.dino import ContrastiveQueries
+from detr_bf.detectors.dino import DENOISING, ContrastiveQueries
 from detr_bf.detectors.groups import refuse_groups
 from detr_bf.detectors.hybrid_encoder import CrossScaleFusion, HybridEncoder, NormedConvolution
 from detr_bf.errors import InputError
 from detr_bf.layers import MLP, MultiHeadAttention, full_precision
 from detr_bf.structures import Queries, TokenBatch
 from detr_bf.transformer import Decoder, DecoderLayer, FeatureTokens, Heads, TokenAttention
-
-RTDETR_DENOISING = ContrastiveDenoising(box_noise=1.0)
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class RtdetrOptions:
     points: int | Sequence[int] = 4
     discrete: bool = False
     learned_content: bool = False
-    denoising: ContrastiveDenoising = RTDETR_DENOISING
+    denoising: ContrastiveDenoising = DENOISING
     as_released: bool = False
 
 
@@ -74,8 +72,8 @@ def rtdetr(backbone: nn.Module, channels: Sequence[int], options: Options, **set
         InputError: ``options.groups``, another position encoding than sine, or a mask head with another ``encoder_dim``
             than ``hidden_dim``.
     """
-    refuse_groups(options.groups, "rtdetr")
     own, dim, levels = RtdetrOptions(**settings), options.hidden_dim, len(channels)
+    refuse_groups(options.groups, "rtdetrv2" if own.version == 2 else "rtdetr")
     width = own.encoder_dim or dim
     feedforward_dim = own.encoder_feedforward_dim or options.feedforward_dim
     inner = replace(options, hidden_dim=width, feedforward_dim=feedforward_dim, activation="gelu")
@@ -191,6 +189,7 @@ class SelectedQueries(ContrastiveQueries):
         self.dummy = own.version == 2
         # The last row belongs to slots without an object.
         self.labels = nn.Embedding(options.num_logits + 1, options.hidden_dim, padding_idx=options.num_logits)
+        self.labels.requires_grad_(bool(own.denoising.queries))
 
     def _noised_objects(self, slots: DenoisingSlots) -> tuple[Tensor, Tensor]:
         content = self.labels(torch.where(slots.labels == EMPTY, self.labels.num_embeddings - 1, slots.labels))

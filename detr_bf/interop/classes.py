@@ -1,4 +1,4 @@
-"""Convert COCO class heads between rows for category ids and rows for contiguous classes.
+"""Convert COCO class heads and labels between rows for category ids and rows for contiguous classes.
 
 The authors' heads have a row for every id: 91 for boxes (ids 0 to 90), 250 for panoptic maps (ids 0 to 249), including
 unused ids; with cross-entropy a last row is added for no object. Contiguous heads have a row for each of the 80
@@ -7,6 +7,7 @@ classes, or 133 with stuff, sorted by id, and the same last row. Weights are und
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from detr_bf.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 NUMBERINGS = ("contiguous", "ids")
 THING_IDS = tuple(i for i in range(1, 91) if i not in (12, 26, 29, 30, 45, 66, 68, 69, 71, 83))
@@ -29,6 +32,8 @@ COCO_IDS = (
 NEVER = -100.0  # bias of unused ids
 _HEAD = re.compile(r"decoder\.(?:heads\.classes\.\d+|queries\.class_head)\.(?:weight|bias)")
 _PROPOSALS = "decoder.queries.class_head."
+_ONE_CLASS = "decoder.queries.embed.weight"  # only in proposals of which class 0 means any object
+_LABELS = "decoder.queries.labels.weight"  # a row for each class, with rows of no object, and a last row for no label
 
 
 @dataclass(frozen=True)
@@ -73,10 +78,11 @@ def class_rows(weights: Mapping[str, Tensor]) -> int:
 
 
 def renumbered(weights: Mapping[str, Tensor], numbering: str) -> dict[str, Tensor]:
-    """Return the weights with all class heads converted to ``numbering``.
+    """Return the weights with all class heads and the embedding of noised labels converted to ``numbering``.
 
-    Two-stage proposals keep row 0, which means any object in both numberings. Converting from contiguous classes to ids
-    and back is exact.
+    Two-stage proposals of Deformable DETR and H-DETR keep row 0, which means any object in both numberings; those of
+    DINO and RT-DETR have classes. The last label, which means none, stays the last. Converting from contiguous classes
+    to ids and back is exact.
 
     Args:
         weights: weights of a detector on COCO, under our names.
@@ -84,7 +90,7 @@ def renumbered(weights: Mapping[str, Tensor], numbering: str) -> dict[str, Tenso
             get zero weights and the bias ``NEVER``, so that they are never predicted.
 
     Raises:
-        InputError: unknown numbering, or heads with another number of rows.
+        InputError: unknown numbering, or heads or labels with another number of rows.
     """
     if numbering not in NUMBERINGS:
         raise InputError(f"no numbering '{numbering}' of classes: expected {' or '.join(NUMBERINGS)}")
@@ -97,12 +103,34 @@ def renumbered(weights: Mapping[str, Tensor], numbering: str) -> dict[str, Tenso
         )
     table = known[rows]
     convert = table.contiguous if numbering == "contiguous" else table.by_id
-    return {
-        name: convert(tensor, (0, *table.rows[1:]) if name.startswith(_PROPOSALS) else table.rows)
-        if _HEAD.fullmatch(name)
-        else tensor
+    any_object = _PROPOSALS if _ONE_CLASS in weights else None
+    changed = {
+        name: convert(tensor, (0, *table.rows[1:]) if any_object and name.startswith(any_object) else table.rows)
         for name, tensor in weights.items()
+        if _HEAD.fullmatch(name)
     }
+    if _LABELS in weights:
+        labels = weights[_LABELS]
+        if len(labels) != rows + 1:
+            raise InputError(f"{_LABELS} has {len(labels)} rows, expected one more than the {rows} of the class heads")
+        changed[_LABELS] = torch.cat([convert(labels[:-1], table.rows), labels[-1:]])
+    return {name: changed.get(name, tensor) for name, tensor in weights.items()}
+
+
+def with_own_labels(weights: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """Return the weights without labels for noise beyond the classes: DINO has ``dn_labelbook_size`` + 1 of them.
+
+    The labels of the classes and the last one, which means none, are kept; a warning names ``source``.
+    """
+    rows = {len(tensor) for name, tensor in weights.items() if _HEAD.fullmatch(name)}
+    labels = weights.get(_LABELS)
+    if labels is None or len(rows) != 1 or len(labels) <= max(rows) + 1:
+        return dict(weights)
+    (count,) = rows
+    logger.warning(
+        "%s: of %d labels of noised objects, those of the %d classes and the last are kept", source, len(labels), count
+    )
+    return {**weights, _LABELS: torch.cat([labels[:count], labels[-1:]])}
 
 
 def renumbered_to(weights: Mapping[str, Tensor], rows: int) -> dict[str, Tensor] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from detr_bf.errors import InputError
 
 State = Mapping[str, Tensor]
 BODY = "backbone.body"  # our name of a backbone's network
+BOX_HEAD = "bbox_embed.{}.layers.0.weight"  # the authors' name of a layer's head
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Layout:
         return cls(
             encoder_layers=_count(r"encoder\.(?:(?:encoder|aifi)\.0\.)?layers\.(\d+)\.", text),
             decoder_layers=_count(r"decoder\.layers\.(\d+)\.", text),
-            refine=two_stage or bool(re.search(own_heads, text)) or _heads_differ(state),
+            refine=two_stage or bool(re.search(own_heads, text)) or _differ(state, BOX_HEAD),
             two_stage=two_stage,
             shared_heads=frozenset(name for name in ("classes", "boxes") if _is_shared(name, state, text)),
             class_heads=_count(r"(?:\bclass_embed|heads\.classes)\.(\d+)\.", text),
@@ -153,12 +155,12 @@ def _is_shared(heads: str, state: Mapping[str, Tensor], text: str) -> bool:
     """Return True if there is one head, in our lists or repeated in the authors', whose names have no values."""
     if re.search(rf"decoder\.heads\.{heads}\.0\.", text):
         return not re.search(rf"decoder\.heads\.{heads}\.1\.", text)
-    theirs = {"classes": "class_embed.{}.weight", "boxes": "bbox_embed.{}.layers.0.weight"}[heads]
-    first, second = (state.get(theirs.format(layer)) for layer in range(2))
-    return first is None or second is None or first.is_meta or torch.equal(first, second)
+    theirs = {"classes": "class_embed.{}.weight", "boxes": BOX_HEAD}[heads]
+    return not _differ(state, theirs)
 
 
-def _heads_differ(state: Mapping[str, Tensor]) -> bool:
-    """Compare the first two box heads: without refinement the list repeats one head."""
-    first, second = (state.get(f"bbox_embed.{layer}.layers.0.weight") for layer in range(2))
-    return first is not None and second is not None and not first.is_meta and not torch.equal(first, second)
+def _differ(state: Mapping[str, Tensor], name: str) -> bool:
+    """Return True if the heads of the decoder layers have different values; without refinement a list repeats one."""
+    names = takewhile(state.__contains__, map(name.format, count()))
+    first, *others = [state[each] for each in names] or [torch.empty(0)]
+    return not first.is_meta and not all(torch.equal(first, other) for other in others)

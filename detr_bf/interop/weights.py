@@ -12,6 +12,7 @@ from torch import Tensor
 
 from detr_bf.errors import InputError
 from detr_bf.files import atomic_write, check_weights, read_safetensors, read_torch
+from detr_bf.interop.classes import with_own_labels
 from detr_bf.interop.formats import format_named, format_of, from_foreign, is_ours, to_foreign, without_wrapper
 
 SUFFIXES = (".pth", ".pt", ".bin", ".safetensors")
@@ -36,7 +37,7 @@ def under_our_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tenso
     """
     if format_of(state) is None and is_ours(state):
         return dict(state)
-    return from_foreign(state, source)
+    return with_own_labels(from_foreign(state, source), source)
 
 
 def read_state(path: Path) -> dict[str, Tensor]:

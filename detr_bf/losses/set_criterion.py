@@ -71,8 +71,9 @@ class SetCriterion:
 
     Each stream is matched separately; with two streams the result is the mean of their losses (BatchFormerV2, arXiv
     2204.01254, section 3.3). Divisors count the objects of all ranks, so that the mean over the ranks equals the loss
-    of one process with the whole batch. A ``local`` criterion, which needs a local classification, does not
-    communicate: in evaluation the ranks have different numbers of batches.
+    of one process with the whole batch, except for the denoising queries of DINO and RT-DETR: each rank chooses their
+    number of groups by the objects of its own images. A ``local`` criterion, which needs a local classification, does
+    not communicate: in evaluation the ranks have different numbers of batches.
     """
 
     classification: Classification

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 from PIL.PngImagePlugin import PngInfo
@@ -19,7 +21,7 @@ from detr_bf.data.batches import SampleKey
 from detr_bf.data.coco import CocoDetection
 from detr_bf.data.transforms import Sample, mixup
 from detr_bf.errors import InputError
-from detr_bf.files import atomic_write, check_output_file, make_output_folder, read_regular
+from detr_bf.files import atomic_write, check_output_file, make_output_folder
 from detr_bf.report import Augmented, augmented_sheet, class_labels
 from detr_bf.structures import Batch, Target
 from detr_bf.text import printable
@@ -27,7 +29,8 @@ from detr_bf.text import printable
 _FILE = "augmented.png"  # in a folder
 _MARK = "detr-bf check --show-augmented"  # in the sheet: a file without it is not replaced
 _OPTION = "--show-augmented"
-_HEAD = 2**28  # bytes of an existing picture that are read at most
+_HEAD = 2**12  # bytes of an existing picture that are read: they hold the mark
+Item = TypeVar("Item")
 
 
 def sheet_path(given: Path) -> Path:
@@ -40,11 +43,20 @@ def sheet_path(given: Path) -> Path:
     if given.suffix and path == given / _FILE and not given.is_dir():
         raise InputError(f"{_OPTION} {printable(given)}: expected a folder, or a file with the suffix .png")
     check_output_file(path, _OPTION)
-    if path.exists() and _MARK.encode() not in read_regular(path, _HEAD)[: 2**12]:
+    if path.exists() and not _is_ours(path):
         raise InputError(
             f"{_OPTION} {printable(path)} exists and was not written by this command; move it, or name another file"
         )
     return path
+
+
+def _is_ours(path: Path) -> bool:
+    """Return True for a file that begins with a sheet's head, False also if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return _MARK.encode() in file.read(_HEAD)
+    except OSError:
+        return False
 
 
 def write_augmented(config: DetectionConfig, path: Path, count: int) -> str:
@@ -64,25 +76,59 @@ def write_augmented(config: DetectionConfig, path: Path, count: int) -> str:
     return f"{len(rows)} training images, {', '.join(titles)}: {printable(path)}"
 
 
-def _versions(config: DetectionConfig, data: CocoDetection, count: int) -> tuple[list[list[Augmented]], list[str]]:
+class _Made(Sequence[Item], Generic[Item]):
+    """Items that are made when they are read and not kept: the sheet shrinks one picture after the other."""
+
+    def __init__(self, makers: Sequence[Callable[[], Item]]) -> None:
+        self._makers = makers
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._makers[index]()
+
+    def __iter__(self) -> Iterator[Item]:
+        return (make() for make in self._makers)
+
+
+def _versions(
+    config: DetectionConfig, data: CocoDetection, count: int
+) -> tuple[Sequence[Sequence[Augmented]], list[str]]:
     """Return the versions of images spread evenly over the training data, and the names of the versions.
 
-    They are the image as it is, with each augmentation alone, as in the first epoch with all of them, and with mixup.
+    They are the image as it is, with each augmentation alone, as in the first epoch with all of them, and with mixup:
+    mixed with the image before it, the first with the last one of the training data.
     """
     indices = [round(x) for x in torch.linspace(0, len(data) - 1, min(count, len(data))).tolist()]
+    before = dict(zip(indices, [len(data) - 1, *indices], strict=False))
     epoch, sides = augmented_epochs(config)[1].start, config.data.batch_sides
-    columns = {"original": _loaded(_with(data, None), indices)}
+    side = sides[len(sides) // 2] if sides else None  # as for one batch
+
+    def alone(changed: CocoDetection, index: int) -> Augmented:
+        return _shown(*changed[SampleKey(0, index)])
+
+    def trained(index: int) -> Augmented:
+        return _shown(*data[SampleKey(epoch, index, side=side)])
+
+    def mixed(index: int) -> Augmented:
+        pair = dict.fromkeys((before[index], index))  # one image, if there are no others
+        batch = mixup(Batch.collate([data[SampleKey(epoch, each, side=side)] for each in pair]), 0.5)
+        return _shown(batch.images[-1], batch.targets[-1])
+
+    columns: dict[str, Callable[[int], Augmented]] = {"original": partial(alone, _with(data, None))}
     if data.augment is not None:
         for name in data.augment.names:
-            alone = replace(data.augment.only(name), epochs=range(1), dense_epochs=range(1))
-            columns[name] = _loaded(_with(data, alone), indices)
-    side = sides[len(sides) // 2] if sides else None  # as for one batch
-    trained = [data[SampleKey(epoch, index, side=side)] for index in indices]
-    columns["as trained"] = [_shown(*each) for each in trained]
+            only = replace(data.augment.only(name), epochs=range(1), dense_epochs=range(1))
+            columns[name] = partial(alone, _with(data, only))
+    columns["as trained"] = trained
     if config.data.mixup.prob:
-        mixed = mixup(Batch.collate(trained), 0.5)
-        columns["with mixup"] = [_shown(*each) for each in zip(mixed.images, mixed.targets, strict=True)]
-    return [list(row) for row in zip(*columns.values(), strict=True)], list(columns)
+        columns["with mixup"] = mixed
+
+    def row(index: int) -> Sequence[Augmented]:
+        return _Made([partial(make, index) for make in columns.values()])
+
+    return _Made([partial(row, index) for index in indices]), list(columns)
 
 
 def _with(data: CocoDetection, augment: Augmentation | None) -> CocoDetection:
@@ -94,10 +140,6 @@ def _with(data: CocoDetection, augment: Augmentation | None) -> CocoDetection:
     changed = copy.copy(data)
     changed.augment, changed.transform = augment, unchanged
     return changed
-
-
-def _loaded(data: CocoDetection, indices: Sequence[int]) -> list[Augmented]:
-    return [_shown(*data[SampleKey(0, index)]) for index in indices]
 
 
 def _shown(image: Tensor, target: Target) -> Augmented:

@@ -4,13 +4,11 @@ from detr_bf.transformer.decoder import (
     Decoder,
     DecoderLayer,
     Heads,
-    LearnedQueries,
     MemoryAttention,
     QueryAttention,
-    append_queries,
-    in_groups,
 )
 from detr_bf.transformer.encoder import Encoder, EncoderLayer, TokenAttention
+from detr_bf.transformer.queries import LearnedQueries, append_queries, in_groups
 from detr_bf.transformer.tokens import FeatureTokens, unpadded
 
 __all__ = [

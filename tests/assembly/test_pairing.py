@@ -120,6 +120,7 @@ def test_every_detector_starts_alike_with_and_without(name: str) -> None:
     from detr_bf.assembly import build_model
 
     settings = [setting for setting in SMALL if not setting.startswith("batch_former")]
+    settings.append("loss.classification=focal")  # every detector has it
     if name == "smca_multi_scale":
         settings.append("model.backbone.strides=[8,16,32]")
     states = []

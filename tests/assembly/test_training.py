@@ -191,7 +191,7 @@ def test_flat_cosine_counts_epochs() -> None:
     trial = learning_rate(load_config(None, [*settings, "train.max_steps=25"]), 5)
     assert [trial(step) for step in range(50)] == [rate(step) for step in range(50)]
     with pytest.raises(InputError, match=r"leave no epoch for the cosine in a run of train\.epochs=6"):
-        learning_rate(load_config(None, [*settings, "train.epochs=6"]), 5)
+        load_config(None, [*settings, "train.epochs=6"])
 
 
 def test_one_stage_and_unknown_sizes_are_not_refused() -> None:

@@ -383,3 +383,30 @@ def test_a_foreign_run_in_the_place_of_a_cell_is_refused(file: Path) -> None:
     finished_run(folder.run(CELLS[0]).path, experiment, CELLS[2])
     with pytest.raises(InputError, match="has seed=1"):
         runner.unfinished_cells(experiment, folder)
+
+
+def test_data_are_checked_again_where_the_checks_depend_on_augmentation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arms = {
+        "plain": ["data.augment.zoom_out=0"],
+        "zoom": ["data.augment.zoom_out=0.5"],  # nothing that the checks read
+        "mosaic": ["data.augment.mosaic=0.5"],
+        "pasted": ["data.augment.copy_paste=0.5"],
+        "mixed": ["data.mixup.prob=0.5"],
+    }
+    path = tmp_path / "experiment.yaml"
+    path.write_text(json.dumps({"title": "t", "base": "demo", "arms": arms, "baseline": "plain", "seeds": 1}))
+    checked: list[Any] = []
+
+    class Recorded:
+        def __init__(self, config: Any) -> None:
+            self.config = config
+
+        def check(self) -> None:
+            checked.append(self.config)
+
+    monkeypatch.setattr(runner, "task_of", Recorded)
+    experiment = read_experiment(path)
+    runner.check_data(experiment, [ExperimentCell(arm, 0, None) for arm in arms])
+    assert len(checked) == 4

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torchvision.tv_tensors import BoundingBoxes, Image, Mask
 
 from detr_bf.assembly.data import augmented_epochs, build_loader, build_train_data
@@ -128,12 +130,40 @@ def test_zoom_out_keeps_all_objects_on_their_pixels(masks: bool) -> None:
     assert len(sizes) > 30
 
 
-def test_zoom_out_shrinks_images_that_would_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("detr_bf.data.augment._MOST_BYTES", 3 * 80 * 100)
-    for seed in range(10):
-        result = seeded(lambda: zoomed_out(scene(80, 100, *THREE), 4.0), seed)
-        assert result.image.numel() <= 3 * 80 * 100 * 1.1
-        check(result)
+class Largest(TorchFunctionMode):
+    """Size in bytes of the largest tensor that a function of torch has returned."""
+
+    nbytes = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.nbytes = max(self.nbytes, result.numel() * result.element_size())
+        return result
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_zoom_out_shrinks_images_on_a_canvas_that_would_fill_the_memory(
+    masks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, planes = scene(80, 100, *THREE, masks=masks), 6 if masks else 3
+    drawn = [seeded(lambda: zoomed_out(original, 4.0), seed) for seed in range(20)]
+    limit = planes * 80 * 100 * 4
+    monkeypatch.setattr("detr_bf.data.augment._MOST_BYTES", limit)
+    shrunk = 0
+    for seed, free in enumerate(drawn):
+        with Largest() as largest:
+            result = seeded(lambda: zoomed_out(original, 4.0), seed)
+        height, width = result.image.shape[-2:]
+        if planes * free.image[0].numel() <= limit:
+            assert torch.equal(result.image, free.image)
+            continue
+        shrunk += 1
+        assert 0.95 * limit <= planes * height * width <= limit
+        assert largest.nbytes <= limit
+        assert height / width == pytest.approx(free.image.shape[-2] / free.image.shape[-1], rel=0.02)
+        check(result, tolerance=1.5)
+    assert 5 < shrunk < 18
 
 
 @pytest.mark.parametrize("masks", [False, True])
@@ -198,6 +228,31 @@ def test_mosaic_has_the_objects_of_all_four(masks: bool) -> None:
             sides = width // 2 - width // 5, height - 3 - height // 4
             scale = [float(box[2] - box[0]) / sides[0], float(box[3] - box[1]) / sides[1]]
             assert scale[0] == pytest.approx(scale[1], rel=0.1)
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_mosaic_is_smaller_where_its_canvas_would_fill_the_memory(
+    masks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long images across each other: the canvas has many times their pixels."""
+    four = [
+        scene(40, 800, (10, 2, 400, 38), masks=masks),
+        scene(800, 40, (2, 10, 38, 400), first=1, masks=masks),
+        scene(200, 200, (20, 30, 150, 180), first=2, masks=masks),
+        scene(100, 300, (20, 30, 150, 80), first=3, masks=masks),
+    ]
+    planes, limit = (7, 2_000_000) if masks else (3, 700_000)
+    assert mosaic(four, (0.5, 0.5)).image.shape == (3, 800, 800)
+    monkeypatch.setattr("detr_bf.data.augment._MOST_BYTES", limit)
+    for centre in ((0.5, 0.5), (0.4, 0.6), (0.6, 0.55)):
+        with Largest() as largest:
+            result = mosaic(four, centre)
+        height, width = result.image.shape[-2:]
+        assert height == width
+        assert 0.95 * limit <= planes * height * width <= limit
+        assert largest.nbytes <= limit * max(3, planes - 3) / planes, "image and masks once each"
+        assert result.labels.tolist() == [0, 1, 2, 3]
+        check(result, tolerance=1.5)
 
 
 def test_mosaic_of_images_without_objects_and_of_single_pixels() -> None:
@@ -486,12 +541,24 @@ def test_a_square_keeps_boxes_and_masks_on_their_pixels() -> None:
         ("data.augment.zoom_out_max=0.5", "zoom_out_max=0.5 must be 1 or more"),
         ("data.batch_sides=[480,500]", "data.batch_sides must be multiples of 32"),
         ("data.augment.until_epoch=3", r"until_epoch=3 must be greater than data\.plain_first_epochs=3"),
+        ("data.augment.until_epoch=301", "and at most 300, the end of augmentation"),
         ("data.plain_last_epochs=297", "leave no epoch with augmentation in a run of train.epochs=300"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(setting: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        load_config(None, ["data.plain_first_epochs=3", "data.augment.zoom_out=0.5", setting])
+        load_config(None, ["data.plain_first_epochs=3", "data.augment.mosaic=0.5", setting])
+
+
+def test_first_plain_epochs_keep_batch_sides() -> None:
+    load_config(None, ["data.batch_sides=[64]", "data.plain_first_epochs=300"])
+    with pytest.raises(InputError, match=r"leave no epoch with data\.batch_sides"):
+        load_config(None, ["data.batch_sides=[64]", "data.plain_last_epochs=300"])
+
+
+def test_mixup_needs_two_images_in_a_batch() -> None:
+    with pytest.raises(InputError, match=r"train\.batch_size is 1"):
+        load_config(None, ["data.mixup.prob=0.5", "train.batch_size=1"])
 
 
 def test_data_sets_of_evaluation_are_not_augmented(coco_folder: Callable[..., SimpleNamespace]) -> None:

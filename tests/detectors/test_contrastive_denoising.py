@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from detr_bf import distributed
+from detr_bf.detectors import Options
 from detr_bf.detectors.denoising import (
     DUMMY_BOX,
     EMPTY,
+    ContrastiveDenoising,
     NoiseDraws,
     add_contrastive_noise,
     contrastive_slots,
     group_count,
 )
 from detr_bf.engine.step import TrainingStep, wrap_ddp
+from detr_bf.errors import InputError
 from detr_bf.losses import Focal, HungarianMatcher, SetCriterion
 from detr_bf.structures import Batch, Target
-from tests.detectors.tiny import IMAGES, LAYERS, QUERIES, batch_former, images, model, shaken
+from tests.detectors.tiny import (
+    CHANNELS,
+    DETECTORS,
+    DIM,
+    IMAGES,
+    LAYERS,
+    LOGITS,
+    QUERIES,
+    Averages,
+    batch_former,
+    images,
+    model,
+    shaken,
+)
 from tests.processes import run_together
 
 CLASSES = 5
@@ -197,3 +214,15 @@ def test_dino_on_ranks_with_other_numbers_of_objects_or_none(objects: tuple[int,
         assert gradient is not None, name
         assert gradient.isfinite().all(), name
         assert torch.equal(gradient, other[name]), name
+
+
+def test_dino_draws_classes_from_a_larger_book_of_labels() -> None:
+    make = partial(DETECTORS["dino"].make, label_book=40, denoising=ContrastiveDenoising(label_noise=1.0))
+    module = make(Averages(2), [CHANNELS] * 2, Options(LOGITS, DIM, 2, 1, 1, 12, num_queries=QUERIES)).train()
+    labels = module.decoder.queries.labels
+    assert labels.num_embeddings == 41
+    criterion()(module(with_objects(3, 2)), with_objects(3, 2).targets).total.backward()
+    assert labels.weight.grad[:LOGITS].any(1).all()
+    assert not labels.weight.grad[LOGITS:].any()
+    with pytest.raises(InputError, match=f"label_book=3 must be at least the number of classes, {LOGITS}"):
+        partial(make, label_book=3)(Averages(2), [CHANNELS] * 2, Options(LOGITS, DIM, 2, 1, 1, 12))

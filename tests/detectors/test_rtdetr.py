@@ -12,7 +12,7 @@ from torch import nn
 
 from detr_bf.detectors import Detector, MaskHead, Options
 from detr_bf.detectors.denoising import ContrastiveDenoising
-from detr_bf.detectors.hybrid_encoder import cell_position, own_statistics
+from detr_bf.detectors.hybrid_encoder import cell_position, without_updating_statistics
 from detr_bf.detectors.smca_multi_scale import as_maps, as_tokens
 from detr_bf.errors import InputError
 from detr_bf.losses import HungarianMatcher, SetCriterion, Varifocal
@@ -74,9 +74,9 @@ def test_each_stream_is_normalised_by_itself() -> None:
 
 def test_statistics_are_tracked_again_after_an_error() -> None:
     norm = nn.BatchNorm2d(3).train()
-    with pytest.raises(RuntimeError), own_statistics(norm):
+    with pytest.raises(RuntimeError), without_updating_statistics(norm):
         norm(torch.randn(2, 4, 4, 4))  # of another number of channels
-    with own_statistics(norm):
+    with without_updating_statistics(norm):
         norm(torch.randn(2, 3, 4, 4))
     assert not norm.running_mean.any()
     norm(torch.randn(2, 3, 4, 4))
@@ -128,6 +128,26 @@ def test_denoising_can_be_switched_off() -> None:
         DETECTORS["rtdetr"].make(Averages(3), [3] * 3, options(), denoising=ContrastiveDenoising(queries=0)).train()
     )
     assert module(images()).groups == ()
+
+
+@both_versions
+@pytest.mark.parametrize("keep_dropout", [False, True])
+def test_the_mask_stage_changes_no_statistics_and_denoises_nothing(name: str, keep_dropout: bool) -> None:
+    module = model(name, mask_head=MaskHead(DIM, heads=2, finer_channels=[3] * 2))
+    module.freeze_all_but_masks(keep_dropout=keep_dropout)
+    before = {key: value.clone() for key, value in module.named_buffers()}
+    outputs = module.train()(images())
+    assert outputs.groups == ()
+    assert all(torch.equal(value, before[key]) for key, value in module.named_buffers())
+    assert module.decoder.layers[0].training == keep_dropout
+
+
+@pytest.mark.parametrize("keep_dropout", [False, True])
+@pytest.mark.parametrize("name", ["dn_detr", "group_detr", "h_deformable_detr"])
+def test_a_frozen_decoder_has_no_further_queries(name: str, keep_dropout: bool) -> None:
+    module = model(name)
+    module.freeze_all_but_masks(keep_dropout=keep_dropout)
+    assert module.train()(images()).groups == ()
 
 
 @pytest.mark.parametrize(("height", "width"), [(3, 3), (2, 5)])

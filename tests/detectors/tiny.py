@@ -37,6 +37,7 @@ class Kind(NamedTuple):
     groups: tuple[QueryGroup, ...] = ()  # further queries in training
 
 
+FOCAL = ("loss.classification=focal",)
 REFINE = ("model.name=deformable_detr", "model.deformable.box_refine=true")
 DETECTORS = {
     "detr": Kind(1, detr),
@@ -46,11 +47,12 @@ DETECTORS = {
     "dab_detr_patterns": Kind(
         1, partial(dab_detr, patterns=PATTERNS), ("model.name=dab_detr", f"model.dab.patterns={PATTERNS}")
     ),
-    "dino": Kind(2, dino, ("model.extra_levels=1",)),
+    "dino": Kind(2, dino, (*FOCAL, "model.extra_levels=1")),
     "dino_shared_heads": Kind(
         2,
         partial(dino, mixed_selection=False, token_class_head=False, token_box_head=False),
         (
+            *FOCAL,
             "model.name=dino",
             "model.extra_levels=1",
             "model.dino.mixed_selection=false",
@@ -58,7 +60,7 @@ DETECTORS = {
             "model.dino.token_box_head=false",
         ),
     ),
-    "dn_detr": Kind(1, partial(dn_detr, groups=2), ("model.denoising.groups=2",)),
+    "dn_detr": Kind(1, partial(dn_detr, groups=2), (*FOCAL, "model.denoising.groups=2")),
     "group_detr": Kind(
         1,
         conditional_detr,
@@ -84,8 +86,8 @@ DETECTORS = {
     "deformable_detr_two_stage": Kind(
         2, partial(deformable_detr, box_refine=True, two_stage=True), (*REFINE, "model.deformable.two_stage=true")
     ),
-    "rtdetr": Kind(3, rtdetr),
-    "rtdetrv2": Kind(3, partial(rtdetrv2, points=[3, 2, 1]), ("model.rtdetr.points=[3,2,1]",)),
+    "rtdetr": Kind(3, rtdetr, FOCAL),
+    "rtdetrv2": Kind(3, partial(rtdetrv2, points=[3, 2, 1]), (*FOCAL, "model.rtdetr.points=[3,2,1]")),
 }
 
 

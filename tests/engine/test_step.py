@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import signal
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from detr_bf import distributed
 from detr_bf.detectors import MaskHead
+from detr_bf.detectors.denoising import ContrastiveDenoising
 from detr_bf.engine.step import DeferredSignals, TrainingStep, reduce_flags, sync_gradients, wrap_ddp
 from detr_bf.losses import CrossEntropy, Focal, HungarianMatcher, SetCriterion
 from detr_bf.structures import Batch, Target
@@ -157,6 +160,50 @@ def test_every_parameter_gets_a_gradient_in_every_step(name: str, objects: tuple
     whole = step(name, batch_former=True)
     whole(batch(0, 3, objects)).total.backward()
     assert [n for n, p in whole.named_parameters() if p.grad is None] == []
+
+
+WITHOUT_DENOISING = {
+    name: partial(tiny.DETECTORS[name].make, denoising=ContrastiveDenoising(queries=0))
+    for name in ("dino", "dino_shared_heads", "rtdetr", "rtdetrv2")
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_DENOISING)
+def test_every_trained_parameter_gets_a_gradient_without_denoising(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tiny.DETECTORS, name, tiny.DETECTORS[name]._replace(make=WITHOUT_DENOISING[name]))
+    assert_all_are_trained(name)
+
+
+@pytest.mark.parametrize("name", tiny.DETECTORS)
+def test_every_trained_parameter_gets_a_gradient_with_one_layer(name: str) -> None:
+    assert_all_are_trained(name, encoder_layers=1, decoder_layers=1)
+    if name.startswith(("dab_detr", "dn_detr")):
+        assert_all_are_trained(name, encoder_layers=0)
+
+
+def assert_all_are_trained(name: str, **changes: Any) -> None:
+    torch.set_default_dtype(torch.float64)
+    model = tiny.shaken(tiny.model(name, **changes)).double().train()
+    SetCriterion(Focal(), HungarianMatcher(Focal()))(model(batch(0, 3)), batch(0, 3).targets).total.backward()
+    assert [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
+
+
+def with_all_trained(name: str, changes: dict[str, Any]) -> float:
+    if name in WITHOUT_DENOISING:
+        tiny.DETECTORS[name] = tiny.DETECTORS[name]._replace(make=WITHOUT_DENOISING[name])
+    torch.set_default_dtype(torch.float64)
+    model = tiny.shaken(tiny.model(name, dropout=0.0, **changes), std=0.1).double().train()
+    criterion = SetCriterion(Focal(), HungarianMatcher(Focal()))
+    parallel = wrap_ddp(TrainingStep(model, criterion, torch.device("cpu"), torch.float32))
+    rank = distributed.rank()
+    found = [gradients(parallel, [batch(rank, rank + 1)]) for _ in range(2)]
+    return found[1]["loss"].item()
+
+
+@pytest.mark.parametrize(("name", "changes"), [("dino", {}), ("rtdetr", {}), ("dab_detr", {"decoder_layers": 1})])
+def test_two_ranks_take_two_steps_with_parts_that_have_nothing_to_learn(name: str, changes: dict[str, Any]) -> None:
+    """DistributedDataParallel stops in the second step if a trained parameter got no gradient in the first."""
+    assert all(map(math.isfinite, run_together(2, with_all_trained, name, changes)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

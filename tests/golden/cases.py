@@ -54,11 +54,41 @@ class Case:
 
 def build(case: Case, weights: str = "weights.") -> Detector:
     """Build our detector with the arguments of the case and its weights, renamed by the name tables."""
-    cfg = case.cfg
-    channels = cfg["backbone_num_channels"]
+    assert_supported(case)
+    channels = case.cfg["backbone_num_channels"]
     model = detector(case)(nn.Identity(), channels if isinstance(channels, list) else [channels], options(case))
     model.load_state_dict(from_foreign(case.below(weights), case.name))
     return model
+
+
+def assert_supported(case: Case) -> None:
+    """Assert the values of options that our detectors have no argument for, or that repeat another option."""
+    cfg, family_name = case.cfg, family(case)
+    supported: dict[str, tuple[Any, ...]] = {
+        "dropout": (0.0,),
+        "iter_update": (True,),  # boxes refined by every layer
+        "query_dim": (4,),  # anchors are boxes, not points
+        "two_stage_type": ("standard",),  # DINO's
+        "dn_labelbook_size": (cfg["num_classes"],),
+        "eval_idx": (-1, cfg["dec_layers"] - 1),  # the last layer predicts
+        "eval_spatial_size": (None, case.manifest.get("padded_hw")),  # ours computes the anchors for every size
+    }
+    if family_name == "dab_deformable_detr":
+        supported["two_stage"] = (False,)
+    for name, values in supported.items():
+        value = cfg.get(name, values[0])
+        assert value in values, f"{case.name}: {name}={value!r}; {family_name} is compared with {values} only"
+    weights = case.manifest.get("weight_dict", {})
+    for name, value in cfg.get("coef", {}).items():
+        assert weights[name] == value, f"{case.name}: coef has {name}={value}, weight_dict {weights[name]}"
+
+
+def num_select(case: Case) -> int:
+    """Return the number of detections per image, which must be that of the recorded ones if there are any."""
+    number: int = case.cfg["num_select"]
+    scores = case.tensors.get("post.out.0.scores")
+    assert scores is None or len(scores) == number, f"{case.name}: num_select={number}, recorded {len(scores)}"
+    return number
 
 
 def options(case: Case) -> Options:
@@ -190,6 +220,7 @@ def dino_options(case: Case, maps: int) -> dict[str, Any]:
         "layer_class_heads": not cfg.get("dec_pred_class_embed_share", True),
         "layer_box_heads": not cfg.get("dec_pred_bbox_embed_share", True),
         "token_class_head": not cfg.get("two_stage_class_embed_share", False),
+        "label_book": cfg.get("dn_labelbook_size"),
         "token_box_head": not cfg.get("two_stage_bbox_embed_share", False),
         "denoising": ContrastiveDenoising(
             queries=cfg["dn_number"],
@@ -294,6 +325,10 @@ def features(case: Case, prefix: str = "input.") -> list[FeatureMap]:
     maps = [x for _, x in sorted(case.below(f"{prefix}features.").items(), key=lambda item: int(item[0]))]
     if family(case) == "smca_multi_scale":
         maps = maps[-3:]
+    strides = case.cfg.get("backbone_strides", [case.cfg["stride"]] if "stride" in case.cfg else [])
+    for x, stride in zip(maps[-len(strides) :], strides, strict=False):  # a mask head has further, finer maps
+        sizes = tuple(math.ceil(size / stride) for size in samples_mask(case).shape[-2:])
+        assert x.shape[-2:] == sizes, f"{case.name}: map {tuple(x.shape)} at stride {stride}, expected {sizes}"
     return [FeatureMap(x, resize_mask(samples_mask(case), x.shape[-2:])) for x in maps]
 
 
@@ -314,15 +349,27 @@ def recorded(case: Case, prefix: str) -> Outputs:
 def targets_of(case: Case, prefix: str) -> list[Target]:
     tensors = case.below(prefix)
     count = sum(name.endswith(".labels") for name in tensors)
+    counts = case.manifest.get("cfg", {}).get("target_counts", {}).get(prefix.removeprefix("input.targets.")[:-1])
+    found = [len(tensors[f"{i}.labels"]) for i in range(count)]
+    assert counts in (None, found), f"{case.name}: {found} objects at {prefix}, target_counts has {counts}"
     return [
         Target(i, tensors[f"{i}.boxes"], tensors[f"{i}.labels"], (1, 1), (1, 1), masks=tensors.get(f"{i}.masks"))
         for i in range(count)
     ]
 
 
-def assert_close(actual: Tensor, expected: Tensor, relative: float = 1e-5) -> None:
-    """Assert differences of at most ``relative`` times the largest value."""
-    torch.testing.assert_close(actual, expected, rtol=0, atol=relative * max(expected.abs().max().item(), 1.0))
+def assert_close(actual: Tensor, expected: Tensor, relative: float = 1e-5, *, least: float = 1.0) -> None:
+    """Assert differences of at most ``relative`` times the largest value, which counts as ``least`` or more."""
+    largest = max(expected.abs().max().item(), least) if expected.numel() else least
+    torch.testing.assert_close(actual, expected, rtol=0, atol=relative * largest)
+
+
+def draws(given: dict[str, Tensor], label_noise: float, box_noise: float) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the recorded random numbers of labels (2 tensors) and of boxes; none of a part whose noise is 0."""
+    tensors = [given[str(index)] for index in range(len(given))]
+    labels, boxes = (tensors[:2], tensors[2:]) if label_noise else ([], tensors)
+    assert bool(boxes) == bool(box_noise), f"{len(tensors)} recorded draws, label noise {label_noise}, box {box_noise}"
+    return labels, boxes
 
 
 def assert_outputs(outputs: Outputs, expected: Outputs) -> None:
@@ -372,22 +419,40 @@ def probe(named: dict[str, Tensor]) -> Tensor:
     return torch.stack(terms).sum()
 
 
-def assert_parameter_gradients(case: Case, model: nn.Module, expected: dict[str, Any]) -> None:
-    """Compare norm and weighted sum of each gradient by the reference's names; gradients that it lacks must be zero."""
+def assert_gradients(case: Case, model: nn.Module, maps: list[FeatureMap], scalar: str, relative: float = 1e-4) -> None:
+    """Compare gradients of ``probe`` or ``loss_grads`` with respect to the maps and to every parameter.
+
+    Rounding of float32 is up to 4e-5 in the gradients of parameters, 1e-5 in those of the maps. Of a parameter, norm
+    and weighted sum are compared by the reference's name. Differences are relative to the norm, or to 1e-3 of the
+    largest norm of the model: some gradients are sums of terms that cancel.
+    """
+    prefix = {"probe": "grad.features", "loss_grads": "step.out.grad.features"}[scalar]
+    for level, feature in enumerate(maps):
+        assert feature.tensor.grad is not None
+        assert_close(feature.tensor.grad, case.tensors[f"{prefix}.{level}"], relative, least=0.0)
+    theirs = gradients_by_their_name(case, model)
+    expected = case.manifest[scalar]["param_grads"]
+    tied = {name for names in case.manifest.get("tied_keys", []) for name in names}  # recorded by one name
+    assert set(theirs) - set(expected) <= tied, set(theirs) - set(expected) - tied
+    least = 1e-3 * max(numbers[0] for numbers in expected.values() if numbers is not None)
+    for name, numbers in expected.items():
+        gradient = theirs.get(name, torch.zeros(1))
+        weights = torch.cos(0.7 * torch.arange(gradient.numel(), dtype=torch.float64))
+        found = gradient.norm().item(), (gradient.flatten().double() * weights).sum().item()
+        norm, weighted = numbers or (0.0, 0.0)  # None: a parameter without gradient
+        tolerance = relative * max(norm, least) if numbers else 0.0
+        assert math.isclose(found[0], norm, rel_tol=0, abs_tol=tolerance), (name, found, numbers)
+        assert math.isclose(found[1], weighted, rel_tol=0, abs_tol=tolerance), (name, found, numbers)
+
+
+def gradients_by_their_name(case: Case, model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients that there are by the reference's names."""
     parameters = model.named_parameters(remove_duplicate=False)
     ours = {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
-    theirs = to_foreign(ours, FORMATS.get(family(case), "detr_panoptic" if case.cfg.get("masks") else family(case)))
-    for name, numbers in expected["param_grads"].items():
-        gradient = theirs.get(name)
-        if numbers is None or gradient is None:
-            assert gradient is None or not gradient.any(), name
-            assert numbers is None or max(map(abs, numbers)) < 1e-3, name
-            continue
-        weights = torch.cos(0.7 * torch.arange(gradient.numel(), dtype=torch.float64))
-        norm, weighted = gradient.norm().item(), (gradient.flatten().double() * weights).sum().item()
-        tolerance = 1e-3 * max(norm, 1.0)
-        assert math.isclose(norm, numbers[0], abs_tol=tolerance), name
-        assert math.isclose(weighted, numbers[1], abs_tol=tolerance), name
+    scales = {name: x for name, x in model.named_buffers() if name.endswith(".scale")}  # RT-DETRv2 is known by them
+    layout = FORMATS.get(family(case), "detr_panoptic" if case.cfg.get("masks") else family(case))
+    theirs = to_foreign(ours | scales, layout)
+    return {name: x for name, x in theirs.items() if not name.endswith("num_points_scale")}
 
 
 def set_criterion(case: Case) -> SetCriterion:

@@ -27,6 +27,8 @@ KINDS = {
     "levels_case": r"13b_",
     "sine_case": r"13c_",
     "successor_case": r"2[0-4]",
+    "inner_case": r"2[0-5]",
+    "option_case": r"2[0-5]",
     "dn_case": r"21",
     "contrastive_case": r"22",
     "anchor_case": r"26a_",

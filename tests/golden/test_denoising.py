@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,9 +21,9 @@ from detr_bf.detectors.denoising import (
 from detr_bf.detectors.two_stage import anchor_boxes, inverse_of_anchors
 from detr_bf.structures import Queries, QueryGroup, Target, TokenBatch
 from detr_bf.transformer import append_queries, unpadded
-from tests.golden.cases import Case, assert_close, targets_of
+from tests.golden.cases import Case, assert_close, draws, family, targets_of
 
-OFFICIAL = {"dn_number": 100, "dn_label_noise_ratio": 0.5, "dn_box_noise_scale": 0.4}  # of 26b, from its notes
+OFFICIAL = {"dn_number": 100.0, "dn_label_noise_ratio": 0.5, "dn_box_noise_scale": 0.4}
 
 
 def dino_groups(number: int, targets: list[Target]) -> int:
@@ -37,7 +40,7 @@ def known_order(slots: DenoisingSlots) -> tuple[Tensor, Tensor]:
     return image, half * filled.shape[2] + index
 
 
-def dino_draws(slots: DenoisingSlots, given: dict[str, Tensor], ratio: float) -> NoiseDraws:
+def dino_draws(slots: DenoisingSlots, given: dict[str, Tensor], cfg: Mapping[str, float]) -> NoiseDraws:
     """Arrange DINO's draws, which are in the order of the objects, in slots."""
     image, slot = known_order(slots)
     empty = NoiseDraws(
@@ -46,27 +49,37 @@ def dino_draws(slots: DenoisingSlots, given: dict[str, Tensor], ratio: float) ->
         torch.zeros(slots.boxes.shape, dtype=torch.int64),
         torch.zeros_like(slots.boxes),
     )
-    empty.change[image, slot] = given["0"]
-    changed = given["0"] < ratio / 2
-    empty.label[image[changed], slot[changed]] = given["1"]
-    empty.sign[image, slot] = given["2"]
-    empty.distance[image, slot] = given["3"]
+    of_labels, of_boxes = draws(given, cfg["dn_label_noise_ratio"], cfg["dn_box_noise_scale"])
+    if of_labels:
+        empty.change[image, slot] = of_labels[0]
+        changed = of_labels[0] < cfg["dn_label_noise_ratio"] / 2
+        empty.label[image[changed], slot[changed]] = of_labels[1]
+    if of_boxes:
+        empty.sign[image, slot], empty.distance[image, slot] = of_boxes
     return empty
 
 
-def dino_noise(targets: list[Target], noise: dict[str, Tensor], cfg: dict[str, float]) -> DenoisingSlots:
+def dino_noise(targets: list[Target], noise: dict[str, Tensor], cfg: Mapping[str, float]) -> DenoisingSlots:
     slots = contrastive_slots(targets, dino_groups(int(cfg["dn_number"]), targets))
     ratio, scale = cfg["dn_label_noise_ratio"], cfg["dn_box_noise_scale"]
-    return add_contrastive_noise(slots, dino_draws(slots, noise, ratio), label_noise=ratio, box_noise=scale)
+    return add_contrastive_noise(slots, dino_draws(slots, noise, cfg), label_noise=ratio, box_noise=scale)
+
+
+def noise_settings(case: Case) -> dict[str, float]:
+    """Return the settings that the notes of the case state, or the official ones."""
+    patterns = {"dn_number": r"dn_number\W+", "dn_label_noise_ratio": r"label\W+", "dn_box_noise_scale": r"box\W+"}
+    notes = " ".join(note for note in case.manifest["notes"] if "dn_number" in note)
+    stated = {name: re.search(pattern + r"(\d[\d.]*)", notes) for name, pattern in patterns.items()}
+    return OFFICIAL | {name: float(match[1].rstrip(".")) for name, match in stated.items() if match}
 
 
 def test_dino_functions(noise_case: Case) -> None:
-    assert "dn_number 100, label 0.5, box 0.4" in " ".join(noise_case.manifest["notes"])
+    settings = noise_settings(noise_case)
     subs = sorted({name.split(".")[0] for name in noise_case.tensors if name.startswith("cdn_")})
     assert subs
     for sub in subs:
         targets, expected = targets_of(noise_case, f"{sub}.in.targets."), noise_case.below(f"{sub}.out.")
-        found = dino_noise(targets, noise_case.below(f"{sub}.in.noise."), OFFICIAL)
+        found = dino_noise(targets, noise_case.below(f"{sub}.in.noise."), settings)
         assert [found.labels.shape[1], found.groups] == expected["pad_size_and_groups"].tolist()
         assert torch.equal(found.labels != EMPTY, expected["filled_slots"])
         image, slot = known_order(found)
@@ -115,19 +128,31 @@ def test_dino_noise(contrastive_case: Case, run: str) -> None:
         assert_close(found.boxes[image, slot], case.tensors[f"{run}.dn.noised_boxes"])
 
 
+def rtdetr_draws(case: Case, run: str) -> NoiseDraws:
+    """Return RT-DETR's draws, which are those of all slots."""
+    given = case.below(f"input.noise.{run}.")
+    of_labels, of_boxes = draws(given, case.cfg["label_noise_ratio"], case.cfg["box_noise_scale"])
+    shape = (of_labels or of_boxes)[0].shape[:2]
+    change, label = of_labels or (torch.ones(shape), torch.zeros(shape, dtype=torch.int64))
+    sign, distance = of_boxes or (torch.zeros(*shape, 4, dtype=torch.int64), torch.zeros(*shape, 4))
+    return NoiseDraws(change, label, sign, distance)
+
+
 @pytest.mark.parametrize("run", ["step", "step_empty", "step_none"])
 def test_rtdetr_noise(rtdetr_noise_case: Case, run: str) -> None:
     case = rtdetr_noise_case
-    name = case.name
     targets, sizes = targets_of(case, f"input.targets.{run}."), case.manifest["dn"][run]
-    slots = contrastive_slots(targets, group_count(case.cfg["num_denoising"], targets), dummy="v2" in name)
+    slots = contrastive_slots(
+        targets, group_count(case.cfg["num_denoising"], targets), dummy=family(case) == "rtdetrv2"
+    )
     if sizes is None:  # v1 has no denoising part in a batch without objects
         assert slots.labels.shape[1] == 0
         return
     assert [slots.labels.shape[1], slots.groups] == [sizes["num_denoising"], sizes["dn_num_group"]]
-    draws = NoiseDraws(*(case.tensors[f"input.noise.{run}.{index}"] for index in range(4)))
     cfg = case.cfg
-    found = add_contrastive_noise(slots, draws, label_noise=cfg["label_noise_ratio"], box_noise=cfg["box_noise_scale"])
+    found = add_contrastive_noise(
+        slots, rtdetr_draws(case, run), label_noise=cfg["label_noise_ratio"], box_noise=cfg["box_noise_scale"]
+    )
     recorded = case.below(f"{run}.dn.")
     labels = found.labels.masked_fill(found.labels == EMPTY, cfg["num_classes"])
     assert torch.equal(labels, recorded["noised_labels"].long())

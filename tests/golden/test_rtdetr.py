@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import pytest
@@ -13,26 +12,33 @@ from detr_bf.boxes import inverse_sigmoid
 from detr_bf.detectors import Detector
 from detr_bf.detectors.denoising import NoiseDraws
 from detr_bf.detectors.hybrid_encoder import cell_position
-from detr_bf.interop import to_foreign
 from detr_bf.layers import DeformableAttention
 from detr_bf.layers.attention import gather_cells, nearest_cells
 from detr_bf.losses import Focal, HungarianMatcher, LossReport, PaddedTargets, SetCriterion, Varifocal
 from detr_bf.ops import ms_deform_attn
 from detr_bf.postprocess import Postprocess
 from detr_bf.structures import Outputs, Target
-from tests.golden.cases import Case, assert_close, build, family, features, samples_mask, targets_of
+from tests.golden.cases import (
+    Case,
+    assert_close,
+    assert_gradients,
+    build,
+    family,
+    features,
+    num_select,
+    samples_mask,
+    targets_of,
+)
+from tests.golden.test_denoising import rtdetr_draws
 
 RUNS = ("step", "step_empty", "step_none")
-GRADIENT = 1e-4  # relative; their float32 gradients differ from float64 by up to 4e-5
 TERMS = {"loss_ce": "loss_vfl", "loss_bbox": "loss_bbox", "loss_giou": "loss_giou"}
 
 
 def outputs_of_run(case: Case, run: str, monkeypatch: pytest.MonkeyPatch, model: Detector) -> Outputs:
     """Run a training step's forward pass with the recorded random numbers."""
-    given = case.below(f"input.noise.{run}.")
-    draws = [NoiseDraws(*(given[str(index)] for index in range(4)))] if given else []
-    draw = NoiseDraws.draw
-    monkeypatch.setattr(NoiseDraws, "draw", lambda *shape: draws.pop() if draws else draw(*shape))
+    if case.below(f"input.noise.{run}."):
+        monkeypatch.setattr(NoiseDraws, "draw", lambda *_: rtdetr_draws(case, run))
     return model.train().detect(features(case), samples_mask(case), targets_of(case, f"input.targets.{run}."))
 
 
@@ -133,13 +139,15 @@ def test_gradients_of_the_loss(rtdetr_case: Case, run: str, monkeypatch: pytest.
     report: LossReport = criterion(rtdetr_case)(outputs, targets_of(rtdetr_case, f"input.targets.{run}."))
     report.total.backward()
     expected = rtdetr_case.below(f"{run}.out.grad.")
+    expected = {name: x for name, x in expected.items() if not name.startswith("features.")}
     for name, gradient in gradients_by_name(rtdetr_case, outputs).items():
         if name in expected:
-            assert_close(gradient, expected[name])
+            assert_close(gradient, expected.pop(name))
         else:
             assert not gradient.any(), name
+    assert not expected
     if run == "step":
-        assert_carried_back(rtdetr_case, model, [x.tensor for x in maps], "step.out.grad.", "loss_grads")
+        assert_gradients(rtdetr_case, model, maps, "loss_grads")
 
 
 def gradients_by_name(case: Case, outputs: Outputs) -> dict[str, Tensor]:
@@ -162,30 +170,11 @@ def test_gradients_of_all_outputs(rtdetr_case: Case, monkeypatch: pytest.MonkeyP
     total = torch.stack([weighted_sum(tensors[name], index) for index, name in enumerate(sorted(tensors))]).sum()
     total.backward()
     assert total.item() == pytest.approx(rtdetr_case.manifest["probe"]["loss"], rel=1e-4, abs=1e-3)
-    assert_carried_back(rtdetr_case, model, [x.tensor for x in maps], "grad.", "probe")
+    assert_gradients(rtdetr_case, model, maps, "probe")
 
 
 def weighted_sum(x: Tensor, offset: int = 0) -> Tensor:
     return (x.flatten().double() * torch.cos(0.7 * torch.arange(x.numel(), dtype=torch.float64) + offset)).sum()
-
-
-def assert_carried_back(case: Case, model: Detector, maps: list[Tensor], prefix: str, recorded: str) -> None:
-    """Compare gradients of the feature maps, and norm and weighted sum of those of the parameters."""
-    for level, feature in enumerate(maps):
-        assert_close(feature.grad, case.tensors[f"{prefix}features.{level}"], GRADIENT)
-    own = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    buffers = {name: x for name, x in model.named_buffers() if name.endswith(".scale")}  # without them it is version 1
-    theirs = to_foreign(own | buffers, family(case))
-    theirs = {name: x for name, x in theirs.items() if not name.endswith("num_points_scale")}
-    expected = case.manifest[recorded]["param_grads"]
-    assert set(theirs) <= set(expected)
-    for name, numbers in expected.items():
-        if numbers is None:
-            assert name not in theirs or not theirs[name].any(), name
-            continue
-        found = theirs[name].norm().item(), weighted_sum(theirs[name]).item()
-        tolerance = GRADIENT * max(numbers[0], 1.0)
-        assert all(math.isclose(a, b, abs_tol=tolerance) for a, b in zip(found, numbers, strict=True)), name
 
 
 def test_postprocess(rtdetr_case: Case) -> None:
@@ -194,7 +183,7 @@ def test_postprocess(rtdetr_case: Case) -> None:
     sizes = rtdetr_case.tensors["post.in.orig_target_sizes_wh"].flip(1).tolist()
     empty = torch.empty(0, 4), torch.empty(0)
     targets = [Target(i, *empty, tuple(size), tuple(size)) for i, size in enumerate(sizes)]
-    for found in Postprocess(Varifocal(), rtdetr_case.cfg["num_select"])(outputs, targets):
+    for found in Postprocess(Varifocal(), num_select(rtdetr_case))(outputs, targets):
         expected = rtdetr_case.below(f"post.out.{found.image_id}.")
         assert_close(found.scores, expected["scores"])
         assert torch.equal(found.labels, expected["labels"])

@@ -23,12 +23,14 @@ from detr_bf.structures import Outputs, Target
 from tests.golden.cases import (
     Case,
     assert_close,
+    assert_gradients,
     assert_matches,
-    assert_parameter_gradients,
     build,
+    draws,
     family,
     features,
     named_outputs,
+    num_select,
     probe,
     samples_mask,
     set_criterion,
@@ -39,6 +41,8 @@ from tests.golden.test_denoising import dino_draws, dino_groups
 OUTPUTS = ("pred_logits", "pred_boxes", "_one2many")
 ANCHORS = "interm_outputs_for_matching_pre"
 LOGGED = ("loss_xy", "loss_hw")  # parts of loss_bbox that the references log
+TINY = 0.002  # width or height of a box, in fractions of the image
+CALLS = {"": "last", "interm_outputs.": "interm"}  # names of recorded matchings by output; aux_outputs.0 has aux_0
 every_step = pytest.mark.parametrize("run", ["step", "step_empty", "step_none"])
 
 
@@ -63,21 +67,25 @@ def noise_of_dino(case: Case, run: str) -> NoiseDraws:
     """Return the draws in the slots of our groups; the reference draws for objects only."""
     objects = targets(case, run)
     slots = contrastive_slots(objects, dino_groups(case.cfg["dn_number"], objects))
-    return dino_draws(slots, case.below(f"input.noise.{run}."), case.cfg["dn_label_noise_ratio"])
+    return dino_draws(slots, case.below(f"input.noise.{run}."), case.cfg)
 
 
 def noise_of_dn_detr(case: Case, run: str, shape: tuple[int, int, int]) -> Noise:
     """Return the draws of (B, G, T); the reference draws for all objects of the batch, group after group."""
     images, groups, _ = shape
-    choice, labels, shift = (case.tensors[f"input.noise.{run}.{index}"] for index in range(3))
+    noise, label_noise = case.below(f"input.noise.{run}."), case.cfg["label_noise_scale"]
+    label_draws, box_draws = draws(noise, label_noise, case.cfg["box_noise_scale"])
     counts = [len(target.labels) for target in targets(case, run)]
     padded = Noise(torch.ones(shape), torch.zeros(shape, dtype=torch.int64), torch.zeros(*shape, 4))
-    replaced = iter(labels)
+    replaced = iter(label_draws[1] if label_draws else ())
     objects = [(image, index) for image in range(images) for index in range(counts[image])]
     slots = [(image, group, index) for group in range(groups) for image, index in objects]
     for number, slot in enumerate(slots):
-        padded.choice[slot], padded.shift[slot] = choice[number], shift[number] * 2 - 1
-        if choice[number] < case.cfg["label_noise_scale"]:
+        if box_draws:
+            padded.shift[slot] = box_draws[0][number] * 2 - 1
+        if label_draws:
+            padded.choice[slot] = label_draws[0][number]
+        if padded.choice[slot] < label_noise:
             padded.labels[slot] = next(replaced)
     assert next(replaced, None) is None
     return padded
@@ -150,20 +158,36 @@ def test_losses_matchings_and_gradients(successor_case: Case, run: str) -> None:
     gradients = outputs_named(case, f"{run}.out.grad.")
     for name, gradient in named_outputs(gradients_of(outputs), case).items():
         if name in gradients:
-            # Gradients of the GIoU of tiny boxes: both sides have rounding errors of the size measured against float64,
-            # and the largest of one run need not be the largest of another order of operations, hence twice as much.
-            rounding = case.manifest["fp32_vs_fp64_max_abs_diff"].get(f"{run}.{kind_of(name)}", 0.0)
-            expected_gradient = gradients.pop(name)
-            scale = max(expected_gradient.abs().max().item(), 1.0)
-            assert_close(gradient, expected_gradient, relative=max(1e-5, 4 * rounding / scale))
+            assert_gradient(case, run, name, gradient, gradients.pop(name))
         else:
             assert not gradient.any(), name
     assert not gradients
 
 
-def kind_of(name: str) -> str:
-    """Return ``pred_logits`` or ``pred_boxes``."""
-    return next(kind for kind in OUTPUTS if kind in name)
+def assert_gradient(case: Case, run: str, name: str, actual: Tensor, expected: Tensor) -> None:
+    """Compare the gradients of an output (B, Q, .) by themselves for queries that are matched with a tiny box.
+
+    There the gradient of the GIoU has a large rounding error in float32. The one recorded, against float64, is that of
+    one order of operations; ours is that of another, and was twice as large: four times are allowed.
+    """
+    tiny = matched_with_tiny_box(case, run, name, expected)
+    assert_close(actual[~tiny], expected[~tiny])
+    if tiny.any():
+        rounding = case.manifest["fp32_vs_fp64_max_abs_diff"].get(f"{run}.pred_boxes", 0.0)
+        largest = max(expected[tiny].abs().max().item(), 1.0)
+        assert_close(actual[tiny], expected[tiny], relative=max(1e-5, 4 * rounding / largest))
+
+
+def matched_with_tiny_box(case: Case, run: str, name: str, output: Tensor) -> Tensor:
+    """Return which queries (B, Q) of the boxes ``name`` the recorded matching assigns to a tiny box."""
+    found = torch.zeros(output.shape[:2], dtype=torch.bool)
+    call = CALLS.get(name.removesuffix("pred_boxes"), name.removesuffix(".pred_boxes").replace("outputs.", ""))
+    for row, target in enumerate(targets(case, run)):
+        matched = case.below(f"{run}.out.indices.{call}.{row}.")
+        if matched:
+            found[row, matched["src"]] = (target.boxes[matched["tgt"], 2:] < TINY).any(-1)
+    assert case.cfg.get("tiny_box", True) or not found.any()
+    return found
 
 
 def assert_all_matches(
@@ -225,10 +249,7 @@ def test_gradients_of_parameters_and_features(successor_case: Case, scalar: str)
     )
     total.backward()
     assert total.item() == pytest.approx(case.manifest[scalar]["loss"], rel=1e-4, abs=1e-3)
-    prefix = "grad.features" if scalar == "probe" else "step.out.grad.features"
-    for level, feature in enumerate(maps):
-        assert_close(feature.tensor.grad, case.tensors[f"{prefix}.{level}"], relative=1e-3)
-    assert_parameter_gradients(case, model, case.manifest[scalar])
+    assert_gradients(case, model, maps, scalar)
 
 
 def with_anchors(case: Case, named: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -240,13 +261,13 @@ def with_anchors(case: Case, named: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_postprocessing(successor_case: Case) -> None:
-    case = successor_case
+    case, count = successor_case, num_select(successor_case)
     if not case.below("post."):
         pytest.skip(f"{case.name} has no recorded post-processing")
     outputs = build(case).eval().detect(features(case), samples_mask(case))
     sizes = [(height, width) for height, width in case.tensors["post.in.target_sizes"].tolist()]
     images = [Target(i, torch.empty(0, 4), torch.empty(0), size, size) for i, size in enumerate(sizes)]
-    found = Postprocess(set_criterion(case).classification, len(case.tensors["post.out.0.scores"]))(outputs, images)
+    found = Postprocess(set_criterion(case).classification, count)(outputs, images)
     for image, detections in enumerate(found):
         expected = case.below(f"post.out.{image}.")
         assert_close(detections.scores, expected["scores"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -185,6 +186,10 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # by tool: nam
         "an unknown option": (("--wings",), "--wings"),
         "a setting that is none": (("--config", "{G}/detector.yaml", "wings=4"), "wings"),
         "a setting of another task": (("--config", "{G}/detector.yaml", "task=classification"), "task|classif"),
+        "a sheet in place of a large picture": (
+            ("--config", "{G}/detector.yaml", "--show-augmented", "large.png"),
+            "not written by this command",
+        ),
     },
     "replay_capture": {
         "nothing": ((), "required"),
@@ -338,6 +343,8 @@ def tool(name: str, arguments: tuple[str, ...]) -> Build:
         files.write("nan.json", json.dumps({"rows": [row], "height": 800, "width": 1066, "recipe": "x"}))
         fifo(files.folder / "pipe")
         files.write("more.png", encoded("PNG"))
+        if "large.png" in arguments:
+            os.truncate(files.write("large.png", encoded("PNG")), 300 * 2**20)
         image = files.fixtures / "val" / "images" / "0101.png"
         given = [each.replace("{G}", str(files.fixtures)).replace("{I}", str(image)) for each in arguments]
         main = importlib.import_module(f"tools.{name}").main

@@ -7,14 +7,16 @@ import torch
 from torch import Tensor
 
 from detr_bf.errors import InputError
-from detr_bf.interop import COCO_IDS, class_rows, renumbered, renumbered_to
+from detr_bf.interop import COCO_IDS, class_rows, renumbered, renumbered_to, to_foreign, under_our_names
 from detr_bf.interop.classes import NEVER
+from tests.detectors.tiny import model
 from tests.interop.states import assert_same, state_of
 
 GAPS = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)
 BOXES, PANOPTIC = COCO_IDS
 SIZES = [(91, 80, BOXES), (92, 81, BOXES), (250, 133, PANOPTIC), (251, 134, PANOPTIC)]
 every_size = pytest.mark.parametrize(("by_id", "contiguous", "ids"), SIZES)
+WITH_LABELS = ["dn_detr", "dino", "dino_shared_heads", "rtdetr", "rtdetrv2"]
 HEADS = ("decoder.heads.classes.0.weight", "decoder.heads.classes.0.bias")
 
 
@@ -68,7 +70,7 @@ def test_ids_that_no_class_has_are_never_found(by_id: int, contiguous: int, ids:
 
 
 @every_size
-@pytest.mark.parametrize("name", ["detr", "deformable_detr_two_stage"])
+@pytest.mark.parametrize("name", ["detr", "deformable_detr_two_stage", *WITH_LABELS])
 def test_there_and_back_to_the_bit(by_id: int, contiguous: int, ids: tuple[int, ...], name: str) -> None:
     state = weights(contiguous, name)
     assert_same(renumbered(renumbered(state, "ids"), "contiguous"), state)
@@ -84,6 +86,36 @@ def test_proposals_keep_the_row_of_any_object(by_id: int, contiguous: int, ids: 
         other = slice(1, 80) if numbering == "contiguous" else list(BOXES[1:])
         source = list(BOXES[1:]) if numbering == "contiguous" else slice(1, 80)
         assert torch.equal(found[name][other], state[name][source])
+
+
+@every_size
+@pytest.mark.parametrize("name", WITH_LABELS)
+def test_labels_and_proposals_with_classes_follow_the_classes(
+    by_id: int, contiguous: int, ids: tuple[int, ...], name: str
+) -> None:
+    """Only the last label belongs to no class; a head that the tokens share with a layer stays shared."""
+    state = weights(by_id, name)
+    found = renumbered(state, "contiguous")
+    labels = "decoder.queries.labels.weight"
+    expected = torch.cat([slow_contiguous(state[labels][:-1], ids, contiguous), state[labels][-1:]])
+    assert torch.equal(found[labels], expected)
+    for head in ("decoder.queries.class_head.weight", "decoder.queries.class_head.bias", *HEADS):
+        assert head not in state or torch.equal(found[head], slow_contiguous(state[head], ids, contiguous))
+    model(name, num_logits=contiguous).load_state_dict(found)
+    model(name, num_logits=by_id).load_state_dict(renumbered(found, "ids"))
+    with pytest.raises(InputError, match=f"labels.weight has {by_id + 2} rows, expected one more than the {by_id}"):
+        renumbered({**state, labels: torch.cat([state[labels], state[labels][:1]])}, "contiguous")
+
+
+def test_labels_beyond_the_classes_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """DINO's label_enc has dn_labelbook_size + 1 rows, often more than there are classes."""
+    name, own = "decoder.queries.labels.weight", state_of("dino")
+    more = {**own, name: torch.cat([own[name][:-1], torch.randn(7, own[name].shape[1]), own[name][-1:]])}
+    assert_same(under_our_names(to_foreign(more, "dino"), "book.pth"), own)
+    assert "book.pth: of 12 labels of noised objects, those of the 4 classes and the last are kept" in caplog.text
+    caplog.clear()
+    assert_same(under_our_names(to_foreign(own, "dino"), "book.pth"), own)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(

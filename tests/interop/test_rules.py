@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from detr_bf.errors import InputError
-from detr_bf.interop.rules import NameRule, rename, to_ours, to_theirs
+from detr_bf.interop.rules import Layout, NameRule, rename, to_ours, to_theirs
 
 ATTENTION = NameRule(("attn.in_proj_weight",), ("query.weight", "key.weight", "value.weight"))
 HALVES = NameRule(("p",), ("a", "b"), dim=1)
@@ -78,3 +78,13 @@ def test_a_module_that_ours_uses_twice() -> None:
     ours = {"norm.weight": weight, "reference.0.weight": weight}
     assert same(to_ours({"norm4.weight": weight}, [rule])[0], ours)
     assert to_theirs(ours, [rule]) == ({"norm4.weight": weight}, [])
+
+
+def test_heads_are_shared_only_if_those_of_all_layers_are_equal() -> None:
+    names = ("class_embed.{}.weight", "bbox_embed.{}.layers.0.weight")
+    same = {name.format(layer): torch.ones(2, 2) for name in names for layer in range(3)}
+    assert Layout.of(same).shared_heads == {"classes", "boxes"}
+    assert not Layout.of(same).refine
+    last = Layout.of({**same, names[0].format(2): torch.zeros(2, 2), names[1].format(2): torch.zeros(2, 2)})
+    assert last.shared_heads == frozenset()
+    assert last.refine

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
+from detr_bf.assembly.data import build_train_data
+from detr_bf.config import DetectionConfig, load_config
+from detr_bf.errors import InputError
+from detr_bf.report import Augmented, augmented_sheet
+from detr_bf.structures import Target
+from detr_bf.tasks import augmented
+from detr_bf.tasks.augmented import _versions, sheet_path
 from tests.tools.image_runs import classifier_config, masked_config
 from tests.tools.test_train_net import tool
 
@@ -122,6 +133,65 @@ def test_a_sheet_replaces_no_other_file(
     assert run_tool([*detector, "--show-augmented", str(photograph)]) == 2
     assert "exists and was not written by this command" in capsys.readouterr().err
     assert photograph.read_bytes() == before
+
+
+def test_files_in_place_of_the_sheet_are_not_read_whole(
+    detector: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = tmp_path / "large.png"
+    with large.open("wb") as file:
+        file.truncate(30 * 2**30)
+    assert run_tool([*detector, "--show-augmented", str(large)]) == 2
+    assert "large.png exists and was not written by this command" in capsys.readouterr().err
+
+    def unreadable(path: Path, mode: str = "r") -> NoReturn:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("detr_bf.tasks.augmented.Path.open", unreadable)
+    with pytest.raises(InputError, match=r"large\.png exists and was not written by this command"):
+        sheet_path(large)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_images_of_the_sheet_are_mixed_in_pairs(
+    number: int, detector: list[str], coco_folder: Callable[..., SimpleNamespace]
+) -> None:
+    """One image, too, is mixed, with the last one of the training data; with no other there is nothing to mix."""
+    config = load_config(None, [*detector, "data.mixup.prob=1", "data.transforms.random_crop=0"])
+    assert isinstance(config, DetectionConfig)
+    data = build_train_data(config)
+    rows, titles = _versions(config, data, number)
+    assert len(rows) == number
+    assert titles == ["original", "as trained", "with mixup"]
+    trained, mixed = ([row[titles.index(name)] for row in rows] for name in ("as trained", "with mixup"))
+    last = _versions(config, data, 6)[0][-1][1]
+    for one, before, both in zip(trained, [last, *trained], mixed, strict=False):
+        assert both.labels.tolist() == [*one.labels.tolist(), *before.labels.tolist()]
+        assert not torch.equal(both.image, one.image)
+    single = coco_folder(num_images=1, objects=3, name="single")
+    paths = [f"data.train.images={single.images}", f"data.train.annotations={single.annotations}"]
+    config = load_config(None, [*paths, "data.mixup.prob=1"])
+    assert isinstance(config, DetectionConfig)
+    (row,) = _versions(config, build_train_data(config), number)[0]
+    assert torch.equal(row[1].image, row[2].image)
+
+
+def test_the_sheet_keeps_no_version_of_full_size(detector: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, living = augmented._shown, []
+
+    def counted(image: Tensor, target: Target) -> Augmented:
+        gc.collect()
+        assert sum(each() is not None for each in living) <= 1, "the one that was drawn last"
+        made = shown(image, target)
+        living.append(weakref.ref(made.image))
+        return made
+
+    monkeypatch.setattr(augmented, "_shown", counted)
+    config = load_config(None, [*detector, AUGMENTED, "data.mixup.prob=1"])
+    assert isinstance(config, DetectionConfig)
+    rows, titles = _versions(config, build_train_data(config), 3)
+    augmented_sheet(rows, titles, ["a", "b", "c"])
+    assert len(living) == 3 * 8
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def examine(
     *,
     num_queries: int,
     masks: bool = False,
+    train_masks: bool = False,
     joined: int = 1,
     cache_dir: Path | None = None,
     workers: int = 1,
@@ -78,6 +79,7 @@ def examine(
         val: paths of the validation split, or None.
         num_queries: number of objects that the detector can find in an image.
         masks: check the masks too.
+        train_masks: check those of the training split too, even without ``masks``.
         joined: training images that augmentation joins in one, at most.
         cache_dir: folder of the cache of image files that were read before.
         workers: threads that read image files.
@@ -88,7 +90,10 @@ def examine(
     """
     cache_dir = cache_dir or cache_folder("doctor")
     named = {"train": train} | ({"val": val} if val else {})
-    splits = [_open(name, source, num_queries, masks, cache_dir, workers, max_pixels) for name, source in named.items()]
+    splits = [
+        _open(name, source, num_queries, masks or (train_masks and name == "train"), cache_dir, workers, max_pixels)
+        for name, source in named.items()
+    ]
     splits[0] = replace(splits[0], joined=joined)
     checks = [*CHECKS, *MASK_CHECKS]
     findings = [finding for split in splits for check in checks if (finding := check.on(split.name, split))]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -259,3 +260,18 @@ def test_images_and_pngs_may_share_a_folder(sets: DataSets, decoded: list[Path])
     assert sets.findings() == []
     assert sets.findings() == []
     assert len(decoded) == 4
+
+
+def test_masks_of_copy_paste_are_needed_in_the_training_split_only(coco_folder: Factory, tmp_path: Path) -> None:
+    data = coco_folder()
+    for annotation in data.content["annotations"]:
+        annotation["segmentation"] = [[1, 1, 20, 1, 20, 20]]
+    data.save()
+    boxes = tmp_path / "boxes.json"
+    without = [{k: v for k, v in each.items() if k != "segmentation"} for each in data.content["annotations"]]
+    boxes.write_text(json.dumps({**data.content, "annotations": without}))
+    with_masks, no_masks = Source(data.images, data.annotations), Source(data.images, boxes)
+    settings = {"num_queries": 10, "train_masks": True, "cache_dir": tmp_path / "cache"}
+    for train, val, codes in ((with_masks, no_masks, []), (no_masks, with_masks, ["segmentation-unusable"])):
+        found = examine(train, val, **settings).findings
+        assert [each.code for each in found if each.severity == "error" and "segmentation" in each.code] == codes
