@@ -37,7 +37,7 @@ RECIPES = (
     "deformable_detr/deformable_detr_r50",
     "deformable_detr/deformable_detr_r50_refine",
     "deformable_detr/deformable_detr_r50_two_stage",
-    "deformable_detr/h_deformable_detr_r50",
+    "h_deformable_detr/h_deformable_detr_r50",
     "dab_detr/dab_detr_r50",
     "dab_detr/dab_deformable_detr_r50",
     "dn_detr/dn_detr_r50",
