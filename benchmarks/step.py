@@ -261,11 +261,7 @@ class Step:
             setattr(model, name, Timed(getattr(model, name), watch, name))
         criterion = build_criterion(config)
 
-        def match(*arguments: Any) -> Any:
-            with watch.inside("matching"):
-                return criterion.matcher(*arguments)
-
-        return replace(criterion, matcher=cast(HungarianMatcher, match))
+        return replace(criterion, matcher=cast(HungarianMatcher, TimedMatcher(criterion.matcher, watch)))
 
 
 # ---- stopwatch ----
@@ -320,6 +316,17 @@ class Stopwatch:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+class TimedMatcher:
+    """Matcher whose calls are timed."""
+
+    def __init__(self, matcher: HungarianMatcher, watch: Stopwatch) -> None:
+        self.matcher, self.watch, self.giou_eps = matcher, watch, matcher.giou_eps
+
+    def __call__(self, *arguments: Any) -> Any:
+        with self.watch.inside("matching"):
+            return self.matcher(*arguments)
 
 
 class Timed(nn.Module):
