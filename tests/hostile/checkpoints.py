@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -152,11 +153,14 @@ def zipped_pickle(path: Path) -> None:
 
 
 def flip(share: float) -> Callable[[Path], None]:
-    """A valid checkpoint with one changed byte."""
+    """A valid checkpoint with one changed bit in the content of a part; ``torch.save`` pads between the parts."""
 
     def make(path: Path) -> None:
         data = bytearray(source())
-        data[int(len(data) * share)] ^= 0x10
+        with zipfile.ZipFile(io.BytesIO(data)) as parts:
+            before = [part for part in parts.infolist() if part.file_size and part.header_offset <= len(data) * share]
+        name, extra = struct.unpack_from("<HH", data, before[-1].header_offset + 26)
+        data[before[-1].header_offset + 30 + name + extra] ^= 0x10
         path.write_bytes(data)
 
     return make

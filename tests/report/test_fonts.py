@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 import torch
 from fontTools.fontBuilder import FontBuilder
 from fontTools.pens.ttGlyphPen import TTGlyphPen
-from matplotlib.font_manager import fontManager
+from matplotlib.font_manager import FontManager, fontManager
 from PIL import Image
 from torch import Tensor
 
@@ -61,10 +62,15 @@ HOSTILE = {
 }
 
 
+@functools.cache
+def every_font() -> FontManager:
+    return FontManager()
+
+
 @pytest.fixture
 def bundled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use only the fonts that come with matplotlib, on every machine."""
-    own = [entry for entry in fontManager.ttflist if entry.fname.startswith(matplotlib.get_data_path())]
+    """Use only the fonts that come with matplotlib, on every machine, whatever its cached list of fonts says."""
+    own = [entry for entry in every_font().ttflist if entry.fname.startswith(matplotlib.get_data_path())]
     monkeypatch.setattr(fontManager, "ttflist", own)
     fonts._entry_with.cache_clear()
     yield
