@@ -19,8 +19,8 @@ from detr_bf.assembly import build_criterion, build_groups, build_model
 from detr_bf.config import DetectionConfig, load_config
 from detr_bf.detectors import Detector
 from detr_bf.engine import build_optimizer
-from detr_bf.losses import CrossEntropy, HungarianMatcher, Matches, PaddedTargets, SetCriterion
-from detr_bf.structures import Batch, Outputs, Target
+from detr_bf.losses import CrossEntropy, HungarianMatcher, Matches, SetCriterion
+from detr_bf.structures import Batch, Outputs, PaddedTargets, Target
 from timing import Seconds, alternate
 
 SEED = 0

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from detr_bf.errors import InputError
 from detr_bf.text import printable
@@ -96,6 +97,12 @@ class Target:
     masks: Tensor | None = None  # (T, h, w) bool at `size`; None: not loaded
     replaced: str = ""  # if this image replaces an unreadable one: why that could not be read
 
+    @classmethod
+    def without_objects(cls, device: torch.device | str = "cpu") -> Target:
+        """Return the target of an image of one pixel without objects."""
+        labels = torch.zeros(0, dtype=torch.int64, device=device)
+        return cls(0, torch.zeros(0, 4, device=device), labels, (1, 1), (1, 1))
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Target:
         return replace(
             self,
@@ -114,6 +121,38 @@ class Target:
             and 0 < width <= padded[1]
             and (self.masks is None or is_dense(self.masks, (count, height, width), torch.bool))
         )
+
+
+@dataclass(frozen=True)
+class PaddedTargets:
+    """Objects of R rows, padded to one tensor; T is the number of objects of the row with most of them."""
+
+    labels: Tensor  # (R, T) int64, 0 where there is no object
+    boxes: Tensor  # (R, T, 4) float, 0 where there is no object
+    counts: tuple[int, ...]  # objects of each row
+
+    @classmethod
+    def of(cls, targets: Sequence[Target], num_streams: int = 1) -> PaddedTargets:
+        """Pad the targets of B images and repeat them for every stream: R = num_streams x B."""
+        labels = pad_sequence([target.labels for target in targets], batch_first=True)
+        boxes = pad_sequence([target.boxes for target in targets], batch_first=True)
+        counts = tuple(len(target.labels) for target in targets)
+        return cls(labels.repeat(num_streams, 1), boxes.repeat(num_streams, 1, 1), counts * num_streams)
+
+    @property
+    def exists(self) -> Tensor:
+        """(R, T) bool, False in the padding."""
+        counts = torch.tensor(self.counts, device=self.labels.device)
+        return torch.arange(self.labels.shape[1], device=counts.device) < counts[:, None]
+
+    def repeated(self, count: int) -> PaddedTargets:
+        """Repeat each row ``count`` times, next to itself."""
+        counts = tuple(number for number in self.counts for _ in range(count))
+        return PaddedTargets(self.labels.repeat_interleave(count, 0), self.boxes.repeat_interleave(count, 0), counts)
+
+    def of_one_class(self) -> PaddedTargets:
+        """Set all labels to 0, the class of proposals."""
+        return replace(self, labels=torch.zeros_like(self.labels))
 
 
 def is_dense(value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:

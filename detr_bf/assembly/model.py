@@ -239,21 +239,16 @@ def build_mask_head(config: DetectionConfig, channels: Sequence[int]) -> MaskHea
 
 def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
     """Return the detector's builder with the arguments that only this detector has."""
-    dab, noise = model.dab, _noise_of(model)
+    noise = _noise_of(model)
+    anchors: dict[str, Any] = vars(model.dab)
     points = model.deformable
     levels: dict[str, Any] = {"encoder_points": points.encoder_points, "decoder_points": points.decoder_points}
     levels["extra_levels"] = model.extra_levels
     match model.name:
         case "dab_deformable_detr":
-            return partial(
-                dab_deformable_detr,
-                patterns=dab.patterns,
-                random_points=dab.random_points,
-                **levels,
-                box_refine=model.deformable.box_refine,
-            )
+            return partial(dab_deformable_detr, **anchors, **levels, box_refine=model.deformable.box_refine)
         case "dab_detr":
-            return partial(dab_detr, patterns=dab.patterns, random_points=dab.random_points)
+            return partial(dab_detr, **anchors)
         case "deformable_detr":
             return partial(
                 deformable_detr,
@@ -268,13 +263,7 @@ def _with_own_settings(model: ModelConfig) -> Callable[..., Detector]:
             chosen = ContrastiveDenoising(model.denoising.queries, **noise)
             return partial(dino, **levels, **parts, denoising=chosen)
         case "dn_detr":
-            return partial(
-                dn_detr,
-                patterns=dab.patterns,
-                random_points=dab.random_points,
-                groups=model.denoising.groups,
-                **noise,
-            )
+            return partial(dn_detr, **anchors, groups=model.denoising.groups, **noise)
         case "rtdetr" | "rtdetrv2":
             return _rtdetr(model)
         case "smca":

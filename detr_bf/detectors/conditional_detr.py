@@ -17,11 +17,10 @@ from detr_bf.detectors.detector import (
     decoder_layer,
     shared_heads,
     single_level_detector,
-    xavier,
     zero_init_box_head,
 )
 from detr_bf.errors import InputError
-from detr_bf.layers import MLP, check_heads, multi_head_attention, sine_of_coordinates
+from detr_bf.layers import MLP, check_heads, multi_head_attention, sine_of_coordinates, xavier
 from detr_bf.structures import Queries, TokenBatch
 from detr_bf.transformer import Decoder, DecoderLayer, LearnedQueries
 

@@ -18,11 +18,10 @@ from detr_bf.detectors.detector import (
     Options,
     shared_heads,
     single_level_detector,
-    xavier,
     zero_init_box_head,
 )
 from detr_bf.errors import InputError
-from detr_bf.layers import MLP, sine_of_coordinates
+from detr_bf.layers import MLP, sine_of_coordinates, xavier
 from detr_bf.structures import Queries, QueryGroup, Target, TokenBatch
 from detr_bf.transformer import Decoder, in_groups
 
@@ -62,10 +61,8 @@ def dab_detr(
         look_forward_twice=True,
         aux_loss=options.aux_loss,
     )
-    detector = single_level_detector(backbone, channels, options, decoder)
-    detector.encoder.position_scale = xavier(MLP([dim, dim, dim]))
-    detector.encoder.position_scale.requires_grad_(options.encoder_layers > 0)
-    return detector
+    scale = xavier(MLP([dim, dim, dim])).requires_grad_(options.encoder_layers > 0)
+    return single_level_detector(backbone, channels, options, decoder, position_scale=scale)
 
 
 class AnchorQueries(nn.Module):

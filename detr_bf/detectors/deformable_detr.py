@@ -20,13 +20,12 @@ from detr_bf.detectors.detector import (
     position,
     projection,
     query_attention,
-    xavier,
     zero_init_box_head,
 )
 from detr_bf.detectors.groups import GROUP
 from detr_bf.detectors.two_stage import ProposalQueries
 from detr_bf.errors import InputError
-from detr_bf.layers import DeformableAttention
+from detr_bf.layers import DeformableAttention, xavier
 from detr_bf.structures import Queries, TokenBatch
 from detr_bf.transformer import Decoder, DecoderLayer, Encoder, FeatureTokens, Heads, LearnedQueries
 
@@ -114,13 +113,15 @@ def level_tokens(channels: Sequence[int], levels: int, options: Options, *, offs
 
 
 def deformable_encoder(options: Options, levels: int, points: int) -> Encoder:
-    """Build the encoder loop over layers of deformable attention, with a last norm for pre-norm layers."""
+    """Build the encoder loop over layers of deformable attention."""
     dim, heads = options.hidden_dim, options.heads
     layers = [
-        encoder_layer(options, DeformableTokenAttention(dim, heads=heads, levels=levels, points=points))
+        encoder_layer(
+            options, DeformableTokenAttention(DeformableAttention(dim, heads=heads, levels=levels, points=points))
+        )
         for _ in range(options.encoder_layers)
     ]
-    return encoder(options, layers, nn.LayerNorm(dim) if options.pre_norm else None)
+    return encoder(options, layers)
 
 
 def deformable_decoder_layers(options: Options, levels: int, points: int) -> list[DecoderLayer]:
@@ -130,7 +131,7 @@ def deformable_decoder_layers(options: Options, levels: int, points: int) -> lis
         decoder_layer(
             options,
             query_attention(options),
-            DeformableMemoryAttention(dim, heads=heads, levels=levels, points=points),
+            DeformableMemoryAttention(DeformableAttention(dim, heads=heads, levels=levels, points=points)),
         )
         for _ in range(options.decoder_layers)
     ]
@@ -168,9 +169,9 @@ def _heads(options: Options, refine: bool, two_stage: bool, eps: float) -> Heads
 class DeformableTokenAttention(nn.Module):
     """Deformable attention of every token around its own position, to all levels."""
 
-    def __init__(self, dim: int, *, heads: int, levels: int, points: int) -> None:
+    def __init__(self, attention: DeformableAttention) -> None:
         super().__init__()
-        self.attention = DeformableAttention(dim, heads=heads, levels=levels, points=points)
+        self.attention = attention
 
     def forward(self, x: Tensor, batch: TokenBatch) -> Tensor:
         """(R, S, C) -> (R, S, C)."""
@@ -183,20 +184,9 @@ class DeformableTokenAttention(nn.Module):
 class DeformableMemoryAttention(nn.Module):
     """Deformable attention of every query around its reference point or in its reference box, to all levels."""
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        heads: int,
-        levels: int,
-        points: int | Sequence[int],
-        discrete: bool = False,
-        released_cells: bool = False,
-    ) -> None:
+    def __init__(self, attention: DeformableAttention) -> None:
         super().__init__()
-        self.attention = DeformableAttention(
-            dim, heads=heads, levels=levels, points=points, discrete=discrete, released_cells=released_cells
-        )
+        self.attention = attention
 
     def forward(self, x: Tensor, queries: Queries, memory: TokenBatch) -> Tensor:
         """(R, Q, C) -> (R, Q, C)."""

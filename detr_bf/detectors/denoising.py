@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torchvision.ops import box_convert
 
-from detr_bf.structures import Target
+from detr_bf.structures import PaddedTargets, Target
 
 EMPTY = -1  # label of an empty slot
 DUMMY_BOX = (0.5, 0.5, 0.1, 0.1)  # object of an image in a batch without objects
@@ -76,8 +75,8 @@ def contrastive_slots(targets: Sequence[Target], groups: int, *, dummy: bool = F
     Args:
         dummy: in a batch without objects give each image a box without label (RT-DETRv2), so that S = 2 x ``groups``.
     """
-    labels = pad_sequence([target.labels for target in targets], batch_first=True, padding_value=EMPTY)
-    boxes = pad_sequence([target.boxes for target in targets], batch_first=True)
+    padded = PaddedTargets.of(targets)
+    labels, boxes = padded.labels.masked_fill(~padded.exists, EMPTY), padded.boxes
     if dummy and not labels.shape[1]:
         labels = labels.new_full((len(targets), 1), EMPTY)
         boxes = boxes.new_tensor(DUMMY_BOX).expand(len(targets), 1, 4)

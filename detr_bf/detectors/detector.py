@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,6 @@ from detr_bf.transformer import (
     TokenAttention,
 )
 
-M = TypeVar("M", bound=nn.Module)
 NORM_GROUPS = 32  # of Deformable DETR (Zhu et al. 2021, arXiv 2010.04159)
 
 
@@ -139,8 +137,14 @@ class Detector(nn.Module):
         return self
 
 
-def single_level_detector(backbone: nn.Module, channels: Sequence[int], options: Options, decoder: Decoder) -> Detector:
-    """Build a detector with DETR's encoder over the tokens of one feature map.
+def single_level_detector(
+    backbone: nn.Module,
+    channels: Sequence[int],
+    options: Options,
+    decoder: Decoder,
+    position_scale: nn.Module | None = None,
+) -> Detector:
+    """Build a detector with DETR's encoder over the tokens of one feature map; ``position_scale`` is the encoder's.
 
     Raises:
         InputError: the backbone has several feature maps.
@@ -154,7 +158,7 @@ def single_level_detector(backbone: nn.Module, channels: Sequence[int], options:
         encoder_layer(options, TokenAttention(options.hidden_dim, heads=options.heads, dropout=options.dropout))
         for _ in range(options.encoder_layers)
     ]
-    loop = encoder(options, layers, nn.LayerNorm(options.hidden_dim) if options.pre_norm else None)
+    loop = encoder(options, layers, position_scale)
     return Detector(backbone, tokens=tokens, encoder=loop, decoder=decoder, mask_head=options.mask_head)
 
 
@@ -183,13 +187,14 @@ def decoder_layer(options: Options, self_attention: nn.Module, cross_attention: 
     )
 
 
-def encoder(options: Options, layers: Sequence[nn.Module], norm: nn.Module | None = None) -> Encoder:
-    """Build the encoder loop over ``layers``, with batch attention if it is enabled."""
+def encoder(options: Options, layers: Sequence[nn.Module], position_scale: nn.Module | None = None) -> Encoder:
+    """Build the encoder loop over ``layers``, with batch attention if enabled and a last norm for pre-norm layers."""
     return Encoder(
         layers,
-        norm=norm,
+        norm=nn.LayerNorm(options.hidden_dim) if options.pre_norm else None,
         batch_former=options.batch_former,
         activation_checkpointing=options.activation_checkpointing,
+        position_scale=position_scale,
     )
 
 
@@ -240,11 +245,3 @@ def zero_init_box_head(options: Options, *, size_logit: float = 0.0) -> MLP:
     nn.init.zeros_(weight)
     bias.data.copy_(torch.tensor([0.0, 0.0, size_logit, size_logit]))
     return head
-
-
-def xavier(module: M) -> M:
-    """Initialise every matrix of ``module`` with Xavier-uniform, as in DETR's transformer."""
-    for parameter in module.parameters():
-        if parameter.dim() > 1:
-            nn.init.xavier_uniform_(parameter)
-    return module

@@ -52,7 +52,8 @@ def dino(
 
     Args:
         backbone, channels, options, extra_levels, encoder_points, decoder_points: as of Deformable DETR.
-        mixed_selection, denoising, label_book: as of :class:`ContrastiveQueries`.
+        mixed_selection, denoising: as of :class:`ContrastiveQueries`.
+        label_book: number of labels with an embedding (``dn_labelbook_size`` in the authors' code); None: all.
         layer_class_heads, layer_box_heads: give every decoder layer its own head instead of one for all.
         token_class_head, token_box_head: give the tokens their own head instead of that of the decoder's first layer.
 
@@ -64,21 +65,20 @@ def dino(
     layers = deformable_decoder_layers(options, levels, decoder_points)
     classes = [class_head(options) for _ in range(len(layers) if layer_class_heads else 1)]
     boxes = [zero_init_box_head(options) for _ in range(len(layers) if layer_box_heads else 1)]
-    queries = ContrastiveQueries(
-        options.num_queries,
-        dim,
-        class_head=class_head(options) if token_class_head else classes[0],
-        box_head=zero_init_box_head(options) if token_box_head else boxes[0],
-        num_labels=options.num_logits,
-        label_book=label_book,
-        mixed_selection=mixed_selection,
-        denoising=denoising,
-    )
     return Detector(
         backbone,
         decoder=Decoder(
             layers,
-            queries=queries,
+            queries=ContrastiveQueries(
+                options.num_queries,
+                dim,
+                options.num_logits,
+                labels=_label_embedding(options, label_book),
+                class_head=class_head(options) if token_class_head else classes[0],
+                box_head=zero_init_box_head(options) if token_box_head else boxes[0],
+                mixed_selection=mixed_selection,
+                denoising=denoising,
+            ),
             heads=Heads(classes, boxes, eps=EPS),
             norm=nn.LayerNorm(dim),
             update_queries=AnchorPosition(dim),
@@ -94,6 +94,13 @@ def dino(
     )
 
 
+def _label_embedding(options: Options, count: int | None) -> nn.Embedding:
+    """Build the embedding of ``count`` labels, by default all classes, and of a last one that is never used."""
+    if count is not None and count < options.num_logits:
+        raise InputError(f"label_book={count} must be at least the number of classes, {options.num_logits}")
+    return nn.Embedding((count or options.num_logits) + 1, options.hidden_dim)
+
+
 class ContrastiveQueries(TokenProposals):
     """Queries around the boxes of the best tokens, in training followed by groups of noised objects.
 
@@ -101,15 +108,12 @@ class ContrastiveQueries(TokenProposals):
 
     Args:
         num_queries, dim: Q and C.
-        class_head, box_head: as of :class:`TokenProposals`.
         num_labels: number of labels that noise may replace a label with.
+        labels: content of a noised object by its label.
+        class_head, box_head: as of :class:`TokenProposals`.
         mixed_selection: learn the contents of the queries; otherwise they are those of the tokens, without gradient.
         denoising: settings of the denoising queries.
-        label_book: number of labels with an embedding, besides a last one that is never used (``dn_labelbook_size`` of
-            the authors' code); None: ``num_labels``.
-
-    Raises:
-        InputError: ``label_book`` is less than ``num_labels``.
+        dummy: give each image of a batch without objects one box without label (RT-DETRv2).
     """
 
     def __init__(
@@ -118,11 +122,12 @@ class ContrastiveQueries(TokenProposals):
         dim: int,
         num_labels: int,
         *,
+        labels: nn.Embedding,
         class_head: nn.Module,
         box_head: nn.Module,
-        label_book: int | None = None,
         mixed_selection: bool = True,
         denoising: ContrastiveDenoising = DENOISING,
+        dummy: bool = False,
     ) -> None:
         super().__init__(dim, class_head=class_head, box_head=box_head)
         nn.init.xavier_uniform_(self.project.weight)
@@ -130,13 +135,11 @@ class ContrastiveQueries(TokenProposals):
         self.content = nn.Embedding(num_queries, dim) if mixed_selection else None
         if self.content is not None:
             nn.init.xavier_uniform_(self.content.weight)
-        if label_book is not None and label_book < num_labels:
-            raise InputError(f"label_book={label_book} must be at least the number of classes, {num_labels}")
         self.num_labels = num_labels
-        self.labels = nn.Embedding((label_book or num_labels) + 1, dim)
+        self.labels = labels
         self.labels.requires_grad_(bool(denoising.queries))  # DistributedDataParallel waits for the gradients
         self.denoising = denoising
-        self.dummy = False  # whether a batch without objects gets one box without label per image
+        self.dummy = dummy
 
     def forward(self, memory: TokenBatch, targets: Sequence[Target] = ()) -> Queries:
         """Memory of R rows, targets of B images, or none -> queries; in training with a group, possibly empty."""
@@ -159,7 +162,7 @@ class ContrastiveQueries(TokenProposals):
     def _with_noised_objects(self, queries: Queries, memory: TokenBatch, targets: Sequence[Target]) -> Queries:
         """Append the denoising group, with the same noise in both streams."""
         streams, settings = memory.num_streams, self.denoising
-        targets = targets or [no_objects(memory.tokens.device)] * (len(memory.tokens) // streams)
+        targets = targets or [Target.without_objects(memory.tokens.device)] * (len(memory.tokens) // streams)
         groups = settings.groups or group_count(settings.queries, targets)
         slots = contrastive_slots(targets, groups, dummy=self.dummy)
         count = slots.labels.shape[1]
@@ -174,9 +177,3 @@ class ContrastiveQueries(TokenProposals):
         empty = (slots.labels == EMPTY)[..., None]
         content = self.labels(slots.labels.clamp(min=0)).masked_fill(empty, 0.0)
         return content, inverse_sigmoid(slots.boxes, EPS).sigmoid().masked_fill(empty, 0.5)
-
-
-def no_objects(device: torch.device) -> Target:
-    """Return a target without objects."""
-    labels: Tensor = torch.empty(0, dtype=torch.int64, device=device)
-    return Target(0, torch.empty(0, 4, device=device), labels, (1, 1), (1, 1))

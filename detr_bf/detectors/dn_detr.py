@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from detr_bf.boxes import inverse_sigmoid
 from detr_bf.detectors.dab_detr import EPS, AnchorQueries, dab_detr
 from detr_bf.detectors.detector import Detector, Options
-from detr_bf.structures import Queries, QueryGroup, Target, TokenBatch
+from detr_bf.structures import PaddedTargets, Queries, QueryGroup, Target, TokenBatch
 from detr_bf.transformer import append_queries
 
 
@@ -95,9 +95,11 @@ class DenoisingQueries(AnchorQueries):
         queries = super().forward(memory)
         if not self.training:
             return queries
-        labels, boxes, exists = pad_objects(targets, len(memory.tokens) // memory.num_streams, memory.tokens.device)
-        noise = draw_noise((len(labels), self.groups, labels.shape[1]), self.labels.num_embeddings - 1, labels.device)
-        labels, boxes = noised(labels[:, None], boxes[:, None], noise, self.label_noise, self.box_noise)
+        images, device = len(memory.tokens) // memory.num_streams, memory.tokens.device
+        objects = PaddedTargets.of(targets or [Target.without_objects(device)] * images)
+        exists = objects.exists
+        noise = draw_noise((images, self.groups, exists.shape[1]), self.labels.num_embeddings - 1, device)
+        labels, boxes = noised(objects.labels[:, None], objects.boxes[:, None], noise, self.label_noise, self.box_noise)
         content = torch.cat([self.labels(labels), boxes.new_ones(*labels.shape, 1)], dim=-1)
         filled = ~exists[:, None, :, None]
         reference = inverse_sigmoid(boxes, EPS).sigmoid().masked_fill(filled, 0.5)
@@ -137,20 +139,3 @@ def noised(labels: Tensor, boxes: Tensor, noise: Noise, label_noise: float, box_
     size = boxes[..., 2:]
     extent = torch.cat([size / 2, size], dim=-1)
     return labels, (boxes + noise.shift * extent * box_noise).clamp(0, 1)
-
-
-def pad_objects(
-    targets: Sequence[Target], images: int, device: torch.device | str = "cpu"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return labels (B, T), boxes (B, T, 4) and existence (B, T) bool of the objects, padded with zeros.
-
-    Without targets there are no objects: B is then ``images``, T 0.
-    """
-    if not targets:
-        empty = torch.zeros(images, 0, dtype=torch.int64, device=device)
-        return empty, torch.zeros(images, 0, 4, device=device), empty.bool()
-    pad = torch.nn.utils.rnn.pad_sequence
-    labels = pad([target.labels for target in targets], batch_first=True)
-    boxes = pad([target.boxes for target in targets], batch_first=True)
-    counts = torch.tensor([len(target.labels) for target in targets], device=labels.device)
-    return labels, boxes, torch.arange(labels.shape[1], device=labels.device) < counts[:, None]

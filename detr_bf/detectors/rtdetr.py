@@ -23,14 +23,13 @@ from detr_bf.detectors.detector import (
     encoder,
     encoder_layer,
     query_attention,
-    xavier,
     zero_init_box_head,
 )
 from detr_bf.detectors.dino import DENOISING, ContrastiveQueries
 from detr_bf.detectors.groups import refuse_groups
 from detr_bf.detectors.hybrid_encoder import CrossScaleFusion, HybridEncoder, NormedConvolution
 from detr_bf.errors import InputError
-from detr_bf.layers import MLP, MultiHeadAttention, full_precision
+from detr_bf.layers import MLP, DeformableAttention, MultiHeadAttention, full_precision, xavier
 from detr_bf.structures import Queries, TokenBatch
 from detr_bf.transformer import Decoder, DecoderLayer, FeatureTokens, Heads, TokenAttention
 
@@ -110,7 +109,7 @@ def rtdetrv2(backbone: nn.Module, channels: Sequence[int], options: Options, **s
 
 def _decoder_layer(options: Options, own: RtdetrOptions, levels: int) -> DecoderLayer:
     """Build a decoder layer with the initialisation of the authors' code, in which the versions differ."""
-    attention = DeformableMemoryAttention(
+    attention = DeformableAttention(
         options.hidden_dim,
         heads=options.heads,
         levels=levels,
@@ -120,7 +119,7 @@ def _decoder_layer(options: Options, own: RtdetrOptions, levels: int) -> Decoder
     )
     self_attention = query_attention(options)
     _default_attention(self_attention.attention)
-    layer = decoder_layer(options, self_attention, attention)
+    layer = decoder_layer(options, self_attention, DeformableMemoryAttention(attention))
     if own.version == 1:
         _default_linear(layer.feed_forward.expand, layer.feed_forward.contract)
     return layer
@@ -139,7 +138,7 @@ def _hybrid_encoder(options: Options, own: RtdetrOptions, projections: Sequence[
         for projection in projections:
             xavier(projection)
     return HybridEncoder(
-        encoder(options, layers, nn.LayerNorm(width) if options.pre_norm else None),
+        encoder(options, layers),
         CrossScaleFusion(width, len(projections), expansion=own.expansion, blocks=own.fusion_blocks),
         projections,
         temperature=options.position_temperature,
@@ -180,16 +179,15 @@ class SelectedQueries(ContrastiveQueries):
         super().__init__(
             options.num_queries,
             options.hidden_dim,
+            options.num_logits,
+            # The last row belongs to slots without an object.
+            labels=nn.Embedding(options.num_logits + 1, options.hidden_dim, padding_idx=options.num_logits),
             class_head=class_head(options),
             box_head=zero_init_box_head(options),
-            num_labels=options.num_logits,
             mixed_selection=own.learned_content,
             denoising=own.denoising,
+            dummy=own.version == 2,
         )
-        self.dummy = own.version == 2
-        # The last row belongs to slots without an object.
-        self.labels = nn.Embedding(options.num_logits + 1, options.hidden_dim, padding_idx=options.num_logits)
-        self.labels.requires_grad_(bool(own.denoising.queries))
 
     def _noised_objects(self, slots: DenoisingSlots) -> tuple[Tensor, Tensor]:
         content = self.labels(torch.where(slots.labels == EMPTY, self.labels.num_embeddings - 1, slots.labels))

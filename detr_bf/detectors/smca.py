@@ -17,9 +17,8 @@ from detr_bf.detectors.detector import (
     query_attention,
     shared_heads,
     single_level_detector,
-    xavier,
 )
-from detr_bf.layers import MLP, MultiHeadAttention
+from detr_bf.layers import MLP, MultiHeadAttention, xavier
 from detr_bf.structures import Queries, TokenBatch
 from detr_bf.transformer import Decoder, LearnedQueries
 

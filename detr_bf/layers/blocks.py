@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detr_bf.errors import InputError
+
+M = TypeVar("M", bound=nn.Module)
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "prelu": nn.PReLU, "gelu": nn.GELU}
 
@@ -79,3 +82,11 @@ class MLP(nn.Module):
         for layer in self.layers[:-1]:
             x = F.relu(layer(x))
         return self.layers[-1](x)
+
+
+def xavier(module: M) -> M:
+    """Initialise every matrix of ``module`` with Xavier-uniform, as in DETR's transformer."""
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            nn.init.xavier_uniform_(parameter)
+    return module

@@ -1,7 +1,7 @@
 """Matching, classification losses and the set criterion."""
 
 from detr_bf.losses.classification import Classification, CrossEntropy, Focal, MatchabilityAware, Varifocal
-from detr_bf.losses.matcher import HungarianMatcher, Matches, PaddedTargets
+from detr_bf.losses.matcher import HungarianMatcher, Matches
 from detr_bf.losses.set_criterion import LOGGED_METRICS, STREAM_NAMES, LossReport, SetCriterion
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "LossReport",
     "MatchabilityAware",
     "Matches",
-    "PaddedTargets",
     "SetCriterion",
     "Varifocal",
 ]

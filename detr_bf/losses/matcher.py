@@ -5,8 +5,7 @@ Shape legend: L decoder layers, R rows, Q queries, K logits, T objects of the ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,36 +15,10 @@ from torchvision.ops import box_convert
 
 from detr_bf.boxes import generalized_iou
 from detr_bf.losses.classification import NOT_SUPERVISED, Classification, at_least_float32, check_factors
-from detr_bf.structures import Outputs, Target
+from detr_bf.structures import Outputs, PaddedTargets
 
 STACK_LIMIT = 350_000  # elements of one layer's cost above which stacking all layers is slower than looping
 UNMATCHABLE = 1e8  # replaces costs that are not finite, so that such queries are matched last
-
-
-@dataclass(frozen=True)
-class PaddedTargets:
-    """Objects of all rows, padded to one tensor."""
-
-    labels: Tensor  # (R, T) int64, 0 where there is no object
-    boxes: Tensor  # (R, T, 4) float, 0 where there is no object
-    counts: tuple[int, ...]  # objects of each row
-
-    @classmethod
-    def of(cls, targets: Sequence[Target], num_streams: int = 1) -> PaddedTargets:
-        """Pad the targets of B images and repeat them for every stream: R = num_streams x B."""
-        labels = torch.nn.utils.rnn.pad_sequence([target.labels for target in targets], batch_first=True)
-        boxes = torch.nn.utils.rnn.pad_sequence([target.boxes for target in targets], batch_first=True)
-        counts = tuple(len(target.labels) for target in targets)
-        return cls(labels.repeat(num_streams, 1), boxes.repeat(num_streams, 1, 1), counts * num_streams)
-
-    def repeated(self, count: int) -> PaddedTargets:
-        """Repeat each row ``count`` times, next to itself."""
-        counts = tuple(number for number in self.counts for _ in range(count))
-        return PaddedTargets(self.labels.repeat_interleave(count, 0), self.boxes.repeat_interleave(count, 0), counts)
-
-    def of_one_class(self) -> PaddedTargets:
-        """Set all labels to 0, the class of proposals."""
-        return replace(self, labels=torch.zeros_like(self.labels))
 
 
 @dataclass(frozen=True)

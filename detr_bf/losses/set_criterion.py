@@ -25,8 +25,8 @@ from detr_bf.losses.classification import (
     at_least_float32,
     check_factors,
 )
-from detr_bf.losses.matcher import HungarianMatcher, Matches, PaddedTargets
-from detr_bf.structures import Masks, Outputs, QueryGroup, Target
+from detr_bf.losses.matcher import HungarianMatcher, Matches
+from detr_bf.structures import Masks, Outputs, PaddedTargets, QueryGroup, Target
 
 STREAM_NAMES = ("clean", "batchformer")
 _REPEATED = re.compile(r".*_(\d+|enc)")  # terms of auxiliary layers and of proposals

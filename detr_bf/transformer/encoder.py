@@ -27,8 +27,6 @@ class Encoder(nn.Module):
         batch_former: batch attention, or None.
         activation_checkpointing: store only the input of each layer and recompute its activations in the backward pass,
             with the same random numbers. Batch attention is not recomputed, because it may contain collectives.
-
-    Attributes:
         position_scale: (R, S, C) -> (R, S, C), factor of the positions in a layer as a function of its input, one
             module for all layers (DAB-DETR, Liu et al. 2022, arXiv 2201.12329); None: positions are not scaled.
     """
@@ -40,11 +38,12 @@ class Encoder(nn.Module):
         norm: nn.Module | None = None,
         batch_former: BatchFormerV2 | None = None,
         activation_checkpointing: bool = False,
+        position_scale: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.norm = norm or nn.Identity()
-        self.position_scale: nn.Module | None = None
+        self.position_scale = position_scale
         self.batch_former = batch_former
         self.activation_checkpointing = activation_checkpointing
 

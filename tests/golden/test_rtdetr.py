@@ -14,10 +14,10 @@ from detr_bf.detectors.denoising import NoiseDraws
 from detr_bf.detectors.hybrid_encoder import cell_position
 from detr_bf.layers import DeformableAttention
 from detr_bf.layers.attention import gather_cells, nearest_cells
-from detr_bf.losses import Focal, HungarianMatcher, LossReport, PaddedTargets, SetCriterion, Varifocal
+from detr_bf.losses import Focal, HungarianMatcher, LossReport, SetCriterion, Varifocal
 from detr_bf.ops import ms_deform_attn
 from detr_bf.postprocess import Postprocess
-from detr_bf.structures import Outputs, Target
+from detr_bf.structures import Outputs, PaddedTargets, Target
 from tests.golden.cases import (
     Case,
     assert_close,

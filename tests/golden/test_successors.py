@@ -17,9 +17,9 @@ from detr_bf.detectors import Detector
 from detr_bf.detectors.denoising import NoiseDraws, contrastive_slots
 from detr_bf.detectors.dn_detr import Noise
 from detr_bf.detectors.groups import ONE_TO_MANY
-from detr_bf.losses import HungarianMatcher, PaddedTargets
+from detr_bf.losses import HungarianMatcher
 from detr_bf.postprocess import Postprocess
-from detr_bf.structures import Outputs, Target
+from detr_bf.structures import Outputs, PaddedTargets, Target
 from tests.golden.cases import (
     Case,
     assert_close,

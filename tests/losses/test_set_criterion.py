@@ -18,11 +18,10 @@ from detr_bf.losses import (
     Focal,
     HungarianMatcher,
     LossReport,
-    PaddedTargets,
     SetCriterion,
 )
 from detr_bf.losses.set_criterion import mask_losses, padded_masks
-from detr_bf.structures import Masks, Outputs, QueryGroup, Target
+from detr_bf.structures import Masks, Outputs, PaddedTargets, QueryGroup, Target
 from tests.references.examples import random_outputs, random_targets
 from tests.references.set_criterion import image_cost, match, set_losses
 
