@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -94,7 +94,7 @@ def comparison_sheet(
 
 
 def augmented_sheet(
-    rows: Sequence[Sequence[Augmented]], titles: Sequence[str], class_names: Sequence[str]
+    rows: Iterable[Iterable[Augmented]], titles: Sequence[str], class_names: Sequence[str]
 ) -> Image.Image:
     """Draw each training image in several versions side by side; ``titles`` name the versions.
 

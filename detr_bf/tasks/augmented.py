@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
 
 import torch
 from PIL.PngImagePlugin import PngInfo
@@ -30,7 +29,6 @@ _FILE = "augmented.png"  # in a folder
 _MARK = "detr-bf check --show-augmented"  # in the sheet: a file without it is not replaced
 _OPTION = "--show-augmented"
 _HEAD = 2**12  # bytes of an existing picture that are read: they hold the mark
-Item = TypeVar("Item")
 
 
 def sheet_path(given: Path) -> Path:
@@ -66,41 +64,26 @@ def write_augmented(config: DetectionConfig, path: Path, count: int) -> str:
         InputError: the training data cannot be read, or the file cannot be written.
     """
     data = build_train_data(config)
-    rows, titles = _versions(config, data, count)
+    # spread evenly over the data
+    indices = [round(x) for x in torch.linspace(0, len(data) - 1, min(count, len(data))).tolist()]
+    rows, titles = _versions(config, data, indices)
     sheet = augmented_sheet(rows, titles, class_labels(data.class_map))
     info = PngInfo()
     info.add_text("Software", _MARK)
     make_output_folder(path.parent, _OPTION)
     with atomic_write(path) as temporary:
         sheet.save(temporary, format="PNG", optimize=True, pnginfo=info)
-    return f"{len(rows)} training images, {', '.join(titles)}: {printable(path)}"
-
-
-class _Made(Sequence[Item], Generic[Item]):
-    """Items that are made when they are read and not kept: the sheet shrinks one picture after the other."""
-
-    def __init__(self, makers: Sequence[Callable[[], Item]]) -> None:
-        self._makers = makers
-
-    def __len__(self) -> int:
-        return len(self._makers)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._makers[index]()
-
-    def __iter__(self) -> Iterator[Item]:
-        return (make() for make in self._makers)
+    return f"{len(indices)} training images, {', '.join(titles)}: {printable(path)}"
 
 
 def _versions(
-    config: DetectionConfig, data: CocoDetection, count: int
-) -> tuple[Sequence[Sequence[Augmented]], list[str]]:
-    """Return the versions of images spread evenly over the training data, and the names of the versions.
+    config: DetectionConfig, data: CocoDetection, indices: Sequence[int]
+) -> tuple[Iterator[Iterator[Augmented]], list[str]]:
+    """Yield the versions of some training images, image after image; also return the names of the versions.
 
     They are the image as it is, with each augmentation alone, as in the first epoch with all of them, and with mixup:
     mixed with the image before it, the first with the last one of the training data.
     """
-    indices = [round(x) for x in torch.linspace(0, len(data) - 1, min(count, len(data))).tolist()]
     before = dict(zip(indices, [len(data) - 1, *indices], strict=False))
     epoch, sides = augmented_epochs(config)[1].start, config.data.batch_sides
     side = sides[len(sides) // 2] if sides else None  # as for one batch
@@ -124,11 +107,8 @@ def _versions(
     columns["as trained"] = trained
     if config.data.mixup.prob:
         columns["with mixup"] = mixed
-
-    def row(index: int) -> Sequence[Augmented]:
-        return _Made([partial(make, index) for make in columns.values()])
-
-    return _Made([partial(row, index) for index in indices]), list(columns)
+    # made when they are drawn and not kept, because the sheet shrinks one picture after the other
+    return ((make(index) for make in columns.values()) for index in indices), list(columns)
 
 
 def _with(data: CocoDetection, augment: Augmentation | None) -> CocoDetection:

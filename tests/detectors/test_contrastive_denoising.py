@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 
-from detr_bf import distributed
 from detr_bf.detectors import Options
 from detr_bf.detectors.denoising import (
     DUMMY_BOX,
@@ -19,7 +18,6 @@ from detr_bf.detectors.denoising import (
     contrastive_slots,
     group_count,
 )
-from detr_bf.engine.step import TrainingStep, wrap_ddp
 from detr_bf.errors import InputError
 from detr_bf.losses import Focal, HungarianMatcher, SetCriterion
 from detr_bf.structures import Batch, Target
@@ -32,12 +30,10 @@ from tests.detectors.tiny import (
     LOGITS,
     QUERIES,
     Averages,
-    batch_former,
     images,
     model,
     shaken,
 )
-from tests.processes import run_together
 
 CLASSES = 5
 
@@ -168,52 +164,6 @@ def test_dino_with_any_number_of_objects_and_classes(counts: tuple[int, ...], cl
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
-
-
-def test_dino_main_queries_do_not_depend_on_the_objects() -> None:
-    module = shaken(model("dino", dropout=0.0)).train()
-    with_targets, without = module(with_objects(3, 2)), module(replace(images(), targets=()))
-    torch.testing.assert_close(with_targets.logits, without.logits)
-    torch.testing.assert_close(with_targets.boxes, without.boxes)
-    assert without.groups[0][0].size == 0
-
-
-def test_dino_streams_denoise_the_same_objects() -> None:
-    module = shaken(model("dino", dropout=0.0, batch_former=batch_former(dropout=0.0))).train()
-    batch = with_objects(3, 2)
-    memory = module.encoder(module.tokens(module.backbone(batch.images, batch.padding_mask), batch.padding_mask))
-    queries = module.decoder.queries(memory, batch.targets)
-    assert len(queries.content) == 2 * IMAGES
-    for each in (queries.content, queries.reference, queries.groups[0].assigned):
-        clean, second = each[:, QUERIES:].chunk(2) if each.dim() == 3 else each.chunk(2)
-        assert torch.equal(clean, second)
-
-
-def test_dino_draws_no_random_numbers_in_evaluation() -> None:
-    module, before = model("dino").eval(), torch.get_rng_state()
-    assert module(with_objects(3, 2)).groups == ()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def gradients_of_a_rank(objects: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Return the gradients of a rank with one image."""
-    module, batch = shaken(model("dino", dropout=0.0), std=0.1).train(), with_objects(*objects)
-    torch.manual_seed(distributed.rank())
-    own = slice(distributed.rank(), distributed.rank() + 1)
-    batch = Batch(batch.images[own], batch.padding_mask[own], batch.targets[own])
-    step = TrainingStep(module, criterion(), torch.device("cpu"), torch.float32)
-    parallel = wrap_ddp(step)  # it must live until the gradients are reduced
-    parallel(batch).total.backward()
-    return {name: parameter.grad for name, parameter in module.named_parameters()}
-
-
-@pytest.mark.parametrize("objects", [(3, 1), (2, 0), (0, 0)], ids=str)
-def test_dino_on_ranks_with_other_numbers_of_objects_or_none(objects: tuple[int, ...]) -> None:
-    one, other = run_together(2, gradients_of_a_rank, objects)
-    for name, gradient in one.items():
-        assert gradient is not None, name
-        assert gradient.isfinite().all(), name
-        assert torch.equal(gradient, other[name]), name
 
 
 def test_dino_draws_classes_from_a_larger_book_of_labels() -> None:

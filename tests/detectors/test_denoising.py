@@ -1,4 +1,4 @@
-"""Denoising queries of DN-DETR: numbers of objects and classes, streams, evaluation, and ranks without objects."""
+"""Denoising queries of DN-DETR and DINO: numbers of objects, streams, evaluation, and ranks without objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from detr_bf.structures import Batch, Target
 from tests.detectors.tiny import IMAGES, LAYERS, LOGITS, QUERIES, batch_former, images, model, shaken
 from tests.processes import run_together
 
-GROUPS = 2  # of the tiny detector
+GROUPS = 2  # of the tiny DN-DETR
+both = pytest.mark.parametrize("name", ["dn_detr", "dino"])
 
 
 def with_objects(*counts: int, classes: int = LOGITS) -> Batch:
@@ -33,8 +34,8 @@ def criterion() -> SetCriterion:
     return SetCriterion(Focal(), HungarianMatcher(Focal()))
 
 
-def trained(**changes: object) -> Detector:
-    return shaken(model("dn_detr", dropout=0.0, **changes), std=0.1).train()
+def trained(name: str = "dn_detr", **changes: object) -> Detector:
+    return shaken(model(name, dropout=0.0, **changes), std=0.1).train()
 
 
 def loss_of(module: Detector, batch: Batch) -> LossReport:
@@ -61,8 +62,9 @@ def test_any_number_of_objects_and_classes(counts: tuple[int, ...], classes: int
         assert parameter.grad.isfinite().all(), name
 
 
-def test_main_queries_do_not_depend_on_the_objects() -> None:
-    module = trained()
+@both
+def test_main_queries_do_not_depend_on_the_objects(name: str) -> None:
+    module = trained(name)
     with_targets, without = module(with_objects(3, 2)), module(replace(images(), targets=()))
     torch.testing.assert_close(with_targets.logits, without.logits)
     torch.testing.assert_close(with_targets.boxes, without.boxes)
@@ -78,19 +80,21 @@ def test_groups_do_not_depend_on_each_other() -> None:
     torch.testing.assert_close(module(batch).groups[0][1].boxes, first)
 
 
-def test_both_streams_denoise_the_same_objects() -> None:
-    module, batch = trained(batch_former=batch_former(dropout=0.0)), with_objects(3, 2)
+@both
+def test_both_streams_denoise_the_same_objects(name: str) -> None:
+    module, batch = trained(name, batch_former=batch_former(dropout=0.0)), with_objects(3, 2)
     tokens = module.tokens(module.backbone(batch.images, batch.padding_mask), batch.padding_mask)
     queries = module.decoder.queries(module.encoder(tokens), batch.targets)
     assert len(queries.content) == 2 * IMAGES
     for each in (queries.content, queries.reference, queries.groups[0].assigned):
-        assert torch.equal(*each.chunk(2))
+        assert torch.equal(*(each[:, QUERIES:] if each.dim() == 3 else each).chunk(2))
     streams = module(batch).groups[0][1].logits.chunk(2, 1)
     assert not torch.allclose(*streams), "their memories differ"
 
 
-def test_evaluation_has_no_groups_and_draws_no_random_numbers() -> None:
-    module, before = trained().eval(), torch.get_rng_state()
+@both
+def test_evaluation_has_no_groups_and_draws_no_random_numbers(name: str) -> None:
+    module, before = trained(name).eval(), torch.get_rng_state()
     assert module(with_objects(3, 2)).groups == ()
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -105,11 +109,9 @@ def test_noise_of_boxes_and_labels() -> None:
     torch.testing.assert_close(new_boxes, expected)
 
 
-def gradients(objects: tuple[int, ...], *, noise: bool) -> dict[str, torch.Tensor]:
+def gradients(module: Detector, objects: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """Return gradients and loss of one image on each of two ranks, or of both images without ranks."""
-    module, batch = trained(), with_objects(*objects)
-    queries = module.decoder.queries
-    queries.label_noise, queries.box_noise = (0.2, 0.4) if noise else (0.0, 0.0)
+    batch = with_objects(*objects)
     step = TrainingStep(module, criterion(), torch.device("cpu"), torch.float32)
     if distributed.world_size() > 1:
         torch.manual_seed(distributed.rank())
@@ -122,11 +124,13 @@ def gradients(objects: tuple[int, ...], *, noise: bool) -> dict[str, torch.Tenso
 
 
 def without_noise(objects: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    return gradients(objects, noise=False)
+    module = trained()
+    module.decoder.queries.label_noise = module.decoder.queries.box_noise = 0.0
+    return gradients(module, objects)
 
 
-def with_noise(objects: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    return gradients(objects, noise=True)
+def with_noise(name: str, objects: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    return gradients(trained(name), objects)
 
 
 def test_two_ranks_learn_what_one_process_learns() -> None:
@@ -138,10 +142,11 @@ def test_two_ranks_learn_what_one_process_learns() -> None:
             torch.testing.assert_close(parts[0][name], gradient, atol=1e-5, rtol=1e-3)
 
 
+@both
 @pytest.mark.parametrize("objects", [(3, 1), (2, 0), (0, 0)], ids=str)
-def test_ranks_with_other_numbers_of_objects_or_none(objects: tuple[int, ...]) -> None:
-    one, other = run_together(2, with_noise, objects)
-    for name, gradient in one.items():
-        assert gradient is not None, name
-        assert gradient.isfinite().all(), name
-        assert name == "loss" or torch.equal(gradient, other[name]), name
+def test_ranks_with_other_numbers_of_objects_or_none(name: str, objects: tuple[int, ...]) -> None:
+    one, other = run_together(2, with_noise, name, objects)
+    for parameter, gradient in one.items():
+        assert gradient is not None, parameter
+        assert gradient.isfinite().all(), parameter
+        assert parameter == "loss" or torch.equal(gradient, other[parameter]), parameter
