@@ -2,58 +2,73 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import numbers
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, overload
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import Image as PillowImage
 from torch import Tensor
 from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image
 
-from detr_bf.data.images import MAX_PIXELS, read_image
+from detr_bf.data.batches import SameSizeBatches
+from detr_bf.data.coco import CocoDetection
+from detr_bf.data.images import MAX_PIXELS
+from detr_bf.data.inputs import ImageLike, described, image_files, image_pixels, is_url
+from detr_bf.data.loader import make_loader
 from detr_bf.data.transforms import Sample, SampleTransform
 from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
-from detr_bf.evaluation import DEFAULT_THRESHOLD, ScoreThresholds
+from detr_bf.evaluation import DEFAULT_THRESHOLD, CocoEvaluator, Result, ScoreThresholds
+from detr_bf.files import is_folder
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
+from detr_bf.prediction import Prediction
+from detr_bf.progress import progress_bar
 from detr_bf.structures import Batch, ClassMap, Detections, PanopticMap, Target
 from detr_bf.text import printable
+from detr_bf.tiling import check_tile, join_tiles, tiles_of
 
-# What is taken as an image; `image_pixels` has the exact rules.
-ImageLike: TypeAlias = str | Path | Tensor | NDArray[np.uint8] | PillowImage.Image
-_IMAGE = (
-    "an image is a path, a (3, H, W) tensor (RGB; uint8, or floating-point from 0 to 1), an (H, W, 3) uint8 NumPy "
-    "array or a Pillow image of mode RGB"
-)
-_ORIENTATION = 0x0112  # EXIF tag
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Checked arguments of a call of the predictor."""
+
+    least: Tensor  # score from which the detections of each class are returned
+    batch_size: int
+    half: bool = False
+    tile: tuple[int, int] | None = None
+    bgr: bool = False
+    skip: bool = False  # leave out images that cannot be read
+    single: bool = False
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """Images in, :class:`~detr_bf.structures.Detections` out, in pixels of the image given.
+    """Images in, :class:`~detr_bf.prediction.Prediction` out, in pixels of the image given.
 
-    With a mask head the detections have masks, and :meth:`panoptic` gives panoptic maps.
-
-    An image is one of these; anything else is an InputError:
-
-    - the path of a file, rotated as its EXIF data say;
-    - a (3, H, W) RGB tensor: uint8, or floating-point from 0 to 1, which is multiplied by 255 and rounded;
-    - an (H, W, 3) uint8 RGB array of NumPy;
-    - a Pillow image of mode RGB without EXIF rotation.
-
-    None of them may have more than ``max_pixels`` pixels, the run's data.max_pixels.
+    With a mask head the predictions have masks, and :meth:`panoptic` gives panoptic maps. What is taken as an image is
+    said by :func:`~detr_bf.data.inputs.image_pixels`; none may have more than ``max_pixels`` pixels, the run's
+    data.max_pixels.
 
     Only detections with a score of at least ``threshold`` are returned: a number, ``"class"`` for the stored threshold
     of each class, or None for the stored threshold of all classes (0.5 if the checkpoint has none). Stored
     thresholds are those with the highest F1 in the last evaluation before the checkpoint was written; with 0 all
     ``eval.max_detections`` are returned.
+
+    Arguments of all methods:
+
+    - ``bgr``: arrays and tensors have the channel order blue, green, red (OpenCV's).
+    - ``half``: compute in float16 on a GPU and in bfloat16 on a CPU, where autocast allows it.
+    - ``tile``: (size, overlap) in pixels: detect in square parts of a large image and join the objects at their
+      borders, see :mod:`detr_bf.tiling`.
     """
 
     model: Detector
@@ -65,18 +80,62 @@ class Predictor:
     max_pixels: int = MAX_PIXELS  # of an image
     thresholds: ScoreThresholds | None = None  # of the checkpoint
 
-    def __call__(self, image: ImageLike, threshold: float | str | None = None) -> Detections:
-        """Detect in one image.
+    @overload
+    def __call__(
+        self,
+        image: ImageLike,
+        threshold: float | str | None = None,
+        *,
+        batch_size: int = 1,
+        device: str | torch.device | None = None,
+        half: bool = False,
+        tile: tuple[int, int] | None = None,
+        bgr: bool = False,
+    ) -> Prediction: ...
+    @overload
+    def __call__(
+        self,
+        image: list[ImageLike] | tuple[ImageLike, ...],
+        threshold: float | str | None = None,
+        *,
+        batch_size: int = 1,
+        device: str | torch.device | None = None,
+        half: bool = False,
+        tile: tuple[int, int] | None = None,
+        bgr: bool = False,
+    ) -> list[Prediction]: ...
+    def __call__(
+        self,
+        image: Any,
+        threshold: float | str | None = None,
+        *,
+        batch_size: int = 1,
+        device: str | torch.device | None = None,
+        half: bool = False,
+        tile: tuple[int, int] | None = None,
+        bgr: bool = False,
+    ) -> Prediction | list[Prediction]:
+        """Detect in one image; in a list or tuple of images, or in a folder, as :meth:`predict` does.
+
+        Args:
+            image, threshold: see the class.
+            batch_size, device, half, tile, bgr: as of :meth:`predict`.
+
+        Returns:
+            A prediction, or a list of them.
 
         Raises:
-            InputError: it is no image, or cannot be read; the threshold is not one.
+            InputError: it is no image, or cannot be read; an argument has a wrong value.
         """
-        least = self.least_scores(threshold)
-        (detections,) = self._detect([self._sample(image_pixels(image, "the image", self.max_pixels), 0)])
-        return _above(detections, least)
+        if isinstance(image, (list, tuple)) or _is_folder(image):
+            return list(self.predict(image, batch_size, threshold, device=device, half=half, tile=tile, bgr=bgr))
+        check_batch_size(batch_size)
+        call = _Call(self.least_scores(threshold), batch_size, half, check_tile(tile), bgr, single=True)
+        (found,) = self._on(device)._predict(iter([[(0, image)]]), call)
+        return found
 
     @torch.no_grad()
-    def panoptic(self, image: ImageLike) -> PanopticMap:
+    def panoptic(self, image: ImageLike, *, bgr: bool = False) -> PanopticMap:
         """Return the panoptic map of one image.
 
         Raises:
@@ -84,29 +143,130 @@ class Predictor:
         """
         if self.model.mask_head is None:
             raise InputError("this detector has no mask head: train one with model.masks=true, on data with masks")
-        batch = Batch.collate([self._sample(image_pixels(image, "the image", self.max_pixels), 0)]).to(self.device)
+        pixels = image_pixels(image, "the image", self.max_pixels, bgr=bgr)
+        batch = Batch.collate([self._sample(pixels, 0)]).to(self.device)
         (found,) = self.panoptic_postprocess(self.model(batch), batch.targets)
         return found
 
     def predict(
-        self, images: Iterable[ImageLike], batch_size: int = 1, threshold: float | str | None = None
-    ) -> Iterator[Detections]:
-        """Detect in many images; ``image_id`` is the index in the sequence, from 0.
+        self,
+        images: Iterable[ImageLike] | str | Path,
+        batch_size: int = 1,
+        threshold: float | str | None = None,
+        *,
+        device: str | torch.device | None = None,
+        half: bool = False,
+        tile: tuple[int, int] | None = None,
+        bgr: bool = False,
+    ) -> Iterator[Prediction]:
+        """Detect in many images, one after the other, in their order; ``image_id`` is the index, from 0.
 
         Batches pad smaller images, which moves scores and boxes a little: 1 is the exact choice.
 
+        Args:
+            images: images, or a folder: its image files and those of its subfolders, by name. Files of a folder that
+                cannot be read are left out, and listed in a warning at the end.
+            batch_size: images, or with ``tile`` parts, of a forward pass.
+            threshold, half, tile, bgr: see the class.
+            device: where to compute, by default on the predictor's device; a copy of the model is made for another.
+
         Raises:
-            InputError: ``images`` is a single image, one of them is no image or cannot be read, ``batch_size`` is
-                not a whole number from 1, or ``threshold`` is not one.
+            InputError: ``images`` is a single image, one of them is no image or cannot be read, or an argument has a
+                wrong value.
         """
-        least = self.least_scores(threshold)
-        return (
-            _above(found, least)
-            for chunk in chunks(images, batch_size)
-            for found in self._detect(
-                [self._sample(image_pixels(image, f"image {n}", self.max_pixels), n) for n, image in chunk]
-            )
+        call = _Call(self.least_scores(threshold), batch_size, half, check_tile(tile), bgr, skip=_is_folder(images))
+        given: Any = list(image_files([Path(images)])) if call.skip else images  # type: ignore[arg-type]
+        return self._on(device)._predict(chunks(given, batch_size), call)
+
+    def evaluate(
+        self,
+        annotations: str | Path,
+        images: str | Path,
+        *,
+        batch_size: int = 8,
+        workers: int = 0,
+        half: bool = False,
+    ) -> Result:
+        """Evaluate on annotated images as ``detr-bf evaluate`` does; boxes, and masks of a detector with a mask head.
+
+        Args:
+            annotations: COCO JSON file with the classes of the detector.
+            images: folder of its image files.
+            batch_size: images of a forward pass; only images of one size are in a batch.
+            workers: processes that read images.
+            half: see the class.
+
+        Returns:
+            Average precision, overall and by class, with the thresholds of the highest F1. ``print`` shows one line.
+
+        Raises:
+            InputError: a file cannot be read or is not valid, or the classes are others.
+        """
+        annotations, masks = Path(annotations), self.model.mask_head is not None
+        check_batch_size(batch_size)
+        data = CocoDetection(Path(images), annotations, self.transform, self.class_map, max_pixels=self.max_pixels)
+        boxes = CocoEvaluator(annotations, self.class_map, max_detections=self.postprocess.max_detections, masks=masks)
+        batches = SameSizeBatches(data.sizes, batch_size)
+        loader = make_loader(data, batches, collate=Batch.collate, workers=workers)
+        for batch in progress_bar(loader, total=len(batches), desc="evaluating", unit="batch", leave=False):
+            boxes.update(self._detect(batch, half))
+        return Result(boxes.summarize(), boxes.summarize_masks() if masks else None)
+
+    def _on(self, device: str | torch.device | None) -> Predictor:
+        """Return the predictor with a model on ``device``."""
+        try:
+            if device is None or torch.device(device) == self.device:
+                return self
+            return replace(self, model=copy.deepcopy(self.model).to(device), device=torch.device(device))
+        except (RuntimeError, AssertionError) as error:  # torch without CUDA raises an AssertionError
+            raise InputError(f"device={printable(str(device))} cannot be used: {printable(error)}") from error
+
+    def _predict(self, numbered: Iterator[list[tuple[int, ImageLike]]], call: _Call) -> Iterator[Prediction]:
+        """Yield the predictions of lists of images."""
+        unreadable, count = [], 0
+        for chunk in numbered:
+            read: list[tuple[int, ImageLike, Tensor]] = []
+            for number, image in chunk:
+                name = "the image" if call.single else f"image {number}"
+                try:
+                    read.append((number, image, image_pixels(image, name, self.max_pixels, bgr=call.bgr)))
+                except InputError as error:
+                    if not call.skip:
+                        raise
+                    unreadable.append(printable(error, limit=1000))
+            count += len(read)
+            yield from self._predictions(read, call)
+        if unreadable and not count:
+            raise InputError("\n  ".join(["no image can be read:", *unreadable]))
+        if unreadable:
+            total, listed = len(unreadable) + count, "\n  ".join(unreadable)
+            logger.warning("%d of %d images cannot be read and were left out:\n  %s", len(unreadable), total, listed)
+
+    def _predictions(self, images: Sequence[tuple[int, ImageLike, Tensor]], call: _Call) -> Iterator[Prediction]:
+        """Detect in images with their numbers and pixels, of which each may be divided into several samples."""
+        sizes = [(pixels.shape[-2], pixels.shape[-1]) for _, _, pixels in images]
+        parts = [tiles_of(size, call.tile) for size in sizes]
+        samples = (
+            self._sample(pixels[:, y0:y1, x0:x1], number)
+            for (number, _, pixels), places in zip(images, parts, strict=True)
+            for x0, y0, x1, y1 in places
         )
+        found = (
+            _above(each, call.least)
+            for batch in iter(lambda: list(islice(samples, call.batch_size)), [])
+            for each in self._detect(Batch.collate(batch), call.half)
+        )
+        for (_, image, pixels), size, places in zip(images, sizes, parts, strict=True):
+            joined = join_tiles([(place, next(found)) for place in places], size)
+            source = str(image) if isinstance(image, (str, os.PathLike)) else ""
+            yield Prediction(
+                **vars(joined),
+                class_map=self.class_map,
+                given=Path(source) if source and not is_url(source) else pixels,
+                source=source,
+                size=size,
+                max_pixels=self.max_pixels,
+            )
 
     def least_scores(self, threshold: float | str | None = None) -> Tensor:
         """Return the score from which the detections of each class are returned, (K,) float64 on the CPU.
@@ -127,9 +287,12 @@ class Predictor:
         return torch.full((self.class_map.num_classes,), float(threshold), dtype=torch.float64)
 
     @torch.no_grad()
-    def _detect(self, samples: Sequence[tuple[Tensor, Target]]) -> list[Detections]:
-        batch = Batch.collate(samples).to(self.device)
-        return self.postprocess(self.model(batch), batch.targets)
+    def _detect(self, batch: Batch, half: bool = False) -> list[Detections]:
+        batch = batch.to(self.device)
+        precision = torch.float16 if self.device.type == "cuda" else torch.bfloat16
+        with torch.autocast(self.device.type, precision, enabled=half):
+            outputs = self.model(batch)
+        return self.postprocess(outputs, batch.targets)
 
     def _sample(self, pixels: Tensor, index: int) -> tuple[Tensor, Target]:
         original_size = (pixels.shape[-2], pixels.shape[-1])
@@ -149,81 +312,21 @@ def _above(detections: Detections, least: Tensor) -> Detections:
     return Detections(detections.image_id, boxes, scores, labels, masks)
 
 
-def chunks(images: Iterable[ImageLike], batch_size: int) -> Iterator[list[tuple[int, ImageLike]]]:
-    """Yield lists of ``batch_size`` images with their indices; the last list may be shorter."""
+def _is_folder(images: object) -> bool:
+    return isinstance(images, (str, os.PathLike)) and is_folder(Path(images))
+
+
+def check_batch_size(batch_size: object) -> None:
+    """Raise an InputError unless ``batch_size`` is a whole number from 1."""
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise InputError(f"batch_size must be a whole number from 1, got {printable(repr(batch_size))}")
+
+
+def chunks(images: Iterable[ImageLike], batch_size: int) -> Iterator[list[tuple[int, ImageLike]]]:
+    """Yield lists of ``batch_size`` images with their indices; the last list may be shorter."""
+    check_batch_size(batch_size)
     is_one = isinstance(images, (Tensor, np.ndarray)) and images.ndim < 4
     if is_one or isinstance(images, (str, os.PathLike)) or not isinstance(images, Iterable):
-        raise InputError(f"predict takes several images, such as a list, got {_described(images)}: call the predictor")
+        raise InputError(f"predict takes several images, such as a list, got {described(images)}: call the predictor")
     numbered = enumerate(images)
     return iter(lambda: list(islice(numbered, batch_size)), [])
-
-
-def image_pixels(image: object, name: str, max_pixels: int = MAX_PIXELS) -> Tensor:
-    """Return an image as (3, H, W) uint8 RGB on the CPU; see :class:`Predictor` for the accepted types.
-
-    Raises:
-        InputError: ``image`` is something else, which the message calls ``name``, or its file cannot be read.
-    """
-    if isinstance(image, (str, os.PathLike)):
-        return read_image(Path(image), max_pixels=max_pixels)
-    if isinstance(image, Tensor):
-        return _tensor_pixels(image, name, max_pixels)
-    if isinstance(image, PillowImage.Image):
-        if image.mode != "RGB":
-            raise InputError(f"{name} is a Pillow image of mode {image.mode}, expected RGB: give image.convert('RGB')")
-        if image.getexif().get(_ORIENTATION, 1) != 1:
-            raise InputError(
-                f"{name} is a Pillow image with an EXIF rotation: give PIL.ImageOps.exif_transpose(image), or its path"
-            )
-        image = np.asarray(image)
-    if isinstance(image, np.ndarray):
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
-            raise InputError(f"{name} is {_described(image)}, expected (H, W, 3) uint8, RGB")
-        _check_extent(image.shape[0], image.shape[1], name, max_pixels)
-        return torch.from_numpy(image.copy()).permute(2, 0, 1)
-    many = "; give several images to predict" if isinstance(image, Iterable) else ""
-    raise InputError(f"{name} is {_described(image)}, but {_IMAGE}{many}")
-
-
-def _tensor_pixels(image: Tensor, name: str, max_pixels: int) -> Tensor:
-    if image.is_nested or image.layout != torch.strided or image.is_meta or image.is_quantized:
-        raise InputError(f"{name} is a nested, sparse, meta or quantized tensor, expected a dense one with values")
-    if image.ndim != 3 or image.shape[0] != 3 or image.numel() == 0:
-        advice = ""
-        if image.ndim == 4:
-            advice = ": give several images to predict"
-        elif image.ndim == 3 and image.shape[2] == 3:
-            advice = ": give image.permute(2, 0, 1)"
-        raise InputError(f"{name} is {_described(image)}, expected (3, H, W), RGB{advice}")
-    _check_extent(image.shape[1], image.shape[2], name, max_pixels)
-    pixels = image.detach().cpu().as_subclass(Tensor)
-    if pixels.dtype == torch.uint8:
-        return pixels
-    if not pixels.dtype.is_floating_point:
-        raise InputError(f"{name} is {_described(image)}, expected uint8, or floating-point numbers from 0 to 1")
-    pixels = pixels.float()
-    low, high = (value.item() for value in pixels.aminmax())
-    if not (low >= 0 and high <= 1):  # NaN is neither
-        raise InputError(
-            f"{name} is a floating-point tensor with values from {low:g} to {high:g}, expected 0 to 1: divide 0 to 255 "
-            "by 255, and leave normalisation to the predictor"
-        )
-    return (pixels * 255).round().to(torch.uint8)
-
-
-def _check_extent(height: int, width: int, name: str, max_pixels: int) -> None:
-    if height * width > max_pixels:
-        raise InputError(
-            f"{name} is of {width} x {height} pixels (width x height), more than max_pixels={max_pixels}: give a "
-            "smaller one, or raise max_pixels"
-        )
-
-
-def _described(image: object) -> str:
-    """The type, and of arrays the shape and dtype."""
-    if isinstance(image, (Tensor, np.ndarray)):
-        kind = "a tensor" if isinstance(image, Tensor) else "a NumPy array"
-        return f"{kind} of shape {tuple(image.shape)} and {str(image.dtype).removeprefix('torch.')}"
-    return f"of type {type(image).__name__}"

@@ -60,7 +60,9 @@ ALLOWED: dict[str, set[str]] = {
     "report": GROUND | {"config", "data", "postprocess", "evaluation"},  # it describes the config of a finished run
     "engine": GROUND | MODEL | WORK,
     "interop": {"errors", "text", "structures", "files"},
-    "predictor": GROUND | MODEL | WORK,
+    "prediction": GROUND | WORK,
+    "tiling": GROUND | WORK,
+    "predictor": GROUND | MODEL | WORK | {"prediction", "tiling"},
     "classification": GROUND | MODEL | WORK | {"plugins", "config", "engine", "predictor"},
     "assembly": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "interop"},
     "conversion": {"errors", "files", "structures", "interop"},

@@ -11,7 +11,6 @@ the images, only files that this command wrote before are replaced.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,18 +18,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image
 from torch import Tensor
 
 from detr_bf.cli import run_tool
-from detr_bf.data.images import IMAGE_FORMATS, read_image
+from detr_bf.data.images import read_image
+from detr_bf.data.inputs import image_files, real_path
 from detr_bf.errors import InputError
 from detr_bf.evaluation import DEFAULT_THRESHOLD, write_panoptic
 from detr_bf.files import (
-    UNFINISHED,
     check_output_file,
     check_output_folder,
-    is_folder,
     make_output_folder,
     read_json,
     remove_empty,
@@ -156,7 +153,7 @@ class Output:
     @property
     def written(self) -> set[Path]:
         """Files that earlier predictions wrote and that have not changed since."""
-        return {_real(self.folder) / name for name in self._before}
+        return {real_path(self.folder) / name for name in self._before}
 
     @contextmanager
     def writing(self, names: Sequence[str], images: InputImages) -> Iterator[None]:
@@ -165,10 +162,10 @@ class Output:
         Raises:
             InputError: a file is an input, or exists and was not written by this command.
         """
-        inputs = {_real(file) for file in images.files}
+        inputs = {real_path(file) for file in images.files}
         for name in names:
             path, other = self.folder / name, "give another folder with --output"
-            if _real(path) in inputs:
+            if real_path(path) in inputs:
                 raise InputError(f"{printable(path)} is an input and would be replaced; {other}")
             if name not in self._before and (path.exists() or path.is_symlink()):
                 raise InputError(f"{printable(path)} exists and was not written by this command; move it, or {other}")
@@ -256,36 +253,6 @@ def write_panoptic_maps(output: Output, predictor: Predictor, images: InputImage
     with output.writing([*names.values(), *(f"panoptic/{name}" for name in names.values()), "panoptic.json"], images):
         write_panoptic(folder / "panoptic.json", folder / "panoptic", maps(), predictor.class_map, names)
     return [f"panoptic maps of {len(images.files) - len(images.unreadable)} images: {printable(folder)}"]
-
-
-def image_files(inputs: Sequence[Path], written: set[Path]) -> Iterator[Path]:
-    """Yield the given files and the image files of the given folders, by name, without those in ``written``.
-
-    Broken links are included: reading them reports the error.
-    """
-    readable = {suffix for suffix, name in Image.registered_extensions().items() if name in IMAGE_FORMATS}
-    for path in inputs:
-        if not path.exists():
-            raise InputError(f"no such file or folder: {printable(path)}")
-        if not path.is_dir():
-            yield path
-            continue
-        found = sorted(
-            file
-            for file in path.rglob("*")
-            if file.suffix.lower() in readable
-            and not is_folder(file)
-            and _real(file) not in written
-            and not file.name.startswith(UNFINISHED)
-        )
-        if not found:
-            raise InputError(f"no image files in {printable(path)}")
-        yield from found
-
-
-def _real(path: Path) -> Path:
-    """Return the path without links; unlike ``Path.resolve``, this works for a link to itself."""
-    return Path(os.path.realpath(path))
 
 
 def _stem(file: Path) -> str:

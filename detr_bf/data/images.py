@@ -12,10 +12,11 @@ import struct
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
@@ -111,7 +112,7 @@ def read_image(path: Path, annotated: tuple[int, int] | None = None, max_pixels:
                 printable(path),
                 ", ".join(map(str, _DEPTHS)),
             )
-        return _pixels(image, annotated)
+        return pillow_pixels(image, annotated)
     except FileNotFoundError:
         shown = printable(path)
         raise InputError(f"image file {shown} does not exist; check the image folder and the file names") from None
@@ -126,7 +127,7 @@ def decode_image(data: bytes, annotated: tuple[int, int] | None = None, max_pixe
     Raises:
         ValueError: they cannot be decoded; the message does not name the file.
     """
-    return _pixels(open_image(data, max_pixels), annotated)
+    return pillow_pixels(open_image(data, max_pixels), annotated)
 
 
 def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[ImageSizes, int | None, str]:
@@ -137,7 +138,7 @@ def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[ImageSizes, 
     """
     image = open_image(data, max_pixels)
     pixels = _rgb(image)
-    depth = None if not is_deep(image, data) else _depth(image) if _is_grey_16(image) else 16
+    depth = None if not is_deep(image, data) else _depth(np.asarray(image)) if _is_grey_16(image) else 16
     turn = _TRANSPOSITIONS.get(image.getexif().get(_ORIENTATION, 1))
     return image_sizes(image), depth, perceptual_hash(pixels if turn is None else pixels.transpose(turn))
 
@@ -150,10 +151,15 @@ def image_bytes(path: Path, max_pixels: int = MAX_PIXELS) -> bytes:
         TooLargeError: it has more bytes than an image of ``max_pixels`` pixels needs.
         ValueError: it is not a regular file, or cannot be read.
     """
-    limit = max(_SMALLEST_LIMIT, _BYTES_PER_PIXEL * max_pixels)
+    limit = file_limit(max_pixels)
     if (size := file_size(path)) > limit:
         raise TooLargeError(f"it has {size:,} bytes, {limit:,} are allowed with data.max_pixels={max_pixels}")
     return read_regular(path, limit)
+
+
+def file_limit(max_pixels: int) -> int:
+    """Return the largest size of an image file in bytes."""
+    return max(_SMALLEST_LIMIT, _BYTES_PER_PIXEL * max_pixels)
 
 
 def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -225,8 +231,12 @@ def _identified(file: BinaryIO) -> ImageFile | None:
     return None
 
 
-def _pixels(image: Image.Image, annotated: tuple[int, int] | None) -> Tensor:
-    """Return (3, h, w) uint8 RGB."""
+def pillow_pixels(image: Image.Image, annotated: tuple[int, int] | None = None) -> Tensor:
+    """Return a Pillow image as (3, h, w) uint8 RGB; see :func:`read_image` for modes, rotation and ``annotated``.
+
+    Raises:
+        ValueError: its pixels have 32 bits, or its size is not the annotated one.
+    """
     rotate = image_sizes(image).wants_rotation(annotated)
     turn = _TRANSPOSITIONS.get(image.getexif().get(_ORIENTATION, 1)) if rotate else None
     pixels = np.array(_rgb(image if turn is None else image.transpose(turn)))
@@ -238,7 +248,7 @@ def _rgb(image: Image.Image) -> Image.Image:
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 0xFFFF:
             raise ValueError("its pixels have 32 bits; expected 8 or 16 bits a channel")
-        return Image.fromarray((values >> (_depth(image) - 8)).astype(np.uint8)).convert("RGB")
+        return Image.fromarray(scale_to_8_bits(values)).convert("RGB")
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers; expected 8 or 16 bits a channel")
     return image.convert("RGB")
@@ -256,9 +266,15 @@ def is_deep(image: Image.Image, data: bytes) -> bool:
     return _is_grey_16(image) or (isinstance(bits, tuple) and 16 in bits)
 
 
-def _depth(image: Image.Image) -> int:
+def scale_to_8_bits(values: NDArray[Any]) -> NDArray[np.uint8]:
+    """Scale the values of a 16-bit grey image to 8 bits, see :func:`read_image`."""
+    scaled: NDArray[np.uint8] = (values >> (_depth(values) - 8)).astype(np.uint8)
+    return scaled
+
+
+def _depth(values: NDArray[Any]) -> int:
     """Return the bits that the largest value of a 16-bit grey image needs, rounded up to one of ``_DEPTHS``."""
-    needed = int(np.asarray(image).max()).bit_length()
+    needed = int(values.max()).bit_length()
     return next(depth for depth in _DEPTHS if depth >= needed)
 
 

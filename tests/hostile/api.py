@@ -78,7 +78,6 @@ IMAGES: dict[str, Callable[[Any, CaseFiles], Any]] = {
     "a path of 5,000 letters": lambda torch, _: "p" * 5000,
     "a path with escapes": lambda torch, _: "\x1b[2J.jpg",
     "bytes": lambda torch, _: b"\x89PNG",
-    "no channels": lambda torch, _: torch.zeros(24, 32, dtype=torch.uint8),
     "one dimension": lambda torch, _: torch.zeros(24, dtype=torch.uint8),
     "a scalar": lambda torch, _: torch.tensor(5, dtype=torch.uint8),
     "four dimensions": lambda torch, _: torch.zeros(2, 3, 24, 32, dtype=torch.uint8),
@@ -114,6 +113,7 @@ FINE: dict[str, Callable[[Any, CaseFiles], Any]] = {  # unusual but valid
     "one pixel": lambda torch, _: torch.zeros(3, 1, 1, dtype=torch.uint8),
     "one row of 5,000": lambda torch, _: torch.zeros(3, 1, 5000, dtype=torch.uint8),
     "not contiguous": lambda torch, _: torch.zeros(32, 24, 3, dtype=torch.uint8).permute(2, 1, 0),
+    "no channels": lambda torch, _: torch.zeros(24, 32, dtype=torch.uint8),
     "floats from 0 to 1": lambda torch, _: torch.rand(3, 24, 32),
     "with gradients": lambda torch, _: torch.rand(3, 24, 32, requires_grad=True),
 }

@@ -1,0 +1,214 @@
+"""Images given to a predictor, in any common form, as uint8 RGB tensors."""
+
+from __future__ import annotations
+
+import os
+import urllib.request
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from detr_bf.data.images import (
+    IMAGE_FORMATS,
+    MAX_PIXELS,
+    decode_image,
+    file_limit,
+    pillow_pixels,
+    read_image,
+    scale_to_8_bits,
+)
+from detr_bf.errors import InputError
+from detr_bf.files import UNFINISHED, is_folder
+from detr_bf.text import printable
+
+# What is taken as an image; `image_pixels` has the exact rules.
+ImageLike: TypeAlias = str | Path | bytes | Tensor | NDArray[Any] | Image.Image
+_IMAGE = (
+    "an image is a path, a URL, the bytes of an image file, a Pillow image, a NumPy array (H, W), (H, W, 1), (H, W, 3) "
+    "or (H, W, 4), or a tensor (H, W), (1, H, W), (3, H, W) or (4, H, W)"
+)
+_PIXELS = "uint8, uint16, or floating-point numbers from 0 to 1"
+_CHANNELS = (1, 3, 4)
+_SECONDS = 30  # without a byte from a server
+
+
+def image_pixels(image: object, name: str, max_pixels: int = MAX_PIXELS, *, bgr: bool = False) -> Tensor:
+    """Return an image as (3, H, W) uint8 RGB on the CPU.
+
+    - The path of a file, the bytes of one, and a URL (http, https) are decoded as images of the training data are: see
+      :func:`detr_bf.data.images.read_image`. They are rotated as their EXIF data say.
+    - A Pillow image of any mode with integers is treated as the file it may have been read from.
+    - NumPy arrays have shape (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), tensors (H, W), (1, H, W), (3, H, W) or
+      (4, H, W): grey, RGB, or RGB with a transparency, which is dropped. Values are uint8; uint16, scaled to 8 bits as
+      those of files; or floating-point from 0 to 1, multiplied by 255 and rounded.
+
+    Args:
+        name: what a message calls the image.
+        max_pixels: largest number of pixels.
+        bgr: the channels of arrays and tensors are in the order blue, green, red (OpenCV's); files and Pillow images
+            know their order.
+
+    Raises:
+        InputError: ``image`` is something else, has no or too many pixels, or cannot be read.
+    """
+    if isinstance(image, (bytes, bytearray, memoryview)):
+        return _decoded(bytes(image), name, max_pixels)
+    if isinstance(image, str) and is_url(image):
+        return _decoded(_download(image, file_limit(max_pixels)), printable(image), max_pixels)
+    if isinstance(image, (str, os.PathLike)):
+        return read_image(Path(image), max_pixels=max_pixels)
+    if isinstance(image, Image.Image):
+        _check_extent(image.height, image.width, name, max_pixels)
+        try:
+            return pillow_pixels(image)
+        except Exception as error:  # a lazily read image is decoded now, and decoders raise almost anything
+            shown = printable(error) or type(error).__name__
+            raise InputError(f"{name} is a Pillow image of mode {image.mode} that cannot be used: {shown}") from error
+    if isinstance(image, (np.ndarray, Tensor)):
+        return _array_pixels(image, name, max_pixels, bgr)
+    many = "; give several images to predict" if isinstance(image, Iterable) else ""
+    raise InputError(f"{name} is {described(image)}, but {_IMAGE}{many}")
+
+
+def is_url(image: str) -> bool:
+    """Return True for an address that :func:`image_pixels` downloads."""
+    return image.lower().startswith(("http://", "https://"))
+
+
+def image_files(inputs: Sequence[Path], written: Collection[Path] = ()) -> Iterator[Path]:
+    """Yield the given files and the image files of the given folders, by name, without those in ``written``.
+
+    Broken links are included: reading them reports the error.
+
+    Raises:
+        InputError: something does not exist, or a folder has no image files.
+    """
+    readable = {suffix for suffix, name in Image.registered_extensions().items() if name in IMAGE_FORMATS}
+    for path in inputs:
+        if not path.exists():
+            raise InputError(f"no such file or folder: {printable(path)}")
+        if not path.is_dir():
+            yield path
+            continue
+        found = sorted(
+            file
+            for file in path.rglob("*")
+            if file.suffix.lower() in readable
+            and not is_folder(file)
+            and real_path(file) not in written
+            and not file.name.startswith(UNFINISHED)
+        )
+        if not found:
+            raise InputError(f"no image files in {printable(path)}")
+        yield from found
+
+
+def real_path(path: Path) -> Path:
+    """Return the path without links; unlike ``Path.resolve``, this works for a link to itself."""
+    return Path(os.path.realpath(path))
+
+
+def described(image: object) -> str:
+    """Return the type, and of arrays the shape and dtype."""
+    if isinstance(image, (Tensor, np.ndarray)):
+        kind = "a tensor" if isinstance(image, Tensor) else "a NumPy array"
+        return f"{kind} of shape {tuple(image.shape)} and {str(image.dtype).removeprefix('torch.')}"
+    return f"of type {type(image).__name__}"
+
+
+def _decoded(data: bytes, name: str, max_pixels: int) -> Tensor:
+    try:
+        return decode_image(data, max_pixels=max_pixels)
+    except ValueError as error:
+        raise InputError(f"{name} cannot be used: {error}") from error
+
+
+def _download(url: str, limit: int) -> bytes:
+    """Return the content of a URL of at most ``limit`` bytes; redirects lead to http and https only."""
+    try:
+        request = urllib.request.Request(url, headers={"User-Agent": "detr_bf"})
+        with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
+            data: bytes = answer.read(limit + 1)
+    except (OSError, ValueError, HTTPException) as error:  # URLError is an OSError
+        raise InputError(f"{printable(url)} cannot be downloaded: {printable(error)}") from error
+    if len(data) > limit:
+        raise InputError(f"{printable(url)} has more than {limit:,} bytes, the limit of data.max_pixels")
+    return data
+
+
+def _array_pixels(image: Tensor | NDArray[Any], name: str, max_pixels: int, bgr: bool) -> Tensor:
+    height, width = _check_array(image, name)
+    _check_extent(height, width, name, max_pixels)
+    if isinstance(image, Tensor):
+        on_host = image.detach().cpu().as_subclass(Tensor)
+        values = (on_host.float() if on_host.dtype == torch.bfloat16 else on_host).numpy()
+        values = values if values.ndim == 2 else np.moveaxis(values, 0, 2)
+    else:
+        values = image
+    scaled = _as_uint8(np.ascontiguousarray(values), name, described(image))
+    colours = np.atleast_3d(scaled)[:, :, :3]
+    if bgr:
+        colours = colours[:, :, ::-1]
+    return torch.from_numpy(np.array(colours)).permute(2, 0, 1).expand(3, -1, -1).contiguous()
+
+
+def _check_array(image: Tensor | NDArray[Any], name: str) -> tuple[int, int]:
+    """Return height and width; check shape and dtype, but no values.
+
+    Raises:
+        InputError: it is not an array of an image.
+    """
+    if isinstance(image, Tensor) and (
+        image.is_nested or image.layout != torch.strided or image.is_meta or image.is_quantized
+    ):
+        raise InputError(f"{name} is a nested, sparse, meta or quantized tensor, expected a dense one with values")
+    is_tensor, shape = isinstance(image, Tensor), tuple(image.shape)
+    first, last = (shape[0], shape[-1]) if shape else (0, 0)
+    if len(shape) not in (2, 3) or 0 in shape or (len(shape) == 3 and (first if is_tensor else last) not in _CHANNELS):
+        advice = ""
+        if len(shape) == 4:
+            advice = ": give several images to predict"
+        elif len(shape) == 3 and 0 not in shape and (last if is_tensor else first) in _CHANNELS:
+            advice = ": give image.permute(2, 0, 1)" if is_tensor else ": give image.transpose(1, 2, 0)"
+        expected = "(H, W) or (C, H, W)" if is_tensor else "(H, W) or (H, W, C)"
+        raise InputError(f"{name} is {described(image)}, expected {expected} with 1, 3 or 4 channels{advice}")
+    is_integer = str(image.dtype).removeprefix("torch.") in ("uint8", "uint16")
+    is_float = image.dtype.is_floating_point if isinstance(image, Tensor) else image.dtype.kind == "f"
+    if not (is_integer or is_float):
+        raise InputError(f"{name} is {described(image)}, expected {_PIXELS}")
+    if len(shape) == 2:
+        return shape
+    return shape[1:] if is_tensor else shape[:2]
+
+
+def _as_uint8(values: NDArray[Any], name: str, shown: str) -> NDArray[np.uint8]:
+    """Scale values (H, W) or (H, W, C) of one of the accepted types to 8 bits."""
+    if values.dtype == np.uint8:
+        return values
+    if values.dtype.kind == "u":
+        is_grey = values.ndim == 2 or values.shape[2] == 1
+        return scale_to_8_bits(values) if is_grey else (values >> 8).astype(np.uint8)
+    low, high = float(values.min()), float(values.max())
+    if not (low >= 0 and high <= 1):  # NaN is neither
+        raise InputError(
+            f"{name} is {shown} with values from {low:g} to {high:g}, expected 0 to 1: divide 0 to 255 by 255, and "
+            "leave normalisation to the predictor"
+        )
+    return (values.astype(np.float32) * 255).round().astype(np.uint8)
+
+
+def _check_extent(height: int, width: int, name: str, max_pixels: int) -> None:
+    if not height * width:
+        raise InputError(f"{name} has no pixels: its size is {width} x {height} (width x height)")
+    if height * width > max_pixels:
+        raise InputError(
+            f"{name} is of {width} x {height} pixels (width x height), more than max_pixels={max_pixels}: give a "
+            "smaller one, or raise max_pixels"
+        )

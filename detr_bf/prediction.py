@@ -1,0 +1,195 @@
+"""Detections of one image with their classes, in the formats that other programs read.
+
+Shape legend: N objects, H x W pixels of the image.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.v2 import functional as transforms
+
+from detr_bf.data.images import MAX_PIXELS, read_image
+from detr_bf.errors import InputError
+from detr_bf.structures import ClassMap, Detections
+from detr_bf.text import printable
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import supervision as sv
+
+COLUMNS = ("file", "category_id", "name", "score", "x", "y", "width", "height")  # of a table
+_MASK_SHARE = 0.45  # of the colour over a mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction(Detections):
+    """Detections of one image, best first, with their classes and the image.
+
+    Args:
+        class_map: classes of the detector; ``labels`` index into it.
+        given: the file of the image, which is read again when it is needed, or its pixels (3, H, W) uint8.
+        source: path or URL of the image; "" if it was given as pixels.
+        size: height and width of the image in pixels.
+        max_pixels: largest image that is read.
+    """
+
+    class_map: ClassMap = field(repr=False)
+    given: Path | Tensor = field(repr=False)
+    source: str
+    size: tuple[int, int]
+    max_pixels: int = MAX_PIXELS
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+    def __str__(self) -> str:
+        found = ", ".join(f"{name} {score:.2f}" for name, score in zip(self.names, self.scores.tolist(), strict=True))
+        return f"{printable(self.source) or 'image'}: {found or 'nothing found'}"
+
+    @property
+    def names(self) -> list[str]:
+        """Name of the class of each object."""
+        return [self.class_map.names[label] for label in self.labels.tolist()]
+
+    @property
+    def category_ids(self) -> list[int]:
+        """Id of the class of each object in the annotations of the training data."""
+        return [self.class_map.category_ids[label] for label in self.labels.tolist()]
+
+    @property
+    def image(self) -> Tensor:
+        """Pixels (3, H, W) uint8 RGB.
+
+        Raises:
+            InputError: its file was removed or changed.
+        """
+        if isinstance(self.given, Tensor):
+            return self.given
+        pixels = read_image(self.given, max_pixels=self.max_pixels)
+        if pixels.shape[1:] != self.size:
+            raise InputError(f"{self.source} has changed since it was predicted: its size is another one")
+        return pixels
+
+    def bitmaps(self) -> NDArray[np.bool_] | None:
+        """Return the masks (N, H, W) bool; None for a detector without mask head."""
+        if self.masks is None:
+            return None
+        from pycocotools import mask as coco_mask
+
+        return np.array([coco_mask.decode(dict(each)) for each in self.masks], bool).reshape(-1, *self.size)
+
+    def plot(self) -> Image.Image:
+        """Draw boxes, classes, scores and masks on the image; a small image is enlarged."""
+        from detr_bf.report import class_labels, draw_boxes  # imports matplotlib
+        from detr_bf.report.drawing import class_colour
+
+        image, bitmaps = self.image.permute(1, 2, 0).numpy().copy(), self.bitmaps()
+        if bitmaps is not None:
+            for bitmap, label in reversed(list(zip(bitmaps, self.labels.tolist(), strict=True))):
+                image[bitmap] = (1 - _MASK_SHARE) * image[bitmap] + _MASK_SHARE * np.array(class_colour(label))
+        picture = torch.from_numpy(image).permute(2, 0, 1)
+        names = class_labels(self.class_map)
+        drawn: Image.Image = transforms.to_pil_image(draw_boxes(picture, self.boxes, self.labels, names, self.scores))
+        return drawn
+
+    def crop(self) -> list[Image.Image]:
+        """Cut out each object with whole pixels around its box, at least one pixel."""
+        image, (height, width) = transforms.to_pil_image(self.image), self.size
+        crops = []
+        for x0, y0, x1, y1 in self.boxes.tolist():
+            left, top = min(max(int(x0), 0), width - 1), min(max(int(y0), 0), height - 1)
+            right, bottom = max(min(-int(-x1 // 1), width), left + 1), max(min(-int(-y1 // 1), height), top + 1)
+            crops.append(image.crop((left, top, right, bottom)))
+        return crops
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return ``file`` and ``objects``: category id, name, score, ``bbox`` and, with a mask head, ``segmentation``.
+
+        Boxes are x, y, width, height in pixels; masks are COCO's compressed run lengths.
+        """
+        objects: list[dict[str, Any]] = []
+        for number, (box, score) in enumerate(zip(self._coco_boxes(), self.scores.tolist(), strict=True)):
+            category = {"category_id": self.category_ids[number], "name": self.names[number]}
+            found = {**category, "score": score, "bbox": box}
+            objects.append(found if self.masks is None else {**found, "segmentation": self.masks[number]})
+        return {"file": self.source, "objects": objects}
+
+    def to_json(self) -> str:
+        """Return :meth:`to_dict` as one line of JSON."""
+        return json.dumps(self.to_dict())
+
+    def to_coco(self, image_id: int | None = None) -> list[dict[str, Any]]:
+        """Return the entries of a COCO results file, by default with the ``image_id`` of the prediction."""
+        number = self.image_id if image_id is None else image_id
+        return [
+            {"image_id": number, **{key: value for key, value in each.items() if key != "name"}}
+            for each in self.to_dict()["objects"]
+        ]
+
+    def to_yolo(self) -> str:
+        """Return a YOLO label file: class index, centre, width and height in fractions of the image, score."""
+        (height, width), lines = self.size, []
+        for label, score, (x, y, w, h) in zip(
+            self.labels.tolist(), self.scores.tolist(), self._coco_boxes(), strict=True
+        ):
+            place = ((x + w / 2) / width, (y + h / 2) / height, w / width, h / height)
+            lines.append(" ".join([str(label), *(f"{value:.6f}" for value in (*place, score))]))
+        return "".join(f"{line}\n" for line in lines)
+
+    def rows(self) -> list[tuple[Any, ...]]:
+        """Return the table of the objects, with the columns :data:`COLUMNS`."""
+        places = zip(self.category_ids, self.names, self.scores.tolist(), self._coco_boxes(), strict=True)
+        return [(self.source, number, name, score, *box) for number, name, score, box in places]
+
+    def to_csv(self, header: bool = True) -> str:
+        """Return the table of the objects as CSV (RFC 4180, lines end in a line feed)."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        if header:
+            writer.writerow(COLUMNS)
+        writer.writerows(self.rows())
+        return text.getvalue()
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return the table of the objects as a data frame.
+
+        Raises:
+            InputError: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise InputError("to_pandas needs the package pandas: pip install pandas") from error
+        return pd.DataFrame(self.rows(), columns=list(COLUMNS))
+
+    def to_supervision(self) -> sv.Detections:
+        """Return a ``supervision.Detections``, with the names in ``data["class_name"]``.
+
+        Raises:
+            InputError: supervision is not installed.
+        """
+        try:
+            import supervision as sv
+        except ImportError as error:
+            raise InputError("to_supervision needs the package supervision: pip install supervision") from error
+        return sv.Detections(
+            xyxy=self.boxes.cpu().numpy().astype(np.float32).reshape(-1, 4),
+            confidence=self.scores.cpu().numpy(),
+            class_id=self.labels.cpu().numpy().astype(int),
+            mask=self.bitmaps(),
+            data={"class_name": np.array(self.names, dtype=str)},
+        )
+
+    def _coco_boxes(self) -> list[list[float]]:
+        return [[x0, y0, x1 - x0, y1 - y0] for x0, y0, x1, y1 in self.boxes.tolist()]
