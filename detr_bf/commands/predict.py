@@ -11,8 +11,10 @@ the images, only files that this command wrote before are replaced.
 from __future__ import annotations
 
 import argparse
+import glob
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +28,7 @@ from detr_bf.data.inputs import image_files, real_path
 from detr_bf.errors import InputError
 from detr_bf.evaluation import DEFAULT_THRESHOLD, write_panoptic
 from detr_bf.files import (
+    atomic_write,
     check_output_file,
     check_output_folder,
     make_output_folder,
@@ -34,10 +37,11 @@ from detr_bf.files import (
     write_json,
 )
 from detr_bf.models import load_predictor
+from detr_bf.prediction import Prediction
 from detr_bf.predictor import Predictor
 from detr_bf.progress import progress_bar, setup_logging
 from detr_bf.report import ProbableClasses, class_labels, draw_boxes, draw_panoptic, prediction_sheet, save_picture
-from detr_bf.structures import ClassMap, Detections, PanopticMap
+from detr_bf.structures import ClassMap, PanopticMap
 from detr_bf.text import printable
 
 if TYPE_CHECKING:
@@ -46,6 +50,13 @@ if TYPE_CHECKING:
 SHOWN_CLASSES = 5  # of an image
 MOST_ON_SHEET = 60  # images
 WRITTEN = ".detr_bf_predict.json"  # lists the files that this command has written in the output folder
+FORMATS = {  # file of each; those of yolo are several
+    "json": "predictions.json",
+    "jsonl": "predictions.jsonl",
+    "csv": "predictions.csv",
+    "coco": "coco.json",
+    "yolo": "",
+}
 LONGEST_STEM = 150  # bytes of an input's name in the name of its picture
 
 
@@ -61,8 +72,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"evaluation of the checkpoint, {DEFAULT_THRESHOLD} without an evaluation; for classifiers 0)",
     )
     parser.add_argument("--panoptic", action="store_true", help="panoptic maps instead of boxes (needs a mask head)")
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="json",
+        help="of the objects: json (predictions.json, the default), jsonl (a line for each image), csv (a row for each "
+        "object), coco (a COCO data set with scores, for labelling tools) or yolo (a label file for each image)",
+    )
+    parser.add_argument(
+        "--save-pictures", action=argparse.BooleanOptionalAction, default=True, help="draw each image (the default)"
+    )
+    parser.add_argument(
+        "--tile",
+        nargs=2,
+        type=int,
+        metavar=("SIZE", "OVERLAP"),
+        help="detect in squares of SIZE pixels that overlap by OVERLAP and join the objects at their borders",
+    )
+    parser.add_argument("--half", action="store_true", help="float16 on a GPU, bfloat16 on a CPU")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("inputs", nargs="+", metavar="IMAGE_OR_FOLDER", type=Path)
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="IMAGE_OR_FOLDER",
+        help="files, folders, patterns such as 'day*/**/*.jpg', or - for file names on standard input, one a line",
+    )
     options = parser.parse_args(arguments)
     return run_tool(lambda: _run(options))
 
@@ -72,7 +106,7 @@ def _run(options: argparse.Namespace) -> int:
     setup_logging()
     threshold = _threshold(options.threshold)
     output = Output(options.output)
-    files = list(image_files(options.inputs, output.written))
+    files = list(image_files(list(_inputs(options.inputs)), output.written))
     predictor = load_predictor(options.checkpoint, options.device)
     images = InputImages(files, predictor.max_pixels)
     if not isinstance(predictor, Predictor):
@@ -84,7 +118,11 @@ def _run(options: argparse.Namespace) -> int:
     elif options.panoptic:
         done = write_panoptic_maps(output, predictor, images)
     else:
-        done = write_objects(output, predictor, images, threshold)
+        found = _detected(predictor, images, threshold, options)
+        count = write_objects(output, predictor, images, found, options.format, options.save_pictures)
+        least = sorted(set(predictor.least_scores(threshold).tolist()))
+        scores = f"{least[0]:.3g}" if len(least) == 1 else f"{least[0]:.3g} to {least[-1]:.3g} by class"
+        done = [f"{count}, scores from {scores}: {printable(output.folder)}"]
     for line in done:
         print(line)
     if images.unreadable:
@@ -170,7 +208,11 @@ class Output:
             if name not in self._before and (path.exists() or path.is_symlink()):
                 raise InputError(f"{printable(path)} exists and was not written by this command; move it, or {other}")
         folders = [self.folder, *self.folder.parents]
-        new = [self.folder / "panoptic", *folders[: sum(not folder.exists() for folder in folders)]]
+        new = [
+            self.folder / "panoptic",
+            self.folder / "labels",
+            *folders[: sum(not folder.exists() for folder in folders)],
+        ]
         before = {name: _stamp(self.folder / name) for name in names}
         make_output_folder(self.folder, "--output")
         try:
@@ -184,23 +226,95 @@ class Output:
             remove_empty(new)
 
 
+def _inputs(given: Sequence[str]) -> Iterator[Path]:
+    """Yield files and folders: patterns are replaced by what they match, - by the lines of standard input.
+
+    Raises:
+        InputError: a pattern matches nothing, or there are no lines.
+    """
+    for text in given:
+        if text == "-":
+            lines = [line for line in sys.stdin.read().splitlines() if line]
+            if not lines:
+                raise InputError("standard input has no file names: give one in each line, as 'find' prints them")
+            yield from map(Path, lines)
+        elif glob.has_magic(text) and not os.path.lexists(text):
+            found = sorted(glob.glob(text, recursive=True))  # noqa: PTH207, Path.glob takes no absolute patterns
+            if not found:
+                raise InputError(f"no file matches {printable(text)}")
+            yield from map(Path, found)
+        else:
+            yield Path(text)
+
+
+def _detected(
+    predictor: Predictor, images: InputImages, threshold: float | str | None, options: argparse.Namespace
+) -> Iterator[tuple[int, Tensor, Prediction]]:
+    """Yield index, pixels and prediction of each readable image."""
+    for number, file, image in images:
+        found = predictor(image, threshold, tile=options.tile, half=options.half)
+        yield number, image, replace(found, image_id=number, source=str(file))
+
+
 def write_objects(
-    output: Output, predictor: Predictor, images: InputImages, threshold: float | str | None
-) -> list[str]:
-    """Write a picture of each image and ``predictions.json``; return the lines to print."""
-    entries = []
+    output: Output,
+    predictor: Predictor,
+    images: InputImages,
+    predictions: Iterable[tuple[int, Tensor, Prediction]],
+    form: str,
+    pictures: bool,
+) -> str:
+    """Write the objects in one of :data:`FORMATS`, and a picture of each image; return how many there are."""
     names, labels = images.picture_names(), class_labels(predictor.class_map)
-    with output.writing([*names.values(), "predictions.json"], images):
-        for number, file, image in images:
-            found = predictor(image, threshold)
-            picture = draw_boxes(image, found.boxes, found.labels, labels, found.scores)
-            save_picture(output.folder / names[number], picture)
-            entries.append(as_json(file, found, predictor.class_map))
-        write_json(output.folder / "predictions.json", entries)
-    count = sum(len(entry["objects"]) for entry in entries)
-    least = sorted(set(predictor.least_scores(threshold).tolist()))
-    scores = f"{least[0]:.3g}" if len(least) == 1 else f"{least[0]:.3g} to {least[-1]:.3g} by class"
-    return [f"{count} objects in {len(entries)} images, scores from {scores}: {printable(output.folder)}"]
+    texts = {number: f"labels/{Path(name).stem}.txt" for number, name in names.items()}
+    files = [*texts.values(), "classes.txt"] if form == "yolo" else [FORMATS[form]]
+    found = []
+    with output.writing([*(names.values() if pictures else ()), *files], images):
+        for number, image, prediction in predictions:
+            if pictures:
+                picture = draw_boxes(image, prediction.boxes, prediction.labels, labels, prediction.scores)
+                save_picture(output.folder / names[number], picture)
+            found.append(replace(prediction, given=Path(prediction.source)))  # its pixels need not be kept
+        for name, content in _contents(form, found, predictor.class_map, texts).items():
+            make_output_folder((output.folder / name).parent, "--output")
+            if not isinstance(content, str):
+                write_json(output.folder / name, content)
+                continue
+            with atomic_write(output.folder / name) as temporary:
+                temporary.write_text(content, encoding="utf-8", errors="surrogateescape", newline="\n")
+    return f"{sum(map(len, found))} objects in {len(found)} images"
+
+
+def _contents(form: str, found: Sequence[Prediction], class_map: ClassMap, texts: Mapping[int, str]) -> dict[str, Any]:
+    """Return the files of a format by name: text, or the content of a JSON file.
+
+    ``texts`` are the names of YOLO's label files by image.
+    """
+    if form == "yolo":
+        return {texts[each.image_id]: each.to_yolo() for each in found} | {
+            "classes.txt": "".join(f"{name}\n" for name in class_map.names)
+        }
+    if form == "csv":
+        return {FORMATS[form]: "".join(each.to_csv(header=number == 0) for number, each in enumerate(found))}
+    if form == "jsonl":
+        return {FORMATS[form]: "".join(f"{each.to_json()}\n" for each in found)}
+    return {FORMATS[form]: _coco(found, class_map) if form == "coco" else [each.to_dict() for each in found]}
+
+
+def _coco(found: Sequence[Prediction], class_map: ClassMap) -> dict[str, Any]:
+    """Return a COCO data set whose annotations are the objects, each with its score."""
+    images = [
+        {"id": each.image_id, "file_name": each.source, "height": each.size[0], "width": each.size[1]} for each in found
+    ]
+    objects = [one for each in found for one in each.to_coco()]
+    annotations = [
+        {"id": number, **one, "area": one["bbox"][2] * one["bbox"][3], "iscrowd": 0}
+        for number, one in enumerate(objects, 1)
+    ]
+    categories = [
+        {"id": number, "name": name} for number, name in zip(class_map.category_ids, class_map.names, strict=True)
+    ]
+    return {"images": images, "annotations": annotations, "categories": categories}
 
 
 def write_classes(output: Output, predictor: ClassifierPredictor, images: InputImages, threshold: float) -> list[str]:
@@ -277,17 +391,3 @@ def _stamp(file: Path) -> list[int] | None:
     except (OSError, ValueError):
         return None
     return [status.st_size, status.st_mtime_ns]
-
-
-def as_json(file: Path, detections: Detections, class_map: ClassMap) -> dict[str, Any]:
-    """Return the objects of an image: category id and name, score, box as x, y, width, height, mask."""
-    objects: list[dict[str, Any]] = []
-    masks = detections.masks
-    for box, score, label in zip(
-        *(x.tolist() for x in (detections.boxes, detections.scores, detections.labels)), strict=True
-    ):
-        x0, y0, x1, y1 = box
-        category = {"category_id": class_map.category_ids[label], "name": class_map.names[label]}
-        found = {**category, "score": score, "bbox": [x0, y0, x1 - x0, y1 - y0]}
-        objects.append(found if masks is None else {**found, "segmentation": masks[len(objects)]})
-    return {"file": str(file), "objects": objects}

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
+import pandas as pd
 import pytest
 from PIL import Image
+from pycocotools.coco import COCO
 
+import detr_bf
 from detr_bf.report import fonts
 from detr_bf.structures import ClassMap
 from tests.tools.test_convert_checkpoint import checkpoint
@@ -292,3 +296,62 @@ def test_two_predictions_into_one_folder_list_the_files_of_both(
     assert predict(weights, out, photos) == 0
     listed = json.loads((out / module.WRITTEN).read_text())
     assert listed.keys() == {path.name for path in out.iterdir()} - {module.WRITTEN}
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl", "csv", "coco", "yolo"])
+def test_formats_hold_the_same_objects(weights: Path, photos: Path, tmp_path: Path, form: str) -> None:
+    output = tmp_path / "out"
+    assert predict(weights, output, "--format", form, "--no-save-pictures", photos) == 0
+    found = list(detr_bf.load(weights, "cpu").predict(photos, threshold=0))
+    assert sum(map(len, found)) > 10
+    if form == "json":
+        assert json.loads((output / "predictions.json").read_text()) == [each.to_dict() for each in found]
+    elif form == "jsonl":
+        lines = (output / "predictions.jsonl").read_text().splitlines()
+        assert lines == [each.to_json() for each in found]
+    elif form == "csv":
+        rows = [row for each in found for row in each.rows()]
+        frame = pd.read_csv(output / "predictions.csv", keep_default_na=False)
+        assert frame.equals(pd.DataFrame(rows, columns=list(frame.columns)))
+    elif form == "coco":
+        content = json.loads((output / "coco.json").read_text())
+        assert [image["file_name"] for image in content["images"]] == [each.source for each in found]
+        assert [each["score"] for each in content["annotations"]] == [x for each in found for x in each.scores.tolist()]
+        assert COCO(output / "coco.json").getAnnIds()
+    else:
+        assert (output / "classes.txt").read_text().splitlines() == list(found[0].class_map.names)
+        assert (output / "labels" / "0001_y.txt").read_text() == found[1].to_yolo()
+    names = {"json": "predictions.json", "jsonl": "predictions.jsonl", "csv": "predictions.csv", "coco": "coco.json"}
+    own = {names[form]} if form in names else {"classes.txt", *(f"labels/{n:04d}_{x}.txt" for n, x in enumerate("xyx"))}
+    assert set(contents(output)) == {*own, ".detr_bf_predict.json"}
+    assert predict(weights, output, "--format", form, "--no-save-pictures", photos) == 0, "own files are replaced"
+
+
+def test_patterns_and_standard_input(
+    weights: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert predict(weights, tmp_path / "a", f"{photos}/**/x.png") == 0
+    assert predicted(tmp_path / "a") == [str(photos / "a/x.png"), str(photos / "b/x.png")]
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{photos}/b/x.png\n\n{photos}/a\n"))
+    assert predict(weights, tmp_path / "b", "-") == 0
+    assert predicted(tmp_path / "b") == [str(photos / name) for name in ("b/x.png", "a/x.png", "a/y.png")]
+    (photos / "a[1].png").write_bytes((photos / "a/x.png").read_bytes())
+    assert predict(weights, tmp_path / "c", photos / "a[1].png") == 0, "a file whose name looks like a pattern"
+    capsys.readouterr()
+    assert predict(weights, tmp_path / "d", f"{photos}/*.gif") == 2
+    assert "no file matches" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert predict(weights, tmp_path / "d", "-") == 2
+    assert "standard input has no file names" in capsys.readouterr().err
+
+
+def test_parts_and_half_precision(
+    weights: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert predict(weights, tmp_path / "a", "--tile", 20, 5, "--half", photos / "a/x.png") == 0
+    (entry,) = json.loads((tmp_path / "a" / "predictions.json").read_text())
+    expected = detr_bf.load(weights, "cpu")(photos / "a/x.png", 0, tile=(20, 5), half=True)
+    assert entry == expected.to_dict()
+    assert predict(weights, tmp_path / "b", "--tile", 20, 20, photos) == 2
+    assert "tile must be None or (size, overlap)" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
