@@ -79,7 +79,7 @@ ALLOWED: dict[str, set[str]] = {
     "commands": GROUND
     | WORK
     | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}
-    | {"tasks", "replay", "run", "planning", "analysis", "comparison", "models"},
+    | {"prediction", "tasks", "replay", "run", "planning", "analysis", "comparison", "models"},
     "__init__": {"models", "predictor", "classification"},  # the public names, imported on first use
     "__main__": {"commands"},
     "interop/detectron2": GROUND

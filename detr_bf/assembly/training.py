@@ -155,6 +155,7 @@ def train_settings(config: RunConfig, num_images: int, *, unused_parameters: boo
         checkpoint_minutes=config.checkpoint.every_minutes,
         keep_every=config.checkpoint.keep_every,
         eval_every=train.eval_every,
+        patience=train.patience,
         ema_decay=train.ema.decay if train.ema.enabled else None,
         seed=config.seed,
         max_skipped=train.max_skipped,

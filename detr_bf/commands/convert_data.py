@@ -31,9 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", metavar="ROOT", type=Path, help="folder of the data set")
     parser.add_argument("--output", required=True, metavar="DIR", type=Path, help="folder of the JSON files")
-    parser.add_argument(
-        "--format", default="auto", choices=["auto", *READERS], help="of ROOT; coco: Roboflow's folders"
-    )
+    parser.add_argument("--format", default="auto", choices=["auto", *READERS], help="of ROOT")
     parser.add_argument("--split", action="append", metavar="NAME", help="repeatable; default: all images")
     division = parser.add_mutually_exclusive_group()
     division.add_argument("--folds", type=int, metavar="N", help="divide the images into N folds; needs --fold")

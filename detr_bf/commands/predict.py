@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 SHOWN_CLASSES = 5  # of an image
 MOST_ON_SHEET = 60  # images
 WRITTEN = ".detr_bf_predict.json"  # lists the files that this command has written in the output folder
-FORMATS = {  # file of each; those of yolo are several
+OBJECT_FORMATS = {  # file of each; those of yolo are several
     "json": "predictions.json",
     "jsonl": "predictions.jsonl",
     "csv": "predictions.csv",
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--panoptic", action="store_true", help="panoptic maps instead of boxes (needs a mask head)")
     parser.add_argument(
         "--format",
-        choices=FORMATS,
+        choices=OBJECT_FORMATS,
         default="json",
         help="of the objects: json (predictions.json, the default), jsonl (a line for each image), csv (a row for each "
         "object), coco (a COCO data set with scores, for labelling tools) or yolo (a label file for each image)",
@@ -264,10 +264,10 @@ def write_objects(
     form: str,
     pictures: bool,
 ) -> str:
-    """Write the objects in one of :data:`FORMATS`, and a picture of each image; return how many there are."""
+    """Write the objects in one of :data:`OBJECT_FORMATS`, and a picture of each image; return how many there are."""
     names, labels = images.picture_names(), class_labels(predictor.class_map)
     texts = {number: f"labels/{Path(name).stem}.txt" for number, name in names.items()}
-    files = [*texts.values(), "classes.txt"] if form == "yolo" else [FORMATS[form]]
+    files = [*texts.values(), "classes.txt"] if form == "yolo" else [OBJECT_FORMATS[form]]
     found = []
     with output.writing([*(names.values() if pictures else ()), *files], images):
         for number, image, prediction in predictions:
@@ -295,10 +295,10 @@ def _contents(form: str, found: Sequence[Prediction], class_map: ClassMap, texts
             "classes.txt": "".join(f"{name}\n" for name in class_map.names)
         }
     if form == "csv":
-        return {FORMATS[form]: "".join(each.to_csv(header=number == 0) for number, each in enumerate(found))}
+        return {OBJECT_FORMATS[form]: "".join(each.to_csv(header=number == 0) for number, each in enumerate(found))}
     if form == "jsonl":
-        return {FORMATS[form]: "".join(f"{each.to_json()}\n" for each in found)}
-    return {FORMATS[form]: _coco(found, class_map) if form == "coco" else [each.to_dict() for each in found]}
+        return {OBJECT_FORMATS[form]: "".join(f"{each.to_json()}\n" for each in found)}
+    return {OBJECT_FORMATS[form]: _coco(found, class_map) if form == "coco" else [each.to_dict() for each in found]}
 
 
 def _coco(found: Sequence[Prediction], class_map: ClassMap) -> dict[str, Any]:

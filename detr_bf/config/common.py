@@ -200,6 +200,7 @@ class TrainConfig:
     timeout_minutes: float = positive(30.0)  # maximum time that a process waits for the others
     log_every: int = positive(20, STEPS)  # steps between two lines of the log
     eval_every: int = positive(1)  # epochs between two evaluations
+    patience: int | None = positive(None)  # end after this many epochs without a better score; null: train all epochs
     loggers: list[str] = names_of("tensorboard", "wandb", "mlflow")  # they also get the numbers and pictures of a run
     ema: EmaConfig = field(default_factory=EmaConfig)
 

@@ -347,8 +347,8 @@ class AugmentConfig:
 class DataConfig(LoadingConfig):
     """Data sets of a detector: the folder ``root``, or COCO files for each split."""
 
-    root: str = path("")  # folder of a Pascal VOC, YOLO or Roboflow data set; empty: COCO files, see data.train
-    format: str = choice("auto", "coco", "voc", "yolo")  # of root; coco: folders of Roboflow with a COCO file in each
+    root: str = path("")  # folder of a data set in one of the forms of docs/data.md; empty: COCO files, see data.train
+    format: str = choice("auto", "coco", "csv", "voc", "yolo")  # of root; coco: COCO JSON files, Roboflow's too
     train: SplitConfig = field(default_factory=SplitConfig)
     val: SplitConfig = field(default_factory=SplitConfig)
     val_fraction: float = below_one(0.0)  # share of the training images used for validation instead; 0: see data.val

@@ -55,6 +55,7 @@ class TrainSettings:
     checkpoint_minutes: float | None = None
     keep_every: int = 0  # epochs
     eval_every: int = 1  # epochs
+    patience: int | None = None  # epochs
     ema_decay: float | None = None
     seed: int = 0  # of the generators, if their saved states cannot be used
     max_skipped: int = 0  # steps that may be skipped because their loss or gradient is not finite
@@ -130,7 +131,7 @@ class Trainer:
             if self.progress.step == 0:
                 self.save()  # a run that is killed from here on can be resumed
             self._evaluate_if_due()  # a resumed run may have been stopped before this evaluation
-            while self.progress.step < self.total_steps:
+            while self.progress.step < self.total_steps and not self._out_of_patience():
                 for batches in self._rest_of_epoch():
                     flags = self.train_step(batches)
                     bar.set_postfix_str(f"loss {flags.loss / distributed.world_size():.3f}", refresh=False)
@@ -213,6 +214,15 @@ class Trainer:
         if self.settings.keep_every and epoch % self.settings.keep_every == 0:
             others.append(self.folder.epoch(epoch))
         self.save(*others)
+
+    def _out_of_patience(self) -> bool:
+        """Return True if the last ``patience`` epochs brought no better score."""
+        progress, patience = self.progress, self.settings.patience
+        if patience is None or progress.evaluated_step - progress.best_step < patience * self.steps_per_epoch:
+            return False
+        epochs = (progress.evaluated_step - progress.best_step) / self.steps_per_epoch
+        logger.info("no better score for %g epochs, train.patience=%d: training ends here", epochs, patience)
+        return True
 
     def _evaluate(self) -> EvaluationResult:
         model = self.evaluation_model

@@ -179,6 +179,30 @@ def test_evaluations_and_the_best_checkpoint(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("epoch_*")} == {"epoch_0003.pt", "epoch_0006.pt"}
 
 
+def test_training_ends_without_a_better_score_for_some_epochs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    scores = (0.3, 0.5, 0.5, 0.4, 0.45, 0.9)
+    trainer = make(tmp_path, epochs=6, patience=3, evaluate=Scores(scores))
+    with caplog.at_level("INFO"):
+        assert trainer.train().score == 0.45
+    assert trainer.progress.step == 5 * BATCHES
+    assert "no better score for 3 epochs, train.patience=3: training ends here" in caplog.text
+    assert trainer.epochs_text == "last epoch 5 (last.pt), best epoch 2 (best.pt)"
+    last = load_checkpoint(tmp_path / "last.pt")
+    resumed = make(tmp_path, epochs=6, patience=3, evaluate=Scores(scores[5:]), resume_from=last)
+    assert resumed.train().score == 0.9, "one evaluation and no step"
+    assert resumed.progress.step == 5 * BATCHES
+    longer = make(tmp_path, epochs=6, patience=4, evaluate=Scores(scores[5:]), resume_from=last)
+    longer.train()
+    assert longer.progress.step == 6 * BATCHES
+
+
+@pytest.mark.parametrize(("patience", "epochs"), [(1, 4), (2, 4), (3, 6), (None, 8)])
+def test_patience_counts_epochs_and_not_evaluations(tmp_path: Path, patience: int | None, epochs: int) -> None:
+    trainer = make(tmp_path, epochs=8, eval_every=2, patience=patience, evaluate=Scores((0.5, 0.4, 0.3, 0.2)))
+    trainer.train()
+    assert trainer.progress.step == epochs * BATCHES
+
+
 def test_without_a_score_there_is_no_best(tmp_path: Path) -> None:
     trainer = make(tmp_path, epochs=1, evaluate=Scores((-math.inf,)))
     trainer.train()

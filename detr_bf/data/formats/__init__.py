@@ -7,8 +7,10 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
 from detr_bf.data.coco import CocoAnnotations
+from detr_bf.data.formats.coco_files import read_coco
+from detr_bf.data.formats.csv_labels import TABLES, read_csv
 from detr_bf.data.formats.folder import DataFolder, files_below, images_of
-from detr_bf.data.formats.roboflow import ANNOTATION_FILE, read_roboflow
+from detr_bf.data.formats.roboflow import ANNOTATION_FILE
 from detr_bf.data.formats.splitting import divided, split_images
 from detr_bf.data.formats.voc import read_voc
 from detr_bf.data.formats.yolo import CLASS_LIST, SETTINGS, read_yolo
@@ -19,11 +21,15 @@ from detr_bf.text import printable
 __all__ = ["READERS", "DataFolder", "divided", "images_of", "read_folder", "read_split", "split_images"]
 
 READERS: dict[str, Callable[[Path, Sequence[str]], DataFolder]] = {  # by the setting data.format
-    "coco": read_roboflow,
+    "coco": read_coco,
+    "csv": read_csv,
     "voc": read_voc,
     "yolo": read_yolo,
 }
-_FORMS = f"expected XML files of Pascal VOC, {SETTINGS[0]} or labels/*.txt of YOLO, or {ANNOTATION_FILE} of Roboflow"
+_FORMS = (
+    f"expected COCO JSON, {ANNOTATION_FILE} of Roboflow, XML files of Pascal VOC, {SETTINGS[0]} or labels/*.txt of "
+    f"YOLO, or {TABLES[0]}"
+)
 
 
 @lru_cache(maxsize=4)  # a run needs both splits several times; the folder is read once in a process
@@ -39,8 +45,8 @@ def read_folder(root: Path, form: str = "auto") -> DataFolder:
     """
     if not is_folder(root):
         raise InputError(
-            f"folder {printable(root)} does not exist: give data.root=DIR of a Pascal VOC, YOLO or Roboflow folder "
-            "(docs/data.md says how to get the data of configs/bccd.yaml and configs/cards.yaml)"
+            f"folder {printable(root)} does not exist: give data.root=DIR of a COCO, Roboflow, Pascal VOC or YOLO "
+            "folder (docs/data.md says how to get the data of configs/bccd.yaml and configs/cards.yaml)"
         )
     names = files_below(root)
     return READERS[form if form != "auto" else _form_of(root, names)](root, names)
@@ -56,6 +62,7 @@ def _form_of(root: Path, names: Sequence[str]) -> str:
     paths = [PurePosixPath(name) for name in names]
     signs = {
         "coco": any(path.name == ANNOTATION_FILE for path in paths),
+        "csv": any(path.name in TABLES for path in paths),
         "voc": any(path.suffix.lower() == ".xml" for path in paths),
         "yolo": any(
             str(path) in SETTINGS or path.name == CLASS_LIST or (path.suffix == ".txt" and "labels" in path.parts)
@@ -63,6 +70,8 @@ def _form_of(root: Path, names: Sequence[str]) -> str:
         ),
     }
     found = [form for form, present in signs.items() if present]
+    if not found and any(path.suffix.lower() == ".json" for path in paths):
+        found = ["coco"]  # other forms may have JSON files beside their labels
     if len(found) != 1:
         problem = f"could be of the forms {', '.join(found)}: give data.format" if found else f"has no labels: {_FORMS}"
         raise InputError(f"{printable(root)} {problem}")

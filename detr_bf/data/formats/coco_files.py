@@ -1,0 +1,168 @@
+"""A folder with COCO JSON files and their images, such as COCO's own or the export of CVAT and Label Studio.
+
+Read are the files ``instances_*.json``; without any, all JSON files whose content is of COCO's form. A file is a split
+named as it (``instances_train2017.json`` is ``train2017``), or if its name says nothing (``annotations.json``), as its
+folder. Category ids are those of the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from detr_bf.data.coco import CocoAnnotations, read_annotations
+from detr_bf.data.formats.folder import DataFolder, NamedSplit
+from detr_bf.data.formats.roboflow import ANNOTATION_FILE, read_roboflow
+from detr_bf.errors import InputError
+from detr_bf.files import read_json
+from detr_bf.text import listed, printable
+
+_PREFIX = "instances_"
+_PLAIN = frozenset(("annotations", "_annotations", "coco", "instances_default", "labels", "result", "result_coco"))
+_PARTS = frozenset(("images", "annotations", "categories"))
+_TRIED = 50  # images of a file that are searched
+
+
+def read_coco(root: Path, names: Sequence[str]) -> DataFolder:
+    """Read a folder of COCO files; one of Roboflow's export with :func:`read_roboflow`.
+
+    The ids of images and annotations are those of the files if they are unique over all of them; otherwise both count
+    from 1.
+
+    Args:
+        root: of the data set.
+        names: its files, relative to the root.
+
+    Raises:
+        InputError: there is no COCO file, its images are not found, or two files contradict each other.
+    """
+    if any(PurePosixPath(name).name == ANNOTATION_FILE for name in names):
+        return read_roboflow(root, names)
+    files = {name: content for name in _candidates(names) if (content := _read(root / name)) is not None}
+    if not files:
+        raise InputError(f"{printable(root)} has no JSON file with images, annotations and categories (COCO)")
+    present = frozenset(names)
+    located = {name: _located(root, name, content, present) for name, content in files.items()}
+    images: list[Mapping[str, Any]] = [image for content in located.values() for image in content.images]
+    annotations: list[Mapping[str, Any]] = [each for content in located.values() for each in content.annotations]
+    splits: dict[str, NamedSplit] = {}
+    for name, content in located.items():
+        split, chosen = _split_of(name), [image["file_name"] for image in content.images]
+        if split in splits:
+            raise InputError(f"{printable(splits[split].path)} and {printable(root / name)} are both the split {split}")
+        if split:
+            splits[split] = NamedSplit(root / name, partial(frozenset, chosen))
+    _check_distinct(root, located)
+    if len({image["id"] for image in images}) < len(images):
+        images, annotations = _renumbered(located.values())
+    if len({each.get("id") for each in annotations}) < len(annotations):
+        annotations = [{**each, "id": number} for number, each in enumerate(annotations, 1)]
+    whole = CocoAnnotations(root, images, annotations, _categories(root, located))
+    return DataFolder(root, whole, splits if len(located) > 1 else {})
+
+
+def _candidates(names: Sequence[str]) -> list[str]:
+    found = [name for name in names if name.lower().endswith(".json")]
+    return [name for name in found if PurePosixPath(name).name.startswith(_PREFIX)] or found
+
+
+def _read(path: Path) -> CocoAnnotations | None:
+    """Return the content of a COCO detection file; None for any other JSON."""
+    try:
+        content = read_json(path)
+    except ValueError as error:
+        raise InputError(f"{printable(path)} is not JSON ({error}): mend it, or move it out of the folder") from None
+    if not (isinstance(content, dict) and content.keys() >= _PARTS):
+        return None
+    found = read_annotations(path)
+    return found if found.maps is None else None
+
+
+def _split_of(name: str) -> str:
+    """Return the split that a file is named after, "" if nothing names one."""
+    path = PurePosixPath(name)
+    if path.stem not in _PLAIN:
+        return path.stem.removeprefix(_PREFIX)
+    return path.parent.name if path.parent.name not in _PLAIN else ""
+
+
+def _located(root: Path, name: str, content: CocoAnnotations, present: frozenset[str]) -> CocoAnnotations:
+    """Return the content with file names relative to the root.
+
+    Raises:
+        InputError: none of the first images is in one of the folders where they may be.
+    """
+    own, split = PurePosixPath(name).parent, _split_of(name)
+    above = [own, *own.parents]
+    folders = list(dict.fromkeys(folder / sub for folder in above for sub in _subfolders(split)))
+    given = [str(image["file_name"]) for image in content.images]
+    counts = [sum(str(folder / each) in present for each in given[:_TRIED]) for folder in folders]
+    if given and not max(counts):
+        searched = listed([str(folder) for folder in folders], 8)
+        raise InputError(
+            f"{printable(root / name)}: {printable(given[0])} and the images after it are in none of the folders "
+            f"{searched}: give data.train.images and data.train.annotations instead of data.root"
+        )
+    best = folders[counts.index(max(counts))] if given else own
+    for each in given:
+        if ".." in PurePosixPath(each).parts or PurePosixPath(each).is_absolute():
+            raise InputError(f"{printable(root / name)}: {printable(each)} leads out of the folder")
+    return replace(content, images=[{**image, "file_name": str(best / image["file_name"])} for image in content.images])
+
+
+def _subfolders(split: str) -> Iterator[str]:
+    yield from ("", "images")
+    if split:
+        yield from (split, f"images/{split}", f"{split}/images")
+
+
+def _check_distinct(root: Path, files: dict[str, CocoAnnotations]) -> None:
+    """Raise an InputError if an image is listed twice."""
+    seen: dict[str, str] = {}
+    for name, content in files.items():
+        for image in content.images:
+            other = seen.setdefault(image["file_name"], name)
+            if other != name:
+                raise InputError(
+                    f"{printable(root)}: {printable(image['file_name'])} is listed in {printable(other)} and in "
+                    f"{printable(name)}: give data.train.annotations and data.val.annotations instead of data.root"
+                )
+
+
+def _categories(root: Path, files: dict[str, CocoAnnotations]) -> list[dict[str, Any]]:
+    """Return the categories of all files by id.
+
+    Raises:
+        InputError: an id has two names.
+    """
+    found: dict[Any, dict[str, Any]] = {}
+    for content in files.values():
+        for category in content.categories:
+            other = found.setdefault(category["id"], dict(category))
+            if other.get("name") != category.get("name"):
+                raise InputError(
+                    f"{printable(content.path)} calls category {category['id']} {printable(category.get('name'))}, "
+                    f"and another file of {printable(root)} {printable(other.get('name'))}: they do not belong together"
+                )
+    return [found[number] for number in sorted(found)]
+
+
+def _renumbered(files: Iterable[CocoAnnotations]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Number the images of all files from 1.
+
+    Raises:
+        InputError: the image of an annotation is not listed.
+    """
+    images: list[Mapping[str, Any]] = []
+    annotations: list[Mapping[str, Any]] = []
+    for content in files:
+        numbers = {image["id"]: len(images) + number for number, image in enumerate(content.images, 1)}
+        for each in content.annotations:
+            if each["image_id"] not in numbers:
+                raise InputError(f"{printable(content.path)} has annotations of image {each['image_id']}, not listed")
+            annotations.append({**each, "image_id": numbers[each["image_id"]]})
+        images += [{**image, "id": numbers[image["id"]]} for image in content.images]
+    return images, annotations

@@ -1,0 +1,103 @@
+"""A folder of images with a table of their objects, one row for each: ``labels.csv``, or Roboflow's CSV export."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from detr_bf.data.formats.folder import MAX_TEXT_BYTES, AnnotatedImage, DataFolder, coco_content, is_image
+from detr_bf.errors import InputError
+from detr_bf.files import read_regular
+from detr_bf.text import printable
+
+TABLES = ("labels.csv", "annotations.csv", "_annotations.csv")
+_FILE = ("filename", "file", "file_name", "image", "image_path", "path")
+_CLASS = ("class", "label", "name", "class_name", "category")
+_CORNERS = (("xmin", "ymin", "xmax", "ymax"), ("x0", "y0", "x1", "y1"), ("x1", "y1", "x2", "y2"))
+_EXTENTS = (("x", "y", "width", "height"), ("x", "y", "w", "h"), ("left", "top", "width", "height"))
+_EXPECTED = (
+    "expected a header with a file name (filename, file, image, path), a class (class, label, name) and a box in "
+    "pixels (xmin, ymin, xmax, ymax, or x, y, width, height)"
+)
+
+
+def read_csv(root: Path, names: Sequence[str]) -> DataFolder:
+    """Read the tables of a folder; images without a row have no objects.
+
+    The files that a table names are beside it, or in the folder ``images`` beside it. A row without box names an image
+    without objects.
+
+    Args:
+        root: of the data set.
+        names: its files, relative to the root.
+
+    Raises:
+        InputError: there is no table, or a row cannot be used; the message names table and line.
+    """
+    tables = [name for name in names if PurePosixPath(name).name in TABLES]
+    if not tables:
+        raise InputError(f"{printable(root)} has no {', '.join(TABLES[:2])} (a table of the objects)")
+    objects: dict[str, list[dict[str, Any]]] = {name: [] for name in names if is_image(name)}
+    for table in tables:
+        folder, where = PurePosixPath(table).parent, printable(root / table)
+        for line, file, one in _rows(root / table, where):
+            places = [str(folder / file), str(folder / "images" / file)]
+            place = next((each for each in places if each in objects), None)
+            if place is None:
+                raise InputError(
+                    f"{where}:{line}: there is no image {printable(places[0])}, nor {printable(places[1])}"
+                )
+            objects[place] += [one] if one else []
+    images = [AnnotatedImage(name, None, found) for name, found in objects.items()]
+    return DataFolder(root, coco_content(root, images), {})
+
+
+def _rows(path: Path, where: str) -> list[tuple[int, str, dict[str, Any] | None]]:
+    """Return line, file name and object (None without a box) of each row."""
+    try:
+        text = read_regular(path, MAX_TEXT_BYTES).decode("utf-8-sig")
+        head = text.split("\n", 1)[0]
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=head.count), strict=True)
+        rows = [(reader.line_num, row) for row in reader]
+    except (OSError, ValueError, csv.Error) as error:
+        raise InputError(f"{where} cannot be used: {printable(error)}; {_EXPECTED}") from error
+    columns = {(name or "").strip().lower(): name for name in reader.fieldnames or ()}
+    file, kind = (next((columns[each] for each in known if each in columns), None) for known in (_FILE, _CLASS))
+    corners = next((each for each in _CORNERS if set(each) <= columns.keys()), None)
+    box = corners or next((each for each in _EXTENTS if set(each) <= columns.keys()), None)
+    if file is None or kind is None or box is None:
+        raise InputError(f"{where} has the columns {printable(', '.join(columns))}; {_EXPECTED}")
+    sides = [columns[each] for each in box]
+    return [
+        (line, _text(row, file), _object(f"{where}:{line}", row, kind, sides, corners is not None))
+        for line, row in rows
+    ]
+
+
+def _object(
+    where: str, row: Mapping[str, Any], kind: str, sides: Sequence[str], corners: bool
+) -> dict[str, Any] | None:
+    texts, name = [_text(row, side) for side in sides], _text(row, kind)
+    if not any(texts):
+        return None
+    try:
+        values = [float(text) for text in texts]
+    except ValueError:
+        values = [math.nan]
+    if not name:
+        raise InputError(f"{where} has a box and no class")
+    if not all(map(math.isfinite, values)):
+        raise InputError(f"{where} has the box {printable(', '.join(texts))}, expected four numbers")
+    x, y, width, height = values
+    if corners:
+        width, height = width - x, height - y
+    return {"name": name, "bbox": [x, y, width, height], "area": max(0.0, width) * max(0.0, height), "iscrowd": 0}
+
+
+def _text(row: Mapping[str, Any], column: str) -> str:
+    value = row.get(column)
+    return value.strip() if isinstance(value, str) else ""
