@@ -10,13 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from detr_bf.classification.predictor import ClassifierPredictor
+    from detr_bf.finetuning import finetune
     from detr_bf.models import create_model, list_models, load, load_classifier
+    from detr_bf.prediction import Prediction
     from detr_bf.predictor import Predictor
 
-__all__ = ["ClassifierPredictor", "Predictor", "create_model", "list_models", "load", "load_classifier"]
+__all__ = [
+    "ClassifierPredictor",
+    "Prediction",
+    "Predictor",
+    "create_model",
+    "finetune",
+    "list_models",
+    "load",
+    "load_classifier",
+]
 __version__ = "0.1.0"
 
-_MODULES = {"ClassifierPredictor": "detr_bf.classification.predictor", "Predictor": "detr_bf.predictor"}
+_MODULES = {
+    "ClassifierPredictor": "detr_bf.classification.predictor",
+    "Prediction": "detr_bf.prediction",
+    "Predictor": "detr_bf.predictor",
+    "finetune": "detr_bf.finetuning",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -32,7 +32,7 @@ def create_model(
     """Return the detector of the recipe ``configs/*/NAME.yaml`` with newly initialised weights.
 
     Args:
-        name: see :func:`list_models`.
+        name: see :func:`list_models`; or a YAML file.
         num_classes: number of classes of the data, without no-object.
         pretrained_backbone: load the backbone weights that the recipe names (ImageNet); may download them.
         overrides: ``key=value`` settings as on the command line, such as ``"model.num_queries=50"``.
@@ -49,14 +49,25 @@ def recipe_config(name: str, overrides: Sequence[str] = ()) -> DetectionConfig:
     Raises:
         InputError: no such recipe, or an unknown setting.
     """
+    config: DetectionConfig = load_config(recipe_file(name), list(overrides), task="detection")
+    return config
+
+
+def recipe_file(name: str) -> Path:
+    """Return the file of a recipe of :func:`list_models`; ``name`` may also be that of a YAML file.
+
+    Raises:
+        InputError: no such recipe.
+    """
+    if name.endswith((".yaml", ".yml")):
+        return Path(name)  # the loader reports a missing file
     recipes = _recipes()
     if name not in recipes:
         shown = printable(name)
         near = difflib.get_close_matches(shown, recipes, n=3, cutoff=0.4)
         hint = f"; nearest: {', '.join(near)}" if near else ""
         raise InputError(f"there is no model '{shown}'{hint}. detr_bf.list_models() names all {len(recipes)}")
-    config: DetectionConfig = load_config(recipes[name], list(overrides), task="detection")
-    return config
+    return recipes[name]
 
 
 def _recipes() -> dict[str, Path]:

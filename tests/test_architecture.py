@@ -80,7 +80,14 @@ ALLOWED: dict[str, set[str]] = {
     | WORK
     | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}
     | {"prediction", "tasks", "replay", "run", "planning", "analysis", "comparison", "models"},
-    "__init__": {"models", "predictor", "classification"},  # the public names, imported on first use
+    "finetuning": {"errors", "text", "config", "data", "models", "predictor", "run", "tasks"},
+    "__init__": {
+        "models",
+        "predictor",
+        "prediction",
+        "finetuning",
+        "classification",
+    },  # the public names, imported on first use
     "__main__": {"commands"},
     "interop/detectron2": GROUND
     | MODEL

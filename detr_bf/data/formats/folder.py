@@ -67,10 +67,15 @@ class DataFolder:
         return images_of(self.content, chosen, self.root / name)
 
     @property
+    def split_names(self) -> list[str]:
+        """Names of the splits: those that files define, and subfolders."""
+        folders = {str(PurePosixPath(canonical(image["file_name"])).parent) for image in self.content.images} - {"."}
+        return sorted({*self.splits, *folders})
+
+    @property
     def known_splits(self) -> str:
         """Names of the splits, for messages."""
-        folders = {str(PurePosixPath(canonical(image["file_name"])).parent) for image in self.content.images} - {"."}
-        return listed(sorted({*self.splits, *folders}), 20) or "none"
+        return listed(self.split_names, 20) or "none"
 
 
 def images_of(content: CocoAnnotations, file_names: Collection[str], path: Path) -> CocoAnnotations:

@@ -1,0 +1,116 @@
+"""Fine-tuning on a folder from Python: a thin front to the training command."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import detr_bf
+from detr_bf.commands.train import main as train_command
+from detr_bf.config import load_config, packaged_configs
+from detr_bf.data.formats import read_folder
+from detr_bf.engine import load_checkpoint
+from detr_bf.errors import InputError
+from detr_bf.finetuning import MOST_EPOCHS, RUN_STEPS, _data_settings, _epochs
+from detr_bf.models import recipe_file
+from tests.data.formats.test_coco_and_csv import CORNERS, table, write
+
+Factory = Callable[..., SimpleNamespace]
+TINY = """
+model:
+  hidden_dim: 32
+  heads: 2
+  encoder_layers: 1
+  decoder_layers: 1
+  feedforward_dim: 32
+  num_queries: 6
+  backbone: {name: resnet18, weights: none}
+data: {transforms: {short_sides: [64], max_size: 96, eval_short_side: 64}, workers: 0}
+"""
+SMALL = ["device=cpu", "train.epochs=2", "data.workers=0", "train.ema.enabled=false"]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return str(tmp_path / "tiny.yaml")
+
+
+@pytest.fixture
+def photos(coco_folder: Factory, tmp_path: Path) -> Path:
+    """Write a folder with the splits train and valid."""
+    for name, first in (("train", 1), ("valid", 101)):
+        write(tmp_path / "photos", f"{name}/annotations.json", name, coco_folder(name=name, first_image_id=first))
+    return tmp_path / "photos"
+
+
+def test_it_is_the_command_that_it_logs(
+    photos: Path, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caplog.at_level(logging.INFO):
+        detector = detr_bf.finetune(photos, model=tiny, output=tmp_path / "run", overrides=SMALL)
+    assert {"best.pt", "last.pt", "report.html", "evaluation.json"} <= {
+        each.name for each in (tmp_path / "run").iterdir()
+    }
+    found = detector(photos / "valid" / "0101.png", 0)
+    assert len(found) == 6
+    assert set(found.names) <= {"class3", "class7", "class90"}
+    (logged,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("same as: ")]
+    program, command, *arguments = shlex.split(logged.removeprefix("same as: "))
+    assert (program, command) == ("detr-bf", "train")
+    assert train_command([*arguments, f"output_dir={tmp_path / 'again'}"]) == 0
+    first, second = (load_checkpoint(tmp_path / name / "last.pt").model for name in ("run", "again"))
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_a_run_is_continued_or_refused(photos: Path, tiny: str, tmp_path: Path) -> None:
+    detr_bf.finetune(photos, model=tiny, output=tmp_path / "run", overrides=[*SMALL, "train.max_steps=1"])
+    with pytest.raises(InputError, match="run"):
+        detr_bf.finetune(photos, model=tiny, output=tmp_path / "run", overrides=SMALL)
+    detr_bf.finetune(photos, model=tiny, output=tmp_path / "run", overrides=SMALL, resume=True)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in records if each["kind"] == "val"] == [1, 2]
+    started = ["train.max_steps=1", *SMALL]
+    detr_bf.finetune(photos, model=tiny, output=tmp_path / "more", init_from=tmp_path / "run", overrides=started)
+
+
+def test_splits_and_length_follow_the_folder(photos: Path, tmp_path: Path) -> None:
+    assert _data_settings(photos)[-2:] == ["data.train.split=train", "data.val.split=valid"]
+    single = table(tmp_path / "single", CORNERS)
+    assert _data_settings(single)[-1] == "data.val_fraction=0.2"
+    files = [recipe_file("deformable_detr_r50_refine"), packaged_configs()["finetune"]]
+    assert _epochs(files, _data_settings(single), single) == MOST_EPOCHS
+    rows = ["file,class,x,y,w,h", *(f"{number}.jpg,dog,1,2,3,4" for number in range(1000))]
+    for number in range(1000):
+        (single / f"{number}.jpg").write_bytes((single / "a.jpg").read_bytes())
+    (single / "labels.csv").write_text("\n".join(rows))
+    read_folder.cache_clear()
+    assert _epochs(files, _data_settings(single), single) == -(-RUN_STEPS // -(-0.8 * 1003 // 4))
+
+
+@pytest.mark.parametrize("name", ["detr_r50_bfv2", "dino_r50_4scale", "rtdetr_r50"])
+def test_the_preset_is_merged_after_any_recipe(name: str, photos: Path) -> None:
+    config = load_config([recipe_file(name), packaged_configs()["finetune"]], _data_settings(photos), task="detection")
+    assert config.train.patience == 15
+    assert config.data.root == str(photos)
+    assert not config.data.train.images
+    assert config.model.name == load_config(recipe_file(name), task="detection").model.name
+
+
+def test_what_can_be_corrected_is_said_before_training(photos: Path, tiny: str, tmp_path: Path) -> None:
+    for arguments, said in (
+        ({"data": tmp_path / "missing"}, "does not exist: give data.root"),
+        ({"model": "toaster"}, "there is no model 'toaster'"),
+        ({"output": ""}, "finetune needs the folder of the run"),
+        ({"overrides": ["train.epoch=3"]}, "train.epoch"),
+    ):
+        with pytest.raises(InputError, match=said):
+            detr_bf.finetune(**{"data": photos, "model": tiny, "output": tmp_path / "run", **arguments})
+        assert not (tmp_path / "run").exists()
