@@ -14,6 +14,8 @@ from detr_bf.detectors import Detector
 from detr_bf.engine import checkpoint_of, load_checkpoint
 from detr_bf.errors import InputError
 from detr_bf.predictor import Predictor
+from detr_bf.sharing import WEIGHTS as SHARED_WEIGHTS
+from detr_bf.sharing import is_shared, load_shared
 from detr_bf.tasks import task_of
 from detr_bf.text import printable
 
@@ -77,7 +79,9 @@ def _recipes() -> dict[str, Path]:
 
 
 def load(path: str | Path, device: str = "auto") -> Predictor:
-    """Return the detector of a checkpoint, or of a run folder's best (else last) checkpoint, in evaluation mode.
+    """Return the detector of a checkpoint, of a run folder's best (else last) checkpoint, or of a saved folder.
+
+    It is in evaluation mode.
 
     Raises:
         InputError: the file is missing, damaged or not a checkpoint of ours, or not a detector's.
@@ -106,8 +110,12 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor | Classi
     Raises:
         InputError: see :func:`load`, or the model predicts nothing, such as a masked autoencoder.
     """
-    source = checkpoint_of(Path(path).expanduser())
-    checkpoint = load_checkpoint(source)
+    given = Path(path).expanduser()
+    if is_shared(given):
+        source, checkpoint = given / SHARED_WEIGHTS, load_shared(given)
+    else:
+        source = checkpoint_of(given)
+        checkpoint = load_checkpoint(source)
     config = config_from_dict(checkpoint.config, source=f"the config in {source}")
     config.device = device
     predictor: Predictor | ClassifierPredictor = task_of(config).predictor(checkpoint, source)

@@ -30,6 +30,7 @@ from detr_bf.files import is_folder
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.prediction import Prediction
 from detr_bf.progress import progress_bar
+from detr_bf.sharing import Origin, save_shared
 from detr_bf.structures import Batch, ClassMap, Detections, PanopticMap, Target
 from detr_bf.text import printable
 from detr_bf.tiling import check_tile, join_tiles, tiles_of
@@ -79,6 +80,7 @@ class Predictor:
     device: torch.device
     max_pixels: int = MAX_PIXELS  # of an image
     thresholds: ScoreThresholds | None = None  # of the checkpoint
+    origin: Origin | None = None  # the checkpoint
 
     @overload
     def __call__(
@@ -211,6 +213,27 @@ class Predictor:
         for batch in progress_bar(loader, total=len(batches), desc="evaluating", unit="batch", leave=False):
             boxes.update(self._detect(batch, half))
         return Result(boxes.summarize(), boxes.summarize_masks() if masks else None)
+
+    def save(self, folder: str | Path, *, name: str = "", license: str | None = None) -> None:
+        """Write a folder to give to others, which :func:`detr_bf.load` reads.
+
+        It holds ``model.safetensors``, ``config.json`` (settings, classes, threshold, metrics, no paths) and
+        ``README.md``, a model card with what the run's folder says of data and metrics.
+
+        Args:
+            folder: new folder, or one without these files.
+            name: title of the model card; by default the name of the folder.
+            license: of the weights, as the Hugging Face Hub abbreviates it, such as ``apache-2.0``.
+
+        Raises:
+            InputError: one of the files exists or cannot be written, or the predictor was not loaded from a file.
+        """
+        if self.origin is None:
+            raise InputError("only a detector that detr_bf.load has read can be saved")
+        title, folder = printable(name or Path(folder).name), Path(folder)
+        licence = None if license is None else printable(license)
+        weights = self.model.state_dict()
+        save_shared(folder, weights, self.class_map, self.thresholds, self.origin, name=title, licence=licence)
 
     def _on(self, device: str | torch.device | None) -> Predictor:
         """Return the predictor with a model on ``device``."""

@@ -62,20 +62,22 @@ ALLOWED: dict[str, set[str]] = {
     "interop": {"errors", "text", "structures", "files"},
     "prediction": GROUND | WORK,
     "tiling": GROUND | WORK,
-    "predictor": GROUND | MODEL | WORK | {"prediction", "tiling"},
+    "sharing": GROUND | WORK | {"__init__", "engine", "interop"},
+    "predictor": GROUND | MODEL | WORK | {"prediction", "tiling", "sharing"},
     "classification": GROUND | MODEL | WORK | {"plugins", "config", "engine", "predictor"},
     "assembly": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "interop"},
     "conversion": {"errors", "files", "structures", "interop"},
     "tasks": GROUND
     | MODEL
     | WORK
-    | {"plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"},
+    | {"plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor", "sharing"},
     "replay": {"errors", "text", "config", "engine", "assembly", "tasks"},
     "run": {"errors", "text", "distributed", "files", "progress", "config", "engine", "report", "assembly", "tasks"},
     "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
     "analysis": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "assembly", "tasks"},
     "comparison": GROUND | {"config", "data", "evaluation", "report", "engine", "tasks"},
-    "models": {"errors", "text", "config", "detectors", "engine", "assembly", "predictor", "tasks", "classification"},
+    "models": {"errors", "text", "config", "detectors", "engine", "assembly", "predictor", "sharing", "tasks"}
+    | {"classification"},
     "commands": GROUND
     | WORK
     | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}

@@ -218,6 +218,7 @@ class DetectionTask(Task[DetectionConfig]):
 
     def predictor(self, checkpoint: Checkpoint, source: Path) -> Predictor:
         from detr_bf.predictor import Predictor  # not needed for training
+        from detr_bf.sharing import Origin
 
         config, classes = self.config, checkpoint.classes
         model = build_and_load(lambda: self.build_model(classes.num_classes), checkpoint.weights, source)
@@ -238,6 +239,7 @@ class DetectionTask(Task[DetectionConfig]):
             device=device_of(config),
             max_pixels=config.data.max_pixels,
             thresholds=checkpoint.score_thresholds,
+            origin=Origin(checkpoint.config, source, ((checkpoint.training or {}).get("progress") or {}).get("step")),
         )
 
     def deploy(self, checkpoint: Checkpoint, source: Path, target: Path) -> str:
