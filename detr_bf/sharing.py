@@ -10,12 +10,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from detr_bf import __version__
 from detr_bf.engine import Checkpoint
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ScoreThresholds
@@ -82,7 +82,7 @@ def save_shared(
     metrics = _metrics_of(origin)
     content = {
         "format": _FORMAT,
-        "detr_bf": __version__,
+        "detr_bf": version("detr_bf"),
         "name": name,
         "license": licence,
         "classes": classes.to_dict(),

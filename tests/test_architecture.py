@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "interop": {"errors", "text", "structures", "files"},
     "prediction": GROUND | WORK,
     "tiling": GROUND | WORK,
-    "sharing": GROUND | WORK | {"__init__", "engine", "interop"},
+    "sharing": GROUND | WORK | {"engine", "interop"},
     "predictor": GROUND | MODEL | WORK | {"prediction", "tiling", "sharing"},
     "classification": GROUND | MODEL | WORK | {"plugins", "config", "engine", "predictor"},
     "assembly": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "interop"},
