@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import shlex
@@ -9,10 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from detr_bf.config import DetectionConfig, load_config, packaged_configs
+from detr_bf.config.detection import DataConfig
 from detr_bf.data.formats import read_folder
 from detr_bf.errors import InputError
 from detr_bf.models import load, recipe_file
 from detr_bf.predictor import Predictor
+from detr_bf.progress import setup_logging
 from detr_bf.run import train
 from detr_bf.tasks import task_of
 from detr_bf.text import printable
@@ -24,6 +27,8 @@ MOST_EPOCHS = 300
 VAL_FRACTION = 0.2  # of a folder without validation split
 TRAIN_NAMES = ("train", "train2017", "training")
 VAL_NAMES = ("val", "valid", "validation", "val2017", "dev")
+_OTHER_NAMES = ("trainval", "test", "test2017", "testing")  # they, too, show that a folder has splits
+_SPLIT_SETTINGS = ("data.train.", "data.val.", "data.val_fraction", "data.fold")
 
 
 def finetune(
@@ -39,11 +44,12 @@ def finetune(
 
     This is ``detr-bf train MODEL finetune data.root=DATA output_dir=OUTPUT ...``, and logs that command: the data are
     checked before the first step, and evaluation, results and a report are in ``output``. Splits named train and val
-    (or valid, ...) are used; without them a fifth of the training images is for validation. The number of epochs gives
-    about ``RUN_STEPS`` optimizer steps, at most ``MOST_EPOCHS`` epochs.
+    (or valid, ...) are used; of a folder without val a fifth of the training images is for validation, of a folder
+    without splits a fifth of all images. The number of epochs gives about ``RUN_STEPS`` optimizer steps, at most
+    ``MOST_EPOCHS`` epochs.
 
     Args:
-        data: folder in one of the forms that docs/data.md lists, or the arguments of ``data.*`` in ``overrides``.
+        data: folder in one of the forms that docs/data.md lists.
         output: new folder of the run, or with ``resume`` the folder of a run.
         model: name of a recipe (:func:`detr_bf.list_models`) or a YAML file.
         init_from: checkpoint or run to start from; by default the backbone's weights that the recipe names.
@@ -55,38 +61,49 @@ def finetune(
     """
     if not str(output).strip():
         raise InputError("finetune needs the folder of the run: output='runs/mine'")
-    chosen = [*_data_settings(Path(data)), f"output_dir={output}"]
-    if init_from is not None:
-        chosen.append(f"init_from={init_from}")
-    files, names = [recipe_file(model), packaged_configs()["finetune"]], {_name(each) for each in overrides}
+    paths = {"data.root": data, "output_dir": output} | ({} if init_from is None else {"init_from": init_from})
+    names = {each.partition("=")[0].strip() for each in overrides}
+    # quoted, because the values of settings are YAML: 007 would be a number, and "a #1" end at the blank
+    chosen = [
+        f"{name}={json.dumps(str(Path(path).expanduser()), ensure_ascii=False)}"
+        for name, path in paths.items()
+        if name not in names
+    ]
+    files = [recipe_file(model), packaged_configs()["finetune"]]
+    if not any(name.startswith(_SPLIT_SETTINGS) for name in names):
+        chosen += _split_settings(load_config(files, [*chosen, *overrides], task="detection").data)
     if "train.epochs" not in names:
-        chosen.append(f"train.epochs={_epochs(files, [*chosen, *overrides], Path(data))}")
-    chosen = [each for each in chosen if _name(each) not in names]
-    command = shlex.join(["detr-bf", "train", model, "finetune", *chosen, *overrides])
-    logger.info("same as: %s", printable(command, limit=2000))
-    train(task_of(load_config(files, [*chosen, *overrides], task="detection")), resume_if_possible=resume)
-    return load(output)
+        chosen.append(f"train.epochs={_epochs(load_config(files, [*chosen, *overrides], task='detection'))}")
+    config: DetectionConfig = load_config(files, [*chosen, *overrides], task="detection")
+    setup_logging()
+    command = ["detr-bf", "train", model, "finetune", *chosen, *overrides, *(["--auto-resume"] if resume else [])]
+    logger.info("same as: %s", printable(shlex.join(command), limit=2000))
+    train(task_of(config), resume_if_possible=resume)
+    return load(config.output_dir, config.device)
 
 
-def _name(override: str) -> str:
-    return override.partition("=")[0].strip()
+def _split_settings(data: DataConfig) -> list[str]:
+    """Return the settings of the splits of a folder, or of a division of its images.
+
+    Raises:
+        InputError: the folder has splits, and it is not clear which one is for training.
+    """
+    folder = read_folder(Path(data.root), data.format)
+    first = {name.split("/")[0] for name in folder.split_names} | set(folder.splits)
+    known = {name.lower(): name for name in sorted(first)}
+    train, val = (next((known[name] for name in names if name in known), "") for names in (TRAIN_NAMES, VAL_NAMES))
+    if not train and (folder.splits or any(name in known for name in (*VAL_NAMES, *_OTHER_NAMES))):
+        raise InputError(
+            f"{printable(data.root)} has no split train; its splits: {folder.known_splits}. Give "
+            "overrides=['data.train.split=NAME', 'data.val.split=NAME'] (or data.val_fraction=0.2 for the second)"
+        )
+    settings = [f"data.train.split={json.dumps(train)}"] if train else []
+    return [*settings, f"data.val.split={json.dumps(val)}" if val else f"data.val_fraction={VAL_FRACTION}"]
 
 
-def _data_settings(root: Path) -> list[str]:
-    """Return the settings that read a folder, with its splits or a division of its images."""
-    folder = read_folder(root)
-    known = folder.split_names
-    train, val = (next((each for each in names if each in known), "") for names in (TRAIN_NAMES, VAL_NAMES))
-    settings = [f"data.root={root}"]
-    if train and val:
-        return [*settings, f"data.train.split={train}", f"data.val.split={val}"]
-    return [*settings, *([f"data.train.split={train}"] if train else []), f"data.val_fraction={VAL_FRACTION}"]
-
-
-def _epochs(files: Sequence[Path], settings: Sequence[str], root: Path) -> int:
+def _epochs(config: DetectionConfig) -> int:
     """Return the number of epochs for about ``RUN_STEPS`` optimizer steps."""
-    config: DetectionConfig = load_config(files, list(settings), task="detection")
-    data = config.data
-    images = len(read_folder(root).split(data.train.split or "").images) * (1 - data.val_fraction)
-    steps = max(1, math.ceil(images / (config.train.batch_size * config.train.accumulate)))
-    return min(MOST_EPOCHS, math.ceil(RUN_STEPS / steps))
+    data, train = config.data, config.train
+    images = len(read_folder(Path(data.root), data.format).split(data.train.split or "").images)
+    used = images * ((data.folds - 1) / data.folds if data.folds else 1 - data.val_fraction)
+    return min(MOST_EPOCHS, math.ceil(RUN_STEPS / max(1, math.ceil(used / (train.batch_size * train.accumulate)))))

@@ -61,6 +61,8 @@ def recipe_file(name: str) -> Path:
     Raises:
         InputError: no such recipe.
     """
+    if not isinstance(name, str):
+        raise InputError(f"a model is the name of a recipe, see detr_bf.list_models(), not {printable(repr(name))}")
     if name.endswith((".yaml", ".yml")):
         return Path(name)  # the loader reports a missing file
     recipes = _recipes()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from pycocotools import mask as coco_mask
 from torch import Tensor
 from torchvision.transforms.v2 import functional as transforms
 
@@ -72,7 +74,7 @@ class Prediction(Detections):
         """Pixels (3, H, W) uint8 RGB.
 
         Raises:
-            InputError: its file was removed or changed.
+            InputError: its file was removed, or replaced by an image of another size.
         """
         if isinstance(self.given, Tensor):
             return self.given
@@ -85,21 +87,23 @@ class Prediction(Detections):
         """Return the masks (N, H, W) bool; None for a detector without mask head."""
         if self.masks is None:
             return None
-        from pycocotools import mask as coco_mask
-
         return np.array([coco_mask.decode(dict(each)) for each in self.masks], bool).reshape(-1, *self.size)
 
-    def plot(self) -> Image.Image:
-        """Draw boxes, classes, scores and masks on the image; a small image is enlarged."""
+    def plot(self, class_names: Sequence[str] | None = None) -> Image.Image:
+        """Draw boxes, classes, scores and masks on the image; a small image is enlarged.
+
+        Args:
+            class_names: drawn name of each class, by default those of :func:`detr_bf.report.class_labels`.
+        """
         from detr_bf.report import class_labels, draw_boxes  # imports matplotlib
         from detr_bf.report.drawing import class_colour
 
-        image, bitmaps = self.image.permute(1, 2, 0).numpy().copy(), self.bitmaps()
-        if bitmaps is not None:
-            for bitmap, label in reversed(list(zip(bitmaps, self.labels.tolist(), strict=True))):
-                image[bitmap] = (1 - _MASK_SHARE) * image[bitmap] + _MASK_SHARE * np.array(class_colour(label))
+        image = self.image.permute(1, 2, 0).numpy().copy()
+        for mask, label in reversed(list(zip(self.masks or (), self.labels.tolist(), strict=self.masks is not None))):
+            bitmap = coco_mask.decode(dict(mask)).astype(bool)
+            image[bitmap] = (1 - _MASK_SHARE) * image[bitmap] + _MASK_SHARE * np.array(class_colour(label))
         picture = torch.from_numpy(image).permute(2, 0, 1)
-        names = class_labels(self.class_map)
+        names = class_labels(self.class_map) if class_names is None else class_names
         drawn: Image.Image = transforms.to_pil_image(draw_boxes(picture, self.boxes, self.labels, names, self.scores))
         return drawn
 
@@ -119,9 +123,8 @@ class Prediction(Detections):
         Boxes are x, y, width, height in pixels; masks are COCO's compressed run lengths.
         """
         objects: list[dict[str, Any]] = []
-        for number, (box, score) in enumerate(zip(self._coco_boxes(), self.scores.tolist(), strict=True)):
-            category = {"category_id": self.category_ids[number], "name": self.names[number]}
-            found = {**category, "score": score, "bbox": box}
+        for number, (_, category_id, name, score, *box) in enumerate(self.rows()):
+            found = {"category_id": category_id, "name": name, "score": score, "bbox": box}
             objects.append(found if self.masks is None else {**found, "segmentation": self.masks[number]})
         return {"file": self.source, "objects": objects}
 

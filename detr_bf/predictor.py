@@ -7,7 +7,7 @@ import logging
 import numbers
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, overload
@@ -62,9 +62,9 @@ class Predictor:
     Only detections with a score of at least ``threshold`` are returned: a number, ``"class"`` for the stored threshold
     of each class, or None for the stored threshold of all classes (0.5 if the checkpoint has none). Stored
     thresholds are those with the highest F1 in the last evaluation before the checkpoint was written; with 0 all
-    ``eval.max_detections`` are returned.
+    ``eval.max_detections`` of an image, or of each part with ``tile``, are returned.
 
-    Arguments of all methods:
+    Arguments of several methods:
 
     - ``bgr``: arrays and tensors have the channel order blue, green, red (OpenCV's).
     - ``half``: compute in float16 on a GPU and in bfloat16 on a CPU, where autocast allows it.
@@ -81,6 +81,7 @@ class Predictor:
     max_pixels: int = MAX_PIXELS  # of an image
     thresholds: ScoreThresholds | None = None  # of the checkpoint
     origin: Origin | None = None  # the checkpoint
+    _copies: dict[str, Predictor] = field(default_factory=dict, init=False, repr=False, compare=False)  # by device
 
     @overload
     def __call__(
@@ -170,7 +171,8 @@ class Predictor:
                 cannot be read are left out, and listed in a warning at the end.
             batch_size: images, or with ``tile`` parts, of a forward pass.
             threshold, half, tile, bgr: see the class.
-            device: where to compute, by default on the predictor's device; a copy of the model is made for another.
+            device: where to compute, by default on the predictor's device; for another, a copy of the model is made
+                at the first call and kept.
 
         Raises:
             InputError: ``images`` is a single image, one of them is no image or cannot be read, or an argument has a
@@ -178,7 +180,8 @@ class Predictor:
         """
         call = _Call(self.least_scores(threshold), batch_size, half, check_tile(tile), bgr, skip=_is_folder(images))
         given: Any = list(image_files([Path(images)])) if call.skip else images  # type: ignore[arg-type]
-        return self._on(device)._predict(chunks(given, batch_size), call)
+        numbered = chunks(given, batch_size if tile is None else 1)  # the parts of one image are many
+        return self._on(device)._predict(numbered, call)
 
     def evaluate(
         self,
@@ -237,12 +240,21 @@ class Predictor:
 
     def _on(self, device: str | torch.device | None) -> Predictor:
         """Return the predictor with a model on ``device``."""
+        if device is None or device == "auto":
+            return self
         try:
-            if device is None or torch.device(device) == self.device:
+            wanted = torch.device(device)
+            if wanted.type == "cuda" and wanted.index is None:
+                wanted = torch.device("cuda", torch.cuda.current_device())
+            if wanted == self.device or (self.device.index is None and wanted.type == self.device.type == "cuda"):
                 return self
-            return replace(self, model=copy.deepcopy(self.model).to(device), device=torch.device(device))
-        except (RuntimeError, AssertionError) as error:  # torch without CUDA raises an AssertionError
+            if wanted.type == "meta":
+                raise RuntimeError("its tensors have no values")
+            if str(wanted) not in self._copies:
+                self._copies[str(wanted)] = replace(self, model=copy.deepcopy(self.model).to(wanted), device=wanted)
+        except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA raises an AssertionError
             raise InputError(f"device={printable(str(device))} cannot be used: {printable(error)}") from error
+        return self._copies[str(wanted)]
 
     def _predict(self, numbered: Iterator[list[tuple[int, ImageLike]]], call: _Call) -> Iterator[Prediction]:
         """Yield the predictions of lists of images."""
@@ -279,9 +291,14 @@ class Predictor:
             for batch in iter(lambda: list(islice(samples, call.batch_size)), [])
             for each in self._detect(Batch.collate(batch), call.half)
         )
-        for (_, image, pixels), size, places in zip(images, sizes, parts, strict=True):
+        for (number, image, pixels), size, places in zip(images, sizes, parts, strict=True):
             joined = join_tiles([(place, next(found)) for place in places], size)
             source = str(image) if isinstance(image, (str, os.PathLike)) else ""
+            if not (joined.boxes.isfinite().all() and joined.scores.isfinite().all()):
+                raise InputError(
+                    f"{printable(source) or f'image {number}'}: the detector's boxes or scores are not finite: "
+                    f"{'give half=False' if call.half else 'take an earlier checkpoint, or train it anew'}"
+                )
             yield Prediction(
                 **vars(joined),
                 class_map=self.class_map,
@@ -328,7 +345,7 @@ class Predictor:
 
 def _above(detections: Detections, least: Tensor) -> Detections:
     """Return the detections whose scores reach the least score of their class, (K,)."""
-    keep = detections.scores.cpu().double() >= least[detections.labels.cpu()]
+    keep = ~(detections.scores.cpu().double() < least[detections.labels.cpu()])  # NaN is kept, and refused later
     masks = detections.masks and tuple(mask for mask, kept in zip(detections.masks, keep, strict=True) if kept)
     keep = keep.to(detections.scores.device)
     boxes, scores, labels = (x[keep] for x in (detections.boxes, detections.scores, detections.labels))
@@ -349,7 +366,10 @@ def chunks(images: Iterable[ImageLike], batch_size: int) -> Iterator[list[tuple[
     """Yield lists of ``batch_size`` images with their indices; the last list may be shorter."""
     check_batch_size(batch_size)
     is_one = isinstance(images, (Tensor, np.ndarray)) and images.ndim < 4
-    if is_one or isinstance(images, (str, os.PathLike)) or not isinstance(images, Iterable):
-        raise InputError(f"predict takes several images, such as a list, got {described(images)}: call the predictor")
+    if isinstance(images, (str, os.PathLike)) and not Path(images).is_file():
+        raise InputError(f"there is no folder {printable(images)}: predict takes a folder or several images")
+    is_one = is_one or isinstance(images, (str, bytes, bytearray, memoryview, os.PathLike))
+    if is_one or not isinstance(images, Iterable):
+        raise InputError(f"predict takes several images, and this is {described(images)}: call the predictor itself")
     numbered = enumerate(images)
     return iter(lambda: list(islice(numbered, batch_size)), [])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -108,15 +109,17 @@ def load_shared(folder: Path) -> Checkpoint:
         raise InputError(f"{printable(path)} cannot be read ({printable(error)}): get the folder again") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise InputError(f"{printable(path)} is not of the form '{_FORMAT}': it was written by another program")
-    expected = content.get("weights") or {}
-    if _sha256(folder / WEIGHTS) != expected.get("sha256"):
+    expected = content.get("weights")
+    if not isinstance(expected, dict) or _sha256(folder / WEIGHTS) != expected.get("sha256"):
         raise InputError(f"{printable(folder / WEIGHTS)} is not the file that was saved: get the folder again")
     try:
-        ClassMap.from_dict(content["classes"])
-        return Checkpoint(
-            read_safetensors(folder / WEIGHTS), content["classes"], content["config"], thresholds=content["thresholds"]
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        weights, thresholds = read_safetensors(folder / WEIGHTS), content["thresholds"]
+        found = Checkpoint(weights, content["classes"], content["config"], thresholds=thresholds)
+        given = found.score_thresholds
+        if given is not None and len(given.by_class) != found.classes.num_classes:
+            raise ValueError(f"{len(given.by_class)} thresholds for {found.classes.num_classes} classes")
+        return found
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{printable(path)} lacks a part or has a wrong one: {printable(error)}") from error
 
 
@@ -157,7 +160,7 @@ def _metrics_of(origin: Origin) -> dict[str, float] | None:
         except ValueError:
             continue
         if isinstance(record, dict) and record.get("kind") == "val" and record.get("step") == origin.step:
-            found = {key: value for key, value in record.items() if isinstance(value, float)}
+            found = {key: value for key, value in record.items() if isinstance(value, float) and math.isfinite(value)}
     return found
 
 

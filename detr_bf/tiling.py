@@ -104,24 +104,23 @@ def join_tiles(found: Sequence[tuple[TilePlace, Detections]], size: tuple[int, i
 def _same_objects(boxes: Tensor, scores: Tensor, labels: Tensor, tile: Tensor, places: Tensor) -> list[list[int]]:
     """Return the groups of detections of one object, best first; in a group, too, the best is first.
 
-    A detection joins the group of the best one that it is the same object as, at most one detection of a part.
+    A detection joins all groups of detections that it is the same object as; a group has at most one detection of each
+    part.
     """
     order = torch.argsort(scores, descending=True, stable=True)
-    groups: dict[int, list[int]] = {}
-    of: dict[int, int] = {}
-    for rank, each in enumerate(order.tolist()):
-        before = order[:rank]
+    rank = {each: number for number, each in enumerate(order.tolist())}
+    group_of: dict[int, list[int]] = {}
+    for number, each in enumerate(rank):
+        group_of[each] = [each]
+        before = order[:number]
         before = before[(labels[before] == labels[each]) & (tile[before] != tile[each])]
         overlap = _common_iou(boxes[each], places[each], boxes[before], places[before])
         for other in before[overlap >= SAME].tolist():
-            if not any(tile[member] == tile[each] for member in groups[of[other]]):
-                of[each] = of[other]
-                groups[of[each]].append(each)
-                break
-        else:
-            of[each] = each
-            groups[each] = [each]
-    return list(groups.values())
+            own, found = group_of[each], group_of[other]
+            if own is not found and {int(tile[x]) for x in own}.isdisjoint(int(tile[x]) for x in found):
+                joint = sorted([*own, *found], key=rank.__getitem__)
+                group_of |= dict.fromkeys(joint, joint)
+    return sorted({id(group): group for group in group_of.values()}.values(), key=lambda group: rank[group[0]])
 
 
 def _common_iou(box: Tensor, place: Tensor, boxes: Tensor, places: Tensor) -> Tensor:

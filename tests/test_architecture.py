@@ -81,8 +81,8 @@ ALLOWED: dict[str, set[str]] = {
     "commands": GROUND
     | WORK
     | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}
-    | {"prediction", "tasks", "replay", "run", "planning", "analysis", "comparison", "models"},
-    "finetuning": {"errors", "text", "config", "data", "models", "predictor", "run", "tasks"},
+    | {"prediction", "tasks", "replay", "run", "planning", "analysis", "comparison", "models", "tiling"},
+    "finetuning": {"errors", "text", "config", "data", "models", "predictor", "progress", "run", "tasks"},
     "__init__": {
         "models",
         "predictor",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +13,11 @@ import torch
 
 import detr_bf
 from detr_bf.commands.train import main as train_command
-from detr_bf.config import load_config, packaged_configs
+from detr_bf.config import DetectionConfig, load_config, packaged_configs
 from detr_bf.data.formats import read_folder
 from detr_bf.engine import load_checkpoint
 from detr_bf.errors import InputError
-from detr_bf.finetuning import MOST_EPOCHS, RUN_STEPS, _data_settings, _epochs
+from detr_bf.finetuning import MOST_EPOCHS, RUN_STEPS, _epochs, _split_settings
 from detr_bf.models import recipe_file
 from tests.data.formats.test_coco_and_csv import CORNERS, table, write
 
@@ -52,17 +51,16 @@ def photos(coco_folder: Factory, tmp_path: Path) -> Path:
 
 
 def test_it_is_the_command_that_it_logs(
-    photos: Path, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    photos: Path, tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with caplog.at_level(logging.INFO):
-        detector = detr_bf.finetune(photos, model=tiny, output=tmp_path / "run", overrides=SMALL)
+    detector = detr_bf.finetune(photos, model=tiny, output=tmp_path / "run", overrides=SMALL)
     assert {"best.pt", "last.pt", "report.html", "evaluation.json"} <= {
         each.name for each in (tmp_path / "run").iterdir()
     }
     found = detector(photos / "valid" / "0101.png", 0)
     assert len(found) == 6
     assert set(found.names) <= {"class3", "class7", "class90"}
-    (logged,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("same as: ")]
+    (logged,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("same as: ")]
     program, command, *arguments = shlex.split(logged.removeprefix("same as: "))
     assert (program, command) == ("detr-bf", "train")
     assert train_command([*arguments, f"output_dir={tmp_path / 'again'}"]) == 0
@@ -81,23 +79,71 @@ def test_a_run_is_continued_or_refused(photos: Path, tiny: str, tmp_path: Path) 
     detr_bf.finetune(photos, model=tiny, output=tmp_path / "more", init_from=tmp_path / "run", overrides=started)
 
 
-def test_splits_and_length_follow_the_folder(photos: Path, tmp_path: Path) -> None:
-    assert _data_settings(photos)[-2:] == ["data.train.split=train", "data.val.split=valid"]
-    single = table(tmp_path / "single", CORNERS)
-    assert _data_settings(single)[-1] == "data.val_fraction=0.2"
+def config_of(root: Path, *settings: str) -> DetectionConfig:
     files = [recipe_file("deformable_detr_r50_refine"), packaged_configs()["finetune"]]
-    assert _epochs(files, _data_settings(single), single) == MOST_EPOCHS
+    return load_config(files, [f"data.root={root}", *settings], task="detection")
+
+
+def test_length_follows_the_folder(tmp_path: Path) -> None:
+    single = table(tmp_path / "single", CORNERS)
+    assert _split_settings(config_of(single).data) == ["data.val_fraction=0.2"]
+    assert _epochs(config_of(single, "data.val_fraction=0.2")) == MOST_EPOCHS
     rows = ["file,class,x,y,w,h", *(f"{number}.jpg,dog,1,2,3,4" for number in range(1000))]
     for number in range(1000):
         (single / f"{number}.jpg").write_bytes((single / "a.jpg").read_bytes())
     (single / "labels.csv").write_text("\n".join(rows))
     read_folder.cache_clear()
-    assert _epochs(files, _data_settings(single), single) == -(-RUN_STEPS // -(-0.8 * 1003 // 4))
+    assert _epochs(config_of(single, "data.val_fraction=0.2")) == -(-RUN_STEPS // -(-0.8 * 1003 // 4))
+    assert _epochs(config_of(single, "data.folds=2", "train.batch_size=2")) == -(-RUN_STEPS // -(-1003 // 4))
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("train", "valid"), ['data.train.split="train"', 'data.val.split="valid"']),
+        (("Train", "VAL", "test"), ['data.train.split="Train"', 'data.val.split="VAL"']),
+        (("train/cam1", "train/cam2", "val/cam1"), ['data.train.split="train"', 'data.val.split="val"']),
+        (("train", "test"), ['data.train.split="train"', "data.val_fraction=0.2"]),
+        (("cam1", "cam2"), ["data.val_fraction=0.2"]),
+        (("trainval", "test"), None),
+        (("val", "other"), None),
+    ],
+)
+def test_splits_follow_the_folder(tmp_path: Path, names: tuple[str, ...], expected: list[str] | None) -> None:
+    for name in names:
+        table(tmp_path / "data" / name, CORNERS)
+    if expected is not None:
+        assert _split_settings(config_of(tmp_path / "data").data) == expected
+        return
+    with pytest.raises(InputError, match=r"has no split train; its splits: .*data.train.split=NAME"):
+        _split_settings(config_of(tmp_path / "data").data)
+
+
+def test_settings_of_the_user_replace_those_chosen(photos: Path, tiny: str, tmp_path: Path) -> None:
+    for name in ("labels.csv", "a.xml"):
+        (photos / name).write_text("")  # the form is no longer clear
+    chosen = [*SMALL, "train.max_steps=1", "data.folds=2", "data.fold=1", f"output_dir={tmp_path / 'other'}"]
+    with pytest.raises(InputError, match=r"give data\.format"):
+        detr_bf.finetune(photos, model=tiny, output=tmp_path / "run", overrides=chosen)
+    detector = detr_bf.finetune(photos, model=tiny, output=tmp_path / "run", overrides=[*chosen, "data.format=coco"])
+    assert detector.device.type == "cpu"
+    assert (tmp_path / "other" / "last.pt").is_file()
+    assert not (tmp_path / "run").exists()
+
+
+def test_names_that_yaml_would_read_otherwise(
+    photos: Path, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    photos.rename(tmp_path / "photos #1: a")
+    detr_bf.finetune("photos #1: a", model=tiny, output="007", overrides=[*SMALL, "train.max_steps=1"])
+    assert (tmp_path / "007" / "last.pt").is_file()
 
 
 @pytest.mark.parametrize("name", ["detr_r50_bfv2", "dino_r50_4scale", "rtdetr_r50"])
 def test_the_preset_is_merged_after_any_recipe(name: str, photos: Path) -> None:
-    config = load_config([recipe_file(name), packaged_configs()["finetune"]], _data_settings(photos), task="detection")
+    files = [recipe_file(name), packaged_configs()["finetune"]]
+    config = load_config(files, [f"data.root={photos}"], task="detection")
     assert config.train.patience == 15
     assert config.data.root == str(photos)
     assert not config.data.train.images

@@ -31,7 +31,7 @@ from detr_bf.postprocess import encoded
 from detr_bf.prediction import COLUMNS, Prediction
 from detr_bf.predictor import Predictor
 from detr_bf.structures import Batch, ClassMap, Detections
-from detr_bf.tiling import tiles_of
+from detr_bf.tiling import join_tiles, tiles_of
 from tools.train_net import main as train_net
 
 SIZE = (60, 80)
@@ -212,6 +212,53 @@ def test_every_object_of_a_mosaic_is_found_once(tile: tuple[int, int], size: tup
     assert [masks[tuple(box)] for box in found.boxes.tolist()] == list(found.masks)
 
 
+@pytest.mark.parametrize("scores", [(0.9, 0.8, 0.7), (0.9, 0.7, 0.8), (0.7, 0.8, 0.9), (0.8, 0.7, 0.9)], ids=str)
+def test_an_object_across_three_parts_is_one_whatever_the_scores(scores: tuple[float, ...]) -> None:
+    found = []
+    for left, score in zip((0, 80, 160), scores, strict=True):
+        box = torch.tensor([[max(50.0, left), 10.0, min(210.0, left + 100), 40.0]])
+        box -= torch.tensor([left, 0.0, left, 0.0])
+        part = Detections(3, box, torch.tensor([score]), torch.tensor([1]))
+        found.append(((left, 0, left + 100, 100), part))
+    joint = join_tiles(found, (100, 260))
+    assert joint.boxes.tolist() == [[50.0, 10.0, 210.0, 40.0]]
+    assert joint.scores.tolist() == pytest.approx([0.9])
+    assert joint.image_id == 3
+
+
+def test_a_box_that_no_border_cuts_is_kept() -> None:
+    whole = Detections(0, torch.tensor([[70.0, 10.0, 95.0, 40.0]]), torch.tensor([0.5]), torch.tensor([0]))
+    part = Detections(0, torch.tensor([[0.0, 12.0, 14.0, 39.0]]), torch.tensor([0.9]), torch.tensor([0]))
+    joint = join_tiles([((0, 0, 100, 100), whole), ((80, 0, 180, 100), part)], (100, 180))
+    assert joint.boxes.tolist() == [[70.0, 10.0, 95.0, 40.0]]
+    assert joint.scores.tolist() == pytest.approx([0.9])
+
+
+@pytest.mark.parametrize("name", ["boxes", "scores"])
+def test_what_is_not_finite_is_refused(name: str) -> None:
+    class Broken(Blobs):
+        def _detect(self, batch: Batch, half: bool = False) -> list[Detections]:
+            return [replace(each, **{name: getattr(each, name) * torch.nan}) for each in super()._detect(batch)]
+
+    predictor = Broken(**{each: getattr(blobs(), each) for each in Blobs.__dataclass_fields__ if each != "_copies"})
+    image = torch.full((3, 20, 30), 255, dtype=torch.uint8)
+    for options, said in (({}, "take an earlier checkpoint"), ({"half": True}, "give half=False")):
+        with pytest.raises(InputError, match=f"^image 0: the detector's boxes or scores are not finite: {said}"):
+            predictor(image, 0, **options)
+
+
+def test_with_parts_one_image_is_read_at_a_time() -> None:
+    read = []
+
+    def images() -> Any:
+        for number in range(3):
+            read.append(number)
+            yield torch.full((3, 20, 30), 255, dtype=torch.uint8)
+
+    assert len(next(blobs().predict(images(), 32, 0, tile=(10, 2)))) == 1
+    assert read == [0]
+
+
 def test_objects_of_other_classes_are_not_joined() -> None:
     class Both(Blobs):
         def _detect(self, batch: Batch, half: bool = False) -> list[Detections]:
@@ -220,7 +267,7 @@ def test_objects_of_other_classes_are_not_joined() -> None:
 
     image = torch.zeros(3, 50, 90, dtype=torch.uint8)
     image[:, 10:30, 42:48] = 255
-    predictor = Both(**{name: getattr(blobs(), name) for name in Blobs.__dataclass_fields__})
+    predictor = Both(**{name: getattr(blobs(), name) for name in Blobs.__dataclass_fields__ if name != "_copies"})
     assert len(blobs()(image, 0, tile=(50, 10))) == 1
     assert predictor(image, 0, tile=(50, 10), batch_size=2).labels.tolist() == [0, 1]
 
@@ -276,9 +323,20 @@ def make_empty(folder: Path) -> Path:
 
 def test_an_unknown_device_is_refused() -> None:
     predictor = blobs(model=nn.Linear(1, 1))
-    for device in ("toaster", "cuda:99"):
+    for device in ("toaster", "cuda:99", 3.5, "meta"):
         with pytest.raises(InputError, match=f"device={device} cannot be used"):
             predictor([], device=device)
+
+
+def test_the_copy_for_another_device_is_made_once(checkpoint: Path) -> None:
+    predictor = replace(detr_bf.load(checkpoint, "cpu"), device=torch.device("meta"))
+    copy = predictor._on("cpu")
+    assert copy.device == torch.device("cpu")
+    assert copy is predictor._on(torch.device("cpu"))
+    assert copy.model is not predictor.model
+    assert copy._on("auto") is copy._on(None) is copy
+    image = torch.zeros(3, 40, 50, dtype=torch.uint8)
+    assert torch.equal(predictor(image, 0, device="cpu").scores, detr_bf.load(checkpoint, "cpu")(image, 0).scores)
 
 
 SETTINGS = [

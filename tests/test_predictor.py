@@ -46,7 +46,7 @@ def turned() -> Image.Image:
         ARRAY.astype(np.float32) / 255,
         ARRAY.astype(np.float64) / 255,
         ARRAY.astype(np.uint16) * 256 + 17,
-        ARRAY.astype(">u2") * 256,
+        (ARRAY.astype(">u2") * 256).astype(">u2"),
         np.dstack([ARRAY, ARRAY[:, :, :1]]),
         Image.fromarray(ARRAY),
         Image.fromarray(np.dstack([ARRAY, ARRAY[:, :, :1]])),
@@ -223,6 +223,8 @@ REFUSED = [
     (torch.full((3, 4, 5), torch.inf), "from inf to inf"),
     (PIXELS.bool(), r"shape \(3, 4, 5\) and bool, expected uint8"),
     (PIXELS.to(torch.int8), "int8, expected uint8"),
+    ((PIXELS / 255).to(torch.float8_e4m3fn), "float8_e4m3fn, expected uint8"),
+    (ARRAY.astype(np.uint32), "uint32, expected uint8"),
     (PIXELS.long(), "int64, expected uint8"),
     (PIXELS.to(torch.complex64), "complex64, expected uint8"),
     (ARRAY.astype(np.int32), "int32, expected uint8"),
@@ -289,9 +291,14 @@ class TestBoth:
             assert len(list(predictor.predict(given, batch_size=2))) == 3
         assert list(predictor.predict([])) == []
 
-    @pytest.mark.parametrize("images", ["photo.jpg", Path("photo.jpg"), PIXELS, ARRAY, 3, None])
+    @pytest.mark.parametrize("images", [__file__, Path(__file__), b"abc", bytearray(2), PIXELS, ARRAY, 3, None])
     def test_predict_refuses_a_single_image_at_once(self, predictor: Any, images: Any) -> None:
         with pytest.raises(InputError, match="predict takes several images"):
+            predictor.predict(images)
+
+    @pytest.mark.parametrize("images", ["missing/", Path("missing"), "https://nowhere/a.jpg"])
+    def test_predict_refuses_a_folder_that_does_not_exist(self, predictor: Any, images: Any) -> None:
+        with pytest.raises(InputError, match="there is no folder"):
             predictor.predict(images)
 
     @pytest.mark.parametrize("size", [0, -1, 1.0, True, None, "2"])

@@ -119,7 +119,7 @@ def _given_source(data: DataConfig, split: str) -> Source:
         verb = "is" if len(missing) == 1 else "are"
         given = " ".join(f"{key}=PATH" for key in missing)
         reason = "; every run needs validation data, to choose its best checkpoint" if split == "val" else ""
-        folder = ", or data.root=DIR of a Pascal VOC, YOLO or Roboflow folder" if split == "train" else ""
+        folder = ", or data.root=DIR of a folder with images and labels" if split == "train" else ""
         raise InputError(
             f"{' and '.join(missing)} {verb} not set: give {given}, or set it in the config{folder}{reason}"
         )

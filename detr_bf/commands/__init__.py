@@ -30,7 +30,7 @@ COMMANDS = {  # name -> (module, function, help)
     "plan": ("plan", "main", "estimate memory, time and learning rates before a run"),
     "replay": ("replay", "main", "run a captured training step again"),
     "sample-data": ("sample_data", "main", "build a sample data set"),
-    "convert-data": ("convert_data", "main", "write a Pascal VOC, YOLO or Roboflow data set as COCO JSON"),
+    "convert-data": ("convert_data", "main", "write the folder of a data set as COCO JSON"),
     "recipes": ("train", "recipes", "list the packaged configs"),
 }
 

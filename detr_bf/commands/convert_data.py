@@ -1,4 +1,4 @@
-"""Write the folder of a Pascal VOC, YOLO or Roboflow data set as COCO JSON files.
+"""Write the folder of a data set (COCO, Roboflow, Pascal VOC, YOLO, CSV) as COCO JSON files.
 
 detr-bf convert-data data/bccd --output bccd                                 # all images: all.json
 detr-bf convert-data data/bccd --split trainval --split test --output bccd   # trainval.json, test.json

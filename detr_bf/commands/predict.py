@@ -20,11 +20,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pycocotools import mask as coco_mask
 from torch import Tensor
 
 from detr_bf.cli import run_tool
 from detr_bf.data.images import read_image
-from detr_bf.data.inputs import image_files, real_path
+from detr_bf.data.inputs import image_files, is_image_file, real_path
 from detr_bf.errors import InputError
 from detr_bf.evaluation import DEFAULT_THRESHOLD, write_panoptic
 from detr_bf.files import (
@@ -40,9 +41,10 @@ from detr_bf.models import load_predictor
 from detr_bf.prediction import Prediction
 from detr_bf.predictor import Predictor
 from detr_bf.progress import progress_bar, setup_logging
-from detr_bf.report import ProbableClasses, class_labels, draw_boxes, draw_panoptic, prediction_sheet, save_picture
+from detr_bf.report import ProbableClasses, class_labels, draw_panoptic, prediction_sheet, save_picture
 from detr_bf.structures import ClassMap, PanopticMap
 from detr_bf.text import printable
+from detr_bf.tiling import check_tile
 
 if TYPE_CHECKING:
     from detr_bf.classification.predictor import ClassifierPredictor
@@ -105,6 +107,9 @@ def _run(options: argparse.Namespace) -> int:
     """Predict, write, print."""
     setup_logging()
     threshold = _threshold(options.threshold)
+    options.tile = check_tile(options.tile)
+    if options.panoptic:
+        _check_unused(options, "--panoptic", threshold is not None)
     output = Output(options.output)
     files = list(image_files(list(_inputs(options.inputs)), output.written))
     predictor = load_predictor(options.checkpoint, options.device)
@@ -114,6 +119,7 @@ def _run(options: argparse.Namespace) -> int:
             raise InputError(f"{options.checkpoint} is of a classifier, and --panoptic needs a detector with masks")
         if isinstance(threshold, str):
             raise InputError(f"{options.checkpoint} is of a classifier: give a number to --threshold")
+        _check_unused(options, "a classifier")
         done = write_classes(output, predictor, images, threshold or 0.0)
     elif options.panoptic:
         done = write_panoptic_maps(output, predictor, images)
@@ -129,6 +135,19 @@ def _run(options: argparse.Namespace) -> int:
         count = f"{len(images.unreadable)} of {len(images.files)} images cannot be read and were left out"
         print(f"{count}:", *images.unreadable, sep="\n  ", file=sys.stderr)
     return 1 if images.unreadable else 0
+
+
+def _check_unused(options: argparse.Namespace, what: str, threshold: bool = False) -> None:
+    """Raise an InputError for options that detection of objects alone has."""
+    given = {
+        "--format": options.format != "json",
+        "--no-save-pictures": not options.save_pictures,
+        "--tile": options.tile is not None,
+        "--half": options.half,
+        "--threshold": threshold,
+    }
+    if unused := [name for name, is_given in given.items() if is_given]:
+        raise InputError(f"{what} does not use {', '.join(unused)}: leave it out")
 
 
 def _threshold(text: str | None) -> float | str | None:
@@ -208,11 +227,8 @@ class Output:
             if name not in self._before and (path.exists() or path.is_symlink()):
                 raise InputError(f"{printable(path)} exists and was not written by this command; move it, or {other}")
         folders = [self.folder, *self.folder.parents]
-        new = [
-            self.folder / "panoptic",
-            self.folder / "labels",
-            *folders[: sum(not folder.exists() for folder in folders)],
-        ]
+        parts = [folder for part in ("panoptic", "labels") if not (folder := self.folder / part).exists()]
+        new = [*parts, *folders[: sum(not folder.exists() for folder in folders)]]
         before = {name: _stamp(self.folder / name) for name in names}
         make_output_folder(self.folder, "--output")
         try:
@@ -234,7 +250,7 @@ def _inputs(given: Sequence[str]) -> Iterator[Path]:
     """
     for text in given:
         if text == "-":
-            lines = [line for line in sys.stdin.read().splitlines() if line]
+            lines = [line for line in os.fsdecode(sys.stdin.buffer.read()).split("\n") if line]
             if not lines:
                 raise InputError("standard input has no file names: give one in each line, as 'find' prints them")
             yield from map(Path, lines)
@@ -242,7 +258,9 @@ def _inputs(given: Sequence[str]) -> Iterator[Path]:
             found = sorted(glob.glob(text, recursive=True))  # noqa: PTH207, Path.glob takes no absolute patterns
             if not found:
                 raise InputError(f"no file matches {printable(text)}")
-            yield from map(Path, found)
+            files = [path for path in map(Path, found) if not path.is_dir()]
+            folders = [path for path in map(Path, found) if path.is_dir() and not any(path in x.parents for x in files)]
+            yield from [*folders, *filter(is_image_file, files)]
         else:
             yield Path(text)
 
@@ -267,13 +285,12 @@ def write_objects(
     """Write the objects in one of :data:`OBJECT_FORMATS`, and a picture of each image; return how many there are."""
     names, labels = images.picture_names(), class_labels(predictor.class_map)
     texts = {number: f"labels/{Path(name).stem}.txt" for number, name in names.items()}
-    files = [*texts.values(), "classes.txt"] if form == "yolo" else [OBJECT_FORMATS[form]]
+    files = [*texts.values(), "classes.txt", "images.txt"] if form == "yolo" else [OBJECT_FORMATS[form]]
     found = []
     with output.writing([*(names.values() if pictures else ()), *files], images):
         for number, image, prediction in predictions:
             if pictures:
-                picture = draw_boxes(image, prediction.boxes, prediction.labels, labels, prediction.scores)
-                save_picture(output.folder / names[number], picture)
+                save_picture(output.folder / names[number], replace(prediction, given=image).plot(labels))
             found.append(replace(prediction, given=Path(prediction.source)))  # its pixels need not be kept
         for name, content in _contents(form, found, predictor.class_map, texts).items():
             make_output_folder((output.folder / name).parent, "--output")
@@ -291,8 +308,9 @@ def _contents(form: str, found: Sequence[Prediction], class_map: ClassMap, texts
     ``texts`` are the names of YOLO's label files by image.
     """
     if form == "yolo":
+        lists = {"classes.txt": class_map.names, "images.txt": [each.source for each in found]}
         return {texts[each.image_id]: each.to_yolo() for each in found} | {
-            "classes.txt": "".join(f"{name}\n" for name in class_map.names)
+            name: "".join(f"{line}\n" for line in lines) for name, lines in lists.items()
         }
     if form == "csv":
         return {OBJECT_FORMATS[form]: "".join(each.to_csv(header=number == 0) for number, each in enumerate(found))}
@@ -307,14 +325,18 @@ def _coco(found: Sequence[Prediction], class_map: ClassMap) -> dict[str, Any]:
         {"id": each.image_id, "file_name": each.source, "height": each.size[0], "width": each.size[1]} for each in found
     ]
     objects = [one for each in found for one in each.to_coco()]
-    annotations = [
-        {"id": number, **one, "area": one["bbox"][2] * one["bbox"][3], "iscrowd": 0}
-        for number, one in enumerate(objects, 1)
-    ]
+    annotations = [{"id": number, **one, "area": _area(one), "iscrowd": 0} for number, one in enumerate(objects, 1)]
     categories = [
         {"id": number, "name": name} for number, name in zip(class_map.category_ids, class_map.names, strict=True)
     ]
     return {"images": images, "annotations": annotations, "categories": categories}
+
+
+def _area(one: Mapping[str, Any]) -> float:
+    """Return the pixels of the mask, or of the box of a detector without mask head."""
+    if "segmentation" in one:
+        return float(coco_mask.area(dict(one["segmentation"])))
+    return float(one["bbox"][2] * one["bbox"][3])
 
 
 def write_classes(output: Output, predictor: ClassifierPredictor, images: InputImages, threshold: float) -> list[str]:

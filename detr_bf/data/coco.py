@@ -92,8 +92,10 @@ class Source(NamedTuple):
     panoptic: Path | None = None  # folder with the PNGs of a panoptic file; not needed for boxes
 
 
-def read_annotations(path: Path | CocoAnnotations) -> CocoAnnotations:
+def read_annotations(path: Path | CocoAnnotations, content: Any = None) -> CocoAnnotations:
     """Read a COCO file and check its form; ``data/checks`` checks its values. Content in memory is returned as it is.
+
+    ``content`` is that of the file, if it has been read.
 
     A file whose annotations have ``segments_info`` is a panoptic file, any other a detection file.
 
@@ -103,7 +105,7 @@ def read_annotations(path: Path | CocoAnnotations) -> CocoAnnotations:
     if isinstance(path, CocoAnnotations):
         return path
     try:
-        content = read_json(path)
+        content = read_json(path) if content is None else content
     except FileNotFoundError:
         raise InputError(f"there is no annotation file {printable(path)}; expected a COCO JSON") from None
     except ValueError as error:

@@ -36,7 +36,17 @@ _IMAGE = (
 )
 _PIXELS = "uint8, uint16, or floating-point numbers from 0 to 1"
 _CHANNELS = (1, 3, 4)
+_TENSOR_TYPES = (torch.uint8, torch.uint16, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SECONDS = 30  # without a byte from a server
+_HANDLERS = (
+    urllib.request.ProxyHandler,
+    urllib.request.HTTPHandler,
+    urllib.request.HTTPSHandler,
+    urllib.request.HTTPRedirectHandler,
+    urllib.request.HTTPDefaultErrorHandler,
+    urllib.request.HTTPErrorProcessor,
+    urllib.request.UnknownHandler,
+)
 
 
 def image_pixels(image: object, name: str, max_pixels: int = MAX_PIXELS, *, bgr: bool = False) -> Tensor:
@@ -90,7 +100,6 @@ def image_files(inputs: Sequence[Path], written: Collection[Path] = ()) -> Itera
     Raises:
         InputError: something does not exist, or a folder has no image files.
     """
-    readable = {suffix for suffix, name in Image.registered_extensions().items() if name in IMAGE_FORMATS}
     for path in inputs:
         if not path.exists():
             raise InputError(f"no such file or folder: {printable(path)}")
@@ -100,7 +109,7 @@ def image_files(inputs: Sequence[Path], written: Collection[Path] = ()) -> Itera
         found = sorted(
             file
             for file in path.rglob("*")
-            if file.suffix.lower() in readable
+            if is_image_file(file)
             and not is_folder(file)
             and real_path(file) not in written
             and not file.name.startswith(UNFINISHED)
@@ -108,6 +117,11 @@ def image_files(inputs: Sequence[Path], written: Collection[Path] = ()) -> Itera
         if not found:
             raise InputError(f"no image files in {printable(path)}")
         yield from found
+
+
+def is_image_file(file: Path) -> bool:
+    """Return True for the suffix of a format that :func:`image_pixels` reads."""
+    return Image.registered_extensions().get(file.suffix.lower()) in IMAGE_FORMATS
 
 
 def real_path(path: Path) -> Path:
@@ -132,9 +146,12 @@ def _decoded(data: bytes, name: str, max_pixels: int) -> Tensor:
 
 def _download(url: str, limit: int) -> bytes:
     """Return the content of a URL of at most ``limit`` bytes; redirects lead to http and https only."""
+    opener = urllib.request.OpenerDirector()
+    for handler in _HANDLERS:  # none for other schemes, which the default opener has
+        opener.add_handler(handler())
     try:
         request = urllib.request.Request(url, headers={"User-Agent": "detr_bf"})
-        with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
+        with opener.open(request, timeout=_SECONDS) as answer:
             data: bytes = answer.read(limit + 1)
     except (OSError, ValueError, HTTPException) as error:  # URLError is an OSError
         raise InputError(f"{printable(url)} cannot be downloaded: {printable(error)}") from error
@@ -179,9 +196,11 @@ def _check_array(image: Tensor | NDArray[Any], name: str) -> tuple[int, int]:
             advice = ": give image.permute(2, 0, 1)" if is_tensor else ": give image.transpose(1, 2, 0)"
         expected = "(H, W) or (C, H, W)" if is_tensor else "(H, W) or (H, W, C)"
         raise InputError(f"{name} is {described(image)}, expected {expected} with 1, 3 or 4 channels{advice}")
-    is_integer = str(image.dtype).removeprefix("torch.") in ("uint8", "uint16")
-    is_float = image.dtype.is_floating_point if isinstance(image, Tensor) else image.dtype.kind == "f"
-    if not (is_integer or is_float):
+    if isinstance(image, Tensor):
+        accepted = image.dtype in _TENSOR_TYPES
+    else:
+        accepted = image.dtype.kind == "f" or (image.dtype.kind == "u" and image.dtype.itemsize <= 2)
+    if not accepted:
         raise InputError(f"{name} is {described(image)}, expected {_PIXELS}")
     if len(shape) == 2:
         return shape

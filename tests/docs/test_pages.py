@@ -98,7 +98,7 @@ def test_names_are_found() -> None:
 def test_setting_keys_exist(name: str) -> None:
     keys = {key for schema in TASKS for key in known_keys(schema)}
     groups = {key.rpartition(".")[0] for key in keys}
-    files = (".json", ".yaml", ".py")
+    files = (".json", ".yaml", ".py", ".safetensors")
     named = {*KEY.findall(text(name)), *(key for key in QUOTED_KEY.findall(text(name)) if not key.endswith(files))}
     named -= {key for key in named if key.split(".")[0] in ("arrays", "evaluation")}
     named = {key for key in named if not key.startswith("model.options.")}  # arguments of timm.create_model

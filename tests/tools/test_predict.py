@@ -98,7 +98,7 @@ BAD = [
     (["photos", "--threshold", "much"], "or 'class'; got much"),
     (["photos", "--threshold", "-0.1"], "--threshold must be a number from 0 to 1"),
     (["photos", "--device", "foo"], "device must be auto, cpu, cuda or cuda:N; got 'foo'"),
-    (["photos", "--panoptic"], "no mask head"),
+    (["photos", "--panoptic"], "--panoptic does not use --threshold"),
     (["photos", "--checkpoint", "missing"], "missing"),
 ]
 
@@ -321,10 +321,36 @@ def test_formats_hold_the_same_objects(weights: Path, photos: Path, tmp_path: Pa
     else:
         assert (output / "classes.txt").read_text().splitlines() == list(found[0].class_map.names)
         assert (output / "labels" / "0001_y.txt").read_text() == found[1].to_yolo()
+        assert (output / "images.txt").read_text().splitlines() == [each.source for each in found]
     names = {"json": "predictions.json", "jsonl": "predictions.jsonl", "csv": "predictions.csv", "coco": "coco.json"}
-    own = {names[form]} if form in names else {"classes.txt", *(f"labels/{n:04d}_{x}.txt" for n, x in enumerate("xyx"))}
+    own = (
+        {names[form]}
+        if form in names
+        else {"classes.txt", "images.txt", *(f"labels/{n:04d}_{x}.txt" for n, x in enumerate("xyx"))}
+    )
     assert set(contents(output)) == {*own, ".detr_bf_predict.json"}
     assert predict(weights, output, "--format", form, "--no-save-pictures", photos) == 0, "own files are replaced"
+
+
+def typed(text: str) -> io.TextIOWrapper:
+    """Return standard input with a text."""
+    return io.TextIOWrapper(io.BytesIO(text.encode()))
+
+
+@pytest.mark.parametrize("option", [["--format", "csv"], ["--tile", "9", "2"], ["--half"], ["--no-save-pictures"]])
+def test_options_that_would_be_ignored_are_refused(
+    weights: Path, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: list[str]
+) -> None:
+    command = ["--checkpoint", str(weights), "--output", str(tmp_path / "out"), "--panoptic", *option, str(photos)]
+    assert main(command) == 2
+    assert f"--panoptic does not use {option[0]}: leave it out" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_folder_of_the_user_stays(weights: Path, photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / "labels").mkdir(parents=True)
+    assert predict(weights, tmp_path / "out", photos) == 0
+    assert (tmp_path / "out" / "labels").is_dir()
 
 
 def test_patterns_and_standard_input(
@@ -332,7 +358,12 @@ def test_patterns_and_standard_input(
 ) -> None:
     assert predict(weights, tmp_path / "a", f"{photos}/**/x.png") == 0
     assert predicted(tmp_path / "a") == [str(photos / "a/x.png"), str(photos / "b/x.png")]
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{photos}/b/x.png\n\n{photos}/a\n"))
+    (photos / "notes.txt").write_text("no image")
+    assert predict(weights, tmp_path / "e", f"{photos}/**") == 0, "files and folders of files, each once"
+    assert predicted(tmp_path / "e") == [str(photos / name) for name in ("a/x.png", "a/y.png", "b/x.png")]
+    assert predict(weights, tmp_path / "f", f"{photos.parent}/pho*") == 0
+    assert predicted(tmp_path / "f") == predicted(tmp_path / "e")
+    monkeypatch.setattr("sys.stdin", typed(f"{photos}/b/x.png\n\n{photos}/a\n"))
     assert predict(weights, tmp_path / "b", "-") == 0
     assert predicted(tmp_path / "b") == [str(photos / name) for name in ("b/x.png", "a/x.png", "a/y.png")]
     (photos / "a[1].png").write_bytes((photos / "a/x.png").read_bytes())
@@ -340,7 +371,7 @@ def test_patterns_and_standard_input(
     capsys.readouterr()
     assert predict(weights, tmp_path / "d", f"{photos}/*.gif") == 2
     assert "no file matches" in capsys.readouterr().err
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    monkeypatch.setattr("sys.stdin", typed(""))
     assert predict(weights, tmp_path / "d", "-") == 2
     assert "standard input has no file names" in capsys.readouterr().err
 

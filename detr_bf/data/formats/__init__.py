@@ -45,8 +45,8 @@ def read_folder(root: Path, form: str = "auto") -> DataFolder:
     """
     if not is_folder(root):
         raise InputError(
-            f"folder {printable(root)} does not exist: give data.root=DIR of a COCO, Roboflow, Pascal VOC or YOLO "
-            "folder (docs/data.md says how to get the data of configs/bccd.yaml and configs/cards.yaml)"
+            f"folder {printable(root)} does not exist: give data.root=DIR of a COCO, Roboflow, Pascal VOC, YOLO "
+            "or CSV folder (docs/data.md says how to get the data of configs/bccd.yaml and configs/cards.yaml)"
         )
     names = files_below(root)
     return READERS[form if form != "auto" else _form_of(root, names)](root, names)

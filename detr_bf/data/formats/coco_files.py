@@ -58,7 +58,7 @@ def read_coco(root: Path, names: Sequence[str]) -> DataFolder:
     _check_distinct(root, located)
     if len({image["id"] for image in images}) < len(images):
         images, annotations = _renumbered(located.values())
-    if len({each.get("id") for each in annotations}) < len(annotations):
+    if len({repr(each.get("id")) for each in annotations}) < len(annotations):
         annotations = [{**each, "id": number} for number, each in enumerate(annotations, 1)]
     whole = CocoAnnotations(root, images, annotations, _categories(root, located))
     return DataFolder(root, whole, splits if len(located) > 1 else {})
@@ -73,11 +73,11 @@ def _read(path: Path) -> CocoAnnotations | None:
     """Return the content of a COCO detection file; None for any other JSON."""
     try:
         content = read_json(path)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{printable(path)} is not JSON ({error}): mend it, or move it out of the folder") from None
     if not (isinstance(content, dict) and content.keys() >= _PARTS):
         return None
-    found = read_annotations(path)
+    found = read_annotations(path, content)
     return found if found.maps is None else None
 
 
@@ -95,8 +95,8 @@ def _located(root: Path, name: str, content: CocoAnnotations, present: frozenset
     Raises:
         InputError: none of the first images is in one of the folders where they may be.
     """
-    own, split = PurePosixPath(name).parent, _split_of(name)
-    above = [own, *own.parents]
+    own = PurePosixPath(name).parent
+    above, split = [own, *own.parents], PurePosixPath(name).stem.removeprefix(_PREFIX)
     folders = list(dict.fromkeys(folder / sub for folder in above for sub in _subfolders(split)))
     given = [str(image["file_name"]) for image in content.images]
     counts = [sum(str(folder / each) in present for each in given[:_TRIED]) for folder in folders]
@@ -114,9 +114,7 @@ def _located(root: Path, name: str, content: CocoAnnotations, present: frozenset
 
 
 def _subfolders(split: str) -> Iterator[str]:
-    yield from ("", "images")
-    if split:
-        yield from (split, f"images/{split}", f"{split}/images")
+    yield from ("", "images", "data", split, f"images/{split}", f"{split}/images")
 
 
 def _check_distinct(root: Path, files: dict[str, CocoAnnotations]) -> None:
@@ -147,6 +145,15 @@ def _categories(root: Path, files: dict[str, CocoAnnotations]) -> list[dict[str,
                     f"{printable(content.path)} calls category {category['id']} {printable(category.get('name'))}, "
                     f"and another file of {printable(root)} {printable(other.get('name'))}: they do not belong together"
                 )
+    by_name: dict[str, Any] = {}
+    together = [{category["id"] for category in content.categories} for content in files.values()]
+    for number, category in found.items():
+        other_number = by_name.setdefault(str(category.get("name")), number)
+        if other_number != number and not any({number, other_number} <= ids for ids in together):
+            raise InputError(
+                f"the files of {printable(root)} call {printable(category.get('name'))} both category {other_number} "
+                f"and category {number}: give data.train.annotations and data.val.annotations with the same ids"
+            )
     return [found[number] for number in sorted(found)]
 
 

@@ -41,10 +41,15 @@ def read_csv(root: Path, names: Sequence[str]) -> DataFolder:
     tables = [name for name in names if PurePosixPath(name).name in TABLES]
     if not tables:
         raise InputError(f"{printable(root)} has no {', '.join(TABLES[:2])} (a table of the objects)")
+    folders = [PurePosixPath(name).parent for name in tables]
+    if len({*folders}) < len(folders):
+        raise InputError(f"{printable(root)} has two tables in one folder: {', '.join(map(printable, tables))}")
     objects: dict[str, list[dict[str, Any]]] = {name: [] for name in names if is_image(name)}
     for table in tables:
         folder, where = PurePosixPath(table).parent, printable(root / table)
         for line, file, one in _rows(root / table, where):
+            if not file:
+                raise InputError(f"{where}:{line} names no file")
             places = [str(folder / file), str(folder / "images" / file)]
             place = next((each for each in places if each in objects), None)
             if place is None:
@@ -62,7 +67,7 @@ def _rows(path: Path, where: str) -> list[tuple[int, str, dict[str, Any] | None]
         text = read_regular(path, MAX_TEXT_BYTES).decode("utf-8-sig")
         head = text.split("\n", 1)[0]
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=head.count), strict=True)
-        rows = [(reader.line_num, row) for row in reader]
+        rows = [(reader.line_num, row) for row in reader if any(row.values())]
     except (OSError, ValueError, csv.Error) as error:
         raise InputError(f"{where} cannot be used: {printable(error)}; {_EXPECTED}") from error
     columns = {(name or "").strip().lower(): name for name in reader.fieldnames or ()}
@@ -72,6 +77,8 @@ def _rows(path: Path, where: str) -> list[tuple[int, str, dict[str, Any] | None]
     if file is None or kind is None or box is None:
         raise InputError(f"{where} has the columns {printable(', '.join(columns))}; {_EXPECTED}")
     sides = [columns[each] for each in box]
+    if longer := next((line for line, row in rows if row.get(None)), None):
+        raise InputError(f"{where}:{longer} has more fields than the header")
     return [
         (line, _text(row, file), _object(f"{where}:{line}", row, kind, sides, corners is not None))
         for line, row in rows

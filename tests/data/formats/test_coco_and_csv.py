@@ -65,6 +65,26 @@ def test_layouts_of_coco_files(coco_folder: Factory, tmp_path: Path, json_file: 
         ]
 
 
+@pytest.mark.parametrize(
+    ("json_file", "images"), [("annotations/instances_default.json", "images/default"), ("labels.json", "data")]
+)
+def test_exports_of_cvat_and_fiftyone(coco_folder: Factory, tmp_path: Path, json_file: str, images: str) -> None:
+    write(tmp_path / "root", json_file, images, coco_folder())
+    content = read_folder(tmp_path / "root").split("")
+    assert content.images[0]["file_name"] == f"{images}/0001.png"
+
+
+def test_a_link_to_nowhere_and_odd_ids(coco_folder: Factory, tmp_path: Path) -> None:
+    root, data = tmp_path / "root", coco_folder()
+    data.content["annotations"][0]["id"] = [1]
+    write(root, "train.json", "images", data)
+    assert len(read_folder(root).content.annotations) == 8
+    (root / "other.json").symlink_to("nowhere.json")
+    read_folder.cache_clear()
+    with pytest.raises(InputError, match=r"other\.json is not JSON"):
+        read_folder(root)
+
+
 def test_one_file_is_all_images(coco_folder: Factory, tmp_path: Path) -> None:
     write(tmp_path / "root", "annotations.json", "images", coco_folder())
     content = read_folder(tmp_path / "root").split("")
@@ -95,6 +115,12 @@ def leave(data: SimpleNamespace) -> None:
     data.content["images"][0]["file_name"] = "../train/0001.png"
 
 
+def renumber(data: SimpleNamespace) -> None:
+    data.content["categories"][0]["id"] = 4
+    for each in data.content["annotations"]:
+        each["category_id"] = max(each["category_id"], 4)
+
+
 def orphan(data: SimpleNamespace) -> None:
     data.content["annotations"][0]["image_id"] = 77
 
@@ -105,6 +131,7 @@ def orphan(data: SimpleNamespace) -> None:
         (rename, "calls category 3 another, and another file of .* class3: they do not belong together"),
         (lose, r"val\.json: lost/0001\.png and the images after it are in none of the folders"),
         (leave, "leads out of the folder"),
+        (renumber, r"call class3 both category 3 and category 4"),
         (orphan, "has annotations of image 77, not listed"),
     ],
 )
@@ -147,7 +174,7 @@ def table(root: Path, text: str, name: str = "labels.csv", images: str = "") -> 
 
 CORNERS = "filename,width,height,class,xmin,ymin,xmax,ymax\nb.jpg,100,50,dog,10,20,30,45\nb.jpg,100,50,cat,0,0,5,5\n"
 SAME = [
-    CORNERS,
+    CORNERS + ",,,,,,,\n",
     "\ufeff" + CORNERS.replace(",", ";"),
     "image\tlabel\tx\ty\tw\th\r\nb.jpg\tdog\t10\t20\t20\t25\r\nb.jpg\tcat\t0\t0\t5\t5\r\n",
     " Path , NAME , x , y , width , height \n b.jpg , dog , 10 , 20 , 20 , 25 \nb.jpg,cat,0,0,5,5\na.jpg,,,,,\n",
@@ -167,6 +194,12 @@ def test_tables_of_objects(tmp_path: Path, text: str, images: str) -> None:
     ]
 
 
+def test_two_tables_in_one_folder_are_refused(tmp_path: Path) -> None:
+    table(table(tmp_path, CORNERS), CORNERS, "annotations.csv")
+    with pytest.raises(InputError, match=r"two tables in one folder: annotations\.csv, labels\.csv"):
+        read_folder(tmp_path)
+
+
 def test_tables_of_roboflow_for_each_split(tmp_path: Path) -> None:
     for split in ("train", "valid"):
         table(tmp_path / split, CORNERS, "_annotations.csv")
@@ -183,6 +216,8 @@ def test_tables_of_roboflow_for_each_split(tmp_path: Path) -> None:
         (CORNERS.replace("b.jpg", "z.jpg"), r"labels\.csv:2: there is no image z\.jpg, nor images/z\.jpg"),
         (CORNERS.replace("20,30", "x,30"), r"labels\.csv:2 has the box 10, x, 30, 45, expected four numbers"),
         (CORNERS.replace("20,30", "nan,30"), "expected four numbers"),
+        (CORNERS.replace("45\n", "45,1\n"), r"labels\.csv:2 has more fields than the header"),
+        (CORNERS.replace("b.jpg", "", 1), r"labels\.csv:2 names no file"),
         (CORNERS.replace("dog", ""), r"labels\.csv:2 has a box and no class"),
         ('filename,class,x,y,w,h\n"a.jpg,dog,1,2,3,4\n', "cannot be used"),
         ("filename,class,x,y,w,h\na.jpg,,,,,\n", "no objects and therefore no classes"),
