@@ -51,7 +51,7 @@ def finetune(
     Args:
         data: folder in one of the forms that docs/data.md lists.
         output: new folder of the run, or with ``resume`` the folder of a run.
-        model: name of a recipe (:func:`detr_bf.list_models`) or a YAML file.
+        model: name of a recipe (:func:`detr_bf.list_models`) or of another packaged config (``demo``), or a YAML file.
         init_from: checkpoint or run to start from; by default the backbone's weights that the recipe names.
         resume: continue the run in ``output`` if there is one.
         overrides: settings as on the command line, which replace those chosen here.
@@ -69,7 +69,8 @@ def finetune(
         for name, path in paths.items()
         if name not in names
     ]
-    files = [recipe_file(model), packaged_configs()["finetune"]]
+    packaged = packaged_configs()
+    files = [packaged.get(model) or recipe_file(model), packaged["finetune"]]
     if not any(name.startswith(_SPLIT_SETTINGS) for name in names):
         chosen += _split_settings(load_config(files, [*chosen, *overrides], task="detection").data)
     if "train.epochs" not in names:
