@@ -127,7 +127,8 @@ def _loss(model: Detector, criterion: SetCriterion, batch: Batch) -> Tensor:
 
 def flops(model: Detector, setting: Setting) -> int:
     """Return the FLOPs per image of a forward pass in training, without sampling and element-wise operations."""
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    model.requires_grad_(False)  # nothing is kept for a backward pass: attention as plain products takes much memory
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model.train()(make_batch(setting))
     return int(counter.get_total_flops()) // setting.preset.batch_size
 
