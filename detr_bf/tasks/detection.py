@@ -22,6 +22,7 @@ from detr_bf.assembly.data import (
     build_loader,
     build_train_data,
     build_val_data,
+    data_root,
     data_source,
 )
 from detr_bf.assembly.model import (
@@ -37,6 +38,7 @@ from detr_bf.assembly.training import PRECISIONS, build_groups, epoch_batches, r
 from detr_bf.config import DetectionConfig, config_to_dict
 from detr_bf.data.batches import SameSizeBatches, SampleKey, aspect_buckets, derive_seed, object_features
 from detr_bf.data.checks.annotations import Report, examine
+from detr_bf.data.checks.learning import Training
 from detr_bf.data.checks.report import Split
 from detr_bf.data.checks.statistics import describe_splits
 from detr_bf.data.coco import CocoDetection, check_annotations, read_annotations
@@ -104,7 +106,7 @@ class DetectionTask(Task[DetectionConfig]):
         return not self.config.model.aux_loss or self.config.batch_former.until_epoch is not None
 
     def examine(self) -> Report:
-        return examine(
+        report = examine(
             data_source(self.config, "train"),
             data_source(self.config, "val") if self.config.data.has_val else None,
             num_queries=self.config.model.detections,
@@ -113,7 +115,14 @@ class DetectionTask(Task[DetectionConfig]):
             joined=(4 if self.config.data.augment.mosaic else 1) * (2 if self.config.data.mixup.prob else 1),
             workers=max(1, self.config.data.workers),
             max_pixels=self.config.data.max_pixels,
+            training=_training(self.config),
         )
+        if not self.config.data.root:
+            return report
+        from detr_bf.data.formats import read_folder  # not needed for COCO files
+
+        found = read_folder(data_root(self.config.data), self.config.data.format)
+        return replace(report, contents=(str(found), *report.contents))
 
     def check(self) -> Mapping[str, Any] | None:
         detector_named(self.config.model.name)  # before all images are read
@@ -275,6 +284,23 @@ class DetectionTask(Task[DetectionConfig]):
             stripped.save(target)
         removed = len(checkpoint.weights) - len(kept)
         return f"{removed} tensors of batch attention left out, evaluation is the same to the bit: {target}"
+
+
+def _training(config: DetectionConfig) -> Training:
+    """Return the settings that decide how much the detector learns."""
+    transforms, train = config.data.transforms, config.train
+    sides = config.data.batch_sides or ([transforms.square] if transforms.square else transforms.short_sides)
+    return Training(
+        epochs=train.epochs,
+        images_together=train.batch_size * distributed.world_size(),
+        accumulate=train.accumulate,
+        max_steps=train.max_steps,
+        fine_tuned=bool(config.init_from),
+        stride=min(config.model.backbone.strides),
+        short_side=sorted(sides)[len(sides) // 2],
+        max_size=transforms.max_size,
+        square=transforms.square is not None,
+    )
 
 
 def mixed_batches(config: DetectionConfig, batches: Iterator[Batch], epoch: int, start: int) -> Iterator[Batch]:
