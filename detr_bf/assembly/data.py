@@ -102,6 +102,11 @@ def data_source(config: DetectionConfig, split: str) -> Source:
     return source._replace(annotations=images_of(content, chosen, content.path))
 
 
+def data_sources(config: DetectionConfig) -> dict[str, Source]:
+    """Return the sources of ``train`` and, if it is given, ``val``, see :func:`data_source`."""
+    return {split: data_source(config, split) for split in (("train", "val") if config.data.has_val else ("train",))}
+
+
 def _given_source(data: DataConfig, split: str) -> Source:
     paths: SplitConfig = getattr(data, split)
     if data.root:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from detr_bf.config import DetectionConfig, RunConfig, load_config, packaged_con
 from detr_bf.errors import InputError
 from detr_bf.run import evaluate_only, evaluation_source, train
 from detr_bf.tasks import task_of
-from detr_bf.text import safe_message
+from detr_bf.text import printable, safe_message
 
 MOST_IMAGES = 100  # on a sheet of augmentations
 
@@ -49,11 +50,22 @@ def check(arguments: Sequence[str] | None = None) -> int:
         "--show-augmented", type=Path, metavar="DIR|FILE.png", help="also draw training images with each augmentation"
     )
     parser.add_argument("--images", type=int, metavar="N", help="training images that --show-augmented draws (4)")
+    parser.add_argument(
+        "--fix",
+        type=Path,
+        metavar="OUT",
+        help="also write annotations without errors to a new folder; see docs/data.md",
+    )
     options = parser.parse_intermixed_args(arguments)
 
     def run() -> int:
-        config = load_config(*configs_and_overrides(options))
+        files, overrides = configs_and_overrides(options)
+        config = load_config(files, overrides)
         sheet = _augmented_sheet(config, options.show_augmented, options.images)
+        if options.fix is not None:
+            if sheet is not None:
+                raise InputError("--fix and --show-augmented exclude each other")
+            return _fix(config, options.fix, files, overrides)
         report = task_of(config).examine()
         print(safe_message(report))
         if report.errors:
@@ -81,6 +93,24 @@ def _augmented_sheet(config: RunConfig, given: Path | None, count: int | None) -
     from detr_bf.tasks.augmented import sheet_path, write_augmented  # not needed for training
 
     return partial(write_augmented, config, sheet_path(given), images)
+
+
+def _fix(config: RunConfig, output: Path, files: Sequence[Path], overrides: Sequence[str]) -> int:
+    """Check the data, write a corrected copy of the annotations, and return 0."""
+    if not isinstance(config, DetectionConfig):
+        raise InputError(f"--fix corrects the annotations of detectors, and this config is task={config.task}")
+    from detr_bf.tasks.corrected import SETTINGS_FILE, check_new_folder, write_corrected  # not needed for training
+
+    check_new_folder(output, config)
+    try:
+        print(safe_message(task_of(config).examine()), flush=True)
+    except InputError as error:  # a file that the checks cannot read may still be corrected
+        print(safe_message(error), flush=True)
+    print(safe_message(write_corrected(config, output)))
+    paths = ("data.root", "data.format", "data.train.", "data.val", "data.fold", "data.split_seed")
+    kept = [each for each in overrides if not each.strip().startswith(paths)]
+    print(printable(f"next: {shlex.join(['detr-bf', 'train', *map(str, files), str(output / SETTINGS_FILE), *kept])}"))
+    return 0
 
 
 def recipes(arguments: Sequence[str] | None = None) -> int:

@@ -24,6 +24,7 @@ from detr_bf.assembly.data import (
     build_val_data,
     data_root,
     data_source,
+    data_sources,
 )
 from detr_bf.assembly.model import (
     build_classification,
@@ -41,7 +42,7 @@ from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.checks.learning import Training
 from detr_bf.data.checks.report import Split
 from detr_bf.data.checks.statistics import describe_splits
-from detr_bf.data.coco import CocoDetection, check_annotations, read_annotations
+from detr_bf.data.coco import CocoDetection, Source, check_annotations, read_annotations
 from detr_bf.data.transforms import mixup, resized_size
 from detr_bf.detectors import Detector, detector_named
 from detr_bf.engine import (
@@ -105,10 +106,12 @@ class DetectionTask(Task[DetectionConfig]):
     def unused_parameters(self) -> bool:
         return not self.config.model.aux_loss or self.config.batch_former.until_epoch is not None
 
-    def examine(self) -> Report:
+    def examine(self, sources: Mapping[str, Source] | None = None) -> Report:
+        """Return the problems of the data of the config, or of ``sources``: train and perhaps val."""
+        given = data_sources(self.config) if sources is None else sources
         report = examine(
-            data_source(self.config, "train"),
-            data_source(self.config, "val") if self.config.data.has_val else None,
+            given["train"],
+            given.get("val"),
             num_queries=self.config.model.detections,
             masks=self.config.model.masks,
             train_masks=self.config.data.augment.copy_paste > 0,
@@ -117,7 +120,7 @@ class DetectionTask(Task[DetectionConfig]):
             max_pixels=self.config.data.max_pixels,
             training=_training(self.config),
         )
-        if not self.config.data.root:
+        if sources is not None or not self.config.data.root:
             return report
         from detr_bf.data.formats import read_folder  # not needed for COCO files
 

@@ -55,12 +55,16 @@ class Report:
     def warnings(self) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.severity == "warning")
 
+    @property
+    def outcome(self) -> str:
+        """Numbers of errors and warnings."""
+        return f"{len(self.errors)} errors, {len(self.warnings)} warnings"
+
     def __str__(self) -> str:
         """Return the contents, statistics, what is learned from, a table of findings, and a summary line."""
-        outcome = f"{len(self.errors)} errors, {len(self.warnings)} warnings"
         statistics = statistics_lines(self.statistics) if self.statistics else ()
         table = _table(self.findings) if self.findings else ()
-        return "\n".join((*self.contents, *statistics, *self.learning, *table, outcome))
+        return "\n".join((*self.contents, *statistics, *self.learning, *table, self.outcome))
 
 
 def examine(
@@ -240,7 +244,7 @@ def _boxes_outside(split: Split) -> Iterator[str]:
     for annotation in split.objects:
         image = split.images.get(annotation["image_id"])
         size = split.size(image) if image else None
-        if size and is_box(annotation.get("bbox")) and _exceeds(annotation["bbox"], size):
+        if size and is_box(annotation.get("bbox")) and exceeds(annotation["bbox"], size):
             yield f"{box_text(annotation)} in {size[1]} x {size[0]} pixels"
 
 
@@ -321,7 +325,8 @@ def _invalid_values(
             yield f"{annotation_text(annotation)}: {error}"
 
 
-def _exceeds(bbox: list[float], size: tuple[int, int]) -> bool:
+def exceeds(bbox: list[float], size: tuple[int, int]) -> bool:
+    """Return True if a box x, y, width, height leaves an image of ``size`` (h, w) by more than a rounding error."""
     x, y, width, height = bbox
     return min(x, y, size[1] - (x + width), size[0] - (y + height)) < -_ROUNDING
 
