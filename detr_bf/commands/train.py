@@ -18,7 +18,7 @@ from detr_bf.cli import run_tool
 from detr_bf.commands import add_config_arguments, configs_and_overrides
 from detr_bf.config import DetectionConfig, RunConfig, load_config, packaged_configs
 from detr_bf.errors import InputError
-from detr_bf.run import evaluate_only, evaluation_source, train
+from detr_bf.run import dry_run, evaluate_only, evaluation_source, train
 from detr_bf.tasks import task_of
 from detr_bf.text import printable, safe_message
 
@@ -30,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser(__doc__)
     parser.add_argument("--resume", action="store_true", help="resume from output_dir/last.pt")
     parser.add_argument("--auto-resume", action="store_true", help="resume if output_dir has a checkpoint, else start")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="do everything up to the first step, and write nothing to output_dir"
+    )
     parser.add_argument("--eval-only", action="store_true", help="evaluate, as detr-bf evaluate does")
     options = parser.parse_intermixed_args(arguments)
     return run_tool(lambda: _run(options))
@@ -38,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def evaluate(arguments: Sequence[str] | None = None) -> int:
     """Evaluate the run in output_dir, or ``init_from=FILE``, and return the exit code."""
     parser = _parser("Evaluate the run in output_dir, or the weights given as init_from=FILE.")
-    parser.set_defaults(eval_only=True, resume=False, auto_resume=False)
+    parser.set_defaults(eval_only=True, resume=False, auto_resume=False, dry_run=False)
     options = parser.parse_intermixed_args(arguments)
     return run_tool(lambda: _run(options))
 
@@ -138,10 +141,13 @@ def _run(options: argparse.Namespace) -> int:
     files, overrides = configs_and_overrides(options)
     if not files:
         raise InputError("give a config: a YAML file, or a name that 'detr-bf recipes' lists")
-    if options.eval_only + options.resume + options.auto_resume > 1:
-        raise InputError("--eval-only, --resume and --auto-resume exclude each other")
+    if options.eval_only + options.resume + options.auto_resume + options.dry_run > 1:
+        raise InputError("--eval-only, --resume, --auto-resume and --dry-run exclude each other")
     task = task_of(load_config(files, overrides))
-    if options.eval_only:
+    outcome: object
+    if options.dry_run:
+        outcome = dry_run(task)
+    elif options.eval_only:
         named = any(override.partition("=")[0].strip() == "init_from" for override in overrides)
         outcome = evaluate_only(task, evaluation_source(task.config, named))
     else:
