@@ -70,16 +70,27 @@ def finetune(
         if name not in names
     ]
     files = [recipe_file(model), packaged_configs()["finetune"]]
-    if not any(name.startswith(_SPLIT_SETTINGS) for name in names):
-        chosen += _split_settings(load_config(files, [*chosen, *overrides], task="detection").data)
-    if "train.epochs" not in names:
-        chosen.append(f"train.epochs={_epochs(load_config(files, [*chosen, *overrides], task='detection'))}")
+    chosen += chosen_settings(files, [*chosen, *overrides])
     config: DetectionConfig = load_config(files, [*chosen, *overrides], task="detection")
     setup_logging()
     command = ["detr-bf", "train", model, "finetune", *chosen, *overrides, *(["--auto-resume"] if resume else [])]
     logger.info("same as: %s", printable(shlex.join(command), limit=2000))
     train(task_of(config), resume_if_possible=resume)
     return load(config.output_dir, config.device)
+
+
+def chosen_settings(files: Sequence[Path], given: Sequence[str]) -> list[str]:
+    """Return the settings of splits and epochs, unless they are among the ``given`` ones, for the folder data.root.
+
+    Raises:
+        InputError: the folder cannot be read, or has splits of which none is known to be for training.
+    """
+    names, chosen = {each.partition("=")[0].strip() for each in given}, list[str]()
+    if not any(name.startswith(_SPLIT_SETTINGS) for name in names):
+        chosen += _split_settings(load_config(files, given, task="detection").data)
+    if "train.epochs" not in names:
+        chosen.append(f"train.epochs={_epochs(load_config(files, [*given, *chosen], task='detection'))}")
+    return chosen
 
 
 def _split_settings(data: DataConfig) -> list[str]:

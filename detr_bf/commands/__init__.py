@@ -19,6 +19,7 @@ from detr_bf.errors import InputError
 from detr_bf.text import printable
 
 COMMANDS = {  # name -> (module, function, help)
+    "new": ("new", "main", "write a commented config for the folder of a data set"),
     "train": ("train", "main", "train what a config describes, with data checks, evaluation and a report"),
     "evaluate": ("train", "evaluate", "evaluate a trained run, or weights given as init_from=FILE"),
     "predict": ("predict", "main", "detect objects in images, or classify them"),
