@@ -2,6 +2,7 @@
 
 detr-bf train detr_r50_bfv2 data.train.images=DIR data.train.annotations=FILE ...
 detr-bf train configs/demo.yaml mine.yaml train.epochs=12 output_dir=runs/mine
+detr-bf train mine.yaml --dry-run          # everything up to the first step
 torchrun --nproc-per-node=8 -m detr_bf train detr_r50_bfv2 train.batch_size=2
 """
 
@@ -23,6 +24,22 @@ from detr_bf.tasks import task_of
 from detr_bf.text import printable, safe_message
 
 MOST_IMAGES = 100  # on a sheet of augmentations
+_EVALUATE = """Evaluate the run in output_dir, or the weights given as init_from=FILE.
+
+detr-bf evaluate detr_r50_bfv2 output_dir=runs/mine
+detr-bf evaluate detr_r50 init_from=detr-r50-e632da11.pth output_dir=runs/official
+"""
+_CHECK = """Check the data of a config and print all errors and warnings; exit code 2 if there are errors.
+
+detr-bf check deformable_detr_r50_refine finetune data.root=DIR data.val_fraction=0.2
+detr-bf check mine.yaml --fix corrected            # a copy of the annotations without errors
+detr-bf check mine.yaml --show-augmented sheet.png
+"""
+_RECIPES = """List the packaged configs and their files.
+
+detr-bf recipes
+detr-bf recipes 'deformable_detr*'
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def evaluate(arguments: Sequence[str] | None = None) -> int:
     """Evaluate the run in output_dir, or ``init_from=FILE``, and return the exit code."""
-    parser = _parser("Evaluate the run in output_dir, or the weights given as init_from=FILE.")
+    parser = _parser(_EVALUATE)
     parser.set_defaults(eval_only=True, resume=False, auto_resume=False, dry_run=False)
     options = parser.parse_intermixed_args(arguments)
     return run_tool(lambda: _run(options))
@@ -48,7 +65,7 @@ def evaluate(arguments: Sequence[str] | None = None) -> int:
 
 def check(arguments: Sequence[str] | None = None) -> int:
     """Check the data of a config, print all errors and warnings, and return 2 if there are errors."""
-    parser = _parser("Check the data of a config and print all errors and warnings; exit code 2 if there are errors.")
+    parser = _parser(_CHECK)
     parser.add_argument(
         "--show-augmented", type=Path, metavar="DIR|FILE.png", help="also draw training images with each augmentation"
     )
@@ -118,7 +135,7 @@ def _fix(config: RunConfig, output: Path, files: Sequence[Path], overrides: Sequ
 
 def recipes(arguments: Sequence[str] | None = None) -> int:
     """List the packaged configs whose names match one of the patterns, and return the exit code."""
-    parser = argparse.ArgumentParser(description="List the packaged configs and their files.")
+    parser = argparse.ArgumentParser(description=_RECIPES, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pattern", nargs="*", default=["*"], metavar="PATTERN", help="such as '*bfv2'; default: all")
     patterns = parser.parse_args(arguments).pattern
 
