@@ -37,7 +37,7 @@ _SCRIPT = """\
         *=) compopt -o nospace 2> /dev/null ;;
     esac
 }}
-complete -o default -F _detr_bf detr-bf
+complete -o default{options} -F _detr_bf detr-bf
 """
 _STARTS = {"bash": "", "zsh": "autoload -U +X compinit && compinit -u\nautoload -U +X bashcompinit && bashcompinit\n"}
 
@@ -70,6 +70,7 @@ def completion_script(shell: str, mains: Mapping[str, Callable[[Sequence[str]], 
     return _SCRIPT.format(
         shell=shell,
         start=_STARTS[shell],
+        options=" -o nospace" if shell == "zsh" else "",  # its bashcompinit has no compopt
         keys=" ".join(keys),
         recipes=" ".join(packaged_configs()),
         commands=" ".join(mains),

@@ -61,7 +61,7 @@ def test_other_shells(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "zsh"]) == 0
     printed = capsys.readouterr().out
     assert "bashcompinit" in printed
-    assert "complete -o default -F _detr_bf detr-bf" in printed
+    assert "complete -o default -o nospace -F _detr_bf detr-bf" in printed
     with pytest.raises(SystemExit) as stopped:
         main(["completion", "fish"])
     assert stopped.value.code == 2

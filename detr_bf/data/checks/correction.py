@@ -120,8 +120,9 @@ class _SplitCorrection:
         annotations = self._with_ids(self._distinct(annotations, owners))
         images = [image for number, image in self.images.items() if owners[number] == number]
         categories = [self._category(each) for each in self.content.categories]
-        lists = ([self._plain(each) for each in part] for part in (images, annotations, categories))
-        return Corrected(self.folder, CocoAnnotations(self.content.path, *lists), self.records, self.rows)
+        plain = [[self._plain(each) for each in part] for part in (images, annotations, categories)]
+        content = CocoAnnotations(self.content.path, plain[0], plain[1], plain[2])
+        return Corrected(self.folder, content, self.records, self.rows)
 
     def _note(self, action: str, entry: Mapping[str, Any], reason: str) -> None:
         is_image = "file_name" in entry and "image_id" not in entry
