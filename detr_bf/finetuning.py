@@ -51,7 +51,7 @@ def finetune(
     Args:
         data: folder in one of the forms that docs/data.md lists.
         output: new folder of the run, or with ``resume`` the folder of a run.
-        model: name of a recipe (:func:`detr_bf.list_models`) or of another packaged config (``demo``), or a YAML file.
+        model: name of a recipe (:func:`detr_bf.list_models`) or a YAML file.
         init_from: checkpoint or run to start from; by default the backbone's weights that the recipe names.
         resume: continue the run in ``output`` if there is one.
         overrides: settings as on the command line, which replace those chosen here.
@@ -69,18 +69,28 @@ def finetune(
         for name, path in paths.items()
         if name not in names
     ]
-    packaged = packaged_configs()
-    files = [packaged.get(model) or recipe_file(model), packaged["finetune"]]
-    if not any(name.startswith(_SPLIT_SETTINGS) for name in names):
-        chosen += _split_settings(load_config(files, [*chosen, *overrides], task="detection").data)
-    if "train.epochs" not in names:
-        chosen.append(f"train.epochs={_epochs(load_config(files, [*chosen, *overrides], task='detection'))}")
+    files = [recipe_file(model), packaged_configs()["finetune"]]
+    chosen += chosen_settings(files, [*chosen, *overrides])
     config: DetectionConfig = load_config(files, [*chosen, *overrides], task="detection")
     setup_logging()
     command = ["detr-bf", "train", model, "finetune", *chosen, *overrides, *(["--auto-resume"] if resume else [])]
     logger.info("same as: %s", printable(shlex.join(command), limit=2000))
     train(task_of(config), resume_if_possible=resume)
     return load(config.output_dir, config.device)
+
+
+def chosen_settings(files: Sequence[Path], given: Sequence[str]) -> list[str]:
+    """Return the settings of splits and epochs, unless they are among the ``given`` ones, for the folder data.root.
+
+    Raises:
+        InputError: the folder cannot be read, or has splits of which none is known to be for training.
+    """
+    names, chosen = {each.partition("=")[0].strip() for each in given}, list[str]()
+    if not any(name.startswith(_SPLIT_SETTINGS) for name in names):
+        chosen += _split_settings(load_config(files, given, task="detection").data)
+    if "train.epochs" not in names:
+        chosen.append(f"train.epochs={_epochs(load_config(files, [*given, *chosen], task='detection'))}")
+    return chosen
 
 
 def _split_settings(data: DataConfig) -> list[str]:

@@ -1,19 +1,21 @@
 """Progress bars and log lines; on several ranks only the main one shows bars and logs more than errors.
 
-Bars are live on a terminal; in a log file they are refreshed every half minute. Log lines are written above the bar.
+Bars are live on a terminal, and in a notebook widgets if it has ipywidgets. In a file or a pipe a bar is a line every
+half minute, without carriage returns and escape codes. Nothing is coloured. Log lines are written above the bar.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from weakref import WeakSet
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from detr_bf import distributed
 from detr_bf.text import printable, safe_message
@@ -22,11 +24,30 @@ SECONDS_IN_A_LOG = 30.0
 _bars: WeakSet[tqdm] = WeakSet()
 
 
+class _Lines:
+    """File that gets each new state of a bar as a line; a bar rewrites its line with carriage returns."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._last = file, ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> None:
+        line = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text).strip()  # the codes that move to the line of a nested bar
+        state = line.rpartition(" [")[0] or line  # without times: a bar that is closed shows its last state again
+        if line and state != self._last:
+            self._last = state
+            self._file.write(f"{line}\n")
+
+
 def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> tqdm:
     """Return a tqdm bar over ``items`` on standard error; ``options`` are those of tqdm."""
     if options.get("desc") is not None:
         options["desc"] = printable(options["desc"])
-    pace = {} if sys.stderr.isatty() else {"mininterval": SECONDS_IN_A_LOG, "maxinterval": SECONDS_IN_A_LOG}
+    pace: dict[str, Any] = {}
+    if not (sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel")):
+        pace = {"file": _Lines(sys.stderr), "mininterval": SECONDS_IN_A_LOG, "maxinterval": SECONDS_IN_A_LOG}
     bar = tqdm(items, **{"dynamic_ncols": True, "disable": not distributed.is_main(), **pace, **options})
     _bars.add(bar)
     return bar

@@ -6,9 +6,10 @@ import hashlib
 import json
 import logging
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ from detr_bf.engine import (
     load_checkpoint,
 )
 from detr_bf.errors import InputError, TrainingError
-from detr_bf.files import write_json, write_text
+from detr_bf.files import check_output_folder, write_json, write_text
 from detr_bf.progress import setup_logging
 from detr_bf.report import machine_info, process_memory, tolerating, write_report
 from detr_bf.tasks import Task
+from detr_bf.text import listed
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,45 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
         created.keep()
         result = trainer.train()
         return _report(task, folder, result, trainer.evaluate, trainer.evaluation_model, trainer)
+
+
+def dry_run(task: Task[Any]) -> str | None:
+    """Do everything up to the first step of a new run, and return what was found; ``output_dir`` is not created.
+
+    Data and folder are checked, model, optimizer and evaluation are built, weights are loaded, and the first batch is
+    read. Loggers are not started. Every rank calls this; ranks other than 0 get None.
+
+    Raises:
+        InputError: as :func:`train` does before the first step.
+    """
+    config, folder = task.config, RunFolder(Path(task.config.output_dir))
+    with ExitStack() as stack:
+        stack.enter_context(distributed.process_group(device_of(config), config.train.timeout_minutes))
+        setup_logging()
+
+        def prepare() -> None:
+            check_loggers(config.train.loggers)
+            check_output_folder(folder.path, "output_dir")
+            _check_folder(folder, False, False)
+            task.check()
+
+        distributed.run_on_main(prepare)
+        with distributed.raise_on_all_ranks():
+            scratch = RunFolder(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="detr_bf-dry-run-"))))
+            quiet = replace(config, train=replace(config.train, loggers=[]))
+            trainer = type(task)(quiet).build_trainer(scratch)
+            if trainer.metrics is not None:
+                stack.enter_context(trainer.metrics)
+            batch = next(iter(trainer.make_batches(0, 0))).to(device_of(config))
+        trained = sum(each.numel() for each in trainer.model.parameters() if each.requires_grad)
+        lines = (
+            f"model: {sum(each.numel() for each in trainer.model.parameters()):,} parameters, {trained:,} of them "
+            f"trained, on {device_of(config)}",
+            f"first batch: {listed(batch.names, 4)}",
+            f"steps: {trainer.total_steps:,}, {trainer.steps_per_epoch:,} an epoch",
+            f"dry run: nothing was trained or written; without --dry-run the run is written to {folder.path}",
+        )
+        return "\n".join(lines) if distributed.is_main() else None
 
 
 def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:

@@ -34,6 +34,7 @@ autodoc_preserve_defaults = True
 
 CONTENTS = {
     "Guides": [
+        "docs/command_line",
         "docs/data",
         "docs/settings",
         "docs/batch_attention",

@@ -78,11 +78,11 @@ ALLOWED: dict[str, set[str]] = {
     "comparison": GROUND | {"config", "data", "evaluation", "report", "engine", "tasks"},
     "models": {"errors", "text", "config", "detectors", "engine", "assembly", "predictor", "sharing", "tasks"}
     | {"classification"},
+    "finetuning": {"errors", "text", "config", "data", "models", "predictor", "progress", "run", "tasks"},
     "commands": GROUND
     | WORK
     | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}
-    | {"prediction", "tasks", "replay", "run", "planning", "analysis", "comparison", "models", "tiling"},
-    "finetuning": {"errors", "text", "config", "data", "models", "predictor", "progress", "run", "tasks"},
+    | {"prediction", "tasks", "replay", "run", "planning", "analysis", "comparison", "models", "tiling", "finetuning"},
     "__init__": {
         "models",
         "predictor",

@@ -102,12 +102,17 @@ def data_source(config: DetectionConfig, split: str) -> Source:
     return source._replace(annotations=images_of(content, chosen, content.path))
 
 
+def data_sources(config: DetectionConfig) -> dict[str, Source]:
+    """Return the sources of ``train`` and, if it is given, ``val``, see :func:`data_source`."""
+    return {split: data_source(config, split) for split in (("train", "val") if config.data.has_val else ("train",))}
+
+
 def _given_source(data: DataConfig, split: str) -> Source:
     paths: SplitConfig = getattr(data, split)
     if data.root:
         from detr_bf.data.formats import read_folder, read_split  # not needed for COCO files
 
-        root = _located("data.root", data.root)
+        root = data_root(data)
         if split == "val" and not paths.split:
             raise InputError(
                 f"data.val.split is not set: give one of {read_folder(root, data.format).known_splits}, or take the "
@@ -126,6 +131,11 @@ def _given_source(data: DataConfig, split: str) -> Source:
     images, annotations = (_located(f"data.{split}.{key}", getattr(paths, key)) for key in ("images", "annotations"))
     panoptic = _located(f"data.{split}.panoptic", paths.panoptic) if paths.panoptic else None
     return Source(images, annotations, panoptic)
+
+
+def data_root(data: DataConfig) -> Path:
+    """Return the folder ``data.root``, searched as in :func:`data_source`."""
+    return _located("data.root", data.root)
 
 
 def _located(setting: str, given: str) -> Path:

@@ -10,7 +10,7 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from detr_bf.errors import InputError
 from detr_bf.text import printable
 
 COMMANDS = {  # name -> (module, function, help)
+    "new": ("new", "main", "write a commented config for the folder of a data set"),
     "train": ("train", "main", "train what a config describes, with data checks, evaluation and a report"),
     "evaluate": ("train", "evaluate", "evaluate a trained run, or weights given as init_from=FILE"),
     "predict": ("predict", "main", "detect objects in images, or classify them"),
@@ -32,7 +33,18 @@ COMMANDS = {  # name -> (module, function, help)
     "sample-data": ("sample_data", "main", "build a sample data set"),
     "convert-data": ("convert_data", "main", "write the folder of a data set as COCO JSON"),
     "recipes": ("train", "recipes", "list the packaged configs"),
+    "completion": ("completion", "main", "print a script for completion in bash or zsh"),
 }
+
+
+EXIT_CODES = (
+    "exit codes:",
+    "  0      done",
+    "  1      the answer is no, or a part could not be done: training stopped, an image was skipped",
+    "  2      bad input: nothing was started; the message says what was expected and what to do",
+    "  3      only replay: everything is finite now",
+    "  128+N  stopped by signal N (130: Ctrl-C, 143: SIGTERM); a training run is saved for --resume",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,16 +53,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="detr-bf",
         description="Train and use detectors with batch attention, and classifiers with its sibling ideas.",
-        epilog="\n".join(["commands:", *lines, "", "detr-bf COMMAND --help says more about a command."]),
+        epilog="\n".join(
+            ["commands:", *lines, "", *EXIT_CODES, "", "detr-bf COMMAND --help shows options and examples."]
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = parser.parse_args(given[:1]).command
-    module, function, _ = COMMANDS[command]
     sys.argv[0] = f"detr-bf {command}"  # the name in usage messages
-    code: int = getattr(import_module(f"detr_bf.commands.{module}"), function)(given[1:])
-    return code
+    return command_main(command)(given[1:])
+
+
+def command_main(command: str) -> Callable[[Sequence[str]], int]:
+    """Return the function of a command: arguments -> exit code."""
+    module, function, _ = COMMANDS[command]
+    found: Callable[[Sequence[str]], int] = getattr(import_module(f"detr_bf.commands.{module}"), function)
+    return found
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:

@@ -27,7 +27,7 @@ OPTIONS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, or 2 for bad input."""
-    parser = argparse.ArgumentParser(description="Build a sample data set of composites (COCO JSON and image files).")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(SETS), help=MEANING)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="new folder, or the same set")
     for option, meaning in OPTIONS.items():

@@ -42,8 +42,8 @@ from detr_bf.text import printable
 logger = logging.getLogger(__name__)
 
 _PARTS = ("images", "annotations", "categories")
-_REQUIRED = {"images": ("id", "file_name"), "annotations": ("image_id", "category_id"), "categories": ("id",)}
-_REQUIRED_PANOPTIC = {**_REQUIRED, "annotations": ("image_id", "file_name", "segments_info")}
+REQUIRED_KEYS = {"images": ("id", "file_name"), "annotations": ("image_id", "category_id"), "categories": ("id",)}
+_REQUIRED_PANOPTIC = {**REQUIRED_KEYS, "annotations": ("image_id", "file_name", "segments_info")}
 _KINDS = {"file_name": (str, "a string"), "segments_info": (list, "a list")}  # other values are whole numbers
 
 
@@ -364,9 +364,9 @@ def _check_form(file: Path, content: object) -> bool:
             raise InputError(f"{where}: {part} is {type(content[part]).__name__}, expected a list")
     panoptic = any(isinstance(entry, dict) and "segments_info" in entry for entry in content["annotations"])
     where = f"{path} is not a COCO panoptic file" if panoptic else where
-    for part, required in (_REQUIRED_PANOPTIC if panoptic else _REQUIRED).items():
+    for part, required in (_REQUIRED_PANOPTIC if panoptic else REQUIRED_KEYS).items():
         for number, entry in enumerate(content[part]):
-            _check_entry(f"{where}: {part}[{number}]", entry, required)
+            check_entry(f"{where}: {part}[{number}]", entry, required)
     if not content["images"]:
         raise InputError(f"{path} lists no images")
     category_ids = [category["id"] for category in content["categories"]]
@@ -389,14 +389,15 @@ def _check_segments(where: str, annotations: Sequence[Mapping[str, Any]]) -> Non
             raise InputError(f"{where}: annotations[{number}] has {error}") from None
         for index, segment in enumerate(entry["segments_info"]):
             here = f"{where}: annotations[{number}].segments_info[{index}]"
-            _check_entry(here, segment, ("id", "category_id"))
+            check_entry(here, segment, ("id", "category_id"))
             try:
                 segment_id(segment)
             except ValueError as error:
                 raise InputError(f"{here}: {error}") from None
 
 
-def _check_entry(where: str, entry: object, required: Sequence[str]) -> None:
+def check_entry(where: str, entry: object, required: Sequence[str]) -> None:
+    """Raise :class:`InputError` unless an entry of a COCO list is an object with the required keys."""
     if not isinstance(entry, dict):
         raise InputError(f"{where} is {type(entry).__name__}, expected an object")
     for key in required:

@@ -22,7 +22,9 @@ from detr_bf.assembly.data import (
     build_loader,
     build_train_data,
     build_val_data,
+    data_root,
     data_source,
+    data_sources,
 )
 from detr_bf.assembly.model import (
     build_classification,
@@ -37,9 +39,10 @@ from detr_bf.assembly.training import PRECISIONS, build_groups, epoch_batches, r
 from detr_bf.config import DetectionConfig, config_to_dict
 from detr_bf.data.batches import SameSizeBatches, SampleKey, aspect_buckets, derive_seed, object_features
 from detr_bf.data.checks.annotations import Report, examine
+from detr_bf.data.checks.learning import Training
 from detr_bf.data.checks.report import Split
 from detr_bf.data.checks.statistics import describe_splits
-from detr_bf.data.coco import CocoDetection, check_annotations, read_annotations
+from detr_bf.data.coco import CocoDetection, Source, check_annotations, read_annotations
 from detr_bf.data.transforms import mixup, resized_size
 from detr_bf.detectors import Detector, detector_named
 from detr_bf.engine import (
@@ -103,17 +106,26 @@ class DetectionTask(Task[DetectionConfig]):
     def unused_parameters(self) -> bool:
         return not self.config.model.aux_loss or self.config.batch_former.until_epoch is not None
 
-    def examine(self) -> Report:
-        return examine(
-            data_source(self.config, "train"),
-            data_source(self.config, "val") if self.config.data.has_val else None,
+    def examine(self, sources: Mapping[str, Source] | None = None) -> Report:
+        """Return the problems of the data of the config, or of ``sources``: train and perhaps val."""
+        given = data_sources(self.config) if sources is None else sources
+        report = examine(
+            given["train"],
+            given.get("val"),
             num_queries=self.config.model.detections,
             masks=self.config.model.masks,
             train_masks=self.config.data.augment.copy_paste > 0,
             joined=(4 if self.config.data.augment.mosaic else 1) * (2 if self.config.data.mixup.prob else 1),
             workers=max(1, self.config.data.workers),
             max_pixels=self.config.data.max_pixels,
+            training=_training(self.config),
         )
+        if sources is not None or not self.config.data.root:
+            return report
+        from detr_bf.data.formats import read_folder  # not needed for COCO files
+
+        found = read_folder(data_root(self.config.data), self.config.data.format)
+        return replace(report, contents=(str(found), *report.contents))
 
     def check(self) -> Mapping[str, Any] | None:
         detector_named(self.config.model.name)  # before all images are read
@@ -275,6 +287,23 @@ class DetectionTask(Task[DetectionConfig]):
             stripped.save(target)
         removed = len(checkpoint.weights) - len(kept)
         return f"{removed} tensors of batch attention left out, evaluation is the same to the bit: {target}"
+
+
+def _training(config: DetectionConfig) -> Training:
+    """Return the settings that decide how much the detector learns."""
+    transforms, train = config.data.transforms, config.train
+    sides = config.data.batch_sides or ([transforms.square] if transforms.square else transforms.short_sides)
+    return Training(
+        epochs=train.epochs,
+        images_together=train.batch_size * distributed.world_size(),
+        accumulate=train.accumulate,
+        max_steps=train.max_steps,
+        fine_tuned=bool(config.init_from),
+        stride=min(config.model.backbone.strides),
+        short_side=sorted(sides)[len(sides) // 2],
+        max_size=transforms.max_size,
+        square=transforms.square is not None,
+    )
 
 
 def mixed_batches(config: DetectionConfig, batches: Iterator[Batch], epoch: int, start: int) -> Iterator[Batch]:

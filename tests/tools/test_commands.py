@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from detr_bf.commands import COMMANDS, main
-from detr_bf.config import packaged_configs
+from detr_bf.commands import COMMANDS, EXIT_CODES, command_main, main
+from detr_bf.commands.completion import usage_of
+from detr_bf.config import SCHEMAS, known_keys, packaged_configs
 from tests.tools.test_train_net import records
 
-MOST_MODULES = 127  # modules of detr_bf that training a detector imports; the registry imports every detector
+MOST_MODULES = 128  # modules of detr_bf that training a detector imports; the registry imports every detector
 TRAIN = """
 import sys
 from detr_bf.commands import main
@@ -37,11 +40,36 @@ def test_the_package_alone_is_imported_without_torch() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The options, settings and recipes of the examples exist."""
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
     assert stopped.value.code == 0
-    assert f"usage: detr-bf {command}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"usage: detr-bf {command}" in printed
+    usage = usage_of(command_main(command))
+    options = {"--help", *re.findall(r"--[a-z][a-z-]*", usage)}
+    examples = [line for line in printed.splitlines() if line.startswith(f"detr-bf {command} ")]
+    assert examples
+    keys = {key for schema in SCHEMAS.values() for key in known_keys(schema)}
+    for example in examples:
+        words = shlex.split(example, comments=True)[2:]
+        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options, example
+        settings = {word.partition("=")[0].strip("[") for word in words if re.match(r"[a-z_.]+=", word)}
+        assert settings <= keys, example
+        if command in ("train", "evaluate", "check", "plan"):
+            names = {word for word in words if re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)+|finetune", word)}
+            assert names <= set(packaged_configs()), example
+
+
+def test_exit_codes_are_in_the_help_and_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    printed = capsys.readouterr().out
+    assert "\n".join(EXIT_CODES) in printed
+    page = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
+    assert "\n".join(EXIT_CODES[1:]) in page, "the table of the docs is that of the help"
+    assert all(f"| `{name}` |" in page for name in COMMANDS)
 
 
 def test_an_unknown_command_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:

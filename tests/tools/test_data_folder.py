@@ -58,6 +58,8 @@ def test_a_run_on_a_fold_is_evaluated_on_the_same_images(
     capsys.readouterr()
     assert main(["check", str(config), "data.val_fraction=0.25"]) == 0
     printed = capsys.readouterr().out
+    assert printed.startswith(f"{config.parent / 'cells'}: Pascal VOC, 12 images, splits: none\n")
+    assert "\nto learn from: 9 images, " in printed
     assert "train: 9 images" in printed
     assert "val: 3 images" in printed
 

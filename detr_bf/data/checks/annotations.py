@@ -13,6 +13,7 @@ from typing import Any
 
 from detr_bf.data.annotation_values import is_box, is_crowd, is_id, object_area, segment_area
 from detr_bf.data.checks.files import ImageRecord, MapRecord, check_files, existing_name
+from detr_bf.data.checks.learning import Training, learning_findings, learning_lines
 from detr_bf.data.checks.masks import MASK_CHECKS
 from detr_bf.data.checks.report import (
     CheckList,
@@ -44,6 +45,7 @@ class Report:
     contents: tuple[str, ...]  # one line a split: numbers of images, objects, classes
     findings: tuple[Finding, ...]  # errors first
     statistics: Mapping[str, Any] | None = None  # of detection data without errors, see describe_splits
+    learning: tuple[str, ...] = ()  # lines about the boxes and steps of a run on data without errors
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -53,11 +55,16 @@ class Report:
     def warnings(self) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.severity == "warning")
 
+    @property
+    def outcome(self) -> str:
+        """Numbers of errors and warnings."""
+        return f"{len(self.errors)} errors, {len(self.warnings)} warnings"
+
     def __str__(self) -> str:
-        """Return the contents, statistics and a table of the findings if there are any, and a summary line."""
-        outcome = f"{len(self.errors)} errors, {len(self.warnings)} warnings"
+        """Return the contents, statistics, what is learned from, a table of findings, and a summary line."""
         statistics = statistics_lines(self.statistics) if self.statistics else ()
-        return "\n".join((*self.contents, *statistics, *(_table(self.findings) if self.findings else ()), outcome))
+        table = _table(self.findings) if self.findings else ()
+        return "\n".join((*self.contents, *statistics, *self.learning, *table, self.outcome))
 
 
 def examine(
@@ -71,6 +78,7 @@ def examine(
     cache_dir: Path | None = None,
     workers: int = 1,
     max_pixels: int = MAX_PIXELS,
+    training: Training | None = None,
 ) -> Report:
     """Run all checks on the training split and, if given, the validation split.
 
@@ -84,6 +92,7 @@ def examine(
         cache_dir: folder of the cache of image files that were read before.
         workers: threads that read image files.
         max_pixels: limit of an image.
+        training: settings of a run, whose data and steps are then described and judged.
 
     Raises:
         InputError: a folder is missing or a file is not a COCO file.
@@ -100,9 +109,14 @@ def examine(
     if len(splits) == 2:
         findings += [finding for check in PAIR_CHECKS if (finding := check.on("train, val", *splits))]
     findings.sort(key=lambda finding: finding.severity)
-    usable = all(finding.severity == "warning" for finding in findings)
     contents = tuple(_summary(split) for split in splits)
-    return Report(contents, tuple(findings), describe_splits(splits) if usable else None)
+    if any(finding.severity == "error" for finding in findings):
+        return Report(contents, tuple(findings))
+    learning: tuple[str, ...] = ()
+    if training is not None:
+        findings += learning_findings(splits[0], splits[1] if val else None, training)
+        learning = tuple(learning_lines(splits[0], training))
+    return Report(contents, tuple(findings), describe_splits(splits), learning)
 
 
 def _open(
@@ -230,7 +244,7 @@ def _boxes_outside(split: Split) -> Iterator[str]:
     for annotation in split.objects:
         image = split.images.get(annotation["image_id"])
         size = split.size(image) if image else None
-        if size and is_box(annotation.get("bbox")) and _exceeds(annotation["bbox"], size):
+        if size and is_box(annotation.get("bbox")) and exceeds(annotation["bbox"], size):
             yield f"{box_text(annotation)} in {size[1]} x {size[0]} pixels"
 
 
@@ -311,7 +325,8 @@ def _invalid_values(
             yield f"{annotation_text(annotation)}: {error}"
 
 
-def _exceeds(bbox: list[float], size: tuple[int, int]) -> bool:
+def exceeds(bbox: list[float], size: tuple[int, int]) -> bool:
+    """Return True if a box x, y, width, height leaves an image of ``size`` (h, w) by more than a rounding error."""
     x, y, width, height = bbox
     return min(x, y, size[1] - (x + width), size[0] - (y + height)) < -_ROUNDING
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
@@ -26,6 +27,7 @@ READERS: dict[str, Callable[[Path, Sequence[str]], DataFolder]] = {  # by the se
     "voc": read_voc,
     "yolo": read_yolo,
 }
+_FORM_NAMES = {"coco": "COCO JSON", "csv": "CSV table", "voc": "Pascal VOC", "yolo": "YOLO"}
 _FORMS = (
     f"expected COCO JSON, {ANNOTATION_FILE} of Roboflow, XML files of Pascal VOC, {SETTINGS[0]} or labels/*.txt of "
     f"YOLO, or {TABLES[0]}"
@@ -49,7 +51,9 @@ def read_folder(root: Path, form: str = "auto") -> DataFolder:
             "or CSV folder (docs/data.md says how to get the data of configs/bccd.yaml and configs/cards.yaml)"
         )
     names = files_below(root)
-    return READERS[form if form != "auto" else _form_of(root, names)](root, names)
+    form = form if form != "auto" else _form_of(root, names)
+    exported = form == "coco" and any(PurePosixPath(name).name == ANNOTATION_FILE for name in names)
+    return replace(READERS[form](root, names), form="Roboflow (COCO JSON)" if exported else _FORM_NAMES[form])
 
 
 @lru_cache(maxsize=8)

@@ -44,6 +44,7 @@ class DataFolder:
     root: Path
     content: CocoAnnotations
     splits: Mapping[str, NamedSplit]
+    form: str = ""  # name of the form, for messages
 
     def split(self, name: str) -> CocoAnnotations:
         """Return the images of one split: a named one, or those of a subfolder; all images for an empty name.
@@ -71,6 +72,10 @@ class DataFolder:
         """Names of the splits: those that files define, and subfolders."""
         folders = {str(PurePosixPath(canonical(image["file_name"])).parent) for image in self.content.images} - {"."}
         return sorted({*self.splits, *folders})
+
+    def __str__(self) -> str:
+        """Return the form and the splits in a line."""
+        return f"{printable(self.root)}: {self.form}, {len(self.content.images)} images, splits: {self.known_splits}"
 
     @property
     def known_splits(self) -> str:

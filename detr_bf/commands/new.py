@@ -1,0 +1,150 @@
+"""Write a commented config for the folder of a data set, with what the data checks find.
+
+detr-bf new photos/ --output mine.yaml                 # then: detr-bf train mine.yaml
+detr-bf new photos/ --model rtdetr_r50 --output mine.yaml
+
+FOLDER is read as data.root is: COCO, Roboflow, Pascal VOC, YOLO or CSV. The config states all settings that differ from
+the defaults: those of the recipe, of the preset finetune, and those chosen for the data (splits, epochs, queries). Exit
+code 1: the config is written, and the data have errors to correct before training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from detr_bf.assembly.data import data_source
+from detr_bf.cli import run_tool
+from detr_bf.config import (
+    DetectionConfig,
+    config_to_dict,
+    flatten_settings,
+    load_config,
+    packaged_configs,
+)
+from detr_bf.data.checks.annotations import Report
+from detr_bf.data.coco import CocoAnnotations, read_annotations
+from detr_bf.errors import InputError
+from detr_bf.files import check_output_file, write_text
+from detr_bf.finetuning import MOST_EPOCHS, RUN_STEPS, chosen_settings
+from detr_bf.models import recipe_file
+from detr_bf.tasks import task_of
+from detr_bf.tasks.corrected import yaml_text
+from detr_bf.text import listed, printable, safe_message
+
+_MOST_CLASSES = 100  # named in the comment
+_COMMENTS = {  # of settings, in the order of the file; the others follow as those of the recipe
+    "output_dir": "folder of the run, new for each run",
+    "init_from": "checkpoint of a trained detector: helps most where there are few images (docs/fine_tuning.md)",
+    "data.root": "folder of the data set",
+    "data.train.split": "training images; null: all images of the folder",
+    "data.val.split": "validation images, for the AP after each epoch; null with val_fraction",
+    "data.val_fraction": "share of the training images that is used for validation instead of a split; 0: none",
+    "data.workers": "processes that load images; about the number of CPU cores",
+    "data.transforms.short_sides": "shorter side of the training images in pixels; larger for small objects",
+    "data.transforms.max_size": "longest side; larger sizes need more memory and time",
+    "data.transforms.eval_short_side": "shorter side in validation; later images are resized as these",
+    "data.transforms.square": "side of square images, instead of the three above; null: keep the aspect ratio",
+    "data.transforms.horizontal_flip": "0 where left and right have a meaning (text, arrows)",
+    "train.epochs": f"about {RUN_STEPS:,} steps, at most {MOST_EPOCHS} epochs; more if AP still rises at the end",
+    "train.batch_size": "images of a step on one GPU; halve it and set accumulate=2 if memory is short",
+    "train.accumulate": "batches of a step",
+    "train.patience": "epochs without a better AP after which training ends; 0: never",
+    "train.precision": "float32, bf16 or fp16; bf16 is faster on GPUs",
+    "optimizer.lr": "a third to a tenth of it with init_from",
+    "optimizer.backbone_lr": "as a rule a tenth of lr",
+    "optimizer.schedule": "of the learning rate",
+    "optimizer.warmup_steps": "steps with a rising learning rate",
+    "model.num_queries": "more than the objects of any image, see too-many-objects of the checks",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder of the data set")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the config; default: NAME.yaml for FOLDER NAME")
+    parser.add_argument(
+        "--model",
+        default="deformable_detr_r50_refine",
+        metavar="RECIPE",
+        help="recipe of a detector, see detr-bf recipes; default %(default)s",
+    )
+    options = parser.parse_args(arguments)
+    return run_tool(lambda: _write(options.folder, options.output, options.model))
+
+
+def _write(folder: Path, output: Path | None, model: str) -> int:
+    """Check the data, write the config, print both, and return 1 if the data have errors.
+
+    Raises:
+        InputError: the folder cannot be read, there is no such recipe, or the file exists.
+    """
+    path = Path(f"{folder.resolve().name or 'mine'}.yaml") if output is None else output
+    if path.suffix not in (".yaml", ".yml"):
+        raise InputError(f"--output {printable(path)}: a config is a file with the suffix .yaml")
+    check_output_file(path, "--output")
+    if path.exists():
+        raise InputError(f"--output {printable(path)} exists: name another file; nothing is replaced")
+    files = [recipe_file(model), packaged_configs()["finetune"]]
+    given = [f"data.root={yaml_text(str(folder.resolve()))}", f"output_dir={yaml_text(f'runs/{path.stem}')}"]
+    given += chosen_settings(files, given)
+    config: DetectionConfig = load_config(files, given, task="detection")
+    content = read_annotations(data_source(config, "train").annotations)
+    most = max(Counter(each["image_id"] for each in content.annotations).values(), default=0)
+    config.model.num_queries = max(config.model.num_queries, most)
+    report = task_of(config).examine()
+    print(safe_message(report))
+    write_text(path, "\n".join([*_head(path, config, content, report), *_settings(config, printable(model)), ""]))
+    shown = printable(path)
+    if report.errors:
+        print(f"wrote {shown}; next: correct the errors, or detr-bf check {shown} --fix FOLDER for a corrected copy")
+        return 1
+    print(f"wrote {shown}; next: detr-bf train {shown} --dry-run, then without --dry-run")
+    return 0
+
+
+def _head(path: Path, config: DetectionConfig, content: CocoAnnotations, report: Report) -> Iterator[str]:
+    """Yield the comment at the head of the file."""
+    shown, run = printable(path), printable(config.output_dir)
+    yield "# Written by detr-bf new. A comment says what a setting is for; docs/settings.md has all settings."
+    yield f"#   detr-bf check {shown}              checks the data"
+    yield f"#   detr-bf train {shown} --dry-run    does everything up to the first step"
+    yield f"#   detr-bf train {shown}              trains, evaluates and writes a report to {run}"
+    yield f"#   detr-bf predict --checkpoint {run} --output found IMAGE"
+    yield "# Data:"
+    yield from (f"#   {printable(line, limit=2000)}" for line in (*report.contents, *report.learning))
+    counts = Counter(each["category_id"] for each in content.annotations)
+    classes = zip(content.class_map.category_ids, content.class_map.distinct_names, strict=True)
+    yield f"# Classes, with training boxes: {listed((f'{name} ({counts[i]})' for i, name in classes), _MOST_CLASSES)}"
+    yield from (
+        f"# {each.severity} {each.code}: {each.count}, {each.meaning}: {each.example}" for each in report.findings
+    )
+
+
+def _settings(config: DetectionConfig, model: str) -> Iterator[str]:
+    """Yield nested lines of the settings that have a comment, then of the others that differ from the defaults."""
+    values, defaults = (flatten_settings(config_to_dict(each)) for each in (config, DetectionConfig()))
+    tree: dict[str, Any] = {}
+    for key in (*_COMMENTS, *(key for key in values if values[key] != defaults[key] and key not in _COMMENTS)):
+        *groups, name = key.split(".")
+        inner = tree
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        value = values[key]
+        text = yaml_text(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        inner[name] = f"{text}  # {_COMMENTS.get(key, f'as in {model} or finetune')}"
+    yield from _nested(tree)
+
+
+def _nested(tree: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield f"{indent}{key}:"
+            yield from _nested(value, indent + "  ")
+        else:
+            yield f"{indent}{key}: {value}"

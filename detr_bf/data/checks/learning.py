@@ -1,0 +1,153 @@
+"""Amount of data and number of steps that a detector learns from, and warnings where they are small.
+
+The thresholds are rules of thumb, except that DETR detectors lose much AP on small data is published: Wang et al. 2022,
+"Towards data-efficient detection transformers" (arXiv 2203.09507), on the 2,975 images of Cityscapes. On the data of
+the demo, Deformable DETR had an AP of 0.54 after 1,200 steps from random weights behind a pretrained backbone
+(docs/fine_tuning.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from detr_bf.data.checks.report import Finding, Split
+from detr_bf.data.transforms import resized_size
+from detr_bf.text import printable
+
+LEAST_STEPS = 2000  # from random weights
+LEAST_STEPS_FINE_TUNING = 300  # from the weights of a trained detector
+LEAST_TRAIN_IMAGES = 1000  # from random weights
+LEAST_VAL_IMAGES = 50
+LEAST_SMALL_SHARE = 0.1  # of the objects, smaller than a cell of the finest feature map
+
+
+class Training(NamedTuple):
+    """Settings of a run that decide how much a detector learns."""
+
+    epochs: int
+    images_together: int  # of one batch on all processes
+    accumulate: int  # batches of a step
+    max_steps: int | None  # of a trial run
+    fine_tuned: bool  # starts from the weights of a trained detector
+    stride: int  # pixels of a cell of the finest feature map
+    short_side: int  # pixels of the training images, the median
+    max_size: int | None
+    square: bool  # images become squares of short_side
+
+
+class _Learned(NamedTuple):
+    """Numbers of the training split; sizes are roots of areas in pixels at the training size."""
+
+    images: int
+    counts: dict[str, int]  # boxes by class
+    sizes: np.ndarray  # (boxes of images of known size,) float64
+
+
+def learning_lines(train: Split, training: Training) -> Iterator[str]:
+    """Yield the lines about the boxes, their sizes, and the steps."""
+    learned = _learned(train, training)
+    boxes = sum(learned.counts.values())
+    rarest = min(learned.counts, key=lambda name: (learned.counts[name], name))
+    classes = f"{len(learned.counts)} classes, the rarest {printable(rarest)} ({learned.counts[rarest]:,})"
+    yield f"to learn from: {learned.images:,} images, {boxes:,} boxes of {classes}"
+    if len(learned.sizes):
+        low, middle, high = np.quantile(learned.sizes, (0.05, 0.5, 0.95))
+        form = f"{training.short_side} x {training.short_side}" if training.square else f"{training.short_side}"
+        yield (
+            f"  objects at the training size ({'images' if training.square else 'shorter side'} {form}): {middle:.0f} "
+            f"pixels, 5 % below {low:.0f} and 5 % above {high:.0f}"
+        )
+    steps, per_epoch = _steps(learned.images, training)
+    together = min(training.images_together, learned.images)  # a batch of more images than there are has all of them
+    stopped = " (train.max_steps)" if steps < training.epochs * per_epoch else ""
+    yield (
+        f"  {training.epochs:,} epochs x {per_epoch:,} steps of {together * training.accumulate:,} images: "
+        f"{steps:,} steps{stopped}, {steps * together * training.accumulate:,} images in all"
+    )
+
+
+def learning_findings(train: Split, val: Split | None, training: Training) -> Iterator[Finding]:
+    """Yield a warning for each number that is small, with what to change."""
+    learned = _learned(train, training)
+    steps, per_epoch = _steps(learned.images, training)
+    least = LEAST_STEPS_FINE_TUNING if training.fine_tuned else LEAST_STEPS
+    if steps == training.epochs * per_epoch < least:  # a trial run is ended by train.max_steps on purpose
+        start = "" if training.fine_tuned else ", or start from a trained detector with init_from=FILE"
+        yield _warning(
+            "train",
+            "few-steps",
+            f"fewer than {least:,} steps in all: too few for {'other classes' if training.fine_tuned else 'a decoder'}"
+            f"{'' if training.fine_tuned else ' from random weights'}",
+            f"{steps:,} steps: set train.epochs={math.ceil(least / per_epoch)} (and optimizer.drop_epochs with it), or "
+            f"a smaller train.batch_size{start}",
+        )
+    if learned.images < LEAST_TRAIN_IMAGES and not training.fine_tuned:
+        yield _warning(
+            "train",
+            "few-images",
+            f"fewer than {LEAST_TRAIN_IMAGES:,} images and no init_from: most of the detector starts from random "
+            "weights",
+            f"{learned.images:,} images: give init_from=FILE of a trained detector (docs/fine_tuning.md), or expect "
+            "a low AP",
+        )
+    small = int((learned.sizes < training.stride).sum())
+    if small > LEAST_SMALL_SHARE * len(learned.sizes):
+        yield _warning(
+            "train",
+            "small-objects",
+            f"smaller at the training size than a cell of the finest feature map, {training.stride} pixels",
+            f"{100 * small / len(learned.sizes):.0f} % of the objects: raise data.transforms."
+            f"{'square' if training.square else 'short_sides and max_size'} (and of evaluation), choose a model with "
+            "finer strides, or cut the images into parts",
+            small,
+        )
+    if val is not None and len(val.content.images) < LEAST_VAL_IMAGES:
+        yield _warning(
+            "val",
+            "few-val-images",
+            f"fewer than {LEAST_VAL_IMAGES} images: their AP differs by several points by chance",
+            f"{len(val.content.images)} images: use more, or data.folds=5, or compare several seeds",
+        )
+
+
+def _warning(split: str, code: str, meaning: str, example: str, count: int = 1) -> Finding:
+    return Finding("warning", split, code, meaning, count, example)
+
+
+def _steps(images: int, training: Training) -> tuple[int, int]:
+    """Return the optimizer steps of the run and of an epoch: an incomplete last batch is dropped, a step is not."""
+    per_epoch = math.ceil((images // training.images_together or 1) / training.accumulate)
+    steps = training.epochs * per_epoch
+    return min(steps, training.max_steps or steps), per_epoch
+
+
+def _learned(train: Split, training: Training) -> _Learned:
+    """Return what is left of the boxes after clipping, which the training images have."""
+    counts = dict.fromkeys(train.content.class_map.distinct_names, 0)
+    names = dict(zip(train.content.class_map.category_ids, counts, strict=True))
+    sizes = []
+    for annotation in train.objects:
+        x, y, width, height = annotation["bbox"]
+        size = train.size(train.images[annotation["image_id"]])
+        if size is not None:
+            left, top, right, bottom = max(x, 0), max(y, 0), min(x + width, size[1]), min(y + height, size[0])
+            width, height = right - left, bottom - top
+        if min(width, height) <= 0:
+            continue
+        counts[names[annotation["category_id"]]] += 1
+        if size is not None:
+            sizes.append((width, height, *size))
+    table = np.array(sizes, dtype=np.float64).reshape(-1, 4)
+    shapes, which = np.unique(table[:, 2:], axis=0, return_inverse=True)
+    scaled = [
+        (training.short_side, training.short_side)
+        if training.square
+        else resized_size(int(height), int(width), training.short_side, training.max_size)
+        for height, width in shapes
+    ]
+    factors = (np.array(scaled, dtype=np.float64).reshape(-1, 2) / shapes).prod(1)
+    return _Learned(len(train.content.images), counts, np.sqrt(table[:, 0] * table[:, 1] * factors[which.ravel()]))

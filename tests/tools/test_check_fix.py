@@ -1,0 +1,228 @@
+"""``detr-bf check --fix``: hostile annotations become data without errors, and the given files stay as they are."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from detr_bf.commands import main
+from detr_bf.config import load_config
+from tests.hostile import fixtures
+from tests.hostile.annotations import BAD, FILES, HERE, ODD, dumps
+
+CASES: dict[str, Callable[[dict[str, Any]], Any]] = {**{name: change for name, (change, _) in BAD.items()}, **ODD}
+REFUSED = {  # nothing that could be kept is left, or the categories are not known
+    "images is null",
+    "images is an object",
+    "no images",
+    "annotations is a string",
+    "categories is empty",
+    "category is a string",
+    "category without id",
+    "category id of 70 bits",
+    "category id is a fraction",
+    "category id twice",
+    "only crowds",
+    "no annotations",
+    "category name is a list",
+    "category id is negative",
+    "category name is null",  # it is another one than in the other split
+    "category name is a number",
+    "category name is empty",
+}
+IN_VAL = ("images is null", "area is NaN", "iscrowd is 'yes'", "file name is a folder", "annotation of no image")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    fixtures.write_split(folder / "train", fixtures.coco())
+    fixtures.write_split(folder / "val", fixtures.coco(first=101))
+    (folder / "train" / "notes.md").write_text("no image")
+    return folder
+
+
+@pytest.fixture
+def config(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    monkeypatch.setenv("DETR_BF_CACHE", str(images / "cache"))
+
+    def write(train: str, val: str | None = None) -> Path:
+        lines = []
+        for name, text in (("train", train), ("val", val or json.dumps(fixtures.coco(first=101)))):
+            (tmp_path / f"{name}.json").write_text(text)
+            lines.append(f"  {name}: {{images: {images}/{name}/images, annotations: {tmp_path}/{name}.json}}\n")
+        path = tmp_path / "config.yaml"
+        path.write_text(f"{fixtures.MODEL}data:\n{''.join(lines)}{fixtures.REST}output_dir: {tmp_path / 'run'}\n")
+        return path
+
+    return write
+
+
+def rows(folder: Path) -> list[tuple[str, str, str, str, str]]:
+    with (folder / "changes.csv").open(newline="") as file:
+        return [(r["split"], r["action"], r["image_id"], r["annotation_id"], r["reason"]) for r in csv.DictReader(file)]
+
+
+def corrected(folder: Path, split: str = "train") -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "annotations" / f"{split}.json").read_text())
+    return content
+
+
+def state(*folders: Path) -> dict[str, str]:
+    files = (path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files if "cache" not in path.parts}
+
+
+@pytest.mark.parametrize(("name", "split"), [*((name, "train") for name in CASES), *((name, "val") for name in IN_VAL)])
+def test_hostile_annotations_become_clean(
+    name: str,
+    split: str,
+    config: Callable[..., Path],
+    images: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    content = fixtures.coco(first=1 if split == "train" else 101)
+    replaced = CASES[name](content)
+    text = dumps(replaced if isinstance(replaced, dict) else content).replace(HERE, str(images / "train"))
+    path = config(**{"train": json.dumps(fixtures.coco()), split: text})
+    before, out = state(images, tmp_path), tmp_path / "fixed"
+    code = main(["check", str(path), "--fix", str(out)])
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
+    assert {key: value for key, value in state(images, tmp_path).items() if not key.startswith(f"{out}/")} == before
+    if name in REFUSED:
+        assert code == 2
+        assert "error: " in printed.err
+        assert not out.exists()
+        return
+    assert code == 0, printed.err
+    assert "the corrected data: 0 errors" in printed.out
+    assert main(["check", str(path), str(out / "data.yaml")]) == 0, capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[-1].startswith("0 errors, ")
+    kept = len(corrected(out, split)["annotations"])
+    assert kept == 3 or any(row[1] == "dropped" for row in rows(out)), "what is missing is listed"
+    assert kept >= 1
+
+
+def test_each_rule(config: Callable[..., Path], images: Path, tmp_path: Path) -> None:
+    content = fixtures.coco(count=3)
+    box = content["annotations"][0]
+
+    def add(number: int, image: int = 1, **values: Any) -> None:
+        content["annotations"].append({**copy.deepcopy(box), "id": number, "image_id": image, **values})
+
+    add(10, bbox=[25, 2, 10, 10], area=100)  # of 32 x 24 pixels: clipped to a width of 7
+    add(11, bbox=[40, 2, 10, 10])
+    add(12, bbox=[3, 3, 0, 5])
+    add(13, category_id=8)
+    add(14, iscrowd=5)
+    add(15, area="wide")
+    add(16, image=77)
+    add(17, bbox=[31, 2, 1.5, 4])  # within the rounding
+    content["images"][1]["file_name"] = "C:\\pictures\\0002.png"
+    content["images"].append({**content["images"][2], "id": 4})  # 0003.png again
+    add(18, image=4, bbox=content["annotations"][2]["bbox"], category_id=content["annotations"][2]["category_id"])
+    add(19, image=4, bbox=[1, 1, 5, 5])
+    del content["annotations"][-1]["area"]
+    Image.new("RGB", (9, 9)).save(images / "train" / "images" / "small.png")
+    content["images"].append({"id": 5, "file_name": "small.png", "width": 32, "height": 24})
+    add(20, image=5)
+    assert main(["check", str(config(json.dumps(content))), "--fix", str(tmp_path / "fixed")]) == 0
+    found = corrected(tmp_path / "fixed")
+    assert [(image["id"], image["file_name"]) for image in found["images"]] == [
+        (1, "0001.png"),
+        (2, "0002.png"),
+        (3, "0003.png"),
+    ]
+    kept = {annotation["id"]: annotation for annotation in found["annotations"]}
+    assert list(kept) == [1, 2, 3, 10, 15, 17, 19]
+    assert kept[1] == box
+    assert (kept[10]["bbox"], kept[10]["area"]) == ([25, 2, 7, 10], 70)
+    assert "area" not in kept[15]
+    assert kept[17]["bbox"] == [31, 2, 1.5, 4]
+    assert kept[19]["image_id"] == 3
+    listed = {(action, image, annotation): reason for _, action, image, annotation, reason in rows(tmp_path / "fixed")}
+    assert listed.keys() == {
+        ("changed", "1", "10"),
+        *(("dropped", "1", str(number)) for number in (11, 12, 13, 14)),
+        ("changed", "1", "15"),
+        ("dropped", "77", "16"),
+        ("changed", "2", ""),
+        ("merged", "4", ""),
+        ("dropped", "3", "18"),
+        ("dropped", "5", ""),
+        ("dropped", "5", "20"),
+    }
+    assert "outside the image of 32 x 24 pixels" in listed["dropped", "1", "11"]
+    assert "32 x 24 pixels (width x height), but the file has 9 x 9 pixels" in listed["dropped", "5", ""]
+
+
+def test_validation_images_leave_the_training_images(config: Callable[..., Path], images: Path, tmp_path: Path) -> None:
+    train, val = fixtures.coco(), fixtures.coco(first=101)
+    (images / "val" / "images" / "copy.png").write_bytes((images / "train" / "images" / "0002.png").read_bytes())
+    val["images"].append({**val["images"][0], "id": 104, "file_name": "copy.png"})
+    val["categories"].append({"id": 9, "name": "cow"})
+    val["annotations"].append({**val["annotations"][0], "id": 200, "category_id": 9})
+    assert main(["check", str(config(json.dumps(train), json.dumps(val))), "--fix", str(tmp_path / "fixed")]) == 0
+    assert [image["id"] for image in corrected(tmp_path / "fixed")["images"]] == [1, 3]
+    assert [image["id"] for image in corrected(tmp_path / "fixed", "val")["images"]] == [101, 102, 103, 104]
+    assert {row[:4] for row in rows(tmp_path / "fixed")} == {
+        ("train", "dropped", "2", ""),
+        ("train", "dropped", "2", "2"),
+        ("val", "dropped", "101", "200"),
+    }
+
+
+def test_a_folder_is_corrected_outside_of_itself(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The printed command names the config, and the division of the images is that of the run."""
+    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    root = tmp_path / "it's ${home}"
+    fixtures.write_split(root, fixtures.coco(count=6))
+    for number in range(1, 7):  # no near-duplicates
+        Image.effect_noise((fixtures.WIDTH, fixtures.HEIGHT), 90).save(root / "images" / f"{number:04d}.png")
+    (tmp_path / "config.yaml").write_text(f"{fixtures.MODEL}data:{fixtures.REST}")
+    command = ["check", str(tmp_path / "config.yaml"), "data.val_fraction=0.34", "seed=3"]
+    command.append(f"data.root={json.dumps(str(root).replace('${', chr(92) + '${'))}")
+    assert main([*command, "--fix", str(root / "fixed")]) == 2
+    assert "is inside of the data" in capsys.readouterr().err
+    out = tmp_path / "fixed"
+    assert main([*command, "--fix", str(out)]) == 0
+    assert f"next: detr-bf train {tmp_path}/config.yaml {out}/data.yaml seed=3\n" in capsys.readouterr().out
+    config = load_config([tmp_path / "config.yaml", out / "data.yaml"])
+    assert config.data.train.images == str(root)
+    assert [len(corrected(out, name)["images"]) for name in ("train", "val")] == [4, 2]
+    assert rows(out) == []
+    assert main([*command, "--fix", str(out)]) == 2
+    assert "give a new or an empty folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", [FILES["empty file"], FILES["a list of results"], json.dumps(fixtures.panoptic())])
+def test_files_of_another_kind_are_refused(
+    text: str, config: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(config(text)), "--fix", str(tmp_path / "fixed")]) == 2
+    assert "train.json" in capsys.readouterr().err
+    assert not (tmp_path / "fixed").exists()
+
+
+def test_errors_that_need_a_decision_are_refused(
+    config: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    val = fixtures.coco(first=101)
+    val["categories"][0]["name"] = "cow"
+    assert main(["check", str(config(json.dumps(fixtures.coco()), json.dumps(val))), "--fix", str(tmp_path / "a")]) == 2
+    printed = capsys.readouterr().err
+    assert "these errors cannot be corrected by --fix; nothing was written" in printed
+    assert "class-name-differs" in printed
+    assert not (tmp_path / "a").exists()

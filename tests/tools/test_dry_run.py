@@ -1,0 +1,74 @@
+"""``detr-bf train --dry-run``: everything up to the first step, and no files."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from detr_bf.commands import main
+from detr_bf.engine import Trainer
+from tests.tools.image_runs import classifier_config, masked_config
+
+
+@pytest.fixture(autouse=True)
+def no_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Fail at the first step, and use an own folder of temporary files."""
+    monkeypatch.setattr(Trainer, "train_step", lambda *arguments: pytest.fail("a step was run"))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    return scratch
+
+
+def test_a_detector(tiny: Path, tmp_path: Path, no_step: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", str(tiny), "train.loggers=[tensorboard]", "eval.loss=true"]
+    before = sorted(tmp_path.rglob("*"))
+    assert main([*command, "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert "to learn from: 15 images" in printed.err
+    out = printed.out.splitlines()
+    assert out[0].startswith("model: ")
+    assert out[1].startswith("first batch: 00")
+    assert out[1].count(".png") == 3
+    assert out[2:] == [
+        "steps: 15, 5 an epoch",
+        f"dry run: nothing was trained or written; without --dry-run the run is written to {tmp_path / 'run'}",
+    ]
+    assert not (tmp_path / "run").exists()
+    assert sorted(path for path in tmp_path.rglob("*") if "cache" not in path.parts) == before
+    assert list(no_step.iterdir()) == []
+
+
+@pytest.mark.parametrize("make_config", [classifier_config, masked_config])
+def test_other_tasks(make_config: Callable[[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "not_yet"
+    assert main(["train", str(make_config(tmp_path)), f"output_dir={run}", "--dry-run"]) == 0
+    assert capsys.readouterr().out.endswith(f"the run is written to {run}\n")
+    assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["data.train.images=nowhere"], "image folder nowhere does not exist"),
+        (["model.num_queries=4", "init_from=nowhere.pt"], "nowhere.pt"),
+        (["model.heads=5"], "heads"),
+        (["output_dir={file}"], "output_dir"),
+        (["output_dir={run}"], "last.pt"),
+        (["--resume"], "exclude each other"),
+    ],
+)
+def test_what_training_refuses_is_refused(
+    arguments: list[str], said: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"file": tiny, "run": tmp_path / "theirs"}
+    places["run"].mkdir()
+    (places["run"] / "last.pt").write_text("theirs")
+    before = {path: path.read_bytes() for path in places["run"].iterdir()}
+    assert main(["train", str(tiny), "--dry-run", *(each.format(**places) for each in arguments)]) == 2
+    assert said in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in places["run"].iterdir()} == before
+    assert not (tmp_path / "run").exists()

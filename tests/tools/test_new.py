@@ -1,0 +1,94 @@
+"""``detr-bf new``: a config that is read back to the settings that fine-tuning chooses, and that trains as written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from detr_bf.commands import main
+from detr_bf.config import DetectionConfig, load_config, packaged_configs
+from detr_bf.finetuning import chosen_settings
+from detr_bf.models import recipe_file
+from tests.tools.conftest import TINY
+from tests.tools.test_data_folder import XML
+
+ODD_NAME = "ca\nt # ${oc.env:HOME}: [x]"
+
+
+@pytest.fixture
+def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write ten images with Pascal VOC labels of two classes, one of them with an odd name, into an odd folder."""
+    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / 'my "photos" ${x} #1'
+    root.mkdir()
+    for number in range(10):
+        Image.effect_noise((64, 48), 90).convert("RGB").save(root / f"{number:02d}.jpg")
+        names = ("dog", ODD_NAME)[: 1 + number % 2]
+        objects = "".join(XML[1].format(name=name, x=2 + number) for name in names)
+        (root / f"{number:02d}.xml").write_text(XML[0].format(objects=objects))
+    return root
+
+
+def test_the_config_trains_as_written(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    assert main(["new", str(photos), "--model", "tiny.yaml", "--output", "mine.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert "\nto learn from: 8 images, 12 boxes of 2 classes" in printed
+    assert printed.endswith("wrote mine.yaml; next: detr-bf train mine.yaml --dry-run, then without --dry-run\n")
+    head = [line for line in Path("mine.yaml").read_text().splitlines() if line.startswith("#")]
+    assert any("Pascal VOC, 10 images" in line for line in head)
+    assert any(line.startswith("# Classes, with training boxes: ") and "dog (8)" in line for line in head)
+    assert any(line.startswith("# warning few-images: ") for line in head)
+    small = ["data.transforms.short_sides=[32]", "data.transforms.max_size=64", "data.transforms.eval_short_side=32"]
+    assert main(["train", "mine.yaml", "train.max_steps=1", "data.workers=0", *small]) == 0
+    assert (tmp_path / "runs" / "mine" / "report.html").is_file()
+
+
+@pytest.mark.parametrize("model", ["deformable_detr_r50_refine", "rtdetr_r50", "detr_r50_bfv2"])
+def test_the_settings_are_those_of_fine_tuning(model: str, photos: Path, tmp_path: Path) -> None:
+    assert main(["new", str(photos), "--model", model, "--output", "configs/mine.yaml"]) == 0
+    root = json.dumps(str(photos)).replace("${", "\\\\${")
+    files, given = [recipe_file(model), packaged_configs()["finetune"]], [f"data.root={root}", "output_dir=runs/mine"]
+    expected: DetectionConfig = load_config(files, [*given, *chosen_settings(files, given)])
+    found: DetectionConfig = load_config("configs/mine.yaml")
+    assert found == expected
+    assert (found.data.root, found.data.val_fraction) == (str(photos), 0.2)
+    assert found.train.epochs == 300, "3,000 steps would be more"
+
+
+def test_queries_and_errors_are_those_of_the_data(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (photos / "00.xml").write_text(XML[0].format(objects=XML[1].format(name="dog", x=3) * 120))
+    (photos / "01.jpg").write_bytes(b"broken")
+    assert main(["new", str(photos), "--model", "detr_r50"]) == 1
+    printed = capsys.readouterr().out
+    assert "file-unreadable" in printed
+    [written] = tmp_path.glob("*.yaml")
+    assert written.stem == photos.name
+    assert load_config(written).model.num_queries in (100, 120), "120 if the image is one of the training images"
+    assert "# error file-unreadable: 1, " in written.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "folder"),
+        (["{photos}", "--output", "mine.txt"], "suffix .yaml"),
+        (["{photos}", "--output", "theirs.yaml"], "theirs.yaml exists"),
+        (["{photos}", "--model", "deformable_detr_r50_refin"], "nearest: deformable_detr_r50_refine"),
+    ],
+)
+def test_bad_input(
+    arguments: list[str], said: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "theirs.yaml").write_text("theirs")
+    before = sorted(tmp_path.iterdir())
+    assert main(["new", *(each.format(photos=photos) for each in arguments)]) == 2
+    assert said in capsys.readouterr().err
+    assert sorted(path for path in tmp_path.iterdir() if path.name != "cache") == before
+    assert (tmp_path / "theirs.yaml").read_text() == "theirs"
