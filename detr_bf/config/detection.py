@@ -405,6 +405,7 @@ class DetectorOptimizerConfig(OptimizerConfig):
 
     backbone_lr: float = not_negative(1e-5, RATE)  # learning rate of the backbone
     point_lr_factor: float = not_negative(1.0)  # lr of reference points and sampling offsets as a multiple of lr
+    layer_decay: float = positive(1.0, 1)  # factor of lr and backbone_lr for each layer or stage before the output
     decay_vectors: bool = True  # apply weight_decay to biases and norms as well; false in RT-DETR
 
 
