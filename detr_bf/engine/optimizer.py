@@ -77,8 +77,8 @@ def layer_depths(model: nn.Module) -> dict[int, int]:
 
     It is 0 for the heads, the last norm of the decoder and the mask head; L - i for layer i of L decoder layers; L for
     queries and positions in the decoder; L + E - j for layer j of E encoder layers; L + 1 for other parts of the
-    encoder; L + E for the projections of the feature maps; L + E + S - s for stage s of S stages of the backbone, at least
-    L + E + 1 (i, j and s from 0; E at least 1).
+    encoder; L + E for the projections of the feature maps; L + E + S - s for stage s of S stages of the backbone, and
+    L + E + 1 for what follows them (i, j and s from 0; E at least 1).
     """
     encoders = [module for module in model.modules() if isinstance(module, Encoder)]
     encoder_layers = [layer for each in encoders for layer in each.layers]
