@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from detr_bf.config import DetectionConfig, load_config, packaged_configs
@@ -72,12 +72,7 @@ def finetune(
         raise InputError(f"augment must be one of {', '.join(AUGMENTATION)}, or None; got {printable(repr(augment))}")
     paths = {"data.root": data, "output_dir": output} | ({} if init_from is None else {"init_from": init_from})
     names = {each.partition("=")[0].strip() for each in overrides}
-    # quoted, because the values of settings are YAML: 007 would be a number, and "a #1" end at the blank
-    chosen = [
-        f"{name}={json.dumps(str(Path(path).expanduser()), ensure_ascii=False)}"
-        for name, path in paths.items()
-        if name not in names
-    ]
+    chosen = _quoted(paths, names)
     files = [recipe_file(model), packaged_configs()["finetune"]]
     if not any(name.startswith(_SPLIT_SETTINGS) for name in names):
         chosen += _split_settings(load_config(files, [*chosen, *overrides], task="detection").data)
@@ -88,19 +83,20 @@ def finetune(
     chosen += [setting for setting in _schedule(config, images, augment, names) if setting.split("=")[0] not in names]
     config = load_config(files, [*chosen, *overrides], task="detection")
     setup_logging()
-    command = [
-        "detr-bf",
-        "train",
-        model,
-        "finetune",
-        f"augment_{augment}",
-        *chosen,
-        *overrides,
-        *(["--auto-resume"] if resume else []),
-    ]
+    command = ["detr-bf", "train", model, "finetune", f"augment_{augment}", *chosen, *overrides]
+    command += ["--auto-resume"] * resume
     logger.info("same as: %s", printable(shlex.join(command), limit=2000))
     train(task_of(config), resume_if_possible=resume)
     return load(config.output_dir, config.device)
+
+
+def _quoted(paths: Mapping[str, str | Path], given: Collection[str]) -> list[str]:
+    """Return the settings of paths that are not ``given``, quoted: in YAML 007 is a number and "a #1" ends early."""
+    return [
+        f"{name}={json.dumps(str(Path(path).expanduser()), ensure_ascii=False)}"
+        for name, path in paths.items()
+        if name not in given
+    ]
 
 
 def _split_settings(data: DataConfig) -> list[str]:

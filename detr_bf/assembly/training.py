@@ -37,6 +37,20 @@ logger = logging.getLogger(__name__)
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def precision_of(config: RunConfig, device: torch.device) -> torch.dtype:
+    """Return the precision of autocast on the device.
+
+    With ``train.precision=auto`` it is bfloat16 on a GPU that computes in it, else float16 on a GPU, and float32 on a
+    CPU.
+    """
+    if config.train.precision != "auto":
+        return PRECISIONS[config.train.precision]
+    if device.type != "cuda":
+        return torch.float32
+    with torch.cuda.device(device):
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+
+
 def check_same_classes(class_map: ClassMap, resume_from: Checkpoint | None, folder: RunFolder) -> None:
     """Refuse to go on with a checkpoint of other classes than the data have.
 
