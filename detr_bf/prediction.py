@@ -261,3 +261,19 @@ class Prediction(PredictedImage, Detections):
 
     def _coco_boxes(self) -> list[list[float]]:
         return [[x0, y0, x1 - x0, y1 - y0] for x0, y0, x1, y1 in self.boxes.tolist()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FramePrediction(Prediction):
+    """Detections of one frame of a video."""
+
+    frame: int  # number, from 0; also the ``image_id``
+    seconds: float  # presentation time in the video
+
+    def __str__(self) -> str:
+        return f"frame {self.frame}, {self.seconds:.2f} s of {super().__str__()}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return ``file``, ``frame``, ``seconds`` and ``objects``, see :meth:`Prediction.to_dict`."""
+        content = super().to_dict()
+        return {"file": content["file"], "frame": self.frame, "seconds": self.seconds, "objects": content["objects"]}

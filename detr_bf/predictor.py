@@ -23,12 +23,13 @@ from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.inputs import ImageLike, described, image_files, image_pixels, is_url
 from detr_bf.data.loader import make_loader
 from detr_bf.data.transforms import Sample, SampleTransform
+from detr_bf.data.video import VideoFrame, read_frames
 from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
 from detr_bf.evaluation import DEFAULT_THRESHOLD, CocoEvaluator, Result, ScoreThresholds
 from detr_bf.files import is_folder
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
-from detr_bf.prediction import PanopticPrediction, Prediction
+from detr_bf.prediction import FramePrediction, PanopticPrediction, Prediction
 from detr_bf.progress import progress_bar
 from detr_bf.sharing import Origin, save_shared
 from detr_bf.structures import Batch, ClassMap, Detections, Outputs, Target
@@ -231,6 +232,53 @@ class Predictor:
         given: Any = list(image_files([Path(images)])) if call.skip else images  # type: ignore[arg-type]
         numbered = chunks(given, batch_size if tile is None else 1)  # the parts of one image are many
         return self._on(device)._predict(numbered, call)
+
+    def predict_video(
+        self,
+        video: str | Path | int,
+        every: int = 1,
+        batch_size: int = 1,
+        threshold: float | str | None = None,
+        *,
+        device: str | torch.device | None = None,
+        half: bool = False,
+        tile: tuple[int, int] | None = None,
+    ) -> Iterator[FramePrediction]:
+        """Detect in the frames of a video file, a stream or a camera, in their order; needs ``pip install av``.
+
+        Args:
+            video: file, address (http, https, rtsp, rtmp), or number of a camera (Linux).
+            every: detect only in frames whose number, from 0, is a multiple of it.
+            batch_size, threshold, device, half, tile: as of :meth:`predict`.
+
+        Raises:
+            InputError: as :func:`~detr_bf.data.video.read_frames`, also after the last readable frame of a damaged
+                file; or an argument has a wrong value.
+        """
+        check_batch_size(batch_size)
+        call = _Call(self.least_scores(threshold), batch_size, half, check_tile(tile))
+        frames = read_frames(video, every=every, max_pixels=self.max_pixels)
+        return self._on(device)._predict_frames(
+            frames, call, f"camera {video}" if isinstance(video, int) else str(video)
+        )
+
+    def _predict_frames(self, frames: Iterator[VideoFrame], call: _Call, source: str) -> Iterator[FramePrediction]:
+        damage: list[InputError] = []
+
+        def until_damage() -> Iterator[VideoFrame]:  # the frames before it are a batch as well
+            try:
+                yield from frames
+            except InputError as error:
+                damage.append(error)
+
+        readable = until_damage()
+        while batch := list(islice(readable, call.batch_size if call.tile is None else 1)):
+            found = self._predictions([(each.number, each.pixels, each.pixels) for each in batch], call)
+            for frame, each in zip(batch, found, strict=True):
+                fields = {**vars(each), "source": source}
+                yield FramePrediction(**fields, frame=frame.number, seconds=frame.seconds)
+        if damage:
+            raise damage[0]
 
     def evaluate(
         self,

@@ -122,7 +122,9 @@ def test_panoptic_maps_come_as_boxes_do(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
         Image.fromarray(generator.integers(0, 255, (*SIZE, 3), dtype=np.uint8)).save(tmp_path / "photos" / name)
     (tmp_path / "photos" / "c.png").write_text("no image")
-    found = detector.panoptic(tmp_path / "photos", batch_size=2)
+    found, batched = detector.panoptic(tmp_path / "photos"), detector.panoptic(tmp_path / "photos", batch_size=2)
+    assert [each.source for each in batched] == [each.source for each in found]
+    assert all((one.ids == other.ids).float().mean() > 0.9 for one, other in zip(batched, found, strict=True))
     assert [Path(each.source).name for each in found] == ["a.png", "b.png"]
     assert all(each.size == SIZE == tuple(each.ids.shape) and len(each) for each in found)
     single = detector.panoptic(tmp_path / "photos" / "a.png")
