@@ -81,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--format",
         choices=OBJECT_FORMATS,
         help="of the objects: json (predictions.json, the default), jsonl (a line for each image or frame), csv (a row "
-        "for each object), coco (a COCO data set with scores, for labelling tools) or yolo (a label file for each image)",
+        "for each object), coco (a COCO data set with scores, for labelling tools) or yolo (a label file for each "
+        "image)",
     )
     parser.add_argument(
         "--save-pictures", action=argparse.BooleanOptionalAction, help="draw each image (the default), not each frame"
@@ -100,8 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "inputs",
         nargs="+",
         metavar="IMAGE_OR_FOLDER",
-        help="files, folders, patterns such as 'day*/**/*.jpg', or - for file names on standard input, one a line; or a "
-        "video",
+        help="files, folders, patterns such as 'day*/**/*.jpg', or - for file names on standard input, one a line; or "
+        "a video",
     )
     options = parser.parse_args(arguments)
     return run_tool(lambda: _run(options))
