@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from detr_bf.config import DetectionConfig, load_config, packaged_configs
@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 RUN_STEPS = 3000  # of a run whose length is not given
 MOST_EPOCHS = 300
+WARMUP_STEPS = 100  # of a run of at least ten times as many
+# Augmentation by the largest number of training images: a rule of thumb. In a run of RUN_STEPS steps of four images,
+# each of 1,000 is seen twelve times, each of 5,000 two or three times.
+AUGMENTATION = {"strong": 1000, "light": 5000, "none": math.inf}
 VAL_FRACTION = 0.2  # of a folder without validation split
 TRAIN_NAMES = ("train", "train2017", "training")
 VAL_NAMES = ("val", "valid", "validation", "val2017", "dev")
@@ -37,22 +41,25 @@ def finetune(
     output: str | Path,
     model: str = "deformable_detr_r50_refine",
     init_from: str | Path | None = None,
+    augment: str | None = None,
     resume: bool = False,
     overrides: Sequence[str] = (),
 ) -> Predictor:
     """Train a detector on a folder and return the predictor of its best checkpoint.
 
-    This is ``detr-bf train MODEL finetune data.root=DATA output_dir=OUTPUT ...``, and logs that command: the data are
-    checked before the first step, and evaluation, results and a report are in ``output``. Splits named train and val
-    (or valid, ...) are used; of a folder without val a fifth of the training images is for validation, of a folder
-    without splits a fifth of all images. The number of epochs gives about ``RUN_STEPS`` optimizer steps, at most
-    ``MOST_EPOCHS`` epochs.
+    This is ``detr-bf train MODEL finetune augment_AUGMENT data.root=DATA output_dir=OUTPUT ...``, and logs that
+    command: the data are checked before the first step, and evaluation, results and a report are in ``output``. Splits
+    named train and val (or valid, ...) are used; of a folder without val a fifth of the training images is for
+    validation, of a folder without splits a fifth of all images. The number of epochs gives about ``RUN_STEPS``
+    optimizer steps, at most ``MOST_EPOCHS`` epochs; a tenth of the steps, at most ``WARMUP_STEPS``, are warm-up.
 
     Args:
         data: folder in one of the forms that docs/data.md lists.
         output: new folder of the run, or with ``resume`` the folder of a run.
-        model: name of a recipe (:func:`detr_bf.list_models`) or a YAML file.
+        model: name of a recipe (:func:`detr_bf.list_models`) or of another packaged config (``demo``), or a YAML file.
         init_from: checkpoint or run to start from; by default the backbone's weights that the recipe names.
+        augment: none, light or strong (``configs/augment_*.yaml``); by default by the number of training images, see
+            :data:`AUGMENTATION`. Strong augmentation ends with the last tenth of the epochs.
         resume: continue the run in ``output`` if there is one.
         overrides: settings as on the command line, which replace those chosen here.
 
@@ -69,28 +76,43 @@ def finetune(
         for name, path in paths.items()
         if name not in names
     ]
-    files = [recipe_file(model), packaged_configs()["finetune"]]
-    chosen += chosen_settings(files, [*chosen, *overrides])
+    packaged = packaged_configs()
+    files = [packaged.get(model) or recipe_file(model), packaged["finetune"]]
+    augment, more = chosen_settings(files, [*chosen, *overrides], augment)
+    files, chosen = [*files, packaged[f"augment_{augment}"]], [*chosen, *more]
     config: DetectionConfig = load_config(files, [*chosen, *overrides], task="detection")
     setup_logging()
-    command = ["detr-bf", "train", model, "finetune", *chosen, *overrides, *(["--auto-resume"] if resume else [])]
+    command = ["detr-bf", "train", model, "finetune", f"augment_{augment}", *chosen, *overrides]
+    command += ["--auto-resume"] * resume
     logger.info("same as: %s", printable(shlex.join(command), limit=2000))
     train(task_of(config), resume_if_possible=resume)
     return load(config.output_dir, config.device)
 
 
-def chosen_settings(files: Sequence[Path], given: Sequence[str]) -> list[str]:
-    """Return the settings of splits and epochs, unless they are among the ``given`` ones, for the folder data.root.
+def chosen_settings(
+    files: Sequence[Path], given: Sequence[str], augment: str | None = None
+) -> tuple[str, list[str]]:
+    """Return the name of the augmentation, and the settings of splits and length that are not among the given ones.
+
+    Args:
+        files: configs of the detector and of fine-tuning, without augmentation.
+        given: settings, with data.root.
+        augment: as in :func:`finetune`.
 
     Raises:
-        InputError: the folder cannot be read, or has splits of which none is known to be for training.
+        InputError: the folder cannot be read, or has splits of which none is known to be for training; there is no such
+            augmentation.
     """
+    if augment is not None and augment not in AUGMENTATION:
+        raise InputError(f"augment must be one of {', '.join(AUGMENTATION)}, or None; got {printable(repr(augment))}")
     names, chosen = {each.partition("=")[0].strip() for each in given}, list[str]()
     if not any(name.startswith(_SPLIT_SETTINGS) for name in names):
         chosen += _split_settings(load_config(files, given, task="detection").data)
-    if "train.epochs" not in names:
-        chosen.append(f"train.epochs={_epochs(load_config(files, [*given, *chosen], task='detection'))}")
-    return chosen
+    config: DetectionConfig = load_config(files, [*given, *chosen], task="detection")
+    images = _train_images(config)
+    augment = augment or next(name for name, most in AUGMENTATION.items() if images <= most)
+    length = _schedule(config, images, augment, names)
+    return augment, chosen + [setting for setting in length if setting.split("=")[0] not in names]
 
 
 def _split_settings(data: DataConfig) -> list[str]:
@@ -112,9 +134,21 @@ def _split_settings(data: DataConfig) -> list[str]:
     return [*settings, f"data.val.split={json.dumps(val)}" if val else f"data.val_fraction={VAL_FRACTION}"]
 
 
-def _epochs(config: DetectionConfig) -> int:
-    """Return the number of epochs for about ``RUN_STEPS`` optimizer steps."""
-    data, train = config.data, config.train
+def _train_images(config: DetectionConfig) -> float:
+    """Return the number of training images, about as many of a divided folder."""
+    data = config.data
     images = len(read_folder(Path(data.root), data.format).split(data.train.split or "").images)
-    used = images * ((data.folds - 1) / data.folds if data.folds else 1 - data.val_fraction)
-    return min(MOST_EPOCHS, math.ceil(RUN_STEPS / max(1, math.ceil(used / (train.batch_size * train.accumulate)))))
+    return images * ((data.folds - 1) / data.folds if data.folds else 1 - data.val_fraction)
+
+
+def _schedule(config: DetectionConfig, images: float, augment: str, given: Collection[str]) -> list[str]:
+    """Return the settings of the length of the run, its warm-up and the end of its augmentation.
+
+    Args:
+        given: names of the settings that the user chose.
+    """
+    train = config.train
+    steps = max(1, math.ceil(images / (train.batch_size * train.accumulate)))
+    epochs = train.epochs if "train.epochs" in given else min(MOST_EPOCHS, math.ceil(RUN_STEPS / steps))
+    settings = [f"train.epochs={epochs}", f"optimizer.warmup_steps={min(WARMUP_STEPS, epochs * steps // 10)}"]
+    return [*settings, f"data.plain_last_epochs={epochs // 10}"] if augment == "strong" else settings

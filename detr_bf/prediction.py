@@ -23,7 +23,9 @@ from torchvision.transforms.v2 import functional as transforms
 
 from detr_bf.data.images import MAX_PIXELS, read_image
 from detr_bf.errors import InputError
-from detr_bf.structures import ClassMap, Detections
+from detr_bf.evaluation.panoptic import EncodedMap, encode
+from detr_bf.postprocess import encoded
+from detr_bf.structures import ClassMap, Detections, PanopticMap
 from detr_bf.text import printable
 
 if TYPE_CHECKING:
@@ -35,11 +37,11 @@ _MASK_SHARE = 0.45  # of the colour over a mask
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction(Detections):
-    """Detections of one image, best first, with their classes and the image.
+class PredictedImage:
+    """Image that something was predicted for, with the classes of the detector.
 
     Args:
-        class_map: classes of the detector; ``labels`` index into it.
+        class_map: classes of the detector, which contiguous labels index into.
         given: the file of the image, which is read again when it is needed, or its pixels (3, H, W) uint8.
         source: path or URL of the image; "" if it was given as pixels.
         size: height and width of the image in pixels.
@@ -51,6 +53,83 @@ class Prediction(Detections):
     source: str
     size: tuple[int, int]
     max_pixels: int = MAX_PIXELS
+
+    @property
+    def image(self) -> Tensor:
+        """Pixels (3, H, W) uint8 RGB.
+
+        Raises:
+            InputError: its file was removed, or replaced by an image of another size.
+        """
+        if isinstance(self.given, Tensor):
+            return self.given
+        pixels = read_image(self.given, max_pixels=self.max_pixels)
+        if pixels.shape[1:] != self.size:
+            raise InputError(f"{self.source} has changed since it was predicted: its size is another one")
+        return pixels
+
+
+@dataclass(frozen=True, kw_only=True)
+class PanopticPrediction(PredictedImage, PanopticMap):
+    """Panoptic map of one image with its classes and the image; segments have no scores."""
+
+    def __len__(self) -> int:
+        return len(self.segments)
+
+    def __str__(self) -> str:
+        return f"{printable(self.source) or 'image'}: {', '.join(self.names) or 'nothing found'}"
+
+    @property
+    def names(self) -> list[str]:
+        """Name of the class of each segment."""
+        return [self.class_map.names[segment.label] for segment in self.segments]
+
+    @property
+    def category_ids(self) -> list[int]:
+        """Id of the class of each segment in the annotations of the training data."""
+        return [self.class_map.category_ids[segment.label] for segment in self.segments]
+
+    def bitmaps(self) -> NDArray[np.bool_]:
+        """Return the masks (N, H, W) bool of the segments, which do not overlap."""
+        numbers = np.array([segment.id for segment in self.segments], dtype=np.int32)
+        masks: NDArray[np.bool_] = self.ids.cpu().numpy() == numbers[:, None, None]
+        return masks.reshape(-1, *self.size)
+
+    def plot(self, class_names: Sequence[str] | None = None) -> Image.Image:
+        """Tint, outline and name the segments on the image; arguments as of :meth:`Prediction.plot`."""
+        from detr_bf.report import class_labels, draw_panoptic  # imports matplotlib
+
+        names = class_labels(self.class_map) if class_names is None else class_names
+        drawn: Image.Image = transforms.to_pil_image(draw_panoptic(self.image, self, names))
+        return drawn
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return ``file`` and ``segments``: COCO's entry of each, its name, and its mask as compressed run lengths."""
+        entries = self.to_coco().annotation["segments_info"]
+        masks = encoded(torch.from_numpy(self.bitmaps())) if entries else ()
+        segments = [
+            {**entry, "name": name, "segmentation": mask}
+            for entry, name, mask in zip(entries, self.names, masks, strict=True)
+        ]
+        return {"file": self.source, "segments": segments}
+
+    def to_json(self) -> str:
+        """Return :meth:`to_dict` as one line of JSON."""
+        return json.dumps(self.to_dict())
+
+    def to_coco(self, image_id: int | None = None) -> EncodedMap:
+        """Return ``annotation``, the entry of a COCO panoptic results file, and ``png``, the bytes of its PNG file.
+
+        The PNG, to be written under ``annotation["file_name"]``, has id = red + 256 green + 65536 blue.
+        """
+        number = self.image_id if image_id is None else image_id
+        name = Path(self.source).stem or str(number)
+        return encode(PanopticMap(number, self.ids, self.segments), self.class_map, {number: name + ".png"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction(PredictedImage, Detections):
+    """Detections of one image, best first, with their classes and the image."""
 
     def __len__(self) -> int:
         return len(self.boxes)
@@ -68,20 +147,6 @@ class Prediction(Detections):
     def category_ids(self) -> list[int]:
         """Id of the class of each object in the annotations of the training data."""
         return [self.class_map.category_ids[label] for label in self.labels.tolist()]
-
-    @property
-    def image(self) -> Tensor:
-        """Pixels (3, H, W) uint8 RGB.
-
-        Raises:
-            InputError: its file was removed, or replaced by an image of another size.
-        """
-        if isinstance(self.given, Tensor):
-            return self.given
-        pixels = read_image(self.given, max_pixels=self.max_pixels)
-        if pixels.shape[1:] != self.size:
-            raise InputError(f"{self.source} has changed since it was predicted: its size is another one")
-        return pixels
 
     def bitmaps(self) -> NDArray[np.bool_] | None:
         """Return the masks (N, H, W) bool; None for a detector without mask head."""
@@ -196,3 +261,19 @@ class Prediction(Detections):
 
     def _coco_boxes(self) -> list[list[float]]:
         return [[x0, y0, x1 - x0, y1 - y0] for x0, y0, x1, y1 in self.boxes.tolist()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FramePrediction(Prediction):
+    """Detections of one frame of a video."""
+
+    frame: int  # number, from 0; also the ``image_id``
+    seconds: float  # presentation time in the video
+
+    def __str__(self) -> str:
+        return f"frame {self.frame}, {self.seconds:.2f} s of {super().__str__()}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return ``file``, ``frame``, ``seconds`` and ``objects``, see :meth:`Prediction.to_dict`."""
+        content = super().to_dict()
+        return {"file": content["file"], "frame": self.frame, "seconds": self.seconds, "objects": content["objects"]}

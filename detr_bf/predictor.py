@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -23,19 +23,22 @@ from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.inputs import ImageLike, described, image_files, image_pixels, is_url
 from detr_bf.data.loader import make_loader
 from detr_bf.data.transforms import Sample, SampleTransform
+from detr_bf.data.video import VideoFrame, read_frames
 from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
 from detr_bf.evaluation import DEFAULT_THRESHOLD, CocoEvaluator, Result, ScoreThresholds
 from detr_bf.files import is_folder
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
-from detr_bf.prediction import Prediction
+from detr_bf.prediction import FramePrediction, PanopticPrediction, Prediction
 from detr_bf.progress import progress_bar
 from detr_bf.sharing import Origin, save_shared
-from detr_bf.structures import Batch, ClassMap, Detections, PanopticMap, Target
+from detr_bf.structures import Batch, ClassMap, Detections, Outputs, Target
 from detr_bf.text import printable
 from detr_bf.tiling import check_tile, join_tiles, tiles_of
 
 logger = logging.getLogger(__name__)
+
+ReadImage: TypeAlias = tuple[int, ImageLike, Tensor]  # number, the image as given, and its pixels
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class _Call:
 class Predictor:
     """Images in, :class:`~detr_bf.prediction.Prediction` out, in pixels of the image given.
 
-    With a mask head the predictions have masks, and :meth:`panoptic` gives panoptic maps. What is taken as an image is
+    With a mask head the predictions have masks, and :meth:`panoptic` gives
+    :class:`~detr_bf.prediction.PanopticPrediction`. What is taken as an image is
     said by :func:`~detr_bf.data.inputs.image_pixels`; none may have more than ``max_pixels`` pixels, the run's
     data.max_pixels.
 
@@ -137,19 +141,65 @@ class Predictor:
         (found,) = self._on(device)._predict(iter([[(0, image)]]), call)
         return found
 
-    @torch.no_grad()
-    def panoptic(self, image: ImageLike, *, bgr: bool = False) -> PanopticMap:
-        """Return the panoptic map of one image.
+    @overload
+    def panoptic(
+        self,
+        image: ImageLike,
+        *,
+        batch_size: int = 1,
+        device: str | torch.device | None = None,
+        half: bool = False,
+        bgr: bool = False,
+    ) -> PanopticPrediction: ...
+    @overload
+    def panoptic(
+        self,
+        image: list[ImageLike] | tuple[ImageLike, ...],
+        *,
+        batch_size: int = 1,
+        device: str | torch.device | None = None,
+        half: bool = False,
+        bgr: bool = False,
+    ) -> list[PanopticPrediction]: ...
+    def panoptic(
+        self,
+        image: Any,
+        *,
+        batch_size: int = 1,
+        device: str | torch.device | None = None,
+        half: bool = False,
+        bgr: bool = False,
+    ) -> PanopticPrediction | list[PanopticPrediction]:
+        """Return the panoptic map of one image, or a list of those of a list, tuple or folder.
+
+        Args:
+            image, batch_size, device, half, bgr: as of :meth:`predict`.
 
         Raises:
             InputError: the detector has no mask head, or as :meth:`__call__`.
         """
         if self.model.mask_head is None:
             raise InputError("this detector has no mask head: train one with model.masks=true, on data with masks")
-        pixels = image_pixels(image, "the image", self.max_pixels, bgr=bgr)
-        batch = Batch.collate([self._sample(pixels, 0)]).to(self.device)
-        (found,) = self.panoptic_postprocess(self.model(batch), batch.targets)
-        return found
+        check_batch_size(batch_size)
+        single, is_a_folder = not isinstance(image, (list, tuple)), _is_folder(image)
+        call = _Call(torch.empty(0), batch_size, half, None, bgr, skip=is_a_folder, single=single and not is_a_folder)
+        given = list(image_files([Path(image)])) if is_a_folder else [image] if single else image
+        found = [
+            each
+            for read in self._read(chunks(given, batch_size), call)
+            for each in self._on(device)._panoptic(read, call)
+        ]
+        return found[0] if call.single else found
+
+    @torch.no_grad()
+    def _panoptic(self, images: Sequence[ReadImage], call: _Call) -> Iterator[PanopticPrediction]:
+        """Yield the panoptic maps of one batch."""
+        if not images:
+            return
+        batch = Batch.collate([self._sample(pixels, number) for number, _, pixels in images]).to(self.device)
+        maps = self.panoptic_postprocess(self._outputs(batch, call.half), batch.targets)
+        for each, image in zip(maps, images, strict=True):
+            yield PanopticPrediction(**vars(each), **self._image_fields(image))
 
     def predict(
         self,
@@ -182,6 +232,53 @@ class Predictor:
         given: Any = list(image_files([Path(images)])) if call.skip else images  # type: ignore[arg-type]
         numbered = chunks(given, batch_size if tile is None else 1)  # the parts of one image are many
         return self._on(device)._predict(numbered, call)
+
+    def predict_video(
+        self,
+        video: str | Path | int,
+        every: int = 1,
+        batch_size: int = 1,
+        threshold: float | str | None = None,
+        *,
+        device: str | torch.device | None = None,
+        half: bool = False,
+        tile: tuple[int, int] | None = None,
+    ) -> Iterator[FramePrediction]:
+        """Detect in the frames of a video file, a stream or a camera, in their order; needs ``pip install av``.
+
+        Args:
+            video: file, address (http, https, rtsp, rtmp), or number of a camera (Linux).
+            every: detect only in frames whose number, from 0, is a multiple of it.
+            batch_size, threshold, device, half, tile: as of :meth:`predict`.
+
+        Raises:
+            InputError: as :func:`~detr_bf.data.video.read_frames`, also after the last readable frame of a damaged
+                file; or an argument has a wrong value.
+        """
+        check_batch_size(batch_size)
+        call = _Call(self.least_scores(threshold), batch_size, half, check_tile(tile))
+        frames = read_frames(video, every=every, max_pixels=self.max_pixels)
+        return self._on(device)._predict_frames(
+            frames, call, f"camera {video}" if isinstance(video, int) else str(video)
+        )
+
+    def _predict_frames(self, frames: Iterator[VideoFrame], call: _Call, source: str) -> Iterator[FramePrediction]:
+        damage: list[InputError] = []
+
+        def until_damage() -> Iterator[VideoFrame]:  # the frames before it are a batch as well
+            try:
+                yield from frames
+            except InputError as error:
+                damage.append(error)
+
+        readable = until_damage()
+        while batch := list(islice(readable, call.batch_size if call.tile is None else 1)):
+            found = self._predictions([(each.number, each.pixels, each.pixels) for each in batch], call)
+            for frame, each in zip(batch, found, strict=True):
+                fields = {**vars(each), "source": source}
+                yield FramePrediction(**fields, frame=frame.number, seconds=frame.seconds)
+        if damage:
+            raise damage[0]
 
     def evaluate(
         self,
@@ -258,9 +355,14 @@ class Predictor:
 
     def _predict(self, numbered: Iterator[list[tuple[int, ImageLike]]], call: _Call) -> Iterator[Prediction]:
         """Yield the predictions of lists of images."""
+        for read in self._read(numbered, call):
+            yield from self._predictions(read, call)
+
+    def _read(self, numbered: Iterator[list[tuple[int, ImageLike]]], call: _Call) -> Iterator[list[ReadImage]]:
+        """Yield the readable images of each list."""
         unreadable, count = [], 0
         for chunk in numbered:
-            read: list[tuple[int, ImageLike, Tensor]] = []
+            read: list[ReadImage] = []
             for number, image in chunk:
                 name = "the image" if call.single else f"image {number}"
                 try:
@@ -270,14 +372,26 @@ class Predictor:
                         raise
                     unreadable.append(printable(error, limit=1000))
             count += len(read)
-            yield from self._predictions(read, call)
+            yield read
         if unreadable and not count:
             raise InputError("\n  ".join(["no image can be read:", *unreadable]))
         if unreadable:
             total, listed = len(unreadable) + count, "\n  ".join(unreadable)
             logger.warning("%d of %d images cannot be read and were left out:\n  %s", len(unreadable), total, listed)
 
-    def _predictions(self, images: Sequence[tuple[int, ImageLike, Tensor]], call: _Call) -> Iterator[Prediction]:
+    def _image_fields(self, image: ReadImage) -> dict[str, Any]:
+        """Return the fields of a :class:`~detr_bf.prediction.PredictedImage`."""
+        _, given, pixels = image
+        source = str(given) if isinstance(given, (str, os.PathLike)) else ""
+        return {
+            "class_map": self.class_map,
+            "given": Path(source) if source and not is_url(source) else pixels,
+            "source": source,
+            "size": (pixels.shape[-2], pixels.shape[-1]),
+            "max_pixels": self.max_pixels,
+        }
+
+    def _predictions(self, images: Sequence[ReadImage], call: _Call) -> Iterator[Prediction]:
         """Detect in images with their numbers and pixels, of which each may be divided into several samples."""
         sizes = [(pixels.shape[-2], pixels.shape[-1]) for _, _, pixels in images]
         parts = [tiles_of(size, call.tile) for size in sizes]
@@ -291,22 +405,14 @@ class Predictor:
             for batch in iter(lambda: list(islice(samples, call.batch_size)), [])
             for each in self._detect(Batch.collate(batch), call.half)
         )
-        for (number, image, pixels), size, places in zip(images, sizes, parts, strict=True):
-            joined = join_tiles([(place, next(found)) for place in places], size)
-            source = str(image) if isinstance(image, (str, os.PathLike)) else ""
+        for image, size, places in zip(images, sizes, parts, strict=True):
+            joined, fields = join_tiles([(place, next(found)) for place in places], size), self._image_fields(image)
             if not (joined.boxes.isfinite().all() and joined.scores.isfinite().all()):
                 raise InputError(
-                    f"{printable(source) or f'image {number}'}: the detector's boxes or scores are not finite: "
-                    f"{'give half=False' if call.half else 'take an earlier checkpoint, or train it anew'}"
+                    f"{printable(fields['source']) or f'image {image[0]}'}: the detector's boxes or scores are not "
+                    f"finite: {'give half=False' if call.half else 'take an earlier checkpoint, or train it anew'}"
                 )
-            yield Prediction(
-                **vars(joined),
-                class_map=self.class_map,
-                given=Path(source) if source and not is_url(source) else pixels,
-                source=source,
-                size=size,
-                max_pixels=self.max_pixels,
-            )
+            yield Prediction(**vars(joined), **fields)
 
     def least_scores(self, threshold: float | str | None = None) -> Tensor:
         """Return the score from which the detections of each class are returned, (K,) float64 on the CPU.
@@ -329,10 +435,13 @@ class Predictor:
     @torch.no_grad()
     def _detect(self, batch: Batch, half: bool = False) -> list[Detections]:
         batch = batch.to(self.device)
+        return self.postprocess(self._outputs(batch, half), batch.targets)
+
+    def _outputs(self, batch: Batch, half: bool) -> Outputs:
         precision = torch.float16 if self.device.type == "cuda" else torch.bfloat16
         with torch.autocast(self.device.type, precision, enabled=half):
-            outputs = self.model(batch)
-        return self.postprocess(outputs, batch.targets)
+            outputs: Outputs = self.model(batch)
+        return outputs
 
     def _sample(self, pixels: Tensor, index: int) -> tuple[Tensor, Target]:
         original_size = (pixels.shape[-2], pixels.shape[-1])

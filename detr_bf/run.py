@@ -81,6 +81,8 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
             return checkpoint, statistics
 
         checkpoint, statistics = distributed.run_on_main(prepare)
+        if checkpoint is not None:
+            task.adopt_settings(checkpoint)
         with distributed.raise_on_all_ranks():
             try:
                 trainer = task.build_trainer(folder, checkpoint)
@@ -230,6 +232,7 @@ def _check(task: Task[Any], folder: RunFolder, checkpoint: Checkpoint | None) ->
     statistics = task.check()
     folder.remove_unfinished()
     if checkpoint is not None:
+        task.adopt_settings(checkpoint)
         _log_changes(task.config, checkpoint, folder)
     return statistics
 

@@ -67,13 +67,14 @@ ALLOWED: dict[str, set[str]] = {
     "classification": GROUND | MODEL | WORK | {"plugins", "config", "engine", "predictor"},
     "assembly": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "interop"},
     "conversion": {"errors", "files", "structures", "interop"},
+    "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
     "tasks": GROUND
     | MODEL
     | WORK
-    | {"plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor", "sharing"},
+    | {"plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor", "sharing"}
+    | {"planning"},
     "replay": {"errors", "text", "config", "engine", "assembly", "tasks"},
     "run": {"errors", "text", "distributed", "files", "progress", "config", "engine", "report", "assembly", "tasks"},
-    "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
     "analysis": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "assembly", "tasks"},
     "comparison": GROUND | {"config", "data", "evaluation", "report", "engine", "tasks"},
     "models": {"errors", "text", "config", "detectors", "engine", "assembly", "predictor", "sharing", "tasks"}

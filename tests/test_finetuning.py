@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import detr_bf
+from detr_bf import finetuning
 from detr_bf.commands.train import main as train_command
 from detr_bf.config import DetectionConfig, load_config, packaged_configs
 from detr_bf.data.formats import read_folder
 from detr_bf.engine import load_checkpoint
 from detr_bf.errors import InputError
-from detr_bf.finetuning import MOST_EPOCHS, RUN_STEPS, _epochs, _split_settings
+from detr_bf.finetuning import MOST_EPOCHS, RUN_STEPS, _schedule, _split_settings, _train_images
 from detr_bf.models import recipe_file
 from tests.data.formats.test_coco_and_csv import CORNERS, table, write
 
@@ -87,14 +88,53 @@ def config_of(root: Path, *settings: str) -> DetectionConfig:
 def test_length_follows_the_folder(tmp_path: Path) -> None:
     single = table(tmp_path / "single", CORNERS)
     assert _split_settings(config_of(single).data) == ["data.val_fraction=0.2"]
-    assert _epochs(config_of(single, "data.val_fraction=0.2")) == MOST_EPOCHS
+    assert length_of(config_of(single, "data.val_fraction=0.2"))["train.epochs"] == MOST_EPOCHS
     rows = ["file,class,x,y,w,h", *(f"{number}.jpg,dog,1,2,3,4" for number in range(1000))]
     for number in range(1000):
         (single / f"{number}.jpg").write_bytes((single / "a.jpg").read_bytes())
     (single / "labels.csv").write_text("\n".join(rows))
     read_folder.cache_clear()
-    assert _epochs(config_of(single, "data.val_fraction=0.2")) == -(-RUN_STEPS // -(-0.8 * 1003 // 4))
-    assert _epochs(config_of(single, "data.folds=2", "train.batch_size=2")) == -(-RUN_STEPS // -(-1003 // 4))
+    chosen = length_of(config_of(single, "data.val_fraction=0.2"))
+    epochs = -(-RUN_STEPS // -(-0.8 * 1003 // 4))
+    assert chosen == {"train.epochs": epochs, "optimizer.warmup_steps": 100, "data.plain_last_epochs": epochs // 10}
+    chosen = length_of(config_of(single, "data.folds=2", "train.batch_size=2"))
+    assert chosen["train.epochs"] == -(-RUN_STEPS // -(-1003 // 4))
+    short = length_of(config_of(single, "data.folds=2", "train.epochs=2"), "train.epochs")
+    assert short == {"train.epochs": 2, "optimizer.warmup_steps": 25, "data.plain_last_epochs": 0}, "of 252 steps"
+
+
+def length_of(config: DetectionConfig, *given: str) -> dict[str, int]:
+    """Return the settings that the number of images chooses, with strong augmentation."""
+    pairs = (setting.split("=") for setting in _schedule(config, _train_images(config), "strong", given))
+    return {name: int(value) for name, value in pairs}
+
+
+@pytest.mark.parametrize(
+    ("given", "images", "expected"),
+    [(None, 1000, "strong"), (None, 1001, "light"), (None, 5001, "none"), ("none", 10, "none"), ("light", 10, "light")],
+)
+def test_augmentation_follows_the_number_of_images(
+    given: str | None,
+    images: int,
+    expected: str,
+    photos: Path,
+    tiny: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runs: list[DetectionConfig] = []
+    monkeypatch.setattr(finetuning, "_train_images", lambda config: images)
+    monkeypatch.setattr(finetuning, "train", lambda task, resume_if_possible: runs.append(task.config))
+    monkeypatch.setattr(finetuning, "load", lambda folder, device: None)
+    detr_bf.finetune(
+        photos, model=tiny, output=tmp_path / "run", augment=given, overrides=["data.augment.iou_crop=0.9"]
+    )
+    assert f"finetune augment_{expected} " in capsys.readouterr().err
+    augment = runs[0].data.augment
+    assert augment.iou_crop == 0.9, "settings of the user come last"
+    assert (augment.mosaic > 0, augment.photometric_distort > 0) == (expected == "strong", expected != "none")
+    assert runs[0].data.plain_last_epochs == (runs[0].train.epochs // 10 if expected == "strong" else 0)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +196,7 @@ def test_what_can_be_corrected_is_said_before_training(photos: Path, tiny: str, 
         ({"model": "toaster"}, "there is no model 'toaster'"),
         ({"output": ""}, "finetune needs the folder of the run"),
         ({"overrides": ["train.epoch=3"]}, "train.epoch"),
+        ({"augment": "some"}, "augment must be one of strong, light, none, or None; got 'some'"),
     ):
         with pytest.raises(InputError, match=said):
             detr_bf.finetune(**{"data": photos, "model": tiny, "output": tmp_path / "run", **arguments})

@@ -27,10 +27,11 @@ from detr_bf.assembly import build_model
 from detr_bf.config import config_to_dict, load_config
 from detr_bf.engine import Checkpoint
 from detr_bf.errors import InputError
+from detr_bf.evaluation import write_panoptic
 from detr_bf.postprocess import encoded
-from detr_bf.prediction import COLUMNS, Prediction
+from detr_bf.prediction import COLUMNS, PanopticPrediction, Prediction
 from detr_bf.predictor import Predictor
-from detr_bf.structures import Batch, ClassMap, Detections
+from detr_bf.structures import Batch, ClassMap, Detections, Segment
 from detr_bf.tiling import join_tiles, tiles_of
 from tools.train_net import main as train_net
 
@@ -55,6 +56,84 @@ def prediction(masks: bool = False, **changes: Any) -> Prediction:
         size=SIZE,
     )
     return replace(found, **changes)
+
+
+def panoptic(**changes: Any) -> PanopticPrediction:
+    """Return a thing and two regions of stuff on a grey image, with pixels that belong to none."""
+    ids = torch.zeros(SIZE, dtype=torch.int32)
+    ids[5:20, 10:30], ids[30:, 40:], ids[:2] = 1, 2, 2
+    segments = (Segment(1, 0, 15 * 20), Segment(2, 1, 30 * 40 + 2 * 80))
+    fields = {name: getattr(prediction(), name) for name in ("class_map", "given", "source", "size")}
+    return PanopticPrediction(**({"image_id": 4, "ids": ids, "segments": segments} | fields | changes))
+
+
+def test_panoptic_formats() -> None:
+    found = panoptic()
+    assert str(found) == 'photos/a.jpg: cat, dog, "old"'
+    assert (len(found), found.names, found.category_ids) == (2, ["cat", 'dog, "old"'], [7, 3])
+    content = json.loads(found.to_json())
+    assert content["file"] == "photos/a.jpg"
+    first, second = content["segments"]
+    assert (first["id"], first["category_id"], first["name"], first["area"]) == (1, 7, "cat", 300)
+    assert (first["bbox"], second["bbox"]) == ([10, 5, 20, 15], [0, 0, 80, 60])
+    masks = [coco_mask.decode(each["segmentation"]).astype(bool) for each in (first, second)]
+    assert all((mask == (found.ids.numpy() == number)).all() for number, mask in enumerate(masks, 1))
+    assert (found.bitmaps() == np.array(masks)).all()
+    empty = panoptic(ids=torch.zeros(SIZE, dtype=torch.int32), segments=())
+    assert json.loads(empty.to_json())["segments"] == []
+    assert empty.bitmaps().shape == (0, *SIZE)
+    assert str(empty) == "photos/a.jpg: nothing found"
+
+
+def test_panoptic_results_are_read_back(tmp_path: Path) -> None:
+    """The PNG has the ids as pycocotools and panopticapi read them, and the entry is that of the results file."""
+    entry, png = panoptic().to_coco(9)
+    assert (entry["image_id"], entry["file_name"]) == (9, "a.png")
+    pixels = np.asarray(Image.open(io.BytesIO(png))).astype(int)
+    assert (pixels @ [1, 256, 65536] == panoptic().ids.numpy()).all()
+    (tmp_path / "maps").mkdir()
+    write_panoptic(tmp_path / "found.json", tmp_path / "maps", [panoptic()], CLASSES, {4: "a.png"})
+    written = json.loads((tmp_path / "found.json").read_text())["annotations"]
+    assert written == [panoptic().to_coco().annotation]
+    assert (tmp_path / "maps" / "a.png").read_bytes() == panoptic().to_coco().png
+
+
+def test_panoptic_plot_tints_the_segments() -> None:
+    drawn = np.asarray(panoptic().plot()).astype(int)
+    scale = drawn.shape[0] // SIZE[0]
+    assert (np.abs(drawn[50 * scale, 70 * scale] - 128) > 5).any()
+    assert (drawn[25 * scale, 60 * scale] == 128).all(), "pixels of no segment are unchanged"
+
+
+def test_panoptic_maps_come_as_boxes_do(tmp_path: Path) -> None:
+    """Lists, folders and batches, with files that cannot be read left out of a folder."""
+    model_settings = "model: {masks: true, hidden_dim: 32, heads: 2, encoder_layers: 1, decoder_layers: 1, "
+    model_settings += "feedforward_dim: 32, num_queries: 5, backbone: {name: resnet18, weights: none}}\n"
+    others = "data: {transforms: {eval_short_side: 64}}\neval: {panoptic: {threshold: 0}}\ndevice: cpu\n"
+    (tmp_path / "config.yaml").write_text(model_settings + others)
+    config = load_config(tmp_path / "config.yaml", task="detection")
+    model = build_model(config, 2, pretrained=False)
+    with torch.no_grad():
+        model.decoder.heads.classes[0].bias[-1] = -10.0  # no query predicts no object
+    Checkpoint(model.state_dict(), CLASSES.to_dict(), config_to_dict(config)).save(tmp_path / "masks.pt")
+    detector = detr_bf.load(tmp_path / "masks.pt")
+    (tmp_path / "photos").mkdir()
+    generator = np.random.default_rng(0)
+    for name in ("a.png", "b.png"):
+        Image.fromarray(generator.integers(0, 255, (*SIZE, 3), dtype=np.uint8)).save(tmp_path / "photos" / name)
+    (tmp_path / "photos" / "c.png").write_text("no image")
+    found, batched = detector.panoptic(tmp_path / "photos"), detector.panoptic(tmp_path / "photos", batch_size=2)
+    assert [each.source for each in batched] == [each.source for each in found]
+    assert all((one.ids == other.ids).float().mean() > 0.9 for one, other in zip(batched, found, strict=True))
+    assert [Path(each.source).name for each in found] == ["a.png", "b.png"]
+    assert all(each.size == SIZE == tuple(each.ids.shape) and len(each) for each in found)
+    single = detector.panoptic(tmp_path / "photos" / "a.png")
+    assert torch.equal(single.ids, found[0].ids)
+    assert torch.equal(single.image, found[0].image)
+    (listed,) = detector.panoptic([single.image])
+    assert torch.equal(listed.ids, single.ids)
+    with pytest.raises(InputError, match=r"c\.png"):
+        detector.panoptic([tmp_path / "photos" / "c.png"])
 
 
 NOTHING = {"boxes": torch.zeros(0, 4), "scores": torch.zeros(0), "labels": torch.zeros(0, dtype=torch.int64)}

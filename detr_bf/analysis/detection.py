@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from detr_bf.analysis.inspected import InspectedDetector, Level, ShownBatch, level_list
 from detr_bf.assembly.data import build_loader, data_source
 from detr_bf.assembly.model import build_classification, build_panoptic_postprocess, build_postprocess
-from detr_bf.assembly.training import PRECISIONS
+from detr_bf.assembly.training import precision_of
 from detr_bf.batchformer import BatchFormerV2
 from detr_bf.batchformer.inspection import attending, batch_former_of
 from detr_bf.classification.analysis.images import FeatureMaps, StreamMaps
@@ -413,7 +413,7 @@ def compare_mini_batch_inference(
         make_batches=lambda start: iter(loader(run.data, IndexBatches(batches, start))),
         num_batches=len(batches),
         device=run.device,
-        precision=PRECISIONS[config.train.precision],
+        precision=precision_of(config, run.device),
     )
     found = [
         CocoEvaluator(

@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 
 from detr_bf import distributed
 from detr_bf.assembly.network import build_network
-from detr_bf.assembly.training import PRECISIONS, epoch_batches
+from detr_bf.assembly.training import epoch_batches, precision_of
 from detr_bf.classification.augmentation import BatchMix, EvalTransform, Mix, MixedBatch, TrainTransform, WithKeys
 from detr_bf.classification.batch import LabelledImages
 from detr_bf.classification.checks import examine_images
@@ -184,7 +184,7 @@ def val_loop(config: ImageConfig, splits: ImageSplits, device: torch.device) -> 
         make_batches=lambda start: iter(load(batches(start_batch=start))),
         num_batches=len(batches()),
         device=device,
-        precision=PRECISIONS[config.train.precision],
+        precision=precision_of(config, device),
     )
 
 

@@ -37,6 +37,20 @@ logger = logging.getLogger(__name__)
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def precision_of(config: RunConfig, device: torch.device) -> torch.dtype:
+    """Return the precision of autocast on the device.
+
+    With ``train.precision=auto`` it is bfloat16 on a GPU that computes in it, else float16 on a GPU, and float32 on a
+    CPU.
+    """
+    if config.train.precision != "auto":
+        return PRECISIONS[config.train.precision]
+    if device.type != "cuda":
+        return torch.float32
+    with torch.cuda.device(device):
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+
+
 def check_same_classes(class_map: ClassMap, resume_from: Checkpoint | None, folder: RunFolder) -> None:
     """Refuse to go on with a checkpoint of other classes than the data have.
 
@@ -178,8 +192,11 @@ def metrics_log(config: RunConfig, folder: RunFolder, resume_from: Checkpoint | 
 
 
 def build_groups(config: DetectionConfig, model: Detector) -> list[dict[str, Any]]:
-    """Return the parameter groups of a detector with their learning rates and weight decay."""
-    return parameter_groups(
+    """Return the parameter groups of a detector with their learning rates and weight decay.
+
+    With ``optimizer.layer_decay`` they are many, and a table of them is logged.
+    """
+    groups = parameter_groups(
         model,
         lr=config.optimizer.lr,
         backbone_lr=config.optimizer.backbone_lr,
@@ -188,7 +205,17 @@ def build_groups(config: DetectionConfig, model: Detector) -> list[dict[str, Any
         decay_vectors=config.optimizer.decay_vectors,
         batch_former_lr_factor=config.batch_former.lr_factor,
         batch_former_weight_decay=config.batch_former.weight_decay,
+        layer_decay=config.optimizer.layer_decay,
     )
+    if config.optimizer.layer_decay != 1:
+        rows = (
+            f"{group['name']:<28} {group['lr']:<10.3g} {group['weight_decay']:<12g} "
+            f"{sum(parameter.numel() for parameter in group['params']):,}"
+            for group in groups
+        )
+        head = f"{'parameters':<28} {'lr':<10} {'weight decay':<12} numbers"
+        logger.info("optimizer.layer_decay=%g\n%s", config.optimizer.layer_decay, "\n".join((head, *rows)))
+    return groups
 
 
 def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:

@@ -92,21 +92,36 @@ def freeze_stages(network: Network, count: int) -> None:
     """
     if not 0 <= count <= len(network.stages):
         raise InputError(f"frozen_stages={count}: this network has {len(network.stages)} stages; give 0 to that")
-    if count == 0:
-        return
-    last = network.stages[count - 1]
-    names = [name for name, _ in network.body.named_modules()]
-    assert last in names, f"no submodule {last}"
-    end = max(index for index, name in enumerate(names) if name == last or name.startswith(f"{last}."))
-    for module in list(network.body.modules())[: end + 1]:
+    stage_of = parameter_stages(network.body, network.stages)
+    for parameter in network.body.parameters():
+        parameter.requires_grad_(parameter.requires_grad and stage_of[id(parameter)] >= count)
+
+
+def parameter_stages(body: nn.Module, stages: Sequence[str]) -> dict[int, int]:
+    """Return the stage of each parameter by its ``id()``, from 0; after the end of the last stage it is their number.
+
+    Args:
+        stages: submodules of ``body`` that end a stage, in their order.
+    """
+    names = [name for name, _ in body.named_modules()]
+    assert set(stages) <= set(names), f"no submodules {sorted(set(stages) - set(names))}"
+    ends = [
+        max(index for index, name in enumerate(names) if name == stage or name.startswith(f"{stage}."))
+        for stage in stages
+    ]
+    found: dict[int, int] = {}
+    for index, module in enumerate(body.modules()):
+        stage = sum(end < index for end in ends)
         for parameter in module.parameters(recurse=False):
-            parameter.requires_grad_(False)
+            found.setdefault(id(parameter), stage)
+    return found
 
 
 class Backbone(nn.Module):
     """Normalisation on the device, a network, and a padding mask for each of its feature maps.
 
-    ``channels`` and ``strides`` (pixels per cell) describe the feature maps, in ascending order of stride.
+    ``channels`` and ``strides`` (pixels per cell) describe the feature maps, in ascending order of stride; ``stages``
+    are the submodules of ``body`` that end a stage.
     """
 
     mean: Tensor
@@ -117,6 +132,7 @@ class Backbone(nn.Module):
         self.body = network.body
         self.channels = network.channels
         self.strides = network.strides
+        self.stages = network.stages
         # Not persistent: the network determines them, and published checkpoints do not contain them.
         self.register_buffer("mean", 255.0 * torch.tensor(network.mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", 255.0 * torch.tensor(network.std).view(3, 1, 1), persistent=False)

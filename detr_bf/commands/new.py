@@ -4,8 +4,8 @@ detr-bf new photos/ --output mine.yaml                 # then: detr-bf train min
 detr-bf new photos/ --model rtdetr_r50 --output mine.yaml
 
 FOLDER is read as data.root is: COCO, Roboflow, Pascal VOC, YOLO or CSV. The config states all settings that differ from
-the defaults: those of the recipe, of the preset finetune, and those chosen for the data (splits, epochs, queries). Exit
-code 1: the config is written, and the data have errors to correct before training.
+the defaults: those of the recipe and of the preset finetune, and those chosen for the data (splits, epochs,
+augmentation, queries). Exit code 1: the config is written, and the data have errors to correct before training.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ def _write(folder: Path, output: Path | None, model: str) -> int:
         raise InputError(f"--output {printable(path)} exists: name another file; nothing is replaced")
     files = [recipe_file(model), packaged_configs()["finetune"]]
     given = [f"data.root={yaml_text(str(folder.resolve()))}", f"output_dir={yaml_text(f'runs/{path.stem}')}"]
-    given += chosen_settings(files, given)
-    config: DetectionConfig = load_config(files, given, task="detection")
+    augment, chosen = chosen_settings(files, given)
+    files.append(packaged_configs()[f"augment_{augment}"])
+    config: DetectionConfig = load_config(files, [*given, *chosen], task="detection")
     content = read_annotations(data_source(config, "train").annotations)
     most = max(Counter(each["image_id"] for each in content.annotations).values(), default=0)
     config.model.num_queries = max(config.model.num_queries, most)
@@ -137,7 +138,7 @@ def _settings(config: DetectionConfig, model: str) -> Iterator[str]:
             inner = inner.setdefault(group, {})
         value = values[key]
         text = yaml_text(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        inner[name] = f"{text}  # {_COMMENTS.get(key, f'as in {model} or finetune')}"
+        inner[name] = f"{text}  # {_COMMENTS.get(key, f'as in {model}, finetune or augment_*')}"
     yield from _nested(tree)
 
 

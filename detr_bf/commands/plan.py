@@ -60,6 +60,8 @@ def _run(options: argparse.Namespace) -> int:
         seconds_per_step=options.seconds_per_step,
         tflops=options.tflops,
     )
+    if config.train.precision == "auto":
+        config.train.precision = "bf16" if machine.gpu.bf16 else "fp16"
     if options.measured is not None:
         seconds, source = read_measured(options.measured, config)
         machine = replace(machine, seconds_per_step=seconds, seconds_source=source)

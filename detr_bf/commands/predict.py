@@ -2,6 +2,8 @@
 
 detr-bf predict --checkpoint runs/demo --output predictions photo.jpg folder/
 
+A video file, or the address of a stream, is a single input: predictions.jsonl has a line for each frame.
+
 With a classifier's run, the five most probable classes of each image are printed and written as JSON and one sheet.
 
 Unreadable images are skipped and listed at the end, and the exit code is 1. In the output folder, which may also hold
@@ -26,6 +28,7 @@ from torch import Tensor
 from detr_bf.cli import run_tool
 from detr_bf.data.images import read_image
 from detr_bf.data.inputs import image_files, is_image_file, real_path
+from detr_bf.data.video import VIDEO_SUFFIXES, is_video_stream
 from detr_bf.errors import InputError
 from detr_bf.evaluation import DEFAULT_THRESHOLD, write_panoptic
 from detr_bf.files import (
@@ -77,13 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--format",
         choices=OBJECT_FORMATS,
-        default="json",
-        help="of the objects: json (predictions.json, the default), jsonl (a line for each image), csv (a row for each "
-        "object), coco (a COCO data set with scores, for labelling tools) or yolo (a label file for each image)",
+        help="of the objects: json (predictions.json, the default), jsonl (a line for each image or frame), csv (a row "
+        "for each object), coco (a COCO data set with scores, for labelling tools) or yolo (a label file for each "
+        "image)",
     )
     parser.add_argument(
-        "--save-pictures", action=argparse.BooleanOptionalAction, default=True, help="draw each image (the default)"
+        "--save-pictures", action=argparse.BooleanOptionalAction, help="draw each image (the default), not each frame"
     )
+    parser.add_argument("--every", type=int, metavar="N", help="of a video: only each N-th frame, the first included")
     parser.add_argument(
         "--tile",
         nargs=2,
@@ -97,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "inputs",
         nargs="+",
         metavar="IMAGE_OR_FOLDER",
-        help="files, folders, patterns such as 'day*/**/*.jpg', or - for file names on standard input, one a line",
+        help="files, folders, patterns such as 'day*/**/*.jpg', or - for file names on standard input, one a line; or "
+        "a video",
     )
     options = parser.parse_args(arguments)
     return run_tool(lambda: _run(options))
@@ -111,6 +116,10 @@ def _run(options: argparse.Namespace) -> int:
     if options.panoptic:
         _check_unused(options, "--panoptic", threshold is not None)
     output = Output(options.output)
+    if any(is_video_stream(name) or name.lower().endswith(VIDEO_SUFFIXES) for name in options.inputs):
+        return _run_video(options, output, threshold)
+    if options.every is not None:
+        raise InputError("--every is for a video, and none is given")
     files = list(image_files(list(_inputs(options.inputs)), output.written))
     predictor = load_predictor(options.checkpoint, options.device)
     images = InputImages(files, predictor.max_pixels)
@@ -125,10 +134,9 @@ def _run(options: argparse.Namespace) -> int:
         done = write_panoptic_maps(output, predictor, images)
     else:
         found = _detected(predictor, images, threshold, options)
-        count = write_objects(output, predictor, images, found, options.format, options.save_pictures)
-        least = sorted(set(predictor.least_scores(threshold).tolist()))
-        scores = f"{least[0]:.3g}" if len(least) == 1 else f"{least[0]:.3g} to {least[-1]:.3g} by class"
-        done = [f"{count}, scores from {scores}: {printable(output.folder)}"]
+        pictures = options.save_pictures is not False
+        count = write_objects(output, predictor, images, found, options.format or "json", pictures)
+        done = [f"{count}, {_scores(predictor, threshold)}: {printable(output.folder)}"]
     for line in done:
         print(line)
     if images.unreadable:
@@ -137,11 +145,51 @@ def _run(options: argparse.Namespace) -> int:
     return 1 if images.unreadable else 0
 
 
+def _scores(predictor: Predictor, threshold: float | str | None) -> str:
+    least = sorted(set(predictor.least_scores(threshold).tolist()))
+    return f"scores from {least[0]:.3g}" + (f" to {least[-1]:.3g} by class" if len(least) > 1 else "")
+
+
+def _run_video(options: argparse.Namespace, output: Output, threshold: float | str | None) -> int:
+    """Write a line of JSON for each frame; the exit code is 1 if the video is damaged after some of them.
+
+    Raises:
+        InputError: another input is given, an option is for images, or no frame can be read.
+    """
+    if len(options.inputs) > 1:
+        raise InputError("a video must be the only input: give one video, or images without it")
+    if options.panoptic or options.save_pictures or options.format not in (None, "jsonl"):
+        raise InputError("a video gives predictions.jsonl alone: leave out --panoptic, --save-pictures and --format")
+    predictor, video, damage = load_predictor(options.checkpoint, options.device), options.inputs[0], ""
+    if not isinstance(predictor, Predictor):
+        raise InputError(f"{options.checkpoint} is of a classifier, and videos need a detector")
+    every, name = 1 if options.every is None else options.every, OBJECT_FORMATS["jsonl"]
+    found = predictor.predict_video(video, every, threshold=threshold, tile=options.tile, half=options.half)
+    frames = objects = 0
+    with (
+        output.writing([name], InputImages([] if is_video_stream(video) else [Path(video)], predictor.max_pixels)),
+        atomic_write(output.folder / name) as temporary,
+        temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="\n") as lines,
+    ):
+        try:
+            for each in progress_bar(found, desc="predicting", unit="frame"):
+                lines.write(f"{each.to_json()}\n")
+                frames, objects = frames + 1, objects + len(each)
+        except InputError as error:
+            if not frames:
+                raise
+            damage = printable(error, limit=1000)
+    print(f"{objects} objects in {frames} frames, {_scores(predictor, threshold)}: {printable(output.folder)}")
+    if damage:
+        print(damage, file=sys.stderr)
+    return 1 if damage else 0
+
+
 def _check_unused(options: argparse.Namespace, what: str, threshold: bool = False) -> None:
     """Raise an InputError for options that detection of objects alone has."""
     given = {
-        "--format": options.format != "json",
-        "--no-save-pictures": not options.save_pictures,
+        "--format": options.format not in (None, "json"),
+        "--no-save-pictures": options.save_pictures is False,
         "--tile": options.tile is not None,
         "--half": options.half,
         "--threshold": threshold,

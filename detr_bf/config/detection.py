@@ -405,6 +405,7 @@ class DetectorOptimizerConfig(OptimizerConfig):
 
     backbone_lr: float = not_negative(1e-5, RATE)  # learning rate of the backbone
     point_lr_factor: float = not_negative(1.0)  # lr of reference points and sampling offsets as a multiple of lr
+    layer_decay: float = positive(1.0, 1)  # factor of lr and backbone_lr for each layer or stage before the output
     decay_vectors: bool = True  # apply weight_decay to biases and norms as well; false in RT-DETR
 
 
@@ -412,6 +413,7 @@ class DetectorOptimizerConfig(OptimizerConfig):
 class DetectorTrainConfig(TrainConfig):
     """Training of a detector."""
 
+    auto_batch: bool = False  # GPU: the batch_size that fits its memory, accumulate such that their product stays
     recompute_encoder: bool = False  # activation checkpointing of the encoder layers: less memory, more time
 
 
@@ -479,6 +481,11 @@ class DetectionConfig(RunConfig):
                 f"{self.train.epochs}: give a smaller number, or null"
             )
         self._check_epochs(prefix)
+        if self.train.auto_batch and self.batch_former.gather:
+            raise InputError(
+                f"{prefix}train.auto_batch=true tries batches on each GPU by itself, and {prefix}batch_former.gather "
+                "exchanges images between them: give train.batch_size without auto_batch, see detr-bf plan"
+            )
         if self.freeze.detector and self.plugins.relative_localization.enabled:
             raise InputError(
                 "freeze.detector=true trains only the mask head, and relative localization is a loss of the encoder: "

@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from detr_bf.backbones import Backbone
+from detr_bf.backbones.backbone import parameter_stages
 from detr_bf.batchformer import BatchFormer, BatchFormerV2
 from detr_bf.errors import InputError
 from detr_bf.files import check_weights
 from detr_bf.text import listed
+from detr_bf.transformer import Encoder
 
 _ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}  # of a parameter
 SCALE_PARAMETERS = "context_broadcasting.scales"  # last part of the names of their modules
@@ -30,13 +33,16 @@ def parameter_groups(
     decay_vectors: bool = True,
     batch_former_lr_factor: float = 1.0,
     batch_former_weight_decay: float | None = None,
+    layer_decay: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Return the groups of the trainable parameters: transformer, backbone, batch_former, points, scales.
 
     ``points`` holds the layers that predict reference points and sampling offsets (Zhu et al. 2021, arXiv 2010.04159,
     appendix A.4), ``scales`` the scales of Context Broadcasting, without weight decay. ``batch_former_weight_decay``
     None means ``weight_decay``. Without ``decay_vectors`` the biases and norms of transformer, backbone and points are
-    in the groups ``transformer_no_decay`` and so on.
+    in the groups ``transformer_no_decay`` and so on. With a ``layer_decay`` other than 1 the parameters of these three
+    are divided by their depth (:func:`layer_depths`), and those of depth 7, in ``transformer_depth7`` and so on, have
+    the learning rate times ``layer_decay ** 7``; batch attention and scales, which are always new, keep theirs.
     """
     bf_decay = weight_decay if batch_former_weight_decay is None else batch_former_weight_decay
     groups: dict[str, dict[str, Any]] = {
@@ -49,13 +55,50 @@ def parameter_groups(
     decaying = ("transformer", "backbone", "points")
     groups |= {f"{name}_no_decay": {**groups[name], "weight_decay": 0.0} for name in decaying}
     special = _special_parameters(model)
+    depths = {} if layer_decay == 1 else layer_depths(model)
+    if depths:
+        groups = {
+            name if depth == 0 else f"{name}_depth{depth}": {**group, "lr": group["lr"] * layer_decay**depth}
+            for name, group in groups.items()
+            for depth in range(max(depths.values()) + 1 if name.startswith(decaying) else 1)
+        }
 
     def group_of(name: str, parameter: nn.Parameter) -> str:
         group = special.get(id(parameter), "transformer")
+        depth = depths.get(id(parameter), 0) if group in decaying else 0
         decays = decay_vectors or parameter.ndim > 1 or group not in decaying
-        return group if decays else f"{group}_no_decay"
+        return (group if decays else f"{group}_no_decay") + (f"_depth{depth}" if depth else "")
 
     return _filled(groups, model, group_of)
+
+
+def layer_depths(model: nn.Module) -> dict[int, int]:
+    """Return the distance of each parameter of a detector from its output, by ``id()``, counted in layers and stages.
+
+    It is 0 for the heads, the last norm of the decoder and the mask head; L - i for layer i of L decoder layers; L for
+    queries and positions in the decoder; L + E - j for layer j of E encoder layers; L + 1 for other parts of the
+    encoder; L + E for the projections of the feature maps; L + E + S - s for stage s of S stages of the backbone, and
+    L + E + 1 for what follows them (i, j and s from 0; E at least 1).
+    """
+    encoders = [module for module in model.modules() if isinstance(module, Encoder)]
+    encoder_layers = [layer for each in encoders for layer in each.layers]
+    decoder_layers = list(model.get_submodule("decoder.layers").children())
+    last, first = len(decoder_layers) + 1, len(decoder_layers) + max(len(encoder_layers), 1)
+    depths = {}
+    for name, parameter in model.named_parameters():
+        if re.match(r"mask_head\.|decoder\.(heads|norm|queries\.(class|box)_head)\.", name):
+            depths[id(parameter)] = 0
+        else:
+            depths[id(parameter)] = {"decoder": len(decoder_layers), "encoder": last}.get(name.split(".")[0], first)
+    for layers, most in ((decoder_layers, len(decoder_layers)), (encoder_layers, first)):
+        for index, layer in enumerate(layers):
+            depths |= {id(parameter): most - index for parameter in layer.parameters()}
+    backbone = model.get_submodule("backbone")
+    stages = backbone.stages if isinstance(backbone, Backbone) else ()
+    body = backbone.body if isinstance(backbone, Backbone) else backbone
+    for key, stage in parameter_stages(body, stages).items():
+        depths[key] = first + max(len(stages) - stage, 1)
+    return depths
 
 
 def _special_parameters(model: nn.Module) -> dict[int, str]:
@@ -171,8 +214,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], sour
         optimizer.load_state_dict(state)
     except ValueError as error:
         raise InputError(
-            f"{source} was trained with other parameters frozen ({error}): resume with the model.backbone settings it "
-            "was started with, or start a new run with init_from"
+            f"{source} was trained with other parameters frozen, or divided otherwise ({error}): resume with the "
+            "model.backbone settings and optimizer.layer_decay it was started with, or start a new run with init_from"
         ) from error
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # of another structure
         raise InputError(f"{source}: its optimizer state is damaged ({error!r}): use another copy of it") from error

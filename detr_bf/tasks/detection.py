@@ -35,8 +35,8 @@ from detr_bf.assembly.model import (
     build_postprocess,
     device_of,
 )
-from detr_bf.assembly.training import PRECISIONS, build_groups, epoch_batches, read_initial_weights
-from detr_bf.config import DetectionConfig, config_to_dict
+from detr_bf.assembly.training import build_groups, epoch_batches, precision_of, read_initial_weights
+from detr_bf.config import DetectionConfig, config_from_dict, config_to_dict
 from detr_bf.data.batches import SameSizeBatches, SampleKey, aspect_buckets, derive_seed, object_features
 from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.checks.learning import Training
@@ -169,6 +169,20 @@ class DetectionTask(Task[DetectionConfig]):
             raise InputError(
                 "freeze.detector=true needs init_from=RUN_OR_FILE: a detector trained on boxes of these classes"
             )
+
+    def adopt_settings(self, checkpoint: Checkpoint) -> None:
+        """Take over batch size and accumulation of the run if it chose them, for as many images of a step."""
+        train, before = self.config.train, config_from_dict(checkpoint.config).train
+        images, then = (each.batch_size * each.accumulate for each in (train, before))
+        if train.auto_batch and before.auto_batch and images == then:
+            train.batch_size, train.accumulate = before.batch_size, before.accumulate
+
+    def fit_to_device(self, model: torch.nn.Module, data: CocoDetection, device: torch.device) -> None:
+        if self.config.train.auto_batch:
+            from detr_bf.planning.batch import fit_batch  # traces the model
+
+            assert isinstance(model, Detector)
+            fit_batch(self.config, model, data, device)
 
     def build_criterion(self, model: torch.nn.Module, class_counts: Sequence[int] | None = None) -> Criterion:
         return build_detector_criterion(self.config, model)
@@ -452,7 +466,7 @@ def build_evaluation(
             make_batches=lambda start: iter(loader(data, batches(start_batch=start))),
             num_batches=len(batches()),
             device=device,
-            precision=PRECISIONS[config.train.precision],
+            precision=precision_of(config, device),
         ),
         make_evaluator=lambda: DetectionEvaluator(
             CocoEvaluator(

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from detr_bf.assembly.model import accelerate, device_of
 from detr_bf.assembly.training import (
-    PRECISIONS,
     check_same_classes,
     learning_rate,
     metrics_log,
+    precision_of,
     seed_per_rank,
     train_settings,
 )
@@ -101,6 +101,12 @@ class Task(ABC, Generic[C]):
             InputError: it cannot.
         """
 
+    def adopt_settings(self, checkpoint: Checkpoint) -> None:
+        """Take over the settings that the run chose by itself when it started (in-place)."""
+
+    def fit_to_device(self, model: nn.Module, data: Any, device: torch.device) -> None:
+        """Choose the settings of a new run that depend on the device (in-place)."""
+
     @abstractmethod
     def build_criterion(self, model: nn.Module, class_counts: Sequence[int] | None = None) -> Criterion:
         """Return the training loss of the model; ``class_counts`` are read from the data if needed and not given."""
@@ -174,6 +180,8 @@ class Task(ABC, Generic[C]):
         self.check_model(model, data)
         accelerate(model, config)
         model.to(device)
+        if is_new:
+            self.fit_to_device(model, data, device)
         criterion = self.build_criterion(model, getattr(data, "class_counts", None))
         seed_per_rank(config)
         make_batches, batches_per_epoch, num_images = self.train_batches(data, device)
@@ -184,7 +192,7 @@ class Task(ABC, Generic[C]):
             if metrics is not None:
                 undo.push(metrics)  # closes the loggers if the state cannot be restored
             trainer = Trainer(
-                step=TrainingStep(model, criterion, device, PRECISIONS[config.train.precision]).to(device),
+                step=TrainingStep(model, criterion, device, precision_of(config, device)).to(device),
                 optimizer=optimizer,
                 learning_rate=learning_rate(config, batches_per_epoch),
                 make_batches=make_batches,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from detr_bf.backbones import build_backbone
 from detr_bf.batchformer import BatchFormer, BatchFormerV2
 from detr_bf.detectors import Options
 from detr_bf.detectors.deformable_detr import deformable_detr
@@ -312,3 +313,69 @@ def test_vectors_without_weight_decay() -> None:
         "batch_former",
         "points",
     }
+
+
+def rates(model: nn.Module, decay: float, **changes: Any) -> dict[str, float]:
+    """Return the learning rate of each parameter by name; check that each is in one group."""
+    groups = parameter_groups(model, lr=1.0, backbone_lr=0.1, weight_decay=0.01, layer_decay=decay, **changes)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = [(names[id(parameter)], group["lr"]) for group in groups for parameter in group["params"]]
+    assert sorted(name for name, _ in found) == sorted(n for n, p in model.named_parameters() if p.requires_grad)
+    assert len({group["name"] for group in groups}) == len(groups)
+    return dict(found)
+
+
+@pytest.mark.parametrize("name", tiny_detectors.DETECTORS)
+@pytest.mark.parametrize("vectors", [True, False])
+def test_layer_decay_lowers_the_rate_from_the_output_to_the_input(name: str, vectors: bool) -> None:
+    """The factor is that of one forward pass: each layer before another one has a smaller rate, by the same factor."""
+    model = tiny_detectors.model(name, batch_former=tiny_detectors.batch_former(), decoder_layers=3)
+    model.backbone = nn.Conv2d(3, 4, 1)
+    options = {"decay_vectors": vectors, "point_lr_factor": 0.2, "batch_former_lr_factor": 0.3}
+    plain, decayed = rates(model, 1.0, **options), rates(model, 0.5, **options)
+    factors = {name: decayed[name] / plain[name] for name in plain}
+
+    def of(part: str) -> set[float]:
+        return {factor for key, factor in factors.items() if key.startswith(part) and "batch_former" not in key}
+
+    heads = [key for key in factors if key.startswith("decoder.heads.") or "class_head" in key or "box_head" in key]
+    assert {factors.pop(key) for key in heads} == {1.0}, "also those that choose the queries of two-stage detectors"
+    assert [of(f"decoder.layers.{layer}.") for layer in range(3)] == [{0.125}, {0.25}, {0.5}]
+    inner = "encoder.encoder." if of("encoder.encoder.") else "encoder."
+    layers = len({name.removeprefix(inner).split(".")[1] for name in factors if name.startswith(f"{inner}layers.")})
+    ends = [0.125 * 0.5 ** (layers - layer) for layer in range(layers)]
+    assert [of(f"{inner}layers.{layer}.") for layer in range(layers)] == [{factor} for factor in ends]
+    assert of("tokens.") == {ends[0]}
+    assert of("backbone.") == {ends[0] / 2}
+    assert {factor for name, factor in factors.items() if "batch_former" in name} == {1.0}
+    assert of("decoder.queries.") == {0.125}
+
+
+@pytest.mark.parametrize(
+    ("backbone", "parts"),
+    [
+        ("resnet18", ("conv1", "layer1", "layer2", "layer3", "layer4")),
+        ("resnet18vd", ("conv1", "layer1", "layer2", "layer3", "layer4")),
+        ("timm:convnext_atto", ("stages_0", "stages_1", "stages_2", "stages_3")),
+        ("timm:tf_efficientnet_lite0", ("blocks.0", "blocks.1", "blocks.2", "blocks.3", "blocks.5")),
+    ],
+)
+def test_layer_decay_of_the_stages_of_a_backbone(backbone: str, parts: tuple[str, ...]) -> None:
+    model = tiny_detectors.model()
+    settings: dict[str, Any] = {"weights": "none", "dilation": False, "frozen_stages": 0, "frozen_norm": False}
+    model.backbone = build_backbone(backbone, strides=[32], **settings)
+    found = rates(model, 0.5)
+    first = 0.1 * 0.5 ** (2 * tiny_detectors.LAYERS)
+    for before, part in enumerate(reversed(parts), start=1):
+        names = {name for name in found if name.startswith(f"backbone.body.{part}.")}
+        assert names
+        assert {found[name] for name in names} == {first * 0.5**before}, part
+
+
+def test_no_layer_decay_leaves_groups_as_they_are() -> None:
+    model = network()
+    plain = parameter_groups(model, lr=1.0, backbone_lr=0.1, weight_decay=0.01)
+    assert [group["name"] for group in plain] == ["transformer", "backbone", "batch_former"]
+    decayed = parameter_groups(model, lr=1.0, backbone_lr=0.1, weight_decay=0.01, layer_decay=0.9)
+    assert decayed[0]["name"] == "transformer", "the rate that curves show is that of the output"
+    assert decayed[0]["lr"] == 1.0
