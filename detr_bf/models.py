@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from detr_bf.assembly import build_model
-from detr_bf.config import DetectionConfig, config_from_dict, load_config, packaged_configs
+from detr_bf.assembly.model import build_classification
+from detr_bf.config import DetectionConfig, config_from_dict, config_to_dict, load_config, packaged_configs
 from detr_bf.detectors import Detector
-from detr_bf.engine import checkpoint_of, load_checkpoint
+from detr_bf.engine import Checkpoint, checkpoint_of, load_checkpoint
 from detr_bf.errors import InputError
+from detr_bf.files import is_file, is_folder
+from detr_bf.interop import coco_classes, read_weights, renumbered_to
 from detr_bf.predictor import Predictor
+from detr_bf.published import PublishedWeights, find_weights, get_published, published
 from detr_bf.sharing import WEIGHTS as SHARED_WEIGHTS
 from detr_bf.sharing import is_shared, load_shared
 from detr_bf.tasks import task_of
@@ -83,10 +87,11 @@ def _recipes() -> dict[str, Path]:
 def load(path: str | Path, device: str = "auto") -> Predictor:
     """Return the detector of a checkpoint, of a run folder's best (else last) checkpoint, or of a saved folder.
 
-    It is in evaluation mode.
+    It is in evaluation mode. ``path`` may also be a name of :func:`detr_bf.list_weights`, whose file is downloaded
+    once; the detector then has the classes of COCO.
 
     Raises:
-        InputError: the file is missing, damaged or not a checkpoint of ours, or not a detector's.
+        InputError: the file is missing, damaged or not a checkpoint of ours, or not a detector's; or a download failed.
     """
     predictor = load_predictor(path, device)
     if not isinstance(predictor, Predictor):
@@ -113,7 +118,10 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor | Classi
         InputError: see :func:`load`, or the model predicts nothing, such as a masked autoencoder.
     """
     given = Path(path).expanduser()
-    if is_shared(given):
+    weights = None if is_file(given) or is_folder(given) else published(str(path))
+    if weights is not None:
+        source, checkpoint = _published_checkpoint(weights)
+    elif is_shared(given := find_weights(path)):
         source, checkpoint = given / SHARED_WEIGHTS, load_shared(given)
     else:
         source = checkpoint_of(given)
@@ -122,3 +130,19 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor | Classi
     config.device = device
     predictor: Predictor | ClassifierPredictor = task_of(config).predictor(checkpoint, source)
     return predictor
+
+
+def _published_checkpoint(weights: PublishedWeights) -> tuple[Path, Checkpoint]:
+    """Return the file of published weights and a checkpoint of its detector on COCO.
+
+    Raises:
+        InputError: the download failed, or the file is of another detector.
+    """
+    source = get_published(weights)
+    config = recipe_config(weights.recipe, [*weights.settings, "init_from=null", "freeze.detector=false"])
+    classes = coco_classes(stuff=config.model.masks)
+    rows = build_classification(config).num_logits(classes.num_classes)
+    state = renumbered_to(read_weights(source), rows)
+    if state is None:
+        raise InputError(f"{source} has not the classes of COCO, unlike the published weights {weights.name}")
+    return source, Checkpoint(state, classes.to_dict(), config_to_dict(config))

@@ -34,6 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "ops": set(),  # outside the folder of the package, torch only
     "batchformer": {"errors", "distributed", "structures", "ops"},
     "layers": {"errors", "ops"},
+    "downloads": {"errors", "text", "files", "progress"},
+    "published": {"errors", "text", "files", "downloads"},
     "backbones": {"errors", "text", "structures", "files"},
     "transformer": {"errors", "structures", "boxes", "batchformer", "layers"},
     "detectors": {"errors", "structures", "boxes", "batchformer", "layers", "backbones", "transformer"},
@@ -65,23 +67,24 @@ ALLOWED: dict[str, set[str]] = {
     "sharing": GROUND | WORK | {"engine", "interop"},
     "predictor": GROUND | MODEL | WORK | {"prediction", "tiling", "sharing"},
     "classification": GROUND | MODEL | WORK | {"plugins", "config", "engine", "predictor"},
-    "assembly": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "interop"},
+    "assembly": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "interop"} | {"published"},
     "conversion": {"errors", "files", "structures", "interop"},
     "tasks": GROUND
     | MODEL
     | WORK
     | {"plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor", "sharing"},
     "replay": {"errors", "text", "config", "engine", "assembly", "tasks"},
-    "run": {"errors", "text", "distributed", "files", "progress", "config", "engine", "report", "assembly", "tasks"},
+    "run": {"errors", "text", "distributed", "files", "progress", "config", "engine", "report", "assembly", "tasks"}
+    | {"published"},
     "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
     "analysis": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "assembly", "tasks"},
     "comparison": GROUND | {"config", "data", "evaluation", "report", "engine", "tasks"},
     "models": {"errors", "text", "config", "detectors", "engine", "assembly", "predictor", "sharing", "tasks"}
-    | {"classification"},
+    | {"classification", "files", "interop", "published"},
     "commands": GROUND
     | WORK
     | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}
-    | {"prediction", "tasks", "replay", "run", "planning", "analysis", "comparison", "models", "tiling"},
+    | {"prediction", "tasks", "replay", "run", "planning", "analysis", "comparison", "models", "tiling", "published"},
     "finetuning": {"errors", "text", "config", "data", "models", "predictor", "progress", "run", "tasks"},
     "__init__": {
         "models",
@@ -89,6 +92,7 @@ ALLOWED: dict[str, set[str]] = {
         "prediction",
         "finetuning",
         "classification",
+        "published",
     },  # the public names, imported on first use
     "__main__": {"commands"},
     "interop/detectron2": GROUND

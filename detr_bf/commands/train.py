@@ -17,6 +17,7 @@ from detr_bf.cli import run_tool
 from detr_bf.commands import add_config_arguments, configs_and_overrides
 from detr_bf.config import DetectionConfig, RunConfig, load_config, packaged_configs
 from detr_bf.errors import InputError
+from detr_bf.published import PublishedWeights, list_weights, published
 from detr_bf.run import evaluate_only, evaluation_source, train
 from detr_bf.tasks import task_of
 from detr_bf.text import safe_message
@@ -84,18 +85,33 @@ def _augmented_sheet(config: RunConfig, given: Path | None, count: int | None) -
 
 
 def recipes(arguments: Sequence[str] | None = None) -> int:
-    """List the packaged configs whose names match one of the patterns, and return the exit code."""
-    parser = argparse.ArgumentParser(description="List the packaged configs and their files.")
+    """List the packaged configs, or published weights, whose names match one of the patterns; return the exit code."""
+    parser = argparse.ArgumentParser(description="List the packaged configs and their files, or published weights.")
     parser.add_argument("pattern", nargs="*", default=["*"], metavar="PATTERN", help="such as '*bfv2'; default: all")
-    patterns = parser.parse_args(arguments).pattern
+    parser.add_argument(
+        "--weights", action="store_true", help="names for init_from and --checkpoint, with size, licence and page"
+    )
+    options = parser.parse_args(arguments)
 
     def run() -> int:
-        for name, path in packaged_configs().items():
-            if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-                print(f"{name:<48} {path}")
+        lines = (
+            {name: _about(published(name)) for name in list_weights()}
+            if options.weights
+            else {name: str(path) for name, path in packaged_configs().items()}
+        )
+        for name, text in lines.items():
+            if any(fnmatch.fnmatch(name, pattern) for pattern in options.pattern):
+                print(f"{name:<48} {text}")
         return 0
 
     return run_tool(run)
+
+
+def _about(weights: PublishedWeights | None) -> str:
+    """Return size, licence and page of published weights."""
+    assert weights is not None
+    size = f"{weights.megabytes:g} MB" if weights.megabytes else "" if weights.url else "by hand"
+    return f"{size:<8} {weights.licence or 'no licence stated':<18} {weights.source}"
 
 
 def _parser(description: str | None) -> argparse.ArgumentParser:
