@@ -18,8 +18,10 @@ from pathlib import Path
 from detr_bf.downloads import download_file
 from detr_bf.errors import InputError
 from detr_bf.files import cache_folder, is_file, is_folder
+from detr_bf.hub import hub_folder, is_hub_address
 from detr_bf.text import printable
 
+_SAVED = "model.safetensors"  # of a saved detector, and of transformers
 HUB = "https://huggingface.co"
 _DC5 = ("model.backbone.dilation=true", "model.backbone.strides=[16]")
 _R101, _R101VD = ("model.backbone.name=resnet101",), ("model.backbone.name=resnet101vd",)
@@ -97,13 +99,18 @@ def get_published(weights: PublishedWeights) -> Path:
 def find_weights(given: str | Path) -> Path:
     """Return the file or folder that ``init_from`` and similar settings mean.
 
-    It is an existing file or folder, else published weights, which are downloaded. What does not exist is returned as
-    it is, for its reader to report.
+    It is an existing file or folder, else published weights or a folder on the Hugging Face Hub (``hf://user/name``),
+    which are downloaded. Of a saved detector or a folder of transformers it is the file of the weights. What does not
+    exist is returned as it is, for its reader to report.
 
     Raises:
         InputError: the download failed, or the name resembles one of :func:`list_weights`.
     """
     path, name = Path(given).expanduser(), str(given)
+    if is_hub_address(name):
+        path = hub_folder(name)
+    if is_file(path / _SAVED) and is_file(path / "config.json"):
+        return path / _SAVED
     if is_file(path) or is_folder(path):
         return path
     if weights := published(name):

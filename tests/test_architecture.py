@@ -35,7 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     "batchformer": {"errors", "distributed", "structures", "ops"},
     "layers": {"errors", "ops"},
     "downloads": {"errors", "text", "files", "progress"},
-    "published": {"errors", "text", "files", "downloads"},
+    "hub": {"errors", "text"},
+    "published": {"errors", "text", "files", "downloads", "hub"},
     "backbones": {"errors", "text", "structures", "files"},
     "transformer": {"errors", "structures", "boxes", "batchformer", "layers"},
     "detectors": {"errors", "structures", "boxes", "batchformer", "layers", "backbones", "transformer"},
@@ -65,7 +66,8 @@ ALLOWED: dict[str, set[str]] = {
     "prediction": GROUND | WORK,
     "tiling": GROUND | WORK,
     "sharing": GROUND | WORK | {"engine", "interop"},
-    "predictor": GROUND | MODEL | WORK | {"prediction", "tiling", "sharing"},
+    "transformers_folder": GROUND | MODEL | {"interop"},
+    "predictor": GROUND | MODEL | WORK | {"prediction", "tiling", "sharing", "hub", "transformers_folder"},
     "classification": GROUND | MODEL | WORK | {"plugins", "config", "engine", "predictor"},
     "assembly": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "interop"} | {"published"},
     "conversion": {"errors", "files", "structures", "interop"},
@@ -80,7 +82,7 @@ ALLOWED: dict[str, set[str]] = {
     "analysis": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "assembly", "tasks"},
     "comparison": GROUND | {"config", "data", "evaluation", "report", "engine", "tasks"},
     "models": {"errors", "text", "config", "detectors", "engine", "assembly", "predictor", "sharing", "tasks"}
-    | {"classification", "files", "interop", "published"},
+    | {"classification", "files", "hub", "interop", "published", "transformers_folder"},
     "commands": GROUND
     | WORK
     | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}

@@ -12,7 +12,7 @@ import torch
 from detr_bf.assembly import build_model
 from detr_bf.assembly.model import build_classification
 from detr_bf.interop import coco_classes, renumbered_to, under_our_names
-from detr_bf.models import recipe_config
+from detr_bf.models import published_config, without_counters
 from detr_bf.published import published
 from tests.golden.cases import KEY_LISTS
 
@@ -49,13 +49,13 @@ def test_the_recipe_of_a_row_is_the_authors_model(name: str, golden: Sequence[Pa
         pytest.skip(f"no key list {KEYS[name]}")
     row = published(name)
     assert row is not None
-    config = recipe_config(row.recipe, [*row.settings, "init_from=null", "freeze.detector=false"])
+    config = published_config(row)
     classes = coco_classes(stuff=config.model.masks)
     with torch.device("meta"):
         shapes = json.loads(lists[0].read_text())["state_dict"]
         theirs = {key: torch.empty(x["shape"] if isinstance(x, dict) else x) for key, x in shapes.items()}
         rows = build_classification(config).num_logits(classes.num_classes)
-        found = renumbered_to(under_our_names(theirs, name), rows)
+        found = renumbered_to(without_counters(under_our_names(theirs, name)), rows)
         expected = build_model(config, classes.num_classes, pretrained=False).state_dict()
     assert found is not None
     assert {key: x.shape for key, x in found.items()} == {key: x.shape for key, x in expected.items()}
