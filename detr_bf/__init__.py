@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from detr_bf.models import create_model, list_models, load, load_classifier
     from detr_bf.prediction import Prediction
     from detr_bf.predictor import Predictor
+    from detr_bf.published import list_weights
 
 __all__ = [
     "ClassifierPredictor",
@@ -22,6 +23,7 @@ __all__ = [
     "create_model",
     "finetune",
     "list_models",
+    "list_weights",
     "load",
     "load_classifier",
 ]
@@ -32,6 +34,7 @@ _MODULES = {
     "Prediction": "detr_bf.prediction",
     "Predictor": "detr_bf.predictor",
     "finetune": "detr_bf.finetuning",
+    "list_weights": "detr_bf.published",
 }
 
 

@@ -176,8 +176,8 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def cache_folder(name: str) -> Path:
-    """Return the cache folder ``name`` below $DETR_BF_CACHE, by default ``~/.cache/detr_bf``."""
-    return Path(os.environ.get("DETR_BF_CACHE") or Path.home() / ".cache" / "detr_bf").expanduser() / name
+    """Return the cache folder ``name`` below $DETR_BF_HOME, by default ``~/.cache/detr_bf``."""
+    return Path(os.environ.get("DETR_BF_HOME") or Path.home() / ".cache" / "detr_bf").expanduser() / name
 
 
 _MAX_STEP = 2**53  # of a run; larger ones are not valid

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from detr_bf.assembly import build_model
-from detr_bf.config import DetectionConfig, config_from_dict, load_config, packaged_configs
+from detr_bf.assembly.model import build_classification
+from detr_bf.config import DetectionConfig, config_from_dict, config_to_dict, load_config, packaged_configs
 from detr_bf.detectors import Detector
-from detr_bf.engine import checkpoint_of, load_checkpoint
+from detr_bf.engine import Checkpoint, checkpoint_of, load_checkpoint
 from detr_bf.errors import InputError
+from detr_bf.files import is_file, is_folder
+from detr_bf.hub import hub_folder, is_hub_address
+from detr_bf.interop import coco_classes, read_weights, renumbered_to
 from detr_bf.predictor import Predictor
+from detr_bf.published import PublishedWeights, find_weights, get_published, published
 from detr_bf.sharing import WEIGHTS as SHARED_WEIGHTS
 from detr_bf.sharing import is_shared, load_shared
 from detr_bf.tasks import task_of
 from detr_bf.text import printable
+from detr_bf.transformers_folder import is_transformers_folder, read_transformers_config
 
 if TYPE_CHECKING:
     from detr_bf.classification.predictor import ClassifierPredictor
@@ -83,10 +91,12 @@ def _recipes() -> dict[str, Path]:
 def load(path: str | Path, device: str = "auto") -> Predictor:
     """Return the detector of a checkpoint, of a run folder's best (else last) checkpoint, or of a saved folder.
 
-    It is in evaluation mode.
+    It is in evaluation mode. ``path`` may also be a name of :func:`detr_bf.list_weights`, whose file is downloaded
+    once; the detector then has the classes of COCO. It may be ``hf://user/name`` or ``hf://user/name@revision``: a
+    folder on the Hugging Face Hub that :meth:`Predictor.save` or transformers wrote; they are also read from disk.
 
     Raises:
-        InputError: the file is missing, damaged or not a checkpoint of ours, or not a detector's.
+        InputError: the file is missing, damaged or not a checkpoint of ours, or not a detector's; or a download failed.
     """
     predictor = load_predictor(path, device)
     if not isinstance(predictor, Predictor):
@@ -112,13 +122,62 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor | Classi
     Raises:
         InputError: see :func:`load`, or the model predicts nothing, such as a masked autoencoder.
     """
-    given = Path(path).expanduser()
-    if is_shared(given):
+    given = hub_folder(str(path)) if is_hub_address(str(path)) else Path(path).expanduser()
+    weights = None if is_file(given) or is_folder(given) else published(str(path))
+    if weights is not None:
+        source, checkpoint = _published_checkpoint(weights)
+    elif is_transformers_folder(given):
+        source, checkpoint = _transformers_checkpoint(given)
+    elif is_shared(given):
         source, checkpoint = given / SHARED_WEIGHTS, load_shared(given)
     else:
-        source = checkpoint_of(given)
+        source = checkpoint_of(find_weights(given))
         checkpoint = load_checkpoint(source)
     config = config_from_dict(checkpoint.config, source=f"the config in {source}")
     config.device = device
     predictor: Predictor | ClassifierPredictor = task_of(config).predictor(checkpoint, source)
     return predictor
+
+
+def published_config(weights: PublishedWeights) -> DetectionConfig:
+    """Return the settings of the detector of published weights, in which the backbone's statistics are fixed."""
+    fixed = ("model.backbone.frozen_norm=true", "init_from=null", "freeze.detector=false")
+    return recipe_config(weights.recipe, [*weights.settings, *fixed])
+
+
+def without_counters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights without the counters of batch norm in the backbone, which fixed statistics do not have."""
+    return {
+        name: value
+        for name, value in state.items()
+        if not (name.startswith("backbone.") and name.endswith(".num_batches_tracked"))
+    }
+
+
+def _published_checkpoint(weights: PublishedWeights) -> tuple[Path, Checkpoint]:
+    """Return the file of published weights and a checkpoint of its detector on COCO.
+
+    Raises:
+        InputError: the download failed, or the file is of another detector.
+    """
+    source, config = get_published(weights), published_config(weights)
+    classes = coco_classes(stuff=config.model.masks)
+    rows = build_classification(config).num_logits(classes.num_classes)
+    state = renumbered_to(without_counters(read_weights(source)), rows)
+    if state is None:
+        raise InputError(f"{source} has not the classes of COCO, unlike the published weights {weights.name}")
+    return source, Checkpoint(state, classes.to_dict(), config_to_dict(config))
+
+
+def _transformers_checkpoint(folder: Path) -> tuple[Path, Checkpoint]:
+    """Return the weights file of a folder of transformers, and a checkpoint of its detector.
+
+    Raises:
+        InputError: the folder is damaged, or of a detector that is not here.
+    """
+    recipe, settings, classes = read_transformers_config(folder)
+    config = recipe_config(recipe, [*settings, "model.backbone.frozen_norm=true"])
+    source = find_weights(folder)
+    if source == folder:
+        raise InputError(f"{printable(folder)} has no file model.safetensors")
+    return source, Checkpoint(without_counters(read_weights(source)), classes.to_dict(), config_to_dict(config))

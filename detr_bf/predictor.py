@@ -6,6 +6,7 @@ import copy
 import logging
 import numbers
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -28,6 +29,7 @@ from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
 from detr_bf.evaluation import DEFAULT_THRESHOLD, CocoEvaluator, Result, ScoreThresholds
 from detr_bf.files import is_folder
+from detr_bf.hub import send_folder
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
 from detr_bf.prediction import FramePrediction, PanopticPrediction, Prediction
 from detr_bf.progress import progress_bar
@@ -35,6 +37,7 @@ from detr_bf.sharing import Origin, save_shared
 from detr_bf.structures import Batch, ClassMap, Detections, Outputs, Target
 from detr_bf.text import printable
 from detr_bf.tiling import check_tile, join_tiles, tiles_of
+from detr_bf.transformers_folder import write_transformers_folder
 
 logger = logging.getLogger(__name__)
 
@@ -334,6 +337,45 @@ class Predictor:
         licence = None if license is None else printable(license)
         weights = self.model.state_dict()
         save_shared(folder, weights, self.class_map, self.thresholds, self.origin, name=title, licence=licence)
+
+    def push_to_hub(self, repository: str, *, private: bool = False, name: str = "", license: str | None = None) -> str:
+        """Send the folder of :meth:`save` to the Hugging Face Hub, and return the address of the commit.
+
+        Needs huggingface_hub (``pip install 'detr_bf[hub]'``) and a token (``hf auth login``, or HF_TOKEN).
+
+        Args:
+            repository: ``user/name``; it is made if it does not exist.
+            private: of a new repository.
+            name, license: as of :meth:`save`; the default of ``name`` is that of the repository.
+
+        Raises:
+            InputError: a package or a token is missing, or the Hub refuses.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save(Path(folder) / "detector", name=name or repository.rpartition("/")[2], license=license)
+            return send_folder(Path(folder) / "detector", repository, private=private)
+
+    def to_huggingface(self, folder: str | Path) -> None:
+        """Write a folder that ``from_pretrained`` of transformers reads: weights, settings and preprocessing.
+
+        Batch attention is left out. transformers reads the folder and gives the outputs of this detector on a random
+        image before anything has its final name.
+
+        Args:
+            folder: new folder, or one without these files.
+
+        Raises:
+            InputError: transformers is not installed, has no such detector or gives other outputs; or a file exists or
+                cannot be written.
+        """
+        if self.origin is None:
+            raise InputError("only a detector that detr_bf.load has read can be written for transformers")
+        left_out = write_transformers_folder(Path(folder), self.model, self.class_map, self.origin.config)
+        logger.info(
+            "%s: transformers gives the same outputs%s",
+            printable(folder),
+            f"; {len(left_out)} tensors of batch attention left out" if left_out else "",
+        )
 
     def _on(self, device: str | torch.device | None) -> Predictor:
         """Return the predictor with a model on ``device``."""

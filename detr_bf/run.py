@@ -32,6 +32,7 @@ from detr_bf.engine import (
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.files import check_output_folder, write_json, write_text
 from detr_bf.progress import setup_logging
+from detr_bf.published import find_weights
 from detr_bf.report import machine_info, process_memory, tolerating, write_report
 from detr_bf.tasks import Task
 from detr_bf.text import listed
@@ -229,6 +230,8 @@ def _check(task: Task[Any], folder: RunFolder, checkpoint: Checkpoint | None) ->
     """Check everything that can be known before the model is built; return the statistics of the data."""
     if checkpoint is not None:
         _check_same_task(task.config, checkpoint, folder)
+    elif task.config.init_from:
+        find_weights(task.config.init_from)  # downloads published ones before the data are read
     statistics = task.check()
     folder.remove_unfinished()
     if checkpoint is not None:
@@ -260,7 +263,7 @@ def evaluation_source(config: RunConfig, named: bool) -> Path:
     Raises:
         InputError: there is no such file.
     """
-    source = checkpoint_of(config.init_from if named and config.init_from else config.output_dir)
+    source = checkpoint_of(find_weights(config.init_from) if named and config.init_from else config.output_dir)
     if not source.is_file():
         training_only = f"; init_from={config.init_from} in the config file is only the start of training"
         raise InputError(

@@ -34,6 +34,9 @@ ALLOWED: dict[str, set[str]] = {
     "ops": set(),  # outside the folder of the package, torch only
     "batchformer": {"errors", "distributed", "structures", "ops"},
     "layers": {"errors", "ops"},
+    "downloads": {"errors", "text", "files", "progress"},
+    "hub": {"errors", "text"},
+    "published": {"errors", "text", "files", "downloads", "hub"},
     "backbones": {"errors", "text", "structures", "files"},
     "transformer": {"errors", "structures", "boxes", "batchformer", "layers"},
     "detectors": {"errors", "structures", "boxes", "batchformer", "layers", "backbones", "transformer"},
@@ -63,9 +66,10 @@ ALLOWED: dict[str, set[str]] = {
     "prediction": GROUND | WORK,
     "tiling": GROUND | WORK,
     "sharing": GROUND | WORK | {"engine", "interop"},
-    "predictor": GROUND | MODEL | WORK | {"prediction", "tiling", "sharing"},
+    "transformers_folder": GROUND | MODEL | {"interop"},
+    "predictor": GROUND | MODEL | WORK | {"prediction", "tiling", "sharing", "hub", "transformers_folder"},
     "classification": GROUND | MODEL | WORK | {"plugins", "config", "engine", "predictor"},
-    "assembly": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "interop"},
+    "assembly": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "interop"} | {"published"},
     "conversion": {"errors", "files", "structures", "interop"},
     "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
     "tasks": GROUND
@@ -74,22 +78,25 @@ ALLOWED: dict[str, set[str]] = {
     | {"plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor", "sharing"}
     | {"planning"},
     "replay": {"errors", "text", "config", "engine", "assembly", "tasks"},
-    "run": {"errors", "text", "distributed", "files", "progress", "config", "engine", "report", "assembly", "tasks"},
+    "run": {"errors", "text", "distributed", "files", "progress", "config", "engine", "report", "assembly", "tasks"}
+    | {"published"},
     "analysis": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "assembly", "tasks"},
     "comparison": GROUND | {"config", "data", "evaluation", "report", "engine", "tasks"},
     "models": {"errors", "text", "config", "detectors", "engine", "assembly", "predictor", "sharing", "tasks"}
-    | {"classification"},
+    | {"classification", "files", "hub", "interop", "published", "transformers_folder"},
     "finetuning": {"errors", "text", "config", "data", "models", "predictor", "progress", "run", "tasks"},
     "commands": GROUND
     | WORK
     | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}
-    | {"prediction", "tasks", "replay", "run", "planning", "analysis", "comparison", "models", "tiling", "finetuning"},
+    | {"prediction", "tasks", "replay", "run", "planning", "analysis", "comparison", "models", "tiling"}
+    | {"finetuning", "published"},
     "__init__": {
         "models",
         "predictor",
         "prediction",
         "finetuning",
         "classification",
+        "published",
     },  # the public names, imported on first use
     "__main__": {"commands"},
     "interop/detectron2": GROUND

@@ -318,9 +318,9 @@ def test_json_refuses_numbers_it_does_not_have(tmp_path: Path, value: float) -> 
 
 
 def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path))
+    monkeypatch.setenv("DETR_BF_HOME", str(tmp_path))
     assert cache_folder("x") == tmp_path / "x"
-    monkeypatch.delenv("DETR_BF_CACHE")
+    monkeypatch.delenv("DETR_BF_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder("x") == tmp_path / ".cache" / "detr_bf" / "x"
 

@@ -29,6 +29,7 @@ from detr_bf.engine import (
 )
 from detr_bf.errors import InputError
 from detr_bf.files import check_weights
+from detr_bf.published import find_weights
 from detr_bf.structures import ClassMap
 from detr_bf.text import listed
 
@@ -219,7 +220,10 @@ def build_groups(config: DetectionConfig, model: Detector) -> list[dict[str, Any
 
 
 def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint of ours, of a foreign format, or of a file of weights under our names."""
+    """Return the weights of a checkpoint of ours, of a foreign format, or of a file of weights under our names.
+
+    ``path`` may be the name of published weights (:func:`detr_bf.published.find_weights`).
+    """
     from detr_bf import interop  # needed only with init_from
 
-    return interop.read_weights(checkpoint_of(path))
+    return interop.read_weights(checkpoint_of(find_weights(path)))

@@ -38,7 +38,7 @@ def unpacked(package: Package, cache: Path) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"cannot make the cache folder {cache}: {error}; set DETR_BF_CACHE to another") from error
+        raise InputError(f"cannot make the cache folder {cache}: {error}; set DETR_BF_HOME to another") from error
     if not archive.is_file():
         _download(package, cache)
     verify(archive, package.sha256)

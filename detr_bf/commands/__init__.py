@@ -32,7 +32,7 @@ COMMANDS = {  # name -> (module, function, help)
     "replay": ("replay", "main", "run a captured training step again"),
     "sample-data": ("sample_data", "main", "build a sample data set"),
     "convert-data": ("convert_data", "main", "write the folder of a data set as COCO JSON"),
-    "recipes": ("train", "recipes", "list the packaged configs"),
+    "recipes": ("train", "recipes", "list the packaged configs, or published weights"),
     "completion": ("completion", "main", "print a script for completion in bash or zsh"),
 }
 

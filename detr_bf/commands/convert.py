@@ -1,6 +1,7 @@
 """Read a checkpoint of any known implementation and write it under our names, another's or timm's.
 
 detr-bf convert detr-r50-e632da11.pth detr_r50.pth                # then init_from=detr_r50.pth
+detr-bf convert detr_r50 detr_r50.pth                             # published weights, downloaded
 detr-bf convert runs/mine plain.pt --strip-batchformer            # the same detector without it
 detr-bf convert plain.pt model.safetensors --to hf_deformable_detr   # for transformers
 detr-bf convert runs/mine model.pth --to detectron2                  # for our detectron2 adapter
@@ -27,6 +28,7 @@ from detr_bf.engine import checkpoint_of, is_checkpoint, load_checkpoint
 from detr_bf.errors import InputError
 from detr_bf.files import check_weights, readable_file
 from detr_bf.plugins import without_plugins
+from detr_bf.published import find_weights
 from detr_bf.structures import ClassMap
 from detr_bf.tasks import require_task, task_of
 from detr_bf.text import safe_message
@@ -35,7 +37,9 @@ from detr_bf.text import safe_message
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", metavar="IN", type=Path, help="run folder, checkpoint or file of weights")
+    parser.add_argument(
+        "source", metavar="IN", type=Path, help="run folder, checkpoint, file of weights, or name of published ones"
+    )
     parser.add_argument("target", metavar="OUT", type=Path, help="file to write")
     parser.add_argument(
         "--classes",
@@ -91,7 +95,7 @@ def convert(source: Path, target: Path, format_name: str | None = None, numberin
             also :func:`detr_bf.interop.read_weights`, :func:`detr_bf.interop.write_weights` and
             :func:`detr_bf.interop.renumbered`.
     """
-    source = readable_file(checkpoint_of(source))
+    source = readable_file(checkpoint_of(find_weights(source)))
     check_target(source, target)
     foreign = format_name is not None and not interop.format_named(format_name).own
     if is_checkpoint(source):

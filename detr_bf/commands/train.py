@@ -19,6 +19,7 @@ from detr_bf.cli import run_tool
 from detr_bf.commands import add_config_arguments, configs_and_overrides
 from detr_bf.config import DetectionConfig, RunConfig, load_config, packaged_configs
 from detr_bf.errors import InputError
+from detr_bf.published import PublishedWeights, list_weights, published
 from detr_bf.run import dry_run, evaluate_only, evaluation_source, train
 from detr_bf.tasks import task_of
 from detr_bf.text import printable, safe_message
@@ -35,10 +36,11 @@ detr-bf check deformable_detr_r50_refine finetune data.root=DIR data.val_fractio
 detr-bf check mine.yaml --fix corrected            # a copy of the annotations without errors
 detr-bf check mine.yaml --show-augmented sheet.png
 """
-_RECIPES = """List the packaged configs and their files.
+_RECIPES = """List the packaged configs and their files, or published weights.
 
 detr-bf recipes
 detr-bf recipes 'deformable_detr*'
+detr-bf recipes --weights
 """
 
 
@@ -134,18 +136,33 @@ def _fix(config: RunConfig, output: Path, files: Sequence[Path], overrides: Sequ
 
 
 def recipes(arguments: Sequence[str] | None = None) -> int:
-    """List the packaged configs whose names match one of the patterns, and return the exit code."""
+    """List the packaged configs, or published weights, whose names match one of the patterns; return the exit code."""
     parser = argparse.ArgumentParser(description=_RECIPES, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pattern", nargs="*", default=["*"], metavar="PATTERN", help="such as '*bfv2'; default: all")
-    patterns = parser.parse_args(arguments).pattern
+    parser.add_argument(
+        "--weights", action="store_true", help="names for init_from and --checkpoint, with size, licence and page"
+    )
+    options = parser.parse_args(arguments)
 
     def run() -> int:
-        for name, path in packaged_configs().items():
-            if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-                print(f"{name:<48} {path}")
+        lines = (
+            {name: _about(published(name)) for name in list_weights()}
+            if options.weights
+            else {name: str(path) for name, path in packaged_configs().items()}
+        )
+        for name, text in lines.items():
+            if any(fnmatch.fnmatch(name, pattern) for pattern in options.pattern):
+                print(f"{name:<48} {text}")
         return 0
 
     return run_tool(run)
+
+
+def _about(weights: PublishedWeights | None) -> str:
+    """Return size, licence and page of published weights."""
+    assert weights is not None
+    size = f"{weights.megabytes:g} MB" if weights.megabytes else "" if weights.url else "by hand"
+    return f"{size:<8} {weights.licence or 'no licence stated':<18} {weights.source}"
 
 
 def _parser(description: str | None) -> argparse.ArgumentParser:

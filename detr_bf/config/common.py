@@ -75,6 +75,10 @@ LOCAL_PATH = Rule(
     "path of the file)",
     lambda value: _is_local_path(value),
 )
+WEIGHTS = Rule(
+    f"{LOCAL_PATH.wanted}, the name of published weights, or hf://user/name",
+    lambda value: bool(re.fullmatch(r"hf://[\w.-]+/[\w.-]+(@[\w./-]+)?", value)) or _is_local_path(value),
+)
 ARGUMENTS = Rule(
     f"plain values with finite numbers of at most {_written(LARGE)}, depths of at most {LAYERS}, and no more than four "
     "levels",
@@ -161,6 +165,11 @@ def path(default: str | None) -> Any:
     return field(default=default, metadata={"rule": LOCAL_PATH, "path": True})
 
 
+def weights(default: str | None) -> Any:
+    """Return a field for a file or folder of weights, the name of published ones, or an address on the Hub."""
+    return field(default=default, metadata={"rule": WEIGHTS, "path": True})
+
+
 @dataclass
 class OptimizerConfig:
     """Learning rate, its schedule, weight decay and gradient clipping."""
@@ -230,7 +239,7 @@ class RunConfig:
 
     task: str = ""  # what is trained; each schema has its own
     output_dir: str = path("runs/default")  # default: runs/NAME, with NAME of the last config file without its suffix
-    init_from: str | None = path(None)  # checkpoint whose matching weights are loaded before training; null: none
+    init_from: str | None = weights(None)  # checkpoint, published weights or hf://user/name to start from; null: none
     seed: int = seed(42)  # of weights, data order, augmentation and dropout
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     data: LoadingConfig = field(default_factory=LoadingConfig)

@@ -1,6 +1,6 @@
 """Read and write checkpoints of other implementations."""
 
-from detr_bf.interop.classes import COCO_IDS, NUMBERINGS, class_rows, renumbered, renumbered_to
+from detr_bf.interop.classes import COCO_IDS, NUMBERINGS, class_rows, coco_classes, renumbered, renumbered_to
 from detr_bf.interop.formats import NAMES, format_named, format_of, from_foreign, is_ours, to_foreign, without_wrapper
 from detr_bf.interop.weights import (
     SUFFIXES,
@@ -18,6 +18,7 @@ __all__ = [
     "NUMBERINGS",
     "SUFFIXES",
     "class_rows",
+    "coco_classes",
     "format_named",
     "format_of",
     "from_foreign",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from detr_bf.errors import InputError
+from detr_bf.structures import ClassMap
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,16 @@ THING_IDS = tuple(i for i in range(1, 91) if i not in (12, 26, 29, 30, 45, 66, 6
 STUFF_IDS = (
     *(92, 93, 95, 100, 107, 109, 112, 118, 119, 122, 125, 128, 130, 133, 138, 141, 144, 145, 147, 148, 149, 151),
     *(154, 155, 156, 159, 161, 166, 168, 171, 175, 176, 177, 178, 180, 181, *range(184, 201)),
+)
+_STUFF_NAMES = (  # of COCO's panoptic_coco_categories.json
+    *("banner", "blanket", "bridge", "cardboard", "counter", "curtain", "door-stuff", "floor-wood", "flower"),
+    *("fruit", "gravel", "house", "light", "mirror-stuff", "net", "pillow", "platform", "playingfield"),
+    *("railroad", "river", "road", "roof", "sand", "sea", "shelf", "snow", "stairs", "tent", "towel"),
+    *("wall-brick", "wall-stone", "wall-tile", "wall-wood", "water-other", "window-blind", "window-other"),
+    *("tree-merged", "fence-merged", "ceiling-merged", "sky-other-merged", "cabinet-merged", "table-merged"),
+    *("floor-other-merged", "pavement-merged", "mountain-merged", "grass-merged", "dirt-merged"),
+    *("paper-merged", "food-other-merged", "building-other-merged", "rock-merged", "wall-other-merged"),
+    "rug-merged",
 )
 COCO_IDS = (
     THING_IDS,
@@ -62,6 +73,18 @@ _BY_COUNT = {
     "contiguous": {table.count: table for table in _TABLES},
     "ids": {len(table.rows): table for table in _TABLES},
 }
+
+
+def coco_classes(*, stuff: bool = False) -> ClassMap:
+    """Return the 80 classes of COCO's boxes, or with ``stuff`` the 133 of its panoptic maps."""
+    from torchvision.models.detection import FasterRCNN_ResNet50_FPN_Weights  # its list of names by id
+
+    by_id = FasterRCNN_ResNet50_FPN_Weights.COCO_V1.meta["categories"]
+    names = tuple(by_id[number] for number in THING_IDS)
+    if not stuff:
+        return ClassMap(THING_IDS, names)
+    is_thing = (True,) * len(THING_IDS) + (False,) * len(STUFF_IDS)
+    return ClassMap((*THING_IDS, *STUFF_IDS), (*names, *_STUFF_NAMES), is_thing)
 
 
 def class_rows(weights: Mapping[str, Tensor]) -> int:

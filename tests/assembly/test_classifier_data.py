@@ -200,7 +200,7 @@ def test_patches_of_a_network_without_any_are_refused(root: Path) -> None:
 
 
 def test_the_doctor_looks_at_the_whole_data(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DETR_BF_CACHE", str(root / "cache"))
+    monkeypatch.setenv("DETR_BF_HOME", str(root / "cache"))
     (root / "train/a/0.png").write_bytes(b"")
     report = check_image_data(config_for(root, "data.per_class=1"))
     assert [finding.code for finding in report.errors] == ["file-unreadable"]

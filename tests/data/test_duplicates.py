@@ -135,7 +135,7 @@ def test_the_checks_report_pairs_across_the_splits(coco_folder: Factory, tmp_pat
 def test_folds_keep_near_duplicates_together(
     coco_folder: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DETR_BF_HOME", str(tmp_path / "cache"))
     data = coco_folder(num_images=12)
     scenes = [scene(number % 4, (64, 48)) for number in range(12)]
     rewrite(data, [CHANGES["compressed"](picture) if number > 5 else picture for number, picture in enumerate(scenes)])

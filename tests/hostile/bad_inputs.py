@@ -57,7 +57,7 @@ def make_fixtures(folder: Path) -> None:
         try:
             from tests.hostile.fixtures import make_fixtures as make
 
-            os.environ["DETR_BF_CACHE"] = str(folder.parent / "cache")
+            os.environ["DETR_BF_HOME"] = str(folder.parent / "cache")
             with open(folder.parent / "fixtures.log", "w") as log:  # noqa: PTH123
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)

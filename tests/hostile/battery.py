@@ -209,7 +209,7 @@ def _enter(files: CaseFiles) -> None:
     os.environ |= {
         "HOME": str(files.base / "home"),
         "TMPDIR": str(files.base / "tmp"),
-        "DETR_BF_CACHE": str(files.base / "cache"),
+        "DETR_BF_HOME": str(files.base / "cache"),
         "HOSTILE_SECRET": SECRET,
     }
     tempfile.tempdir = None

@@ -27,7 +27,7 @@ eval: {pictures: 2}
 @pytest.fixture
 def tiny(tmp_path: Path, coco_folder: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write a config of a tiny detector with category ids 3, 7 and 90: five steps an epoch, four validation images."""
-    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DETR_BF_HOME", str(tmp_path / "cache"))
     train = coco_folder(num_images=15, name="train")
     val = coco_folder(num_images=4, name="val", first_image_id=101)
     path = tmp_path / "tiny.yaml"

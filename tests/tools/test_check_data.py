@@ -34,7 +34,7 @@ run_tool: Callable[[Sequence[str]], int] = tool("check_data").main
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write two classes of two images in both splits."""
-    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DETR_BF_HOME", str(tmp_path / "cache"))
     generator = torch.Generator().manual_seed(0)
     for place in ("train/cat/a", "train/cat/b", "train/dog/a", "train/dog/b", "val/cat/a", "val/dog/a"):
         file = tmp_path / "images" / f"{place}.png"
@@ -101,7 +101,7 @@ AUGMENTED = "data.augment={mosaic: 0.5, scale_jitter: 0.5, photometric_distort: 
 @pytest.fixture
 def detector(tmp_path: Path, coco_folder: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Arguments that check training data of six images."""
-    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DETR_BF_HOME", str(tmp_path / "cache"))
     data = coco_folder(num_images=6)
     return [f"data.train.images={data.images}", f"data.train.annotations={data.annotations}", "data.workers=0"]
 

@@ -16,7 +16,7 @@ from detr_bf.data.coco import read_annotations
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write a YOLO folder of 12 images of two classes, in two subfolders."""
-    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DETR_BF_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "pets"
     for number in range(12):
         split = "train" if number < 8 else "more/test"

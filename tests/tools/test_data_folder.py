@@ -21,7 +21,7 @@ XML = (
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write twelve images of two classes with XML files beside them, and a config of a tiny detector."""
-    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DETR_BF_HOME", str(tmp_path / "cache"))
     root = tmp_path / "cells"
     root.mkdir()
     for number in range(12):

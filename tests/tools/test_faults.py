@@ -328,7 +328,7 @@ def test_minutes_between_checkpoints_are_those_of_a_clock_that_never_jumps(
 @pytest.fixture
 def unequal(tmp_path: Path, panoptic_folder: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write a config with masks and panoptic maps, and five validation images: two ranks have unequal shares."""
-    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DETR_BF_HOME", str(tmp_path / "cache"))
     folders = {"train": panoptic_folder(6, name="train"), "val": panoptic_folder(5, name="val", first_image_id=101)}
     splits = "".join(
         f"  {name}: {{images: {x.images}, annotations: {x.annotations}, panoptic: {x.panoptic}}}\n"

@@ -50,7 +50,7 @@ def test_a_detector(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DETR_BF_HOME", str(tmp_path / "cache"))
     generator = torch.Generator().manual_seed(0)
     for name in (r"$\frac{$", os.fsdecode(b"caf\xe9"), "=1+1", "猫", "a\nb"):
         for split in ("train", "val"):

@@ -28,7 +28,7 @@ def stuff(
     tmp_path: Path, panoptic_folder: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 ) -> SimpleNamespace:
     """Write a config of the tiny detector on panoptic data: six training images, four validation images."""
-    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DETR_BF_HOME", str(tmp_path / "cache"))
     train, val = panoptic_folder(6, name="train"), panoptic_folder(4, name="val", first_image_id=101)
     splits = {
         name: f"{{images: {x.images}, annotations: {x.annotations}, panoptic: {x.panoptic}}}"

@@ -29,7 +29,7 @@ predict: Callable[[Sequence[str]], int] = tool("predict").main
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Train a classifier with batch attention and seven classes; validation images have three sizes, one is grey."""
-    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DETR_BF_HOME", str(tmp_path / "cache"))
     generator = torch.Generator().manual_seed(0)
     for number, name in enumerate(NAMES):
         for split, size in (("train", (20, 20)), ("train", (16, 30)), ("val", (18, 15 + number % 3))):

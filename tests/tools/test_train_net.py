@@ -409,7 +409,7 @@ def test_a_kill_between_two_files_of_a_save_loses_neither(
     monkeypatch.setattr(Checkpoint, "save", killed_at_best)
     assert train_net(["--config", str(tiny), "train.epochs=1"]) == 130
     monkeypatch.undo()
-    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DETR_BF_HOME", str(tmp_path / "cache"))
     assert train_net(["--config", str(tiny), "train.epochs=1", "--resume"]) == 0
     assert (tmp_path / "run" / "best.pt").exists()
     assert len(records(tmp_path / "run" / "metrics.jsonl", "val")) == 1

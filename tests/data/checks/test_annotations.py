@@ -455,7 +455,7 @@ def test_a_read_only_cache_is_reported_and_does_without(sets: DataSets, caplog: 
 
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DETR_BF_HOME", str(tmp_path / "cache"))
     spec = importlib.util.spec_from_file_location("check_data", TOOL)
     assert spec is not None
     assert spec.loader is not None
