@@ -89,9 +89,7 @@ def finetune(
     return load(config.output_dir, config.device)
 
 
-def chosen_settings(
-    files: Sequence[Path], given: Sequence[str], augment: str | None = None
-) -> tuple[str, list[str]]:
+def chosen_settings(files: Sequence[Path], given: Sequence[str], augment: str | None = None) -> tuple[str, list[str]]:
     """Return the name of the augmentation, and the settings of splits and length that are not among the given ones.
 
     Args:
