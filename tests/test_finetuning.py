@@ -201,3 +201,18 @@ def test_what_can_be_corrected_is_said_before_training(photos: Path, tiny: str, 
         with pytest.raises(InputError, match=said):
             detr_bf.finetune(**{"data": photos, "model": tiny, "output": tmp_path / "run", **arguments})
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["detr_r50_bfv2", "rtdetr_r50", "panoptic_detr_r50_bfv2"])
+def test_augmentation_presets_replace_that_of_a_recipe(name: str) -> None:
+    """RT-DETR's recipe has augmentation of its own."""
+    found = {}
+    for preset in finetuning.AUGMENTATION:
+        files = [recipe_file(name), packaged_configs()["finetune"], packaged_configs()[f"augment_{preset}"]]
+        config = load_config(files, task="detection")
+        augment, transforms = config.data.augment, config.data.transforms
+        found[preset] = [augment.mosaic, augment.iou_crop, augment.photometric_distort, transforms.horizontal_flip]
+        assert augment.copy_paste == config.data.mixup.prob == transforms.random_crop == 0
+    assert found["none"] == [0, 0, 0, 0]
+    assert found["light"][0] == 0
+    assert all(light < strong for light, strong in zip(found["light"][:3], found["strong"][:3], strict=True))

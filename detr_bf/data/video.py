@@ -57,6 +57,8 @@ def read_frames(source: str | Path | int, *, every: int = 1, max_pixels: int = M
     name = f"camera {source}" if isinstance(source, int) else printable(source)
     try:
         container = _opened(av, source)
+    except InputError:
+        raise
     except (av.error.FFmpegError, OSError, ValueError) as error:
         raise InputError(f"{name} cannot be opened as a video: {printable(error)}") from error
     if not container.streams.video:

@@ -92,7 +92,7 @@ def test_what_is_no_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (tmp_path / "text.mp4", "cannot be opened as a video"),
         (tmp_path / "list.mp4", "cannot be opened as a video"),
         (tmp_path / "sound.mp4", "has no video stream"),
-        (tmp_path / "missing.mp4", "there is no video file"),
+        (tmp_path / "missing.mp4", "^there is no video file"),
         (tmp_path, "there is no video file"),
         ("http://127.0.0.1:9/a.mp4", "cannot be opened as a video"),
         (987, "there is no camera 987: /dev/video987 does not exist"),
@@ -199,7 +199,7 @@ def test_the_command_writes_a_line_for_each_frame(
         (["a.mp4", "--save-pictures"], "a video gives predictions.jsonl alone"),
         (["a.mp4", "--every", "0"], "every must be a whole number from 1"),
         (["photo.jpg", "--every", "2"], "--every is for a video, and none is given"),
-        (["missing.mp4"], "there is no video file missing.mp4"),
+        (["missing.mp4"], "error: there is no video file missing.mp4"),
     ],
 )
 def test_wrong_arguments(
