@@ -73,7 +73,7 @@ def build_network(
             network: nn.Module = ExpertResNet([build() for _ in range(experts)], num_classes)
     else:
         network = build()
-    dry_run(network, name, image_size=image_size, num_classes=num_classes)
+    check_shapes(network, name, image_size=image_size, num_classes=num_classes)
     return network
 
 
@@ -146,7 +146,7 @@ def _cifar_resnet(name: str, num_classes: int, options: Mapping[str, Any]) -> nn
         raise InputError(f"model.name={name} does not take {dict(options)}: {error}") from error
 
 
-def dry_run(network: nn.Module, name: str, *, image_size: int, num_classes: int) -> None:
+def check_shapes(network: nn.Module, name: str, *, image_size: int, num_classes: int) -> None:
     """Run two images through a network without plug-ins in evaluation mode, to find shape errors early.
 
     The network is left in training mode.
