@@ -24,7 +24,7 @@ from detr_bf.structures import Batch, ClassMap
 from detr_bf.text import listed, printable
 
 TRANSFORMERS_FILES = ("model.safetensors", "config.json", "preprocessor_config.json")
-TOLERANCE = 1e-4  # of the largest output, float32
+OUTPUT_TOLERANCE = 1e-4  # of the largest output, float32
 _SIDE = 256  # pixels of the image of the comparison
 _NAMES = {  # our detector: their classes, model_type, image processor
     "detr": ("Detr", "detr", "DetrImageProcessor"),
@@ -237,7 +237,7 @@ def _compare(detector: Detector, theirs: nn.Module, *, normalised: bool) -> None
         ("boxes", ours.boxes[-1].cpu(), found.pred_boxes),
     ):
         off = (one - other).abs().max().item() if one.shape == other.shape else math.inf
-        if not off <= TOLERANCE * max(1.0, other.abs().max().item()):
+        if not off <= OUTPUT_TOLERANCE * max(1.0, other.abs().max().item()):
             raise InputError(
                 f"transformers gives other {kind} with these weights (largest difference {off:.2g}), so nothing was "
                 "written: it has not all settings of this detector"
