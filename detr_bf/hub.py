@@ -13,13 +13,13 @@ from typing import Any
 from detr_bf.errors import InputError
 from detr_bf.text import printable
 
-_ADDRESS = re.compile(r"hf:/{1,2}(?P<id>[^/@]+/[^/@]+)(?:@(?P<revision>.+))?")
+_ADDRESS = re.compile(r"hf://(?P<id>[^/@]+/[^/@]+)(?:@(?P<revision>.+))?")
 _FILES = ("config.json", "model.safetensors", "preprocessor_config.json", "README.md")
 
 
 def is_hub_address(text: str) -> bool:
     """Return True for ``hf://...``; :class:`pathlib.Path` makes one slash of the two."""
-    return text.startswith(("hf:/", "hf://"))
+    return text.startswith("hf:/")
 
 
 def hub_folder(address: str) -> Path:
@@ -28,6 +28,7 @@ def hub_folder(address: str) -> Path:
     Raises:
         InputError: the address is not of this form, huggingface_hub is not installed, or the repository cannot be had.
     """
+    address = re.sub("^hf:/+", "hf://", address)
     found = _ADDRESS.fullmatch(address)
     if found is None:
         raise InputError(f"{printable(address)}: expected hf://user/name or hf://user/name@revision")

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from detr_bf.backbones.backbone import MEAN, STD
 from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
-from detr_bf.files import UNFINISHED, is_file, make_output_folder, read_json
+from detr_bf.files import UNFINISHED, make_output_folder, read_json
 from detr_bf.interop import format_named, to_foreign, write_weights
 from detr_bf.structures import Batch, ClassMap
 from detr_bf.text import listed, printable
 
 TRANSFORMERS_FILES = ("model.safetensors", "config.json", "preprocessor_config.json")
-_TOLERANCE = 1e-4  # of the largest output, float32
+OUTPUT_TOLERANCE = 1e-4  # of the largest output, float32
 _SIDE = 256  # pixels of the image of the comparison
 _NAMES = {  # our detector: their classes, model_type, image processor
     "detr": ("Detr", "detr", "DetrImageProcessor"),
@@ -237,7 +237,7 @@ def _compare(detector: Detector, theirs: nn.Module, *, normalised: bool) -> None
         ("boxes", ours.boxes[-1].cpu(), found.pred_boxes),
     ):
         off = (one - other).abs().max().item() if one.shape == other.shape else math.inf
-        if not off <= _TOLERANCE * max(1.0, other.abs().max().item()):
+        if not off <= OUTPUT_TOLERANCE * max(1.0, other.abs().max().item()):
             raise InputError(
                 f"transformers gives other {kind} with these weights (largest difference {off:.2g}), so nothing was "
                 "written: it has not all settings of this detector"
@@ -246,13 +246,7 @@ def _compare(detector: Detector, theirs: nn.Module, *, normalised: bool) -> None
 
 def is_transformers_folder(folder: Path) -> bool:
     """Return True for a folder whose config.json is of transformers."""
-    if not is_file(folder / "config.json"):
-        return False
-    try:
-        content = read_json(folder / "config.json", limit=2**24)
-    except ValueError:
-        return False
-    return isinstance(content, dict) and isinstance(content.get("model_type"), str)
+    return isinstance(_json(folder / TRANSFORMERS_FILES[1]).get("model_type"), str)
 
 
 def read_transformers_config(folder: Path) -> tuple[str, list[str], ClassMap]:
@@ -263,27 +257,29 @@ def read_transformers_config(folder: Path) -> tuple[str, list[str], ClassMap]:
     Raises:
         InputError: the folder is damaged, or of a model that is not here.
     """
-    library = transformers_library()
-    try:
-        found = library.AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{printable(folder)}: transformers cannot read config.json: {printable(error)}") from error
     names = {model_type: name for name, (_, model_type, _) in _NAMES.items()}
-    name = names.get(found.model_type)
-    if name is None:
+    model_type = _json(folder / TRANSFORMERS_FILES[1]).get("model_type")
+    if model_type not in names:
         raise InputError(
-            f"{printable(folder)} holds a model '{printable(found.model_type)}' of transformers; known are "
-            f"{', '.join(names)}"
+            f"{printable(folder)} holds a model '{printable(model_type)}' of transformers; known are {', '.join(names)}"
         )
+    name, library = names[model_type], transformers_library()
+    try:
+        found = library.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # a damaged file can raise almost anything
+        raise InputError(
+            f"{printable(folder)}: transformers cannot read config.json ({printable(error)}): get the folder again"
+        ) from error
     labels = sorted(found.id2label.items())
     classes = ClassMap(tuple(int(number) for number, _ in labels), tuple(label for _, label in labels))
     recipe = "rtdetr_r50" if name == "rtdetr" else "rtdetrv2_r50" if name == "rtdetrv2" else f"{name}_r50"
-    return recipe, _our_settings(name, found, _processing(folder)), classes
+    return recipe, _our_settings(name, found, _json(folder / TRANSFORMERS_FILES[2])), classes
 
 
-def _processing(folder: Path) -> Mapping[str, Any]:
+def _json(path: Path) -> Mapping[str, Any]:
+    """Return the object in a JSON file; empty if there is none."""
     try:
-        content = read_json(folder / TRANSFORMERS_FILES[2], limit=2**24)
+        content = read_json(path, limit=2**24)
     except (FileNotFoundError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -12,7 +12,9 @@ import torch
 import detr_bf
 from detr_bf import published as module
 from detr_bf.assembly import build_model
+from detr_bf.assembly.training import read_initial_weights
 from detr_bf.commands import main
+from detr_bf.config import load_config
 from detr_bf.errors import InputError
 from detr_bf.interop import coco_classes, under_our_names, write_weights
 from detr_bf.models import list_models, recipe_config
@@ -102,6 +104,18 @@ def test_convert_and_predict_by_name(tiny: Path, tmp_path: Path, capsys: pytest.
     arguments = ["--checkpoint", "tiny_detr", "--output", "out", "--device", "cpu", "--threshold", "0", "photo.png"]
     assert main(["predict", *arguments]) == 0
     assert len(json.loads((tmp_path / "out/predictions.json").read_text())[0]["objects"]) == 6
+
+
+def test_a_run_starts_from_a_name(tiny: Path) -> None:
+    config = load_config(None, ["init_from=tiny_detr"], task="detection")
+    found = read_initial_weights(Path(config.init_from or ""))
+    expected = under_our_names(torch.load(tiny)["model"], "file")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+    assert load_config(None, ["init_from=hf://me/cats@main"]).init_from == "hf://me/cats@main"
+    for address in ("https://host/w.pth", "hf://cats"):
+        with pytest.raises(InputError, match=r"init_from must be a path .* or hf://user/name"):
+            load_config(None, [f"init_from={address}"])
 
 
 def test_a_file_or_folder_of_that_name_wins(tiny: Path, server: WebServer, tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ CASES = {
     "conditional_detr": ("conditional_detr_r50", ["model.backbone.name=resnet18"]),
     "dab_detr": ("dab_detr_r50", ["model.backbone.name=resnet18", "model.dab.patterns=2"]),
     "deformable_detr": ("deformable_detr_r50_bfv2", ["model.backbone.name=resnet18"]),
-    "refine": ("deformable_detr_r50_refine", ["model.backbone.name=resnet18"]),
     "two_stage": ("deformable_detr_r50_two_stage", ["model.backbone.name=resnet18"]),
     "single_scale": ("deformable_detr_r50_single_scale", ["model.backbone.name=resnet18"]),
     "rtdetr": ("rtdetr_r18_bfv2", []),
@@ -117,6 +116,32 @@ def test_a_difference_is_refused(saved: Callable[..., Path], tmp_path: Path, mon
     with pytest.raises(InputError, match=r"gives other class logits .*largest difference"):
         detector.to_huggingface(tmp_path / "theirs")
     assert not list((tmp_path / "theirs").glob("*"))
+
+
+def edited(**changes: object) -> Callable[[Path], object]:
+    def edit(folder: Path) -> object:
+        content = json.loads((folder / "config.json").read_text()) | changes
+        return (folder / "config.json").write_text(json.dumps(content))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (edited(model_type="vit"), "holds a model 'vit' of transformers; known are detr, "),
+        (edited(d_model="wide"), "transformers cannot read config.json"),
+        (edited(encoder_layers=3), "belongs to another architecture"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no file model.safetensors"),
+    ],
+)
+def test_a_damaged_folder(
+    damage: Callable[[Path], object], message: str, saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    detr_bf.load(saved("detr_r50", "model.backbone.name=resnet18"), "cpu").to_huggingface(tmp_path / "theirs")
+    damage(tmp_path / "theirs")
+    with pytest.raises(InputError, match=message):
+        detr_bf.load(tmp_path / "theirs", "cpu")
 
 
 class Hub:
