@@ -19,7 +19,7 @@ from detr_bf.cli import run_tool
 from detr_bf.commands import add_config_arguments, configs_and_overrides
 from detr_bf.config import DetectionConfig, RunConfig, load_config, packaged_configs
 from detr_bf.errors import InputError
-from detr_bf.run import dry_run, evaluate_only, evaluation_source, train
+from detr_bf.run import dry_run_training, evaluate_only, evaluation_source, train
 from detr_bf.tasks import task_of
 from detr_bf.text import printable, safe_message
 
@@ -164,7 +164,7 @@ def _run(options: argparse.Namespace) -> int:
     task = task_of(load_config(files, overrides))
     outcome: object
     if options.dry_run:
-        outcome = dry_run(task)
+        outcome = dry_run_training(task)
     elif options.eval_only:
         named = any(override.partition("=")[0].strip() == "init_from" for override in overrides)
         outcome = evaluate_only(task, evaluation_source(task.config, named))
