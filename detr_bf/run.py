@@ -97,7 +97,7 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
         return _report(task, folder, result, trainer.evaluate, trainer.evaluation_model, trainer)
 
 
-def dry_run(task: Task[Any]) -> str | None:
+def dry_run_training(task: Task[Any]) -> str | None:
     """Do everything up to the first step of a new run, and return what was found; ``output_dir`` is not created.
 
     Data and folder are checked, model, optimizer and evaluation are built, weights are loaded, and the first batch is

@@ -29,7 +29,7 @@ from detr_bf.config import (
 from detr_bf.data.checks.annotations import Report
 from detr_bf.data.coco import CocoAnnotations, read_annotations
 from detr_bf.errors import InputError
-from detr_bf.files import check_output_file, write_text
+from detr_bf.files import check_output_file, is_folder, write_text
 from detr_bf.finetuning import MOST_EPOCHS, RUN_STEPS, chosen_settings
 from detr_bf.models import recipe_file
 from detr_bf.tasks import task_of
@@ -84,6 +84,8 @@ def _write(folder: Path, output: Path | None, model: str) -> int:
     Raises:
         InputError: the folder cannot be read, there is no such recipe, or the file exists.
     """
+    if not is_folder(folder):
+        raise InputError(f"there is no folder {printable(folder)}: give the folder of a data set (docs/data.md)")
     path = Path(f"{folder.resolve().name or 'mine'}.yaml") if output is None else output
     if path.suffix not in (".yaml", ".yml"):
         raise InputError(f"--output {printable(path)}: a config is a file with the suffix .yaml")

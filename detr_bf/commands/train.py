@@ -20,7 +20,7 @@ from detr_bf.commands import add_config_arguments, configs_and_overrides
 from detr_bf.config import DetectionConfig, RunConfig, load_config, packaged_configs
 from detr_bf.errors import InputError
 from detr_bf.published import PublishedWeights, list_weights, published
-from detr_bf.run import dry_run, evaluate_only, evaluation_source, train
+from detr_bf.run import dry_run_training, evaluate_only, evaluation_source, train
 from detr_bf.tasks import task_of
 from detr_bf.text import printable, safe_message
 
@@ -87,7 +87,8 @@ def check(arguments: Sequence[str] | None = None) -> int:
         if options.fix is not None:
             if sheet is not None:
                 raise InputError("--fix and --show-augmented exclude each other")
-            return _fix(config, options.fix, files, overrides)
+            given = [text for text in (*options.config, *options.settings) if text not in overrides]
+            return _fix(config, options.fix, given, overrides)
         report = task_of(config).examine()
         print(safe_message(report))
         if report.errors:
@@ -117,7 +118,7 @@ def _augmented_sheet(config: RunConfig, given: Path | None, count: int | None) -
     return partial(write_augmented, config, sheet_path(given), images)
 
 
-def _fix(config: RunConfig, output: Path, files: Sequence[Path], overrides: Sequence[str]) -> int:
+def _fix(config: RunConfig, output: Path, given: Sequence[str], overrides: Sequence[str]) -> int:
     """Check the data, write a corrected copy of the annotations, and return 0."""
     if not isinstance(config, DetectionConfig):
         raise InputError(f"--fix corrects the annotations of detectors, and this config is task={config.task}")
@@ -131,7 +132,7 @@ def _fix(config: RunConfig, output: Path, files: Sequence[Path], overrides: Sequ
     print(safe_message(write_corrected(config, output)))
     paths = ("data.root", "data.format", "data.train.", "data.val", "data.fold", "data.split_seed")
     kept = [each for each in overrides if not each.strip().startswith(paths)]
-    print(printable(f"next: {shlex.join(['detr-bf', 'train', *map(str, files), str(output / SETTINGS_FILE), *kept])}"))
+    print(printable(f"next: {shlex.join(['detr-bf', 'train', *given, str(output / SETTINGS_FILE), *kept])}"))
     return 0
 
 
@@ -180,7 +181,7 @@ def _run(options: argparse.Namespace) -> int:
     task = task_of(load_config(files, overrides))
     outcome: object
     if options.dry_run:
-        outcome = dry_run(task)
+        outcome = dry_run_training(task)
     elif options.eval_only:
         named = any(override.partition("=")[0].strip() == "init_from" for override in overrides)
         outcome = evaluate_only(task, evaluation_source(task.config, named))

@@ -16,7 +16,15 @@ from detr_bf.data.checks.annotations import Report
 from detr_bf.data.checks.correction import Corrected, Correction, corrected_splits
 from detr_bf.data.coco import Source
 from detr_bf.errors import InputError
-from detr_bf.files import atomic_write, make_output_folder, remove_empty, write_json, write_text
+from detr_bf.files import (
+    atomic_write,
+    check_output_folder,
+    make_output_folder,
+    output_path,
+    remove_empty,
+    write_json,
+    write_text,
+)
 from detr_bf.tasks.detection import DetectionTask
 from detr_bf.text import printable
 
@@ -31,13 +39,15 @@ def check_new_folder(output: Path, config: DetectionConfig) -> None:
     Raises:
         InputError: it is not.
     """
+    place = output_path(output, _OPTION)
     if os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):
         raise InputError(f"{_OPTION} {printable(output)} exists: give a new or an empty folder; nothing is replaced")
     data = config.data
     folders = {data_root(data)} if data.root else {Path(path) for path in (data.train.images, data.val.images) if path}
     for folder in folders:
-        if output.resolve().is_relative_to(folder.resolve()):
+        if place.is_relative_to(output_path(folder, "data")):
             raise InputError(f"{_OPTION} {printable(output)} is inside of the data, {printable(folder)}: name another")
+    check_output_folder(output, _OPTION)
 
 
 def write_corrected(config: DetectionConfig, output: Path) -> str:

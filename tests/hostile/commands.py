@@ -179,6 +179,18 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # by tool: nam
         "a page with NUL": (("{G}/detector", "{G}/classifier", "--output", "a\0b"), "\\x00"),
     },
     "check_data": {
+        "a copy that is a file": (("--config", "{G}/detector.yaml", "--fix", "notes.md"), "notes.md"),
+        "a copy inside of the images": (("--config", "{G}/detector.yaml", "--fix", "{G}/train/images/new"), "inside"),
+        "a copy with NUL": (("--config", "{G}/detector.yaml", "--fix", "a\0b"), "\\x00"),
+        "a copy of 300 letters": (("--config", "{G}/detector.yaml", "--fix", "f" * 300), "ffff"),
+        "a copy in /proc": (("--config", "{G}/detector.yaml", "--fix", "/proc/made"), "made"),
+        "a copy beside foreign files": (("--config", "{G}/detector.yaml", "--fix", "."), "empty folder"),
+        "a copy of a classifier's data": (("--config", "{G}/classifier.yaml", "--fix", "made"), "task=classification"),
+        "a copy of panoptic data": (("--config", "{G}/masks.yaml", "--fix", "made"), "panoptic"),
+        "a copy and a sheet": (
+            ("--config", "{G}/detector.yaml", "--fix", "made", "--show-augmented", "sheet.png"),
+            "exclude",
+        ),
         "no data": ((), "data.train|images"),
         "a config that is missing": (("--config", "nowhere.yaml"), "nowhere.yaml"),
         "a config that is an image": (("--config", "{I}"), "0101.png"),
@@ -275,6 +287,13 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {  # by tool: nam
         "an output of 300 letters": (("scenes", "--output", "m" * 300, "--num-train", "1", "--num-val", "1"), "mmmm"),
     },
     "train_net": {
+        "a dry run of a run": (("--config", "{G}/detector.yaml", "output_dir={G}/detector", "--dry-run"), "detector"),
+        "a dry run into a file": (("--config", "{G}/detector.yaml", "output_dir=notes.md", "--dry-run"), "notes.md"),
+        "a dry run and resuming": (("--config", "{G}/detector.yaml", "--dry-run", "--resume"), "exclude"),
+        "a dry run from a text": (
+            ("--config", "{G}/detector.yaml", "output_dir=run", "init_from=notes.md", "--dry-run"),
+            "notes.md",
+        ),
         "nothing": ((), "give a config"),
         "no file behind the option": (("--config",), "--config"),
         "an unknown option": (("--config", "{G}/detector.yaml", "--wings"), "--wings"),

@@ -77,7 +77,9 @@ def test_queries_and_errors_are_those_of_the_data(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere"], "folder"),
+        (["nowhere"], "there is no folder nowhere"),
+        (["a\0b"], "there is no folder a\\x00b"),
+        (["{photos}", "--output", "a\0b.yaml"], "\\x00"),
         (["{photos}", "--output", "mine.txt"], "suffix .yaml"),
         (["{photos}", "--output", "theirs.yaml"], "theirs.yaml exists"),
         (["{photos}", "--model", "deformable_detr_r50_refin"], "nearest: deformable_detr_r50_refine"),

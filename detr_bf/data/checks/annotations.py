@@ -13,7 +13,7 @@ from typing import Any
 
 from detr_bf.data.annotation_values import is_box, is_crowd, is_id, object_area, segment_area
 from detr_bf.data.checks.files import ImageRecord, MapRecord, check_files, existing_name
-from detr_bf.data.checks.learning import Training, learning_findings, learning_lines
+from detr_bf.data.checks.learning import Training, learned_from, learning_findings, learning_lines
 from detr_bf.data.checks.masks import MASK_CHECKS
 from detr_bf.data.checks.report import (
     CheckList,
@@ -114,8 +114,9 @@ def examine(
         return Report(contents, tuple(findings))
     learning: tuple[str, ...] = ()
     if training is not None:
-        findings += learning_findings(splits[0], splits[1] if val else None, training)
-        learning = tuple(learning_lines(splits[0], training))
+        learned = learned_from(splits[0], training)
+        findings += learning_findings(learned, splits[1] if val else None, training)
+        learning = tuple(learning_lines(learned, training))
     return Report(contents, tuple(findings), describe_splits(splits), learning)
 
 

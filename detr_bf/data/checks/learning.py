@@ -39,7 +39,7 @@ class Training(NamedTuple):
     square: bool  # images become squares of short_side
 
 
-class _Learned(NamedTuple):
+class Learned(NamedTuple):
     """Numbers of the training split; sizes are roots of areas in pixels at the training size."""
 
     images: int
@@ -47,9 +47,8 @@ class _Learned(NamedTuple):
     sizes: np.ndarray  # (boxes of images of known size,) float64
 
 
-def learning_lines(train: Split, training: Training) -> Iterator[str]:
+def learning_lines(learned: Learned, training: Training) -> Iterator[str]:
     """Yield the lines about the boxes, their sizes, and the steps."""
-    learned = _learned(train, training)
     boxes = sum(learned.counts.values())
     rarest = min(learned.counts, key=lambda name: (learned.counts[name], name))
     classes = f"{len(learned.counts)} classes, the rarest {printable(rarest)} ({learned.counts[rarest]:,})"
@@ -70,9 +69,8 @@ def learning_lines(train: Split, training: Training) -> Iterator[str]:
     )
 
 
-def learning_findings(train: Split, val: Split | None, training: Training) -> Iterator[Finding]:
+def learning_findings(learned: Learned, val: Split | None, training: Training) -> Iterator[Finding]:
     """Yield a warning for each number that is small, with what to change."""
-    learned = _learned(train, training)
     steps, per_epoch = _steps(learned.images, training)
     least = LEAST_STEPS_FINE_TUNING if training.fine_tuned else LEAST_STEPS
     if steps == training.epochs * per_epoch < least:  # a trial run is ended by train.max_steps on purpose
@@ -125,7 +123,7 @@ def _steps(images: int, training: Training) -> tuple[int, int]:
     return min(steps, training.max_steps or steps), per_epoch
 
 
-def _learned(train: Split, training: Training) -> _Learned:
+def learned_from(train: Split, training: Training) -> Learned:
     """Return what is left of the boxes after clipping, which the training images have."""
     counts = dict.fromkeys(train.content.class_map.distinct_names, 0)
     names = dict(zip(train.content.class_map.category_ids, counts, strict=True))
@@ -150,4 +148,4 @@ def _learned(train: Split, training: Training) -> _Learned:
         for height, width in shapes
     ]
     factors = (np.array(scaled, dtype=np.float64).reshape(-1, 2) / shapes).prod(1)
-    return _Learned(len(train.content.images), counts, np.sqrt(table[:, 0] * table[:, 1] * factors[which.ravel()]))
+    return Learned(len(train.content.images), counts, np.sqrt(table[:, 0] * table[:, 1] * factors[which.ravel()]))

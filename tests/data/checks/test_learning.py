@@ -15,10 +15,11 @@ from detr_bf.data.checks.learning import (
     LEAST_TRAIN_IMAGES,
     LEAST_VAL_IMAGES,
     Training,
+    learned_from,
     learning_findings,
     learning_lines,
 )
-from detr_bf.data.checks.report import Split
+from detr_bf.data.checks.report import Finding, Split
 from detr_bf.data.coco import Source
 from tests.data.checks.test_statistics import Factory, split, thing
 
@@ -41,8 +42,16 @@ def images(count: int, objects: int = 1, side: float = 100, name: str = "train")
     return split(name, dict.fromkeys(range(count), (200, 200)), boxes, classes=1)
 
 
+def found(train: Split, training: Training, val: Split | None = None) -> list[Finding]:
+    return list(learning_findings(learned_from(train, training), val, training))
+
+
 def codes(train: Split, training: Training, val: Split | None = None) -> list[str]:
-    return [finding.code for finding in learning_findings(train, val, training)]
+    return [finding.code for finding in found(train, training, val)]
+
+
+def lines(train: Split, training: Training) -> list[str]:
+    return list(learning_lines(learned_from(train, training), training))
 
 
 def test_lines_by_hand() -> None:
@@ -54,16 +63,15 @@ def test_lines_by_hand() -> None:
         thing(1, 30, 200, 400, iscrowd=1),
         {**thing(1, 20, 9, 9), "bbox": [500, 500, 9, 9]},
     ]
-    lines = list(learning_lines(split("train", {0: (200, 200), 1: (200, 400)}, boxes), PLENTY))
-    assert lines == [
+    assert lines(split("train", {0: (200, 200), 1: (200, 400)}, boxes), PLENTY) == [
         "to learn from: 2 images, 2 boxes of 3 classes, the rarest class2 (0)",
         "  objects at the training size (shorter side 100): 28 pixels, 5 % below 25 and 5 % above 30",
         "  100 epochs x 1 steps of 4 images: 100 steps, 400 images in all",
     ]
     square = PLENTY._replace(square=True, short_side=50)  # 80 x 80 of 200 x 400 becomes 20 x 10
-    [_, sizes, _] = learning_lines(split("train", {1: (200, 400)}, boxes[1:2]), square)
+    [_, sizes, _] = lines(split("train", {1: (200, 400)}, boxes[1:2]), square)
     assert f"(images 50 x 50): {math.sqrt(200):.0f} pixels" in sizes
-    [_, _, trial] = learning_lines(images(80), PLENTY._replace(max_steps=3))
+    [_, _, trial] = lines(images(80), PLENTY._replace(max_steps=3))
     assert trial.endswith("100 epochs x 10 steps of 8 images: 3 steps (train.max_steps), 24 images in all")
 
 
@@ -74,7 +82,7 @@ def test_few_steps(fine_tuned: bool, least: int) -> None:
     assert "few-steps" not in codes(train, enough)
     few = enough._replace(epochs=least // 10 - 1)
     assert "few-steps" in codes(train, few)
-    [finding] = [each for each in learning_findings(train, None, few) if each.code == "few-steps"]
+    [finding] = [each for each in found(train, few) if each.code == "few-steps"]
     assert f"set train.epochs={least // 10} " in finding.example
     assert ("init_from" in finding.example) == (not fine_tuned)
     assert "few-steps" not in codes(train, few._replace(max_steps=5)), "a trial run is ended on purpose"
@@ -98,8 +106,8 @@ def test_small_objects(small: int, warned: bool) -> None:
     train = images(100, side=16)
     boxes = [*train.content.annotations, *(thing(0, 10, 15.9, 15.9) for _ in range(small))]
     train = split("train", dict.fromkeys(range(100), (200, 200)), boxes, classes=1)
-    found = [each for each in learning_findings(train, None, PLENTY) if each.code == "small-objects"]
-    assert [each.count for each in found] == [small] * warned
+    small_ones = [each for each in found(train, PLENTY) if each.code == "small-objects"]
+    assert [each.count for each in small_ones] == [small] * warned
     assert codes(train, PLENTY._replace(short_side=200, max_size=None)) == codes(images(100), PLENTY)
 
 
