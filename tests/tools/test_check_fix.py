@@ -52,7 +52,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    monkeypatch.setenv("DETR_BF_CACHE", str(images / "cache"))
+    monkeypatch.setenv("DETR_BF_HOME", str(images / "cache"))
 
     def write(train: str, val: str | None = None) -> Path:
         lines = []
@@ -186,7 +186,7 @@ def test_a_folder_is_corrected_outside_of_itself(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The printed command names the config, and the division of the images is that of the run."""
-    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DETR_BF_HOME", str(tmp_path / "cache"))
     root = tmp_path / "it's ${home}"
     fixtures.write_split(root, fixtures.coco(count=6))
     for number in range(1, 7):  # no near-duplicates

@@ -21,7 +21,7 @@ ODD_NAME = "ca\nt # ${oc.env:HOME}: [x]"
 @pytest.fixture
 def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write ten images with Pascal VOC labels of two classes, one of them with an odd name, into an odd folder."""
-    monkeypatch.setenv("DETR_BF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DETR_BF_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     root = tmp_path / 'my "photos" ${x} #1'
     root.mkdir()
