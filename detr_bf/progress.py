@@ -1,7 +1,7 @@
 """Progress bars and log lines; on several ranks only the main one shows bars and logs more than errors.
 
-Bars are live on a terminal, and in a notebook widgets if it has ipywidgets. In a file or a pipe a bar is a line every
-half minute, without carriage returns and escape codes. Nothing is coloured. Log lines are written above the bar.
+Bars are live on a terminal, and widgets in a notebook with ipywidgets. Elsewhere (a file, a pipe, a notebook without
+ipywidgets) a bar is a line every half minute, without carriage returns and escape codes. Nothing is coloured. Log lines are written above the bar.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> tqdm:
     if options.get("desc") is not None:
         options["desc"] = printable(options["desc"])
     pace: dict[str, Any] = {}
-    if not (sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel")):
+    if not (sys.stderr.isatty() or tqdm.display.__module__ == "tqdm.notebook"):
         pace = {"file": _Lines(sys.stderr), "mininterval": SECONDS_IN_A_LOG, "maxinterval": SECONDS_IN_A_LOG}
     bar = tqdm(items, **{"dynamic_ncols": True, "disable": not distributed.is_main(), **pace, **options})
     _bars.add(bar)

@@ -53,7 +53,9 @@ def test_the_settings_are_those_of_fine_tuning(model: str, photos: Path, tmp_pat
     assert main(["new", str(photos), "--model", model, "--output", "configs/mine.yaml"]) == 0
     root = json.dumps(str(photos)).replace("${", "\\\\${")
     files, given = [recipe_file(model), packaged_configs()["finetune"]], [f"data.root={root}", "output_dir=runs/mine"]
-    expected: DetectionConfig = load_config(files, [*given, *chosen_settings(files, given)])
+    augment, chosen = chosen_settings(files, given)
+    assert augment == "strong", "ten images"
+    expected: DetectionConfig = load_config([*files, packaged_configs()[f"augment_{augment}"]], [*given, *chosen])
     found: DetectionConfig = load_config("configs/mine.yaml")
     assert found == expected
     assert (found.data.root, found.data.val_fraction) == (str(photos), 0.2)
