@@ -46,7 +46,11 @@ class _Answer:
 
 
 class DownloadError(Exception):
-    """Download that failed in a way that another attempt may not."""
+    """Download that failed; ``final``: another attempt would fail as well."""
+
+    def __init__(self, message: str, *, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
 
 
 def download_file(url: str, target: Path, *, sha256: str = "", advice: str = "") -> Path:
@@ -115,7 +119,7 @@ def _fetch(url: str, part: Path, sha256: str) -> str:
     """Complete ``part`` and return the expected hash, "" if none is known.
 
     Raises:
-        DownloadError: the connection failed :data:`DOWNLOAD_ATTEMPTS` times in sequence.
+        DownloadError: the server has no such file, or the connection failed :data:`DOWNLOAD_ATTEMPTS` times in sequence.
     """
     failures = 0
     while True:
@@ -125,7 +129,7 @@ def _fetch(url: str, part: Path, sha256: str) -> str:
             return sha256 or stated
         except DownloadError as error:
             failures = 1 if file_size(part) > before else failures + 1
-            if failures >= DOWNLOAD_ATTEMPTS:
+            if error.final or failures >= DOWNLOAD_ATTEMPTS:
                 raise
             logger.warning("%s: %s; trying again", printable(url), error)
             time.sleep(WAIT * 2 ** (failures - 1))
@@ -163,8 +167,7 @@ def _opened(url: str, part: Path) -> Iterator[_Answer]:
     """Send the request; asks for the rest of ``part`` if the same file can be had.
 
     Raises:
-        DownloadError: no connection, or a passing fault of the server.
-        InputError: there is no such file.
+        DownloadError: no connection, or an answer without the file.
     """
     have, known = file_size(part), _known(part, url)
     headers = {"User-Agent": "detr_bf", "Accept-Encoding": "identity"}
@@ -179,10 +182,8 @@ def _opened(url: str, part: Path) -> Iterator[_Answer]:
         if error.code == 416:  # the part is as long as the file, or longer
             part.unlink(missing_ok=True)
             raise DownloadError("the rest of the file was refused") from error
-        if error.code in _TRANSIENT:
-            raise DownloadError(f"the server answered {error.code} {printable(error.reason)}") from error
-        raise InputError(
-            f"{printable(url)} cannot be had: the server answered {error.code} {printable(error.reason)}"
+        raise DownloadError(
+            f"the server answered {error.code} {printable(error.reason)}", final=error.code not in _TRANSIENT
         ) from error
     except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: not a URL
         raise DownloadError(_reason(error)) from error

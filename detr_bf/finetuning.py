@@ -39,7 +39,7 @@ def finetune(
     data: str | Path,
     *,
     output: str | Path,
-    model: str = "deformable_detr_r50_refine",
+    model: str = "rtdetr_r50",
     init_from: str | Path | None = None,
     augment: str | None = None,
     resume: bool = False,

@@ -90,7 +90,7 @@ def get_published(weights: PublishedWeights) -> Path:
     hub = os.environ.get("HF_ENDPOINT", "").rstrip("/") or HUB
     url = f"{mirror}/{weights.file}" if mirror else weights.url.replace(HUB, hub, 1)
     advice = (
-        f" Without a network: download {weights.url or f'the file from {weights.source}'} elsewhere and save it as "
+        f" Otherwise download {weights.url or f'the file from {weights.source}'} elsewhere and save it as "
         f"{printable(path)}, or set DETR_BF_MIRROR to a web folder with a file {weights.file}"
     )
     return download_file(url, path, sha256=weights.sha256 or "", advice=advice)

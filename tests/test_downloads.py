@@ -100,8 +100,8 @@ def test_the_hash_that_the_hub_states_is_compared(server: WebServer, tmp_path: P
 def test_errors_of_the_server(server: WebServer, tmp_path: Path, status: int, asked: int) -> None:
     server.statuses["/w.pth"] = [status]
     if asked == 1:
-        with pytest.raises(InputError, match=f"the server answered {status}"):
-            download_file(f"{server.url}/w.pth", tmp_path / "w.pth")
+        with pytest.raises(InputError, match=rf"the server answered {status} .*\. Put it here"):
+            download_file(f"{server.url}/w.pth", tmp_path / "w.pth", advice=" Put it here")
         assert left(tmp_path) == []
     else:
         download_file(f"{server.url}/w.pth", tmp_path / "w.pth", sha256=SHA256)

@@ -1,7 +1,7 @@
 """Write a commented config for the folder of a data set, with what the data checks find.
 
 detr-bf new photos/ --output mine.yaml                 # then: detr-bf train mine.yaml
-detr-bf new photos/ --model rtdetr_r50 --output mine.yaml
+detr-bf new photos/ --model dino_r50_4scale --output mine.yaml
 
 FOLDER is read as data.root is: COCO, Roboflow, Pascal VOC, YOLO or CSV. The config states all settings that differ from
 the defaults: those of the recipe and of the preset finetune, and those chosen for the data (splits, epochs,
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help="the config; default: NAME.yaml for FOLDER NAME")
     parser.add_argument(
         "--model",
-        default="deformable_detr_r50_refine",
+        default="rtdetr_r50",
         metavar="RECIPE",
         help="recipe of a detector, see detr-bf recipes; default %(default)s",
     )

@@ -32,7 +32,7 @@ detr-bf evaluate detr_r50 init_from=detr-r50-e632da11.pth output_dir=runs/offici
 """
 _CHECK = """Check the data of a config and print all errors and warnings; exit code 2 if there are errors.
 
-detr-bf check deformable_detr_r50_refine finetune data.root=DIR data.val_fraction=0.2
+detr-bf check rtdetr_r50 finetune data.root=DIR data.val_fraction=0.2
 detr-bf check mine.yaml --fix corrected            # a copy of the annotations without errors
 detr-bf check mine.yaml --show-augmented sheet.png
 """

@@ -65,5 +65,6 @@ def test_an_experiment_can_be_continued_from_its_committed_cells(
     """The settings of today's files and defaults are those of the records, so that no cell is trained again."""
     folder = shutil.copytree(RECORDS / name, tmp_path / name)
     planned = len(read_experiment(ROOT / "configs" / "compare" / f"{name}.yaml").cells())
-    assert main(["compare", "run", name, "data.root=somewhere", "--output", str(folder), "--print"]) == 0
+    root = [] if name == "detectors_digits" else ["data.root=somewhere"]  # those have their own paths
+    assert main(["compare", "run", name, *root, "--output", str(folder), "--print"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == planned - len(cells(name))

@@ -1,4 +1,4 @@
-"""The digits of `make demo` with the settings of ../../demo.yaml; see ../yacs/digits.yaml."""
+"""The digits of `make demo` with the settings of ../../demo_deformable.yaml; see ../yacs/digits.yaml."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ root = Path(__file__).resolve().parents[3]
 for part in ("train", "val"):
     register_coco(f"digits_{part}", root / ".cache/digits" / part, root / ".cache/digits" / f"{part}.json")
 
-model = recipe(str(root / "configs/demo.yaml"), num_classes=10)
+model = recipe(str(root / "configs/demo_deformable.yaml"), num_classes=10)
 dataloader.train.dataset.names = "digits_train"
 dataloader.train.total_batch_size = 8
 dataloader.train.mapper.augmentations.update(short_sides=[128], max_size=128, flip="none", crop_probability=0.0)

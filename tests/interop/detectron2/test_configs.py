@@ -108,10 +108,10 @@ def test_a_lazy_config_is_our_recipe(path: Path) -> None:
     assert cfg.dataloader.evaluator.output_dir == f"{cfg.train.output_dir}/inference"
 
 
-def test_the_digits_are_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digits_are_those_of_deformable_detr(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("detr_bf.interop.detectron2.datasets.register_coco", lambda *paths: None)
-    demo = load_config(ROOT / "configs" / "demo.yaml")
+    demo = load_config(ROOT / "configs" / "demo_deformable.yaml")
     yacs = get_cfg()
     add_detr_bf_config(yacs)
     yacs.merge_from_file(str(CONFIGS / "yacs" / "digits.yaml"))
