@@ -87,7 +87,8 @@ def download_file(url: str, target: Path, *, sha256: str = "", advice: str = "")
             expected = _fetch(url, part, sha256)
             _verify(part, expected, url)
         except DownloadError as error:
-            hint = " What has arrived is kept, and another attempt goes on from there." if file_size(part) else ""
+            kept = file_size(part) and _known(part, url) is not None
+            hint = " What has arrived is kept, and another attempt goes on from there." if kept else ""
             raise InputError(f"{printable(url)} could not be downloaded: {error}.{hint}{advice}") from error.__cause__
         with part.open("rb") as written:
             os.fsync(written.fileno())
@@ -119,7 +120,8 @@ def _fetch(url: str, part: Path, sha256: str) -> str:
     """Complete ``part`` and return the expected hash, "" if none is known.
 
     Raises:
-        DownloadError: the server has no such file, or the connection failed :data:`DOWNLOAD_ATTEMPTS` times in sequence.
+        DownloadError: the server has no such file, or the connection failed :data:`DOWNLOAD_ATTEMPTS` times in
+            sequence.
     """
     failures = 0
     while True:
@@ -164,7 +166,7 @@ def _copy(answer: _Answer, file: IO[bytes], bar: Any) -> None:
 
 @contextmanager
 def _opened(url: str, part: Path) -> Iterator[_Answer]:
-    """Send the request; asks for the rest of ``part`` if the same file can be had.
+    """Send the request; asks for the rest of ``part`` if the server still has the same file.
 
     Raises:
         DownloadError: no connection, or an answer without the file.
@@ -188,6 +190,8 @@ def _opened(url: str, part: Path) -> Iterator[_Answer]:
     except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: not a URL
         raise DownloadError(_reason(error)) from error
     with response:
+        if response.headers.get_content_type() == "text/html":  # of a login, or of a proxy
+            raise DownloadError("the server answered with a web page instead of the file", final=True)
         yield _answer(response, redirects, have, known)
 
 

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from detr_bf.config import DetectionConfig, load_config, packaged_configs
+from detr_bf.config import DetectionConfig, load_config, own_settings, packaged_configs
 from detr_bf.config.detection import DataConfig
 from detr_bf.data.formats import read_folder
 from detr_bf.errors import InputError
@@ -32,6 +32,7 @@ VAL_FRACTION = 0.2  # of a folder without validation split
 TRAIN_NAMES = ("train", "train2017", "training")
 VAL_NAMES = ("val", "valid", "validation", "val2017", "dev")
 _OTHER_NAMES = ("trainval", "test", "test2017", "testing")  # they, too, show that a folder has splits
+_PATH_SETTINGS = ("data.root=", "data.train.", "data.val.", "output_dir=")
 _SPLIT_SETTINGS = ("data.train.", "data.val.", "data.val_fraction", "data.fold")
 
 
@@ -56,7 +57,8 @@ def finetune(
     Args:
         data: folder in one of the forms that docs/data.md lists.
         output: new folder of the run, or with ``resume`` the folder of a run.
-        model: name of a recipe (:func:`detr_bf.list_models`) or of another packaged config (``demo``), or a YAML file.
+        model: name of a recipe (:func:`detr_bf.list_models`) or of another packaged config (``demo``), or a YAML file,
+            whose own settings replace those of fine-tuning.
         init_from: checkpoint or run to start from; by default the backbone's weights that the recipe names.
         augment: none, light or strong (``configs/augment_*.yaml``); by default by the number of training images, see
             :data:`AUGMENTATION`. Strong augmentation ends with the last tenth of the epochs.
@@ -76,10 +78,9 @@ def finetune(
         for name, path in paths.items()
         if name not in names
     ]
-    packaged = packaged_configs()
-    files = [packaged.get(model) or recipe_file(model), packaged["finetune"]]
-    augment, more = chosen_settings(files, [*chosen, *overrides], augment)
-    files, chosen = [*files, packaged[f"augment_{augment}"]], [*chosen, *more]
+    files, own = fine_tuning_files(model)
+    augment, more = chosen_settings(files, [*chosen, *own, *overrides], augment)
+    files, chosen = [*files, packaged_configs()[f"augment_{augment}"]], [*chosen, *own, *more]
     config: DetectionConfig = load_config(files, [*chosen, *overrides], task="detection")
     setup_logging()
     command = ["detr-bf", "train", model, "finetune", f"augment_{augment}", *chosen, *overrides]
@@ -87,6 +88,21 @@ def finetune(
     logger.info("same as: %s", printable(shlex.join(command), limit=2000))
     train(task_of(config), resume_if_possible=resume)
     return load(config.output_dir, config.device)
+
+
+def fine_tuning_files(model: str) -> tuple[list[Path], list[str]]:
+    """Return the configs of a detector and of fine-tuning, and the settings that win over both.
+
+    These are the settings of a file of the user, without those it inherits and without paths of data and run. Of a
+    packaged config there are none.
+
+    Raises:
+        InputError: there is no such config.
+    """
+    packaged = packaged_configs()
+    path = packaged.get(model) or recipe_file(model)
+    own = [] if path in packaged.values() else own_settings(path)
+    return [path, packaged["finetune"]], [setting for setting in own if not setting.startswith(_PATH_SETTINGS)]
 
 
 def chosen_settings(files: Sequence[Path], given: Sequence[str], augment: str | None = None) -> tuple[str, list[str]]:

@@ -26,7 +26,8 @@ def hub_folder(address: str) -> Path:
     """Return the local folder of ``hf://user/name`` or ``hf://user/name@revision``, downloaded if it is not cached.
 
     Raises:
-        InputError: the address is not of this form, huggingface_hub is not installed, or the repository cannot be had.
+        InputError: the address is not of this form, huggingface_hub is not installed, or the repository cannot be
+            downloaded.
     """
     address = re.sub("^hf:/+", "hf://", address)
     found = _ADDRESS.fullmatch(address)
@@ -37,8 +38,8 @@ def hub_folder(address: str) -> Path:
         folder = library.snapshot_download(found["id"], revision=found["revision"], allow_patterns=list(_FILES))
     except (ValueError, *library.errors.HfHubHTTPError.__bases__) as error:
         raise InputError(
-            f"{printable(address)} cannot be had from the Hugging Face Hub: {_first_line(error)}. Without a network: "
-            f"give the path of a folder with {', '.join(_FILES[:2])}"
+            f"{printable(address)} cannot be downloaded from the Hugging Face Hub: {_first_line(error)}. Without a "
+            f"network: give the path of a folder with {', '.join(_FILES[:2])}"
         ) from error
     return Path(folder)
 
@@ -56,8 +57,8 @@ def send_folder(folder: Path, repository: str, *, private: bool) -> str:
         return str(api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Detector of detr_bf"))
     except (ValueError, *library.errors.HfHubHTTPError.__bases__) as error:
         raise InputError(
-            f"{printable(repository)} cannot be sent to the Hugging Face Hub: {_first_line(error)}. Log in with 'hf "
-            "auth login', or set HF_TOKEN to a token that may write"
+            f"{printable(repository)} cannot be sent to the Hugging Face Hub: {_first_line(error)}. The network must "
+            "reach the Hub, and writing needs 'hf auth login', or HF_TOKEN with a token that may write"
         ) from error
 
 

@@ -163,9 +163,17 @@ def _published_checkpoint(weights: PublishedWeights) -> tuple[Path, Checkpoint]:
     source, config = get_published(weights), published_config(weights)
     classes = coco_classes(stuff=config.model.masks)
     rows = build_classification(config).num_logits(classes.num_classes)
-    state = renumbered_to(without_counters(read_weights(source)), rows)
+    try:
+        state = renumbered_to(without_counters(read_weights(source)), rows)
+    except InputError as error:
+        raise InputError(
+            f"{error}. It is the file of the published weights {weights.name}: delete it to download it again"
+        ) from error
     if state is None:
-        raise InputError(f"{source} has not the classes of COCO, unlike the published weights {weights.name}")
+        raise InputError(
+            f"{source} does not have the classes of COCO, unlike the published weights {weights.name}: delete it to "
+            "download it again"
+        )
     return source, Checkpoint(state, classes.to_dict(), config_to_dict(config))
 
 

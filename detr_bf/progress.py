@@ -1,7 +1,8 @@
 """Progress bars and log lines; on several ranks only the main one shows bars and logs more than errors.
 
 Bars are live on a terminal, and widgets in a notebook with ipywidgets. Elsewhere (a file, a pipe, a notebook without
-ipywidgets) a bar is a line every half minute, without carriage returns and escape codes. Nothing is coloured. Log lines are written above the bar.
+ipywidgets) a bar is a line every half minute, without carriage returns and escape codes. Nothing is coloured. Log lines
+are written above the bar.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.backbones.backbone import MEAN, STD
+from detr_bf.data.annotation_values import is_id
 from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
 from detr_bf.files import UNFINISHED, make_output_folder, read_json
-from detr_bf.interop import format_named, to_foreign, write_weights
+from detr_bf.interop import coco_classes, format_named, to_foreign, write_weights
 from detr_bf.structures import Batch, ClassMap
 from detr_bf.text import listed, printable
 
+_CATEGORY_IDS = "detr_bf_category_ids"  # key of our own in config.json
 TRANSFORMERS_FILES = ("model.safetensors", "config.json", "preprocessor_config.json")
 OUTPUT_TOLERANCE = 1e-4  # of the largest output, float32
 _SIDE = 256  # pixels of the image of the comparison
@@ -112,6 +115,7 @@ def _their_config(library: Any, config: Mapping[str, Any], classes: ClassMap) ->
         "id2label": labels,
         "label2id": {label: number for number, label in labels.items()},
         "num_labels": len(labels),
+        _CATEGORY_IDS: list(classes.category_ids),
         "num_queries": model["num_queries"],
         "decoder_layers": model["decoder_layers"],
         "encoder_layers": model["encoder_layers"],
@@ -252,7 +256,8 @@ def is_transformers_folder(folder: Path) -> bool:
 def read_transformers_config(folder: Path) -> tuple[str, list[str], ClassMap]:
     """Return the name of a recipe, settings that replace its own, and the classes of a folder of transformers.
 
-    Classes are numbered as in the folder. Entries of COCO's unused ids, which are called ``N/A``, stay.
+    Category ids are those that :func:`write_transformers_folder` stored, COCO's for the names of its 80 classes in
+    order, or else the numbers of the classes in the folder. Entries of COCO's unused ids, called ``N/A``, stay.
 
     Raises:
         InputError: the folder is damaged, or of a model that is not here.
@@ -271,7 +276,14 @@ def read_transformers_config(folder: Path) -> tuple[str, list[str], ClassMap]:
             f"{printable(folder)}: transformers cannot read config.json ({printable(error)}): get the folder again"
         ) from error
     labels = sorted(found.id2label.items())
-    classes = ClassMap(tuple(int(number) for number, _ in labels), tuple(label for _, label in labels))
+    classes = ClassMap(tuple(int(number) for number, _ in labels), tuple(str(label) for _, label in labels))
+    stored = getattr(found, _CATEGORY_IDS, None)
+    if stored is not None:
+        if not (isinstance(stored, list) and all(map(is_id, stored)) and len({*stored}) == len(stored) == len(labels)):
+            raise InputError(f"{printable(folder)}: {_CATEGORY_IDS} of config.json are not {len(labels)} different ids")
+        classes = replace(classes, category_ids=tuple(stored))
+    elif classes.names == (coco := coco_classes()).names:
+        classes = coco
     recipe = "rtdetr_r50" if name == "rtdetr" else "rtdetrv2_r50" if name == "rtdetrv2" else f"{name}_r50"
     return recipe, _our_settings(name, found, _json(folder / TRANSFORMERS_FILES[2])), classes
 

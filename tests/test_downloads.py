@@ -108,6 +108,20 @@ def test_errors_of_the_server(server: WebServer, tmp_path: Path, status: int, as
     assert len(server.requests) == asked
 
 
+def test_a_web_page_is_not_the_file(server: WebServer, tmp_path: Path) -> None:
+    server.headers["/w.pth"] = {"Content-Type": "text/html; charset=utf-8"}
+    with pytest.raises(InputError, match="a web page instead of the file"):
+        download_file(f"{server.url}/w.pth", tmp_path / "w.pth")
+    assert left(tmp_path) == []
+    assert len(server.requests) == 1
+
+
+def test_the_rest_of_a_file_is_promised_only_if_it_can_be_asked_for(server: WebServer, tmp_path: Path) -> None:
+    server.cuts["/w.pth"], server.etags = [400_000] * downloads.DOWNLOAD_ATTEMPTS, False
+    with pytest.raises(InputError, match=r"could not be downloaded: [^.]*\.$"):
+        download_file(f"{server.url}/w.pth", tmp_path / "w.pth")
+
+
 def test_without_a_network_the_error_says_what_to_do(server: WebServer, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"w\.pth could not be downloaded: .*refused.* Put it here"):
         download_file("http://127.0.0.1:9/w.pth", tmp_path / "w.pth", advice=" Put it here")

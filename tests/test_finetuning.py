@@ -137,6 +137,21 @@ def test_augmentation_follows_the_number_of_images(
     assert runs[0].data.plain_last_epochs == (runs[0].train.epochs // 10 if expected == "strong" else 0)
 
 
+def test_the_command_names_the_settings_of_a_file(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text("data: {transforms: {horizontal_flip: 0.0}}\ntrain: {epochs: 7}\n")
+    runs: list[DetectionConfig] = []
+    monkeypatch.setattr(finetuning, "train", lambda task, resume_if_possible: runs.append(task.config))
+    monkeypatch.setattr(finetuning, "load", lambda folder, device: None)
+    detr_bf.finetune(photos, model=str(tmp_path / "mine.yaml"), output=tmp_path / "run")
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("same as: ")]
+    arguments = shlex.split(line.removeprefix("same as: detr-bf train "))
+    files = [each if each.endswith(".yaml") else packaged_configs()[each] for each in arguments if "=" not in each]
+    assert load_config(files, [each for each in arguments if "=" in each]) == runs[0]
+    assert (runs[0].train.epochs, runs[0].data.transforms.horizontal_flip) == (7, 0)
+
+
 @pytest.mark.parametrize(
     ("names", "expected"),
     [

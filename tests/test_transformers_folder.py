@@ -21,9 +21,11 @@ from detr_bf.assembly import build_model
 from detr_bf.config import config_to_dict
 from detr_bf.engine import Checkpoint
 from detr_bf.errors import InputError
+from detr_bf.interop import coco_classes
 from detr_bf.models import recipe_config
 from detr_bf.published import find_weights
 from detr_bf.structures import ClassMap
+from detr_bf.transformers_folder import read_transformers_config
 
 TINY = [
     *("model.hidden_dim=32", "model.heads=2", "model.encoder_layers=1", "model.decoder_layers=2"),
@@ -49,7 +51,7 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
         torch.manual_seed(0)
         config = recipe_config(recipe, [*TINY, *more])
         model = build_model(config, 3, pretrained=False)
-        classes = ClassMap((0, 1, 2), ("cat", "dog", "bird"))
+        classes = ClassMap((3, 7, 18), ("cat", "dog", "bird"))
         Checkpoint(model.state_dict(), classes.to_dict(), config_to_dict(config)).save(tmp_path / "run.pt")
         return tmp_path / "run.pt"
 
@@ -75,6 +77,23 @@ def test_a_folder_for_transformers_and_back(case: str, saved: Callable[..., Path
     assert len(expected) > 0
     for name in ("boxes", "scores", "labels"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name))
+
+
+def test_category_ids_are_those_of_coco_for_its_classes(saved: Callable[..., Path], tmp_path: Path) -> None:
+    detr_bf.load(saved("detr_r50"), "cpu").to_huggingface(tmp_path / "theirs")
+    path, coco = tmp_path / "theirs" / "config.json", coco_classes()
+    content = json.loads(path.read_text())
+    labels = {str(number): name for number, name in enumerate(coco.names)}
+    for names, ids, expected in (
+        (labels, None, coco.category_ids),
+        (labels | {"0": "man"}, None, tuple(range(80))),
+        (labels, list(range(80)), tuple(range(80))),
+    ):
+        path.write_text(json.dumps(content | {"id2label": names, "detr_bf_category_ids": ids}))
+        assert read_transformers_config(path.parent)[2].category_ids == expected
+    path.write_text(json.dumps(content | {"detr_bf_category_ids": [1, 1, 2]}))
+    with pytest.raises(InputError, match="not 3 different ids"):
+        read_transformers_config(path.parent)
 
 
 def test_preprocessing_is_that_of_our_evaluation(saved: Callable[..., Path], tmp_path: Path) -> None:
@@ -253,7 +272,7 @@ def test_a_detector_goes_to_the_hub_and_comes_back(hub: Hub, saved: Callable[...
     for address in ("hf://me/cats", "hf://me/cats@main", Path("hf://me/cats")):
         assert torch.equal(detr_bf.load(address, "cpu")(IMAGE, 0).boxes, detector(IMAGE, 0).boxes)
     assert find_weights("hf://me/cats").name == "model.safetensors"
-    with pytest.raises(InputError, match=r"hf://me/dogs cannot be had"):
+    with pytest.raises(InputError, match=r"hf://me/dogs cannot be downloaded"):
         detr_bf.load("hf://me/dogs")
     with pytest.raises(InputError, match="expected hf://user/name"):
         detr_bf.load("hf://cats")

@@ -40,7 +40,7 @@ COMMANDS = {  # name -> (module, function, help)
 EXIT_CODES = (
     "exit codes:",
     "  0      done",
-    "  1      the answer is no, or a part could not be done: training stopped, an image was skipped",
+    "  1      errors were found, or a part failed: data with errors, training stopped, an image was skipped",
     "  2      bad input: nothing was started; the message says what was expected and what to do",
     "  3      only replay: everything is finite now",
     "  128+N  stopped by signal N (130: Ctrl-C, 143: SIGTERM); a training run is saved for --resume",

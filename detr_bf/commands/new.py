@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,8 +31,7 @@ from detr_bf.data.checks.annotations import Report
 from detr_bf.data.coco import CocoAnnotations, read_annotations
 from detr_bf.errors import InputError
 from detr_bf.files import check_output_file, is_folder, write_text
-from detr_bf.finetuning import MOST_EPOCHS, RUN_STEPS, chosen_settings
-from detr_bf.models import recipe_file
+from detr_bf.finetuning import MOST_EPOCHS, RUN_STEPS, chosen_settings, fine_tuning_files
 from detr_bf.tasks import task_of
 from detr_bf.tasks.corrected import yaml_text
 from detr_bf.text import listed, printable, safe_message
@@ -49,12 +49,13 @@ _COMMENTS = {  # of settings, in the order of the file; the others follow as tho
     "data.transforms.max_size": "longest side; larger sizes need more memory and time",
     "data.transforms.eval_short_side": "shorter side in validation; later images are resized as these",
     "data.transforms.square": "side of square images, instead of the three above; null: keep the aspect ratio",
+    "data.plain_last_epochs": "last epochs without augmentation, here a tenth of train.epochs; less in a shorter run",
     "data.transforms.horizontal_flip": "0 where left and right have a meaning (text, arrows)",
     "train.epochs": f"about {RUN_STEPS:,} steps, at most {MOST_EPOCHS} epochs; more if AP still rises at the end",
-    "train.batch_size": "images of a step on one GPU; halve it and set accumulate=2 if memory is short",
+    "train.batch_size": "images of a step on one GPU; train.auto_batch=true chooses it by the GPU's memory",
     "train.accumulate": "batches of a step",
     "train.patience": "epochs without a better AP after which training ends; 0: never",
-    "train.precision": "float32, bf16 or fp16; bf16 is faster on GPUs",
+    "train.precision": "float32, bf16, fp16, or auto: by the GPU, float32 on a CPU",
     "optimizer.lr": "a third to a tenth of it with init_from",
     "optimizer.backbone_lr": "as a rule a tenth of lr",
     "optimizer.schedule": "of the learning rate",
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--model",
         default="rtdetr_r50",
         metavar="RECIPE",
-        help="recipe of a detector, see detr-bf recipes; default %(default)s",
+        help="recipe of a detector, see detr-bf recipes, or a YAML file; default %(default)s",
     )
     options = parser.parse_args(arguments)
     return run_tool(lambda: _write(options.folder, options.output, options.model))
@@ -92,8 +93,8 @@ def _write(folder: Path, output: Path | None, model: str) -> int:
     check_output_file(path, "--output")
     if path.exists():
         raise InputError(f"--output {printable(path)} exists: name another file; nothing is replaced")
-    files = [recipe_file(model), packaged_configs()["finetune"]]
-    given = [f"data.root={yaml_text(str(folder.resolve()))}", f"output_dir={yaml_text(f'runs/{path.stem}')}"]
+    files, own = fine_tuning_files(model)
+    given = [f"data.root={yaml_text(str(folder.resolve()))}", f"output_dir={yaml_text(f'runs/{path.stem}')}", *own]
     augment, chosen = chosen_settings(files, given)
     files.append(packaged_configs()[f"augment_{augment}"])
     config: DetectionConfig = load_config(files, [*given, *chosen], task="detection")
@@ -102,8 +103,8 @@ def _write(folder: Path, output: Path | None, model: str) -> int:
     config.model.num_queries = max(config.model.num_queries, most)
     report = task_of(config).examine()
     print(safe_message(report))
-    write_text(path, "\n".join([*_head(path, config, content, report), *_settings(config, printable(model)), ""]))
-    shown = printable(path)
+    write_text(path, "\n".join([*_head(path, printable(model), config, content, report), *_settings(config), ""]))
+    shown = shlex.quote(printable(path))
     if report.errors:
         print(f"wrote {shown}; next: correct the errors, or detr-bf check {shown} --fix FOLDER for a corrected copy")
         return 1
@@ -111,10 +112,11 @@ def _write(folder: Path, output: Path | None, model: str) -> int:
     return 0
 
 
-def _head(path: Path, config: DetectionConfig, content: CocoAnnotations, report: Report) -> Iterator[str]:
+def _head(path: Path, model: str, config: DetectionConfig, content: CocoAnnotations, report: Report) -> Iterator[str]:
     """Yield the comment at the head of the file."""
-    shown, run = printable(path), printable(config.output_dir)
-    yield "# Written by detr-bf new. A comment says what a setting is for; docs/settings.md has all settings."
+    shown, run = (shlex.quote(printable(each)) for each in (path, config.output_dir))
+    yield f"# Written by detr-bf new. Settings without a comment are as in {model}, finetune or augment_*."
+    yield "# docs/settings.md has all settings."
     yield f"#   detr-bf check {shown}              checks the data"
     yield f"#   detr-bf train {shown} --dry-run    does everything up to the first step"
     yield f"#   detr-bf train {shown}              trains, evaluates and writes a report to {run}"
@@ -129,7 +131,7 @@ def _head(path: Path, config: DetectionConfig, content: CocoAnnotations, report:
     )
 
 
-def _settings(config: DetectionConfig, model: str) -> Iterator[str]:
+def _settings(config: DetectionConfig) -> Iterator[str]:
     """Yield nested lines of the settings that have a comment, then of the others that differ from the defaults."""
     values, defaults = (flatten_settings(config_to_dict(each)) for each in (config, DetectionConfig()))
     tree: dict[str, Any] = {}
@@ -140,7 +142,7 @@ def _settings(config: DetectionConfig, model: str) -> Iterator[str]:
             inner = inner.setdefault(group, {})
         value = values[key]
         text = yaml_text(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        inner[name] = f"{text}  # {_COMMENTS.get(key, f'as in {model}, finetune or augment_*')}"
+        inner[name] = f"{text}  # {_COMMENTS[key]}" if key in _COMMENTS else text
     yield from _nested(tree)
 
 

@@ -2,7 +2,8 @@
 
 detr-bf predict --checkpoint runs/demo --output predictions photo.jpg folder/
 
-A video file, or the address of a stream, is a single input: predictions.jsonl has a line for each frame.
+A video file, or the address of a stream, is a single input: predictions.jsonl has a line for each frame. Ctrl-C ends
+it, and the frames before are kept.
 
 With a classifier's run, the five most probable classes of each image are printed and written as JSON and one sheet.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import glob
 import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -153,6 +155,8 @@ def _scores(predictor: Predictor, threshold: float | str | None) -> str:
 def _run_video(options: argparse.Namespace, output: Output, threshold: float | str | None) -> int:
     """Write a line of JSON for each frame; the exit code is 1 if the video is damaged after some of them.
 
+    Ctrl-C and SIGTERM end the video, as a stream has no other end: the frames before are written.
+
     Raises:
         InputError: another input is given, an option is for images, or no frame can be read.
     """
@@ -167,6 +171,7 @@ def _run_video(options: argparse.Namespace, output: Output, threshold: float | s
     found = predictor.predict_video(video, every, threshold=threshold, tile=options.tile, half=options.half)
     frames = objects = 0
     with (
+        _noted_signals() as noted,
         output.writing([name], InputImages([] if is_video_stream(video) else [Path(video)], predictor.max_pixels)),
         atomic_write(output.folder / name) as temporary,
         temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="\n") as lines,
@@ -175,14 +180,39 @@ def _run_video(options: argparse.Namespace, output: Output, threshold: float | s
             for each in progress_bar(found, desc="predicting", unit="frame"):
                 lines.write(f"{each.to_json()}\n")
                 frames, objects = frames + 1, objects + len(each)
+                if noted:
+                    break
         except InputError as error:
             if not frames:
                 raise
             damage = printable(error, limit=1000)
     print(f"{objects} objects in {frames} frames, {_scores(predictor, threshold)}: {printable(output.folder)}")
+    if noted:
+        print("interrupted: the frames before are written", file=sys.stderr)
+        return 128 + noted[0]
     if damage:
         print(damage, file=sys.stderr)
     return 1 if damage else 0
+
+
+@contextmanager
+def _noted_signals() -> Iterator[list[int]]:
+    """Yield a list of the numbers of SIGINT and SIGTERM that arrive; a second signal ends the program."""
+    noted: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        noted.append(number)
+        restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield noted
+    finally:
+        restore()
 
 
 def _check_unused(options: argparse.Namespace, what: str, threshold: bool = False) -> None:

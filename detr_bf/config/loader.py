@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import io
+import json
 import os
 import re
 import typing
@@ -76,6 +77,17 @@ def load_config(
         raise InputError(f"{where} {_first_line(error)}") from error
     _check_values(config)
     return config
+
+
+def own_settings(path: Path) -> list[str]:
+    """Return the settings of a YAML file as overrides, without those of the files it inherits from.
+
+    Raises:
+        InputError: the file is missing or is not YAML.
+    """
+    tree = _read_yaml(path)
+    tree.pop("base", None)
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in flatten_settings(tree).items()]
 
 
 def packaged_configs() -> dict[str, Path]:

@@ -93,21 +93,23 @@ def _opened(av: Any, source: str | Path | int) -> Any:
 
 
 def _frames(av: Any, container: Any, name: str, every: int) -> Iterator[VideoFrame]:
-    stream, number = container.streams.video[0], 0
+    stream, number, packets, end = container.streams.video[0], 0, 0, 0.0
     rate, stated = stream.average_rate, stream.frames
     with container:
+        duration = float((stream.duration or 0) * stream.time_base)  # of what is shown: edit lists may hide frames
         try:
-            for frame in container.decode(stream):
-                if number % every == 0:
-                    seconds = frame.time if frame.time is not None else number / float(rate or 1)
-                    pixels = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
-                    yield VideoFrame(
-                        number, float(seconds), torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
-                    )
-                number += 1
+            for packet in container.demux(stream):
+                packets += packet.size > 0
+                for frame in packet.decode():
+                    seconds = float(frame.time if frame.time is not None else number / float(rate or 1))
+                    if number % every == 0:
+                        pixels = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+                        channels_first = np.ascontiguousarray(pixels.transpose(2, 0, 1))
+                        yield VideoFrame(number, seconds, torch.from_numpy(channels_first))
+                    number, end = number + 1, seconds + 2 / float(rate or 1)
         except (av.error.FFmpegError, OSError) as error:
             raise InputError(f"{name} is damaged after {number} frames: {printable(error)}") from error
-    if number < stated:
+    if packets < stated and end < duration:
         raise InputError(f"{name} is incomplete: it has {number} of the {stated} frames that its header states")
     if not number:
         raise InputError(f"{name} has no frame that can be decoded")

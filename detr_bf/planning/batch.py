@@ -43,7 +43,8 @@ def fit_batch(config: DetectionConfig, model: Detector, data: CocoDetection, dev
         return
     images = train.batch_size * train.accumulate
     sizes = [size for size in divisors(images) if size > 1 or images == 1 or not config.data.mixup.prob]
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) + CONTEXT
+    own = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) + CONTEXT
+    free = min(distributed.all_gather_object(own))
     height, width = worst_size(config, data)
     objects = int(data.class_counts_of_images.sum(1).max()) if len(data) else 0
 

@@ -60,7 +60,15 @@ def write_corrected(config: DetectionConfig, output: Path) -> str:
     Raises:
         InputError: the annotations cannot be corrected, or the folder cannot be written.
     """
-    sources = data_sources(config)
+    try:
+        sources = data_sources(config)
+    except InputError as error:
+        if not config.data.root:
+            raise
+        raise InputError(
+            f"{error}\n{_OPTION} corrects a COCO file with such entries if it is given by data.train.images=DIR and "
+            "data.train.annotations=FILE (and data.val) instead of data.root"
+        ) from error
     splits = corrected_splits(
         sources,
         masks=config.model.masks or config.data.augment.copy_paste > 0,

@@ -317,6 +317,7 @@ def _training(config: DetectionConfig) -> Training:
         short_side=sorted(sides)[len(sides) // 2],
         max_size=transforms.max_size,
         square=transforms.square is not None,
+        drops=config.optimizer.schedule == "step",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import struct
 import sys
 from fractions import Fraction
@@ -18,6 +19,7 @@ from torch import nn
 from detr_bf.commands import predict as command
 from detr_bf.data.video import read_frames
 from detr_bf.errors import InputError
+from detr_bf.prediction import FramePrediction
 from detr_bf.predictor import Predictor
 from detr_bf.structures import ClassMap, Detections
 
@@ -121,6 +123,21 @@ def incomplete(path: Path) -> Path:
     return path
 
 
+def test_frames_that_an_edit_list_hides_are_not_missing(tmp_path: Path) -> None:
+    with av.open(str(clip(tmp_path / "a.mp4"))) as source, av.open(str(tmp_path / "b.mp4"), "w") as target:
+        stream = source.streams.video[0]
+        copied, step = target.add_stream_from_template(stream), int(1 / RATE / stream.time_base)
+        for packet in source.demux(stream):
+            if packet.size:
+                packet.stream, packet.pts, packet.dts = copied, packet.pts - 5 * step, packet.dts - 5 * step
+                target.mux(packet)
+    with av.open(str(tmp_path / "b.mp4")) as container:
+        assert container.streams.video[0].frames == COUNT
+    assert [left_of(frame.pixels) for frame in read_frames(tmp_path / "b.mp4")] == pytest.approx(
+        [4 * number for number in range(5, COUNT)], abs=2
+    )
+
+
 def test_frames_before_the_end_of_an_incomplete_file_are_read(tmp_path: Path) -> None:
     numbers: list[int] = []
     with pytest.raises(InputError, match=r"is (incomplete: it has \d+ of the 12 frames|damaged after \d+ frames)"):
@@ -183,6 +200,14 @@ def test_the_command_writes_a_line_for_each_frame(
         "its own file is replaced"
     )
     assert len((tmp_path / "out" / "predictions.jsonl").read_text().splitlines()) == COUNT
+    interrupted = FramePrediction.to_json
+    monkeypatch.setattr(FramePrediction, "to_json", lambda self: (signal.raise_signal(number), interrupted(self))[1])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        assert run(detector, ["--output", output, source], monkeypatch) == 128 + number
+        assert "interrupted: the frames before are written" in capsys.readouterr().err
+        assert len((tmp_path / "out" / "predictions.jsonl").read_text().splitlines()) == 1
+        assert signal.getsignal(number) is (signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    monkeypatch.setattr(FramePrediction, "to_json", interrupted)
     damaged = str(incomplete(tmp_path / "b.mp4"))
     assert run(detector, ["--output", output, damaged, "--threshold", "0"], monkeypatch) == 1
     said = capsys.readouterr()

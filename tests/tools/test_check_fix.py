@@ -205,6 +205,16 @@ def test_a_folder_is_corrected_outside_of_itself(
     assert rows(out) == []
     assert main([*command, "--fix", str(out)]) == 2
     assert "give a new or an empty folder" in capsys.readouterr().err
+    [annotations] = root.glob("*.json")
+    content = json.loads(annotations.read_text())
+    del content["annotations"][0]["category_id"]
+    annotations.write_text(json.dumps(content))
+    read_folder.cache_clear()
+    read_split.cache_clear()
+    assert main([*command, "--fix", str(tmp_path / "other")]) == 2
+    said = capsys.readouterr().err
+    assert "annotations[0] has no category_id" in said
+    assert "given by data.train.images=DIR and data.train.annotations=FILE" in said
 
 
 @pytest.mark.parametrize("text", [FILES["empty file"], FILES["a list of results"], json.dumps(fixtures.panoptic())])

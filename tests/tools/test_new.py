@@ -62,6 +62,25 @@ def test_the_settings_are_those_of_fine_tuning(model: str, photos: Path, tmp_pat
     assert found.train.epochs == 300, "3,000 steps would be more"
 
 
+def test_a_file_of_the_user_keeps_its_settings(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = "base: b.yaml\ntrain: {epochs: 7, batch_size: 2}\ndata: {transforms: {horizontal_flip: 0.0}, "
+    (tmp_path / "b.yaml").write_text(TINY)
+    (tmp_path / "o.yaml").write_text(base + 'augment: {mosaic: 0.0}, root: elsewhere}\noutput_dir: "else"\n')
+    assert main(["new", str(photos), "--model", "o.yaml", "--output", "a b.yaml"]) == 0
+    assert capsys.readouterr().out.endswith(
+        "wrote 'a b.yaml'; next: detr-bf train 'a b.yaml' --dry-run, then without --dry-run\n"
+    )
+    found: DetectionConfig = load_config("a b.yaml")
+    assert (found.train.epochs, found.train.batch_size, found.data.root) == (7, 2, str(photos))
+    assert (found.data.transforms.horizontal_flip, found.data.augment.mosaic) == (0, 0)
+    assert found.data.augment.photometric_distort > 0, "augment_strong, which the file does not mention"
+    assert found.optimizer.schedule == "cosine"
+    assert found.output_dir == "runs/a b"
+    assert main(["new", str(photos), "--model", "demo", "--output", "demo.yaml"]) == 0
+
+
 def test_queries_and_errors_are_those_of_the_data(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

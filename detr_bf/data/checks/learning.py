@@ -37,6 +37,7 @@ class Training(NamedTuple):
     short_side: int  # pixels of the training images, the median
     max_size: int | None
     square: bool  # images become squares of short_side
+    drops: bool = False  # the learning rate falls at optimizer.drop_epochs
 
 
 class Learned(NamedTuple):
@@ -74,14 +75,15 @@ def learning_findings(learned: Learned, val: Split | None, training: Training) -
     steps, per_epoch = _steps(learned.images, training)
     least = LEAST_STEPS_FINE_TUNING if training.fine_tuned else LEAST_STEPS
     if steps == training.epochs * per_epoch < least:  # a trial run is ended by train.max_steps on purpose
+        drops = " (and optimizer.drop_epochs with it)" if training.drops else ""
         start = "" if training.fine_tuned else ", or start from a trained detector with init_from=FILE"
         yield _warning(
             "train",
             "few-steps",
             f"fewer than {least:,} steps in all: too few for {'other classes' if training.fine_tuned else 'a decoder'}"
             f"{'' if training.fine_tuned else ' from random weights'}",
-            f"{steps:,} steps: set train.epochs={math.ceil(least / per_epoch)} (and optimizer.drop_epochs with it), or "
-            f"a smaller train.batch_size{start}",
+            f"{steps:,} steps: set train.epochs={math.ceil(least / per_epoch)}{drops}, or a smaller "
+            f"train.batch_size{start}",
         )
     if learned.images < LEAST_TRAIN_IMAGES and not training.fine_tuned:
         yield _warning(

@@ -83,7 +83,9 @@ def test_few_steps(fine_tuned: bool, least: int) -> None:
     few = enough._replace(epochs=least // 10 - 1)
     assert "few-steps" in codes(train, few)
     [finding] = [each for each in found(train, few) if each.code == "few-steps"]
-    assert f"set train.epochs={least // 10} " in finding.example
+    assert f"set train.epochs={least // 10}, or" in finding.example
+    [finding] = [each for each in found(train, few._replace(drops=True)) if each.code == "few-steps"]
+    assert f"set train.epochs={least // 10} (and optimizer.drop_epochs with it), or" in finding.example
     assert ("init_from" in finding.example) == (not fine_tuned)
     assert "few-steps" not in codes(train, few._replace(max_steps=5)), "a trial run is ended on purpose"
     assert "few-steps" in codes(train, few._replace(max_steps=10**6))
