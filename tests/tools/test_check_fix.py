@@ -15,6 +15,7 @@ from PIL import Image
 
 from detr_bf.commands import main
 from detr_bf.config import load_config
+from detr_bf.data.formats import read_folder, read_split
 from tests.hostile import fixtures
 from tests.hostile.annotations import BAD, FILES, HERE, ODD, dumps
 
