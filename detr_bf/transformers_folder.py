@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.backbones.backbone import MEAN, STD
-from detr_bf.data.annotation_values import is_id
 from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
 from detr_bf.files import UNFINISHED, make_output_folder, read_json
@@ -279,7 +278,8 @@ def read_transformers_config(folder: Path) -> tuple[str, list[str], ClassMap]:
     classes = ClassMap(tuple(int(number) for number, _ in labels), tuple(str(label) for _, label in labels))
     stored = getattr(found, _CATEGORY_IDS, None)
     if stored is not None:
-        if not (isinstance(stored, list) and all(map(is_id, stored)) and len({*stored}) == len(stored) == len(labels)):
+        numbers = isinstance(stored, list) and all(type(each) is int for each in stored)
+        if not numbers or not len({*stored}) == len(stored) == len(labels):
             raise InputError(f"{printable(folder)}: {_CATEGORY_IDS} of config.json are not {len(labels)} different ids")
         classes = replace(classes, category_ids=tuple(stored))
     elif classes.names == (coco := coco_classes()).names:

@@ -97,7 +97,7 @@ def test_the_base_is_a_file_beside_it_a_packaged_config_or_a_list(tmp_path: Path
     found = read_experiment(path)
     assert found.base == (packaged_configs()["demo"], tmp_path / "base.yaml", tmp_path / "second.yaml")
     config = found.config(ExperimentCell("off", 1, None))
-    assert (config.model.name, config.model.num_queries, config.train.epochs) == ("deformable_detr", 7, 4)
+    assert (config.model.name, config.model.num_queries, config.train.epochs) == ("rtdetr", 7, 4)
 
 
 def test_a_quick_experiment_has_every_arm_once(tmp_path: Path) -> None:
