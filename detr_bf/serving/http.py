@@ -196,6 +196,8 @@ class DetectorService:
                 raise HTTPException(503, "the detector has failed", _RETRY) from None
             except InputError as error:
                 raise HTTPException(500, printable(error, limit=500)) from error
+            except HTTPException:
+                raise
             except Exception as error:  # the batcher has logged it
                 raise HTTPException(500, "the detector failed on this image") from error
 
@@ -271,9 +273,9 @@ class _Gate:
             else:
                 detail = {"detail": "give the token of this server: Authorization: Bearer TOKEN"}
                 await JSONResponse(detail, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, counted)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # a second SIGINT, or the request does not end
             self.service.cut_off += 1
-            raise
+            await JSONResponse({"detail": "the server was stopped"}, 503)(scope, receive, counted)
         finally:
             self.service.metrics.requests[path if path in KNOWN_PATHS else "other", status] += 1
             if path == "/predict" and status == 200:
