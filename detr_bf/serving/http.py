@@ -333,9 +333,17 @@ def listen(host: str, port: int) -> socket.socket:
     """
     if not (host and 0 <= port < 2**16):
         raise InputError(f"expected a host and a port from 0 to 65535, got {printable(repr(host))} and {port}")
+    # with the protocol given, asyncio sets TCP_NODELAY, without which each answer takes 40 ms longer
+    listening = socket.socket(
+        socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen()
+        return listening
     except (OSError, UnicodeError) as error:
+        listening.close()
         why = (isinstance(error, OSError) and error.strerror) or error
         raise InputError(
             f"cannot listen at {printable(host)}, port {port}: {printable(why)}; choose another with --host and --port "
