@@ -364,19 +364,14 @@ def test_too_many_bytes_or_pixels(detector: Predictor) -> None:
         assert server.client.get("/model").json()["max_pixels"] == detector.max_pixels, "the limit of the run holds"
 
 
-def test_an_upload_without_end_is_not_kept(detector: Predictor) -> None:
-    """Only max_bytes of it are read before the answer."""
-    sent = 0
-
-    def endless() -> Iterator[bytes]:
-        nonlocal sent
-        while sent < 50_000_000:
-            sent += 100_000
-            yield bytes(100_000)
-
-    with running(detector, max_bytes=100_000) as server:
-        answer = server.client.post("/predict", content=endless(), headers=PNG)
-        assert answer.status_code == 413
+def test_too_many_bytes_are_answered_before_the_upload_ends(detector: Predictor) -> None:
+    with running(detector, max_bytes=10_000) as server:
+        with raw(server, "Content-Length: 10001") as connection:
+            assert connection.recv(1000).startswith(b"HTTP/1.1 413 ")
+        with raw(server, "Transfer-Encoding: chunked") as connection:
+            for _ in range(11):  # chunks of 1,000 bytes
+                connection.sendall(b"3e8\r\n" + bytes(1000) + b"\r\n")
+            assert connection.recv(1000).startswith(b"HTTP/1.1 413 ")
 
 
 @pytest.mark.parametrize(
@@ -490,7 +485,7 @@ def test_a_request_that_takes_too_long(detector: Predictor) -> None:
 
 
 def test_an_image_that_does_not_arrive(detector: Predictor) -> None:
-    with running(detector, timeout=0.3) as server, raw(server, length=100) as connection:
+    with running(detector, timeout=0.3) as server, raw(server, "Content-Length: 100") as connection:
         connection.sendall(b"begin")
         assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
         assert server.predict(photo(1)).status_code == 200
@@ -502,11 +497,11 @@ def test_the_image_of_a_client_that_has_left_is_dropped(detector: Predictor) -> 
         held.go.clear()
         first = server.later(photo(1))
         until(lambda: held.batches)
-        with raw(server, length=len(photo(2))) as connection:
+        with raw(server, f"Content-Length: {len(photo(2))}") as connection:
             connection.sendall(photo(2))
             server.queued(1)
         until(lambda: server.metric('detr_bf_requests_total{path="/predict",status="499"}') == 1)
-        with raw(server, length=1000) as connection:
+        with raw(server, "Content-Length: 1000") as connection:
             connection.sendall(b"begin")
             until(lambda: server.metric("detr_bf_requests_in_work") == 2)
         until(lambda: server.metric('detr_bf_requests_total{path="/predict",status="499"}') == 2)
@@ -517,11 +512,11 @@ def test_the_image_of_a_client_that_has_left_is_dropped(detector: Predictor) -> 
 
 
 @contextmanager
-def raw(server: Running, length: int) -> Iterator[socket.socket]:
+def raw(server: Running, header: str) -> Iterator[socket.socket]:
     """Connection on which the head of a request was sent."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=SECONDS) as connection:
-        head = f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: {length}\r\n\r\n"
+        head = f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\n{header}\r\n\r\n"
         connection.sendall(head.encode())
         yield connection
 
@@ -546,7 +541,7 @@ def test_shutdown_answers_what_is_queued_and_refuses_the_rest(detector: Predicto
     with running(held, batch_size=2) as server:
         held.go.clear()
         answers = [server.later(photo(number), params={"threshold": 0}) for number in range(1, 8)]
-        with raw(server, length=len(photo(8))) as connection:
+        with raw(server, f"Content-Length: {len(photo(8))}") as connection:
             connection.sendall(photo(8)[:50])
             until(lambda: server.service._in_work == 8)
             server.server.shut_down()
@@ -571,10 +566,13 @@ def refused(server: Running) -> bool:
     return False
 
 
-def test_requests_that_are_cut_off_make_another_exit_code(detector: Predictor) -> None:
+def test_requests_that_are_cut_off_make_another_exit_code(
+    detector: Predictor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A detector that hangs cannot be waited for, and a second Ctrl-C ends everything at once."""
+    monkeypatch.setattr(http, "GRACE", 0.5)
     held = Held(detector)
-    server = Running(held, timeout=1.0)
+    server = Running(held)
     until(lambda: server.client.get("/health").status_code == 200)
     held.go.clear()
     answer = server.later(photo(1))
@@ -583,7 +581,12 @@ def test_requests_that_are_cut_off_make_another_exit_code(detector: Predictor) -
     server.server.handle_exit(signal.SIGINT, None)
     assert server.end.result(SECONDS) == 1
     assert answer.result(SECONDS).status_code == 503
+    assert [record.getMessage() for record in caplog.records if record.name == http.__name__] == [
+        "the detector is still running, for no request",
+        "1 requests were cut off",
+    ]
     held.go.set()
+    assert server.service.batcher.close(SECONDS), "no thread runs when the interpreter ends"
 
 
 def test_metrics_are_in_the_text_format(detector: Predictor) -> None:

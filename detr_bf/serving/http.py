@@ -42,7 +42,7 @@ OPEN_PATHS = ("/health", "/docs", "/openapi.json")  # answered without the token
 KNOWN_PATHS = ("/predict", "/health", "/metrics", "/model", "/docs", "/openapi.json")
 CLIENT_GONE = 499  # status in the metrics of a client that closed the connection before its answer
 _DECODERS = 4  # threads, at most
-_GRACE = 5  # seconds after the timeout of the last request until connections are cut at shutdown
+GRACE = 5  # seconds at shutdown: after the timeout of the last request, and for the batch that is in the model then
 _RETRY = {"Retry-After": "1"}
 _HOW = "send the image file itself as the body: curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' URL"
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
@@ -153,7 +153,7 @@ class DetectorService:
     def close(self) -> bool:
         """End the threads; return False if the model is still running."""
         self._decoders.shutdown(wait=False, cancel_futures=True)
-        return self.batcher.close(self.options.timeout)
+        return self.batcher.close(GRACE)
 
     def _check_ready(self) -> None:
         if (state := self.health()) not in ("ready", "overdue"):
@@ -370,7 +370,7 @@ class DetectorServer(uvicorn.Server):
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_graceful_shutdown=math.ceil(service.options.timeout) + _GRACE,
+            timeout_graceful_shutdown=math.ceil(service.options.timeout) + GRACE,
         )
         super().__init__(config)
 
@@ -397,10 +397,11 @@ class DetectorServer(uvicorn.Server):
             ended = self.service.close()
         if self.service.batcher.error is not None:
             raise self.service.batcher.error
-        if self.service.cut_off or not ended:
-            logger.error("stopped with %d unanswered requests", self.service.cut_off)
-            return 1
-        return 0
+        if not ended:
+            logger.error("the detector is still running, for no request")
+        if self.service.cut_off:
+            logger.error("%d requests were cut off", self.service.cut_off)
+        return int(self.service.cut_off > 0 or not ended)
 
 
 def address(listening: socket.socket) -> tuple[str, bool]:
