@@ -35,6 +35,7 @@ from detr_bf.predictor import Predictor
 from detr_bf.serving import http
 from detr_bf.serving.batching import Batcher, ServingMetrics, ServingOptions
 from detr_bf.serving.http import DetectorServer, DetectorService, address, listen
+from tests.hostile.images import BROKEN, FORMATS
 from tests.test_architecture import PACKAGE, imported_names
 from tests.tools.test_convert_checkpoint import checkpoint
 
@@ -394,6 +395,23 @@ def test_what_is_not_an_image(detector: Predictor, body: bytes, headers: dict[st
     with running(detector) as server:
         assert server.client.post("/predict", content=body, headers=headers).status_code == 415
         assert server.predict(photo(1)).status_code == 200
+
+
+def test_hostile_images(detector: Predictor, tmp_path: Path) -> None:
+    """Those of the hostile battery that are files of at most 1 MB, with good images in between."""
+    expected = objects(detector(photo(1), 0.0))
+    with running(detector, max_bytes=10**6) as server:
+        for number, (name, make) in enumerate({**BROKEN, **FORMATS}.items()):
+            path = tmp_path / str(number)
+            make(path)
+            if path.is_symlink() or not path.is_file() or path.stat().st_size > 10**6:
+                continue
+            status = server.predict(path.read_bytes()).status_code
+            assert status in ((413, 415) if name in BROKEN else (200, 415)), name
+            assert server.predict(photo(1), params={"threshold": 0}).json()["objects"] == expected
+        for size in ((1, 1), (20_000, 1), (1, 20_000)):
+            assert server.predict(encoded(Image.new("RGB", size), "PNG")).status_code == 200, size
+    assert not Path("EXECUTED").exists()
 
 
 def test_wrong_parameters_and_paths(detector: Predictor) -> None:
