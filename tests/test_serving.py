@@ -398,7 +398,7 @@ def test_what_is_not_an_image(detector: Predictor, body: bytes, headers: dict[st
 
 
 def test_hostile_images(detector: Predictor, tmp_path: Path) -> None:
-    """Those of the hostile battery that are files of at most 1 MB, with good images in between."""
+    """Files of the hostile battery of at most 1 MB, with good images in between."""
     expected = objects(detector(photo(1), 0.0))
     with running(detector, max_bytes=10**6) as server:
         for number, (name, make) in enumerate({**BROKEN, **FORMATS}.items()):
@@ -441,7 +441,9 @@ def test_a_full_queue(detector: Predictor) -> None:
     with running(held, batch_size=1, queue=2) as server:
         held.go.clear()
         answers = [server.later(photo(1)), server.later(photo(2))]
+        start = time.monotonic()
         refused = server.predict(photo(3))
+        assert time.monotonic() - start >= 0.1, "clients that try again at once do not take the processor"
         assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
         held.go.set()
         assert [answer.result(SECONDS).status_code for answer in answers] == [200, 200]

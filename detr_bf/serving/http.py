@@ -43,6 +43,7 @@ KNOWN_PATHS = ("/predict", "/health", "/metrics", "/model", "/docs", "/openapi.j
 CLIENT_GONE = 499  # status in the metrics of a client that closed the connection before its answer
 _DECODERS = 4  # threads, at most
 GRACE = 5  # seconds at shutdown: after the timeout of the last request, and for the batch that is in the model then
+_REFUSAL = 0.1  # seconds until a full queue is answered: clients that try again at once would slow down the model
 _RETRY = {"Retry-After": "1"}
 _HOW = "send the image file itself as the body: curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' URL"
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
@@ -162,6 +163,7 @@ class DetectorService:
     @asynccontextmanager
     async def _place_in_queue(self) -> AsyncIterator[None]:
         if self._in_work >= self.options.queue:
+            await asyncio.sleep(_REFUSAL)
             raise HTTPException(429, f"{self.options.queue} images are in work already: try again", _RETRY)
         self._in_work += 1
         try:
