@@ -28,6 +28,9 @@ def test_answers_of_other_images_are_noticed() -> None:
     one, two = [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]
     assert serving._same(found(one, two), found(two, [1.01, 2.0, 3.0, 4.0])), "the order may differ, and rounding"
     assert not serving._same(found(one), found([1.2, 2.0, 3.0, 4.0]))
+    assert serving._same(found(one, two), found(one, one)), "half of them"
+    assert not serving._same(found(one, two, two), found(one, one, one))
+    assert serving._same(found(), found())
     assert not serving._same(found(one), found(one, one))
     with pytest.raises(InputError, match="mixed-up"):
         serving._require_different([found(one), found(two), found(one)])
