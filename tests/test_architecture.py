@@ -68,6 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     "sharing": GROUND | WORK | {"engine", "interop"},
     "transformers_folder": GROUND | MODEL | {"interop"},
     "predictor": GROUND | MODEL | WORK | {"prediction", "tiling", "sharing", "hub", "transformers_folder"},
+    "serving": {"errors", "text", "data", "prediction", "predictor"},
     "classification": GROUND | MODEL | WORK | {"plugins", "config", "engine", "predictor"},
     "assembly": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "interop"} | {"published"},
     "conversion": {"errors", "files", "structures", "interop"},
@@ -89,7 +90,7 @@ ALLOWED: dict[str, set[str]] = {
     | WORK
     | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}
     | {"prediction", "tasks", "replay", "run", "planning", "analysis", "comparison", "models", "tiling"}
-    | {"finetuning", "published"},
+    | {"finetuning", "published", "serving"},
     "__init__": {
         "models",
         "predictor",

@@ -23,6 +23,7 @@ COMMANDS = {  # name -> (module, function, help)
     "train": ("train", "main", "train what a config describes, with data checks, evaluation and a report"),
     "evaluate": ("train", "evaluate", "evaluate a trained run, or weights given as init_from=FILE"),
     "predict": ("predict", "main", "detect objects in images, or classify them"),
+    "serve": ("serve", "main", "serve a detector over HTTP"),
     "check": ("train", "check", "check the data of a config"),
     "convert": ("convert", "main", "write a checkpoint in another format, or without training-only weights"),
     "compare": ("compare", "main", "compare settings over seeds and images, with intervals"),

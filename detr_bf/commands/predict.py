@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     """Predict, write, print."""
     setup_logging()
-    threshold = _threshold(options.threshold)
+    threshold = threshold_of(options.threshold)
     options.tile = check_tile(options.tile)
     if options.panoptic:
         _check_unused(options, "--panoptic", threshold is not None)
@@ -228,7 +228,7 @@ def _check_unused(options: argparse.Namespace, what: str, threshold: bool = Fals
         raise InputError(f"{what} does not use {', '.join(unused)}: leave it out")
 
 
-def _threshold(text: str | None) -> float | str | None:
+def threshold_of(text: str | None) -> float | str | None:
     """Return what --threshold means: a number, 'class', or None if it is not given."""
     if text is None or text == "class":
         return text
