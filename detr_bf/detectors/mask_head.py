@@ -69,7 +69,7 @@ class MaskHead(nn.Module):
             covered = box_coverage(boxes.detach(), seen.unflatten(1, size))
             maps = torch.cat([maps, covered.unsqueeze(2).to(maps.dtype)], dim=2)
         projected = level_of(tokens, size).transpose(1, 2).unflatten(2, size)
-        images = len(states) // memory.num_streams
+        images = states.shape[0] // memory.num_streams
         kind = states.device.type
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
