@@ -1,6 +1,7 @@
 """ONNX files of detectors: graph, metadata, comparison with torch, and detectors that onnxruntime computes.
 
-Shape legend: B images, H x W pixels of the padded batch, Q queries, K class logits, N detections, h x w cells of a mask.
+Shape legend: B images, H x W pixels of the padded batch, Q queries, K class logits, N detections, h x w cells of a
+mask.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -360,10 +360,10 @@ def _graph(exported: Exported, form: Form) -> ExportGraph:
     for module in model.modules():
         if isinstance(module, BatchFormerV2) and module.mode == "mini_batch_inference":
             raise InputError(
-                "batch_former.mode=mini_batch_inference: the images of a batch attend to each other in evaluation; only "
-                "detectors of single images are exported"
+                "batch_former.mode=mini_batch_inference: the images of a batch attend to each other in evaluation; "
+                "only detectors of single images are exported"
             )
-    model.decoder.aux_loss = False
+    model.decoder.aux_loss = False  # type: ignore[assignment]
     return ExportGraph(model, exported.postprocess if form.postprocess else None).eval()
 
 
@@ -373,6 +373,11 @@ def _traced(graph: ExportGraph, form: Form, *, padded: bool, short_side: int) ->
     Raises:
         InputError: a part of the detector has a fixed size.
     """
+    if form.size is None and any(type(module).__name__.endswith("Same") for module in graph.modules()):
+        raise InputError(
+            "the backbone pads by the size of its input (timm's Conv2dSame, as in tf_efficientnet networks): give "
+            "the size as HEIGHTxWIDTH"
+        )
     short = max(short_side, EXAMPLE_SIDE)
     height, width = form.size or (short, short * 5 // 4)
     count = form.batch or 2
@@ -381,7 +386,7 @@ def _traced(graph: ExportGraph, form: Form, *, padded: bool, short_side: int) ->
     dynamic = torch.export.Dim.DYNAMIC
     axes = {0: "batch"} if form.batch is None else {}
     sides = {2: "height", 3: "width"} if form.size is None else {}
-    shapes = ({axis: dynamic for axis in (*axes, *sides)}, dict.fromkeys(axes, dynamic))[: len(arguments)]
+    shapes = (dict.fromkeys((*axes, *sides), dynamic), dict.fromkeys(axes, dynamic))[: len(arguments)]
     with torch.no_grad(), reference_operators(), _quiet():
         try:
             program = torch.export.export(graph, arguments, dynamic_shapes=shapes, strict=False)
@@ -517,9 +522,7 @@ def compare(graph: ExportGraph, path: Path, batches: Sequence[Batch]) -> list[Co
         except InputError as error:
             refused = error
             continue
-        values = {
-            name: _difference(found[name], value) for name, value in zip(graph.names, expected, strict=True)
-        }
+        values = {name: _difference(found[name], value) for name, value in zip(graph.names, expected, strict=True)}
         values |= {"selection": given.shortfall} if selections else {}
         size = (fed.images.shape[2], fed.images.shape[3])
         compared.append(Comparison(len(fed), size, bool(fed.padding_mask.any()), values))

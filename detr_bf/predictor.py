@@ -369,7 +369,9 @@ class Predictor:
                 cannot be written.
         """
         if self.origin is None:
-            raise InputError("only a detector that detr_bf.load has read from a checkpoint can be written for transformers")
+            raise InputError(
+                "only a detector that detr_bf.load has read from a checkpoint can be written for transformers"
+            )
         left_out = write_transformers_folder(Path(folder), self.model, self.class_map, self.origin.config)
         logger.info(
             "%s: transformers gives the same outputs%s",
