@@ -75,7 +75,9 @@ class MaskHead(nn.Module):
 
         def of(row: Tensor, query: Tensor) -> Tensor:
             with torch.autocast(kind, dtype, enabled=enabled):  # as in the forward pass of the detector
-                return self.convolutions(projected, maps[row, query], finer[::-1], row.to(projected.device) % images)
+                image = row.to(projected.device)
+                image = image if memory.num_streams == 1 else image % images
+                return self.convolutions(projected, maps[row, query], finer[::-1], image)
 
         return Masks(of, *states.shape[:2])
 
