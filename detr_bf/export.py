@@ -345,7 +345,7 @@ def export_onnx(
     batches = list(compared_batches(images, transform, form, settings["square"]))
     with atomic_write(path) as temporary:
         temporary.write_bytes(onnx_model.SerializeToString())
-        compared = compare(graph, temporary, batches)
+        compared = compare_outputs(graph, temporary, batches)
         if any(each.beyond for each in compared):
             raise ParityError(_refusal(path, compared))
         values = [asdict(each) for each in compared]
@@ -498,7 +498,7 @@ def synthetic_images(count: int = COMPARED_BATCH) -> list[Tensor]:
     return [transforms.resize(patch, list(size)) for patch, size in zip(patches, cycle(sizes), strict=False)]
 
 
-def compare(graph: ExportGraph, path: Path, batches: Sequence[Batch]) -> list[Comparison]:
+def compare_outputs(graph: ExportGraph, path: Path, batches: Sequence[Batch]) -> list[Comparison]:
     """Compare the outputs of the file in onnxruntime with those of torch.
 
     A detector that chooses among tokens or detections by their scores may choose others of nearly the same score in
