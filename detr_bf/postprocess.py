@@ -45,17 +45,31 @@ class Postprocess:
         self, scores: Tensor, boxes: Tensor, outputs: Outputs, image: int, targets: Sequence[Target]
     ) -> Detections:
         best, query, label = self.classification.candidates(scores, self.max_detections)
-        target = targets[image]
-        height, width = target.original_size
-        scale = boxes.new_tensor([width, height, width, height])
         masks = None
         if outputs.masks is not None:
             distinct, index = query.unique(return_inverse=True)  # a query may be detected with several classes
             logits = outputs.masks.of(torch.full_like(distinct, image), distinct).float()
-            inside = (unpadded_masks(logits, target, targets).sigmoid() > self.mask_threshold).byte()
-            coded = encoded(F.interpolate(inside[:, None], target.original_size)[:, 0])
+            coded = self.coded_masks(logits, targets[image], targets)
             masks = tuple(coded[i] for i in index.tolist())
-        return Detections(target.image_id, (boxes[query] * scale).cpu(), best.cpu(), label.cpu(), masks)
+        return self.detections(boxes[query], best, label, masks, targets[image])
+
+    def detections(
+        self,
+        boxes: Tensor,
+        scores: Tensor,
+        labels: Tensor,
+        masks: tuple[dict[str, Any], ...] | None,
+        target: Target,
+    ) -> Detections:
+        """Return detections of an image with boxes (N, 4) x0, y0, x1, y1 in fractions of it."""
+        height, width = target.original_size
+        scale = boxes.new_tensor([width, height, width, height])
+        return Detections(target.image_id, (boxes * scale).cpu(), scores.cpu(), labels.cpu(), masks)
+
+    def coded_masks(self, logits: Tensor, target: Target, targets: Sequence[Target]) -> tuple[dict[str, Any], ...]:
+        """Return run lengths of the masks of an image from logits (N, h, w) over the padded batch of ``targets``."""
+        inside = (unpadded_masks(logits, target, targets).sigmoid() > self.mask_threshold).byte()
+        return encoded(F.interpolate(inside[:, None], target.original_size)[:, 0])
 
 
 @dataclass(frozen=True)

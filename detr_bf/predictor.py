@@ -16,18 +16,18 @@ from typing import Any, TypeAlias, overload
 import numpy as np
 import torch
 from torch import Tensor
-from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image
 
 from detr_bf.data.batches import SameSizeBatches
 from detr_bf.data.coco import CocoDetection
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.inputs import ImageLike, described, image_files, image_pixels, is_url
 from detr_bf.data.loader import make_loader
-from detr_bf.data.transforms import Sample, SampleTransform
+from detr_bf.data.transforms import SampleTransform, eval_sample
 from detr_bf.data.video import VideoFrame, read_frames
 from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
 from detr_bf.evaluation import DEFAULT_THRESHOLD, CocoEvaluator, Result, ScoreThresholds
+from detr_bf.export import Comparison, Exported, Form, export_onnx, synthetic_images
 from detr_bf.files import is_folder
 from detr_bf.hub import send_folder
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
@@ -332,7 +332,7 @@ class Predictor:
             InputError: one of the files exists or cannot be written, or the predictor was not loaded from a file.
         """
         if self.origin is None:
-            raise InputError("only a detector that detr_bf.load has read can be saved")
+            raise InputError("only a detector that detr_bf.load has read from a checkpoint can be saved")
         title, folder = printable(name or Path(folder).name), Path(folder)
         licence = None if license is None else printable(license)
         weights = self.model.state_dict()
@@ -369,12 +369,58 @@ class Predictor:
                 cannot be written.
         """
         if self.origin is None:
-            raise InputError("only a detector that detr_bf.load has read can be written for transformers")
+            raise InputError(
+                "only a detector that detr_bf.load has read from a checkpoint can be written for transformers"
+            )
         left_out = write_transformers_folder(Path(folder), self.model, self.class_map, self.origin.config)
         logger.info(
             "%s: transformers gives the same outputs%s",
             printable(folder),
             f"; {len(left_out)} tensors of batch attention left out" if left_out else "",
+        )
+
+    def export(
+        self,
+        path: str | Path,
+        *,
+        batch: int | None = None,
+        size: tuple[int, int] | None = None,
+        postprocess: bool = False,
+        images: Iterable[ImageLike] | None = None,
+        license: str | None = None,
+    ) -> list[Comparison]:
+        """Write an ONNX file after comparing its outputs in onnxruntime with those of torch, see docs/export.md.
+
+        Needs ``pip install 'detr_bf[export]'``. :func:`detr_bf.load` reads the file.
+
+        Args:
+            path: new file, whose name ends in ``.onnx``.
+            batch: number of images; None: any.
+            size: height and width of the padded images; None: any.
+            postprocess: the outputs are detections instead of logits.
+            images: a few images to compare with; by default synthetic ones.
+            license: of the weights.
+
+        Returns:
+            The differences for each batch; :func:`detr_bf.export.parity_table` makes a table of them.
+
+        Raises:
+            InputError: see :func:`detr_bf.export.export_onnx`, or the predictor was not loaded from a file.
+            ParityError: an output differs by more than its tolerance; nothing was written.
+        """
+        if self.origin is None:
+            raise InputError("only a detector that detr_bf.load has read from a checkpoint can be exported")
+        given = [image_pixels(each, f"image {index}", self.max_pixels) for index, each in enumerate(images or ())]
+        exported = Exported(
+            self.model, self.class_map, self.transform, self.postprocess, self.thresholds, self.origin.config
+        )
+        return export_onnx(
+            Path(path),
+            exported,
+            Form(batch, size, postprocess),
+            given or synthetic_images(),
+            source="given" if given else "synthetic",
+            license=license,
         )
 
     def _on(self, device: str | torch.device | None) -> Predictor:
@@ -486,12 +532,7 @@ class Predictor:
         return outputs
 
     def _sample(self, pixels: Tensor, index: int) -> tuple[Tensor, Target]:
-        original_size = (pixels.shape[-2], pixels.shape[-1])
-        no_boxes = BoundingBoxes(torch.empty(0, 4), format=BoundingBoxFormat.XYXY, canvas_size=original_size)
-        resized, _, labels, _ = self.transform(Sample(Image(pixels), no_boxes, torch.empty(0, dtype=torch.int64)))
-        size = (resized.shape[-2], resized.shape[-1])
-        target = Target(index, torch.empty(0, 4), labels, size, original_size)
-        return resized.as_subclass(Tensor), target
+        return eval_sample(self.transform, pixels, index)
 
 
 def _above(detections: Detections, least: Tensor) -> Detections:

@@ -90,7 +90,7 @@ def save_shared(
         "thresholds": None if thresholds is None else asdict(thresholds),
         "metrics": metrics,
         "weights": {"sha256": _sha256(folder / WEIGHTS), "tensors": len(weights)},
-        "config": _without_paths(origin.config),
+        "config": without_paths(origin.config),
     }
     write_text(folder / CARD, _card(content, _statistics(origin)))
     write_json(folder / CONFIG, content)
@@ -131,7 +131,7 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
+def without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config without the paths of the data, of the run and of its first weights."""
     shared = copy.deepcopy(dict(config))
     for key, value in _PRIVATE.items():

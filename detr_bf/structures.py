@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -184,8 +183,15 @@ def padding_mask(
 
 
 def resize_mask(padding_mask: Tensor, size: Sequence[int]) -> Tensor:
-    """Resize a mask (B, H, W) bool to (B, h, w); each cell takes the value of its nearest pixel."""
-    return F.interpolate(padding_mask[None].float(), size=tuple(size), mode="nearest")[0].bool()
+    """Resize a mask (B, H, W) bool to (B, h, w); each cell takes the value of its nearest pixel.
+
+    The same pixels as those of ``F.interpolate(mode="nearest")``, which other runtimes round in other ways.
+    """
+    rows, columns = (
+        (torch.arange(count, dtype=torch.float32, device=padding_mask.device) * (length / count)).long()
+        for count, length in zip(size, padding_mask.shape[1:], strict=True)
+    )
+    return padding_mask[:, rows][:, :, columns]
 
 
 @dataclass(frozen=True)

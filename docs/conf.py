@@ -41,6 +41,7 @@ CONTENTS = {
         "docs/fine_tuning",
         "docs/comparing",
         "docs/inference",
+        "docs/export",
         "docs/serving",
         "docs/thresholds",
         "docs/errors",

@@ -40,7 +40,7 @@ def ms_deform_attn(
     Raises:
         ValueError: inconsistent shapes, devices or dtypes.
     """
-    shapes = [(int(height), int(width)) for height, width in _on_host(spatial_shapes)]
+    shapes = [(height, width) for height, width in _on_host(spatial_shapes)]  # symbols in torch.export
     cells = [height * width for height, width in shapes]
     starts = list(accumulate(cells[:-1], initial=0)) if level_start_index is None else _on_host(level_start_index)
     _check_tensors(value, sampling_locations, attention_weights, len(shapes))
@@ -48,7 +48,7 @@ def ms_deform_attn(
     locations = sampling_locations.to(torch.promote_types(value.dtype, torch.float32))
     weights = attention_weights.to(value.dtype)
     if library.compiled(value.device):
-        flat = [size for shape in shapes for size in shape]
+        flat = [int(size) for shape in shapes for size in shape]
         return torch.ops.detr_bf.ms_deform_attn(value, flat, starts, locations, weights)
     return ms_deform_attn_reference(value, shapes, starts, locations, weights)
 

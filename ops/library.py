@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -44,8 +46,24 @@ else:  # the CUDA library implements operators that the CPU library declares
 DECLARED = PROBLEMS["cpu"] is None  # torch knows the operators
 
 
+_reference_only = False
+
+
+@contextmanager
+def reference_operators() -> Iterator[None]:
+    """Use the PyTorch reference in the block: for graphs that programs without these operators run."""
+    global _reference_only
+    before, _reference_only = _reference_only, True
+    try:
+        yield
+    finally:
+        _reference_only = before
+
+
 def compiled(device: torch.device) -> bool:
     """Return True if the compiled kernels run on this device; logged once per device type."""
+    if _reference_only:
+        return False
     if not torch.compiler.is_compiling():
         _announce(device.type)
     return PROBLEMS.get(device.type, "") is None

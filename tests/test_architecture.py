@@ -67,10 +67,12 @@ ALLOWED: dict[str, set[str]] = {
     "tiling": GROUND | WORK,
     "sharing": GROUND | WORK | {"engine", "interop"},
     "transformers_folder": GROUND | MODEL | {"interop"},
-    "predictor": GROUND | MODEL | WORK | {"prediction", "tiling", "sharing", "hub", "transformers_folder"},
+    "export": GROUND | MODEL | WORK | {"sharing"},
+    "predictor": GROUND | MODEL | WORK | {"prediction", "tiling", "sharing", "hub", "transformers_folder", "export"},
     "serving": {"errors", "text", "data", "prediction", "predictor"},
     "classification": GROUND | MODEL | WORK | {"plugins", "config", "engine", "predictor"},
     "assembly": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "interop"} | {"published"},
+    "onnx_predictor": GROUND | WORK | {"config", "assembly", "export", "predictor"},
     "conversion": {"errors", "files", "structures", "interop"},
     "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
     "tasks": GROUND
@@ -84,13 +86,13 @@ ALLOWED: dict[str, set[str]] = {
     "analysis": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "assembly", "tasks"},
     "comparison": GROUND | {"config", "data", "evaluation", "report", "engine", "tasks"},
     "models": {"errors", "text", "config", "detectors", "engine", "assembly", "predictor", "sharing", "tasks"}
-    | {"classification", "files", "hub", "interop", "published", "transformers_folder"},
+    | {"classification", "files", "hub", "interop", "published", "transformers_folder", "export", "onnx_predictor"},
     "finetuning": {"errors", "text", "config", "data", "models", "predictor", "progress", "run", "tasks"},
     "commands": GROUND
     | WORK
     | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}
     | {"prediction", "tasks", "replay", "run", "planning", "analysis", "comparison", "models", "tiling"}
-    | {"finetuning", "published", "serving"},
+    | {"finetuning", "published", "serving", "export"},
     "__init__": {
         "models",
         "predictor",

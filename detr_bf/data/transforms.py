@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
-from torchvision.tv_tensors import BoundingBoxes, Image, Mask, wrap
+from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image, Mask, wrap
 
 from detr_bf.errors import InputError
 from detr_bf.structures import Batch, Target, padding_mask
@@ -93,6 +93,15 @@ class _Registered:
 def eval_transform(*, short_side: int, max_size: int, square: int | None = None) -> SampleTransform:
     """Resize the shorter side to ``short_side`` pixels, the longer to at most ``max_size``, or both to ``square``."""
     return RandomResize([short_side], max_size) if square is None else SquareResize(square)
+
+
+def eval_sample(transform: SampleTransform, pixels: Tensor, index: int) -> tuple[Tensor, Target]:
+    """Return a transformed image (3, h, w) and its target, for ``pixels`` (3, H, W) uint8 without annotations."""
+    original_size = (pixels.shape[-2], pixels.shape[-1])
+    no_boxes = BoundingBoxes(torch.empty(0, 4), format=BoundingBoxFormat.XYXY, canvas_size=original_size)
+    resized, _, labels, _ = transform(Sample(Image(pixels), no_boxes, torch.empty(0, dtype=torch.int64)))
+    size = (resized.shape[-2], resized.shape[-1])
+    return resized.as_subclass(Tensor), Target(index, torch.empty(0, 4), labels, size, original_size)
 
 
 def resized_size(height: int, width: int, short_side: int, max_size: int | None = None) -> tuple[int, int]:

@@ -115,7 +115,7 @@ class AnchorQueries(nn.Module):
             count = self.patterns.num_embeddings
             boxes = boxes.repeat(count, 1)
             content = content.repeat(count, 1) + self.patterns.weight.repeat_interleave(len(content), dim=0)
-        rows = len(memory.tokens)
+        rows = memory.tokens.shape[0]
         content = content.expand(rows, -1, -1)
         return in_groups(Queries(content, torch.zeros_like(content), boxes.expand(rows, -1, -1)), groups)
 

@@ -209,8 +209,8 @@ def cell_centres(spatial_shapes: Sequence[tuple[int, int]], valid_ratios: Tensor
     centres = []
     for level, (height, width) in enumerate(spatial_shapes):
         y, x = torch.meshgrid(
-            torch.arange(0.5, height, device=valid_ratios.device) / height,
-            torch.arange(0.5, width, device=valid_ratios.device) / width,
+            (torch.arange(height, device=valid_ratios.device) + 0.5) / height,
+            (torch.arange(width, device=valid_ratios.device) + 0.5) / width,
             indexing="ij",
         )
         centres.append(torch.stack([x, y], dim=-1).flatten(0, 1) / valid_ratios[:, level, None])

@@ -74,7 +74,8 @@ class HybridEncoder(nn.Module):
         *finer, _ = as_maps(batch.tokens, batch.static["spatial_shapes"])
         coarsest: TokenBatch = self.encoder(self._coarsest(batch))
         streams: list[Tensor] = []
-        for tokens in coarsest.tokens.chunk(coarsest.num_streams):
+        parts = coarsest.tokens.chunk(coarsest.num_streams) if coarsest.num_streams > 1 else (coarsest.tokens,)
+        for tokens in parts:
             with without_updating_statistics(self) if streams else nullcontext():
                 (encoded,) = as_maps(tokens, coarsest.static["spatial_shapes"])
                 fused = self.fusion([*finer, encoded])

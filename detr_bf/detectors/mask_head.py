@@ -69,13 +69,15 @@ class MaskHead(nn.Module):
             covered = box_coverage(boxes.detach(), seen.unflatten(1, size))
             maps = torch.cat([maps, covered.unsqueeze(2).to(maps.dtype)], dim=2)
         projected = level_of(tokens, size).transpose(1, 2).unflatten(2, size)
-        images = len(states) // memory.num_streams
+        images = states.shape[0] // memory.num_streams
         kind = states.device.type
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
         def of(row: Tensor, query: Tensor) -> Tensor:
             with torch.autocast(kind, dtype, enabled=enabled):  # as in the forward pass of the detector
-                return self.convolutions(projected, maps[row, query], finer[::-1], row.to(projected.device) % images)
+                image = row.to(projected.device)
+                image = image if memory.num_streams == 1 else image % images
+                return self.convolutions(projected, maps[row, query], finer[::-1], image)
 
         return Masks(of, *states.shape[:2])
 

@@ -211,7 +211,8 @@ class DeformableAttention(nn.Module):
         """Return sampling points for offsets (R, Q, H, L, P, 2), in cells for points and in size / 2P for boxes."""
         centre = reference[:, :, None, :, None, :2]
         if reference.shape[-1] == 2:
-            size = offsets.new_tensor([(width, height) for height, width in spatial_shapes])
+            sizes = [(width, height) for height, width in spatial_shapes]
+            size = torch.tensor(sizes, dtype=offsets.dtype, device=offsets.device)  # new_tensor takes no symbols
             return centre + offsets / size[:, None]
         if self.scale is None:
             steps = offsets / self.points
@@ -228,7 +229,10 @@ def nearest_cells(points: Tensor, spatial_shapes: Sequence[tuple[int, int]], *, 
     take it. With ``released`` the last column is that of a square map, as in the authors' code, which limits both
     coordinates by the height; a column beyond the width is then limited by the width, where their code fails.
     """
-    heights, widths = (points.new_tensor(sizes)[:, None] for sizes in zip(*spatial_shapes, strict=True))
+    heights, widths = (
+        torch.tensor(sizes, dtype=points.dtype, device=points.device)[:, None]
+        for sizes in zip(*spatial_shapes, strict=True)
+    )
     columns, rows = ((points[..., axis] * size + 0.5).long() for axis, size in enumerate((widths, heights)))
     last_row, last_column = heights.long() - 1, widths.long() - 1
     if released:

@@ -45,7 +45,7 @@ class LearnedQueries(nn.Module):
 
     def forward(self, memory: TokenBatch, targets: Sequence[Target] = ()) -> Queries:
         """Memory of R rows -> queries (R, Q, C)."""
-        rows, groups = len(memory.tokens), self.groups if self.training else ()
+        rows, groups = memory.tokens.shape[0], self.groups if self.training else ()
         count = self.num_queries + sum(group.size for group in groups)
         position = self.position.weight[:count].expand(rows, -1, -1)
         content = torch.zeros_like(position)

@@ -1,0 +1,118 @@
+"""Write a detector as an ONNX file, and compare its outputs in onnxruntime with those of torch.
+
+detr-bf export runs/mine --output mine.onnx                      # any number of images of any size
+detr-bf export runs/mine --output mine.onnx --batch 1 --size 640x640 --with-postprocess
+detr-bf export detr_r50 --output detr.onnx --images photos       # published weights, compared on these images
+
+The images to compare with are those of --images, else the first validation images of the run, else synthetic ones. If
+an output differs by more than its tolerance, nothing is written and the exit code is 1. detr_bf.load and 'detr-bf
+predict --checkpoint' read the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from torch import Tensor
+
+from detr_bf.assembly.data import data_source
+from detr_bf.cli import run_tool
+from detr_bf.config import config_from_dict
+from detr_bf.data.coco import read_annotations
+from detr_bf.data.images import read_image
+from detr_bf.data.inputs import image_files
+from detr_bf.errors import InputError
+from detr_bf.export import COMPARED_BATCH, ParityError, parity_table
+from detr_bf.files import file_size
+from detr_bf.models import load
+from detr_bf.predictor import Predictor
+from detr_bf.progress import setup_logging
+from detr_bf.text import printable, safe_message
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 1 if an output differs by more than its tolerance."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", help="run folder, checkpoint, saved folder, or name of published weights")
+    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="ONNX file to write")
+    parser.add_argument("--batch", default="dynamic", metavar="dynamic|N", help="images of a call (default: dynamic)")
+    parser.add_argument(
+        "--size",
+        default="dynamic",
+        metavar="dynamic|HxW",
+        help="height and width in pixels of the images after padding (default: dynamic)",
+    )
+    parser.add_argument(
+        "--with-postprocess", action="store_true", help="the outputs are scores, labels and boxes instead of logits"
+    )
+    parser.add_argument("--images", metavar="DIR", type=Path, help="compare the outputs on images of this folder")
+    parser.add_argument("--license", metavar="ID", help="of the weights, for the metadata, such as apache-2.0")
+    options = parser.parse_args(arguments)
+
+    def run() -> int:
+        try:
+            return _run(options)
+        except ParityError as error:
+            print(safe_message(error), file=sys.stderr)
+            return 1
+
+    return run_tool(run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Load, export and print the comparison."""
+    setup_logging()
+    batch, size = _batch(options.batch), _size(options.size)
+    predictor = load(options.run, "cpu")
+    images, source = _images(predictor, options.images)
+    compared = predictor.export(
+        options.output,
+        batch=batch,
+        size=size,
+        postprocess=options.with_postprocess,
+        images=images,
+        license=options.license,
+    )
+    print(f"largest differences between onnxruntime and torch, {source}:")
+    print(parity_table(compared))
+    print(f"{file_size(options.output) / 1e6:.1f} MB: {printable(options.output)}")
+    return 0
+
+
+def _batch(text: str) -> int | None:
+    if text == "dynamic":
+        return None
+    if not re.fullmatch(r"[1-9]\d{0,5}", text):
+        raise InputError(f"--batch must be 'dynamic' or a whole number from 1; got {printable(text)}")
+    return int(text)
+
+
+def _size(text: str) -> tuple[int, int] | None:
+    if text == "dynamic":
+        return None
+    if not (found := re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text)):
+        raise InputError(f"--size must be 'dynamic' or HEIGHTxWIDTH in pixels, such as 640x640; got {printable(text)}")
+    return int(found[1]), int(found[2])
+
+
+def _images(predictor: Predictor, folder: Path | None) -> tuple[list[Tensor] | None, str]:
+    """Return a few images to compare with, None for synthetic ones, and their description."""
+    if folder is not None:
+        files = list(islice(image_files([folder]), COMPARED_BATCH))
+        return [read_image(file, max_pixels=predictor.max_pixels) for file in files], f"images of {printable(folder)}"
+    reason = "the checkpoint names no validation images"
+    if predictor.origin is not None:
+        try:
+            config = config_from_dict(predictor.origin.config, source="the config of the checkpoint")
+            source = data_source(config, "val")
+            entries = read_annotations(source.annotations).images[:COMPARED_BATCH]
+            files = [source.images / str(entry["file_name"]) for entry in entries]
+            return [read_image(file, max_pixels=predictor.max_pixels) for file in files], "validation images"
+        except InputError as error:
+            reason = printable(error)
+    return None, f"synthetic images ({reason})"

@@ -1,0 +1,85 @@
+"""A detector of an ONNX file ready for images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from detr_bf.assembly.data import build_eval_transform
+from detr_bf.assembly.model import build_panoptic_postprocess, build_postprocess
+from detr_bf.config import config_from_dict
+from detr_bf.errors import InputError
+from detr_bf.evaluation import ScoreThresholds
+from detr_bf.export import OnnxDetector, fixed_transform, onnx_content
+from detr_bf.predictor import Predictor
+from detr_bf.structures import Batch, ClassMap, Detections, Outputs
+from detr_bf.text import printable
+
+
+class OnnxPredictor(Predictor):
+    """Predictor whose detector onnxruntime computes, on the CPU in float32."""
+
+    def _on(self, device: str | torch.device | None) -> Predictor:
+        if str(device or "auto") not in ("auto", "cpu"):
+            raise InputError(f"device={printable(str(device))}: ONNX files are computed on the CPU here")
+        return self
+
+    def _outputs(self, batch: Batch, half: bool) -> Outputs:
+        _refuse_half(half)
+        outputs: Outputs = self.model(batch)
+        return outputs
+
+    def _detect(self, batch: Batch, half: bool = False) -> list[Detections]:
+        runtime: Any = self.model
+        if not runtime.form.postprocess:
+            return super()._detect(batch, half)
+        _refuse_half(half)
+        found, targets, detected = runtime.run(batch), batch.targets, []
+        masks = runtime.masks_over(batch, found["masks"]) if "masks" in found else None
+        for image, target in enumerate(targets):
+            number = torch.arange(found["scores"].shape[1])
+            coded = None
+            if masks is not None:
+                coded = self.postprocess.coded_masks(masks.of(torch.full_like(number, image), number), target, targets)
+            boxes, scores, labels = (found[name][image] for name in ("boxes", "scores", "labels"))
+            detected.append(self.postprocess.detections(boxes, scores, labels, coded, target))
+        return detected
+
+
+def _refuse_half(half: bool) -> None:
+    if half:
+        raise InputError("ONNX files are computed in float32 here: leave half out")
+
+
+def load_onnx(path: Path, device: str = "auto") -> OnnxPredictor:
+    """Return the detector of a file that ``detr-bf export`` wrote.
+
+    Raises:
+        InputError: onnxruntime is not installed, the file is damaged or of another program, or another device than the
+            CPU is asked for.
+    """
+    runtime: Any = OnnxDetector(onnx_content(path), str(path))
+    values = runtime.metadata
+    try:
+        config = config_from_dict(values["config"], source=f"the config in {printable(path)}")
+        classes = ClassMap(tuple(values["category_ids"]), tuple(values["classes"]), tuple(values["is_thing"]))
+        thresholds = ScoreThresholds(float(values["threshold"]), tuple(map(float, values["thresholds"])))
+        if not len(thresholds.by_class) == classes.num_classes:
+            raise ValueError(f"{len(thresholds.by_class)} thresholds for {classes.num_classes} classes")
+        transform = fixed_transform(build_eval_transform(config), runtime.form, config.data.transforms.square)
+        predictor = OnnxPredictor(
+            model=runtime,
+            class_map=classes,
+            transform=transform,
+            postprocess=build_postprocess(config),
+            panoptic_postprocess=build_panoptic_postprocess(config, classes),
+            device=torch.device("cpu"),
+            max_pixels=config.data.max_pixels,
+            thresholds=thresholds if values["measured_thresholds"] else None,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"the metadata of {printable(path)} lack a part: {printable(error)}") from error
+    predictor._on(device)
+    return predictor

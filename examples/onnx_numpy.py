@@ -1,0 +1,60 @@
+"""Detect with a file of 'detr-bf export', without torch: python onnx_numpy.py model.onnx photo.jpg drawn.png."""
+
+import json
+import sys
+
+import numpy as np
+import onnxruntime as ort
+from PIL import Image, ImageDraw, ImageOps
+
+
+def resized_size(width: int, height: int, rule: dict) -> tuple[int, int]:
+    """Return width and height of the input of the detector."""
+    if rule["rule"] == "square":
+        return rule["side"], rule["side"]
+    if rule["rule"] == "fit":
+        limits = rule["width"], rule["height"]
+        scale = min(limits[0] / width, limits[1] / height)
+        return tuple(min(limit, max(1, round(s * scale))) for limit, s in zip(limits, (width, height), strict=True))
+    short, long = min(width, height), max(width, height)
+    side = rule["side"]
+    if long / short * side > rule["longest"]:
+        side = max(1, round(rule["longest"] * short / long))
+    return (side * width // short, side) if width >= height else (side, side * height // short)
+
+
+def detections(found: dict, softmax: bool, limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return scores, labels and boxes (x0, y0, x1, y1 in fractions of the image) of the first image, best first."""
+    if "scores" in found:
+        return tuple(found[name][0] for name in ("scores", "labels", "boxes"))
+    logits, (x, y, w, h) = found["logits"][0].astype(np.float64), found["boxes"][0].T
+    boxes = np.stack([x - w / 2, y - h / 2, x + w / 2, y + h / 2], axis=1)
+    if softmax:  # the last class is no object; each query has one class
+        powers = np.exp(logits - logits.max(1, keepdims=True))
+        scores = (powers / powers.sum(1, keepdims=True))[:, :-1]
+        best = np.argsort(-scores.max(1), kind="stable")[:limit]
+        return scores.max(1)[best], scores.argmax(1)[best], boxes[best]
+    scores = 1 / (1 + np.exp(-logits))
+    query, label = np.divmod(np.argsort(-scores.ravel(), kind="stable")[:limit], scores.shape[1])
+    return scores[query, label], label, boxes[query]
+
+
+model, photo, output = sys.argv[1:]
+session = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
+meta = {k: v if k == "format" else json.loads(v) for k, v in session.get_modelmeta().custom_metadata_map.items()}
+image = ImageOps.exif_transpose(Image.open(photo)).convert("RGB")
+small = np.asarray(image.resize(resized_size(*image.size, meta["resize"]), Image.Resampling.BILINEAR))
+batch = np.zeros((meta["form"]["batch"] or 1, 3, *(meta["form"]["size"] or small.shape[:2])), np.uint8)
+batch[:, :, : small.shape[0], : small.shape[1]] = small.transpose(2, 0, 1)
+feeds = {"images": batch, "sizes": np.array([small.shape[:2]] * len(batch), np.int64)}
+names = [each.name for each in session.get_outputs()]
+values = session.run(names, {each.name: feeds[each.name] for each in session.get_inputs()})
+draw = ImageDraw.Draw(image)
+found = dict(zip(names, values, strict=True))
+scores, labels, boxes = detections(found, meta["scores"] == "softmax", meta["max_detections"])
+for score, label, box in zip(scores, labels, boxes * [*image.size, *image.size], strict=True):
+    if score >= meta["threshold"]:
+        print(f"{meta['classes'][label]} {score:.3f} {' '.join(f'{value:.1f}' for value in box)}")
+        draw.rectangle([*np.minimum(box[:2], box[2:]), *box[2:]], outline="red", width=2)
+        draw.text(tuple(box[:2]), f"{meta['classes'][label]} {score:.2f}", fill="red")
+image.save(output)
