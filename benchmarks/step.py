@@ -343,6 +343,13 @@ class Timed(nn.Module):
         with self.watch.inside(self.part):
             return self.watch.border(self.module(*inputs, **settings), self.part)
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the timed module, such as the ``position`` of a layer of batch attention."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
 
 class _Border(torch.autograd.Function):
     @staticmethod
