@@ -79,8 +79,8 @@ def finetune(
         if name not in names
     ]
     files, own = fine_tuning_files(model)
-    augment, more = chosen_settings(files, [*chosen, *own, *overrides], augment)
-    files, chosen = [*files, packaged_configs()[f"augment_{augment}"]], [*chosen, *own, *more]
+    augment, more = chosen_settings(files, [*own, *chosen, *overrides], augment)
+    files, chosen = [*files, packaged_configs()[f"augment_{augment}"]], [*own, *chosen, *more]
     config: DetectionConfig = load_config(files, [*chosen, *overrides], task="detection")
     setup_logging()
     command = ["detr-bf", "train", model, "finetune", f"augment_{augment}", *chosen, *overrides]

@@ -79,7 +79,9 @@ def load_onnx(path: Path, device: str = "auto") -> OnnxPredictor:
             max_pixels=config.data.max_pixels,
             thresholds=thresholds if values["measured_thresholds"] else None,
         )
+    except InputError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"the metadata of {printable(path)} lack a part: {printable(error)}") from error
+        raise InputError(f"the metadata of {printable(path)} are damaged: {printable(repr(error))}") from error
     predictor._on(device)
     return predictor

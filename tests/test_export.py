@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import subprocess
 import sys
 from functools import partial
@@ -26,7 +27,7 @@ from detr_bf.data.images import MAX_PIXELS
 from detr_bf.detectors import MaskHead
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ScoreThresholds
-from detr_bf.export import ParityError, parity_table, synthetic_images
+from detr_bf.export import GivenSelections, ParityError, parity_table, synthetic_images
 from detr_bf.predictor import Predictor
 from detr_bf.sharing import Origin
 from detr_bf.structures import Batch, ClassMap
@@ -118,8 +119,8 @@ def test_a_fixed_form_with_detections(tmp_path: Path) -> None:
     assert [len(each) for each in found] == [QUERIES] * 3
     wide = torch.randint(256, (3, 64, 96), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
     same(loaded(wide, threshold=0.0), original(wide, threshold=0.0))  # fits without padding
-    with pytest.raises(InputError, match="2 images at a time, got 3"):
-        list(loaded.predict(images, batch_size=3))
+    for one, other in zip(loaded.predict(images, batch_size=3, threshold=0.0), found, strict=True):
+        same(one, other)  # more images than the file takes are computed in parts
     with pytest.raises(InputError, match="has no logits"):
         loaded.model(Batch.collate([loaded._sample(image, 0) for image in images[:2]]))
 
@@ -162,6 +163,39 @@ def test_a_loaded_file_refuses_what_it_cannot_do(detr: tuple[Predictor, Path], t
     for method in (loaded.save, loaded.to_huggingface, loaded.export):
         with pytest.raises(InputError, match="from a checkpoint"):
             method(tmp_path / "again.onnx")
+
+
+def test_squares_of_a_fixed_size(tmp_path: Path) -> None:
+    original = predictor("rtdetr", "data.transforms.square=64")
+    original.export(tmp_path / "it.onnx", batch=1, size=(64, 64))
+    loaded = detr_bf.load(tmp_path / "it.onnx")
+    assert [each.name for each in loaded.model.session.get_inputs()] == ["images"]
+    for image in synthetic_images():
+        same(loaded(image, threshold=0.0), original(image, threshold=0.0))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("form", None), ("form", "{bad"), ("form", '{"batch": 1}'), ("config", "{bad"), ("classes", "[1]")],
+)
+def test_damaged_metadata(key: str, value: str | None, detr: tuple[Predictor, Path], tmp_path: Path) -> None:
+    proto = onnx.load(str(detr[1]))
+    [entry] = [each for each in proto.metadata_props if each.key == key]
+    if value is None:
+        proto.metadata_props.remove(entry)
+    else:
+        entry.value = value
+    onnx.save(proto, str(tmp_path / "it.onnx"))
+    with pytest.raises(InputError, match=r"the metadata of .* are damaged"):
+        detr_bf.load(tmp_path / "it.onnx")
+
+
+def test_a_choice_that_is_not_a_number_is_beyond_the_tolerance() -> None:
+    given = GivenSelections([torch.tensor([0]), torch.tensor([0])])
+    with given:
+        torch.tensor([float("nan"), 1.0]).topk(1)
+        torch.tensor([1.0, 0.0]).topk(1)
+    assert math.isnan(given.shortfall)
 
 
 def test_bad_files(detr: tuple[Predictor, Path], tmp_path: Path) -> None:

@@ -140,16 +140,19 @@ def test_augmentation_follows_the_number_of_images(
 def test_the_command_names_the_settings_of_a_file(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine.yaml").write_text("data: {transforms: {horizontal_flip: 0.0}}\ntrain: {epochs: 7}\n")
+    text = "data: {transforms: {horizontal_flip: 0.0}}\ntrain: {epochs: 7}\ninit_from: of_the_file.pth\n"
+    (tmp_path / "mine.yaml").write_text(text)
     runs: list[DetectionConfig] = []
     monkeypatch.setattr(finetuning, "train", lambda task, resume_if_possible: runs.append(task.config))
     monkeypatch.setattr(finetuning, "load", lambda folder, device: None)
-    detr_bf.finetune(photos, model=str(tmp_path / "mine.yaml"), output=tmp_path / "run")
+    mine = str(tmp_path / "mine.yaml")
+    detr_bf.finetune(photos, model=mine, output=tmp_path / "run", init_from="given.pth")
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("same as: ")]
     arguments = shlex.split(line.removeprefix("same as: detr-bf train "))
     files = [each if each.endswith(".yaml") else packaged_configs()[each] for each in arguments if "=" not in each]
     assert load_config(files, [each for each in arguments if "=" in each]) == runs[0]
     assert (runs[0].train.epochs, runs[0].data.transforms.horizontal_flip) == (7, 0)
+    assert runs[0].init_from == "given.pth"
 
 
 @pytest.mark.parametrize(

@@ -471,6 +471,14 @@ def test_two_batches_at_most_are_decoded(detector: Predictor, monkeypatch: pytes
         assert {answer.result(SECONDS).status_code for answer in answers} == {200}
 
 
+def test_another_name_is_refused_without_a_token(detector: Predictor) -> None:
+    for token, status in ((None, 403), (TOKEN, 200)):
+        with running(detector, token=token) as server:
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            for host, expected in (("evil.example", status), ("localhost:1", 200), ("[::1]:80", 200)):
+                assert server.client.get("/model", headers=headers | {"Host": host}).status_code == expected
+
+
 def test_the_token(detector: Predictor) -> None:
     with running(detector, token=TOKEN) as server:
         for given in ({}, *({"Authorization": text} for text in ("", TOKEN, f"Bearer {TOKEN}x", f"Basic {TOKEN}"))):
@@ -536,7 +544,7 @@ def raw(server: Running, header: str) -> Iterator[socket.socket]:
     """Connection on which the head of a request was sent."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=SECONDS) as connection:
-        head = f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\n{header}\r\n\r\n"
+        head = f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\n{header}\r\n\r\n"
         connection.sendall(head.encode())
         yield connection
 
@@ -655,6 +663,7 @@ def test_the_description_names_classes_and_limits_and_no_paths(detector: Predict
         {"token": " "},
         {"token": "a\nb"},
         {"token": "é"},
+        {"token": "abc "},
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any]) -> None:

@@ -112,7 +112,9 @@ def _images(predictor: Predictor, folder: Path | None) -> tuple[list[Tensor] | N
             source = data_source(config, "val")
             entries = read_annotations(source.annotations).images[:COMPARED_BATCH]
             files = [source.images / str(entry["file_name"]) for entry in entries]
-            return [read_image(file, max_pixels=predictor.max_pixels) for file in files], "validation images"
+            if files:
+                return [read_image(file, max_pixels=predictor.max_pixels) for file in files], "validation images"
+            reason = "the validation split has no images"
         except InputError as error:
             reason = printable(error)
     return None, f"synthetic images ({reason})"

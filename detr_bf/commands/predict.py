@@ -203,6 +203,7 @@ def _noted_signals() -> Iterator[list[int]]:
     def note(number: int, _: object) -> None:
         noted.append(number)
         restore()
+        print("ending after the next frame; another signal ends at once, without the frames", file=sys.stderr)
 
     def restore() -> None:
         for number, handler in before.items():

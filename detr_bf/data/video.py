@@ -96,7 +96,8 @@ def _frames(av: Any, container: Any, name: str, every: int) -> Iterator[VideoFra
     stream, number, packets, end = container.streams.video[0], 0, 0, 0.0
     rate, stated = stream.average_rate, stream.frames
     with container:
-        duration = float((stream.duration or 0) * stream.time_base)  # of what is shown: edit lists may hide frames
+        # of what is shown: edit lists may hide frames
+        duration = float(((stream.start_time or 0) + (stream.duration or 0)) * stream.time_base)
         try:
             for packet in container.demux(stream):
                 packets += packet.size > 0

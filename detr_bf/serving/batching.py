@@ -69,8 +69,9 @@ class ServingOptions:
                 f"an image can wait for others from 0 to less than the timeout, {self.timeout:g} s; got "
                 f"{self.max_wait:g} s"
             )
-        if self.token is not None and not (self.token.isascii() and self.token.isprintable() and self.token.split()):
-            raise InputError("the token must be one line of printable ASCII characters, and not empty")
+        token = self.token
+        if token is not None and not (token.isascii() and token.isprintable() and token and token == token.strip()):
+            raise InputError("the token must be one line of printable ASCII characters without blanks around it")
 
 
 class Histogram:

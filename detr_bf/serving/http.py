@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable
@@ -53,6 +54,7 @@ _UPLOAD = {  # of the OpenAPI description; the body is read by hand to stop at m
 _STATUSES: dict[int | str, dict[str, Any]] = {
     200: {"description": "objects (as in predictions.json), width, height, seconds"},
     401: {"description": "no token, or a wrong one"},
+    403: {"description": "a local server without a token was asked under another name"},
     408: {"description": "the image did not arrive in time"},
     413: {"description": "too many bytes or pixels"},
     415: {"description": "not an image, or a wrong Content-Type"},
@@ -260,23 +262,28 @@ class _Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        start, status = monotonic(), 500  # the status if the app raises an exception
+        start, started, status = monotonic(), False, 500  # the status if the app raises an exception
 
         async def counted(message: Message) -> None:
-            nonlocal status
+            nonlocal started, status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                started, status = True, message["status"]
             await send(message)
 
         path = scope["path"]
         try:
-            if path in OPEN_PATHS or self._is_allowed(scope):
+            if self.token is None and not _is_own_name(scope):
+                detail = {"detail": "a server without a token answers only as localhost or under its local address"}
+                await JSONResponse(detail, 403)(scope, receive, counted)
+            elif path in OPEN_PATHS or self._is_allowed(scope):
                 await self.app(scope, receive, counted)
             else:
                 detail = {"detail": "give the token of this server: Authorization: Bearer TOKEN"}
                 await JSONResponse(detail, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, counted)
         except asyncio.CancelledError:  # a second SIGINT, or the request does not end
             self.service.cut_off += 1
+            if started:
+                raise
             await JSONResponse({"detail": "the server was stopped"}, 503)(scope, receive, counted)
         finally:
             self.service.metrics.requests[path if path in KNOWN_PATHS else "other", status] += 1
@@ -289,6 +296,22 @@ class _Gate:
             return True
         kind, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         return hmac.compare_digest(given.strip(), self.token) and kind.lower() == b"bearer"
+
+
+def _is_own_name(scope: Scope) -> bool:
+    """Return False if a local server is asked under another name: a web page can give its own name a local address."""
+    if not _is_loopback((scope.get("server") or ("",))[0]):
+        return True
+    host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+    name = re.sub(r":\d*$", "", host).strip("[]")
+    return name == "localhost" or _is_loopback(name)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def build_app(service: DetectorService) -> FastAPI:

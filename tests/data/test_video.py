@@ -138,6 +138,26 @@ def test_frames_that_an_edit_list_hides_are_not_missing(tmp_path: Path) -> None:
     )
 
 
+def test_an_incomplete_file_that_starts_late(tmp_path: Path) -> None:
+    with (
+        av.open(str(clip(tmp_path / "a.mp4"))) as source,
+        av.open(str(tmp_path / "b.mp4"), "w", options={"movflags": "faststart"}) as target,
+    ):
+        stream = source.streams.video[0]
+        copied, late = target.add_stream_from_template(stream), int(6 / stream.time_base)
+        for packet in source.demux(stream):
+            if packet.size:
+                packet.stream, packet.pts, packet.dts = copied, packet.pts + late, packet.dts + late
+                target.mux(packet)
+    whole = list(read_frames(tmp_path / "b.mp4"))
+    assert len(whole) == COUNT
+    assert whole[0].seconds >= 5
+    content = (tmp_path / "b.mp4").read_bytes()
+    (tmp_path / "c.mp4").write_bytes(content[: len(content) * 4 // 5])
+    with pytest.raises(InputError, match=r"incomplete|damaged"):
+        list(read_frames(tmp_path / "c.mp4"))
+
+
 def test_frames_before_the_end_of_an_incomplete_file_are_read(tmp_path: Path) -> None:
     numbers: list[int] = []
     with pytest.raises(InputError, match=r"is (incomplete: it has \d+ of the 12 frames|damaged after \d+ frames)"):
@@ -200,13 +220,13 @@ def test_the_command_writes_a_line_for_each_frame(
         "its own file is replaced"
     )
     assert len((tmp_path / "out" / "predictions.jsonl").read_text().splitlines()) == COUNT
-    interrupted = FramePrediction.to_json
+    interrupted, before = FramePrediction.to_json, [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     monkeypatch.setattr(FramePrediction, "to_json", lambda self: (signal.raise_signal(number), interrupted(self))[1])
     for number in (signal.SIGINT, signal.SIGTERM):
         assert run(detector, ["--output", output, source], monkeypatch) == 128 + number
         assert "interrupted: the frames before are written" in capsys.readouterr().err
         assert len((tmp_path / "out" / "predictions.jsonl").read_text().splitlines()) == 1
-        assert signal.getsignal(number) is (signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
     monkeypatch.setattr(FramePrediction, "to_json", interrupted)
     damaged = str(incomplete(tmp_path / "b.mp4"))
     assert run(detector, ["--output", output, damaged, "--threshold", "0"], monkeypatch) == 1
