@@ -120,9 +120,7 @@ class FitResize:
     def __call__(self, sample: Sample) -> Sample:
         height, width = sample.image.shape[-2:]
         scale = min(self.size[0] / height, self.size[1] / width)
-        sides = [
-            min(limit, max(1, round(side * scale))) for side, limit in zip((height, width), self.size, strict=True)
-        ]
+        sides = [max(1, round(side * scale)) for side in (height, width)]  # at most the limits: one is met exactly
         return sample._replace(image=transforms.resize(sample.image, sides, antialias=True))
 
 
@@ -539,9 +537,9 @@ def compare_outputs(graph: ExportGraph, path: Path, batches: Sequence[Batch]) ->
         values |= {"selection": given.shortfall} if selections else {}
         size = (fed.images.shape[2], fed.images.shape[3])
         compared.append(Comparison(len(fed), size, bool(fed.padding_mask.any()), values))
-    if not compared:
-        raise refused or InputError("there are no images to compare the outputs with")
-    return compared
+    if compared:
+        return compared
+    raise refused or InputError("there are no images to compare the outputs with")
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
@@ -576,8 +574,7 @@ class GivenSelections(TorchFunctionMode):
         if func not in (Tensor.topk, torch.topk):
             return result
         given = self.indices.pop(0)
-        values = args[0].gather(-1, given)
-        difference = _difference(values, result.values)
+        difference = _difference(values := args[0].gather(-1, given), result.values)
         if not (math.isnan(self.shortfall) or difference <= self.shortfall):  # NaN stays
             self.shortfall = difference
         return torch.return_types.topk((values, given))
