@@ -8,6 +8,7 @@ import math
 import shlex
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Literal, overload
 
 from detr_bf.config import DetectionConfig, load_config, own_settings, packaged_configs
 from detr_bf.config.detection import DataConfig
@@ -16,7 +17,7 @@ from detr_bf.errors import InputError
 from detr_bf.models import load, recipe_file
 from detr_bf.predictor import Predictor
 from detr_bf.progress import setup_logging
-from detr_bf.run import train
+from detr_bf.run import dry_run_training, train
 from detr_bf.tasks import task_of
 from detr_bf.text import printable
 
@@ -25,15 +26,48 @@ logger = logging.getLogger(__name__)
 RUN_STEPS = 3000  # of a run whose length is not given
 MOST_EPOCHS = 300
 WARMUP_STEPS = 100  # of a run of at least ten times as many
-# Augmentation by the largest number of training images: a rule of thumb. In a run of RUN_STEPS steps of four images,
-# each of 1,000 is seen twelve times, each of 5,000 two or three times.
-AUGMENTATION = {"strong": 1000, "light": 5000, "none": math.inf}
+AUGMENTATION = ("none", "light", "strong")
+SHORT_RUN = 2  # epochs at most without augmentation; docs/results.md has the measurements behind these numbers
+EMA_SPANS = 6  # the averaged weights have this many averaging lengths, 1 / (1 - decay) steps each, in a run
+MOST_DECAY = 0.9997
+# Learning rate of RT-DETR without a trained detector to start from, in a run of RUN_STEPS steps. It is multiplied by the
+# square root of RUN_STEPS / steps, up to the limit, and is never below the recipe's.
+SCRATCH_RATE = 4e-4
+MOST_RATE = 2e-3
 VAL_FRACTION = 0.2  # of a folder without validation split
 TRAIN_NAMES = ("train", "train2017", "training")
 VAL_NAMES = ("val", "valid", "validation", "val2017", "dev")
 _OTHER_NAMES = ("trainval", "test", "test2017", "testing")  # they, too, show that a folder has splits
 _PATH_SETTINGS = ("data.root=", "data.train.", "data.val.", "output_dir=")
 _SPLIT_SETTINGS = ("data.train.", "data.val.", "data.val_fraction", "data.fold")
+
+
+@overload
+def finetune(
+    data: str | Path,
+    *,
+    output: str | Path,
+    model: str = ...,
+    init_from: str | Path | None = ...,
+    augment: str | None = ...,
+    resume: bool = ...,
+    overrides: Sequence[str] = ...,
+    dry_run: Literal[False] = ...,
+) -> Predictor: ...
+
+
+@overload
+def finetune(
+    data: str | Path,
+    *,
+    output: str | Path,
+    model: str = ...,
+    init_from: str | Path | None = ...,
+    augment: str | None = ...,
+    resume: bool = ...,
+    overrides: Sequence[str] = ...,
+    dry_run: Literal[True],
+) -> None: ...
 
 
 def finetune(
@@ -45,14 +79,17 @@ def finetune(
     augment: str | None = None,
     resume: bool = False,
     overrides: Sequence[str] = (),
-) -> Predictor:
+    dry_run: bool = False,
+) -> Predictor | None:
     """Train a detector on a folder and return the predictor of its best checkpoint.
 
     This is ``detr-bf train MODEL finetune augment_AUGMENT data.root=DATA output_dir=OUTPUT ...``, and logs that
     command: the data are checked before the first step, and evaluation, results and a report are in ``output``. Splits
     named train and val (or valid, ...) are used; of a folder without val a fifth of the training images is for
     validation, of a folder without splits a fifth of all images. The number of epochs gives about ``RUN_STEPS``
-    optimizer steps, at most ``MOST_EPOCHS`` epochs; a tenth of the steps, at most ``WARMUP_STEPS``, are warm-up.
+    optimizer steps, at most ``MOST_EPOCHS`` epochs. The number of steps chooses the warm-up (a tenth, at most
+    ``WARMUP_STEPS``), the decay of the averaged weights, and for RT-DETR without ``init_from`` the learning rates;
+    other detectors keep those of the recipe. docs/fine_tuning.md has the table.
 
     Args:
         data: folder in one of the forms that docs/data.md lists.
@@ -60,16 +97,19 @@ def finetune(
         model: name of a recipe (:func:`detr_bf.list_models`) or of another packaged config (``demo``), or a YAML file,
             whose own settings replace those of fine-tuning.
         init_from: checkpoint or run to start from; by default the backbone's weights that the recipe names.
-        augment: none, light or strong (``configs/augment_*.yaml``); by default by the number of training images, see
-            :data:`AUGMENTATION`. Strong augmentation ends with the last tenth of the epochs.
+        augment: none, light or strong (``configs/augment_*.yaml``); by default light, and none in a run of one or two
+            epochs. Strong augmentation ends with the last tenth of the epochs.
         resume: continue the run in ``output`` if there is one.
         overrides: settings as on the command line, which replace those chosen here.
+        dry_run: do everything up to the first step, log what was found, write nothing and return None.
 
     Raises:
         InputError: for anything that can be corrected, before the first step.
     """
     if not str(output).strip():
         raise InputError("finetune needs the folder of the run: output='runs/mine'")
+    if dry_run and resume:
+        raise InputError("dry_run=True and resume=True exclude each other: a dry run tries a new run")
     paths = {"data.root": data, "output_dir": output} | ({} if init_from is None else {"init_from": init_from})
     names = {each.partition("=")[0].strip() for each in overrides}
     # quoted, because the values of settings are YAML: 007 would be a number, and "a #1" end at the blank
@@ -84,8 +124,12 @@ def finetune(
     config: DetectionConfig = load_config(files, [*chosen, *overrides], task="detection")
     setup_logging()
     command = ["detr-bf", "train", model, "finetune", f"augment_{augment}", *chosen, *overrides]
-    command += ["--auto-resume"] * resume
+    command += ["--auto-resume"] * resume + ["--dry-run"] * dry_run
     logger.info("same as: %s", printable(shlex.join(command), limit=2000))
+    if dry_run:
+        if found := dry_run_training(task_of(config)):
+            logger.info("%s", found)
+        return None
     train(task_of(config), resume_if_possible=resume)
     return load(config.output_dir, config.device)
 
@@ -106,7 +150,9 @@ def fine_tuning_files(model: str) -> tuple[list[Path], list[str]]:
 
 
 def chosen_settings(files: Sequence[Path], given: Sequence[str], augment: str | None = None) -> tuple[str, list[str]]:
-    """Return the name of the augmentation, and the settings of splits and length that are not among the given ones.
+    """Return the name of the augmentation, and the settings chosen for the folder that are not among the given ones.
+
+    These are the splits, the length of the run, and what follows from the length.
 
     Args:
         files: configs of the detector and of fine-tuning, without augmentation.
@@ -123,10 +169,14 @@ def chosen_settings(files: Sequence[Path], given: Sequence[str], augment: str | 
     if not any(name.startswith(_SPLIT_SETTINGS) for name in names):
         chosen += _split_settings(load_config(files, given, task="detection").data)
     config: DetectionConfig = load_config(files, [*given, *chosen], task="detection")
-    images = _train_images(config)
-    augment = augment or next(name for name, most in AUGMENTATION.items() if images <= most)
-    length = _schedule(config, images, augment, names)
-    return augment, chosen + [setting for setting in length if setting.split("=")[0] not in names]
+    train, images = config.train, _train_images(config)
+    steps = max(1, math.ceil(images / (train.batch_size * train.accumulate)))
+    epochs = train.epochs if "train.epochs" in names else min(MOST_EPOCHS, math.ceil(RUN_STEPS / steps))
+    augment = augment or ("none" if epochs <= SHORT_RUN else "light")
+    settings: dict[str, float] = {"train.epochs": epochs, **_by_steps(config, epochs * steps, names)}
+    if augment == "strong":
+        settings["data.plain_last_epochs"] = epochs // 10
+    return augment, chosen + [f"{name}={value}" for name, value in settings.items() if name not in names]
 
 
 def _split_settings(data: DataConfig) -> list[str]:
@@ -155,14 +205,20 @@ def _train_images(config: DetectionConfig) -> float:
     return images * ((data.folds - 1) / data.folds if data.folds else 1 - data.val_fraction)
 
 
-def _schedule(config: DetectionConfig, images: float, augment: str, given: Collection[str]) -> list[str]:
-    """Return the settings of the length of the run, its warm-up and the end of its augmentation.
+def _by_steps(config: DetectionConfig, steps: int, given: Collection[str]) -> dict[str, float]:
+    """Return the warm-up, the decay of the averaged weights and the learning rates of a run of this many steps.
 
     Args:
         given: names of the settings that the user chose.
     """
-    train = config.train
-    steps = max(1, math.ceil(images / (train.batch_size * train.accumulate)))
-    epochs = train.epochs if "train.epochs" in given else min(MOST_EPOCHS, math.ceil(RUN_STEPS / steps))
-    settings = [f"train.epochs={epochs}", f"optimizer.warmup_steps={min(WARMUP_STEPS, epochs * steps // 10)}"]
-    return [*settings, f"data.plain_last_epochs={epochs // 10}"] if augment == "strong" else settings
+    optimizer = config.optimizer
+    chosen = {
+        "optimizer.warmup_steps": min(WARMUP_STEPS, steps // 10),
+        "train.ema.decay": round(min(MOST_DECAY, max(0.0, 1 - EMA_SPANS / steps)), 4),
+    }
+    if config.model.name not in ("rtdetr", "rtdetrv2") or config.init_from or "optimizer.lr" in given:
+        return chosen
+    rate = float(f"{min(MOST_RATE, SCRATCH_RATE * math.sqrt(RUN_STEPS / steps)):.2g}")
+    if not 0 < optimizer.lr < rate:
+        return chosen
+    return {**chosen, "optimizer.lr": rate, "optimizer.backbone_lr": max(optimizer.backbone_lr, round(rate / 10, 6))}

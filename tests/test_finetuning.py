@@ -14,11 +14,12 @@ import torch
 import detr_bf
 from detr_bf import finetuning
 from detr_bf.commands.train import main as train_command
-from detr_bf.config import DetectionConfig, load_config, packaged_configs
+from detr_bf.comparison.experiment import flat_settings, read_experiment
+from detr_bf.config import DetectionConfig, load_config, packaged_configs, packaged_experiments
 from detr_bf.data.formats import read_folder
 from detr_bf.engine import load_checkpoint
 from detr_bf.errors import InputError
-from detr_bf.finetuning import MOST_EPOCHS, RUN_STEPS, _schedule, _split_settings, _train_images
+from detr_bf.finetuning import MOST_EPOCHS, RUN_STEPS, _by_steps, _split_settings, chosen_settings
 from detr_bf.models import recipe_file
 from tests.data.formats.test_coco_and_csv import CORNERS, table, write
 
@@ -88,34 +89,59 @@ def config_of(root: Path, *settings: str) -> DetectionConfig:
 def test_length_follows_the_folder(tmp_path: Path) -> None:
     single = table(tmp_path / "single", CORNERS)
     assert _split_settings(config_of(single).data) == ["data.val_fraction=0.2"]
-    assert length_of(config_of(single, "data.val_fraction=0.2"))["train.epochs"] == MOST_EPOCHS
+    assert chosen_for(single, "data.val_fraction=0.2")["train.epochs"] == MOST_EPOCHS
     rows = ["file,class,x,y,w,h", *(f"{number}.jpg,dog,1,2,3,4" for number in range(1000))]
     for number in range(1000):
         (single / f"{number}.jpg").write_bytes((single / "a.jpg").read_bytes())
     (single / "labels.csv").write_text("\n".join(rows))
     read_folder.cache_clear()
-    chosen = length_of(config_of(single, "data.val_fraction=0.2"))
     epochs = -(-RUN_STEPS // -(-0.8 * 1003 // 4))
-    assert chosen == {"train.epochs": epochs, "optimizer.warmup_steps": 100, "data.plain_last_epochs": epochs // 10}
-    chosen = length_of(config_of(single, "data.folds=2", "train.batch_size=2"))
+    expected = {"train.epochs": epochs, "optimizer.warmup_steps": 100, "train.ema.decay": 0.998}
+    assert chosen_for(single, "data.val_fraction=0.2") == expected
+    strong = {**expected, "data.plain_last_epochs": epochs // 10}
+    assert chosen_for(single, "data.val_fraction=0.2", augment="strong") == strong
+    chosen = chosen_for(single, "data.folds=2", "train.batch_size=2")
     assert chosen["train.epochs"] == -(-RUN_STEPS // -(-1003 // 4))
-    short = length_of(config_of(single, "data.folds=2", "train.epochs=2"), "train.epochs")
-    assert short == {"train.epochs": 2, "optimizer.warmup_steps": 25, "data.plain_last_epochs": 0}, "of 252 steps"
+    short = chosen_for(single, "data.folds=2", "train.epochs=2")
+    assert short == {"optimizer.warmup_steps": 25, "train.ema.decay": 0.9762}, "of 252 steps"
 
 
-def length_of(config: DetectionConfig, *given: str) -> dict[str, int]:
-    """Return the settings that the number of images chooses, with strong augmentation."""
-    pairs = (setting.split("=") for setting in _schedule(config, _train_images(config), "strong", given))
-    return {name: int(value) for name, value in pairs}
+def chosen_for(root: Path, *given: str, augment: str | None = None) -> dict[str, float]:
+    """Return the settings that are chosen for Deformable DETR, without those of the splits."""
+    files = [recipe_file("deformable_detr_r50_refine"), packaged_configs()["finetune"]]
+    _, settings = chosen_settings(files, [f"data.root={root}", *given], augment)
+    pairs = [setting.split("=") for setting in settings]
+    return {name: float(value) for name, value in pairs if not name.startswith("data.") or "last" in name}
 
 
 @pytest.mark.parametrize(
-    ("given", "images", "expected"),
-    [(None, 1000, "strong"), (None, 1001, "light"), (None, 5001, "none"), ("none", 10, "none"), ("light", 10, "light")],
+    ("model", "steps", "given", "expected"),
+    [
+        ("rtdetr_r50", 3000, (), {"warmup_steps": 100, "decay": 0.998, "lr": 4e-4, "backbone_lr": 4e-5}),
+        ("rtdetrv2_r18", 750, (), {"warmup_steps": 75, "decay": 0.992, "lr": 8e-4, "backbone_lr": 1e-4}),
+        ("rtdetr_r50", 100, (), {"warmup_steps": 10, "decay": 0.94, "lr": 2e-3, "backbone_lr": 2e-4}),
+        ("rtdetr_r50", 100_000, (), {"warmup_steps": 100, "decay": 0.9997}),  # the recipe's rate is larger
+        ("rtdetr_r50", 1, (), {"warmup_steps": 0, "decay": 0.0, "lr": 2e-3, "backbone_lr": 2e-4}),
+        ("rtdetr_r50", 750, ("optimizer.lr=1e-4",), {"warmup_steps": 75, "decay": 0.992}),
+        ("rtdetr_r50", 750, ("init_from=a.pth",), {"warmup_steps": 75, "decay": 0.992}),
+        ("dino_r50_4scale", 750, (), {"warmup_steps": 75, "decay": 0.992}),
+    ],
 )
-def test_augmentation_follows_the_number_of_images(
+def test_settings_follow_the_number_of_steps(
+    model: str, steps: int, given: tuple[str, ...], expected: dict[str, float]
+) -> None:
+    config = load_config([recipe_file(model), packaged_configs()["finetune"]], given, task="detection")
+    chosen = _by_steps(config, steps, {each.partition("=")[0] for each in given})
+    assert {name.split(".")[-1]: value for name, value in chosen.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "epochs", "expected"),
+    [(None, 3, "light"), (None, 2, "none"), (None, 1, "none"), ("none", 9, "none"), ("strong", 10, "strong")],
+)
+def test_augmentation_follows_the_length(
     given: str | None,
-    images: int,
+    epochs: int,
     expected: str,
     photos: Path,
     tiny: str,
@@ -124,17 +150,30 @@ def test_augmentation_follows_the_number_of_images(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     runs: list[DetectionConfig] = []
-    monkeypatch.setattr(finetuning, "_train_images", lambda config: images)
     monkeypatch.setattr(finetuning, "train", lambda task, resume_if_possible: runs.append(task.config))
     monkeypatch.setattr(finetuning, "load", lambda folder, device: None)
-    detr_bf.finetune(
-        photos, model=tiny, output=tmp_path / "run", augment=given, overrides=["data.augment.iou_crop=0.9"]
-    )
+    overrides = ["data.augment.iou_crop=0.9", f"train.epochs={epochs}"]
+    detr_bf.finetune(photos, model=tiny, output=tmp_path / "run", augment=given, overrides=overrides)
     assert f"finetune augment_{expected} " in capsys.readouterr().err
     augment = runs[0].data.augment
     assert augment.iou_crop == 0.9, "settings of the user come last"
     assert (augment.mosaic > 0, augment.photometric_distort > 0) == (expected == "strong", expected != "none")
-    assert runs[0].data.plain_last_epochs == (runs[0].train.epochs // 10 if expected == "strong" else 0)
+    assert runs[0].data.plain_last_epochs == (epochs // 10 if expected == "strong" else 0)
+
+
+def test_a_dry_run_does_everything_up_to_the_first_step(
+    photos: Path, tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert detr_bf.finetune(photos, model=tiny, output=tmp_path / "run", overrides=SMALL, dry_run=True) is None
+    assert not (tmp_path / "run").exists()
+    logged = capsys.readouterr().err
+    assert f"a run would be written to {tmp_path / 'run'}" in logged
+    [line] = [line for line in logged.splitlines() if line.startswith("same as: ")]
+    assert train_command(shlex.split(line.removeprefix("same as: detr-bf train "))) == 0
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(InputError, match="exclude each other"):
+        detr_bf.finetune(photos, model=tiny, output=tmp_path / "run", overrides=SMALL, dry_run=True, resume=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_command_names_the_settings_of_a_file(
@@ -214,7 +253,7 @@ def test_what_can_be_corrected_is_said_before_training(photos: Path, tiny: str, 
         ({"model": "toaster"}, "there is no model 'toaster'"),
         ({"output": ""}, "finetune needs the folder of the run"),
         ({"overrides": ["train.epoch=3"]}, "train.epoch"),
-        ({"augment": "some"}, "augment must be one of strong, light, none, or None; got 'some'"),
+        ({"augment": "some"}, "augment must be one of none, light, strong, or None; got 'some'"),
     ):
         with pytest.raises(InputError, match=said):
             detr_bf.finetune(**{"data": photos, "model": tiny, "output": tmp_path / "run", **arguments})
@@ -234,3 +273,27 @@ def test_augmentation_presets_replace_that_of_a_recipe(name: str) -> None:
     assert found["none"] == [0, 0, 0, 0]
     assert found["light"][0] == 0
     assert all(light < strong for light, strong in zip(found["light"][:3], found["strong"][:3], strict=True))
+
+
+@pytest.mark.parametrize("name", ["finetune_bccd", "finetune_cards"])
+def test_the_experiment_has_the_settings_that_finetune_chooses(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arms finetune_* and other_* of docs/results.md against the settings chosen for as many images as the data has."""
+    experiment = read_experiment(packaged_experiments()[name])
+    images = {"finetune_bccd": 292, "finetune_cards": 296}[name]
+    monkeypatch.setattr(finetuning, "_train_images", lambda config: images)
+    for arm, config in experiment.configs.items():
+        if arm.startswith("recipe"):
+            continue
+        given = [f"train.epochs={config.train.epochs}", *experiment.common]
+        given += [f"init_from={config.init_from}"] * bool(config.init_from)
+        files = [recipe_file("rtdetr_r18"), packaged_configs()["finetune"]]
+        augment, chosen = chosen_settings(files, given)
+        files.append(packaged_configs()[f"augment_{augment}"])
+        expected = load_config(files, [*chosen, *given], task="detection")
+        found, settings = flat_settings(config), flat_settings(expected)
+        unused = ("short_sides", "max_size", "eval_short_side")  # data.transforms.square replaces these
+        assert {key for key in found if found[key] != settings[key]} <= {f"data.transforms.{key}" for key in unused}, (
+            arm
+        )

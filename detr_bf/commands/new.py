@@ -39,7 +39,7 @@ from detr_bf.text import listed, printable, safe_message
 _MOST_CLASSES = 100  # named in the comment
 _COMMENTS = {  # of settings, in the order of the file; the others follow as those of the recipe
     "output_dir": "folder of the run, new for each run",
-    "init_from": "checkpoint of a trained detector: helps most where there are few images (docs/fine_tuning.md)",
+    "init_from": "checkpoint of a trained detector to start from (docs/fine_tuning.md)",
     "data.root": "folder of the data set",
     "data.train.split": "training images; null: all images of the folder",
     "data.val.split": "validation images, for the AP after each epoch; null with val_fraction",
@@ -49,17 +49,18 @@ _COMMENTS = {  # of settings, in the order of the file; the others follow as tho
     "data.transforms.max_size": "longest side; larger sizes need more memory and time",
     "data.transforms.eval_short_side": "shorter side in validation; later images are resized as these",
     "data.transforms.square": "side of square images, instead of the three above; null: keep the aspect ratio",
-    "data.plain_last_epochs": "last epochs without augmentation, here a tenth of train.epochs; less in a shorter run",
+    "data.plain_last_epochs": "last epochs without augmentation; with augment_strong a tenth of train.epochs",
     "data.transforms.horizontal_flip": "0 where left and right have a meaning (text, arrows)",
     "train.epochs": f"about {RUN_STEPS:,} steps, at most {MOST_EPOCHS} epochs; more if AP still rises at the end",
     "train.batch_size": "images of a step on one GPU; train.auto_batch=true chooses it by the GPU's memory",
     "train.accumulate": "batches of a step",
     "train.patience": "epochs without a better AP after which training ends; 0: never",
     "train.precision": "float32, bf16, fp16, or auto: by the GPU, float32 on a CPU",
-    "optimizer.lr": "a third to a tenth of it with init_from",
+    "optimizer.lr": "of RT-DETR: for this number of steps and no init_from; with init_from that of the recipe",
     "optimizer.backbone_lr": "as a rule a tenth of lr",
     "optimizer.schedule": "of the learning rate",
     "optimizer.warmup_steps": "steps with a rising learning rate",
+    "train.ema.decay": "of the averaged weights: 1 - 6 / steps of the run",
     "model.num_queries": "more than the objects of any image, see too-many-objects of the checks",
 }
 

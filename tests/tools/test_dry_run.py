@@ -35,7 +35,7 @@ def test_a_detector(tiny: Path, tmp_path: Path, no_step: Path, capsys: pytest.Ca
     assert out[1].count(".png") == 3
     assert out[2:] == [
         "steps: 15, 5 an epoch",
-        f"dry run: nothing was trained or written; without --dry-run the run is written to {tmp_path / 'run'}",
+        f"dry run: nothing was trained or written; a run would be written to {tmp_path / 'run'}",
     ]
     assert not (tmp_path / "run").exists()
     assert sorted(path for path in tmp_path.rglob("*") if "cache" not in path.parts) == before

@@ -54,7 +54,7 @@ def test_the_settings_are_those_of_fine_tuning(model: str, photos: Path, tmp_pat
     root = json.dumps(str(photos)).replace("${", "\\\\${")
     files, given = [recipe_file(model), packaged_configs()["finetune"]], [f"data.root={root}", "output_dir=runs/mine"]
     augment, chosen = chosen_settings(files, given)
-    assert augment == "strong", "ten images"
+    assert augment == "light"
     expected: DetectionConfig = load_config([*files, packaged_configs()[f"augment_{augment}"]], [*given, *chosen])
     found: DetectionConfig = load_config("configs/mine.yaml")
     assert found == expected
