@@ -30,8 +30,8 @@ AUGMENTATION = ("none", "light", "strong")
 SHORT_RUN = 2  # epochs at most without augmentation; docs/results.md has the measurements behind these numbers
 EMA_SPANS = 6  # the averaged weights have this many averaging lengths, 1 / (1 - decay) steps each, in a run
 MOST_DECAY = 0.9997
-# Learning rate of RT-DETR without a trained detector to start from, in a run of RUN_STEPS steps. It is multiplied by the
-# square root of RUN_STEPS / steps, up to the limit, and is never below the recipe's.
+# Learning rate of RT-DETR without a trained detector to start from, in a run of RUN_STEPS steps. It is multiplied by
+# sqrt(RUN_STEPS / steps), up to the limit, and is never below the recipe's.
 SCRATCH_RATE = 4e-4
 MOST_RATE = 2e-3
 VAL_FRACTION = 0.2  # of a folder without validation split
