@@ -92,7 +92,7 @@ ALLOWED: dict[str, set[str]] = {
     | WORK
     | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}
     | {"prediction", "tasks", "replay", "run", "planning", "analysis", "comparison", "models", "tiling"}
-    | {"finetuning", "published", "serving", "export"},
+    | {"finetuning", "published", "serving", "export", "onnx_predictor"},
     "__init__": {
         "models",
         "predictor",

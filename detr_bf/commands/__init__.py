@@ -26,6 +26,7 @@ COMMANDS = {  # name -> (module, function, help)
     "serve": ("serve", "main", "serve a detector over HTTP"),
     "check": ("train", "check", "check the data of a config"),
     "export": ("export", "main", "write a detector as an ONNX file that gives the same outputs"),
+    "benchmark": ("benchmark", "main", "measure the speed and memory of a detector, by format and precision"),
     "convert": ("convert", "main", "write a checkpoint in another format, or without training-only weights"),
     "compare": ("compare", "main", "compare settings over seeds and images, with intervals"),
     "report": ("report", "main", "write the report of a run again, or of several runs side by side"),

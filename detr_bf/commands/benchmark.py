@@ -1,0 +1,246 @@
+"""Measure how fast a detector finds objects on this machine, by format, precision, batch size and threads.
+
+detr-bf benchmark runs/mine                                  # torch, one image at a time
+detr-bf benchmark runs/mine mine.onnx --batch-sizes 1 4 --threads 1 2 --output bench.json
+detr-bf benchmark runs/mine --half --device cuda --batch-sizes 1 8 32
+
+A source is whatever 'detr-bf predict --checkpoint' takes. In each round every source detects once in the same images,
+in one process, so that other work on the machine slows all of them; ratios are those of a round. The times are of a
+whole call: resizing, network, and boxes in the original image, without reading files. Memory is that of a new process
+with this source alone, at the first number of threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from detr_bf.cli import run_tool
+from detr_bf.data.images import read_image
+from detr_bf.data.inputs import image_files
+from detr_bf.errors import InputError
+from detr_bf.export import ONNX_SUFFIX, synthetic_images
+from detr_bf.files import check_output_file, write_json
+from detr_bf.models import load
+from detr_bf.onnx_predictor import OnnxPredictor
+from detr_bf.predictor import Predictor
+from detr_bf.progress import progress_bar, setup_logging
+from detr_bf.report import machine_info, process_memory
+from detr_bf.text import printable
+
+MOST_BATCH, MOST_THREADS, MOST_ROUNDS = 1024, 1024, 100_000
+WARMUP = 2  # uncounted rounds
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of the calls of one candidate at one batch size and number of threads."""
+
+    source: str
+    precision: str  # float32; half: bfloat16 on a CPU, float16 on a GPU; of a file: float32, float16 or int8
+    batch_size: int
+    threads: int
+    seconds: float  # median of a call with a batch of images
+    low: float  # 10th percentile
+    high: float  # 90th percentile
+    images_per_second: float
+    ratio: float  # median of this call's time / that of the first candidate in the same round
+    ratio_low: float
+    ratio_high: float
+    memory_mib: float | None  # most memory of a process with this candidate alone; None: not measured
+    device_memory_mib: float | None  # likewise, of tensors on a GPU
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "sources", nargs="+", metavar="SOURCE", help="run folder, checkpoint, .onnx file, or name of published weights"
+    )
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1], metavar="N", help="images of a call")
+    parser.add_argument(
+        "--threads", nargs="+", type=int, metavar="N", help="threads of a CPU (default: as many as torch takes)"
+    )
+    parser.add_argument("--half", action="store_true", help="also bfloat16 (float16 on a GPU) of each torch source")
+    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="calls of each candidate (default: 20)")
+    parser.add_argument(
+        "--images", type=Path, metavar="DIR", help="photographs (default: synthetic ones of several sizes)"
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N; ONNX files: the CPU")
+    parser.add_argument("--no-memory", action="store_true", help="do not start processes that measure memory")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file for all numbers and the machine")
+    options = parser.parse_args(arguments)
+    return run_tool(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Check the arguments, measure, print the table and write the file."""
+    setup_logging()
+    threads = options.threads or [torch.get_num_threads()]
+    for name, values, least, most in (
+        ("--batch-sizes", options.batch_sizes, 1, MOST_BATCH),
+        ("--threads", threads, 1, MOST_THREADS),
+        ("--rounds", [options.rounds], 2, MOST_ROUNDS),
+    ):
+        if wrong := [value for value in values if not least <= value <= most]:
+            raise InputError(f"{name} {wrong[0]}: expected whole numbers from {least} to {most:,}")
+    if repeated := [each for each in options.sources if options.sources.count(each) > 1]:
+        raise InputError(f"{printable(repeated[0])} is given twice: name each source once")
+    if options.output is not None:
+        check_output_file(options.output, "--output")
+    images, described = _images(options.images, max(options.batch_sizes))
+    batch_sizes = list(dict.fromkeys(options.batch_sizes))
+    timings = [
+        timing
+        for index, number in enumerate(dict.fromkeys(threads))
+        for timing in _measure(options, number, images, batch_sizes, index == 0 and not options.no_memory)
+    ]
+    print(f"{len(images)} {described}, {options.rounds} rounds; [10th, 90th percentile]")
+    print(_table(timings))
+    if options.output is not None:
+        content = {"machine": machine_info(), "images": described, "rounds": options.rounds}
+        write_json(options.output, {**content, "timings": [asdict(each) for each in timings]})
+    return 0
+
+
+def _images(folder: Path | None, number: int) -> tuple[list[Tensor], str]:
+    """Return ``number`` images as (3, H, W) uint8 tensors, repeated if the folder has fewer, and their description.
+
+    Raises:
+        InputError: the folder has no images, or one cannot be read.
+    """
+    if folder is None:
+        return synthetic_images(number), "synthetic images"
+    read = [read_image(file) for file in islice(image_files([folder]), number)]
+    return [read[index % len(read)] for index in range(number)], f"images of {printable(folder)}"
+
+
+def _candidates(options: argparse.Namespace) -> Iterator[tuple[str, str, Predictor]]:
+    """Load each source with torch's present number of threads, and yield its name, precision and predictor."""
+    for source in options.sources:
+        predictor = _loaded(source, options.device)
+        runtime: Any = predictor.model
+        is_file = isinstance(predictor, OnnxPredictor)
+        yield source, runtime.metadata.get("precision", "float32") if is_file else "float32", predictor
+        if options.half and not is_file:
+            yield source, "half", predictor
+
+
+def _loaded(source: str, device: str) -> Predictor:
+    return load(source, "cpu" if Path(source).suffix == ONNX_SUFFIX else device)
+
+
+def _measure(
+    options: argparse.Namespace, threads: int, images: Sequence[Tensor], batch_sizes: Sequence[int], with_memory: bool
+) -> Iterator[Timing]:
+    """Yield the timings of all candidates at one number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        candidates = list(_candidates(options))
+        for batch_size in batch_sizes:
+            calls = {
+                (source, precision): _call(predictor, images[:batch_size], precision == "half")
+                for source, precision, predictor in candidates
+            }
+            seconds = alternate_calls(calls, options.rounds, f"batch {batch_size}, {threads} threads")
+            first = next(iter(seconds.values()))
+            for (source, precision), values in seconds.items():
+                ratios = [one / other for one, other in zip(values, first, strict=True)]
+                memory: dict[str, float | None] = {}
+                if with_memory:
+                    memory = _memory(options, source, precision, threads, images[:batch_size])
+                median, low, high = _spread(values)
+                yield Timing(
+                    *(source, precision, batch_size, threads, median, low, high, batch_size / median),
+                    *_spread(ratios),
+                    memory_mib=memory.get("peak_memory_mib"),
+                    device_memory_mib=memory.get("device_memory_mib"),
+                )
+    finally:
+        torch.set_num_threads(before)
+
+
+def _call(predictor: Predictor, images: Sequence[Tensor], half: bool) -> Callable[[], object]:
+    """Return a function that detects in the images, all of them in one batch."""
+    return lambda: list(predictor.predict(list(images), len(images), half=half))
+
+
+def alternate_calls(
+    calls: Mapping[Any, Callable[[], object]],
+    rounds: int,
+    description: str = "",
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Any, list[float]]:
+    """Return the seconds of every call in every round; each round makes all calls and begins with another one."""
+    seconds: dict[Any, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for number in progress_bar(range(-WARMUP, rounds), desc=description, unit="round", leave=False):
+        start = number % len(names)
+        for name in names[start:] + names[:start]:
+            begin = clock()
+            calls[name]()
+            if number >= 0:
+                seconds[name].append(clock() - begin)
+    return seconds
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return median, 10th and 90th percentile of two or more values."""
+    deciles = statistics.quantiles(values, n=10, method="inclusive")
+    return statistics.median(values), deciles[0], deciles[-1]
+
+
+def _memory(
+    options: argparse.Namespace, source: str, precision: str, threads: int, images: Sequence[Tensor]
+) -> dict[str, float | None]:
+    """Return the most memory of a new process that loads the source and detects twice; empty if it was killed."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        arrays = [each.numpy() for each in images]
+        try:
+            return pool.submit(measure_memory, source, options.device, precision == "half", threads, arrays).result()
+        except BrokenProcessPool:
+            return {}
+
+
+def measure_memory(
+    source: str, device: str, half: bool, threads: int, arrays: Sequence[Any]
+) -> dict[str, float | None]:
+    """Detect twice in one batch of (3, H, W) arrays, and return the most memory that this process ever had."""
+    torch.set_num_threads(threads)
+    predictor = _loaded(source, device)
+    call = _call(predictor, [torch.from_numpy(each) for each in arrays], half)
+    call()
+    call()
+    return process_memory(predictor.device)
+
+
+def _table(timings: Sequence[Timing]) -> str:
+    """Return the timings as a Markdown table."""
+    lines = [
+        "| source | precision | batch | threads | ms a call | images/s | time / first | memory MiB |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for each in timings:
+        memory = "" if each.memory_mib is None else f"{each.memory_mib:.0f}"
+        if each.device_memory_mib is not None:
+            memory += f" + {each.device_memory_mib:.0f} on the GPU"
+        lines.append(
+            f"| {printable(each.source)} | {each.precision} | {each.batch_size} | {each.threads} "
+            f"| {1e3 * each.seconds:.1f} [{1e3 * each.low:.1f}, {1e3 * each.high:.1f}] | {each.images_per_second:.1f} "
+            f"| {each.ratio:.2f} [{each.ratio_low:.2f}, {each.ratio_high:.2f}] | {memory} |"
+        )
+    return "\n".join(lines)
