@@ -87,9 +87,8 @@ def finetune(
     command: the data are checked before the first step, and evaluation, results and a report are in ``output``. Splits
     named train and val (or valid, ...) are used; of a folder without val a fifth of the training images is for
     validation, of a folder without splits a fifth of all images. The number of epochs gives about ``RUN_STEPS``
-    optimizer steps, at most ``MOST_EPOCHS`` epochs. The number of steps chooses the warm-up (a tenth, at most
-    ``WARMUP_STEPS``), the decay of the averaged weights, and for RT-DETR without ``init_from`` the learning rates;
-    other detectors keep those of the recipe. docs/fine_tuning.md has the table.
+    optimizer steps, at most ``MOST_EPOCHS`` epochs. The number of steps chooses the warm-up, the decay of the
+    averaged weights, and for RT-DETR without ``init_from`` the learning rates (docs/fine_tuning.md).
 
     Args:
         data: folder in one of the forms that docs/data.md lists.
@@ -127,8 +126,7 @@ def finetune(
     command += ["--auto-resume"] * resume + ["--dry-run"] * dry_run
     logger.info("same as: %s", printable(shlex.join(command), limit=2000))
     if dry_run:
-        if found := dry_run_training(task_of(config)):
-            logger.info("%s", found)
+        logger.info("%s", dry_run_training(task_of(config)))  # ranks other than 0 log errors only
         return None
     train(task_of(config), resume_if_possible=resume)
     return load(config.output_dir, config.device)
