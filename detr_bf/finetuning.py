@@ -27,7 +27,7 @@ RUN_STEPS = 3000  # of a run whose length is not given
 MOST_EPOCHS = 300
 WARMUP_STEPS = 100  # of a run of at least ten times as many
 AUGMENTATION = ("none", "light", "strong")
-SHORT_RUN = 2  # epochs at most without augmentation; docs/results.md has the measurements behind these numbers
+SHORT_RUN = 10  # epochs at most without augmentation; docs/results.md has the measurements behind these numbers
 EMA_SPANS = 6  # the averaged weights have this many averaging lengths, 1 / (1 - decay) steps each, in a run
 MOST_DECAY = 0.9997
 # Learning rate of RT-DETR without a trained detector to start from, in a run of RUN_STEPS steps. It is multiplied by
@@ -96,8 +96,8 @@ def finetune(
         model: name of a recipe (:func:`detr_bf.list_models`) or of another packaged config (``demo``), or a YAML file,
             whose own settings replace those of fine-tuning.
         init_from: checkpoint or run to start from; by default the backbone's weights that the recipe names.
-        augment: none, light or strong (``configs/augment_*.yaml``); by default light, and none in a run of one or two
-            epochs. Strong augmentation ends with the last tenth of the epochs.
+        augment: none, light or strong (``configs/augment_*.yaml``); by default light, and none in a run of
+            ``SHORT_RUN`` epochs or fewer. Strong augmentation ends with the last tenth of the epochs.
         resume: continue the run in ``output`` if there is one.
         overrides: settings as on the command line, which replace those chosen here.
         dry_run: do everything up to the first step, log what was found, write nothing and return None.

@@ -137,7 +137,7 @@ def test_settings_follow_the_number_of_steps(
 
 @pytest.mark.parametrize(
     ("given", "epochs", "expected"),
-    [(None, 3, "light"), (None, 2, "none"), (None, 1, "none"), ("none", 9, "none"), ("strong", 10, "strong")],
+    [(None, 11, "light"), (None, 10, "none"), (None, 1, "none"), ("none", 20, "none"), ("strong", 10, "strong")],
 )
 def test_augmentation_follows_the_length(
     given: str | None,
