@@ -139,7 +139,7 @@ def measure(way: str, path: str, checks: bool) -> None:
     start = time.perf_counter()
     content = read_annotations(Path(path))
     read = time.perf_counter()
-    data = CocoDetection(Path(path).parent, content, eval_transform(800, 1333))
+    data = CocoDetection(Path(path).parent, content, eval_transform(short_side=800, max_size=1333))
     end = time.perf_counter()
     found: dict[str, Any] = {"read": read - start, "dataset": end - read, "memory": _peak() - before}
     found["private"] = _private()

@@ -116,7 +116,9 @@ def test_the_content_is_that_of_json(
         columns.annotations[length]
 
 
-@pytest.mark.parametrize("options", [{}, {"indent": 2}, {"separators": (",", ":")}, {"separators": (" ,\r\n\t", " : ")}])
+@pytest.mark.parametrize(
+    "options", [{}, {"indent": 2}, {"separators": (",", ":")}, {"separators": (" ,\r\n\t", " : ")}]
+)
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_white_space_and_the_order_of_keys_do_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], order: int
