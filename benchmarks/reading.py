@@ -3,10 +3,10 @@
 python benchmarks/reading.py --images 100000 --rounds 3 --output benchmarks/results/reading_cpu.json
 
 The file has random boxes, eight for each image, and the keys of Objects365. Each measurement is a process of its own;
-the ways alternate. ``objects`` is json's reader, ``columns`` the first reading, ``cache`` each later one; each ends with
-the tables of the training data set. ``checks`` are those of the annotations, without the image files. The memory is the
-largest resident set of the process, less that of the same process before reading; ``private`` is what it does not share
-with other processes in the end.
+the ways alternate. ``objects`` is json's reader, ``columns`` the first reading, ``cache`` each later one; then the
+tables of the training data set are made. ``checks`` are those of the annotations, without the image files. The memory
+is the largest resident set of the process, less that of the same process before reading; ``private`` is what it does
+not share with other processes in the end, that of the imported libraries included.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ WELL_FORMED = {
     "one": [box(0)],
     "crowds": [box(n, iscrowd=n % 2) for n in range(9)],
     "crowds as true": [box(n, iscrowd=n % 2 == 1) for n in range(9)],
-    "missing keys": [box(n, **({"area": 2.5} if n % 3 else {}), **({} if n % 4 else {"iscrowd": 0})) for n in range(20)],
+    "missing keys": [box(n, **({"area": 2.5} if n % 3 else {}), **({} if n % 4 else {"iscrowd": 0}))
+                     for n in range(20)],
     "key that comes late": [box(n) for n in range(15)] + [box(n, late="x") for n in range(5)],
     "nulls": [box(n, area=None, iscrowd=None, note=None if n % 2 else "a") for n in range(9)],
     "integers and floats": [box(n, area=[1, 1.0, 2.5, 10**9, 1e-300, -0.0, 0][n % 7]) for n in range(14)],

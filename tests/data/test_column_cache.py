@@ -187,7 +187,7 @@ def test_the_oldest_files_of_the_cache_are_removed_and_no_others(
     for age, data in enumerate(folders):
         before = set(home.glob("*")) if home.exists() else set()
         content_of(data.annotations)
-        (path,) = {each for each in home.glob("*.columns")} - before
+        (path,) = set(home.glob("*.columns")) - before
         os.utime(path, (1000 + age, 1000 + age))
         names.append(path)
     others = [home / "mine.columns", home / "notes.txt", home / f"{'g' * 32}.columns"]
