@@ -2,14 +2,21 @@
 
 The data checks, the data sets and the evaluators call these functions, so they accept the same values. Every function
 raises :class:`ValueError` for an invalid value; the message does not name the annotation.
+
+The functions of :class:`Entries` return masks of the annotations that may be invalid, so that only those are examined.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
+
+import numpy as np
+
+from detr_bf.data.columns import INT, JSON, Entries
 
 MAX_ID = 256**3 - 1  # of a segment: three bytes in a PNG
 MAX_INT = 2**63 - 1  # an int64, the largest id that the evaluation engines read
@@ -113,3 +120,58 @@ def png_name(file_name: str) -> str:
     if "\0" in file_name or len(written.name.encode(errors="surrogatepass")) > _LONGEST_NAME:
         raise ValueError(f"the file name {value_text(file_name)}, which cannot be turned into the name of a PNG file")
     return str(written)
+
+
+def suspect_ids(annotations: Entries) -> np.ndarray:
+    """Return a mask (N,) that includes all annotations with an ``id`` that is no id."""
+    return ~((annotations.kinds("id") == INT) & (annotations.numbers("id") >= 0))
+
+
+def suspect_repeats(annotations: Entries) -> np.ndarray:
+    """Return a mask (N,) of the annotations whose ``id`` is not the only one with its number."""
+    ids = annotations.numbers("id")
+    values, counts = np.unique(ids, return_counts=True)
+    return np.isin(ids, values[counts > 1])
+
+
+def suspect_boxes(annotations: Entries) -> np.ndarray:
+    """Return a mask (N,) that includes all annotations for which :func:`is_box` is False."""
+    boxes = annotations.boxes
+    if boxes is None:
+        return np.ones(len(annotations), dtype=bool)
+    return np.logical_not(((boxes >= -_LARGEST) & (boxes <= _LARGEST)).all(axis=1))
+
+
+def suspect_areas(annotations: Entries) -> np.ndarray:
+    """Return a mask (N,) that includes all annotations with a box and an invalid area."""
+    areas = annotations.numbers("area")
+    valid = annotations.is_number("area") & (areas >= 0) & (areas <= _LARGEST_AREA)
+    return ~(valid | annotations.is_none("area"))
+
+
+def suspect_crowds(annotations: Entries) -> np.ndarray:
+    """Return a mask (N,) that includes all annotations with an invalid ``iscrowd``."""
+    values = annotations.numbers("iscrowd")
+    valid = annotations.is_number("iscrowd") & ((values == 0) | (values == 1))
+    return ~(valid | annotations.is_none("iscrowd"))
+
+
+def crowd_mask(annotations: Entries) -> np.ndarray:
+    """Return a mask (N,) of the crowds; an annotation with an invalid ``iscrowd`` is none."""
+    crowds = annotations.is_number("iscrowd") & (annotations.numbers("iscrowd") == 1)
+    for index in np.flatnonzero(annotations.kinds("iscrowd") == JSON).tolist():  # true and false
+        with suppress(ValueError):
+            crowds[index] = is_crowd(annotations[index])
+    return crowds
+
+
+def unknown_ids(annotations: Entries, key: str, known: Collection[int]) -> np.ndarray:
+    """Return a mask (N,) of the annotations whose id under ``key`` is not known."""
+    return ~np.isin(annotations.numbers(key), np.fromiter(known, np.int64, len(known)))
+
+
+def narrowed(
+    annotations: Sequence[Mapping[str, Any]], suspects: Callable[[Entries], np.ndarray]
+) -> Sequence[Mapping[str, Any]]:
+    """Return the suspect annotations of columns, or all annotations of a list, to be examined one by one."""
+    return annotations.where(suspects(annotations)) if isinstance(annotations, Entries) else annotations

@@ -6,13 +6,14 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -22,25 +23,34 @@ from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Image, Mask
 from detr_bf.data.annotation_values import (
     MAX_INT,
     annotation_values,
+    crowd_mask,
     is_crowd,
     is_id,
     is_number,
     png_name,
     segment_id,
+    suspect_areas,
+    suspect_boxes,
+    suspect_crowds,
+    unknown_ids,
     value_text,
 )
 from detr_bf.data.augment import Augmentation
 from detr_bf.data.batches import SampleKey, read_or_replace
+from detr_bf.data.column_cache import read_columns
+from detr_bf.data.columns import Entries, distinct, integers, values_of
 from detr_bf.data.images import MAX_PIXELS, read_image
 from detr_bf.data.masks import MapFile, Segmentations, SegmentMasks, flat_annotations, parts_of
 from detr_bf.data.transforms import Sample, SampleTransform, has_area, has_pixels
 from detr_bf.errors import InputError, prefix_errors
-from detr_bf.files import file_size, is_folder, read_json
+from detr_bf.files import MAX_JSON_BYTES, file_size, is_folder, read_json
 from detr_bf.structures import ClassMap, Target
 from detr_bf.text import printable
 
 logger = logging.getLogger(__name__)
 
+LARGE_FILE = 2**24  # bytes of a file that is read into columns
+_BLOCK = 2**20  # objects whose boxes are converted together
 _PARTS = ("images", "annotations", "categories")
 REQUIRED_KEYS = {"images": ("id", "file_name"), "annotations": ("image_id", "category_id"), "categories": ("id",)}
 _REQUIRED_PANOPTIC = {**REQUIRED_KEYS, "annotations": ("image_id", "file_name", "segments_info")}
@@ -51,7 +61,8 @@ _KINDS = {"file_name": (str, "a string"), "segments_info": (list, "a list")}  # 
 class CocoAnnotations:
     """Unchanged lists of a COCO file whose form :func:`read_annotations` has checked, or the same of another form.
 
-    The ``annotations`` of a panoptic file are its segments (:func:`flat_annotations`).
+    Those of a large file are :class:`Entries`, whose dictionaries are made when they are read. The ``annotations`` of a
+    panoptic file are its segments (:func:`flat_annotations`).
     """
 
     path: Path  # for messages
@@ -72,7 +83,7 @@ class CocoAnnotations:
 
         A category that is only its own ``supercategory`` (COCO's person) is not a parent.
         """
-        used = {annotation["category_id"] for annotation in self.annotations}
+        used = distinct(self.annotations, "category_id")
         named = Counter(name for c in self.categories if isinstance(name := c.get("supercategory"), str))
         found = tuple(
             category
@@ -97,13 +108,16 @@ def read_annotations(path: Path | CocoAnnotations, content: Any = None) -> CocoA
 
     ``content`` is that of the file, if it has been read.
 
-    A file whose annotations have ``segments_info`` is a panoptic file, any other a detection file.
+    A file whose annotations have ``segments_info`` is a panoptic file, any other a detection file. A detection file of
+    :data:`LARGE_FILE` bytes or more is read into columns, which are cached (:mod:`detr_bf.data.column_cache`).
 
     Raises:
         InputError: the file is missing, is not JSON, or lacks a required key.
     """
     if isinstance(path, CocoAnnotations):
         return path
+    if content is None and LARGE_FILE <= file_size(path) <= MAX_JSON_BYTES and (large := _read_large(path)) is not None:
+        return large
     try:
         content = read_json(path) if content is None else content
     except FileNotFoundError:
@@ -118,6 +132,20 @@ def read_annotations(path: Path | CocoAnnotations, content: Any = None) -> CocoA
     if panoptic:
         annotations, maps = flat_annotations(annotations)
     return CocoAnnotations(path, images, annotations, categories, maps)
+
+
+def _read_large(path: Path) -> CocoAnnotations | None:
+    """Read a file into columns; None for one that is not valid, or of another form, which json reads."""
+    store = read_columns(path)
+    if store is None:
+        return None
+    images, annotations = (Entries(store, part) for part in ("images", "annotations"))
+    try:
+        content = {"images": images[:1], "annotations": annotations[:1], "categories": json.loads(store.categories)}
+        _check_form(path, content)  # the reader has checked the other entries
+    except (InputError, ValueError, RecursionError):
+        return None
+    return CocoAnnotations(path, images, annotations, content["categories"])
 
 
 def check_maps(content: CocoAnnotations, folder: Path | None, masks: bool) -> None:
@@ -153,6 +181,46 @@ def annotated_size(image: Mapping[str, Any]) -> tuple[int, int] | None:
             "pixels"
         )
     return int(height), int(width)
+
+
+class ImageSizes(Sequence[tuple[int, int] | None]):
+    """Sizes (height, width) of images in an array (N, 2), in which -1 is an unknown one."""
+
+    def __init__(self, sizes: np.ndarray) -> None:
+        self._sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return list(ImageSizes(self._sizes[index]))
+        height, width = self._sizes[index].tolist()
+        return None if height < 0 else (height, width)
+
+    def __iter__(self) -> Iterator[tuple[int, int] | None]:
+        for start in range(0, len(self), 4096):
+            for height, width in self._sizes[start : start + 4096].tolist():
+                yield None if height < 0 else (height, width)
+
+
+def annotated_sizes(images: Sequence[Mapping[str, Any]]) -> Sequence[tuple[int, int] | None]:
+    """Return :func:`annotated_size` of all images.
+
+    Raises:
+        InputError: a size is not a number.
+    """
+    if isinstance(images, Entries):
+        sides = [images.numbers(key) for key in ("height", "width")]
+        known = ~(images.is_none("height") | images.is_none("width"))
+        valid = images.is_number("height") & images.is_number("width")
+        for side in sides:
+            valid &= (side >= 0) & (side <= 1e9)
+        if not (known & ~valid).any():
+            sizes = np.stack([side.astype(np.int32) for side in sides], axis=1)
+            sizes[~known] = -1
+            return ImageSizes(sizes)
+    return [annotated_size(image) for image in images]
 
 
 class _MaskSource(Protocol):
@@ -223,9 +291,9 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         self.seed = seed
         self.replace_unreadable = replace_unreadable
         self.max_pixels = max_pixels
-        self.image_ids = [int(image["id"]) for image in content.images]
-        self.file_names = [image["file_name"] for image in content.images]
-        self.sizes = [annotated_size(image) for image in content.images]
+        self.image_ids: Sequence[int] = values_of(content.images, "id")
+        self.file_names: Sequence[str] = values_of(content.images, "file_name")
+        self.sizes = annotated_sizes(content.images)
         maps = (masks or pastes) and panoptic is not None
         objects = _ordered_objects(content, self.image_ids, self.class_map.index, maps)
         self._boxes, self._labels, self._starts = _object_tables(objects, self.image_ids, self.class_map)
@@ -340,7 +408,7 @@ def check_annotations(content: CocoAnnotations, category_ids: Collection[int], m
         category_ids: the known ones.
         maps: the annotations are panoptic segments whose masks are used.
     """
-    problem = _first_problem(content.annotations, [image["id"] for image in content.images], category_ids, maps)
+    problem = _first_problem(content.annotations, values_of(content.images, "id"), category_ids, maps)
     if problem:
         raise _unusable(content, problem)
 
@@ -411,10 +479,13 @@ def check_entry(where: str, entry: object, required: Sequence[str]) -> None:
 
 def _ordered_objects(
     content: CocoAnnotations, image_ids: Sequence[int], category_ids: Collection[int], maps: bool
-) -> list[Mapping[str, Any]]:
+) -> Sequence[Mapping[str, Any]]:
     """Return all annotations except crowds, in the order of the images; :class:`InputError` if one is not usable."""
-    order = {image_id: index for index, image_id in enumerate(image_ids)}
     check_annotations(content, category_ids, maps)
+    if isinstance(annotations := content.annotations, Entries):
+        found = annotations.where(~crowd_mask(annotations))
+        return found.where(np.argsort(_indices_of(found.numbers("image_id"), image_ids), kind="stable"))
+    order = {image_id: index for index, image_id in enumerate(image_ids)}
     objects = [annotation for annotation in content.annotations if not is_crowd(annotation)]
     return sorted(objects, key=lambda annotation: order[annotation["image_id"]])
 
@@ -428,12 +499,37 @@ def _object_tables(
     image (images + 1,). With COCO's 860,000 Python objects instead of tensors every worker would get its own copy,
     because reading changes their reference counts.
     """
+    if isinstance(objects, Entries):
+        return _tables_of_columns(objects, image_ids, class_map)
     index_of = {image_id: index for index, image_id in enumerate(image_ids)}
     corners = torch.tensor([annotation["bbox"] for annotation in objects], dtype=torch.float64).reshape(-1, 4)
     boxes = box_convert(corners, "xywh", "xyxy").float()
     labels = torch.tensor([class_map.index[annotation["category_id"]] for annotation in objects], dtype=torch.int64)
     indices = torch.tensor([index_of[annotation["image_id"]] for annotation in objects], dtype=torch.int64)
     return boxes, labels, torch.searchsorted(indices, torch.arange(len(image_ids) + 1))
+
+
+def _tables_of_columns(
+    objects: Entries, image_ids: Sequence[int], class_map: ClassMap
+) -> tuple[Tensor, Tensor, Tensor]:
+    boxes, labels = torch.empty(len(objects), 4), torch.empty(len(objects), dtype=torch.int64)
+    for start in range(0, len(objects), _BLOCK):  # the temporary arrays of all would be twice the result
+        block = objects.where(np.arange(start, min(start + _BLOCK, len(objects))))
+        rows = slice(start, start + len(block))
+        corners = torch.from_numpy(np.array(block.boxes, dtype=np.float64))
+        boxes[rows] = box_convert(corners, "xywh", "xyxy").float()
+        labels[rows] = torch.from_numpy(_indices_of(block.numbers("category_id"), class_map.category_ids))
+    counts = np.bincount(_indices_of(objects.numbers("image_id"), image_ids), minlength=len(image_ids))
+    return boxes, labels, torch.from_numpy(np.concatenate(([0], np.cumsum(counts))))
+
+
+def _indices_of(ids: np.ndarray, listed: Sequence[int]) -> np.ndarray:
+    """Return the index in ``listed`` of each id; all are there."""
+    known = integers(listed)
+    if (np.diff(known) > 0).all():
+        return np.searchsorted(known, ids)
+    order = np.argsort(known, kind="stable")
+    return order[np.searchsorted(known, ids, sorter=order)]
 
 
 def _segment_masks(
@@ -494,9 +590,12 @@ def _first_problem(
     listed = set(image_ids)
     if len(listed) < len(image_ids):
         return f"{len(image_ids) - len(listed)} image ids are listed more than once"
-    unknown = sorted({annotation["category_id"] for annotation in annotations}.difference(category_ids))
+    unknown = sorted(distinct(annotations, "category_id").difference(category_ids))
     if unknown:
         return f"category ids {unknown} are used, but the known ones are {list(category_ids)}"
+    if isinstance(annotations, Entries):
+        suspect = unknown_ids(annotations, "image_id", listed) | suspect_boxes(annotations)
+        annotations = annotations.where(suspect | suspect_areas(annotations) | suspect_crowds(annotations))
     for annotation in annotations:
         if annotation["image_id"] not in listed:
             return f"an annotation names image {annotation['image_id']}, which is not listed"

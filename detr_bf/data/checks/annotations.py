@@ -11,7 +11,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from detr_bf.data.annotation_values import is_box, is_crowd, is_id, object_area, segment_area
+import numpy as np
+
+from detr_bf.data.annotation_values import (
+    is_box,
+    is_crowd,
+    is_id,
+    narrowed,
+    object_area,
+    segment_area,
+    suspect_areas,
+    suspect_boxes,
+    suspect_crowds,
+    suspect_ids,
+    suspect_repeats,
+    unknown_ids,
+)
 from detr_bf.data.checks.files import ImageRecord, MapRecord, check_files, existing_name
 from detr_bf.data.checks.learning import Training, learned_from, learning_findings, learning_lines
 from detr_bf.data.checks.masks import MASK_CHECKS
@@ -28,6 +43,7 @@ from detr_bf.data.checks.report import (
 )
 from detr_bf.data.checks.statistics import describe_splits, statistics_lines
 from detr_bf.data.coco import Source, annotated_size, check_folder, check_maps, read_annotations
+from detr_bf.data.columns import Entries, distinct, values_of
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.files import cache_folder
 from detr_bf.text import printable
@@ -126,7 +142,7 @@ def _open(
     check_folder(source.images)
     content = read_annotations(source.annotations)
     check_maps(content, source.panoptic, masks)
-    file_names = [image["file_name"] for image in content.images]
+    file_names = values_of(content.images, "file_name")
     files = check_files(ImageRecord, source.images, file_names, cache, workers, max_pixels)
     maps = {}
     if masks and source.panoptic is not None:
@@ -185,64 +201,69 @@ def _images_of_16_bits(split: Split) -> Iterator[str]:
 
 @CHECKS.add("error", "image-id-repeated", "one id for several images")
 def _repeated_image_ids(split: Split) -> Iterator[str]:
-    return (f"id {value}" for value in repeated(image["id"] for image in split.content.images))
+    return (f"id {value}" for value in repeated(values_of(split.content.images, "id")))
 
 
 @CHECKS.add("warning", "annotation-id-repeated", "ids are not used here, but other tools need distinct ones")
 def _repeated_annotation_ids(split: Split) -> Iterator[str]:
     if split.content.maps is None:  # segment ids are unique only within an image
-        ids = repeated(a["id"] for a in split.content.annotations if is_id(a.get("id")))
+        ids = repeated(a["id"] for a in narrowed(split.content.annotations, suspect_repeats) if is_id(a.get("id")))
         yield from (f"id {value}" for value in ids)
 
 
 @CHECKS.add("warning", "annotation-id-no-number", "ids are not used here, but other tools need numbers")
 def _invalid_annotation_ids(split: Split) -> Iterator[str]:
-    return (annotation_text(a) for a in split.content.annotations if "id" in a and not is_id(a["id"]))
+    suspects = narrowed(split.content.annotations, suspect_ids)
+    return (annotation_text(a) for a in suspects if "id" in a and not is_id(a["id"]))
 
 
 @CHECKS.add("warning", "file-repeated", "the file is listed several times and counts each time")
 def _repeated_files(split: Split) -> Iterator[str]:
-    return (str(value) for value in repeated(image["file_name"] for image in split.content.images))
+    return (str(value) for value in repeated(values_of(split.content.images, "file_name")))
 
 
 @CHECKS.add("error", "category-unknown", "the category is not in categories")
 def _unknown_categories(split: Split) -> Iterator[str]:
-    for annotation in split.content.annotations:
+    for annotation in narrowed(split.content.annotations, lambda all_: unknown_ids(all_, "category_id", split.names)):
         if annotation["category_id"] not in split.names:
             yield f"{annotation_text(annotation)}: category {annotation['category_id']}"
 
 
 @CHECKS.add("error", "image-unknown", "the annotation's image is not in images")
 def _unknown_images(split: Split) -> Iterator[str]:
-    return (annotation_text(a) for a in split.content.annotations if a["image_id"] not in split.images)
+    suspects = narrowed(split.content.annotations, lambda all_: unknown_ids(all_, "image_id", split.images))
+    return (annotation_text(a) for a in suspects if a["image_id"] not in split.images)
 
 
 @CHECKS.add("error", "box-not-numbers", "bbox is not four finite numbers")
 def _invalid_boxes(split: Split) -> Iterator[str]:
-    return (box_text(annotation) for annotation in split.content.annotations if not is_box(annotation.get("bbox")))
+    suspects = narrowed(split.content.annotations, suspect_boxes)
+    return (box_text(annotation) for annotation in suspects if not is_box(annotation.get("bbox")))
 
 
 @CHECKS.add("error", "iscrowd-unknown", "iscrowd is not 0 or 1")
 def _invalid_iscrowd(split: Split) -> Iterator[str]:
-    return _invalid_values(split.content.annotations, partial(is_crowd, required=split.maps_wanted))
+    suspects = narrowed(split.content.annotations, suspect_crowds)
+    return _invalid_values(suspects, partial(is_crowd, required=split.maps_wanted))
 
 
 @CHECKS.add("error", "area-not-number", "area is not a number; the evaluation needs it")
 def _invalid_areas(split: Split) -> Iterator[str]:
-    boxes = (a for a in split.content.annotations if split.maps_wanted or is_box(a.get("bbox")))
+    suspects = narrowed(split.content.annotations, suspect_areas)
+    boxes = (a for a in suspects if split.maps_wanted or is_box(a.get("bbox")))
     return _invalid_values(boxes, segment_area if split.maps_wanted else object_area)
 
 
 @CHECKS.add("warning", "box-without-area", "width or height is not positive: dropped")
 def _boxes_without_area(split: Split) -> Iterator[str]:
-    for annotation in split.objects:
+    for annotation in narrowed(split.objects, _without_area):
         if is_box(annotation.get("bbox")) and min(annotation["bbox"][2:]) <= 0:
             yield box_text(annotation)
 
 
 @CHECKS.add("warning", "box-outside", "the box exceeds the image: clipped, or dropped if outside")
 def _boxes_outside(split: Split) -> Iterator[str]:
-    for annotation in split.objects:
+    for annotation in narrowed(split.objects, partial(_may_exceed, split)):
         image = split.images.get(annotation["image_id"])
         size = split.size(image) if image else None
         if size and is_box(annotation.get("bbox")) and exceeds(annotation["bbox"], size):
@@ -279,7 +300,7 @@ def _too_many_joined(split: Split) -> Iterator[str]:
 
 @CHECKS.add("warning", "class-without-examples", "the class has no object")
 def _classes_without_examples(split: Split) -> Iterator[str]:
-    used = {annotation["category_id"] for annotation in split.objects}
+    used = distinct(split.objects, "category_id")
     return (f"{category_id} ({name})" for category_id, name in split.names.items() if category_id not in used)
 
 
@@ -290,7 +311,7 @@ def _parent_categories(split: Split) -> Iterator[str]:
 
 @PAIR_CHECKS.add("error", "class-unknown-to-train", "val uses a class that train lacks")
 def _classes_unknown_to_train(train: Split, val: Split) -> Iterator[str]:
-    used = {annotation["category_id"] for annotation in val.content.annotations}
+    used = distinct(val.content.annotations, "category_id")
     return (f"{i} ({val.names[i]})" for i in sorted(used & set(val.names)) if i not in train.names)
 
 
@@ -324,6 +345,20 @@ def _invalid_values(
             read(annotation)
         except ValueError as error:
             yield f"{annotation_text(annotation)}: {error}"
+
+
+def _without_area(objects: Entries) -> np.ndarray:
+    """Return a mask (N,) that includes all objects whose box has no area."""
+    return suspect_boxes(objects) if objects.boxes is None else objects.boxes[:, 2:].min(axis=1) <= 0
+
+
+def _may_exceed(split: Split, objects: Entries) -> np.ndarray:
+    """Return a mask (N,) that includes all objects that :func:`exceeds` finds."""
+    if objects.boxes is None:
+        return suspect_boxes(objects)
+    x, y, width, height = np.asarray(objects.boxes, dtype=np.float64).T
+    heights, widths = split.sizes_of(objects).T
+    return np.asarray(np.minimum.reduce([x, y, widths - (x + width), heights - (y + height)]) < -_ROUNDING)
 
 
 def exceeds(bbox: list[float], size: tuple[int, int]) -> bool:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from detr_bf.data.checks.report import Finding, Split
+from detr_bf.data.columns import Entries
 from detr_bf.data.transforms import resized_size
 from detr_bf.text import printable
 
@@ -129,6 +130,11 @@ def learned_from(train: Split, training: Training) -> Learned:
     """Return what is left of the boxes after clipping, which the training images have."""
     counts = dict.fromkeys(train.content.class_map.distinct_names, 0)
     names = dict(zip(train.content.class_map.category_ids, counts, strict=True))
+    if isinstance(train.objects, Entries):
+        ids, table = _learned_columns(train, train.objects)
+        for category_id, count in zip(*(each.tolist() for each in np.unique(ids, return_counts=True)), strict=True):
+            counts[names[category_id]] += count
+        return Learned(len(train.content.images), counts, _training_sizes(table, training))
     sizes = []
     for annotation in train.objects:
         x, y, width, height = annotation["bbox"]
@@ -142,6 +148,24 @@ def learned_from(train: Split, training: Training) -> Learned:
         if size is not None:
             sizes.append((width, height, *size))
     table = np.array(sizes, dtype=np.float64).reshape(-1, 4)
+    return Learned(len(train.content.images), counts, _training_sizes(table, training))
+
+
+def _learned_columns(train: Split, objects: Entries) -> tuple[np.ndarray, np.ndarray]:
+    """Return the category ids of the boxes, and sides of box and image (V, 4) of those whose image has a known size."""
+    x, y, width, height = np.array(objects.boxes, dtype=np.float64).T
+    sizes = train.sizes_of(objects)
+    known = ~np.isnan(sizes[:, 0])
+    right, bottom = np.minimum(x + width, sizes[:, 1]), np.minimum(y + height, sizes[:, 0])
+    width = np.where(known, right - np.maximum(x, 0), width)
+    height = np.where(known, bottom - np.maximum(y, 0), height)
+    left = np.minimum(width, height) > 0
+    table = np.stack([width, height, sizes[:, 0], sizes[:, 1]], axis=1)
+    return objects.numbers("category_id")[left], table[left & known]
+
+
+def _training_sizes(table: np.ndarray, training: Training) -> np.ndarray:
+    """Return the roots of the areas at the training size of boxes; width, height, image height, width (V, 4)."""
     shapes, which = np.unique(table[:, 2:], axis=0, return_inverse=True)
     scaled = [
         (training.short_side, training.short_side)
@@ -150,4 +174,4 @@ def learned_from(train: Split, training: Training) -> Learned:
         for height, width in shapes
     ]
     factors = (np.array(scaled, dtype=np.float64).reshape(-1, 2) / shapes).prod(1)
-    return Learned(len(train.content.images), counts, np.sqrt(table[:, 0] * table[:, 1] * factors[which.ravel()]))
+    return np.sqrt(table[:, 0] * table[:, 1] * factors[which.ravel()])

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from detr_bf.data.annotation_values import is_crowd, value_text
+import numpy as np
+
+from detr_bf.data.annotation_values import crowd_mask, is_crowd, value_text
 from detr_bf.data.checks.files import ImageRecord, MapRecord
 from detr_bf.data.coco import CocoAnnotations, annotated_size
+from detr_bf.data.columns import Entries, integers, values_of
 from detr_bf.data.duplicates import nearest
 from detr_bf.data.masks import MapFile, SegmentExtent
 from detr_bf.text import printable
@@ -49,17 +52,24 @@ class Split:
     joined: int = 1  # images that augmentation joins in one
 
     @cached_property
-    def images(self) -> dict[int, Mapping[str, Any]]:
-        return {image["id"]: image for image in self.content.images}
+    def images(self) -> Mapping[int, Mapping[str, Any]]:
+        """Images by id."""
+        images = self.content.images
+        if isinstance(images, Entries):
+            return _ImagesById(images)
+        return {image["id"]: image for image in images}
 
     @cached_property
-    def objects(self) -> list[Mapping[str, Any]]:
+    def objects(self) -> Sequence[Mapping[str, Any]]:
         """Annotations except crowds."""
-        return [annotation for annotation in self.content.annotations if not _is_valid_crowd(annotation)]
+        annotations = self.content.annotations
+        if isinstance(annotations, Entries):
+            return annotations.where(~crowd_mask(annotations))
+        return [annotation for annotation in annotations if not _is_valid_crowd(annotation)]
 
     @cached_property
     def objects_per_image(self) -> Counter[int]:
-        return Counter(annotation["image_id"] for annotation in self.objects)
+        return Counter(values_of(self.objects, "image_id"))
 
     @cached_property
     def names(self) -> dict[int, str]:
@@ -74,6 +84,16 @@ class Split:
         """Return (height, width) that the boxes refer to, or None if not known."""
         record = self.file(image)
         return annotated_size(image) or (record.sizes.rotated if record and record.sizes else None)
+
+    def sizes_of(self, objects: Entries) -> np.ndarray:
+        """Return :meth:`size` of the image of each object: (N, 2) float64, NaN if the image or its size is unknown."""
+        images = self.content.images
+        sizes = np.array([self.size(image) or (np.nan, np.nan) for image in images], dtype=np.float64).reshape(-1, 2)
+        known = integers(values_of(images, "id"))
+        order = np.argsort(known, kind="stable")
+        ids = objects.numbers("image_id")
+        found = order[np.searchsorted(known, ids, side="right", sorter=order) - 1]  # of equal ids the last
+        return np.where((known[found] == ids)[:, None], sizes[found], np.nan)
 
     @property
     def map_files(self) -> tuple[MapFile, ...]:
@@ -93,6 +113,26 @@ class Split:
             for name, record in self.maps.items()
             if record.size
         }
+
+
+class _ImagesById(Mapping[int, Mapping[str, Any]]):
+    """Images of columns by id; of images with the same id the last."""
+
+    def __init__(self, images: Entries) -> None:
+        self._images = images
+        self._indices = {image_id: index for index, image_id in enumerate(images.values("id"))}
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._indices)
+
+    def __contains__(self, image_id: object) -> bool:
+        return image_id in self._indices
+
+    def __getitem__(self, image_id: int) -> Mapping[str, Any]:
+        return self._images[self._indices[image_id]]
 
 
 @dataclass(frozen=True)
