@@ -27,7 +27,7 @@ from detr_bf.data.images import MAX_PIXELS
 from detr_bf.detectors import MaskHead
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ScoreThresholds
-from detr_bf.export import GivenSelections, ParityError, parity_table, synthetic_images
+from detr_bf.export import GivenSelections, ParityError, parity, parity_table, synthetic_images
 from detr_bf.predictor import Predictor
 from detr_bf.sharing import Origin
 from detr_bf.structures import Batch, ClassMap
@@ -220,7 +220,7 @@ def test_a_missing_package_names_the_extra(detr: tuple[Predictor, Path], monkeyp
 def test_a_difference_beyond_the_tolerance_is_exit_code_1(
     detr: tuple[Predictor, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(export, "_traced", lambda *_, **__: onnx.load(str(detr[1])))
+    monkeypatch.setattr(export, "traced", lambda *_, **__: onnx.load(str(detr[1])))
     monkeypatch.setattr(command, "load", lambda *_: detr[0])
     output = tmp_path / "it.onnx"
     assert command.main(["run", "--output", str(output)]) == 0
@@ -230,8 +230,8 @@ def test_a_difference_beyond_the_tolerance_is_exit_code_1(
     assert command.main(["run", "--output", str(output)]) == 2
     assert "exists: give another name" in capsys.readouterr().err
     output.unlink()
-    monkeypatch.setitem(export.TOLERANCES, "boxes", 0.0)
-    monkeypatch.setattr(export, "_difference", lambda *_: 0.5)
+    monkeypatch.setitem(parity.TOLERANCES, "boxes", 0.0)
+    monkeypatch.setattr(parity, "_difference", lambda *_: 0.5)
     assert command.main(["run", "--output", str(output)]) == 1
     assert "differ by more than the tolerance in boxes, logits" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
