@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from detr_bf.data.transforms import eval_sample
 from detr_bf.errors import InputError
 from detr_bf.export.graph import (
     ONNX_FORMAT,
@@ -37,14 +39,18 @@ from detr_bf.export.parity import (
     parity_table,
     synthetic_images,
 )
+from detr_bf.export.precision import MAX_CALIBRATION, PRECISIONS, calibration_files, half_precision, int8_precision
 from detr_bf.files import atomic_write, check_output_file
+from detr_bf.structures import Batch
 from detr_bf.text import printable
 
 __all__ = [
     "COMPARED_BATCH",
+    "MAX_CALIBRATION",
     "ONNX_FORMAT",
     "ONNX_SUFFIX",
     "OPSET",
+    "PRECISIONS",
     "TOLERANCES",
     "Comparison",
     "ExportGraph",
@@ -54,6 +60,7 @@ __all__ = [
     "GivenSelections",
     "OnnxDetector",
     "ParityError",
+    "calibration_files",
     "compare_outputs",
     "compared_batches",
     "export_onnx",
@@ -68,7 +75,16 @@ ONNX_SUFFIX = ".onnx"
 
 
 def export_onnx(
-    path: Path, exported: Exported, form: Form, images: Sequence[Tensor], *, source: str, license: str | None = None
+    path: Path,
+    exported: Exported,
+    form: Form,
+    images: Sequence[Tensor],
+    *,
+    source: str,
+    license: str | None = None,
+    precision: str = "float32",
+    calibration: Iterable[Tensor] = (),
+    evaluate: Callable[[Path], Mapping[str, Any]] | None = None,
 ) -> list[Comparison]:
     """Write an ONNX file after comparing its outputs in onnxruntime with those of torch.
 
@@ -79,12 +95,17 @@ def export_onnx(
         images: uint8 (3, h, w), to compare with.
         source: short description of the images, for the metadata.
         license: of the weights.
+        precision: one of ``PRECISIONS``. float16 and int8 have no tolerance: their outputs only have to be finite.
+        calibration: uint8 (3, h, w), with which the activations of int8 are measured; read one after the other.
+        evaluate: called with the path of the unfinished file, which :func:`detr_bf.load` reads; its result is the
+            metadata ``ap``.
 
     Raises:
         InputError: a package is missing, the file exists or cannot be written, the images of a batch attend to each
-            other, or the graph does not allow the form.
+            other, the graph does not allow the form, or the detector cannot be quantised.
         ParityError: an output differs by more than its tolerance; nothing was written.
     """
+    assert precision in PRECISIONS
     for name in ("onnx", "onnxscript", "onnxruntime"):
         imported(name)
     if path.suffix != ONNX_SUFFIX:
@@ -97,14 +118,23 @@ def export_onnx(
     graph = export_graph(exported, form)
     short_side = settings["square"] or settings["eval_short_side"]
     onnx_model = traced(graph, form, padded=form.pads(settings["square"]), short_side=short_side)
-    set_metadata(onnx_model, file_metadata(exported, form, license))
+    set_metadata(onnx_model, {**file_metadata(exported, form, license), "precision": precision})
     batches = list(compared_batches(images, transform, form, settings["square"]))
     with atomic_write(path) as temporary:
         temporary.write_bytes(onnx_model.SerializeToString())
-        compared = compare_outputs(graph, temporary, batches)
+        if precision == "float16":
+            onnx_model = half_precision(onnx_model)
+        elif precision == "int8":
+            samples = (eval_sample(transform, pixels, index) for index, pixels in enumerate(calibration))
+            onnx_model = int8_precision(onnx_model, temporary, (Batch.collate([sample]) for sample in samples))
+        temporary.write_bytes(onnx_model.SerializeToString())
+        tolerances = TOLERANCES if precision == "float32" else None
+        compared = compare_outputs(graph, temporary, batches, tolerances)
         if any(each.beyond for each in compared):
             raise ParityError(parity_refusal(path, compared))
-        values = [asdict(each) for each in compared]
-        set_metadata(onnx_model, {"parity": {"images": source, "tolerances": TOLERANCES, "batches": values}})
+        values = [{name: value for name, value in asdict(each).items() if name != "tolerances"} for each in compared]
+        set_metadata(onnx_model, {"parity": {"images": source, "tolerances": tolerances, "batches": values}})
+        if evaluate is not None:
+            set_metadata(onnx_model, {"ap": evaluate(temporary)})
         temporary.write_bytes(onnx_model.SerializeToString())
     return compared

@@ -213,11 +213,7 @@ class OnnxDetector:
             parts = [self.run(Batch(images, mask)) for images, mask in pieces]
             return {name: torch.cat([part[name] for part in parts]) for name in self.names}
         fed = self.fitted(batch)
-        feeds = {"images": fed.images.numpy()}
-        if self.padded:
-            feeds["sizes"] = unpadded(fed.padding_mask).flip(-1).long().numpy()
-        elif fed.padding_mask.any():
-            raise InputError(f"{self.source} takes no padded images: give one image at a time, or images of one size")
+        feeds = self.feeds(fed)
         try:
             values = self.session.run(self.names, feeds)
         except Exception as error:
@@ -226,6 +222,19 @@ class OnnxDetector:
                 f"{self.source}: onnxruntime failed for {len(fed)} images of {size} pixels: {printable(error, 500)}"
             ) from error
         return {name: torch.from_numpy(value)[:count] for name, value in zip(self.names, values, strict=True)}
+
+    def feeds(self, fitted: Batch) -> dict[str, Any]:
+        """Return the inputs of the file by name, as NumPy arrays, for a batch of :meth:`fitted`.
+
+        Raises:
+            InputError: the images are padded, and the file takes no padded images.
+        """
+        feeds = {"images": fitted.images.numpy()}
+        if self.padded:
+            feeds["sizes"] = unpadded(fitted.padding_mask).flip(-1).long().numpy()
+        elif fitted.padding_mask.any():
+            raise InputError(f"{self.source} takes no padded images: give one image at a time, or images of one size")
+        return feeds
 
     def fitted(self, batch: Batch) -> Batch:
         """Pad a batch of at most as many images as the file takes, and fill it up with its last image."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -42,11 +43,13 @@ class Comparison:
     size: tuple[int, int]  # height, width of the padded batch
     padded: bool
     differences: Mapping[str, float]
+    tolerances: Mapping[str, float] | None  # None: any finite difference
 
     @property
     def beyond(self) -> list[str]:
         """Names of the outputs that differ by more than the tolerance; NaN does."""
-        return [name for name, value in self.differences.items() if not value <= TOLERANCES[name]]
+        limits = self.tolerances or dict.fromkeys(self.differences, sys.float_info.max)
+        return [name for name, value in self.differences.items() if not value <= limits[name]]
 
 
 def compared_batches(
@@ -75,7 +78,9 @@ def synthetic_images(count: int = COMPARED_BATCH) -> list[Tensor]:
     return [transforms.resize(patch, list(size)) for patch, size in zip(patches, cycle(sizes), strict=False)]
 
 
-def compare_outputs(graph: ExportGraph, path: Path, batches: Sequence[Batch]) -> list[Comparison]:
+def compare_outputs(
+    graph: ExportGraph, path: Path, batches: Sequence[Batch], tolerances: Mapping[str, float] | None
+) -> list[Comparison]:
     """Compare the outputs of the file in onnxruntime with those of torch.
 
     A detector that chooses among tokens or detections by their scores may choose others of nearly the same score in
@@ -103,7 +108,7 @@ def compare_outputs(graph: ExportGraph, path: Path, batches: Sequence[Batch]) ->
         values = {name: _difference(found[name], value) for name, value in zip(graph.names, expected, strict=True)}
         values |= {"selection": given.shortfall} if selections else {}
         size = (fed.images.shape[2], fed.images.shape[3])
-        compared.append(Comparison(len(fed), size, bool(fed.padding_mask.any()), values))
+        compared.append(Comparison(len(fed), size, bool(fed.padding_mask.any()), values, tolerances))
     if compared:
         return compared
     raise refused or InputError("there are no images to compare the outputs with")
@@ -154,7 +159,9 @@ def parity_table(compared: Sequence[Comparison]) -> str:
     for each in compared:
         values = [f"{each.differences[name]:.1e}" for name in names]
         rows.append([str(each.images), f"{each.size[0]} x {each.size[1]}", "yes" if each.padded else "no", *values])
-    rows.append(["tolerance", "", "", *(f"{TOLERANCES[name]:.0e}" for name in names)])
+    limits = compared[0].tolerances
+    if limits is not None:
+        rows.append(["tolerance", "", "", *(f"{limits[name]:.0e}" for name in names)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
