@@ -374,16 +374,10 @@ def test_a_score_that_cannot_be_computed_does_not_stop_the_export(
     run_command: Path, measured: tuple[Predictor, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "it.onnx"
-    file = run_command / "images" / "1.png"
-    content = file.read_bytes()
-    file.write_bytes(content[:100])
+    (run_command / "val.json").rename(tmp_path / "val.json")
     try:
-        assert command.main(["run", "--output", str(output), "--images", str(run_command), "--evaluate", "1"]) == 2
-        file.write_bytes(content)
-        (run_command / "val.json").rename(tmp_path / "val.json")
         assert command.main(["run", "--output", str(output), "--evaluate", "1"]) == 0
     finally:
-        file.write_bytes(content)
         (tmp_path / "val.json").rename(run_command / "val.json")
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("AP is not compared: ")]
     assert stored(output)["ap"] == {"not_compared": line.partition(": ")[2]}
