@@ -28,7 +28,7 @@ from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
 from detr_bf.evaluation import DEFAULT_THRESHOLD, CocoEvaluator, Result, ScoreThresholds
 from detr_bf.export import (
-    PRECISIONS,
+    EXPORT_PRECISIONS,
     Comparison,
     Exported,
     Form,
@@ -426,8 +426,8 @@ class Predictor:
         """
         if self.origin is None:
             raise InputError("only a detector that detr_bf.load has read from a checkpoint can be exported")
-        if precision not in PRECISIONS:
-            raise InputError(f"precision={printable(repr(precision))} must be one of {', '.join(PRECISIONS)}")
+        if precision not in EXPORT_PRECISIONS:
+            raise InputError(f"precision={printable(repr(precision))} must be one of {', '.join(EXPORT_PRECISIONS)}")
         if (precision == "int8") != (calibration is not None):
             raise InputError(f"precision={precision}: give calibration, a folder with images, for int8 and only for it")
         files = [] if calibration is None else calibration_files(Path(calibration))

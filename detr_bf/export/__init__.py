@@ -39,18 +39,24 @@ from detr_bf.export.parity import (
     parity_table,
     synthetic_images,
 )
-from detr_bf.export.precision import MAX_CALIBRATION, PRECISIONS, calibration_files, half_precision, int8_precision
+from detr_bf.export.precision import (
+    EXPORT_PRECISIONS,
+    MAX_CALIBRATION,
+    calibration_files,
+    half_precision,
+    int8_precision,
+)
 from detr_bf.files import atomic_write, check_output_file
 from detr_bf.structures import Batch
 from detr_bf.text import printable
 
 __all__ = [
     "COMPARED_BATCH",
+    "EXPORT_PRECISIONS",
     "MAX_CALIBRATION",
     "ONNX_FORMAT",
     "ONNX_SUFFIX",
     "OPSET",
-    "PRECISIONS",
     "TOLERANCES",
     "Comparison",
     "ExportGraph",
@@ -95,7 +101,7 @@ def export_onnx(
         images: uint8 (3, h, w), to compare with.
         source: short description of the images, for the metadata.
         license: of the weights.
-        precision: one of ``PRECISIONS``. float16 and int8 have no tolerance: their outputs only have to be finite.
+        precision: one of ``EXPORT_PRECISIONS``. float16 and int8 have no tolerance: outputs only have to be finite.
         calibration: uint8 (3, h, w), with which the activations of int8 are measured; read one after the other.
         evaluate: called with the path of the unfinished file, which :func:`detr_bf.load` reads; its result is the
             metadata ``ap``.
@@ -105,14 +111,8 @@ def export_onnx(
             other, the graph does not allow the form, or the detector cannot be quantised.
         ParityError: an output differs by more than its tolerance; nothing was written.
     """
-    assert precision in PRECISIONS
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        imported(name)
-    if path.suffix != ONNX_SUFFIX:
-        raise InputError(f"{printable(path)}: the name of an ONNX file ends in {ONNX_SUFFIX}")
-    check_output_file(path, "output")
-    if path.exists() or path.is_symlink():
-        raise InputError(f"{printable(path)} exists: give another name, or remove it")
+    assert precision in EXPORT_PRECISIONS
+    _check_possible(path)
     settings = exported.config["data"]["transforms"]
     transform = fixed_transform(exported.transform, form, settings["square"])
     graph = export_graph(exported, form)
@@ -138,3 +138,14 @@ def export_onnx(
             set_metadata(onnx_model, {"ap": evaluate(temporary)})
         temporary.write_bytes(onnx_model.SerializeToString())
     return compared
+
+
+def _check_possible(path: Path) -> None:
+    """Check before the long computation that the packages are installed and the file can be written."""
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        imported(name)
+    if path.suffix != ONNX_SUFFIX:
+        raise InputError(f"{printable(path)}: the name of an ONNX file ends in {ONNX_SUFFIX}")
+    check_output_file(path, "output")
+    if path.exists() or path.is_symlink():
+        raise InputError(f"{printable(path)} exists: give another name, or remove it")

@@ -16,7 +16,7 @@ from detr_bf.files import is_folder
 from detr_bf.structures import Batch
 from detr_bf.text import printable
 
-PRECISIONS = ("float32", "float16", "int8")
+EXPORT_PRECISIONS = ("float32", "float16", "int8")
 MAX_CALIBRATION = 100  # images
 _WEIGHTED = ("Conv", "ConvTranspose", "MatMul", "Gemm")
 # Operators whose outputs are features, not coordinates: before them float16 is precise enough.
