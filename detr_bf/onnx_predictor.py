@@ -19,7 +19,7 @@ from detr_bf.text import printable
 
 
 class OnnxPredictor(Predictor):
-    """Predictor whose detector onnxruntime computes, on the CPU in float32."""
+    """Predictor whose detector onnxruntime computes, on the CPU in the precision of the file."""
 
     def _on(self, device: str | torch.device | None) -> Predictor:
         if str(device or "auto") not in ("auto", "cpu"):
@@ -27,7 +27,7 @@ class OnnxPredictor(Predictor):
         return self
 
     def _outputs(self, batch: Batch, half: bool) -> Outputs:
-        _refuse_half(half)
+        _refuse_half(half, self.model)
         outputs: Outputs = self.model(batch)
         return outputs
 
@@ -35,7 +35,7 @@ class OnnxPredictor(Predictor):
         runtime: Any = self.model
         if not runtime.form.postprocess:
             return super()._detect(batch, half)
-        _refuse_half(half)
+        _refuse_half(half, runtime)
         found, targets, detected = runtime.run(batch), batch.targets, []
         masks = runtime.masks_over(batch, found["masks"]) if "masks" in found else None
         for image, target in enumerate(targets):
@@ -48,9 +48,10 @@ class OnnxPredictor(Predictor):
         return detected
 
 
-def _refuse_half(half: bool) -> None:
+def _refuse_half(half: bool, runtime: Any) -> None:
     if half:
-        raise InputError("ONNX files are computed in float32 here: leave half out")
+        precision = printable(str(runtime.metadata.get("precision", "float32")))
+        raise InputError(f"ONNX files are computed in the precision of the export, {precision}: leave half out")
 
 
 def load_onnx(path: Path, device: str = "auto") -> OnnxPredictor:

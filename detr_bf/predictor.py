@@ -7,7 +7,7 @@ import logging
 import numbers
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from detr_bf.data.batches import SameSizeBatches
-from detr_bf.data.coco import CocoDetection
+from detr_bf.data.coco import CocoAnnotations, CocoDetection
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.inputs import ImageLike, described, image_files, image_pixels, is_url
 from detr_bf.data.loader import make_loader
@@ -27,7 +27,15 @@ from detr_bf.data.video import VideoFrame, read_frames
 from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
 from detr_bf.evaluation import DEFAULT_THRESHOLD, CocoEvaluator, Result, ScoreThresholds
-from detr_bf.export import Comparison, Exported, Form, export_onnx, synthetic_images
+from detr_bf.export import (
+    EXPORT_PRECISIONS,
+    Comparison,
+    Exported,
+    Form,
+    calibration_files,
+    export_onnx,
+    synthetic_images,
+)
 from detr_bf.files import is_folder
 from detr_bf.hub import send_folder
 from detr_bf.postprocess import PanopticPostprocess, Postprocess
@@ -285,7 +293,7 @@ class Predictor:
 
     def evaluate(
         self,
-        annotations: str | Path,
+        annotations: str | Path | CocoAnnotations,
         images: str | Path,
         *,
         batch_size: int = 8,
@@ -295,7 +303,7 @@ class Predictor:
         """Evaluate on annotated images as ``detr-bf evaluate`` does; boxes, and masks of a detector with a mask head.
 
         Args:
-            annotations: COCO JSON file with the classes of the detector.
+            annotations: COCO JSON file with the classes of the detector, or its content.
             images: folder of its image files.
             batch_size: images of a forward pass; only images of one size are in a batch.
             workers: processes that read images.
@@ -307,7 +315,8 @@ class Predictor:
         Raises:
             InputError: a file cannot be read or is not valid, or the classes are others.
         """
-        annotations, masks = Path(annotations), self.model.mask_head is not None
+        annotations = Path(annotations) if isinstance(annotations, str) else annotations
+        masks = self.model.mask_head is not None
         check_batch_size(batch_size)
         data = CocoDetection(Path(images), annotations, self.transform, self.class_map, max_pixels=self.max_pixels)
         boxes = CocoEvaluator(annotations, self.class_map, max_detections=self.postprocess.max_detections, masks=masks)
@@ -388,6 +397,9 @@ class Predictor:
         postprocess: bool = False,
         images: Iterable[ImageLike] | None = None,
         license: str | None = None,
+        precision: str = "float32",
+        calibration: str | Path | None = None,
+        evaluate: Callable[[Path], Mapping[str, Any]] | None = None,
     ) -> list[Comparison]:
         """Write an ONNX file after comparing its outputs in onnxruntime with those of torch, see docs/export.md.
 
@@ -400,16 +412,25 @@ class Predictor:
             postprocess: the outputs are detections instead of logits.
             images: a few images to compare with; by default synthetic ones.
             license: of the weights.
+            precision: ``float32``, ``float16`` or ``int8``.
+            calibration: folder with images; up to 100 of them, evenly spaced by name, set the scales of int8.
+            evaluate: see :func:`detr_bf.export.export_onnx`.
 
         Returns:
             The differences for each batch; :func:`detr_bf.export.parity_table` makes a table of them.
 
         Raises:
-            InputError: see :func:`detr_bf.export.export_onnx`, or the predictor was not loaded from a file.
+            InputError: see :func:`detr_bf.export.export_onnx`, the predictor was not loaded from a file, the precision
+                is unknown, or int8 has no folder with images.
             ParityError: an output differs by more than its tolerance; nothing was written.
         """
         if self.origin is None:
             raise InputError("only a detector that detr_bf.load has read from a checkpoint can be exported")
+        if precision not in EXPORT_PRECISIONS:
+            raise InputError(f"precision={printable(repr(precision))} must be one of {', '.join(EXPORT_PRECISIONS)}")
+        if (precision == "int8") != (calibration is not None):
+            raise InputError(f"precision={precision}: give calibration, a folder with images, for int8 and only for it")
+        files = [] if calibration is None else calibration_files(Path(calibration))
         given = [image_pixels(each, f"image {index}", self.max_pixels) for index, each in enumerate(images or ())]
         exported = Exported(
             self.model, self.class_map, self.transform, self.postprocess, self.thresholds, self.origin.config
@@ -421,7 +442,16 @@ class Predictor:
             given or synthetic_images(),
             source="given" if given else "synthetic",
             license=license,
+            precision=precision,
+            calibration=self._readable(files),
+            evaluate=evaluate,
         )
+
+    def _readable(self, files: Sequence[Path]) -> Iterator[Tensor]:
+        """Yield the pixels of the files that can be read."""
+        call = _Call(torch.empty(0), 1, skip=True)
+        for read in self._read(chunks(files, 1), call):
+            yield from (pixels for _, _, pixels in read)
 
     def _on(self, device: str | torch.device | None) -> Predictor:
         """Return the predictor with a model on ``device``."""

@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +28,8 @@ from detr_bf.data.images import MAX_PIXELS
 from detr_bf.detectors import MaskHead
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ScoreThresholds
-from detr_bf.export import GivenSelections, ParityError, parity_table, synthetic_images
+from detr_bf.export import GivenSelections, ParityError, parity, parity_table, synthetic_images
+from detr_bf.export.precision import calibration_files, exact_nodes, half_precision
 from detr_bf.predictor import Predictor
 from detr_bf.sharing import Origin
 from detr_bf.structures import Batch, ClassMap
@@ -220,7 +222,7 @@ def test_a_missing_package_names_the_extra(detr: tuple[Predictor, Path], monkeyp
 def test_a_difference_beyond_the_tolerance_is_exit_code_1(
     detr: tuple[Predictor, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(export, "_traced", lambda *_, **__: onnx.load(str(detr[1])))
+    monkeypatch.setattr(export, "traced", lambda *_, **__: onnx.load(str(detr[1])))
     monkeypatch.setattr(command, "load", lambda *_: detr[0])
     output = tmp_path / "it.onnx"
     assert command.main(["run", "--output", str(output)]) == 0
@@ -230,8 +232,8 @@ def test_a_difference_beyond_the_tolerance_is_exit_code_1(
     assert command.main(["run", "--output", str(output)]) == 2
     assert "exists: give another name" in capsys.readouterr().err
     output.unlink()
-    monkeypatch.setitem(export.TOLERANCES, "boxes", 0.0)
-    monkeypatch.setattr(export, "_difference", lambda *_: 0.5)
+    monkeypatch.setitem(parity.TOLERANCES, "boxes", 0.0)
+    monkeypatch.setattr(parity, "_difference", lambda *_: 0.5)
     assert command.main(["run", "--output", str(output)]) == 1
     assert "differ by more than the tolerance in boxes, logits" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -269,6 +271,168 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     same_padding.model.add_module("padded", type("Conv2dSame", (nn.Identity,), {})())
     with pytest.raises(InputError, match="HEIGHTxWIDTH"):
         same_padding.export(tmp_path / "it.onnx")
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path) -> tuple[Predictor, Path, Path]:
+    """Return RT-DETR, its float32 file and validation images, whose objects are its own best detections."""
+    data = folder / "val"
+    (data / "images").mkdir(parents=True)
+    settings = (f"data.val.images={data / 'images'}", f"data.val.annotations={data / 'val.json'}")
+    original = predictor("rtdetr", "data.transforms.square=64", *settings)
+    images, objects = [], []
+    for number, pixels in enumerate(synthetic_images(4), 1):
+        file = data / "images" / f"{number}.png"
+        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file)
+        images.append({"id": number, "file_name": file.name, "height": pixels.shape[1], "width": pixels.shape[2]})
+        found = original(file, threshold=0.0)
+        for (x0, y0, x1, y1), label in zip(found.boxes.tolist()[:3], found.labels.tolist()[:3], strict=True):
+            box = {"bbox": [x0, y0, x1 - x0, y1 - y0], "category_id": original.class_map.category_ids[label]}
+            objects.append({**box, "image_id": number, "id": len(objects) + 1})
+    categories = [
+        {"id": number, "name": name}
+        for number, name in zip(original.class_map.category_ids, original.class_map.names, strict=True)
+    ]
+    content = {"images": images, "annotations": objects, "categories": categories}
+    (data / "val.json").write_text(json.dumps(content))
+    original.export(folder / "measured.onnx")
+    return original, folder / "measured.onnx", data
+
+
+@pytest.fixture
+def run_command(measured: tuple[Predictor, Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let the command export ``measured`` as ``run``, without tracing it again; return its data."""
+    monkeypatch.setattr(export, "traced", lambda *_, **__: onnx.load(str(measured[1])))
+    monkeypatch.setattr(command, "load", lambda path, *_: measured[0] if path == "run" else detr_bf.load(path))
+    return measured[2]
+
+
+def stored(path: Path) -> dict[str, Any]:
+    values = {each.key: each.value for each in onnx.load(str(path)).metadata_props}
+    return {name: json.loads(value) for name, value in values.items() if name != "format"}
+
+
+def weights_of(path: Path) -> dict[int, int]:
+    """Return the bytes of the weights of a file by data type."""
+    found: dict[int, int] = {}
+    for tensor in onnx.load(str(path)).graph.initializer:
+        found[tensor.data_type] = found.get(tensor.data_type, 0) + onnx.numpy_helper.to_array(tensor).nbytes
+    return found
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
+def test_the_score_of_a_file(
+    precision: str,
+    run_command: Path,
+    measured: tuple[Predictor, Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output, images = tmp_path / "it.onnx", run_command / "images"
+    options = {"float32": [], "float16": ["--half"], "int8": ["--int8", str(images)]}[precision]
+    assert command.main(["run", "--output", str(output), "--evaluate", "3", *options]) == 0
+    values, printed = stored(output), capsys.readouterr().out
+    assert values["precision"] == precision
+    assert set(values) >= set(stored(measured[1])) | {"ap"}  # nothing is lost
+    assert (values["parity"]["tolerances"] is None) == (precision != "float32") == ("tolerance" not in printed)
+    assert values["ap"]["images"] == 3
+    assert values["ap"]["torch"] > 0.9  # the objects are its own detections
+    assert values["ap"]["file"] > {"float32": 0.9, "float16": 0.7, "int8": 0.2}[precision]
+    assert f"torch {values['ap']['torch']:.3f}, file {values['ap']['file']:.3f}" in printed
+    form = [[(each.name, each.type) for each in onnx.load(str(path)).graph.input] for path in (output, measured[1])]
+    assert form[0] == form[1]
+    assert all(each.type == "tensor(float)" for each in detr_bf.load(output).model.session.get_outputs())
+    before, after = weights_of(measured[1]), weights_of(output)
+    kind = {"float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16, "int8": onnx.TensorProto.INT8}
+    narrow = {"float32": 1, "float16": 2, "int8": 4}[precision]
+    assert after[kind[precision]] * narrow > 0.5 * before[onnx.TensorProto.FLOAT]
+
+
+def test_half_precision_gives_nearly_the_same(measured: tuple[Predictor, Path, Path], tmp_path: Path) -> None:
+    model = onnx.load(str(measured[1]))
+    exact = exact_nodes(model.graph)
+    grids = {node.input[1] for node in model.graph.node if node.op_type == "GridSample"}
+    assert grids
+    assert grids <= {name for node in model.graph.node if node.name in exact for name in node.output}
+    half = half_precision(model)
+    onnx.checker.check_model(half)
+    onnx.save(half, str(tmp_path / "it.onnx"))
+    image = synthetic_images()[1]
+    found, expected = (detr_bf.load(path)(image, threshold=0.0) for path in (tmp_path / "it.onnx", measured[1]))
+    torch.testing.assert_close(found.scores, expected.scores, atol=5e-3, rtol=0)
+    assert not torch.equal(found.scores, expected.scores)
+
+
+def test_a_file_that_is_not_finite_is_refused_in_every_precision() -> None:
+    for tolerances in (None, parity.TOLERANCES):
+        wrong = parity.Comparison(1, (64, 64), False, {"logits": math.nan, "boxes": 0.0}, tolerances)
+        assert wrong.beyond == ["logits"]
+    assert parity.Comparison(1, (64, 64), False, {"logits": 9.0}, None).beyond == []
+
+
+def test_a_score_that_cannot_be_computed_does_not_stop_the_export(
+    run_command: Path, measured: tuple[Predictor, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "it.onnx"
+    (run_command / "val.json").rename(tmp_path / "val.json")
+    try:
+        assert command.main(["run", "--output", str(output), "--evaluate", "1"]) == 0
+    finally:
+        (tmp_path / "val.json").rename(run_command / "val.json")
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("AP is not compared: ")]
+    assert stored(output)["ap"] == {"not_compared": line.partition(": ")[2]}
+    assert "there is no annotation file" in line
+
+
+def test_scores_that_are_not_compared(measured: tuple[Predictor, Path, Path], panoptic_folder: Any) -> None:
+    original, path, data = measured
+    (data / "images" / "2.png").rename(data / "2.png")
+    try:
+        assert "2.png" in command.compared_ap(original, path, 0)["not_compared"]
+        assert command.compared_ap(original, path, 1)["images"] == 1  # the others are not read
+    finally:
+        (data / "2.png").rename(data / "images" / "2.png")
+    maps = panoptic_folder()
+    settings = (f"data.val.images={maps.images}", f"data.val.annotations={maps.annotations}")
+    masked = load_config(None, [*SMALL, "model.masks=true", *settings, f"data.val.panoptic={maps.panoptic}"])
+    origin = Origin(config_to_dict(masked), Path("run"), None)
+    assert "PQ" in command.compared_ap(replace(original, origin=origin), path, 0)["not_compared"]
+    assert "validation" in command.compared_ap(replace(original, origin=None), path, 0)["not_compared"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--half", "--int8", "."], "--half and --int8 exclude each other"),
+        (["--int8", "nowhere"], "there is no folder nowhere"),
+        (["--int8", "."], "no image files in"),
+        (["--evaluate", "-1"], "--evaluate must be a whole number"),
+    ],
+)
+def test_bad_arguments_of_precision(
+    arguments: list[str],
+    message: str,
+    run_command: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["run", "--output", "it.onnx", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_calibration_files_are_spread_over_the_folder(tmp_path: Path) -> None:
+    for number in range(250):
+        (tmp_path / f"{number:03d}.png").touch()
+    files = calibration_files(tmp_path)
+    assert len(files) == len(set(files)) == export.MAX_CALIBRATION
+    assert [file.stem for file in files[:3]] == ["000", "002", "005"]
+    with pytest.raises(InputError, match="give calibration"):
+        predictor().export(tmp_path / "it.onnx", precision="int8")
+    with pytest.raises(InputError, match="must be one of"):
+        predictor().export(tmp_path / "it.onnx", precision="int4")
 
 
 @pytest.mark.slow

@@ -3,10 +3,12 @@
 detr-bf export runs/mine --output mine.onnx                      # any number of images of any size
 detr-bf export runs/mine --output mine.onnx --batch 1 --size 640x640 --with-postprocess
 detr-bf export detr_r50 --output detr.onnx --images photos       # published weights, compared on these images
+detr-bf export runs/mine --output half.onnx --half --evaluate 200
+detr-bf export runs/mine --output int8.onnx --int8 photos --evaluate 200
 
 The images to compare with are those of --images, else the first validation images of the run, else synthetic ones. If
-an output differs by more than its tolerance, nothing is written and the exit code is 1. detr_bf.load and 'detr-bf
-predict --checkpoint' read the file.
+an output differs by more than its tolerance, nothing is written and the exit code is 1; --half and --int8 have no
+tolerance, --evaluate says what they cost. detr_bf.load and 'detr-bf predict --checkpoint' read the file.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -52,6 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--images", metavar="DIR", type=Path, help="compare the outputs on images of this folder")
     parser.add_argument("--license", metavar="ID", help="of the weights, for the metadata, such as apache-2.0")
+    parser.add_argument("--half", action="store_true", help="float16 weights; inputs and outputs stay as they are")
+    parser.add_argument(
+        "--int8", metavar="DIR", type=Path, help="int8 weights and activations, calibrated with images of this folder"
+    )
+    parser.add_argument(
+        "--evaluate",
+        metavar="N",
+        help="compare the AP of torch and of the file on the first N validation images of the run; 0: on all",
+    )
     options = parser.parse_args(arguments)
 
     def run() -> int:
@@ -67,9 +80,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     """Load, export and print the comparison."""
     setup_logging()
-    batch, size = _batch(options.batch), _size(options.size)
+    batch, size, count = _batch(options.batch), _size(options.size), _count(options.evaluate)
+    if options.half and options.int8 is not None:
+        raise InputError("--half and --int8 exclude each other: give one of them")
     predictor = load(options.run, "cpu")
     images, source = _images(predictor, options.images)
+    found: dict[str, Any] = {}
+
+    def evaluate(file: Path) -> Mapping[str, Any]:
+        found.update(compared_ap(predictor, file, count or 0))
+        return found
+
     compared = predictor.export(
         options.output,
         batch=batch,
@@ -77,9 +98,16 @@ def _run(options: argparse.Namespace) -> int:
         postprocess=options.with_postprocess,
         images=images,
         license=options.license,
+        precision="float16" if options.half else "float32" if options.int8 is None else "int8",
+        calibration=options.int8,
+        evaluate=None if count is None else evaluate,
     )
     print(f"largest differences between onnxruntime and torch, {source}:")
     print(parity_table(compared))
+    if "not_compared" in found:
+        print(f"AP is not compared: {found['not_compared']}")
+    elif found:
+        print(f"AP on {found['images']} validation images: torch {found['torch']:.3f}, file {found['file']:.3f}")
     print(f"{file_size(options.output) / 1e6:.1f} MB: {printable(options.output)}")
     return 0
 
@@ -98,6 +126,40 @@ def _size(text: str) -> tuple[int, int] | None:
     if not (found := re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text)):
         raise InputError(f"--size must be 'dynamic' or HEIGHTxWIDTH in pixels, such as 640x640; got {printable(text)}")
     return int(found[1]), int(found[2])
+
+
+def _count(text: str | None) -> int | None:
+    if text is not None and not re.fullmatch(r"\d{1,9}", text, re.ASCII):
+        raise InputError(f"--evaluate must be a whole number from 0 (all images); got {printable(text)}")
+    return None if text is None else int(text)
+
+
+def compared_ap(predictor: Predictor, file: Path, count: int) -> dict[str, Any]:
+    """Return the AP of boxes of torch and of a file on the first validation images of the run, 0: on all.
+
+    Returns:
+        ``images``, ``torch`` and ``file``; or ``not_compared``, the reason.
+    """
+    try:
+        if predictor.origin is None:
+            raise InputError("the checkpoint names no validation images")
+        config = config_from_dict(predictor.origin.config, source="the config of the checkpoint")
+        source = data_source(config, "val")
+        content = read_annotations(source.annotations)
+        if config.model.masks and content.maps is not None:
+            raise InputError("the score of a panoptic run is PQ, not AP: evaluate it with 'detr-bf evaluate'")
+        chosen = content.images[: count or None]
+        known = {image["id"] for image in chosen}
+        objects = [each for each in content.annotations if each["image_id"] in known]
+        if not objects:
+            raise InputError(f"the validation images ({len(chosen)}) have no objects")
+        part = replace(content, images=chosen, annotations=objects)
+        scores = [each.evaluate(part, source.images).boxes.AP for each in (predictor, load(file, "cpu"))]
+    except InputError as error:
+        return {"not_compared": printable(str(error).replace("\n", " "))}
+    if None in scores:
+        return {"not_compared": "the validation images have no objects that count"}
+    return {"images": len(chosen), "torch": scores[0], "file": scores[1]}
 
 
 def _images(predictor: Predictor, folder: Path | None) -> tuple[list[Tensor] | None, str]:

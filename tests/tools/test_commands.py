@@ -48,7 +48,7 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
     printed = capsys.readouterr().out
     assert f"usage: detr-bf {command}" in printed
     usage = usage_of(command_main(command))
-    options = {"--help", *re.findall(r"--[a-z][a-z-]*", usage)}
+    options = {"--help", *re.findall(r"--[a-z][a-z0-9-]*", usage)}
     examples = [line for line in printed.splitlines() if line.startswith(f"detr-bf {command} ")]
     assert examples
     keys = {key for schema in SCHEMAS.values() for key in known_keys(schema)}

@@ -1,4 +1,4 @@
-"""ONNX files of detectors: graph, metadata, comparison with torch, and detectors that onnxruntime computes.
+"""ONNX graph of a detector, its metadata, and detectors that onnxruntime computes.
 
 Shape legend: B images, H x W pixels of the padded batch, Q queries, K class logits, N detections, h x w cells of a
 mask.
@@ -9,30 +9,27 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import version
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torchvision.ops import box_convert
 from torchvision.transforms.v2 import functional as transforms
 
 from detr_bf.batchformer import BatchFormerV2
-from detr_bf.data.transforms import Sample, SampleTransform, eval_sample
+from detr_bf.data.transforms import Sample, SampleTransform
 from detr_bf.detectors import Detector
-from detr_bf.errors import CommandError, InputError
+from detr_bf.errors import InputError
 from detr_bf.evaluation import DEFAULT_THRESHOLD, ScoreThresholds
-from detr_bf.files import atomic_write, check_output_file, read_regular
+from detr_bf.files import read_regular
 from detr_bf.losses import CrossEntropy
 from detr_bf.ops.library import reference_operators
 from detr_bf.postprocess import Postprocess
@@ -41,22 +38,11 @@ from detr_bf.structures import Batch, ClassMap, Masks, Outputs
 from detr_bf.text import printable
 from detr_bf.transformer import unpadded
 
-logger = logging.getLogger(__name__)
-
 ONNX_FORMAT = "detr_bf onnx 1"
-ONNX_SUFFIX = ".onnx"
 LEAST_SIDE = 32  # pixels of a fixed size
 OPSET = 20
 MAX_BYTES = 2**31  # of a protocol buffer
-# Largest absolute differences; boxes are in fractions of the image.
-TOLERANCES = {"logits": 1e-3, "boxes": 1e-4, "masks": 1e-2, "scores": 1e-3, "labels": 0.0, "selection": 1e-3}
-COMPARED_SCALES = (1.0, 0.8, 0.6)  # of the images, so that batches have padding
-COMPARED_BATCH = 3  # images of the larger batch, if the file takes any number
 EXAMPLE_SIDE = 256  # least pixels of the shorter side of the images that the graph is traced with
-
-
-class ParityError(CommandError, RuntimeError):
-    """The outputs of onnxruntime differ from those of torch by more than the tolerance; the message has the table."""
 
 
 @dataclass(frozen=True)
@@ -94,21 +80,6 @@ class Exported:
     postprocess: Postprocess
     thresholds: ScoreThresholds | None
     config: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Largest absolute difference of each output of onnxruntime from torch, for one batch."""
-
-    images: int
-    size: tuple[int, int]  # height, width of the padded batch
-    padded: bool
-    differences: Mapping[str, float]
-
-    @property
-    def beyond(self) -> list[str]:
-        """Names of the outputs that differ by more than the tolerance; NaN does."""
-        return [name for name, value in self.differences.items() if not value <= TOLERANCES[name]]
 
 
 class FitResize:
@@ -242,11 +213,7 @@ class OnnxDetector:
             parts = [self.run(Batch(images, mask)) for images, mask in pieces]
             return {name: torch.cat([part[name] for part in parts]) for name in self.names}
         fed = self.fitted(batch)
-        feeds = {"images": fed.images.numpy()}
-        if self.padded:
-            feeds["sizes"] = unpadded(fed.padding_mask).flip(-1).long().numpy()
-        elif fed.padding_mask.any():
-            raise InputError(f"{self.source} takes no padded images: give one image at a time, or images of one size")
+        feeds = self.feeds(fed)
         try:
             values = self.session.run(self.names, feeds)
         except Exception as error:
@@ -255,6 +222,19 @@ class OnnxDetector:
                 f"{self.source}: onnxruntime failed for {len(fed)} images of {size} pixels: {printable(error, 500)}"
             ) from error
         return {name: torch.from_numpy(value)[:count] for name, value in zip(self.names, values, strict=True)}
+
+    def feeds(self, fitted: Batch) -> dict[str, Any]:
+        """Return the inputs of the file by name, as NumPy arrays, for a batch of :meth:`fitted`.
+
+        Raises:
+            InputError: the images are padded, and the file takes no padded images.
+        """
+        feeds = {"images": fitted.images.numpy()}
+        if self.padded:
+            feeds["sizes"] = unpadded(fitted.padding_mask).flip(-1).long().numpy()
+        elif fitted.padding_mask.any():
+            raise InputError(f"{self.source} takes no padded images: give one image at a time, or images of one size")
+        return feeds
 
     def fitted(self, batch: Batch) -> Batch:
         """Pad a batch of at most as many images as the file takes, and fill it up with its last image."""
@@ -321,50 +301,7 @@ def fixed_transform(transform: SampleTransform, form: Form, square: int | None) 
     return FitResize(form.size)
 
 
-def export_onnx(
-    path: Path, exported: Exported, form: Form, images: Sequence[Tensor], *, source: str, license: str | None = None
-) -> list[Comparison]:
-    """Write an ONNX file after comparing its outputs in onnxruntime with those of torch.
-
-    Args:
-        path: new file.
-        exported: the detector.
-        form: inputs and outputs.
-        images: uint8 (3, h, w), to compare with.
-        source: short description of the images, for the metadata.
-        license: of the weights.
-
-    Raises:
-        InputError: a package is missing, the file exists or cannot be written, the images of a batch attend to each
-            other, or the graph does not allow the form.
-        ParityError: an output differs by more than its tolerance; nothing was written.
-    """
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        imported(name)
-    if path.suffix != ONNX_SUFFIX:
-        raise InputError(f"{printable(path)}: the name of an ONNX file ends in {ONNX_SUFFIX}")
-    check_output_file(path, "output")
-    if path.exists() or path.is_symlink():
-        raise InputError(f"{printable(path)} exists: give another name, or remove it")
-    settings = exported.config["data"]["transforms"]
-    transform = fixed_transform(exported.transform, form, settings["square"])
-    graph = _graph(exported, form)
-    short_side = settings["square"] or settings["eval_short_side"]
-    onnx_model = _traced(graph, form, padded=form.pads(settings["square"]), short_side=short_side)
-    _set_metadata(onnx_model, file_metadata(exported, form, license))
-    batches = list(compared_batches(images, transform, form, settings["square"]))
-    with atomic_write(path) as temporary:
-        temporary.write_bytes(onnx_model.SerializeToString())
-        compared = compare_outputs(graph, temporary, batches)
-        if any(each.beyond for each in compared):
-            raise ParityError(_refusal(path, compared))
-        values = [asdict(each) for each in compared]
-        _set_metadata(onnx_model, {"parity": {"images": source, "tolerances": TOLERANCES, "batches": values}})
-        temporary.write_bytes(onnx_model.SerializeToString())
-    return compared
-
-
-def _graph(exported: Exported, form: Form) -> ExportGraph:
+def export_graph(exported: Exported, form: Form) -> ExportGraph:
     """Return a copy of the detector on the CPU whose decoder returns the last layer only."""
     model = copy.deepcopy(exported.model).cpu().float().eval()
     for module in model.modules():
@@ -377,7 +314,7 @@ def _graph(exported: Exported, form: Form) -> ExportGraph:
     return ExportGraph(model, exported.postprocess if form.postprocess else None).eval()
 
 
-def _traced(graph: ExportGraph, form: Form, *, padded: bool, short_side: int) -> Any:
+def traced(graph: ExportGraph, form: Form, *, padded: bool, short_side: int) -> Any:
     """Return the graph as an ONNX model.
 
     Raises:
@@ -472,129 +409,9 @@ def _channels(backbone: nn.Module, name: str) -> list[float] | None:
     return values.flatten().tolist() if isinstance(values, Tensor) else None
 
 
-def _set_metadata(onnx_model: Any, values: Mapping[str, Any]) -> None:
+def set_metadata(onnx_model: Any, values: Mapping[str, Any]) -> None:
+    """Write values as JSON into the metadata of a model, in place."""
     for name, value in {"format": ONNX_FORMAT, **values}.items():
         found = next((each for each in onnx_model.metadata_props if each.key == name), None)
         entry = found or onnx_model.metadata_props.add()
         entry.key, entry.value = name, value if name == "format" else json.dumps(value)
-
-
-# ---- comparison ----
-
-
-def compared_batches(
-    images: Sequence[Tensor], transform: SampleTransform, form: Form, square: int | None
-) -> Iterator[Batch]:
-    """Yield batches of one image and of several that the form allows, of several sizes where it does."""
-    samples = [eval_sample(transform, pixels, index) for index, pixels in enumerate(images)]
-    if square is None:
-        samples = [_scaled(*each, scale) for each, scale in zip(samples, cycle(COMPARED_SCALES), strict=False)]
-    if form.batch in (None, 1):
-        yield from (Batch.collate([sample]) for sample in samples)
-    if form.batch != 1:
-        yield Batch.collate(list(islice(cycle(samples), form.batch or COMPARED_BATCH)))
-
-
-def _scaled(pixels: Tensor, target: Any, scale: float) -> tuple[Tensor, Any]:
-    size = tuple(max(1, int(side * scale)) for side in target.size)
-    return transforms.resize(pixels, list(size), antialias=True), replace(target, size=size)
-
-
-def synthetic_images(count: int = COMPARED_BATCH) -> list[Tensor]:
-    """Return images (3, h, w) uint8 of coloured patches in several aspect ratios."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = [(480, 640), (640, 480), (375, 500)]
-    patches = (torch.randint(256, (3, 12, 16), generator=generator, dtype=torch.uint8) for _ in range(count))
-    return [transforms.resize(patch, list(size)) for patch, size in zip(patches, cycle(sizes), strict=False)]
-
-
-def compare_outputs(graph: ExportGraph, path: Path, batches: Sequence[Batch]) -> list[Comparison]:
-    """Compare the outputs of the file in onnxruntime with those of torch.
-
-    A detector that chooses among tokens or detections by their scores may choose others of nearly the same score in
-    another program, and the order of the queries changes with it. torch is therefore given the choice of onnxruntime;
-    the difference ``selection`` is by how much the chosen scores fall short of the best ones.
-
-    Raises:
-        InputError: the detector refuses all batches, because they have too few tokens.
-    """
-    content, selections = _with_selections(path)
-    runtime = OnnxDetector(content, str(path))
-    compared, refused = [], None
-    for batch in batches:
-        fed = runtime.fitted(batch)
-        whole = fed.images, *((unpadded(fed.padding_mask).flip(-1).long(),) if runtime.padded else ())
-        found = runtime.run(fed)
-        given = GivenSelections([found[name] for name in selections])
-        try:
-            with torch.no_grad(), given:
-                expected = graph(*whole)
-        except InputError as error:
-            refused = error
-            logger.warning("a batch of %d x %d pixels is not compared: %s", *fed.images.shape[2:], error)
-            continue
-        values = {name: _difference(found[name], value) for name, value in zip(graph.names, expected, strict=True)}
-        values |= {"selection": given.shortfall} if selections else {}
-        size = (fed.images.shape[2], fed.images.shape[3])
-        compared.append(Comparison(len(fed), size, bool(fed.padding_mask.any()), values))
-    if compared:
-        return compared
-    raise refused or InputError("there are no images to compare the outputs with")
-
-
-def _difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest absolute difference; NaN if one of the values is not finite."""
-    if found.shape != expected.shape:
-        return float("nan")
-    return float((found.double() - expected.double()).abs().max())
-
-
-def _with_selections(path: Path) -> tuple[bytes, list[str]]:
-    """Return an ONNX file with the indices of its TopK nodes as further outputs, and their names in order."""
-    onnx = imported("onnx")
-    model = onnx.load(str(path))
-    names = [node.output[1] for node in model.graph.node if node.op_type == "TopK"]
-    for name in names:
-        model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, None))
-    return model.SerializeToString(), names
-
-
-class GivenSelections(TorchFunctionMode):
-    """Replace the indices of every ``topk`` by given ones, and record by how much their values fall short."""
-
-    def __init__(self, indices: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.indices = list(indices)
-        self.shortfall = 0.0
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func not in (Tensor.topk, torch.topk):
-            return result
-        given = self.indices.pop(0)
-        difference = _difference(values := args[0].gather(-1, given), result.values)
-        if not (math.isnan(self.shortfall) or difference <= self.shortfall):  # NaN stays
-            self.shortfall = difference
-        return torch.return_types.topk((values, given))
-
-
-def parity_table(compared: Sequence[Comparison]) -> str:
-    """Return the comparisons as a table of text."""
-    names = list(compared[0].differences)
-    rows = [["images", "height x width", "padded", *names]]
-    for each in compared:
-        values = [f"{each.differences[name]:.1e}" for name in names]
-        rows.append([str(each.images), f"{each.size[0]} x {each.size[1]}", "yes" if each.padded else "no", *values])
-    rows.append(["tolerance", "", "", *(f"{TOLERANCES[name]:.0e}" for name in names)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-
-
-def _refusal(path: Path, compared: Sequence[Comparison]) -> str:
-    names = sorted({name for each in compared for name in each.beyond})
-    return (
-        f"onnxruntime and torch differ by more than the tolerance in {', '.join(names)}; {printable(path)} was not "
-        f"written. Please report it with this table.\n{parity_table(compared)}"
-    )
