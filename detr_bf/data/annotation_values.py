@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -153,16 +152,23 @@ def suspect_crowds(annotations: Entries) -> np.ndarray:
     """Return a mask (N,) that includes all annotations with an invalid ``iscrowd``."""
     values = annotations.numbers("iscrowd")
     valid = annotations.is_number("iscrowd") & ((values == 0) | (values == 1))
+    valid |= _equal_to("iscrowd", annotations, True) | _equal_to("iscrowd", annotations, False)
     return ~(valid | annotations.is_none("iscrowd"))
 
 
 def crowd_mask(annotations: Entries) -> np.ndarray:
     """Return a mask (N,) of the crowds; an annotation with an invalid ``iscrowd`` is none."""
-    crowds = annotations.is_number("iscrowd") & (annotations.numbers("iscrowd") == 1)
-    for index in np.flatnonzero(annotations.kinds("iscrowd") == JSON).tolist():  # true and false
-        with suppress(ValueError):
-            crowds[index] = is_crowd(annotations[index])
-    return crowds
+    numbers = annotations.is_number("iscrowd") & (annotations.numbers("iscrowd") == 1)
+    return numbers | _equal_to("iscrowd", annotations, True)
+
+
+def _equal_to(key: str, annotations: Entries, value: bool) -> np.ndarray:
+    """Return a mask (N,) of the annotations whose value under ``key`` is true or false, as given."""
+    rows = np.flatnonzero(annotations.kinds(key) == JSON)
+    found = np.zeros(len(annotations), dtype=bool)
+    if len(rows):
+        found[rows] = [each is value for each in annotations.listed(key, rows)]
+    return found
 
 
 def unknown_ids(annotations: Entries, key: str, known: Collection[int]) -> np.ndarray:

@@ -18,7 +18,7 @@ import logging
 import os
 import stat
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -63,10 +63,18 @@ def read_columns(path: Path) -> ColumnStore | None:
         if (found := _opened(target, source, path)) is not None:
             return found
         with _locked(target):
+            source = _state(path)  # the file may have changed during a long wait
             if (found := _opened(target, source, path)) is not None:  # another process was faster
                 return found
-            store = decode_columns(path)
-            _write(target, store, source)
+            try:
+                store = decode_columns(path)
+            except UnsupportedError as error:
+                if _state(path) == source:
+                    _write(target, {"version": VERSION, "source": source, "unsupported": str(error)}, [])
+                raise
+            if _state(path) != source:  # replaced before it was read: the columns are of another state
+                return store
+            _write(target, *_content(store, source))
             return _opened(target, source, path) or store
     except UnsupportedError as error:
         logger.info("%s is read as Python objects: %s", printable(path), printable(error))
@@ -83,8 +91,8 @@ def reopened(target: str, digest: str, path: str) -> ColumnStore:
     """
     with suppress(_InvalidError, OSError, ValueError):
         found, header = _mapped(Path(target), verify=False)
-        if hashlib.blake2b(header, digest_size=32).hexdigest() == digest:
-            return _store(found, json.loads(header), Path(target), digest, Path(path))
+        if _identity(json.loads(header)) == digest:
+            return _store(found, json.loads(header), Path(target), Path(path))
     store = read_columns(Path(path))
     if store is None or not store.reopen or store.reopen[2] != digest:
         raise InputError(f"{printable(path)} has changed since this run read it: start the run again")
@@ -131,41 +139,49 @@ def _locked(target: Path | None) -> Iterator[None]:
             lock.release()
 
 
-def _write(target: Path | None, store: ColumnStore, source: Header) -> None:
-    """Write a cache file, if possible, and remove the oldest ones beyond the limit."""
-    if target is None:
-        return
+def _content(store: ColumnStore, source: Header) -> tuple[Header, list[np.ndarray]]:
+    """Return the header and the arrays of the cache file of an annotation file in the state ``source``."""
     entries: dict[str, Any] = {}
     arrays: list[np.ndarray] = []
     for part, columns in store.columns.items():
         entries[part] = {key: _described(column, arrays) for key, column in columns.items()}
     sizes = [array.nbytes for array in arrays]
     offsets = np.cumsum([0, *(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]).tolist()
-    header = json.dumps(
-        {
-            "version": VERSION,
-            "source": source,
-            "lengths": dict(store.lengths),
-            "categories": store.categories,
-            "columns": entries,
-            "arrays": [
-                [array.dtype.str, list(array.shape), offset, _checksum(array)]
-                for array, offset in zip(arrays, offsets, strict=False)
-            ],
-            "bytes": offsets[-1],
-        }
-    ).encode()
-    if len(header) > _MOST_HEADER or offsets[-1] > MOST_CACHE_BYTES:
+    header = {
+        "version": VERSION,
+        "source": source,
+        "lengths": dict(store.lengths),
+        "categories": store.categories,
+        "columns": entries,
+        "arrays": [
+            [array.dtype.str, list(array.shape), offset, _checksum(array)]
+            for array, offset in zip(arrays, offsets, strict=False)
+        ],
+        "bytes": offsets[-1],
+    }
+    return header, arrays
+
+
+def _identity(header: Header) -> str:
+    """Return a hash of the content that a header describes, whatever the state of the annotation file."""
+    content = [header[key] for key in ("lengths", "categories", "columns", "arrays")]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=32).hexdigest()
+
+
+def _write(target: Path | None, content: Header, arrays: Sequence[np.ndarray]) -> None:
+    """Write a cache file, if possible, and remove the oldest ones beyond the limit."""
+    header, size = json.dumps(content).encode(), content.get("bytes", 0)
+    if target is None or len(header) > _MOST_HEADER or size > MOST_CACHE_BYTES:
         return
     try:
         with atomic_write(target) as temporary, temporary.open("wb") as file:
             file.write(_MAGIC + len(header).to_bytes(8, "little") + hashlib.blake2b(header, digest_size=32).digest())
             file.write(header)
             start = _arrays_start(len(header))
-            for array, offset in zip(arrays, offsets, strict=False):
+            for array, (*_, offset, _) in zip(arrays, content.get("arrays", ()), strict=True):
                 file.seek(start + offset)
                 file.write(_bytes_of(array))
-            file.truncate(start + offsets[-1])
+            file.truncate(start + size)
         _limit(target)
     except (OSError, InputError) as error:
         logger.info("the annotations are not cached: %s", printable(error))
@@ -204,12 +220,16 @@ def _is_ours(path: Path) -> bool:
 
 
 def _opened(target: Path | None, source: Header, path: Path) -> ColumnStore | None:
-    """Return the columns in a cache file if it is valid and belongs to this state of the annotation file."""
+    """Return the columns in a cache file if it is valid and belongs to this state of the annotation file.
+
+    Raises:
+        UnsupportedError: columns cannot hold the content of the annotation file, as an earlier reading found.
+    """
     if target is None:
         return None
     try:
         found, raw = _mapped(target, verify=True, source=source)
-        store = _store(found, json.loads(raw), target, hashlib.blake2b(raw, digest_size=32).hexdigest(), path)
+        store = _store(found, json.loads(raw), target, path)
     except (_InvalidError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return None
     with suppress(OSError):
@@ -222,6 +242,7 @@ def _mapped(target: Path, *, verify: bool, source: Header | None = None) -> tupl
 
     Raises:
         _InvalidError: it is not a whole cache file, or not of ``source``.
+        UnsupportedError: it states that columns cannot hold the content of the annotation file.
     """
     if not stat.S_ISREG(target.stat().st_mode):
         raise _InvalidError
@@ -236,6 +257,8 @@ def _mapped(target: Path, *, verify: bool, source: Header | None = None) -> tupl
     header = json.loads(raw)
     if header["version"] != VERSION or (source is not None and header["source"] != source):
         raise _InvalidError
+    if source is not None and isinstance(header.get("unsupported"), str):
+        raise UnsupportedError(header["unsupported"])
     start = _arrays_start(length)
     if len(whole) != start + header["bytes"]:
         raise _InvalidError
@@ -251,14 +274,14 @@ def _mapped(target: Path, *, verify: bool, source: Header | None = None) -> tupl
     return arrays, raw
 
 
-def _store(arrays: list[np.ndarray], header: Header, target: Path, digest: str, path: Path) -> ColumnStore:
+def _store(arrays: list[np.ndarray], header: Header, target: Path, path: Path) -> ColumnStore:
     columns: dict[str, Mapping[str, Column | BoxColumn]] = {}
     for part, keys in header["columns"].items():
         columns[part] = {
             key: (BoxColumn if len(found) == 2 else Column)(*(arrays[index] for index in found))
             for key, found in keys.items()
         }
-    reopen = (reopened, str(target), digest, str(path))
+    reopen = (reopened, str(target), _identity(header), str(path))
     return ColumnStore(columns, header["lengths"], header["categories"], reopen)
 
 

@@ -173,6 +173,8 @@ class Entries(Sequence[Mapping[str, Any]]):
     @property
     def boxes(self) -> np.ndarray | None:
         """Values of ``bbox`` (N, 4); None if the entries have none."""
+        if not len(self):
+            return np.zeros((0, 4))
         return self.numbers("bbox") if isinstance(self._columns.get("bbox"), BoxColumn) else None
 
     def values(self, key: str) -> Values:
@@ -335,7 +337,7 @@ class BoxBuilder:
         whole = np.zeros(len(flat), dtype=np.uint8)
         for index in np.flatnonzero(numbers == np.floor(numbers)).tolist():
             whole[index] = type(flat[index]) is int
-        if np.abs(numbers[whole == 1]).max(initial=0) > _EXACT:
+        if np.abs(numbers[whole == 1]).max(initial=0) >= _EXACT:
             raise UnsupportedError("an integer of more than 53 bits in a bbox")
         bits = (whole.reshape(-1, 4) << np.arange(4, dtype=np.uint8)).sum(axis=1, dtype=np.uint8)
         numbers = numbers.reshape(-1, 4)

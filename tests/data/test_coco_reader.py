@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from detr_bf.data import coco, coco_reader
+from detr_bf.data.annotation_values import crowd_mask, suspect_crowds
 from detr_bf.data.batches import SampleKey
 from detr_bf.data.checks.annotations import examine
 from detr_bf.data.checks.learning import Training
@@ -405,3 +406,23 @@ def test_a_file_that_changes_while_it_is_read_is_not_mixed(tmp_path: Path, monke
     monkeypatch.setattr(coco_reader._Document, "read", changing)
     with pytest.raises(UnsupportedError, match="changed while"):
         decode_columns(path)
+
+
+def test_crowds_that_are_true_or_false(coco_folder: Factory) -> None:
+    data = coco_folder()
+    for number, annotation in enumerate(data.content["annotations"]):
+        annotation["iscrowd"] = (True, False, 1, 0, None, "yes")[number % 6]
+    data.annotations.write_text(json.dumps(data.content))
+    entries = Entries(decode_columns(data.annotations), "annotations")
+    values = [each["iscrowd"] for each in data.content["annotations"]]
+    assert len(values) >= 6
+    assert crowd_mask(entries).tolist() == [value in (True, 1) and value != "yes" for value in values]
+    assert suspect_crowds(entries).tolist() == [value == "yes" for value in values]
+
+
+def test_no_annotations_have_no_boxes(coco_folder: Factory) -> None:
+    data = coco_folder()
+    data.annotations.write_text(json.dumps({**data.content, "annotations": []}))
+    boxes = Entries(decode_columns(data.annotations), "annotations").boxes
+    assert boxes is not None
+    assert boxes.shape == (0, 4)

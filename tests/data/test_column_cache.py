@@ -269,3 +269,41 @@ def test_the_header_is_json(coco_folder: Factory, home: Path) -> None:
     assert header["version"] == column_cache.VERSION
     assert header["lengths"] == {"images": 4, "annotations": 8}
     assert header["source"]["size"] == data.annotations.stat().st_size
+
+
+def test_a_file_that_is_replaced_during_the_reading_is_not_cached_as_before(
+    coco_folder: Factory, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = coco_folder()
+    before, status = data.annotations.read_text(), data.annotations.stat()
+    decode = column_cache.decode_columns
+
+    def late(path: Path) -> ColumnStore:
+        path.write_text(before.replace("0001.png", "0009.png"))
+        return decode(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(column_cache, "decode_columns", late)
+        assert content_of(data.annotations)["images"][0]["file_name"] == "0009.png"
+    data.annotations.write_text(before)
+    os.utime(data.annotations, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert content_of(data.annotations) == expected(data)
+
+
+def test_a_form_that_columns_do_not_hold_is_remembered(coco_folder: Factory, home: Path, reads: list[Path]) -> None:
+    data = coco_folder()
+    text = data.annotations.read_text()
+    data.annotations.write_text(text.replace('"iscrowd": 0', '"iscrowd": NaN', 1))
+    for _ in range(2):
+        assert read_columns(data.annotations) is None
+    assert reads == [data.annotations], "the second time the cache says so"
+    data.annotations.write_text(text)
+    assert content_of(data.annotations) == expected(data)
+
+
+def test_another_time_of_the_same_content_does_not_end_a_run(coco_folder: Factory, home: Path) -> None:
+    data = coco_folder()
+    pickled = pickle.dumps(read_annotations(data.annotations).annotations)
+    os.utime(data.annotations, ns=(1, 1))
+    read_annotations(data.annotations)
+    assert list(pickle.loads(pickled)) == data.content["annotations"]
