@@ -422,7 +422,7 @@ class Predictor:
         Raises:
             InputError: see :func:`detr_bf.export.export_onnx`, the predictor was not loaded from a file, the precision
                 is unknown, or int8 has no folder with images.
-            ParityError: an output differs by more than its tolerance; nothing was written.
+            ParityError: an output differs by more than its tolerance, or is not finite; nothing was written.
         """
         if self.origin is None:
             raise InputError("only a detector that detr_bf.load has read from a checkpoint can be exported")

@@ -56,11 +56,11 @@ _COMMENTS = {  # of settings, in the order of the file; the others follow as tho
     "train.accumulate": "batches of a step",
     "train.patience": "epochs without a better AP after which training ends; 0: never",
     "train.precision": "float32, bf16, fp16, or auto: by the GPU, float32 on a CPU",
-    "optimizer.lr": "of RT-DETR: for this number of steps and no init_from; with init_from that of the recipe",
+    "optimizer.lr": "of RT-DETR: chosen for this number of steps; with init_from set it to that of the recipe",
     "optimizer.backbone_lr": "as a rule a tenth of lr",
     "optimizer.schedule": "of the learning rate",
     "optimizer.warmup_steps": "steps with a rising learning rate",
-    "train.ema.decay": "of the averaged weights: 1 - 6 / steps of the run",
+    "train.ema.decay": "of the averaged weights: 1 - 6 / steps of the run, at most 0.9997",
     "model.num_queries": "more than the objects of any image, see too-many-objects of the checks",
 }
 

@@ -109,7 +109,7 @@ def export_onnx(
     Raises:
         InputError: a package is missing, the file exists or cannot be written, the images of a batch attend to each
             other, the graph does not allow the form, or the detector cannot be quantised.
-        ParityError: an output differs by more than its tolerance; nothing was written.
+        ParityError: an output differs by more than its tolerance, or is not finite; nothing was written.
     """
     assert precision in EXPORT_PRECISIONS
     _check_possible(path)

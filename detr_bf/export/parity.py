@@ -32,7 +32,7 @@ COMPARED_BATCH = 3  # images of the larger batch, if the file takes any number
 
 
 class ParityError(CommandError, RuntimeError):
-    """The outputs of onnxruntime differ from those of torch by more than the tolerance; the message has the table."""
+    """The outputs of onnxruntime differ by more than the tolerance, or are not finite; the message has the table."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,13 @@ def parity_table(compared: Sequence[Comparison]) -> str:
 
 
 def parity_refusal(path: Path, compared: Sequence[Comparison]) -> str:
-    """Return the message for outputs that differ by more than the tolerance."""
+    """Return the message for outputs that differ by more than the tolerance, or without one are not finite."""
     names = sorted({name for each in compared for name in each.beyond})
+    if compared[0].tolerances is None:
+        return (
+            f"in this precision the outputs of onnxruntime are not finite in {', '.join(names)}; {printable(path)} was "
+            f"not written: export it in another precision.\n{parity_table(compared)}"
+        )
     return (
         f"onnxruntime and torch differ by more than the tolerance in {', '.join(names)}; {printable(path)} was not "
         f"written. Please report it with this table.\n{parity_table(compared)}"

@@ -82,10 +82,11 @@ def int8_precision(onnx_model: Any, path: Path, batches: Iterable[Batch]) -> Any
     feeds = (runtime.feeds(runtime.fitted(batch)) for batch in batches)
     reader = type("_Reader", (tools.CalibrationDataReader,), {"get_next": lambda _: next(feeds, None)})()
     with tempfile.TemporaryDirectory() as folder, _quiet_tools():
-        output = Path(folder) / "int8.onnx"
+        source, output = Path(folder) / "float32.onnx", Path(folder) / "int8.onnx"
+        source.write_bytes(path.read_bytes())  # the tool writes files beside its input
         try:
             tools.quantize_static(
-                str(path),
+                str(source),
                 str(output),
                 reader,
                 quant_format=tools.QuantFormat.QDQ,
