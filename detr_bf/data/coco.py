@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -38,7 +38,7 @@ from detr_bf.data.annotation_values import (
 from detr_bf.data.augment import Augmentation
 from detr_bf.data.batches import SampleKey, read_or_replace
 from detr_bf.data.column_cache import read_columns
-from detr_bf.data.columns import Entries, distinct, integers, values_of
+from detr_bf.data.columns import AnnotatedSizes, Entries, distinct, integers, values_of
 from detr_bf.data.images import MAX_PIXELS, read_image
 from detr_bf.data.masks import MapFile, Segmentations, SegmentMasks, flat_annotations, parts_of
 from detr_bf.data.transforms import Sample, SampleTransform, has_area, has_pixels
@@ -183,27 +183,6 @@ def annotated_size(image: Mapping[str, Any]) -> tuple[int, int] | None:
     return int(height), int(width)
 
 
-class ImageSizes(Sequence[tuple[int, int] | None]):
-    """Sizes (height, width) of images in an array (N, 2), in which -1 is an unknown one."""
-
-    def __init__(self, sizes: np.ndarray) -> None:
-        self._sizes = sizes
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return list(ImageSizes(self._sizes[index]))
-        height, width = self._sizes[index].tolist()
-        return None if height < 0 else (height, width)
-
-    def __iter__(self) -> Iterator[tuple[int, int] | None]:
-        for start in range(0, len(self), 4096):
-            for height, width in self._sizes[start : start + 4096].tolist():
-                yield None if height < 0 else (height, width)
-
-
 def annotated_sizes(images: Sequence[Mapping[str, Any]]) -> Sequence[tuple[int, int] | None]:
     """Return :func:`annotated_size` of all images.
 
@@ -219,7 +198,7 @@ def annotated_sizes(images: Sequence[Mapping[str, Any]]) -> Sequence[tuple[int, 
         if not (known & ~valid).any():
             sizes = np.stack([side.astype(np.int32) for side in sides], axis=1)
             sizes[~known] = -1
-            return ImageSizes(sizes)
+            return AnnotatedSizes(sizes)
     return [annotated_size(image) for image in images]
 
 

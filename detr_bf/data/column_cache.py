@@ -34,7 +34,7 @@ from detr_bf.text import printable
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+CACHE_VERSION = 1
 MOST_CACHE_BYTES = 2**34  # of all cache files together; the oldest are removed
 SAMPLES, SAMPLE_BYTES = 64, 2**16
 _MAGIC = b"detr_bf columns\n"
@@ -70,7 +70,7 @@ def read_columns(path: Path) -> ColumnStore | None:
                 store = decode_columns(path)
             except UnsupportedError as error:
                 if _state(path) == source:
-                    _write(target, {"version": VERSION, "source": source, "unsupported": str(error)}, [])
+                    _write(target, {"version": CACHE_VERSION, "source": source, "unsupported": str(error)}, [])
                 raise
             if _state(path) != source:  # replaced before it was read: the columns are of another state
                 return store
@@ -148,7 +148,7 @@ def _content(store: ColumnStore, source: Header) -> tuple[Header, list[np.ndarra
     sizes = [array.nbytes for array in arrays]
     offsets = np.cumsum([0, *(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]).tolist()
     header = {
-        "version": VERSION,
+        "version": CACHE_VERSION,
         "source": source,
         "lengths": dict(store.lengths),
         "categories": store.categories,
@@ -255,7 +255,7 @@ def _mapped(target: Path, *, verify: bool, source: Header | None = None) -> tupl
     if hashlib.blake2b(raw, digest_size=32).digest() != whole[len(_MAGIC) + 8 : prefix].tobytes():
         raise _InvalidError
     header = json.loads(raw)
-    if header["version"] != VERSION or (source is not None and header["source"] != source):
+    if header["version"] != CACHE_VERSION or (source is not None and header["source"] != source):
         raise _InvalidError
     if source is not None and isinstance(header.get("unsupported"), str):
         raise UnsupportedError(header["unsupported"])

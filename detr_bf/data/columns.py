@@ -396,3 +396,24 @@ def _joined(parts: Sequence[np.ndarray], counts: Sequence[int]) -> np.ndarray:
         return np.array(parts[0])
     found = [np.broadcast_to(each, count) for each, count in zip(parts, counts, strict=True)]
     return np.concatenate(found) if found else np.zeros(0, dtype=np.uint8)
+
+
+class AnnotatedSizes(Sequence[tuple[int, int] | None]):
+    """Sizes (height, width) of images in an array (N, 2), in which -1 is an unknown one."""
+
+    def __init__(self, sizes: np.ndarray) -> None:
+        self._sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return list(AnnotatedSizes(self._sizes[index]))
+        height, width = self._sizes[index].tolist()
+        return None if height < 0 else (height, width)
+
+    def __iter__(self) -> Iterator[tuple[int, int] | None]:
+        for start in range(0, len(self), 4096):
+            for height, width in self._sizes[start : start + 4096].tolist():
+                yield None if height < 0 else (height, width)

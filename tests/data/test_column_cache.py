@@ -266,7 +266,7 @@ def test_the_header_is_json(coco_folder: Factory, home: Path) -> None:
     whole = cached(home).read_bytes()
     length = int.from_bytes(whole[16:24], "little")
     header = json.loads(whole[56 : 56 + length])
-    assert header["version"] == column_cache.VERSION
+    assert header["version"] == column_cache.CACHE_VERSION
     assert header["lengths"] == {"images": 4, "annotations": 8}
     assert header["source"]["size"] == data.annotations.stat().st_size
 
