@@ -65,7 +65,7 @@ def test_the_settings_are_those_of_fine_tuning(model: str, photos: Path, tmp_pat
 def test_a_file_of_the_user_keeps_its_settings(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = "base: b.yaml\ntrain: {epochs: 7, batch_size: 2}\ndata: {transforms: {horizontal_flip: 0.0}, "
+    base = "base: b.yaml\ntrain: {epochs: 12, batch_size: 2}\ndata: {transforms: {horizontal_flip: 0.0}, "
     (tmp_path / "b.yaml").write_text(TINY)
     (tmp_path / "o.yaml").write_text(base + 'augment: {mosaic: 0.0}, root: elsewhere}\noutput_dir: "else"\n')
     assert main(["new", str(photos), "--model", "o.yaml", "--output", "a b.yaml"]) == 0
@@ -73,9 +73,9 @@ def test_a_file_of_the_user_keeps_its_settings(
         "wrote 'a b.yaml'; next: detr-bf train 'a b.yaml' --dry-run, then without --dry-run\n"
     )
     found: DetectionConfig = load_config("a b.yaml")
-    assert (found.train.epochs, found.train.batch_size, found.data.root) == (7, 2, str(photos))
+    assert (found.train.epochs, found.train.batch_size, found.data.root) == (12, 2, str(photos))
     assert (found.data.transforms.horizontal_flip, found.data.augment.mosaic) == (0, 0)
-    assert found.data.augment.photometric_distort > 0, "augment_strong, which the file does not mention"
+    assert found.data.augment.photometric_distort > 0, "augment_light, which the file does not mention"
     assert found.optimizer.schedule == "cosine"
     assert found.output_dir == "runs/a b"
     assert main(["new", str(photos), "--model", "demo", "--output", "demo.yaml"]) == 0
