@@ -217,8 +217,8 @@ def test_names_of_cells_are_read_back(name: str) -> None:
 @pytest.mark.parametrize("name", packaged_experiments())
 def test_packaged_experiments_load(name: str) -> None:
     found = read_experiment(packaged_experiments()[name])
-    assert len(found.seeds) * len(found.folds) >= (3 if name.startswith("detectors") else 5)
-    assert found.baseline in ("off", "off_8", "two_stream", "cross_entropy", "plain", "deformable")
+    assert len(found.seeds) * len(found.folds) >= (3 if name.startswith(("detectors", "finetune")) else 5)
+    assert found.baseline in ("off", "off_8", "two_stream", "cross_entropy", "plain", "deformable", "finetune_2m")
 
 
 @pytest.mark.parametrize("name", [x for x in packaged_experiments() if x.startswith(("long_tail", "small_data"))])

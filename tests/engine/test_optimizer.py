@@ -275,7 +275,7 @@ def test_moments_take_the_layout_of_their_parameter(before: bool, name: str) -> 
 
     def steps(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for _ in range(2):
-            module(images).square().sum().backward()
+            module(images).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
 
