@@ -21,7 +21,7 @@ from detr_bf.detectors import Detector
 from detr_bf.engine import build_optimizer
 from detr_bf.losses import CrossEntropy, HungarianMatcher, Matches, SetCriterion
 from detr_bf.structures import Batch, Outputs, PaddedTargets, Target
-from timing import Seconds, alternate
+from detr_bf.timing import Seconds, alternate
 
 SEED = 0
 NUM_CLASSES = 80  # as COCO

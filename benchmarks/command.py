@@ -11,7 +11,7 @@ import torch
 
 from detr_bf.errors import InputError
 from detr_bf.report import machine_info
-from timing import Spread
+from detr_bf.timing import Spread
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

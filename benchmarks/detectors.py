@@ -25,7 +25,7 @@ from detr_bf.detectors import Detector
 from detr_bf.files import write_json
 from detr_bf.losses import SetCriterion
 from detr_bf.structures import Batch
-from timing import Spread, paired_ratios
+from detr_bf.timing import Spread, paired_ratios
 
 BASELINE = "detr/detr_r50"
 RECIPES = (

@@ -20,7 +20,7 @@ from detr_bf.cli import run_tool
 from detr_bf.errors import InputError
 from detr_bf.files import write_json
 from detr_bf.ops import library
-from timing import Spread, paired_ratios
+from detr_bf.timing import Spread, paired_ratios
 
 RECIPES = ("deformable_detr/deformable_detr_r50", "deformable_detr/deformable_detr_r50_bfv2", "detr/detr_r50_bfv2")
 

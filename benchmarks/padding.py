@@ -30,7 +30,7 @@ from detr_bf.data.coco import annotated_size
 from detr_bf.data.transforms import Sample, SampleTransform, train_transform
 from detr_bf.errors import InputError
 from detr_bf.files import write_json
-from timing import Spread
+from detr_bf.timing import Spread
 
 RECORD = Path(__file__).parent / "results" / "padding.json"
 

@@ -29,7 +29,7 @@ from detr_bf.cli import run_tool
 from detr_bf.config import ClassifierConfig, load_config
 from detr_bf.engine import TrainingStep
 from detr_bf.files import write_json
-from timing import Seconds, Spread, alternate, paired_ratios
+from detr_bf.timing import Seconds, Spread, alternate, paired_ratios
 
 NUM_CLASSES = 1000  # as ImageNet
 DEFAULTS = {"cpu": ("deit_tiny_patch16_224", 4), "cuda": ("deit_small_patch16_224", 64)}  # model, images

@@ -35,7 +35,7 @@ from detr_bf.data.coco import CocoDetection, read_annotations
 from detr_bf.data.transforms import eval_transform
 from detr_bf.errors import InputError
 from detr_bf.files import write_json
-from timing import Spread
+from detr_bf.timing import Spread
 
 WAYS = ("objects", "columns", "cache")
 OBJECTS = 8  # for each image

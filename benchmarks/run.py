@@ -30,7 +30,7 @@ from detr_bf.cli import run_tool
 from detr_bf.config import config_to_dict
 from detr_bf.files import write_json
 from detr_bf.report import machine_info
-from timing import Spread, paired_ratios
+from detr_bf.timing import Spread, paired_ratios
 
 CPU_NOTE = "times on a CPU may be disturbed by other work; compare the ratios, which are taken within rounds"
 

@@ -31,8 +31,8 @@ from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
 from detr_bf.files import write_json
 from detr_bf.losses import HungarianMatcher, SetCriterion
+from detr_bf.timing import Spread, paired_ratios
 from detr_bf.transformer import Encoder
-from timing import Spread, paired_ratios
 
 SMALL = "small"
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

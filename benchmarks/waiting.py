@@ -25,8 +25,8 @@ from command import CONFIGS, cells, check_rounds, circumstances, make_parser
 from detr_bf.cli import run_tool
 from detr_bf.errors import InputError
 from detr_bf.files import write_json
+from detr_bf.timing import Spread, alternate, paired_ratios
 from step import Step
-from timing import Spread, alternate, paired_ratios
 
 DEFAULT = "default"
 WAYS = {  # name -> variables of the environment

@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "files": {"errors", "text"},
     "boxes": {"errors", "text"},
     "progress": {"distributed", "text"},
+    "timing": set(),
     "cli": {"errors", "text", "distributed", "progress"},
     "config": {"errors", "text"},  # and no torch
     "ops": set(),  # outside the folder of the package, torch only
@@ -92,7 +93,7 @@ ALLOWED: dict[str, set[str]] = {
     | WORK
     | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}
     | {"prediction", "tasks", "replay", "run", "planning", "analysis", "comparison", "models", "tiling"}
-    | {"finetuning", "published", "serving", "export", "onnx_predictor"},
+    | {"finetuning", "published", "serving", "export", "onnx_predictor", "timing"},
     "__init__": {
         "models",
         "predictor",

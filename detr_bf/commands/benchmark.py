@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -36,12 +34,12 @@ from detr_bf.files import check_output_file, write_json
 from detr_bf.models import load
 from detr_bf.onnx_predictor import OnnxPredictor
 from detr_bf.predictor import Predictor
-from detr_bf.progress import progress_bar, setup_logging
+from detr_bf.progress import setup_logging
 from detr_bf.report import machine_info, process_memory
 from detr_bf.text import printable
+from detr_bf.timing import Spread, alternate, paired_ratios
 
 MOST_BATCH, MOST_THREADS, MOST_ROUNDS = 1024, 1024, 100_000
-WARMUP = 2  # uncounted rounds
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,9 @@ class Timing:
     precision: str  # float32; half: bfloat16 on a CPU, float16 on a GPU; of a file: float32, float16 or int8
     batch_size: int
     threads: int
-    seconds: float  # median of a call with a batch of images
-    low: float  # 10th percentile
-    high: float  # 90th percentile
-    images_per_second: float
-    ratio: float  # median of this call's time / that of the first candidate in the same round
-    ratio_low: float
-    ratio_high: float
+    seconds: Spread  # of a call with a batch of images
+    images_per_second: float  # of a call of median time
+    ratio: Spread  # time of the call / that of the first candidate in the same round
     memory_mib: float | None  # most memory of a process with this candidate alone; None: not measured
     device_memory_mib: float | None  # likewise, of tensors on a GPU
 
@@ -100,6 +94,8 @@ def _run(options: argparse.Namespace) -> int:
         raise InputError(f"{printable(repeated[0])} is given twice: name each source once")
     if options.output is not None:
         check_output_file(options.output, "--output")
+        if options.output.exists():
+            raise InputError(f"--output {printable(options.output)} exists: name another file; nothing is replaced")
     images, described = _images(options.images, max(options.batch_sizes))
     batch_sizes = list(dict.fromkeys(options.batch_sizes))
     timings = [
@@ -152,20 +148,23 @@ def _measure(
         candidates = list(_candidates(options))
         for batch_size in batch_sizes:
             calls = {
-                (source, precision): _call(predictor, images[:batch_size], precision == "half")
+                f"{source}, {precision}": _call(predictor, images[:batch_size], precision == "half")
                 for source, precision, predictor in candidates
             }
-            seconds = alternate_calls(calls, options.rounds, f"batch {batch_size}, {threads} threads")
-            first = next(iter(seconds.values()))
-            for (source, precision), values in seconds.items():
-                ratios = [one / other for one, other in zip(values, first, strict=True)]
+            seconds = alternate(calls, options.rounds, description=f"batch {batch_size}, {threads} threads")
+            for (source, precision, _), name in zip(candidates, seconds, strict=True):
                 memory: dict[str, float | None] = {}
                 if with_memory:
                     memory = _memory(options, source, precision, threads, images[:batch_size])
-                median, low, high = _spread(values)
+                time = Spread.of(seconds[name])
                 yield Timing(
-                    *(source, precision, batch_size, threads, median, low, high, batch_size / median),
-                    *_spread(ratios),
+                    source=source,
+                    precision=precision,
+                    batch_size=batch_size,
+                    threads=threads,
+                    seconds=time,
+                    images_per_second=batch_size / time.median,
+                    ratio=Spread.of(paired_ratios(seconds, name, next(iter(seconds)))),
                     memory_mib=memory.get("peak_memory_mib"),
                     device_memory_mib=memory.get("device_memory_mib"),
                 )
@@ -176,31 +175,6 @@ def _measure(
 def _call(predictor: Predictor, images: Sequence[Tensor], half: bool) -> Callable[[], object]:
     """Return a function that detects in the images, all of them in one batch."""
     return lambda: list(predictor.predict(list(images), len(images), half=half))
-
-
-def alternate_calls(
-    calls: Mapping[Any, Callable[[], object]],
-    rounds: int,
-    description: str = "",
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[Any, list[float]]:
-    """Return the seconds of every call in every round; each round makes all calls and begins with another one."""
-    seconds: dict[Any, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for number in progress_bar(range(-WARMUP, rounds), desc=description, unit="round", leave=False):
-        start = number % len(names)
-        for name in names[start:] + names[:start]:
-            begin = clock()
-            calls[name]()
-            if number >= 0:
-                seconds[name].append(clock() - begin)
-    return seconds
-
-
-def _spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return median, 10th and 90th percentile of two or more values."""
-    deciles = statistics.quantiles(values, n=10, method="inclusive")
-    return statistics.median(values), deciles[0], deciles[-1]
 
 
 def _memory(
@@ -235,12 +209,13 @@ def _table(timings: Sequence[Timing]) -> str:
         "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     for each in timings:
+        time, ratio = each.seconds, each.ratio
         memory = "" if each.memory_mib is None else f"{each.memory_mib:.0f}"
         if each.device_memory_mib is not None:
             memory += f" + {each.device_memory_mib:.0f} on the GPU"
         lines.append(
             f"| {printable(each.source)} | {each.precision} | {each.batch_size} | {each.threads} "
-            f"| {1e3 * each.seconds:.1f} [{1e3 * each.low:.1f}, {1e3 * each.high:.1f}] | {each.images_per_second:.1f} "
-            f"| {each.ratio:.2f} [{each.ratio_low:.2f}, {each.ratio_high:.2f}] | {memory} |"
+            f"| {1e3 * time.median:.1f} [{1e3 * time.low:.1f}, {1e3 * time.high:.1f}] | {each.images_per_second:.1f} "
+            f"| {ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] | {memory} |"
         )
     return "\n".join(lines)

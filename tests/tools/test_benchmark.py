@@ -9,7 +9,6 @@ import pytest
 
 import detr_bf
 from detr_bf.commands import main
-from detr_bf.commands.benchmark import WARMUP, alternate_calls
 from tests.tools.test_predict import weights as weights  # a fixture: the checkpoint of a tiny detector
 
 
@@ -28,24 +27,17 @@ def test_a_run_and_its_file_are_timed_in_turn(
     expected = [(*candidate, batch) for batch in (1, 2) for candidate in candidates]
     assert [(each["source"], each["precision"], each["batch_size"]) for each in timings] == expected
     for each in timings:
-        assert 0 < each["low"] <= each["seconds"] <= each["high"]
-        assert each["images_per_second"] == pytest.approx(each["batch_size"] / each["seconds"])
-        assert each["ratio_low"] <= each["ratio"] <= each["ratio_high"]
+        assert 0 < each["seconds"]["low"] <= each["seconds"]["median"] <= each["seconds"]["high"]
+        assert each["images_per_second"] == pytest.approx(each["batch_size"] / each["seconds"]["median"])
+        assert each["ratio"]["low"] <= each["ratio"]["median"] <= each["ratio"]["high"]
         assert 50 < each["memory_mib"] < 20_000
         assert each["device_memory_mib"] is None
-    assert [each["ratio"] for each in timings[::3]] == [1, 1], "of the first candidate to itself"
+    assert [each["ratio"]["median"] for each in timings[::3]] == [1, 1], "of the first candidate to itself"
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert len(rows) == 1 + len(timings)
-
-
-def test_every_call_is_made_in_every_round_and_each_is_first_in_turn() -> None:
-    made, ticks = list[str](), iter(range(10_000))
-    calls = {name: lambda name=name: made.append(name) for name in "abc"}
-    seconds = alternate_calls(calls, 6, clock=lambda: float(next(ticks)))
-    rounds = ["".join(made[start : start + 3]) for start in range(0, len(made), 3)]
-    assert len(rounds) == 6 + WARMUP
-    assert rounds[WARMUP:] == ["abc", "bca", "cab"] * 2
-    assert seconds == {name: [1.0] * 6 for name in "abc"}, "without the uncounted rounds"
+    assert main(["benchmark", str(weights), "--output", str(written)]) == 2
+    assert "exists: name another file" in capsys.readouterr().err
+    assert json.loads(written.read_text()) == content
 
 
 @pytest.mark.parametrize(

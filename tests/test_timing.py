@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from timing import Spread, alternate, paired_ratios
+from detr_bf.timing import Spread, alternate, paired_ratios
 
 
 class Machine:
