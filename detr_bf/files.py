@@ -165,12 +165,13 @@ def _unwritable(path: str | Path, option: str, error: Exception) -> InputError:
     return InputError(f"{option} {printable(path)} cannot be written ({reason}): choose another path")
 
 
-def remove_unfinished(folder: Path) -> None:
+def remove_unfinished(folder: Path, stem: str = "") -> None:
     """Remove temporary files of :func:`atomic_write` that killed processes left in a folder.
 
-    No process may be writing to the folder. Folders and links with such a name are kept.
+    No process may be writing to the folder, or with ``stem`` to files whose names begin with it. Folders and links with
+    such a name are kept.
     """
-    for path in folder.glob(f"{UNFINISHED}*"):
+    for path in folder.glob(f"{UNFINISHED}{stem}*"):
         if path.is_file() and not path.is_symlink():
             path.unlink(missing_ok=True)
 

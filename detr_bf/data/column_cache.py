@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 from detr_bf.data.coco_reader import decode_columns
 from detr_bf.data.columns import BoxColumn, Column, ColumnStore, UnsupportedError
 from detr_bf.errors import InputError
-from detr_bf.files import UNFINISHED, atomic_write, cache_folder
+from detr_bf.files import UNFINISHED, atomic_write, cache_folder, remove_unfinished
 from detr_bf.text import printable
 
 logger = logging.getLogger(__name__)
@@ -130,6 +130,7 @@ def _locked(target: Path | None) -> Iterator[None]:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire()
+            remove_unfinished(target.parent, target.stem)
         except (OSError, NotImplementedError, Timeout):
             lock = None
     try:

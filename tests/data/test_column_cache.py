@@ -307,3 +307,16 @@ def test_another_time_of_the_same_content_does_not_end_a_run(coco_folder: Factor
     os.utime(data.annotations, ns=(1, 1))
     read_annotations(data.annotations)
     assert list(pickle.loads(pickled)) == data.content["annotations"]
+
+
+def test_what_killed_processes_left_is_removed(coco_folder: Factory, home: Path) -> None:
+    data = coco_folder()
+    content_of(data.annotations)
+    target = cached(home)
+    own, others = (home / f".detr_bf-unfinished-{stem}.x.columns" for stem in (target.stem, "0" * 32))
+    for path in (own, others):
+        path.write_bytes(b"half")
+    target.unlink()
+    content_of(data.annotations)
+    assert target.is_file()
+    assert (own.exists(), others.exists()) == (False, True)
