@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -56,6 +57,21 @@ def test_means_of_the_tables_are_those_of_the_records(name: str) -> None:
 def test_tables_are_those_of_the_report(name: str) -> None:
     for line in markdown_table(analyze(**collect(ExperimentFolder(RECORDS / name)))).splitlines():
         assert line in PAGE.splitlines(), line
+
+
+def test_the_choices_of_fine_tuning_are_those_of_the_recorded_runs() -> None:
+    """Every row of the table has the AP of one recorded run, whose command has the settings that the row states."""
+    runs = json.loads((ROOT / "benchmarks" / "results" / "finetune_choices_cpu.json").read_text())["runs"]
+    table = re.findall(r"^\| (\d+) epochs, ([^|]*) \| ([\d.]+) \|$", PAGE, re.MULTILINE)
+    assert len(table) == len(runs)
+    for run in runs:
+        [(epochs, text)] = [row[:2] for row in table if abs(float(row[2]) - 100 * run["AP"]) < 0.051]
+        assert int(epochs) == run["epochs"]
+        assert "the same" in text or f"{run['lr']:.1e}".replace("e-0", "e-").replace(".0e", "e") in text
+        assert ("cards" in text) == bool(run["init_from"])
+        assert f"augment_{run['augment']} " in run["command"]
+        assert f"train.epochs={run['epochs']} " in run["command"]
+        assert epochs == "3" or text.split(", ")[1].startswith(("no ", run["augment"]))
 
 
 @pytest.mark.parametrize("name", BEGUN)
