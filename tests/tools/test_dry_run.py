@@ -46,7 +46,7 @@ def test_a_detector(tiny: Path, tmp_path: Path, no_step: Path, capsys: pytest.Ca
 def test_other_tasks(make_config: Callable[[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "not_yet"
     assert main(["train", str(make_config(tmp_path)), f"output_dir={run}", "--dry-run"]) == 0
-    assert capsys.readouterr().out.endswith(f"the run is written to {run}\n")
+    assert capsys.readouterr().out.endswith(f"a run would be written to {run}\n")
     assert not run.exists()
 
 
