@@ -172,6 +172,7 @@ def train_settings(config: RunConfig, num_images: int, *, unused_parameters: boo
         eval_every=train.eval_every,
         patience=train.patience,
         ema_decay=train.ema.decay if train.ema.enabled else None,
+        ema_warmup_steps=train.ema.warmup_steps,
         seed=config.seed,
         max_skipped=train.max_skipped,
         max_replaced=config.data.max_unreadable * num_images,

@@ -192,6 +192,7 @@ class EmaConfig:
 
     enabled: bool = False
     decay: float = below_one(0.9997)  # share of the old average kept at each optimizer step
+    warmup_steps: int = not_negative(0, STEPS)  # W > 0: step n keeps decay * (1 - exp(-n / W)); 0: always decay
 
 
 @dataclass

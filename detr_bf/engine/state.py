@@ -44,20 +44,29 @@ class AveragedWeights(AveragedModel):
 
     The statistics belong to the weights they were measured with; torch would average all buffers or none. Other buffers
     are copied.
+
+    Args:
+        decay: share of the old average kept at each step.
+        warmup_steps: W > 0: step n keeps ``decay * (1 - exp(-n / W))``, as in the released code of RT-DETR; 0: always
+            ``decay``.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float, warmup_steps: int = 0) -> None:
         super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
-        self.decay = decay
+        self.decay, self.warmup_steps = decay, warmup_steps
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Move the average towards ``model``; the first call copies it."""
         first = not self.n_averaged
+        decay = self.decay
+        if self.warmup_steps:
+            decay *= 1 - math.exp(-(int(self.n_averaged) + 1) / self.warmup_steps)
+        self.multi_avg_fn = get_ema_multi_avg_fn(decay)
         before = [(statistic, statistic.clone()) for statistic in self._statistics()]
         super().update_parameters(model)
         for statistic, average in [] if first else before:
-            statistic.copy_(average.lerp(statistic, 1 - self.decay))
+            statistic.copy_(average.lerp(statistic, 1 - decay))
 
     def _statistics(self) -> list[Tensor]:
         norms = [module for module in self.module.modules() if isinstance(module, _BatchNorm)]

@@ -57,6 +57,7 @@ class TrainSettings:
     eval_every: int = 1  # epochs
     patience: int | None = None  # epochs
     ema_decay: float | None = None
+    ema_warmup_steps: int = 0
     seed: int = 0  # of the generators, if their saved states cannot be used
     max_skipped: int = 0  # steps that may be skipped because their loss or gradient is not finite
     max_replaced: float = 0.0  # unreadable images of an epoch that others may replace
@@ -93,7 +94,9 @@ class Trainer:
     def __post_init__(self) -> None:
         settings = self.settings
         self.model = self.step.model
-        self.ema = None if settings.ema_decay is None else AveragedWeights(self.model, settings.ema_decay)
+        self.ema = None
+        if settings.ema_decay is not None:
+            self.ema = AveragedWeights(self.model, settings.ema_decay, settings.ema_warmup_steps)
         self.scaler = torch.amp.GradScaler(self.step.device.type, enabled=self.step.precision == torch.float16)
         self.state = TrainingState(
             self.model,

@@ -227,11 +227,20 @@ def test_cells_that_all_have_bad_input_give_exit_code_2(file: Path, fake: Callab
 def test_a_signal_is_passed_on(
     file: Path, fake: Callable[..., Path], number: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    times = fake(seconds=60.0)
-    threading.Timer(2.0, os.kill, (os.getpid(), number)).start()
+    times = fake(seconds=600.0)
+
+    def signal_when_both_run() -> None:
+        deadline = time.monotonic() + 300
+        while not (times.exists() and len(order(times)) == 2):
+            time.sleep(0.02)
+            if time.monotonic() > deadline:
+                return
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=signal_when_both_run).start()
     start = time.monotonic()
     assert run(file, "--jobs", "2") == 128 + number
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 500, "the cells do not go on"
     assert sorted(order(times)) == ["off/seed_0", "two_stream/seed_0"], "started, not ended, and no others started"
     assert "0 of 4 cells are finished" in capfd.readouterr().err
 

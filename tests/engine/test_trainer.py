@@ -92,7 +92,9 @@ def records(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
-def plain_loop(epochs: int, accumulate: int, clip: float, decay: float) -> tuple[nn.Module, nn.Module]:
+def plain_loop(
+    epochs: int, accumulate: int, clip: float, decay: float, warmup: int
+) -> tuple[nn.Module, nn.Module]:
     """Reference training loop with the moving average of its weights."""
     model = regression()
     average = copy.deepcopy(model)
@@ -110,9 +112,10 @@ def plain_loop(epochs: int, accumulate: int, clip: float, decay: float) -> tuple
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
+        kept = decay * (1 - math.exp(-(step + 1) / warmup)) if warmup else decay
         with torch.no_grad():
             for mean, value in zip(average.parameters(), model.parameters(), strict=True):
-                mean.copy_(value if step == 0 else decay * mean + (1 - decay) * value)
+                mean.copy_(value if step == 0 else kept * mean + (1 - kept) * value)
     return model, average
 
 
@@ -135,15 +138,16 @@ def test_the_time_of_a_step_is_without_evaluations_and_checkpoints(
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 9])
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_it_equals_a_plain_loop(tmp_path: Path, accumulate: int, clip: float) -> None:
-    trainer = make(tmp_path, epochs=3, accumulate=accumulate, clip_norm=clip, ema_decay=0.7)
+@pytest.mark.parametrize(("clip", "warmup"), [(0.0, 0), (0.5, 0), (0.5, 4)])
+def test_it_equals_a_plain_loop(tmp_path: Path, accumulate: int, clip: float, warmup: int) -> None:
+    average = {"ema_decay": 0.7, "ema_warmup_steps": warmup}
+    trainer = make(tmp_path, epochs=3, accumulate=accumulate, clip_norm=clip, **average)
     torch.manual_seed(9)
     trainer.train()
     torch.manual_seed(9)  # of the dropout
-    model, average = plain_loop(3, accumulate, clip, 0.7)
+    model, expected_average = plain_loop(3, accumulate, clip, 0.7, warmup)
     assert trainer.progress.step == 3 * math.ceil(BATCHES / accumulate)
-    for trained, expected in ((trainer.model, model), (trainer.evaluation_model, average)):
+    for trained, expected in ((trainer.model, model), (trainer.evaluation_model, expected_average)):
         for name, value in expected.state_dict().items():
             assert torch.allclose(trained.state_dict()[name], value, rtol=1e-6, atol=1e-7), name
 
@@ -267,7 +271,7 @@ def test_it_saves_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("step", [1, 4, 5, 7])
 def test_a_stopped_and_resumed_run_ends_with_the_same_bits(tmp_path: Path, step: int) -> None:
-    settings: dict[str, Any] = {"epochs": 2, "ema_decay": 0.5, "evaluate": Scores((0.2, 0.6))}
+    settings: dict[str, Any] = {"epochs": 2, "ema_decay": 0.5, "ema_warmup_steps": 5, "evaluate": Scores((0.2, 0.6))}
     whole = make(tmp_path / "whole", **settings)
     torch.manual_seed(1)
     whole.train()
