@@ -16,11 +16,11 @@ from detr_bf.config import DetectionConfig, config_from_dict, config_to_dict, lo
 from detr_bf.detectors import Detector
 from detr_bf.engine import Checkpoint, checkpoint_of, load_checkpoint
 from detr_bf.errors import InputError
-from detr_bf.export import ONNX_SUFFIX
+from detr_bf.export import FILE_SUFFIXES
+from detr_bf.exported_predictor import load_exported
 from detr_bf.files import is_file, is_folder
 from detr_bf.hub import hub_folder, is_hub_address
 from detr_bf.interop import coco_classes, read_weights, renumbered_to
-from detr_bf.onnx_predictor import load_onnx
 from detr_bf.predictor import Predictor
 from detr_bf.published import PublishedWeights, find_weights, get_published, published
 from detr_bf.sharing import WEIGHTS as SHARED_WEIGHTS
@@ -96,7 +96,8 @@ def load(path: str | Path, device: str = "auto") -> Predictor:
     It is in evaluation mode. ``path`` may also be a name of :func:`detr_bf.list_weights`, whose file is downloaded
     once; the detector then has the classes of COCO. It may be ``hf://user/name`` or ``hf://user/name@revision``: a
     folder on the Hugging Face Hub that :meth:`Predictor.save` or transformers wrote; they are also read from disk. A
-    file ``.onnx`` of :meth:`Predictor.export` is computed by onnxruntime, on the CPU.
+    file ``.onnx`` of :meth:`Predictor.export` is computed by onnxruntime, on the CPU; a package ``.pt2`` contains
+    machine code, which runs: open only packages of a source that you trust.
 
     Raises:
         InputError: the file is missing, damaged or not a checkpoint of ours, or not a detector's; or a download failed.
@@ -126,8 +127,8 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor | Classi
         InputError: see :func:`load`, or the model predicts nothing, such as a masked autoencoder.
     """
     given = hub_folder(str(path)) if is_hub_address(str(path)) else Path(path).expanduser()
-    if given.suffix == ONNX_SUFFIX:
-        return load_onnx(given, device)
+    if given.suffix in FILE_SUFFIXES:
+        return load_exported(given, device)
     weights = None if is_file(given) or is_folder(given) else published(str(path))
     if weights is not None:
         source, checkpoint = _published_checkpoint(weights)

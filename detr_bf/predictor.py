@@ -33,7 +33,7 @@ from detr_bf.export import (
     Exported,
     Form,
     calibration_files,
-    export_onnx,
+    export_detector,
     synthetic_images,
 )
 from detr_bf.files import is_folder
@@ -400,28 +400,30 @@ class Predictor:
         precision: str = "float32",
         calibration: str | Path | None = None,
         evaluate: Callable[[Path], Mapping[str, Any]] | None = None,
+        device: str = "cpu",
     ) -> list[Comparison]:
-        """Write an ONNX file after comparing its outputs in onnxruntime with those of torch, see docs/export.md.
+        """Write an ONNX file or a compiled package after comparing its outputs with those of torch, see docs/export.md.
 
-        Needs ``pip install 'detr_bf[export]'``. :func:`detr_bf.load` reads the file.
+        :func:`detr_bf.load` reads the file. ONNX needs ``pip install 'detr_bf[export]'``, a package a C++ compiler.
 
         Args:
-            path: new file, whose name ends in ``.onnx``.
+            path: new file, whose name ends in ``.onnx``, or in ``.pt2`` for a package that AOTInductor compiles.
             batch: number of images; None: any.
             size: height and width of the padded images; None: any.
             postprocess: the outputs are detections instead of logits.
             images: a few images to compare with; by default synthetic ones.
             license: of the weights.
-            precision: ``float32``, ``float16`` or ``int8``.
+            precision: ``float32``; of an ONNX file also ``float16`` or ``int8``.
             calibration: folder with images; up to 100 of them, evenly spaced by name, set the scales of int8.
-            evaluate: see :func:`detr_bf.export.export_onnx`.
+            evaluate: see :func:`detr_bf.export.export_detector`.
+            device: ``cpu``, or ``cuda`` for a package that computes on a GPU.
 
         Returns:
             The differences for each batch; :func:`detr_bf.export.parity_table` makes a table of them.
 
         Raises:
-            InputError: see :func:`detr_bf.export.export_onnx`, the predictor was not loaded from a file, the precision
-                is unknown, or int8 has no folder with images.
+            InputError: see :func:`detr_bf.export.export_detector`, the predictor was not loaded from a checkpoint, the
+                precision is unknown, or int8 has no folder with images.
             ParityError: an output differs by more than its tolerance, or is not finite; nothing was written.
         """
         if self.origin is None:
@@ -435,7 +437,7 @@ class Predictor:
         exported = Exported(
             self.model, self.class_map, self.transform, self.postprocess, self.thresholds, self.origin.config
         )
-        return export_onnx(
+        return export_detector(
             Path(path),
             exported,
             Form(batch, size, postprocess),
@@ -445,6 +447,7 @@ class Predictor:
             precision=precision,
             calibration=self._readable(files),
             evaluate=evaluate,
+            device=device,
         )
 
     def _readable(self, files: Sequence[Path]) -> Iterator[Tensor]:

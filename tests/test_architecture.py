@@ -73,7 +73,7 @@ ALLOWED: dict[str, set[str]] = {
     "serving": {"errors", "text", "data", "prediction", "predictor"},
     "classification": GROUND | MODEL | WORK | {"plugins", "config", "engine", "predictor"},
     "assembly": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "interop"} | {"published"},
-    "onnx_predictor": GROUND | WORK | {"config", "assembly", "export", "predictor"},
+    "exported_predictor": GROUND | WORK | {"config", "assembly", "export", "predictor"},
     "conversion": {"errors", "files", "structures", "interop"},
     "planning": GROUND | MODEL | WORK | {"config", "engine", "interop", "assembly"},
     "tasks": GROUND
@@ -87,13 +87,13 @@ ALLOWED: dict[str, set[str]] = {
     "analysis": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "assembly", "tasks"},
     "comparison": GROUND | {"config", "data", "evaluation", "report", "engine", "tasks"},
     "models": {"errors", "text", "config", "detectors", "engine", "assembly", "predictor", "sharing", "tasks"}
-    | {"classification", "files", "hub", "interop", "published", "transformers_folder", "export", "onnx_predictor"},
+    | {"classification", "files", "hub", "interop", "published", "transformers_folder", "export", "exported_predictor"},
     "finetuning": {"errors", "text", "config", "data", "models", "predictor", "progress", "run", "tasks"},
     "commands": GROUND
     | WORK
     | {"cli", "plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor"}
     | {"prediction", "tasks", "replay", "run", "planning", "analysis", "comparison", "models", "tiling"}
-    | {"finetuning", "published", "serving", "export", "onnx_predictor", "timing"},
+    | {"finetuning", "published", "serving", "export", "exported_predictor", "timing"},
     "__init__": {
         "models",
         "predictor",

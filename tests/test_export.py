@@ -1,12 +1,14 @@
-"""ONNX files: the outputs of onnxruntime are those of torch, for every detector; metadata, loading, the command."""
+"""ONNX files and packages: their outputs are those of torch, for every detector; metadata, loading, the command."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import math
+import platform
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +31,9 @@ from detr_bf.detectors import MaskHead
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ScoreThresholds
 from detr_bf.export import GivenSelections, ParityError, parity, parity_table, synthetic_images
+from detr_bf.export.graph import write_package
 from detr_bf.export.precision import calibration_files, exact_nodes, half_precision
+from detr_bf.export.runtime import package_metadata
 from detr_bf.predictor import Predictor
 from detr_bf.sharing import Origin
 from detr_bf.structures import Batch, ClassMap
@@ -222,7 +226,8 @@ def test_a_missing_package_names_the_extra(detr: tuple[Predictor, Path], monkeyp
 def test_a_difference_beyond_the_tolerance_is_exit_code_1(
     detr: tuple[Predictor, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(export, "traced", lambda *_, **__: onnx.load(str(detr[1])))
+    monkeypatch.setattr(export, "traced", lambda *_, **__: None)
+    monkeypatch.setattr(export, "onnx_model", lambda *_, **__: onnx.load(str(detr[1])))
     monkeypatch.setattr(command, "load", lambda *_: detr[0])
     output = tmp_path / "it.onnx"
     assert command.main(["run", "--output", str(output)]) == 0
@@ -247,6 +252,9 @@ def test_a_difference_beyond_the_tolerance_is_exit_code_1(
         (["--batch", "0"], "--batch must be"),
         (["--size", "640"], "--size must be"),
         (["--output", "it.pt"], "ends in .onnx"),
+        (["--device", "cuda"], "only packages (.pt2)"),
+        (["--output", "it.pt2", "--device", "tpu"], "compiled for cpu or cuda"),
+        (["--output", "it.pt2", "--half"], "in float32"),
         (["--images", "nowhere"], "nowhere"),
     ],
 )
@@ -302,7 +310,8 @@ def measured(folder: Path) -> tuple[Predictor, Path, Path]:
 @pytest.fixture
 def run_command(measured: tuple[Predictor, Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Let the command export ``measured`` as ``run``, without tracing it again; return its data."""
-    monkeypatch.setattr(export, "traced", lambda *_, **__: onnx.load(str(measured[1])))
+    monkeypatch.setattr(export, "traced", lambda *_, **__: None)
+    monkeypatch.setattr(export, "onnx_model", lambda *_, **__: onnx.load(str(measured[1])))
     monkeypatch.setattr(command, "load", lambda path, *_: measured[0] if path == "run" else detr_bf.load(path))
     return measured[2]
 
@@ -460,3 +469,100 @@ def test_the_example_runs_without_torch(detr: tuple[Predictor, Path], tmp_path: 
     assert len(done.stdout.splitlines()) == len(expected)
     assert [line.split()[0] for line in done.stdout.splitlines()] == expected.names
     assert Image.open(tmp_path / "drawn.png").size == (640, 480)
+
+
+@pytest.fixture(scope="module")
+def package(folder: Path) -> tuple[Predictor, Path, str]:
+    """Compile DETR with detections as outputs, and return it with the table of the comparison."""
+    original = predictor()
+    compared = original.export(folder / "it.pt2", postprocess=True, license="mit")
+    assert [(each.images, each.padded) for each in compared] == [(1, False)] * 3 + [(3, True)]
+    assert max(value for each in compared for value in each.differences.values()) < 2e-5, parity_table(compared)
+    assert {"scores", "labels", "boxes", "selection"} == set(compared[0].differences)
+    return original, folder / "it.pt2", parity_table(compared)
+
+
+def test_a_package_detects_the_same(package: tuple[Predictor, Path, str]) -> None:
+    original, path, _ = package
+    loaded, images = detr_bf.load(path), [*synthetic_images(), torch.zeros(3, 70, 91, dtype=torch.uint8)]
+    assert loaded.thresholds == original.thresholds
+    for image in images:
+        same(loaded(image, threshold=0.0), original(image, threshold=0.0))
+    for found, expected in zip(loaded(images, 0.0, batch_size=4), original(images, 0.0, batch_size=4), strict=True):
+        same(found, expected)
+    for refused in ({"half": True}, {"device": "cuda"}):
+        with pytest.raises(InputError, match="packages"):
+            loaded(images[0], **refused)
+
+
+def test_the_metadata_of_a_package_are_a_file_in_it(package: tuple[Predictor, Path, str]) -> None:
+    found = package_metadata(package[1])
+    assert found["classes"] == ["cat", "dog", "猫"]
+    assert (found["device"], found["padded"], found["license"]) == ("cpu", True, "mit")
+    assert found["outputs"] == ["scores", "labels", "boxes", "selection_0"]
+    assert len(found["parity"]["batches"]) == 4
+    assert b"alice" not in package[1].read_bytes()
+    assert [*torch.export.pt2_archive._package.load_pt2(str(package[1])).extra_files] == ["detr_bf.json"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "another"}, "write it with 'detr-bf export'"),
+        ({"form": None}, "damaged"),
+        ({"outputs": 3}, "damaged"),
+        ({"compiled_for": {"machine": "z80", "cpu": "DEFAULT"}}, "this processor is"),
+        ({"compiled_for": {"machine": platform.machine(), "cpu": "AVX1024"}}, "this processor is"),
+        ({"device": "cuda"}, "torch finds none"),
+    ],
+)
+def test_packages_that_cannot_be_loaded(
+    changes: dict[str, Any], message: str, package: tuple[Predictor, Path, str], tmp_path: Path
+) -> None:
+    if "device" in changes and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    path = tmp_path / "it.pt2"
+    with zipfile.ZipFile(package[1]) as source, zipfile.ZipFile(path, "w") as target:
+        for entry in source.infolist():
+            content = source.read(entry)
+            if entry.filename.endswith(".json") and "extra" in entry.filename:
+                content = json.dumps(json.loads(content) | changes).encode()
+            target.writestr(entry, content)
+    with pytest.raises(InputError, match=message):
+        detr_bf.load(path)
+
+
+def test_damaged_packages(package: tuple[Predictor, Path, str], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        detr_bf.load(tmp_path / "missing.pt2")
+    (tmp_path / "short.pt2").write_bytes(package[1].read_bytes()[:-1000])
+    with pytest.raises(InputError, match="write it with 'detr-bf export'"):
+        detr_bf.load(tmp_path / "short.pt2")
+    with pytest.warns(UserWarning, match="Duplicate name"):
+        write_package(package[1], tmp_path / "whole.pt2", {})  # two files of metadata
+    with pytest.raises(InputError, match="write it with 'detr-bf export'"):
+        detr_bf.load(tmp_path / "whole.pt2")
+
+
+def test_a_package_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no working C++ compiler was found")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fails)
+    with pytest.raises(InputError, match=r"needs a C\+\+ compiler .*: no working"):
+        predictor().export(tmp_path / "it.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DETECTORS)
+def test_every_detector_can_be_compiled(name: str, tmp_path: Path) -> None:
+    original = predictor(name)
+    compared = original.export(tmp_path / "it.pt2")
+    assert [each.images for each in compared] == [1, 1, 1, 3]
+    assert len({each.size for each in compared}) >= 3
+    for each in compared:
+        assert max(each.differences.values()) < 2e-5, parity_table(compared)
+    loaded = detr_bf.load(tmp_path / "it.pt2")
+    for image in synthetic_images():
+        same(loaded(image, threshold=0.0), original(image, threshold=0.0))

@@ -29,10 +29,10 @@ from detr_bf.cli import run_tool
 from detr_bf.data.images import read_image
 from detr_bf.data.inputs import image_files
 from detr_bf.errors import InputError
-from detr_bf.export import ONNX_SUFFIX, synthetic_images
+from detr_bf.export import FILE_SUFFIXES, synthetic_images
+from detr_bf.exported_predictor import ExportedPredictor
 from detr_bf.files import check_output_file, write_json
 from detr_bf.models import load
-from detr_bf.onnx_predictor import OnnxPredictor
 from detr_bf.predictor import Predictor
 from detr_bf.progress import setup_logging
 from detr_bf.report import machine_info, process_memory
@@ -61,7 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "sources", nargs="+", metavar="SOURCE", help="run folder, checkpoint, .onnx file, or name of published weights"
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help="run folder, checkpoint, exported file, or name of published weights",
     )
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1], metavar="N", help="images of a call")
     parser.add_argument(
@@ -72,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--images", type=Path, metavar="DIR", help="photographs (default: synthetic ones of several sizes)"
     )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N; ONNX files: the CPU")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N; exported files: their own")
     parser.add_argument("--no-memory", action="store_true", help="do not start processes that measure memory")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file for all numbers and the machine")
     options = parser.parse_args(arguments)
@@ -128,14 +131,14 @@ def _candidates(options: argparse.Namespace) -> Iterator[tuple[str, str, Predict
     for source in options.sources:
         predictor = _loaded(source, options.device)
         runtime: Any = predictor.model
-        is_file = isinstance(predictor, OnnxPredictor)
+        is_file = isinstance(predictor, ExportedPredictor)
         yield source, runtime.metadata.get("precision", "float32") if is_file else "float32", predictor
         if options.half and not is_file:
             yield source, "half", predictor
 
 
 def _loaded(source: str, device: str) -> Predictor:
-    return load(source, "cpu" if Path(source).suffix == ONNX_SUFFIX else device)
+    return load(source, "auto" if Path(source).suffix in FILE_SUFFIXES else device)
 
 
 def _measure(

@@ -1,10 +1,11 @@
-"""Write a detector as an ONNX file, and compare its outputs in onnxruntime with those of torch.
+"""Write a detector as an ONNX file or as compiled machine code, and compare its outputs with those of torch.
 
 detr-bf export runs/mine --output mine.onnx                      # any number of images of any size
 detr-bf export runs/mine --output mine.onnx --batch 1 --size 640x640 --with-postprocess
 detr-bf export detr_r50 --output detr.onnx --images photos       # published weights, compared on these images
 detr-bf export runs/mine --output half.onnx --half --evaluate 200
 detr-bf export runs/mine --output int8.onnx --int8 photos --evaluate 200
+detr-bf export runs/mine --output mine.pt2                       # compiled by AOTInductor for processors like this one
 
 The images to compare with are those of --images, else the first validation images of the run, else synthetic ones. If
 an output differs by more than its tolerance, nothing is written and the exit code is 1; --half and --int8 have no
@@ -43,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 1 if an output differs by more than its tolerance."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", help="run folder, checkpoint, saved folder, or name of published weights")
-    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="ONNX file to write")
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path, required=True, help="file to write: .onnx, or .pt2 (AOTInductor)"
+    )
     parser.add_argument("--batch", default="dynamic", metavar="dynamic|N", help="images of a call (default: dynamic)")
     parser.add_argument(
         "--size",
@@ -60,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--int8", metavar="DIR", type=Path, help="int8 weights and activations, calibrated with images of this folder"
     )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda: where a .pt2 file computes (default: cpu)")
     parser.add_argument(
         "--evaluate",
         metavar="N",
@@ -101,8 +105,9 @@ def _run(options: argparse.Namespace) -> int:
         precision="float16" if options.half else "float32" if options.int8 is None else "int8",
         calibration=options.int8,
         evaluate=None if count is None else evaluate,
+        device=options.device,
     )
-    print(f"largest differences between onnxruntime and torch, {source}:")
+    print(f"largest differences between the file and torch, {source}:")
     print(parity_table(compared))
     if "not_compared" in found:
         print(f"AP is not compared: {found['not_compared']}")

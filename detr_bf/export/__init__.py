@@ -1,31 +1,40 @@
-"""ONNX files of detectors: graph, metadata, comparison with torch, and detectors that onnxruntime computes."""
+"""ONNX files and compiled packages of detectors: graph, metadata, comparison with torch, and detectors of files."""
 
 from __future__ import annotations
 
+import platform
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from detr_bf.data.transforms import eval_sample
 from detr_bf.errors import InputError
 from detr_bf.export.graph import (
+    EXAMPLE_SIDE,
+    FILE_SUFFIXES,
     ONNX_FORMAT,
+    ONNX_SUFFIX,
     OPSET,
+    PACKAGE_SUFFIX,
     Exported,
     ExportGraph,
     FitResize,
     Form,
-    OnnxDetector,
+    SelectionGraph,
+    compile_package,
     export_graph,
     file_metadata,
     fixed_transform,
     imported,
-    onnx_content,
+    onnx_model,
     set_metadata,
     traced,
+    write_package,
 )
 from detr_bf.export.parity import (
     COMPARED_BATCH,
@@ -46,6 +55,7 @@ from detr_bf.export.precision import (
     half_precision,
     int8_precision,
 )
+from detr_bf.export.runtime import FileDetector, OnnxDetector, PackageDetector, onnx_content
 from detr_bf.files import atomic_write, check_output_file
 from detr_bf.structures import Batch
 from detr_bf.text import printable
@@ -53,23 +63,27 @@ from detr_bf.text import printable
 __all__ = [
     "COMPARED_BATCH",
     "EXPORT_PRECISIONS",
+    "FILE_SUFFIXES",
     "MAX_CALIBRATION",
     "ONNX_FORMAT",
     "ONNX_SUFFIX",
     "OPSET",
+    "PACKAGE_SUFFIX",
     "TOLERANCES",
     "Comparison",
     "ExportGraph",
     "Exported",
+    "FileDetector",
     "FitResize",
     "Form",
     "GivenSelections",
     "OnnxDetector",
+    "PackageDetector",
     "ParityError",
     "calibration_files",
     "compare_outputs",
     "compared_batches",
-    "export_onnx",
+    "export_detector",
     "file_metadata",
     "fixed_transform",
     "onnx_content",
@@ -77,10 +91,10 @@ __all__ = [
     "synthetic_images",
 ]
 
-ONNX_SUFFIX = ".onnx"
+Save = Callable[[Mapping[str, Any]], None]  # writes the file with these metadata
 
 
-def export_onnx(
+def export_detector(
     path: Path,
     exported: Exported,
     form: Form,
@@ -91,61 +105,117 @@ def export_onnx(
     precision: str = "float32",
     calibration: Iterable[Tensor] = (),
     evaluate: Callable[[Path], Mapping[str, Any]] | None = None,
+    device: str = "cpu",
 ) -> list[Comparison]:
-    """Write an ONNX file after comparing its outputs in onnxruntime with those of torch.
+    """Write an ONNX file or a compiled package after comparing its outputs with those of torch.
 
     Args:
-        path: new file.
+        path: new file: ``.onnx``, or ``.pt2`` for machine code of AOTInductor.
         exported: the detector.
         form: inputs and outputs.
         images: uint8 (3, h, w), to compare with.
         source: short description of the images, for the metadata.
         license: of the weights.
-        precision: one of ``EXPORT_PRECISIONS``. float16 and int8 have no tolerance: outputs only have to be finite.
+        precision: one of ``EXPORT_PRECISIONS``; of packages float32. float16 and int8 have no tolerance: outputs only
+            have to be finite.
         calibration: uint8 (3, h, w), with which the activations of int8 are measured; read one after the other.
         evaluate: called with the path of the unfinished file, which :func:`detr_bf.load` reads; its result is the
             metadata ``ap``.
+        device: ``cpu``, or ``cuda`` for a package that computes on a GPU.
 
     Raises:
-        InputError: a package is missing, the file exists or cannot be written, the images of a batch attend to each
-            other, the graph does not allow the form, or the detector cannot be quantised.
+        InputError: a Python package is missing, the file exists or cannot be written, the images of a batch attend to
+            each other, the graph does not allow the form, or the detector cannot be quantised or compiled.
         ParityError: an output differs by more than its tolerance, or is not finite; nothing was written.
     """
     assert precision in EXPORT_PRECISIONS
-    _check_possible(path)
+    _check_possible(path, precision, device)
     settings = exported.config["data"]["transforms"]
     transform = fixed_transform(exported.transform, form, settings["square"])
-    graph = export_graph(exported, form)
-    short_side = settings["square"] or settings["eval_short_side"]
-    onnx_model = traced(graph, form, padded=form.pads(settings["square"]), short_side=short_side)
-    set_metadata(onnx_model, {**file_metadata(exported, form, license), "precision": precision})
+    graph = export_graph(exported, form, torch.device(device))
     batches = list(compared_batches(images, transform, form, settings["square"]))
-    with atomic_write(path) as temporary:
-        temporary.write_bytes(onnx_model.SerializeToString())
-        if precision == "float16":
-            onnx_model = half_precision(onnx_model)
-        elif precision == "int8":
+    metadata = {**file_metadata(exported, form, license), "precision": precision}
+    padded, least = form.pads(settings["square"]), settings["square"] or settings["eval_short_side"]
+    with tempfile.TemporaryDirectory() as folder, atomic_write(path) as temporary:
+        if path.suffix == PACKAGE_SUFFIX:
+            save = _package(graph, form, temporary, Path(folder), padded=padded, least=least, device=device)
+        else:
             samples = (eval_sample(transform, pixels, index) for index, pixels in enumerate(calibration))
-            onnx_model = int8_precision(onnx_model, temporary, (Batch.collate([sample]) for sample in samples))
-        temporary.write_bytes(onnx_model.SerializeToString())
+            given = (Batch.collate([sample]) for sample in samples)
+            save = _onnx(graph, form, temporary, metadata, given, padded=padded, least=least)
+        save(metadata)
         tolerances = TOLERANCES if precision == "float32" else None
         compared = compare_outputs(graph, temporary, batches, tolerances)
         if any(each.beyond for each in compared):
             raise ParityError(parity_refusal(path, compared))
         values = [{name: value for name, value in asdict(each).items() if name != "tolerances"} for each in compared]
-        set_metadata(onnx_model, {"parity": {"images": source, "tolerances": tolerances, "batches": values}})
+        metadata["parity"] = {"images": source, "tolerances": tolerances, "batches": values}
+        save(metadata)
         if evaluate is not None:
-            set_metadata(onnx_model, {"ap": evaluate(temporary)})
-        temporary.write_bytes(onnx_model.SerializeToString())
+            save({**metadata, "ap": evaluate(temporary)})
     return compared
 
 
-def _check_possible(path: Path) -> None:
+def _onnx(
+    graph: ExportGraph,
+    form: Form,
+    path: Path,
+    metadata: Mapping[str, Any],
+    calibration: Iterable[Batch],
+    *,
+    padded: bool,
+    least: int,
+) -> Save:
+    """Return a function that writes the graph as an ONNX model in the precision of the metadata."""
+    program = traced(graph, form, padded=padded, least=max(least, EXAMPLE_SIDE))
+    model = onnx_model(program, form, graph.names, padded=padded)
+    if metadata["precision"] == "float16":
+        model = half_precision(model)
+    elif metadata["precision"] == "int8":
+        set_metadata(model, metadata)
+        path.write_bytes(model.SerializeToString())
+        model = int8_precision(model, path, calibration)
+
+    def save(values: Mapping[str, Any]) -> None:
+        set_metadata(model, values)
+        path.write_bytes(model.SerializeToString())
+
+    return save
+
+
+def _package(
+    graph: ExportGraph, form: Form, path: Path, folder: Path, *, padded: bool, least: int, device: str
+) -> Save:
+    """Return a function that writes the graph as machine code, compiled in ``folder``."""
+    # Inductor takes sizes that all strides divide for a rule: pooling with ceil_mode would be wrong for other sizes.
+    least = max(least, EXAMPLE_SIDE) + 3
+    program = traced(SelectionGraph(graph), form, padded=padded, least=least, device=torch.device(device))
+    compiled = compile_package(program, folder)
+    num_selections = len(program.graph_signature.user_outputs) - len(graph.names)
+    outputs = [*graph.names, *(f"selection_{number}" for number in range(num_selections))]
+    machine = {"machine": platform.machine(), "cpu": torch.backends.cpu.get_cpu_capability()}
+    own = {"device": device, "outputs": outputs, "padded": padded, "compiled_for": machine}
+    return lambda metadata: write_package(compiled, path, {**metadata, **own})
+
+
+def _check_possible(path: Path, precision: str, device: str) -> None:
     """Check before the long computation that the packages are installed and the file can be written."""
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        imported(name)
-    if path.suffix != ONNX_SUFFIX:
-        raise InputError(f"{printable(path)}: the name of an ONNX file ends in {ONNX_SUFFIX}")
+    if path.suffix not in FILE_SUFFIXES:
+        raise InputError(
+            f"{printable(path)}: the name of an ONNX file ends in {ONNX_SUFFIX}, that of a compiled package in "
+            f"{PACKAGE_SUFFIX}"
+        )
+    if path.suffix == ONNX_SUFFIX:
+        for name in ("onnx", "onnxscript", "onnxruntime"):
+            imported(name)
+        if device != "cpu":
+            raise InputError(f"device={printable(device)}: only packages ({PACKAGE_SUFFIX}) are compiled for a device")
+    elif precision != "float32":
+        raise InputError(f"precision={precision}: packages ({PACKAGE_SUFFIX}) are in float32")
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"device={printable(device)}: a package is compiled for cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("device=cuda: torch finds no GPU to compile for and to compare the outputs on")
     check_output_file(path, "output")
     if path.exists() or path.is_symlink():
         raise InputError(f"{printable(path)} exists: give another name, or remove it")

@@ -1,4 +1,4 @@
-"""ONNX graph of a detector, its metadata, and detectors that onnxruntime computes.
+"""Graph of a detector as an ONNX model or as a package of machine code, and its metadata.
 
 Shape legend: B images, H x W pixels of the padded batch, Q queries, K class logits, N detections, h x w cells of a
 mask.
@@ -9,18 +9,22 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
+import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torchvision.ops import box_convert
 from torchvision.transforms.v2 import functional as transforms
 
@@ -29,19 +33,21 @@ from detr_bf.data.transforms import Sample, SampleTransform
 from detr_bf.detectors import Detector
 from detr_bf.errors import InputError
 from detr_bf.evaluation import DEFAULT_THRESHOLD, ScoreThresholds
-from detr_bf.files import read_regular
 from detr_bf.losses import CrossEntropy
 from detr_bf.ops.library import reference_operators
 from detr_bf.postprocess import Postprocess
 from detr_bf.sharing import without_paths
-from detr_bf.structures import Batch, ClassMap, Masks, Outputs
+from detr_bf.structures import Batch, ClassMap
 from detr_bf.text import printable
-from detr_bf.transformer import unpadded
 
 ONNX_FORMAT = "detr_bf onnx 1"
+ONNX_SUFFIX, PACKAGE_SUFFIX = FILE_SUFFIXES = (".onnx", ".pt2")
 LEAST_SIDE = 32  # pixels of a fixed size
 OPSET = 20
 MAX_BYTES = 2**31  # of a protocol buffer
+PACKAGE_FORMAT = "detr_bf package 1"
+PACKAGE_METADATA = "extra/detr_bf.json"  # within a package, below its folder; torch calls such files extra files
+INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # environment variable of torch
 EXAMPLE_SIDE = 256  # least pixels of the shorter side of the images that the graph is traced with
 
 
@@ -151,129 +157,6 @@ class ExportGraph(nn.Module):
         return best, index // classes, index % classes
 
 
-class OnnxDetector:
-    """Detector that onnxruntime computes on the CPU; called like a :class:`~detr_bf.detectors.Detector`.
-
-    Args:
-        content: bytes or path of the file.
-        source: its name, for messages.
-
-    Raises:
-        InputError: onnxruntime is not installed, or the file is damaged or was not written by this package.
-    """
-
-    def __init__(self, content: bytes | str, source: str) -> None:
-        runtime = imported("onnxruntime")
-        options = runtime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        options.log_severity_level = 3  # errors
-        self.source = printable(source)
-        try:
-            self.session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-            found = self.session.get_modelmeta().custom_metadata_map
-        except Exception as error:  # onnxruntime has a class of exceptions for each of its codes
-            raise InputError(f"{self.source} cannot be read by onnxruntime: {printable(error, 500)}") from error
-        if found.get("format") != ONNX_FORMAT:
-            raise InputError(f"{self.source} is not of the form '{ONNX_FORMAT}': write it with 'detr-bf export'")
-        try:
-            self.metadata: dict[str, Any] = {
-                name: value if name == "format" else json.loads(value) for name, value in found.items()
-            }
-            batch, size, postprocess = (self.metadata["form"][name] for name in ("batch", "size", "postprocess"))
-            self.form = Form(batch, None if size is None else (int(size[0]), int(size[1])), postprocess)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise InputError(f"the metadata of {self.source} are damaged: {printable(repr(error))}") from error
-        self.padded = "sizes" in {each.name for each in self.session.get_inputs()}
-        self.names = [each.name for each in self.session.get_outputs()]
-        self.mask_head = True if "masks" in self.names else None
-
-    def __call__(self, batch: Batch) -> Outputs:
-        """Return logits, boxes and masks of a batch.
-
-        Raises:
-            InputError: the file has detections as outputs, or see :meth:`run`.
-        """
-        found = self.run(batch)
-        if "logits" not in found:
-            raise InputError(f"{self.source} was exported with postprocessing: it has no logits")
-        masks = None if "masks" not in found else self.masks_over(batch, found["masks"])
-        return Outputs(found["logits"][None], found["boxes"][None], masks=masks)
-
-    def run(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the outputs of the file by name, for a batch that is padded to the form of the file.
-
-        More images than a file takes at a time are computed in parts.
-
-        Raises:
-            InputError: the images do not fit the form, or onnxruntime fails.
-        """
-        count, most = len(batch), self.form.batch
-        if most is not None and count > most:
-            pieces = zip(batch.images.split(most), batch.padding_mask.split(most), strict=True)
-            parts = [self.run(Batch(images, mask)) for images, mask in pieces]
-            return {name: torch.cat([part[name] for part in parts]) for name in self.names}
-        fed = self.fitted(batch)
-        feeds = self.feeds(fed)
-        try:
-            values = self.session.run(self.names, feeds)
-        except Exception as error:
-            size = " x ".join(map(str, fed.images.shape[2:]))
-            raise InputError(
-                f"{self.source}: onnxruntime failed for {len(fed)} images of {size} pixels: {printable(error, 500)}"
-            ) from error
-        return {name: torch.from_numpy(value)[:count] for name, value in zip(self.names, values, strict=True)}
-
-    def feeds(self, fitted: Batch) -> dict[str, Any]:
-        """Return the inputs of the file by name, as NumPy arrays, for a batch of :meth:`fitted`.
-
-        Raises:
-            InputError: the images are padded, and the file takes no padded images.
-        """
-        feeds = {"images": fitted.images.numpy()}
-        if self.padded:
-            feeds["sizes"] = unpadded(fitted.padding_mask).flip(-1).long().numpy()
-        elif fitted.padding_mask.any():
-            raise InputError(f"{self.source} takes no padded images: give one image at a time, or images of one size")
-        return feeds
-
-    def fitted(self, batch: Batch) -> Batch:
-        """Pad a batch of at most as many images as the file takes, and fill it up with its last image."""
-        images, mask = batch.images, batch.padding_mask
-        if self.form.size is not None:
-            extra = [limit - side for limit, side in zip(self.form.size, mask.shape[1:], strict=True)]
-            if min(extra) < 0:
-                raise InputError(f"{self.source} takes images of {self.form.size}, got {tuple(mask.shape[1:])}")
-            images = F.pad(images, (0, extra[1], 0, extra[0]))
-            mask = F.pad(mask, (0, extra[1], 0, extra[0]), value=True)
-        missing = 0 if self.form.batch is None else self.form.batch - len(images)
-        images, mask = (torch.cat([part, part[-1:].expand(missing, *part.shape[1:])]) for part in (images, mask))
-        return Batch(images.contiguous(), mask)
-
-    def masks_over(self, batch: Batch, logits: Tensor) -> Masks:
-        """Wrap mask logits (B, Q, h, w) over images of the size of the file as those over the images of ``batch``."""
-        if self.form.size is None:
-            return Masks.known(logits)
-        whole, (height, width) = self.form.size, batch.padding_mask.shape[1:]
-
-        def of(row: Tensor, query: Tensor) -> Tensor:
-            resized = F.interpolate(logits[row, query][:, None], size=whole, mode="bilinear")
-            return resized[:, 0, :height, :width]
-
-        return Masks(of, *logits.shape[:2])
-
-
-def onnx_content(path: Path) -> bytes:
-    """Return the content of an ONNX file.
-
-    Raises:
-        InputError: it cannot be read.
-    """
-    try:
-        return read_regular(path, MAX_BYTES)
-    except (FileNotFoundError, ValueError) as error:
-        raise InputError(f"{printable(path)} cannot be read: {printable(error)}") from error
-
-
 def imported(name: str) -> Any:
     """Return a package of the extra ``export``.
 
@@ -301,9 +184,9 @@ def fixed_transform(transform: SampleTransform, form: Form, square: int | None) 
     return FitResize(form.size)
 
 
-def export_graph(exported: Exported, form: Form) -> ExportGraph:
-    """Return a copy of the detector on the CPU whose decoder returns the last layer only."""
-    model = copy.deepcopy(exported.model).cpu().float().eval()
+def export_graph(exported: Exported, form: Form, device: torch.device) -> ExportGraph:
+    """Return a copy of the detector on a device, whose decoder returns the last layer only."""
+    model = copy.deepcopy(exported.model).to(device).float().eval()
     for module in model.modules():
         if isinstance(module, BatchFormerV2) and module.mode == "mini_batch_inference":
             raise InputError(
@@ -314,8 +197,10 @@ def export_graph(exported: Exported, form: Form) -> ExportGraph:
     return ExportGraph(model, exported.postprocess if form.postprocess else None).eval()
 
 
-def traced(graph: ExportGraph, form: Form, *, padded: bool, short_side: int) -> Any:
-    """Return the graph as an ONNX model.
+def traced(
+    graph: nn.Module, form: Form, *, padded: bool, least: int, device: torch.device | None = None
+) -> torch.export.ExportedProgram:
+    """Return the graph as a program, traced with images whose shorter side has ``least`` pixels if the size is open.
 
     Raises:
         InputError: a part of the detector has a fixed size.
@@ -325,36 +210,99 @@ def traced(graph: ExportGraph, form: Form, *, padded: bool, short_side: int) -> 
             "the backbone pads by the size of its input (timm's Conv2dSame, as in tf_efficientnet networks): give "
             "the size as HEIGHTxWIDTH"
         )
-    short = max(short_side, EXAMPLE_SIDE)
-    height, width = form.size or (short, short * 5 // 4)
+    height, width = form.size or (least, least * 5 // 4)
     count = form.batch or 2
-    images = torch.zeros(count, 3, height, width, dtype=torch.uint8)
-    arguments = (images, torch.tensor([[height, width]] * count)) if padded else (images,)
+    images = torch.zeros(count, 3, height, width, dtype=torch.uint8, device=device)
+    arguments = (images, torch.tensor([[height, width]] * count, device=device)) if padded else (images,)
     dynamic = torch.export.Dim.DYNAMIC
-    axes = {0: "batch"} if form.batch is None else {}
-    sides = {2: "height", 3: "width"} if form.size is None else {}
-    shapes = (dict.fromkeys((*axes, *sides), dynamic), dict.fromkeys(axes, dynamic))[: len(arguments)]
+    names = [*([0] if form.batch is None else []), *([2, 3] if form.size is None else [])]
+    shapes = (dict.fromkeys(names, dynamic), dict.fromkeys(names[:1] if form.batch is None else [], dynamic))
     with torch.no_grad(), reference_operators(), _quiet():
         try:
-            program = torch.export.export(graph, arguments, dynamic_shapes=shapes, strict=False)
+            return torch.export.export(graph, arguments, dynamic_shapes=shapes[: len(arguments)], strict=False)
         except torch._dynamo.exc.UserError as error:
             raise InputError(
                 f"a part of the detector allows no dynamic batch or size; give both as numbers: {printable(error, 500)}"
             ) from error
-        names = ["images", "sizes"][: len(arguments)]
+
+
+def onnx_model(program: torch.export.ExportedProgram, form: Form, outputs: Sequence[str], *, padded: bool) -> Any:
+    """Return a program of :func:`traced` as an ONNX model."""
+    axes = {**({0: "batch"} if form.batch is None else {}), **({2: "height", 3: "width"} if form.size is None else {})}
+    with torch.no_grad(), reference_operators(), _quiet():
         converted = torch.onnx.export(
             program,
             dynamo=True,
             opset_version=OPSET,
-            input_names=names,
-            output_names=list(graph.names),
+            input_names=["images", "sizes"][: 1 + padded],
+            output_names=list(outputs),
             verbose=False,
         )
     assert converted is not None, "torch.onnx.export returns a program"
     given = converted.model.graph.inputs[0].shape
     assert given is not None, "the images have a shape"
-    converted.rename_axes({given[axis]: name for axis, name in {**axes, **sides}.items()})  # type: ignore[misc]
+    converted.rename_axes({given[axis]: name for axis, name in axes.items()})  # type: ignore[misc]
     return converted.model_proto
+
+
+class SelectionGraph(nn.Module):
+    """Graph with the indices of each of its ``topk`` as further outputs, to compare packages with."""
+
+    def __init__(self, graph: ExportGraph) -> None:
+        super().__init__()
+        self.compared = graph  # not "graph", which torch.fx takes for its own
+
+    def forward(self, images: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, ...]:
+        with _Selections() as selected:
+            outputs = self.compared(images, sizes)
+        return (*outputs, *selected.indices)
+
+
+class _Selections(TorchFunctionMode):
+    """Note the indices of every ``topk``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.indices: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (Tensor.topk, torch.topk):
+            self.indices.append(result.indices)
+        return result
+
+
+def compile_package(program: torch.export.ExportedProgram, folder: Path) -> Path:
+    """Compile a program of :func:`traced` to machine code for this computer, and return the file in ``folder``.
+
+    Raises:
+        InputError: AOTInductor cannot compile it, for example because there is no C++ compiler.
+    """
+    before = os.environ.get(INDUCTOR_CACHE)
+    os.environ[INDUCTOR_CACHE] = str(folder / "cache")  # its files are as large as the package
+    try:
+        with torch.no_grad(), _quiet():
+            return Path(torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "compiled.pt2")))
+    except Exception as error:  # the compiler's errors have no common class
+        raise InputError(
+            f"AOTInductor cannot compile the detector; it needs a C++ compiler (for a GPU also the CUDA toolkit): "
+            f"{printable(error, 1000)}"
+        ) from error
+    finally:
+        del os.environ[INDUCTOR_CACHE]
+        if before is not None:
+            os.environ[INDUCTOR_CACHE] = before
+
+
+def write_package(compiled: Path, path: Path, metadata: Mapping[str, Any]) -> None:
+    """Write a compiled package with metadata to ``path``; the metadata come in a file of their own."""
+    shutil.copyfile(compiled, path)
+    with zipfile.ZipFile(path, "a") as archive:
+        folder = archive.namelist()[0].split("/")[0]
+        content = json.dumps({"format": PACKAGE_FORMAT, **metadata})
+        archive.writestr(f"{folder}/{PACKAGE_METADATA}", content)
 
 
 @contextmanager
@@ -384,6 +332,7 @@ def file_metadata(exported: Exported, form: Form, license: str | None) -> dict[s
     else:
         resize = {"rule": "shorter_side", "side": settings["eval_short_side"], "longest": settings["max_size"]}
     softmax = isinstance(exported.postprocess.classification, CrossEntropy)
+    packages = ("detr_bf", "torch", "onnx", "onnxscript", "onnxruntime")
     return {
         "form": asdict(form),
         "classes": list(classes.names),
@@ -398,7 +347,7 @@ def file_metadata(exported: Exported, form: Form, license: str | None) -> dict[s
         "resize": resize,
         **{name: _channels(backbone, name) for name in ("mean", "std")},
         "license": license,
-        "versions": {name: version(name) for name in ("detr_bf", "torch", "onnx", "onnxscript", "onnxruntime")},
+        "versions": {name: version(name) for name in packages if find_spec(name)},
         "config": without_paths(exported.config),
     }
 

@@ -1,4 +1,4 @@
-"""Comparison of the outputs of an ONNX file in onnxruntime with those of torch."""
+"""Comparison of the outputs of an exported file with those of torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torchvision.transforms.v2 import functional as transforms
 
 from detr_bf.data.transforms import SampleTransform, eval_sample
 from detr_bf.errors import CommandError, InputError
-from detr_bf.export.graph import ExportGraph, Form, OnnxDetector, imported
+from detr_bf.export.graph import ONNX_SUFFIX, ExportGraph, Form, imported
+from detr_bf.export.runtime import FileDetector, OnnxDetector, PackageDetector
 from detr_bf.structures import Batch
 from detr_bf.text import printable
-from detr_bf.transformer import unpadded
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +32,12 @@ COMPARED_BATCH = 3  # images of the larger batch, if the file takes any number
 
 
 class ParityError(CommandError, RuntimeError):
-    """The outputs of onnxruntime differ by more than the tolerance, or are not finite; the message has the table."""
+    """The outputs of the file differ by more than the tolerance, or are not finite; the message has the table."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Largest absolute difference of each output of onnxruntime from torch, for one batch."""
+    """Largest absolute difference of each output of a file from torch, for one batch."""
 
     images: int
     size: tuple[int, int]  # height, width of the padded batch
@@ -81,23 +81,28 @@ def synthetic_images(count: int = COMPARED_BATCH) -> list[Tensor]:
 def compare_outputs(
     graph: ExportGraph, path: Path, batches: Sequence[Batch], tolerances: Mapping[str, float] | None
 ) -> list[Comparison]:
-    """Compare the outputs of the file in onnxruntime with those of torch.
+    """Compare the outputs of a file with those of torch, on the device of the file.
 
     A detector that chooses among tokens or detections by their scores may choose others of nearly the same score in
-    another program, and the order of the queries changes with it. torch is therefore given the choice of onnxruntime;
-    the difference ``selection`` is by how much the chosen scores fall short of the best ones.
+    another program, and the order of the queries changes with it. torch is therefore given the choice of the file; the
+    difference ``selection`` is by how much the chosen scores fall short of the best ones.
 
     Raises:
         InputError: the detector refuses all batches, because they have too few tokens.
     """
-    content, selections = _with_selections(path)
-    runtime = OnnxDetector(content, str(path))
+    runtime: FileDetector
+    if path.suffix == ONNX_SUFFIX:
+        content, selections = _with_selections(path)
+        runtime = OnnxDetector(content, str(path))
+    else:
+        runtime = PackageDetector(path)
+        selections = [name for name in runtime.names if name not in graph.names]
     compared, refused = [], None
     for batch in batches:
         fed = runtime.fitted(batch)
-        whole = fed.images, *((unpadded(fed.padding_mask).flip(-1).long(),) if runtime.padded else ())
+        whole = [value.to(runtime.device) for value in runtime.feeds(fed).values()]
         found = runtime.run(fed)
-        given = GivenSelections([found[name] for name in selections])
+        given = GivenSelections([found[name].to(runtime.device) for name in selections])
         try:
             with torch.no_grad(), given:
                 expected = graph(*whole)
@@ -118,7 +123,7 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     """Return the largest absolute difference; NaN if one of the values is not finite."""
     if found.shape != expected.shape:
         return float("nan")
-    return float((found.double() - expected.double()).abs().max())
+    return float((found.double() - expected.to(found.device).double()).abs().max())
 
 
 def _with_selections(path: Path) -> tuple[bytes, list[str]]:
@@ -171,10 +176,10 @@ def parity_refusal(path: Path, compared: Sequence[Comparison]) -> str:
     names = sorted({name for each in compared for name in each.beyond})
     if compared[0].tolerances is None:
         return (
-            f"in this precision the outputs of onnxruntime are not finite in {', '.join(names)}; {printable(path)} was "
+            f"in this precision the outputs of the file are not finite in {', '.join(names)}; {printable(path)} was "
             f"not written: export it in another precision.\n{parity_table(compared)}"
         )
     return (
-        f"onnxruntime and torch differ by more than the tolerance in {', '.join(names)}; {printable(path)} was not "
+        f"the file and torch differ by more than the tolerance in {', '.join(names)}; {printable(path)} was not "
         f"written. Please report it with this table.\n{parity_table(compared)}"
     )

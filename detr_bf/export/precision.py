@@ -11,7 +11,8 @@ from typing import Any
 
 from detr_bf.data.inputs import image_files
 from detr_bf.errors import InputError
-from detr_bf.export.graph import OnnxDetector, imported
+from detr_bf.export.graph import imported
+from detr_bf.export.runtime import OnnxDetector
 from detr_bf.files import is_folder
 from detr_bf.structures import Batch
 from detr_bf.text import printable
@@ -79,7 +80,8 @@ def int8_precision(onnx_model: Any, path: Path, batches: Iterable[Batch]) -> Any
     """
     onnx, tools = imported("onnx"), imported("onnxruntime.quantization")
     runtime = OnnxDetector(str(path), str(path))
-    feeds = (runtime.feeds(runtime.fitted(batch)) for batch in batches)
+    inputs = (runtime.feeds(runtime.fitted(batch)) for batch in batches)
+    feeds = ({name: value.numpy() for name, value in each.items()} for each in inputs)
     reader = type("_Reader", (tools.CalibrationDataReader,), {"get_next": lambda _: next(feeds, None)})()
     with tempfile.TemporaryDirectory() as folder, _quiet_tools():
         source, output = Path(folder) / "float32.onnx", Path(folder) / "int8.onnx"

@@ -92,9 +92,7 @@ def records(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
-def plain_loop(
-    epochs: int, accumulate: int, clip: float, decay: float, warmup: int
-) -> tuple[nn.Module, nn.Module]:
+def plain_loop(epochs: int, accumulate: int, clip: float, decay: float, warmup: int) -> tuple[nn.Module, nn.Module]:
     """Reference training loop with the moving average of its weights."""
     model = regression()
     average = copy.deepcopy(model)

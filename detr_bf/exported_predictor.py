@@ -1,4 +1,4 @@
-"""A detector of an ONNX file ready for images."""
+"""A detector of an exported file ready for images."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from detr_bf.assembly.model import build_panoptic_postprocess, build_postprocess
 from detr_bf.config import config_from_dict
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ScoreThresholds
-from detr_bf.export import OnnxDetector, fixed_transform, onnx_content
+from detr_bf.export import ONNX_SUFFIX, FileDetector, OnnxDetector, PackageDetector, fixed_transform, onnx_content
 from detr_bf.predictor import Predictor
 from detr_bf.structures import Batch, ClassMap, Detections, Outputs
 from detr_bf.text import printable
 
 
-class OnnxPredictor(Predictor):
-    """Predictor whose detector onnxruntime computes, on the CPU in the precision of the file."""
+class ExportedPredictor(Predictor):
+    """Predictor of an exported file, on the device and in the precision of the export."""
 
     def _on(self, device: str | torch.device | None) -> Predictor:
-        if str(device or "auto") not in ("auto", "cpu"):
-            raise InputError(f"device={printable(str(device))}: ONNX files are computed on the CPU here")
+        runtime: Any = self.model
+        if str(device or "auto") not in ("auto", runtime.device.type):
+            where = "the CPU" if runtime.device.type == "cpu" else "the GPU"
+            raise InputError(f"device={printable(str(device))}: {runtime.kind} like this one are computed on {where}")
         return self
 
     def _outputs(self, batch: Batch, half: bool) -> Outputs:
@@ -51,17 +53,19 @@ class OnnxPredictor(Predictor):
 def _refuse_half(half: bool, runtime: Any) -> None:
     if half:
         precision = printable(str(runtime.metadata.get("precision", "float32")))
-        raise InputError(f"ONNX files are computed in the precision of the export, {precision}: leave half out")
+        raise InputError(f"{runtime.kind} are computed in the precision of the export, {precision}: leave half out")
 
 
-def load_onnx(path: Path, device: str = "auto") -> OnnxPredictor:
-    """Return the detector of a file that ``detr-bf export`` wrote.
+def load_exported(path: Path, device: str = "auto") -> ExportedPredictor:
+    """Return the detector of a file that ``detr-bf export`` wrote; the code in a package runs.
 
     Raises:
-        InputError: onnxruntime is not installed, the file is damaged or of another program, or another device than the
-            CPU is asked for.
+        InputError: onnxruntime is not installed, the file is damaged, of another program or compiled for another
+            machine, or another device than that of the file is asked for.
     """
-    runtime: Any = OnnxDetector(onnx_content(path), str(path))
+    found: FileDetector
+    found = OnnxDetector(onnx_content(path), str(path)) if path.suffix == ONNX_SUFFIX else PackageDetector(path)
+    runtime: Any = found
     values = runtime.metadata
     try:
         config = config_from_dict(values["config"], source=f"the config in {printable(path)}")
@@ -70,7 +74,7 @@ def load_onnx(path: Path, device: str = "auto") -> OnnxPredictor:
         if not len(thresholds.by_class) == classes.num_classes:
             raise ValueError(f"{len(thresholds.by_class)} thresholds for {classes.num_classes} classes")
         transform = fixed_transform(build_eval_transform(config), runtime.form, config.data.transforms.square)
-        predictor = OnnxPredictor(
+        predictor = ExportedPredictor(
             model=runtime,
             class_map=classes,
             transform=transform,

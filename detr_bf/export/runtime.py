@@ -1,0 +1,262 @@
+"""Detectors of exported files: ONNX files computed by onnxruntime, packages compiled by AOTInductor.
+
+Shape legend: B images, H x W pixels of the padded batch, Q queries, h x w cells of a mask.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from detr_bf.errors import InputError
+from detr_bf.export.graph import MAX_BYTES, ONNX_FORMAT, PACKAGE_FORMAT, PACKAGE_METADATA, Form, imported
+from detr_bf.files import read_regular
+from detr_bf.structures import Batch, Masks, Outputs
+from detr_bf.text import printable
+from detr_bf.transformer import unpadded
+
+MAX_METADATA = 16 * 2**20  # bytes
+CPU_CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")  # of x86 processors, each with the instructions of those before
+
+
+class FileDetector(ABC):
+    """Detector of a file, called like a :class:`~detr_bf.detectors.Detector`.
+
+    Args:
+        source: name of the file, for messages.
+        metadata: values that ``detr-bf export`` wrote.
+        names: of the outputs, in the order of :meth:`_compute`.
+        padded: the file has the input ``sizes``.
+
+    Raises:
+        InputError: the metadata are damaged.
+    """
+
+    kind: ClassVar[str]  # of files
+    engine: ClassVar[str]  # what computes them
+
+    def __init__(self, source: str, metadata: Mapping[str, Any], names: list[str], *, padded: bool) -> None:
+        self.source, self.metadata = source, dict(metadata)
+        with _damaged(source):
+            batch, size, postprocess = (metadata["form"][name] for name in ("batch", "size", "postprocess"))
+            self.form = Form(batch, None if size is None else (int(size[0]), int(size[1])), postprocess)
+        self.names, self.padded = names, padded
+        self.device = torch.device("cpu")
+        self.mask_head = True if "masks" in names else None
+
+    @abstractmethod
+    def _compute(self, feeds: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the outputs on the CPU for inputs on the CPU."""
+
+    def __call__(self, batch: Batch) -> Outputs:
+        """Return logits, boxes and masks of a batch.
+
+        Raises:
+            InputError: the file has detections as outputs, or see :meth:`run`.
+        """
+        found = self.run(batch)
+        if "logits" not in found:
+            raise InputError(f"{self.source} was exported with postprocessing: it has no logits")
+        masks = None if "masks" not in found else self.masks_over(batch, found["masks"])
+        return Outputs(found["logits"][None], found["boxes"][None], masks=masks)
+
+    def run(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the outputs of the file by name, for a batch that is padded to the form of the file.
+
+        More images than a file takes at a time are computed in parts.
+
+        Raises:
+            InputError: the images do not fit the form, or the computation fails.
+        """
+        count, most = len(batch), self.form.batch
+        if most is not None and count > most:
+            pieces = zip(batch.images.split(most), batch.padding_mask.split(most), strict=True)
+            parts = [self.run(Batch(images, mask)) for images, mask in pieces]
+            return {name: torch.cat([part[name] for part in parts]) for name in self.names}
+        fed = self.fitted(batch)
+        feeds = self.feeds(fed)
+        try:
+            values = self._compute(feeds)
+        except Exception as error:  # both engines have many classes of exceptions
+            size = " x ".join(map(str, fed.images.shape[2:]))
+            raise InputError(
+                f"{self.source}: {self.engine} failed for {len(fed)} images of {size} pixels: {printable(error, 500)}"
+            ) from error
+        return {name: value[:count] for name, value in zip(self.names, values, strict=True)}
+
+    def feeds(self, fitted: Batch) -> dict[str, Tensor]:
+        """Return the inputs of the file by name, for a batch of :meth:`fitted`.
+
+        Raises:
+            InputError: the images are padded, and the file takes no padded images.
+        """
+        feeds = {"images": fitted.images.cpu()}
+        if self.padded:
+            feeds["sizes"] = unpadded(fitted.padding_mask).flip(-1).long().cpu()
+        elif fitted.padding_mask.any():
+            raise InputError(f"{self.source} takes no padded images: give one image at a time, or images of one size")
+        return feeds
+
+    def fitted(self, batch: Batch) -> Batch:
+        """Pad a batch of at most as many images as the file takes, and fill it up with its last image."""
+        images, mask = batch.images, batch.padding_mask
+        if self.form.size is not None:
+            extra = [limit - side for limit, side in zip(self.form.size, mask.shape[1:], strict=True)]
+            if min(extra) < 0:
+                raise InputError(f"{self.source} takes images of {self.form.size}, got {tuple(mask.shape[1:])}")
+            images = F.pad(images, (0, extra[1], 0, extra[0]))
+            mask = F.pad(mask, (0, extra[1], 0, extra[0]), value=True)
+        missing = 0 if self.form.batch is None else self.form.batch - len(images)
+        images, mask = (torch.cat([part, part[-1:].expand(missing, *part.shape[1:])]) for part in (images, mask))
+        return Batch(images.contiguous(), mask)
+
+    def masks_over(self, batch: Batch, logits: Tensor) -> Masks:
+        """Wrap mask logits (B, Q, h, w) over images of the size of the file as those over the images of ``batch``."""
+        if self.form.size is None:
+            return Masks.known(logits)
+        whole, (height, width) = self.form.size, batch.padding_mask.shape[1:]
+
+        def of(row: Tensor, query: Tensor) -> Tensor:
+            resized = F.interpolate(logits[row, query][:, None], size=whole, mode="bilinear")
+            return resized[:, 0, :height, :width]
+
+        return Masks(of, *logits.shape[:2])
+
+
+class OnnxDetector(FileDetector):
+    """Detector that onnxruntime computes on the CPU.
+
+    Args:
+        content: bytes or path of the file.
+        source: its name, for messages.
+
+    Raises:
+        InputError: onnxruntime is not installed, or the file is damaged or was not written by this package.
+    """
+
+    kind, engine = "ONNX files", "onnxruntime"
+
+    def __init__(self, content: bytes | str, source: str) -> None:
+        runtime = imported("onnxruntime")
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.log_severity_level = 3  # errors
+        source = printable(source)
+        try:
+            self.session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+            found = self.session.get_modelmeta().custom_metadata_map
+        except Exception as error:  # onnxruntime has a class of exceptions for each of its codes
+            raise InputError(f"{source} cannot be read by onnxruntime: {printable(error, 500)}") from error
+        if found.get("format") != ONNX_FORMAT:
+            raise InputError(f"{source} is not of the form '{ONNX_FORMAT}': write it with 'detr-bf export'")
+        with _damaged(source):
+            metadata = {name: value if name == "format" else json.loads(value) for name, value in found.items()}
+        padded = "sizes" in {each.name for each in self.session.get_inputs()}
+        super().__init__(source, metadata, [each.name for each in self.session.get_outputs()], padded=padded)
+
+    def _compute(self, feeds: Mapping[str, Tensor]) -> list[Tensor]:
+        values = self.session.run(self.names, {name: value.numpy() for name, value in feeds.items()})
+        return [torch.from_numpy(value) for value in values]
+
+
+class PackageDetector(FileDetector):
+    """Detector that AOTInductor has compiled for the processors or GPUs of one kind.
+
+    The package contains machine code, which runs when it is loaded: open only packages of a source that you trust.
+
+    Raises:
+        InputError: the file is damaged, was not written by this package, or was compiled for another machine.
+    """
+
+    kind, engine = "packages", "the compiled package"
+
+    def __init__(self, path: Path) -> None:
+        source = printable(path)
+        metadata = package_metadata(path)
+        with _damaged(source):
+            device, padded = str(metadata["device"]), bool(metadata["padded"])
+            names = [str(name) for name in metadata["outputs"]]
+            machine, capability = (str(metadata["compiled_for"][name]) for name in ("machine", "cpu"))
+        here = torch.backends.cpu.get_cpu_capability()
+        if machine != platform.machine() or not _includes(here, capability):
+            raise InputError(
+                f"{source} was compiled for {printable(machine)} with {printable(capability)}; this processor is "
+                f"{platform.machine()} with {here}: export it on a machine like this one"
+            )
+        if device == "cuda" and not torch.cuda.is_available():
+            raise InputError(f"{source} was compiled for a GPU, and torch finds none: export it with --device cpu")
+        try:
+            self.compiled = torch._inductor.aoti_load_package(str(path))
+        except Exception as error:  # errors of the archive, of the dynamic linker and of the package
+            raise InputError(
+                f"torch {torch.__version__} cannot load {source}, compiled by {metadata.get('versions')}: "
+                f"{printable(error, 500)}"
+            ) from error
+        super().__init__(source, metadata, names, padded=padded)
+        self.device = torch.device(device)
+
+    def _compute(self, feeds: Mapping[str, Tensor]) -> list[Tensor]:
+        return [value.cpu() for value in self.compiled(*(each.to(self.device) for each in feeds.values()))]
+
+
+def package_metadata(path: Path) -> dict[str, Any]:
+    """Return the metadata of a package of AOTInductor, without loading its code.
+
+    Raises:
+        InputError: it cannot be read, or was not written by this package.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            (entry,) = (each for each in archive.infolist() if each.filename.endswith(f"/{PACKAGE_METADATA}"))
+            if entry.file_size > MAX_METADATA:
+                raise ValueError("its metadata are too large")
+            values: dict[str, Any] = json.loads(archive.read(entry))
+        if values["format"] != PACKAGE_FORMAT:
+            raise ValueError(f"its format is {values['format']}")
+    except OSError as error:
+        raise InputError(f"{printable(path)} cannot be read: {printable(error)}") from error
+    except (zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{printable(path)} is not of the form '{PACKAGE_FORMAT}': write it with 'detr-bf export'"
+        ) from error
+    return values
+
+
+def onnx_content(path: Path) -> bytes:
+    """Return the content of an ONNX file.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        return read_regular(path, MAX_BYTES)
+    except (FileNotFoundError, ValueError) as error:
+        raise InputError(f"{printable(path)} cannot be read: {printable(error)}") from error
+
+
+def _includes(here: str, asked: str) -> bool:
+    """Return True if a processor with the capability ``here`` has all instructions of ``asked``."""
+    if here not in CPU_CAPABILITIES or asked not in CPU_CAPABILITIES:
+        return here == asked
+    return CPU_CAPABILITIES.index(asked) <= CPU_CAPABILITIES.index(here)
+
+
+@contextmanager
+def _damaged(source: str) -> Iterator[None]:
+    """Raise InputError where metadata are missing or of another type."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise InputError(f"the metadata of {source} are damaged: {printable(repr(error))}") from error
