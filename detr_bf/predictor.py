@@ -432,7 +432,6 @@ class Predictor:
             raise InputError(f"precision={printable(repr(precision))} must be one of {', '.join(EXPORT_PRECISIONS)}")
         if (precision == "int8") != (calibration is not None):
             raise InputError(f"precision={precision}: give calibration, a folder with images, for int8 and only for it")
-        files = [] if calibration is None else calibration_files(Path(calibration))
         given = [image_pixels(each, f"image {index}", self.max_pixels) for index, each in enumerate(images or ())]
         exported = Exported(
             self.model, self.class_map, self.transform, self.postprocess, self.thresholds, self.origin.config
@@ -445,7 +444,7 @@ class Predictor:
             source="given" if given else "synthetic",
             license=license,
             precision=precision,
-            calibration=self._readable(files),
+            calibration=self._readable([] if calibration is None else calibration_files(Path(calibration))),
             evaluate=evaluate,
             device=device,
         )

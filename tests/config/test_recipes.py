@@ -525,7 +525,7 @@ def test_deim_is_merged_after_the_config_of_any_detector(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("rtdetr/")])
 def test_the_decay_of_averaged_weights_rises_in_recipes_of_rtdetr_and_not_in_fine_tuning(name: str) -> None:
-    """As ``warmups`` of lyuwenyu/RT-DETR at 068dfde, rtdetr_pytorch/configs/rtdetr/include/optimizer.yml."""
+    """Compare with ``warmups`` of lyuwenyu/RT-DETR at 068dfde, rtdetr_pytorch/configs/rtdetr/include/optimizer.yml."""
     average = load(name).train.ema
     assert (average.enabled, average.decay, average.warmup_steps) == (True, 0.9999, 2000)
     average = load_config([CONFIGS / name, CONFIGS / "finetune.yaml"]).train.ema
