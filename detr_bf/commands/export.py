@@ -5,7 +5,7 @@ detr-bf export runs/mine --output mine.onnx --batch 1 --size 640x640 --with-post
 detr-bf export detr_r50 --output detr.onnx --images photos       # published weights, compared on these images
 detr-bf export runs/mine --output half.onnx --half --evaluate 200
 detr-bf export runs/mine --output int8.onnx --int8 photos --evaluate 200
-detr-bf export runs/mine --output mine.pt2                       # compiled by AOTInductor for processors like this one
+detr-bf export runs/mine --output mine.pt2 --size 640x640        # compiled by AOTInductor for processors like this one
 
 The images to compare with are those of --images, else the first validation images of the run, else synthetic ones. If
 an output differs by more than its tolerance, nothing is written and the exit code is 1; --half and --int8 have no
@@ -159,7 +159,7 @@ def compared_ap(predictor: Predictor, file: Path, count: int) -> dict[str, Any]:
         if not objects:
             raise InputError(f"the validation images ({len(chosen)}) have no objects")
         part = replace(content, images=chosen, annotations=objects)
-        scores = [each.evaluate(part, source.images).boxes.AP for each in (predictor, load(file, "cpu"))]
+        scores = [each.evaluate(part, source.images).boxes.AP for each in (predictor, load(file))]
     except InputError as error:
         return {"not_compared": printable(str(error).replace("\n", " "))}
     if None in scores:

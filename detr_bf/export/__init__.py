@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -55,7 +54,7 @@ from detr_bf.export.precision import (
     half_precision,
     int8_precision,
 )
-from detr_bf.export.runtime import FileDetector, OnnxDetector, PackageDetector, onnx_content
+from detr_bf.export.runtime import FileDetector, OnnxDetector, PackageDetector, machine_features, onnx_content
 from detr_bf.files import atomic_write, check_output_file
 from detr_bf.structures import Batch
 from detr_bf.text import printable
@@ -129,7 +128,7 @@ def export_detector(
         ParityError: an output differs by more than its tolerance, or is not finite; nothing was written.
     """
     assert precision in EXPORT_PRECISIONS
-    _check_possible(path, precision, device)
+    _check_possible(path, form, precision, device)
     settings = exported.config["data"]["transforms"]
     transform = fixed_transform(exported.transform, form, settings["square"])
     graph = export_graph(exported, form, torch.device(device))
@@ -138,7 +137,7 @@ def export_detector(
     padded, least = form.pads(settings["square"]), settings["square"] or settings["eval_short_side"]
     with tempfile.TemporaryDirectory() as folder, atomic_write(path) as temporary:
         if path.suffix == PACKAGE_SUFFIX:
-            save = _package(graph, form, temporary, Path(folder), padded=padded, least=least, device=device)
+            save = _package(graph, form, temporary, Path(folder), padded=padded, device=device)
         else:
             samples = (eval_sample(transform, pixels, index) for index, pixels in enumerate(calibration))
             given = (Batch.collate([sample]) for sample in samples)
@@ -183,22 +182,17 @@ def _onnx(
     return save
 
 
-def _package(
-    graph: ExportGraph, form: Form, path: Path, folder: Path, *, padded: bool, least: int, device: str
-) -> Save:
+def _package(graph: ExportGraph, form: Form, path: Path, folder: Path, *, padded: bool, device: str) -> Save:
     """Return a function that writes the graph as machine code, compiled in ``folder``."""
-    # Inductor takes sizes that all strides divide for a rule: pooling with ceil_mode would be wrong for other sizes.
-    least = max(least, EXAMPLE_SIDE) + 3
-    program = traced(SelectionGraph(graph), form, padded=padded, least=least, device=torch.device(device))
+    program = traced(SelectionGraph(graph), form, padded=padded, least=EXAMPLE_SIDE, device=torch.device(device))
     compiled = compile_package(program, folder)
     num_selections = len(program.graph_signature.user_outputs) - len(graph.names)
     outputs = [*graph.names, *(f"selection_{number}" for number in range(num_selections))]
-    machine = {"machine": platform.machine(), "cpu": torch.backends.cpu.get_cpu_capability()}
-    own = {"device": device, "outputs": outputs, "padded": padded, "compiled_for": machine}
+    own = {"device": device, "outputs": outputs, "padded": padded, "compiled_for": machine_features()}
     return lambda metadata: write_package(compiled, path, {**metadata, **own})
 
 
-def _check_possible(path: Path, precision: str, device: str) -> None:
+def _check_possible(path: Path, form: Form, precision: str, device: str) -> None:
     """Check before the long computation that the packages are installed and the file can be written."""
     if path.suffix not in FILE_SUFFIXES:
         raise InputError(
@@ -211,7 +205,9 @@ def _check_possible(path: Path, precision: str, device: str) -> None:
         if device != "cpu":
             raise InputError(f"device={printable(device)}: only packages ({PACKAGE_SUFFIX}) are compiled for a device")
     elif precision != "float32":
-        raise InputError(f"precision={precision}: packages ({PACKAGE_SUFFIX}) are in float32")
+        raise InputError(f"precision={precision}: packages ({PACKAGE_SUFFIX}) are in float32: leave --half, --int8 out")
+    elif form.size is None:
+        raise InputError(f"a package ({PACKAGE_SUFFIX}) has a fixed size of images: give --size HEIGHTxWIDTH")
     if device not in ("cpu", "cuda"):
         raise InputError(f"device={printable(device)}: a package is compiled for cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():

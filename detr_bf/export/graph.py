@@ -14,11 +14,10 @@ import shutil
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +283,13 @@ def compile_package(program: torch.export.ExportedProgram, folder: Path) -> Path
     os.environ[INDUCTOR_CACHE] = str(folder / "cache")  # its files are as large as the package
     try:
         with torch.no_grad(), _quiet():
-            return Path(torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "compiled.pt2")))
+            torch._inductor.aoti_compile_and_package(
+                program,
+                package_path=str(folder / "compiled.pt2"),
+                # else the number of threads of this process would be compiled in
+                inductor_configs={"cpp.dynamic_threads": True},
+            )
+            return folder / "compiled.pt2"
     except Exception as error:  # the compiler's errors have no common class
         raise InputError(
             f"AOTInductor cannot compile the detector; it needs a C++ compiler (for a GPU also the CUDA toolkit): "
@@ -332,7 +337,10 @@ def file_metadata(exported: Exported, form: Form, license: str | None) -> dict[s
     else:
         resize = {"rule": "shorter_side", "side": settings["eval_short_side"], "longest": settings["max_size"]}
     softmax = isinstance(exported.postprocess.classification, CrossEntropy)
-    packages = ("detr_bf", "torch", "onnx", "onnxscript", "onnxruntime")
+    versions = {}
+    for name in ("detr_bf", "torch", "onnx", "onnxscript", "onnxruntime"):
+        with suppress(PackageNotFoundError):  # a package needs no onnx; onnxruntime-gpu has another name
+            versions[name] = version(name)
     return {
         "form": asdict(form),
         "classes": list(classes.names),
@@ -347,7 +355,7 @@ def file_metadata(exported: Exported, form: Form, license: str | None) -> dict[s
         "resize": resize,
         **{name: _channels(backbone, name) for name in ("mean", "std")},
         "license": license,
-        "versions": {name: version(name) for name in packages if find_spec(name)},
+        "versions": versions,
         "config": without_paths(exported.config),
     }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -20,13 +21,12 @@ from torch import Tensor
 
 from detr_bf.errors import InputError
 from detr_bf.export.graph import MAX_BYTES, ONNX_FORMAT, PACKAGE_FORMAT, PACKAGE_METADATA, Form, imported
-from detr_bf.files import read_regular
+from detr_bf.files import read_regular, readable_file
 from detr_bf.structures import Batch, Masks, Outputs
 from detr_bf.text import printable
 from detr_bf.transformer import unpadded
 
 MAX_METADATA = 16 * 2**20  # bytes
-CPU_CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")  # of x86 processors, each with the instructions of those before
 
 
 class FileDetector(ABC):
@@ -184,14 +184,18 @@ class PackageDetector(FileDetector):
         source = printable(path)
         metadata = package_metadata(path)
         with _damaged(source):
-            device, padded = str(metadata["device"]), bool(metadata["padded"])
             names = [str(name) for name in metadata["outputs"]]
-            machine, capability = (str(metadata["compiled_for"][name]) for name in ("machine", "cpu"))
-        here = torch.backends.cpu.get_cpu_capability()
-        if machine != platform.machine() or not _includes(here, capability):
+            asked, torch_version = dict(metadata["compiled_for"]), str(metadata["versions"]["torch"])
+            device = str(metadata["device"])
+            if device not in ("cpu", "cuda"):
+                raise ValueError(f"device {device}")
+        super().__init__(source, metadata, names, padded=bool(metadata.get("padded")))
+        self.device = torch.device(device)
+        here = machine_features()
+        if missing := sorted(name for name, value in asked.items() if value and here.get(name) != value):
             raise InputError(
-                f"{source} was compiled for {printable(machine)} with {printable(capability)}; this processor is "
-                f"{platform.machine()} with {here}: export it on a machine like this one"
+                f"{source} was compiled for another processor; this one differs in "
+                f"{printable(', '.join(missing), 300)}: export it on a machine like this one"
             )
         if device == "cuda" and not torch.cuda.is_available():
             raise InputError(f"{source} was compiled for a GPU, and torch finds none: export it with --device cpu")
@@ -199,11 +203,9 @@ class PackageDetector(FileDetector):
             self.compiled = torch._inductor.aoti_load_package(str(path))
         except Exception as error:  # errors of the archive, of the dynamic linker and of the package
             raise InputError(
-                f"torch {torch.__version__} cannot load {source}, compiled by {metadata.get('versions')}: "
+                f"torch {torch.__version__} cannot load {source}, compiled by torch {printable(torch_version, 40)}: "
                 f"{printable(error, 500)}"
             ) from error
-        super().__init__(source, metadata, names, padded=padded)
-        self.device = torch.device(device)
 
     def _compute(self, feeds: Mapping[str, Tensor]) -> list[Tensor]:
         return [value.cpu() for value in self.compiled(*(each.to(self.device) for each in feeds.values()))]
@@ -215,21 +217,33 @@ def package_metadata(path: Path) -> dict[str, Any]:
     Raises:
         InputError: it cannot be read, or was not written by this package.
     """
+    readable_file(path)
     try:
         with zipfile.ZipFile(path) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in archive.infolist()):
+                raise ValueError("its members are compressed or encrypted")
+            if (damaged := archive.testzip()) is not None:  # torch does not compare check sums
+                raise ValueError(f"{damaged} is damaged")
             (entry,) = (each for each in archive.infolist() if each.filename.endswith(f"/{PACKAGE_METADATA}"))
-            if entry.file_size > MAX_METADATA:
-                raise ValueError("its metadata are too large")
-            values: dict[str, Any] = json.loads(archive.read(entry))
+            with archive.open(entry) as member:
+                content = member.read(MAX_METADATA + 1)
+        if len(content) > MAX_METADATA:
+            raise ValueError("its metadata are too large")
+        values: dict[str, Any] = json.loads(content)
         if values["format"] != PACKAGE_FORMAT:
             raise ValueError(f"its format is {values['format']}")
-    except OSError as error:
-        raise InputError(f"{printable(path)} cannot be read: {printable(error)}") from error
-    except (zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # zipfile and json have many classes of exceptions for damaged content
         raise InputError(
-            f"{printable(path)} is not of the form '{PACKAGE_FORMAT}': write it with 'detr-bf export'"
+            f"{printable(path)} is damaged or not of the form '{PACKAGE_FORMAT}' ({printable(error, 200)}): use "
+            "another copy, or write it with 'detr-bf export'"
         ) from error
     return values
+
+
+def machine_features() -> dict[str, Any]:
+    """Return the system, the architecture and the instruction sets of this computer, as torch names them."""
+    instructions = {name: True for name, value in torch.cpu.get_capabilities().items() if value is True}
+    return {"system": sys.platform, "machine": platform.machine(), **instructions}
 
 
 def onnx_content(path: Path) -> bytes:
@@ -244,19 +258,10 @@ def onnx_content(path: Path) -> bytes:
         raise InputError(f"{printable(path)} cannot be read: {printable(error)}") from error
 
 
-def _includes(here: str, asked: str) -> bool:
-    """Return True if a processor with the capability ``here`` has all instructions of ``asked``."""
-    if here not in CPU_CAPABILITIES or asked not in CPU_CAPABILITIES:
-        return here == asked
-    return CPU_CAPABILITIES.index(asked) <= CPU_CAPABILITIES.index(here)
-
-
 @contextmanager
 def _damaged(source: str) -> Iterator[None]:
     """Raise InputError where metadata are missing or of another type."""
     try:
         yield
-    except InputError:
-        raise
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise InputError(f"the metadata of {source} are damaged: {printable(repr(error))}") from error
