@@ -12,7 +12,7 @@ from detr_bf.assembly.model import build_panoptic_postprocess, build_postprocess
 from detr_bf.config import config_from_dict
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ScoreThresholds
-from detr_bf.export import ONNX_SUFFIX, FileDetector, OnnxDetector, PackageDetector, fixed_transform, onnx_content
+from detr_bf.export import ONNX_SUFFIX, OnnxDetector, PackageDetector, fixed_transform, onnx_content
 from detr_bf.predictor import Predictor
 from detr_bf.structures import Batch, ClassMap, Detections, Outputs
 from detr_bf.text import printable
@@ -63,9 +63,8 @@ def load_exported(path: Path, device: str = "auto") -> ExportedPredictor:
         InputError: onnxruntime is not installed, the file is damaged, of another program or compiled for another
             machine, or another device than that of the file is asked for.
     """
-    found: FileDetector
-    found = OnnxDetector(onnx_content(path), str(path)) if path.suffix == ONNX_SUFFIX else PackageDetector(path)
-    runtime: Any = found
+    is_onnx = path.suffix == ONNX_SUFFIX
+    runtime: Any = OnnxDetector(onnx_content(path), str(path)) if is_onnx else PackageDetector(path)
     values = runtime.metadata
     try:
         config = config_from_dict(values["config"], source=f"the config in {printable(path)}")

@@ -576,7 +576,7 @@ def test_a_package_without_a_compiler(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fails)
     with pytest.raises(InputError, match=r"needs a C\+\+ compiler .*: no working"):
-        predictor().export(tmp_path / "it.pt2", size=(64, 96))
+        predictor().export(tmp_path / "new" / "it.pt2", size=(64, 96))
     assert list(tmp_path.iterdir()) == []
 
 

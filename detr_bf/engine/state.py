@@ -52,7 +52,7 @@ class AveragedWeights(AveragedModel):
     """
 
     def __init__(self, model: nn.Module, decay: float, warmup_steps: int = 0) -> None:
-        super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        super().__init__(model)
         self.decay, self.warmup_steps = decay, warmup_steps
 
     @torch.no_grad()

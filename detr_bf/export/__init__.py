@@ -90,7 +90,7 @@ __all__ = [
     "synthetic_images",
 ]
 
-Save = Callable[[Mapping[str, Any]], None]  # writes the file with these metadata
+Save = Callable[[Path, Mapping[str, Any]], None]  # writes a file with metadata
 
 
 def export_detector(
@@ -127,73 +127,75 @@ def export_detector(
             each other, the graph does not allow the form, or the detector cannot be quantised or compiled.
         ParityError: an output differs by more than its tolerance, or is not finite; nothing was written.
     """
-    assert precision in EXPORT_PRECISIONS
     _check_possible(path, form, precision, device)
     settings = exported.config["data"]["transforms"]
     transform = fixed_transform(exported.transform, form, settings["square"])
     graph = export_graph(exported, form, torch.device(device))
     batches = list(compared_batches(images, transform, form, settings["square"]))
     metadata = {**file_metadata(exported, form, license), "precision": precision}
-    padded, least = form.pads(settings["square"]), settings["square"] or settings["eval_short_side"]
-    with tempfile.TemporaryDirectory() as folder, atomic_write(path) as temporary:
+    padded, short_side = form.pads(settings["square"]), settings["square"] or settings["eval_short_side"]
+    with tempfile.TemporaryDirectory() as folder:
         if path.suffix == PACKAGE_SUFFIX:
-            save = _package(graph, form, temporary, Path(folder), padded=padded, device=device)
+            save = _package(graph, form, Path(folder), padded=padded, device=device)
         else:
             samples = (eval_sample(transform, pixels, index) for index, pixels in enumerate(calibration))
             given = (Batch.collate([sample]) for sample in samples)
-            save = _onnx(graph, form, temporary, metadata, given, padded=padded, least=least)
-        save(metadata)
-        tolerances = TOLERANCES if precision == "float32" else None
-        compared = compare_outputs(graph, temporary, batches, tolerances)
-        if any(each.beyond for each in compared):
-            raise ParityError(parity_refusal(path, compared))
-        values = [{name: value for name, value in asdict(each).items() if name != "tolerances"} for each in compared]
-        metadata["parity"] = {"images": source, "tolerances": tolerances, "batches": values}
-        save(metadata)
-        if evaluate is not None:
-            save({**metadata, "ap": evaluate(temporary)})
+            save = _onnx(graph, form, Path(folder), metadata, given, padded=padded, short_side=short_side)
+        with atomic_write(path) as temporary:
+            save(temporary, metadata)
+            tolerances = TOLERANCES if precision == "float32" else None
+            compared = compare_outputs(graph, temporary, batches, tolerances)
+            if any(each.beyond for each in compared):
+                raise ParityError(parity_refusal(path, compared))
+            values = [{name: each for name, each in asdict(one).items() if name != "tolerances"} for one in compared]
+            metadata["parity"] = {"images": source, "tolerances": tolerances, "batches": values}
+            save(temporary, metadata)
+            if evaluate is not None:
+                save(temporary, {**metadata, "ap": evaluate(temporary)})
     return compared
 
 
 def _onnx(
     graph: ExportGraph,
     form: Form,
-    path: Path,
+    folder: Path,
     metadata: Mapping[str, Any],
     calibration: Iterable[Batch],
     *,
     padded: bool,
-    least: int,
+    short_side: int,
 ) -> Save:
     """Return a function that writes the graph as an ONNX model in the precision of the metadata."""
-    program = traced(graph, form, padded=padded, least=max(least, EXAMPLE_SIDE))
+    program = traced(graph, form, padded=padded, short_side=max(short_side, EXAMPLE_SIDE))
     model = onnx_model(program, form, graph.names, padded=padded)
     if metadata["precision"] == "float16":
         model = half_precision(model)
     elif metadata["precision"] == "int8":
         set_metadata(model, metadata)
-        path.write_bytes(model.SerializeToString())
-        model = int8_precision(model, path, calibration)
+        unquantised = folder / f"float32{ONNX_SUFFIX}"
+        unquantised.write_bytes(model.SerializeToString())
+        model = int8_precision(model, unquantised, calibration)
 
-    def save(values: Mapping[str, Any]) -> None:
+    def save(path: Path, values: Mapping[str, Any]) -> None:
         set_metadata(model, values)
         path.write_bytes(model.SerializeToString())
 
     return save
 
 
-def _package(graph: ExportGraph, form: Form, path: Path, folder: Path, *, padded: bool, device: str) -> Save:
+def _package(graph: ExportGraph, form: Form, folder: Path, *, padded: bool, device: str) -> Save:
     """Return a function that writes the graph as machine code, compiled in ``folder``."""
-    program = traced(SelectionGraph(graph), form, padded=padded, least=EXAMPLE_SIDE, device=torch.device(device))
+    program = traced(SelectionGraph(graph), form, padded=padded, device=torch.device(device))
     compiled = compile_package(program, folder)
     num_selections = len(program.graph_signature.user_outputs) - len(graph.names)
     outputs = [*graph.names, *(f"selection_{number}" for number in range(num_selections))]
     own = {"device": device, "outputs": outputs, "padded": padded, "compiled_for": machine_features()}
-    return lambda metadata: write_package(compiled, path, {**metadata, **own})
+    return lambda path, metadata: write_package(compiled, path, {**metadata, **own})
 
 
 def _check_possible(path: Path, form: Form, precision: str, device: str) -> None:
-    """Check before the long computation that the packages are installed and the file can be written."""
+    """Check before the long computation that what it needs is installed and the file can be written."""
+    assert precision in EXPORT_PRECISIONS
     if path.suffix not in FILE_SUFFIXES:
         raise InputError(
             f"{printable(path)}: the name of an ONNX file ends in {ONNX_SUFFIX}, that of a compiled package in "

@@ -197,9 +197,17 @@ def export_graph(exported: Exported, form: Form, device: torch.device) -> Export
 
 
 def traced(
-    graph: nn.Module, form: Form, *, padded: bool, least: int, device: torch.device | None = None
+    graph: nn.Module,
+    form: Form,
+    *,
+    padded: bool,
+    short_side: int = EXAMPLE_SIDE,
+    device: torch.device | None = None,
 ) -> torch.export.ExportedProgram:
-    """Return the graph as a program, traced with images whose shorter side has ``least`` pixels if the size is open.
+    """Return the graph as a program, traced with images of the size of the form or, if that is open, of another one.
+
+    Args:
+        short_side: pixels of the shorter side of the images if the size is open.
 
     Raises:
         InputError: a part of the detector has a fixed size.
@@ -209,13 +217,13 @@ def traced(
             "the backbone pads by the size of its input (timm's Conv2dSame, as in tf_efficientnet networks): give "
             "the size as HEIGHTxWIDTH"
         )
-    height, width = form.size or (least, least * 5 // 4)
+    height, width = form.size or (short_side, short_side * 5 // 4)
     count = form.batch or 2
     images = torch.zeros(count, 3, height, width, dtype=torch.uint8, device=device)
     arguments = (images, torch.tensor([[height, width]] * count, device=device)) if padded else (images,)
     dynamic = torch.export.Dim.DYNAMIC
-    names = [*([0] if form.batch is None else []), *([2, 3] if form.size is None else [])]
-    shapes = (dict.fromkeys(names, dynamic), dict.fromkeys(names[:1] if form.batch is None else [], dynamic))
+    batch, sides = [0] if form.batch is None else [], [2, 3] if form.size is None else []
+    shapes = (dict.fromkeys([*batch, *sides], dynamic), dict.fromkeys(batch, dynamic))
     with torch.no_grad(), reference_operators(), _quiet():
         try:
             return torch.export.export(graph, arguments, dynamic_shapes=shapes[: len(arguments)], strict=False)

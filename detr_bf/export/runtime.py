@@ -100,9 +100,9 @@ class FileDetector(ABC):
         Raises:
             InputError: the images are padded, and the file takes no padded images.
         """
-        feeds = {"images": fitted.images.cpu()}
+        feeds = {"images": fitted.images}
         if self.padded:
-            feeds["sizes"] = unpadded(fitted.padding_mask).flip(-1).long().cpu()
+            feeds["sizes"] = unpadded(fitted.padding_mask).flip(-1).long()
         elif fitted.padding_mask.any():
             raise InputError(f"{self.source} takes no padded images: give one image at a time, or images of one size")
         return feeds

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from torch import nn
 
@@ -15,11 +18,13 @@ def network() -> nn.Module:
     return model.double()
 
 
-def test_parameters_and_statistics_are_averaged_alike_and_other_buffers_copied() -> None:
-    model, decay = network(), 0.9
-    average = AveragedWeights(model, decay)
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_parameters_and_statistics_are_averaged_alike_and_other_buffers_copied(warmup: int) -> None:
+    model = network()
+    average = AveragedWeights(model, 0.9, warmup)
     expected: dict[str, torch.Tensor] = {}
-    for _ in range(4):
+    for step in range(1, 5):
+        decay = 0.9 * (1 - math.exp(-step / warmup)) if warmup else 0.9
         model(torch.randn(8, 3, dtype=torch.float64))
         with torch.no_grad():
             for parameter in model.parameters():
