@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,28 @@ def fake(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
 
 
 def order(times: Path) -> list[str]:
-    return [line.split()[0] for line in times.read_text().splitlines()]
+    """Return the cells in the order of their starts and ends."""
+    return [line.split()[0] for line in times.read_text().splitlines()] if times.exists() else []
+
+
+@contextmanager
+def when(condition: Callable[[], bool], action: Callable[[], None]) -> Iterator[None]:
+    """Call ``action`` in a thread as soon as ``condition`` holds, unless the body ends before."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not condition():
+            if ended.wait(0.02):
+                return
+        action()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
 
 
 def state(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -229,22 +251,9 @@ def test_a_signal_is_passed_on(
 ) -> None:
     times = fake(seconds=600.0)
 
-    done = threading.Event()
-
-    def signal_when_both_run() -> None:
-        while not (times.exists() and len(order(times)) == 2):
-            if done.wait(0.02):
-                return
-        os.kill(os.getpid(), number)
-
-    sender = threading.Thread(target=signal_when_both_run)
-    sender.start()
     start = time.monotonic()
-    try:
+    with when(lambda: len(order(times)) == 2, lambda: os.kill(os.getpid(), number)):
         assert run(file, "--jobs", "2") == 128 + number
-    finally:
-        done.set()
-        sender.join()
     assert time.monotonic() - start < 500, "the cells do not go on"
     assert sorted(order(times)) == ["off/seed_0", "two_stream/seed_0"], "started, not ended, and no others started"
     assert "0 of 4 cells are finished" in capfd.readouterr().err
@@ -266,9 +275,8 @@ def test_a_cell_that_another_process_trains_is_left_to_it(file: Path, fake: Call
         for lock in locks:
             lock.release(force=True)
 
-    waiting = threading.Timer(2.0, release)
-    waiting.start()
-    assert run(file) == 0
+    with when(lambda: len(order(times)) > 0, release):  # then the two have been passed over
+        assert run(file) == 0
     assert order(times)[::2] == [cell.name for cell in (*CELLS[2:], CELLS[1])]
 
 
