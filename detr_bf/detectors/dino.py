@@ -26,6 +26,7 @@ from detr_bf.detectors.detector import Detector, Options, class_head, zero_init_
 from detr_bf.detectors.groups import refuse_groups
 from detr_bf.detectors.two_stage import TokenProposals
 from detr_bf.errors import InputError
+from detr_bf.layers import full_precision
 from detr_bf.structures import Outputs, Queries, QueryGroup, Target, TokenBatch
 from detr_bf.transformer import Decoder, Heads, append_queries
 
@@ -143,11 +144,12 @@ class ContrastiveQueries(TokenProposals):
 
     def forward(self, memory: TokenBatch, targets: Sequence[Target] = ()) -> Queries:
         """Memory of R rows, targets of B images, or none -> queries; in training with a group, possibly empty."""
-        tokens, logits, box_logits = self.propose(memory, self.num_queries)
+        tokens, logits, anchors = self.propose(memory, self.num_queries)
         best = logits.max(-1).values.topk(self.num_queries, dim=1).indices[..., None]
-        tokens, logits, box_logits = (
-            part.gather(1, best.expand(-1, -1, part.shape[-1])) for part in (tokens, logits, box_logits)
+        tokens, logits, anchors = (
+            part.gather(1, best.expand(-1, -1, part.shape[-1])) for part in (tokens, logits, anchors)
         )
+        box_logits = full_precision(self.box_head, tokens) + anchors
         content = tokens.detach() if self.content is None else self.content.weight.expand_as(tokens)
         queries = Queries(
             content,

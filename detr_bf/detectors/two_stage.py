@@ -37,7 +37,9 @@ class TokenProposals(nn.Module):
         self.box_head = box_head
 
     def propose(self, memory: TokenBatch, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the projected tokens (R, S, C), class logits (R, S, K) and box logits (R, S, 4).
+        """Return the projected tokens (R, S, C), class logits (R, S, K) and logits of the anchors (R, S, 4).
+
+        The box logits of a token are ``full_precision(self.box_head, token)`` plus the logits of its anchor.
 
         Raises:
             InputError: there are fewer tokens than ``count``, the queries to be chosen.
@@ -50,8 +52,7 @@ class TokenProposals(nn.Module):
         anchors, usable = anchor_boxes(memory)
         tokens = self.norm(self.project(memory.tokens.masked_fill(~usable, 0.0)))
         logits = full_precision(self.class_head, tokens)
-        offsets = full_precision(self.box_head, tokens)
-        return tokens, logits, offsets + inverse_of_anchors(anchors, usable)
+        return tokens, logits, inverse_of_anchors(anchors, usable)
 
 
 class ProposalQueries(TokenProposals):
@@ -95,7 +96,8 @@ class ProposalQueries(TokenProposals):
         """
         groups = self.groups if self.training else ()
         count = self.num_queries + sum(group.size for group in groups)
-        _, logits, box_logits = self.propose(memory, count)
+        tokens, logits, anchors = self.propose(memory, count)
+        box_logits = full_precision(self.box_head, tokens) + anchors
         best = logits[..., 0].topk(count, dim=1).indices[..., None]
         boxes = box_logits.gather(1, best.expand(-1, -1, 4)).detach().sigmoid()
         embedded = self.embed_norm(self.embed(sine_of_coordinates(boxes, memory.tokens.shape[-1] // 2)))

@@ -187,7 +187,7 @@ class DeformableAttention(nn.Module):
         """
         value = self.value(tokens)
         if padding_mask is not None:
-            value = value.masked_fill(padding_mask[..., None], 0.0)
+            value = value.masked_fill_(padding_mask[..., None], 0.0)  # in-place: no copy of a large map
         weights = self.attention_weights(query).unflatten(-1, (self.heads, -1)).softmax(-1)
         weights = self._by_level(weights[..., None]).squeeze(-1)
         offsets = self._by_level(self.sampling_offsets(query).unflatten(-1, (self.heads, -1, 2)))

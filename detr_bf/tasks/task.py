@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from detr_bf.assembly.model import accelerate, device_of
 from detr_bf.assembly.training import (
     check_same_classes,
+    keep_freed_memory,
     learning_rate,
     metrics_log,
     precision_of,
@@ -180,6 +181,8 @@ class Task(ABC, Generic[C]):
         self.check_model(model, data)
         accelerate(model, config)
         model.to(device)
+        if device.type == "cpu":
+            keep_freed_memory()
         if is_new:
             self.fit_to_device(model, data, device)
         criterion = self.build_criterion(model, getattr(data, "class_counts", None))

@@ -1,0 +1,128 @@
+"""Frozen batch norms computed by the convolutions before them.
+
+A frozen norm multiplies each channel by a constant and adds one: a convolution with scaled weights and a bias does the
+same without another pass over its output. Names, weights and state dicts stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from timm.layers.conv2d_same import Conv2dSame
+from timm.layers.norm_act import FrozenBatchNormAct2d
+from timm.layers.padding import pad_same
+from torch import Tensor, nn
+from torchvision.ops import FrozenBatchNorm2d
+
+FROZEN = (FrozenBatchNorm2d, FrozenBatchNormAct2d)
+TRIAL_SIDE = 64  # pixels of the image with which the order of the layers is found
+
+
+class _Scaled(NamedTuple):
+    """Scaled weights, and the state of the tensors that they were computed from."""
+
+    state: tuple[object, ...]
+    weight: Tensor
+    bias: Tensor
+
+
+class _NormedConv(nn.Conv2d):
+    """Convolution that applies the frozen norm after it, except while torch compiles or exports."""
+
+    followed_by: tuple[nn.Module]  # the norm; a tuple, so that it is not a submodule
+    kept: _Scaled | None = None
+
+    def scaled(self) -> tuple[Tensor, Tensor]:
+        """Return weights (O, I, kh, kw) and bias (O,); without gradients they are kept until a source changes."""
+        norm: Any = self.followed_by[0]
+        sources = (self.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var)
+        keep = not (torch.is_grad_enabled() or any(tensor.is_inference() for tensor in sources))
+        state = tuple((tensor.data_ptr(), tensor._version, tensor.dtype) for tensor in sources) if keep else ()
+        if keep and self.kept is not None and self.kept.state == state:
+            return self.kept.weight, self.kept.bias
+        scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+        weight = (self.weight * scale[:, None, None, None]).to(self.weight.dtype)
+        bias = (norm.bias - norm.running_mean * scale).to(self.weight.dtype)
+        self.kept = _Scaled(state, weight, bias) if keep else None
+        return weight, bias
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "kept": None}
+
+
+class NormedConv2d(_NormedConv):
+    """torch's convolution with the frozen norm after it."""
+
+    def forward(self, input: Tensor) -> Tensor:  # name of the base class
+        return super().forward(input) if torch.compiler.is_compiling() else self._conv_forward(input, *self.scaled())
+
+
+class NormedConv2dSame(_NormedConv, Conv2dSame):
+    """timm's convolution with TensorFlow's padding, with the frozen norm after it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return Conv2dSame.forward(self, x)
+        padded = pad_same(x, self.kernel_size, self.stride, self.dilation)  # type: ignore[arg-type]
+        return F.conv2d(padded, *self.scaled(), self.stride, (0, 0), self.dilation, self.groups)
+
+
+class PassedNorm2d(FrozenBatchNorm2d):
+    """Identity in the place of torchvision's frozen norm, except while torch compiles or exports."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if torch.compiler.is_compiling() else x
+
+
+class PassedNormAct2d(FrozenBatchNormAct2d):
+    """Activation of timm's frozen norm; with the norm itself while torch compiles or exports."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = super().forward(x) if torch.compiler.is_compiling() else self.act(self.drop(x))
+        return output
+
+
+NORMED = {nn.Conv2d: NormedConv2d, Conv2dSame: NormedConv2dSame}
+PASSED = {FrozenBatchNorm2d: PassedNorm2d, FrozenBatchNormAct2d: PassedNormAct2d}
+
+
+def fold_frozen_norms(body: nn.Module) -> None:
+    """Let the convolutions of ``body`` apply the frozen norms after them (in-place).
+
+    A norm whose input is not the output of one convolution stays.
+
+    Args:
+        body: accepts (B, 3, H, W) images; all submodules in training mode.
+    """
+    for convolution, norm in _pairs(body):
+        convolution.followed_by = (norm,)  # type: ignore[assignment]
+        convolution.__class__ = NORMED[type(convolution)]
+        norm.__class__ = PASSED[type(norm)]
+
+
+def _pairs(body: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Return convolutions and the frozen norms that get their outputs, found with a small image."""
+    if not any(type(module) in PASSED for module in body.modules()):
+        return []
+    outputs: list[tuple[nn.Module, Tensor]] = []
+    inputs: list[tuple[nn.Module, Tensor]] = []
+    hooks = []
+    for module in body.modules():
+        if type(module) in NORMED:
+            hooks.append(module.register_forward_hook(lambda it, _, output: outputs.append((it, output))))
+        elif type(module) in PASSED:
+            hooks.append(module.register_forward_pre_hook(lambda it, given: inputs.append((it, given[0]))))
+    parameter = next(body.parameters())
+    try:
+        with torch.no_grad():
+            body.eval()(parameter.new_zeros(1, 3, TRIAL_SIDE, TRIAL_SIDE))
+    finally:
+        body.train()
+        for hook in hooks:
+            hook.remove()
+    pairs = [(source, norm) for norm, given in inputs for source, output in outputs if output is given]
+    used = [id(module) for pair in pairs for module in pair]
+    called = [id(module) for module, _ in (*outputs, *inputs)]
+    return [pair for pair in pairs if all(used.count(id(it)) == called.count(id(it)) == 1 for it in pair)]
