@@ -16,7 +16,6 @@ from timm.layers.padding import pad_same
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
-FROZEN = (FrozenBatchNorm2d, FrozenBatchNormAct2d)
 TRIAL_SIDE = 64  # pixels of the image with which the order of the layers is found
 
 
@@ -84,8 +83,8 @@ class PassedNormAct2d(FrozenBatchNormAct2d):
         return output
 
 
-NORMED = {nn.Conv2d: NormedConv2d, Conv2dSame: NormedConv2dSame}
-PASSED = {FrozenBatchNorm2d: PassedNorm2d, FrozenBatchNormAct2d: PassedNormAct2d}
+CONVOLUTIONS = {nn.Conv2d: NormedConv2d, Conv2dSame: NormedConv2dSame}
+NORMS = {FrozenBatchNorm2d: PassedNorm2d, FrozenBatchNormAct2d: PassedNormAct2d}
 
 
 def fold_frozen_norms(body: nn.Module) -> None:
@@ -98,21 +97,21 @@ def fold_frozen_norms(body: nn.Module) -> None:
     """
     for convolution, norm in _pairs(body):
         convolution.followed_by = (norm,)  # type: ignore[assignment]
-        convolution.__class__ = NORMED[type(convolution)]
-        norm.__class__ = PASSED[type(norm)]
+        convolution.__class__ = CONVOLUTIONS[type(convolution)]
+        norm.__class__ = NORMS[type(norm)]
 
 
 def _pairs(body: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
     """Return convolutions and the frozen norms that get their outputs, found with a small image."""
-    if not any(type(module) in PASSED for module in body.modules()):
+    if not any(type(module) in NORMS for module in body.modules()):
         return []
     outputs: list[tuple[nn.Module, Tensor]] = []
     inputs: list[tuple[nn.Module, Tensor]] = []
     hooks = []
     for module in body.modules():
-        if type(module) in NORMED:
+        if type(module) in CONVOLUTIONS:
             hooks.append(module.register_forward_hook(lambda it, _, output: outputs.append((it, output))))
-        elif type(module) in PASSED:
+        elif type(module) in NORMS:
             hooks.append(module.register_forward_pre_hook(lambda it, given: inputs.append((it, given[0]))))
     parameter = next(body.parameters())
     try:
