@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from detr_bf.errors import InputError
 from detr_bf.layers import MLP, FeedForward, Residual
+from detr_bf.ops import library
 
 
 def test_feed_forward_is_two_matrices_with_relu_between() -> None:
@@ -87,3 +88,35 @@ def test_residual_dropout_takes_from_the_function_and_never_from_the_input(pre_n
     module, x = residual(dropout=1.0, pre_norm=pre_norm), torch.randn(2, 3, 4)
     torch.testing.assert_close(module(x, torch.exp), x if pre_norm else norm(module, x))
     assert not torch.allclose(module.eval()(x, torch.exp), module.train()(x, torch.exp))
+
+
+@pytest.mark.skipif(not library.compiled(torch.device("cpu")), reason="no compiled operators")
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_compiled_dropout_of_residual_and_network(pre_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    residual, network = Residual(8, dropout=0.3, pre_norm=pre_norm), FeedForward(8, 64, dropout=0.3)
+    x = torch.randn(20_000, 8)
+    seen = []
+
+    def forward(training: bool) -> Tensor:
+        torch.manual_seed(1)
+        for module in (residual, network):
+            module.train(training)
+        return residual(x, lambda tokens: seen.append(network(tokens)) or seen[-1])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Dropout, "forward", lambda *_: pytest.fail("torch's dropout was called in training"))
+        trained, again = forward(True), forward(True)
+    assert torch.equal(trained, again)  # by the seed of torch
+    assert not torch.equal(trained, forward(False))
+    network.train()
+    with torch.no_grad():
+        network.contract.weight.copy_(torch.eye(8, 64))
+        network.contract.bias.zero_()
+        kept = network(x)
+        plain = torch.relu(network.expand(x))[:, :8]
+    positive = plain > 0
+    share = float((kept[positive] == 0).float().mean())
+    assert share == pytest.approx(0.3, abs=0.02)
+    left = positive & (kept != 0)
+    assert torch.allclose(kept[left], plain[left] / 0.7, rtol=1e-4)
