@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from detr_bf.backbones.backbone import MEAN, STD
@@ -235,16 +236,27 @@ def _compare(detector: Detector, theirs: nn.Module, *, normalised: bool) -> None
         mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
         pixels = (pixels - mean) / std
     found = theirs(pixel_values=pixels)
-    for kind, one, other in (
-        ("class logits", ours.logits[-1].cpu(), found.logits),
-        ("boxes", ours.boxes[-1].cpu(), found.pred_boxes),
-    ):
+    logits, boxes = ours.logits[-1].cpu(), ours.boxes[-1].cpu()
+    if ours.proposals is not None and logits.shape == found.logits.shape:
+        logits, boxes = in_order_of((found.logits, found.pred_boxes), logits, boxes)
+    for kind, one, other in (("class logits", logits, found.logits), ("boxes", boxes, found.pred_boxes)):
         off = (one - other).abs().max().item() if one.shape == other.shape else math.inf
         if not off <= OUTPUT_TOLERANCE * max(1.0, other.abs().max().item()):
             raise InputError(
                 f"transformers gives other {kind} with these weights (largest difference {off:.2g}), so nothing was "
                 "written: it has not all settings of this detector"
             )
+
+
+def in_order_of(reference: tuple[Tensor, Tensor], logits: Tensor, boxes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits (B, Q, K) and boxes (B, Q, 4) in the order of queries in which they are closest to ``reference``.
+
+    The best tokens that a detector takes as queries come in an order that rounding changes where two are equally good.
+    """
+    distance = torch.cdist(torch.cat([*reference], -1).float(), torch.cat([logits, boxes], -1).float(), p=torch.inf)
+    order = torch.stack([torch.from_numpy(linear_sum_assignment(image)[1]) for image in distance.cpu().numpy()])
+    rows = torch.arange(len(order))[:, None]
+    return logits[rows, order], boxes[rows, order]
 
 
 def is_transformers_folder(folder: Path) -> bool:

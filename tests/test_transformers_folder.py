@@ -25,7 +25,7 @@ from detr_bf.interop import coco_classes
 from detr_bf.models import recipe_config
 from detr_bf.published import find_weights
 from detr_bf.structures import ClassMap
-from detr_bf.transformers_folder import read_transformers_config
+from detr_bf.transformers_folder import in_order_of, read_transformers_config
 
 TINY = [
     *("model.hidden_dim=32", "model.heads=2", "model.encoder_layers=1", "model.decoder_layers=2"),
@@ -127,6 +127,17 @@ def test_what_transformers_does_not_have(
     with pytest.raises(InputError, match=message):
         detector.to_huggingface(tmp_path / "theirs")
     assert not list((tmp_path / "theirs").glob("*"))
+
+
+def test_queries_of_equal_score_may_come_in_another_order(saved: Callable[..., Path], tmp_path: Path) -> None:
+    """RT-DETR chooses 300 of 1,344 tokens, among them some whose scores differ by the rounding only."""
+    more = ["model.num_queries=300", "model.hidden_dim=256", "model.heads=8", "model.feedforward_dim=1024"]
+    detector = detr_bf.load(saved("rtdetr_r18", *more), "cpu")
+    detector.to_huggingface(tmp_path / "theirs")
+    reference, order = (torch.rand(2, 5, 3), torch.rand(2, 5, 4)), torch.tensor([3, 0, 4, 1, 2])
+    found = in_order_of(reference, *(part[:, order] + 1e-6 for part in reference))
+    for one, other in zip(found, reference, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
 
 
 def test_a_difference_is_refused(saved: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
