@@ -13,6 +13,7 @@
 #include "../problem.h"
 #include "binding.h"
 #include "memory.h"
+#include "rows.h"
 
 namespace detr_bf::cpu {
 namespace {
@@ -44,6 +45,15 @@ Sampling plain(const Problem& p, const Tensor& value, const std::vector<int64_t>
           value.stride(2),   locations.data_ptr(), weights.data_ptr()};
 }
 
+// True if every cell belongs to a level.
+bool fills_value(const Sampling& s) {
+  int64_t cells = 0;
+  for (int64_t level = 0; level < s.levels; ++level) {
+    cells += s.spatial_shapes[2 * level] * s.spatial_shapes[2 * level + 1];
+  }
+  return cells == s.cells;
+}
+
 Tensor forward(const Tensor& value_in, std::vector<int64_t> spatial_shapes, std::vector<int64_t> level_start_index,
                const Tensor& locations_in, const Tensor& weights_in) {
   const Problem p =
@@ -73,14 +83,16 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output_in, const 
   Tensor grad_value = in_large_pages(torch::stable::new_empty(value, value.sizes(), sums));
   Tensor grad_locations = in_large_pages(torch::stable::new_empty(locations, locations.sizes()));
   Tensor grad_weights = in_large_pages(torch::stable::new_empty(weights, weights.sizes(), sums));
-  torch::stable::zero_(grad_value);
   if (p.nothing_to_do()) {
+    torch::stable::zero_(grad_value);
     torch::stable::zero_(grad_locations);  // the kernels write every element if there are samples
     torch::stable::zero_(grad_weights);
   } else {
     const Sampling sampling = plain(p, value, spatial_shapes, level_start_index, locations, weights);
-    const SamplingGradients gradients{grad_output.data_ptr(), grad_value.data_ptr(), grad_locations.data_ptr(),
-                                      grad_weights.data_ptr()};
+    const SamplingGradients gradients{grad_output.data_ptr(),  grad_value.data_ptr(),
+                                      grad_locations.data_ptr(), grad_weights.data_ptr(),
+                                      pays_to_pack(sampling, p.queries)};
+    if (!gradients.packed || !fills_value(sampling)) torch::stable::zero_(grad_value);
     const int64_t tasks = p.images * p.heads;
     const bool by_level = tasks < static_cast<int64_t>(torch::stable::get_num_threads());
     torch::stable::parallel_for(0, by_level ? tasks * p.levels : tasks, 1, [&](int64_t begin, int64_t end) {

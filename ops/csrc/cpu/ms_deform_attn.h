@@ -21,9 +21,10 @@ struct Sampling {
 // Gradients of one backward pass, in the precision of accumulation; every output is written once.
 struct SamplingGradients {
   const void* output;  // (B, Q, H, D), in the precision of value
-  void* value;         // (B, S, H, D), zeros on entry
+  void* value;         // (B, S, H, D), zeros on entry unless packed
   void* locations;     // (B, Q, H, L, P, 2)
   void* weights;       // (B, Q, H, L, P)
+  bool packed;         // rows are packed: see rows.h
 };
 
 // The kernels of one instruction set.

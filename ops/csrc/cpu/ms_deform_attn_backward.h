@@ -27,9 +27,14 @@ struct DotProducts {
   static constexpr int kVectors = kCorners / kFold;  // of a sample
   Vec<A>* folded;
 
-  static int64_t bytes(int64_t padded) { return Scratch::bytes<Vec<A>>(kVectors * padded); }
-  DotProducts(Scratch& scratch, int64_t padded) : folded(scratch.take<Vec<A>>(kVectors * padded)) {
-    std::memset(folded, 0, static_cast<size_t>(kVectors * padded) * sizeof(Vec<A>));  // padding stays zero
+  static int64_t bytes(int64_t padded) { return Scratch::bytes<Vec<A>>(kQueriesTogether * kVectors * padded); }
+  DotProducts(Scratch& scratch, int64_t padded) : folded(scratch.take<Vec<A>>(kQueriesTogether * kVectors * padded)) {
+    std::memset(folded, 0, static_cast<size_t>(bytes(padded)));  // padding stays zero
+  }
+  DotProducts of_query(int64_t query, int64_t padded) const {
+    DotProducts products = *this;
+    products.folded += query * kVectors * padded;
+    return products;
   }
 
   template <bool First>
@@ -59,43 +64,63 @@ struct DotProducts {
   }
 };
 
-// Adds the weighted gradient of the output to the gradient of each corner row, and the gradient times the row to the
-// dot products. First: true for the first channels.
-template <int N, bool First, class R, class T, class A>
-inline void spread(Rows<R, A> rows, Corners<A> corners, int64_t count, const T* output, int64_t channel,
-                   DotProducts<A> dots) {
+// Adds the weighted gradient of the output, N vectors of channels, to the gradient of each corner row.
+template <int N, class T, class A>
+inline void spread(A* rows, int64_t stride, const Corners<A>& corners, int64_t count, const T* output) {
   Vec<A> gradient[N];
-  for (int n = 0; n < N; ++n) gradient[n] = load<A>(output + channel + n * kLanes<A>);
+  for (int n = 0; n < N; ++n) gradient[n] = load<A>(output + n * kLanes<A>);
   for (int64_t sample = 0; sample < count; ++sample) {
-    Vec<A> products[kCorners] = {};
     for (int corner = 0; corner < kCorners; ++corner) {
       const int64_t at = corner * corners.padded + sample;
-      const int64_t cell = corners.cells[at];
+      A* row = rows + corners.cells[at] * stride;
       const Vec<A> weight = broadcast<A>(corners.weights[at]);
-      const R* value = rows.value + cell * rows.value_stride + channel;
-      A* sums = rows.gradient + cell * rows.gradient_stride + channel;
       for (int n = 0; n < N; ++n) {
         const int64_t lane = n * kLanes<A>;
-        products[corner] += gradient[n] * load<A>(value + lane);
-        store<A>(sums + lane, load<A>(sums + lane) + weight * gradient[n]);
+        store<A>(row + lane, load<A>(row + lane) + weight * gradient[n]);
       }
+    }
+  }
+}
+
+template <class T, class A>
+inline void spread_tail(A* rows, int64_t stride, const Corners<A>& corners, int64_t count, const T* output,
+                        int64_t left) {
+  const Vec<A> gradient = load_first<A>(output, left);
+  for (int64_t sample = 0; sample < count; ++sample) {
+    for (int corner = 0; corner < kCorners; ++corner) {
+      const int64_t at = corner * corners.padded + sample;
+      A* row = rows + corners.cells[at] * stride;
+      store_first<A>(row, load_first<A>(row, left) + corners.weights[at] * gradient, left);
+    }
+  }
+}
+
+// Adds the gradient of the output times each corner row to the dot products. First: true for the first channels.
+template <int N, bool First, class R, class T, class A>
+inline void multiply(const R* rows, int64_t stride, const Corners<A>& corners, int64_t count, const T* output,
+                     DotProducts<A> dots) {
+  Vec<A> gradient[N];
+  for (int n = 0; n < N; ++n) gradient[n] = load<A>(output + n * kLanes<A>);
+  for (int64_t sample = 0; sample < count; ++sample) {
+    Vec<A> products[kCorners];
+    for (int corner = 0; corner < kCorners; ++corner) {
+      const R* row = rows + corners.cells[corner * corners.padded + sample] * stride;
+      products[corner] = gradient[0] * load<A>(row);
+      for (int n = 1; n < N; ++n) products[corner] += gradient[n] * load<A>(row + n * kLanes<A>);
     }
     dots.template add<First>(sample, products);
   }
 }
 
 template <bool First, class R, class T, class A>
-inline void spread_tail(Rows<R, A> rows, Corners<A> corners, int64_t count, const T* output, int64_t channel,
-                        int64_t left, DotProducts<A> dots) {
-  const Vec<A> gradient = load_first<A>(output + channel, left);
+inline void multiply_tail(const R* rows, int64_t stride, const Corners<A>& corners, int64_t count, const T* output,
+                          int64_t left, DotProducts<A> dots) {
+  const Vec<A> gradient = load_first<A>(output, left);
   for (int64_t sample = 0; sample < count; ++sample) {
     Vec<A> products[kCorners];
     for (int corner = 0; corner < kCorners; ++corner) {
-      const int64_t at = corner * corners.padded + sample;
-      const int64_t cell = corners.cells[at];
-      A* sums = rows.gradient + cell * rows.gradient_stride + channel;
-      products[corner] = gradient * load_first<A>(rows.value + cell * rows.value_stride + channel, left);
-      store_first<A>(sums, load_first<A>(sums, left) + corners.weights[at] * gradient, left);
+      products[corner] =
+          gradient * load_first<A>(rows + corners.cells[corner * corners.padded + sample] * stride, left);
     }
     dots.template add<First>(sample, products);
   }
@@ -128,44 +153,104 @@ inline void write_gradients(const Samples<T, A>& samples, const Vec<A>* dots, co
   }
 }
 
-// All queries of one image and head, for the given levels.
+// The queries of one image and head, for the given levels.
 template <class R, class T, class A>
-void backward_queries(const Sampling& s, const SamplingGradients& g, const Rows<R, A>& rows, const Levels<A>& levels,
-                      Scratch& scratch, int64_t image, int64_t head) {
-  Corners<A> corners(scratch, levels.padded);
-  const DotProducts<A> products(scratch, levels.padded);
-  auto* kept = scratch.take<Samples<T, A>>(levels.padded / kLanes<A>);
+struct BackwardQueries {
+  const Sampling& s;
+  const SamplingGradients& g;
+  const Rows<R, A>& rows;
+  const Levels<A>& levels;
+  const Corners<A> corners;
+  const DotProducts<A> products;
+  Samples<T, A>* const samples;
 
-  for (int64_t query = 0; query < s.queries; ++query) {
-    const int64_t place = (image * s.queries + query) * s.heads + head;
-    const int64_t first = place * s.levels * s.points + levels.first;
-    const T* output = static_cast<const T*>(g.output) + place * s.channels;
-    for (int64_t at = 0; at < levels.padded; at += kLanes<A>) {
-      kept[at / kLanes<A>] = Samples<T, A>(static_cast<const A*>(s.locations) + 2 * first,
-                                           static_cast<const T*>(s.weights) + first, levels, at);
-      corners.set(kept[at / kLanes<A>], levels, at);
+  BackwardQueries(const Sampling& s, const SamplingGradients& g, const Rows<R, A>& rows, const Levels<A>& levels,
+                  Scratch& scratch)
+      : s(s),
+        g(g),
+        rows(rows),
+        levels(levels),
+        corners(scratch, levels.padded),
+        products(scratch, levels.padded),
+        samples(scratch.take<Samples<T, A>>(kQueriesTogether * levels.padded / kLanes<A>)) {}
+
+  void run(int64_t image, int64_t head) const {
+    for (int64_t begin = 0; begin < s.queries; begin += kQueriesTogether) {
+      const int64_t left = s.queries - begin, count = left < kQueriesTogether ? left : kQueriesTogether;
+      const int64_t place = (image * s.queries + begin) * s.heads + head;
+      for (int64_t query = 0; query < count; ++query) find_corners(query, place + query * s.heads);
+      for (int64_t query = 0; query < count; ++query) {
+        multiply_rows(query, place + query * s.heads);
+        spread_to_rows(query, place + query * s.heads);
+      }
+      for (int64_t query = 0; query < count; ++query) finish(query, place + query * s.heads);
     }
+  }
+
+ private:
+  // query: of the block; place: index of the query and head in the tensors.
+  int64_t first_sample(int64_t place) const { return place * s.levels * s.points + levels.first; }
+  const T* output(int64_t place) const { return static_cast<const T*>(g.output) + place * s.channels; }
+  Samples<T, A>& kept(int64_t query, int64_t at) const { return samples[(query * levels.padded + at) / kLanes<A>]; }
+
+  void find_corners(int64_t query, int64_t place) const {
+    const A* locations = static_cast<const A*>(s.locations) + 2 * first_sample(place);
+    const T* weights = static_cast<const T*>(s.weights) + first_sample(place);
+    const Corners<A> of_query = corners.of_query(query);
+    for (int64_t at = 0; at < levels.padded; at += kLanes<A>) {
+      kept(query, at) = Samples<T, A>(locations, weights, levels, at);
+      of_query.set(kept(query, at), levels, at);
+    }
+    const int64_t ahead = kQueriesTogether * s.heads;
+    fetch(locations + ahead * 2 * s.levels * s.points);
+    fetch(weights + ahead * s.levels * s.points);
+    fetch(output(place + ahead));
+    fetch(static_cast<A*>(g.locations) + 2 * first_sample(place));
+    fetch(static_cast<A*>(g.weights) + first_sample(place));
+  }
+
+  void multiply_rows(int64_t query, int64_t place) const {
+    const Corners<A> of_query = corners.of_query(query);
+    const DotProducts<A> dots = products.of_query(query, levels.padded);
+    const R* value = rows.value;
+    const int64_t stride = rows.value_stride;
     bool started = false;
     over_channels<A>(
         s.channels,
-        [&](auto vectors, int64_t channel) {
-          constexpr int count = decltype(vectors)::value;
-          started ? spread<count, false>(rows, corners, levels.count, output, channel, products)
-                  : spread<count, true>(rows, corners, levels.count, output, channel, products);
+        [&](auto vectors, int64_t at) {
+          constexpr int N = decltype(vectors)::value;
+          started ? multiply<N, false>(value + at, stride, of_query, levels.count, output(place) + at, dots)
+                  : multiply<N, true>(value + at, stride, of_query, levels.count, output(place) + at, dots);
           started = true;
         },
-        [&](int64_t channel, int64_t left) {
-          started ? spread_tail<false>(rows, corners, levels.count, output, channel, left, products)
-                  : spread_tail<true>(rows, corners, levels.count, output, channel, left, products);
+        [&](int64_t at, int64_t left) {
+          started ? multiply_tail<false>(value + at, stride, of_query, levels.count, output(place) + at, left, dots)
+                  : multiply_tail<true>(value + at, stride, of_query, levels.count, output(place) + at, left, dots);
         });
+  }
+
+  void spread_to_rows(int64_t query, int64_t place) const {
+    const Corners<A> of_query = corners.of_query(query);
+    const int64_t stride = rows.gradient_stride;
+    over_channels<A>(
+        s.channels,
+        [&](auto vectors, int64_t at) {
+          spread<decltype(vectors)::value>(rows.gradient + at, stride, of_query, levels.count, output(place) + at);
+        },
+        [&](int64_t at, int64_t left) {
+          spread_tail(rows.gradient + at, stride, of_query, levels.count, output(place) + at, left);
+        });
+  }
+
+  void finish(int64_t query, int64_t place) const {
     for (int64_t at = 0; at < levels.padded; at += kLanes<A>) {
       Vec<A> dots[kCorners];
-      products.finish(at, dots);
-      write_gradients(kept[at / kLanes<A>], dots, levels, at, static_cast<A*>(g.locations) + 2 * first,
-                      static_cast<A*>(g.weights) + first);
+      products.of_query(query, levels.padded).finish(at, dots);
+      write_gradients(kept(query, at), dots, levels, at, static_cast<A*>(g.locations) + 2 * first_sample(place),
+                      static_cast<A*>(g.weights) + first_sample(place));
     }
   }
-}
+};
 
 template <class T, class A>
 struct Backward {
@@ -175,7 +260,7 @@ struct Backward {
   int64_t scratch_bytes() const {
     const int64_t samples = s.levels * s.points, padded = round_up(samples, kLanes<A>);
     return Levels<A>::bytes(samples) + Corners<A>::bytes(padded) + DotProducts<A>::bytes(padded) +
-           Scratch::bytes<Samples<T, A>>(padded / kLanes<A>) +
+           Scratch::bytes<Samples<T, A>>(kQueriesTogether * padded / kLanes<A>) +
            Scratch::bytes<A>(2 * span(s, 0, s.levels) * s.channels);
   }
 
@@ -186,22 +271,19 @@ struct Backward {
                      origin * s.cell_stride;
     A* gradient = static_cast<A*>(g.value) + ((image * s.cells + origin) * s.heads + head) * s.channels;
     const int64_t gradient_stride = s.heads * s.channels;
-    if (!pays_to_pack(s.queries * levels.count, cells)) {
+    if (!g.packed) {
       const Rows<T, A> rows{value, s.cell_stride, gradient, gradient_stride};
-      backward_queries<T, T, A>(s, g, rows, levels, scratch, image, head);
+      BackwardQueries<T, T, A>(s, g, rows, levels, scratch).run(image, head);
       return;
     }
     // A row of value and its gradient are adjacent: half as many pages to look up.
     const int64_t stride = 2 * s.channels;
     A* packed = scratch.take<A>(cells * stride);
-    for (int64_t cell = 0; cell < cells; ++cell) {
-      copy_row<A>(value + cell * s.cell_stride, packed + cell * stride, s.channels);
-      std::memset(packed + cell * stride + s.channels, 0, static_cast<size_t>(s.channels) * sizeof(A));
-    }
-    backward_queries<A, T, A>(s, g, {packed, stride, packed + s.channels, stride}, levels, scratch, image, head);
-    for (int64_t cell = 0; cell < cells; ++cell) {
-      copy_row<A>(packed + cell * stride + s.channels, gradient + cell * gradient_stride, s.channels);
-    }
+    std::memset(packed, 0, static_cast<size_t>(cells * stride) * sizeof(A));
+    copy_rows<A>(value, s.cell_stride, packed, stride, cells, s.channels);
+    const Rows<A, A> rows{packed, stride, packed + s.channels, stride};
+    BackwardQueries<A, T, A>(s, g, rows, levels, scratch).run(image, head);
+    copy_rows<A>(packed + s.channels, stride, gradient, gradient_stride, cells, s.channels);
   }
 };
 

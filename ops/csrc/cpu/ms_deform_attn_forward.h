@@ -47,32 +47,45 @@ struct Forward {
   // Queries [begin, end) of one image and head.
   void run(Scratch& scratch, int64_t image, int64_t head, int64_t begin, int64_t end) const {
     const Levels<A> levels(scratch, s, 0, s.levels);
-    Corners<A> corners(scratch, levels.padded);
+    const Corners<A> corners(scratch, levels.padded);
     const T* rows = static_cast<const T*>(s.value) + image * s.image_stride + head * s.head_stride +
                     s.level_start_index[0] * s.cell_stride;
     int64_t stride = s.cell_stride;
     const int64_t cells = span(s, 0, s.levels);
-    if (pays_to_pack((end - begin) * levels.count, cells)) {
+    if (pays_to_pack(s, end - begin)) {
       T* packed = scratch.take<T>(cells * s.channels);
-      for (int64_t cell = 0; cell < cells; ++cell) {
-        copy_row<A>(rows + cell * stride, packed + cell * s.channels, s.channels);
-      }
+      copy_rows<A>(rows, stride, packed, s.channels, cells, s.channels);
       rows = packed;
       stride = s.channels;
     }
-    for (int64_t query = begin; query < end; ++query) {
-      one((image * s.queries + query) * s.heads + head, rows, stride, levels, corners);
+    for (; begin < end; begin += kQueriesTogether) {
+      const int64_t count = end - begin < kQueriesTogether ? end - begin : kQueriesTogether;
+      const int64_t first = (image * s.queries + begin) * s.heads + head;
+      for (int64_t query = 0; query < count; ++query) {
+        find_corners(first + query * s.heads, levels, corners.of_query(query));
+      }
+      for (int64_t query = 0; query < count; ++query) {
+        sum_rows(first + query * s.heads, rows, stride, levels, corners.of_query(query));
+      }
     }
   }
 
  private:
   // place: index of the query and head.
-  void one(int64_t place, const T* rows, int64_t stride, const Levels<A>& levels, Corners<A>& corners) const {
+  void find_corners(int64_t place, const Levels<A>& levels, const Corners<A>& corners) const {
     const A* locations = static_cast<const A*>(s.locations) + place * levels.count * 2;
     const T* weights = static_cast<const T*>(s.weights) + place * levels.count;
     for (int64_t at = 0; at < levels.count; at += kLanes<A>) {
       corners.set(Samples<T, A>(locations, weights, levels, at), levels, at);
     }
+    const int64_t ahead = kQueriesTogether * s.heads * levels.count;
+    fetch(locations + 2 * ahead);
+    fetch(weights + ahead);
+    fetch(output + place * s.channels);
+  }
+
+  void sum_rows(int64_t place, const T* rows, int64_t stride, const Levels<A>& levels,
+                const Corners<A>& corners) const {
     T* out = output + place * s.channels;
     over_channels<A>(
         s.channels,

@@ -16,6 +16,8 @@ namespace detr_bf::cpu {
 namespace {
 
 constexpr int kCorners = 4;  // top left, top right, bottom left, bottom right
+// Corners of this many queries are computed before their rows are read, so that the queries do not wait for each other.
+constexpr int64_t kQueriesTogether = 8;
 
 // Level data of the samples of a query, one lane per sample, padded to whole vectors.
 template <class A>
@@ -128,7 +130,7 @@ struct Samples {
         y(loaded.y, read<Vec<A>>(levels.height + at), read<Vec<Int<A>>>(levels.lines + at)) {}
 };
 
-// Cells and weights of all corners of all samples of a query and head, corner by corner.
+// Cells and weights of all corners of all samples of some queries, query by query and corner by corner.
 template <class A>
 struct Corners {
   int64_t padded;
@@ -136,13 +138,22 @@ struct Corners {
   A* weights;
 
   static int64_t bytes(int64_t padded) {
-    return Scratch::bytes<Int<A>>(kCorners * padded) + Scratch::bytes<A>(kCorners * padded);
+    return Scratch::bytes<Int<A>>(kQueriesTogether * kCorners * padded) +
+           Scratch::bytes<A>(kQueriesTogether * kCorners * padded);
   }
   Corners(Scratch& scratch, int64_t padded)
-      : padded(padded), cells(scratch.take<Int<A>>(kCorners * padded)), weights(scratch.take<A>(kCorners * padded)) {}
+      : padded(padded),
+        cells(scratch.take<Int<A>>(kQueriesTogether * kCorners * padded)),
+        weights(scratch.take<A>(kQueriesTogether * kCorners * padded)) {}
 
+  Corners of_query(int64_t query) const {
+    Corners corners = *this;
+    corners.cells += query * kCorners * padded;
+    corners.weights += query * kCorners * padded;
+    return corners;
+  }
   template <class T>
-  void set(const Samples<T, A>& samples, const Levels<A>& levels, int64_t at) {
+  void set(const Samples<T, A>& samples, const Levels<A>& levels, int64_t at) const {
     for (int corner = 0; corner < kCorners; ++corner) {
       store<Int<A>>(cells + corner * padded + at, samples.cell(corner, levels, at));
       store<A>(weights + corner * padded + at, samples.weight * samples.share(corner));
