@@ -33,6 +33,9 @@ WAYS = {  # name -> variables of the environment
     DEFAULT: {},
     "passive": {"OMP_WAIT_POLICY": "passive"},
     "no spinning": {"GOMP_SPINCOUNT": "0"},
+    "1,000 spins": {"GOMP_SPINCOUNT": "1000"},
+    "10,000 spins": {"GOMP_SPINCOUNT": "10000"},
+    "100,000 spins": {"GOMP_SPINCOUNT": "100000"},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
 _NAMES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
