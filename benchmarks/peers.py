@@ -53,7 +53,6 @@ OFF, MODES = "off", {"on": "two_stream", "duplicate": "duplicate"}
 STREAMS = {OFF: "batch_former.enabled=false", **{mode: f"batch_former.mode={key}" for mode, key in MODES.items()}}
 DOUBLED = ("decoder", "matching", "loss")  # parts of a step with twice the rows
 PARTS = ("backbone", "encoder", *DOUBLED, "optimizer")
-STRIDE = 32  # of RT-DETR's coarsest map; it takes images whose sides are multiples of it
 CLASSES = ClassMap(tuple(range(NUM_CLASSES)), tuple(f"class {number}" for number in range(NUM_CLASSES)))
 Outcome = tuple[Tensor, Tensor]  # logits (B, Q, K) and boxes (B, Q, 4) of the last layer
 
@@ -164,7 +163,7 @@ def inference(name: str, options: argparse.Namespace) -> Iterator[Row]:
     model, peer = model.to(options.device), peer.to(options.device)
     for title, setting in cases:
         size, generator = (setting.preset.height, setting.preset.width), torch.Generator().manual_seed(SEED)
-        if name.startswith("rtdetr") and any(side % STRIDE for side in size):
+        if name.startswith("rtdetr") and any(side % 32 for side in size):  # its coarsest stride
             continue
         pixels = torch.randint(0, 256, (1, 3, *size), dtype=torch.uint8, generator=generator)
         batch = Batch(pixels, torch.zeros(1, *size, dtype=torch.bool)).to(setting.device)
