@@ -222,7 +222,10 @@ def run_loader(options: argparse.Namespace) -> int:
     print("| workers | way | images/s | DETR / way | 10th to 90th |\n|---|---|---|---|---|")
     for workers in options.workers:
         config.data.workers = workers
-        make, epoch = build_loader(config, torch.device("cpu")), EpochBatches(count, options.batch_size, seed=0, epoch=0)
+        make, epoch = (
+            build_loader(config, torch.device("cpu")),
+            EpochBatches(count, options.batch_size, seed=0, epoch=0),
+        )
         ways = {OURS: partial(_exhaust, make(data, epoch)), NORMALISED: partial(_normalise, make(data, epoch))}
         if peer is not None:
             ways[DETR] = partial(_exhaust, peer(workers))

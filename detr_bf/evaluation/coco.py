@@ -27,7 +27,7 @@ from detr_bf.data.coco import CocoAnnotations, annotated_size, check_maps, read_
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.masks import Segmentations, parts_of, read_ids
 from detr_bf.errors import InputError
-from detr_bf.evaluation.errors import ImageErrors, image_errors, scored_hits
+from detr_bf.evaluation.errors import ImageErrors, columns_of, image_errors, scored_hits
 from detr_bf.evaluation.results import BOX_METRIC_NAMES, ClassResult, CocoSummary, ScoredHits, all_classes
 from detr_bf.files import write_json
 from detr_bf.postprocess import encoded
@@ -36,6 +36,7 @@ from detr_bf.text import listed, printable
 
 ENGINES = ("auto", "pycocotools", "hotcoco")
 _IOU_50, _IOU_75 = 0, 5  # positions in the engines' thresholds 0.50, 0.55, ..., 0.95
+_LARGEST_EXACT = 2**53  # whole number in float64
 _SIZE_BOUNDS = {"small": (0, 32**2), "medium": (32**2, 96**2), "large": (96**2, 1e10)}  # pixels, both ends included
 
 
@@ -162,7 +163,8 @@ class CocoEvaluator:
                 "evaluate all images, or call summarize(partial=True)"
             )
         ground_truth = _restrict(self._ground_truth, self._detections.keys(), classes)
-        results = _of_kind(kind, to_coco_results(self.detections, self.class_map), classes)
+        boxes = box_results(self.detections, self.class_map) if kind == "bbox" else None
+        results = _mask_results(self.detections, self.class_map, classes) if boxes is None else boxes
         limits = (1, min(10, self.max_detections), self.max_detections)
         curves = match_and_accumulate(self.engine, ground_truth, results, limits, kind)
         objects = [annotation for annotation in ground_truth["annotations"] if not annotation["iscrowd"]]
@@ -216,6 +218,23 @@ def to_coco_results(detections: Iterable[Detections], class_map: ClassMap) -> li
             result = {"image_id": image.image_id, "category_id": category_id, "bbox": box, "score": score}
             results.append(result if image.masks is None else {**result, "segmentation": image.masks[number]})
     return results
+
+
+def box_results(detections: Sequence[Detections], class_map: ClassMap) -> np.ndarray | list[dict[str, Any]]:
+    """Return the boxes of :func:`to_coco_results` as an array, which the engines read faster.
+
+    Its columns are image id, x, y, width, height, score and category id, (N, 7) float64. Ids that float64 cannot hold
+    give the list.
+    """
+    image_ids = np.array([image.image_id for image in detections], dtype=np.int64)
+    category_ids = np.array(class_map.category_ids, dtype=np.int64)
+    if max(image_ids.max(initial=0), category_ids.max(initial=0)) > _LARGEST_EXACT:
+        results = to_coco_results(detections, class_map)
+        return [{key: value for key, value in result.items() if key != "segmentation"} for result in results]
+    corners, scores, labels = columns_of(detections)
+    counts = [len(image.scores) for image in detections]
+    xywh = np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], axis=1)
+    return np.column_stack([np.repeat(image_ids, counts), xywh, scores, category_ids[labels]])
 
 
 def write_results(path: str | Path, detections: Iterable[Detections], class_map: ClassMap) -> None:
@@ -343,25 +362,24 @@ def _check_detections(image: Detections, num_classes: int) -> None:
 
 
 def _restrict(ground_truth: Mapping[str, Any], image_ids: Iterable[int], classes: ClassMap) -> dict[str, Any]:
-    """Return a copy of the data set with these images and classes only; the engines modify its dictionaries."""
+    """Return the data set with these images and classes only."""
     kept = set(image_ids)
     return {
-        "images": [dict(image) for image in ground_truth["images"] if image["id"] in kept],
+        "images": [image for image in ground_truth["images"] if image["id"] in kept],
         "annotations": [
-            dict(item)
+            item
             for item in ground_truth["annotations"]
             if item["image_id"] in kept and item["category_id"] in classes.index
         ],
-        "categories": [dict(category) for category in ground_truth["categories"] if category["id"] in classes.index],
+        "categories": [category for category in ground_truth["categories"] if category["id"] in classes.index],
     }
 
 
-def _of_kind(kind: str, results: Iterable[dict[str, Any]], classes: ClassMap) -> list[dict[str, Any]]:
-    """Return the results of these classes with their boxes or their masks only."""
-    unread = {"bbox": "segmentation", "segm": "bbox"}[kind]
+def _mask_results(detections: Iterable[Detections], class_map: ClassMap, classes: ClassMap) -> list[dict[str, Any]]:
+    """Return the results of these classes without their boxes."""
     return [
-        {key: value for key, value in result.items() if key != unread}
-        for result in results
+        {key: value for key, value in result.items() if key != "bbox"}
+        for result in to_coco_results(detections, class_map)
         if result["category_id"] in classes.index
     ]
 
@@ -411,14 +429,18 @@ def resolve_engine(engine: str) -> str:
 
 
 def match_and_accumulate(
-    engine: str, ground_truth: dict[str, Any], results: list[dict[str, Any]], limits: Sequence[int], kind: str
+    engine: str,
+    ground_truth: dict[str, Any],
+    results: list[dict[str, Any]] | np.ndarray,
+    limits: Sequence[int],
+    kind: str,
 ) -> Curves:
-    """Return COCO's curves by the IoU of ``kind``, ``bbox`` or ``segm``. Modifies both arguments.
+    """Return COCO's curves by the IoU of ``kind``, ``bbox`` or ``segm``. pycocotools adds keys to ``results``.
 
     Args:
         engine: ``pycocotools`` or ``hotcoco``.
         ground_truth: a COCO data set.
-        results: in COCO's results format.
+        results: in COCO's results format, or the array of :func:`box_results`.
         limits: detections per image and class, ascending.
         kind: ``bbox`` or ``segm``.
     """
@@ -432,12 +454,14 @@ def match_and_accumulate(
 
     with contextlib.redirect_stdout(io.StringIO()):
         truth, found = COCO(), COCO()
-        truth.dataset = ground_truth
+        truth.dataset = {
+            key: [dict(entry) for entry in entries] for key, entries in ground_truth.items()
+        }  # it adds keys
         truth.createIndex()
-        if results:
+        if len(results):
             found = truth.loadRes(results)
         else:  # loadRes fails on an empty list
-            found.dataset = {**ground_truth, "annotations": []}
+            found.dataset = {**truth.dataset, "annotations": []}
             found.createIndex()
         return _accumulate(COCOeval(truth, found, kind), limits)
 

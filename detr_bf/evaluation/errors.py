@@ -16,10 +16,13 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from pycocotools import mask as coco_mask
 
 from detr_bf.evaluation.results import ScoredHits, all_classes
@@ -91,41 +94,83 @@ def image_errors(
         masks: take the IoU of masks, and things only.
     """
     is_thing = np.array(class_map.is_thing, dtype=bool)
-    by_image: dict[int, list[Mapping[str, Any]]] = {}
-    for annotation in ground_truth["annotations"]:
-        if not masks or is_thing[class_map.index[annotation["category_id"]]]:
-            by_image.setdefault(annotation["image_id"], []).append(annotation)
-    found = []
-    for image in sorted(detections, key=lambda each: each.image_id):
-        kept = is_thing[image.labels.cpu().numpy()] | (not masks)
-        order = np.flatnonzero(kept)[np.argsort(-image.scores.double().cpu().numpy()[kept], kind="stable")]
-        found.append(_examined(image, order, by_image.get(image.image_id, []), class_map, masks))
+    objects = _Objects.of(ground_truth["annotations"], class_map)
+    if masks:
+        objects = objects.at(np.flatnonzero(is_thing[objects.labels]))
+    images = sorted(detections, key=lambda each: each.image_id)
+    ids = np.array([image.image_id for image in images], dtype=np.int64)
+    begins, ends = (np.searchsorted(objects.image_ids, ids, side=side) for side in ("left", "right"))
+    boxes, scores, labels = columns_of(images)
+    found, end = [], 0
+    for image, *place in zip(images, begins, ends, strict=True):
+        begin, end = end, end + len(image.scores)
+        rows = np.arange(begin, end)
+        rows = rows[is_thing[labels[rows]]] if masks else rows
+        rows = rows[np.argsort(-scores[rows], kind="stable")]
+        encoded = None
+        if masks:
+            assert image.masks is not None, "the detections have masks"
+            encoded = [image.masks[row - begin] for row in rows]
+        parts = image.image_id, boxes[rows], scores[rows], labels[rows]
+        found.append(_examined(*parts, objects.at(slice(*place)), encoded))
     return found
 
 
+class _Objects(NamedTuple):
+    """Annotations as columns, by ascending image id; N of them."""
+
+    image_ids: np.ndarray  # (N,) int64
+    labels: np.ndarray  # (N,) int64
+    boxes: np.ndarray  # (N, 4) float64 x, y, width, height
+    is_crowd: np.ndarray  # (N,) bool
+    annotations: np.ndarray  # (N,) of dictionaries
+
+    @classmethod
+    def of(cls, annotations: Sequence[Mapping[str, Any]], class_map: ClassMap) -> _Objects:
+        image_ids = np.array([each["image_id"] for each in annotations], dtype=np.int64)
+        labels = np.array([class_map.index[each["category_id"]] for each in annotations], dtype=np.int64)
+        boxes = np.array([each["bbox"] for each in annotations], dtype=np.float64).reshape(-1, 4)
+        is_crowd = np.array([bool(each["iscrowd"]) for each in annotations], dtype=bool)
+        own = np.fromiter(annotations, dtype=object, count=len(annotations))
+        return cls(image_ids, labels, boxes, is_crowd, own).at(np.argsort(image_ids, kind="stable"))
+
+    def at(self, rows: np.ndarray | slice) -> _Objects:
+        return _Objects(*(column[rows] for column in self))
+
+
+def columns_of(detections: Sequence[Detections]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return boxes (D, 4) float64 x0, y0, x1, y1, scores (D,) float64 and labels (D,) int64 of all images together."""
+    empty = torch.empty(0, 4), torch.empty(0), torch.empty(0, dtype=torch.int64)
+    parts = ([getattr(image, name).detach().cpu() for image in detections] for name in ("boxes", "scores", "labels"))
+    boxes, scores, labels = (torch.cat([none, *part]) for none, part in zip(empty, parts, strict=True))
+    return boxes.double().numpy(), scores.double().numpy(), labels.numpy()
+
+
 def _examined(
-    image: Detections, order: np.ndarray, annotations: Sequence[Mapping[str, Any]], class_map: ClassMap, masks: bool
+    image_id: int,
+    boxes: np.ndarray,
+    scores: np.ndarray,
+    labels: np.ndarray,
+    objects: _Objects,
+    masks: Sequence[Any] | None,
 ) -> ImageErrors:
-    """Match the detections ``order`` of one image, by descending score, and find the type of each error."""
-    boxes, scores = (values.double().cpu().numpy()[order] for values in (image.boxes, image.scores))
-    labels = image.labels.cpu().numpy()[order]
-    is_crowd = np.array([bool(each["iscrowd"]) for each in annotations], dtype=bool)
-    own_labels = np.array([class_map.index[each["category_id"]] for each in annotations], dtype=np.int64)
-    xywh = np.array([each["bbox"] for each in annotations], dtype=np.float64).reshape(-1, 4)
-    if masks:
-        assert image.masks is not None, "the detections have masks"
-        ious = _ious([image.masks[at] for at in order], [each["segmentation"] for each in annotations], is_crowd)
+    """Match the detections of one image, by descending score, and find the type of each error."""
+    is_crowd, xywh = objects.is_crowd, objects.boxes
+    if masks is not None:
+        ious = _ious(masks, [each["segmentation"] for each in objects.annotations], is_crowd)
     else:
         ious = _ious(np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1), xywh, is_crowd)
-    free = ious[:, ~is_crowd]
-    of_class = labels[:, None] == own_labels[~is_crowd]
-    on_crowd = ((ious >= MATCH_IOU) & is_crowd & (labels[:, None] == own_labels)).any(1)
-    matches = _match(np.where(of_class, free, 0.0), on_crowd)
-    types, causes = _error_types(free, of_class, matches)
-    corners = np.concatenate([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], axis=1)[~is_crowd]
-    return ImageErrors(
-        image.image_id, boxes, scores, labels, corners, own_labels[~is_crowd], free, matches, types, causes
-    )
+    of_class = labels[:, None] == objects.labels
+    corners = np.concatenate([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], axis=1)
+    own_labels, on_crowd = objects.labels, np.zeros(len(labels), dtype=bool)
+    if is_crowd.any():
+        on_crowd = ((ious >= MATCH_IOU) & is_crowd & of_class).any(1)
+        ious, of_class = ious[:, ~is_crowd], of_class[:, ~is_crowd]
+        corners, own_labels = corners[~is_crowd], own_labels[~is_crowd]
+    same = np.where(of_class, ious, 0.0)
+    matches = _match(same, on_crowd)
+    types, causes = _error_types(same, np.where(of_class, 0.0, ious), matches)
+    return ImageErrors(image_id, boxes, scores, labels, corners, own_labels, ious, matches, types, causes)
 
 
 def _ious(one: Sequence[Any] | np.ndarray, other: Sequence[Any] | np.ndarray, is_crowd: np.ndarray) -> np.ndarray:
@@ -138,34 +183,44 @@ def _ious(one: Sequence[Any] | np.ndarray, other: Sequence[Any] | np.ndarray, is
 def _match(ious: np.ndarray, on_crowd: np.ndarray) -> np.ndarray:
     """Return the object (or a negative number) of each detection, (D,), from the IoU with objects of its class."""
     matches = np.full(len(ious), _NONE, dtype=np.int64)
-    taken = np.zeros(ious.shape[1], dtype=bool)
-    for number in np.flatnonzero((ious >= MATCH_IOU).any(1)):
-        left = np.where(taken, 0.0, ious[number])
-        best = len(left) - 1 - int(left[::-1].argmax())  # the last of several, as in pycocotools
-        if left[best] >= MATCH_IOU:
-            taken[best], matches[number] = True, best
+    taken: set[int] = set()
+    rows, columns = np.nonzero(ious >= MATCH_IOU)
+    near = zip(rows.tolist(), ious[rows, columns].tolist(), columns.tolist(), strict=True)
+    for number, own in groupby(near, key=itemgetter(0)):
+        left = [(iou, column) for _, iou, column in own if column not in taken]
+        if left:
+            _, best = max(left)  # of several the last, as in pycocotools
+            taken.add(best)
+            matches[number] = best
     matches[(matches == _NONE) & on_crowd] = _CROWD
     return matches
 
 
-def _error_types(ious: np.ndarray, of_class: np.ndarray, matches: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
-    """Return type and cause of each detection: TIDE, section 2.2, for what several types fit in this order."""
-    causes = np.full(len(ious), _NONE, dtype=np.int64)
-    types = [HIT if match >= 0 else IGNORED if match == _CROWD else "background" for match in matches]
-    if not ious.size:
-        return tuple(types), causes
-    same, other = np.where(of_class, ious, 0.0), np.where(of_class, 0.0, ious)
-    for number in np.flatnonzero(matches == _NONE):
-        own, strange = int(same[number].argmax()), int(other[number].argmax())
-        if BACKGROUND_IOU <= same[number, own] < MATCH_IOU:
-            types[number], causes[number] = "localisation", own
-        elif other[number, strange] >= MATCH_IOU:
-            types[number], causes[number] = "class", strange
-        elif same[number, own] >= MATCH_IOU:
-            types[number], causes[number] = "duplicate", own
-        elif other[number, strange] >= BACKGROUND_IOU:
-            types[number] = "both"
-    return tuple(types), causes
+def _error_types(same: np.ndarray, other: np.ndarray, matches: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
+    """Return type and cause of each detection: TIDE, section 2.2, for what several types fit in this order.
+
+    Args:
+        same: IoU with the objects of its class, else 0.
+        other: IoU with the objects of other classes, else 0.
+        matches: of :func:`_match`.
+    """
+    causes = np.full(len(matches), _NONE, dtype=np.int64)
+    types = np.full(len(matches), "background", dtype=object)
+    if same.size:
+        at = np.arange(len(matches))
+        own, strange = same.argmax(1), other.argmax(1)
+        iou_same, iou_other = same[at, own], other[at, strange]
+        free = matches == _NONE
+        types[iou_other >= BACKGROUND_IOU] = "both"
+        for kind, fits, object_ in (
+            ("duplicate", iou_same >= MATCH_IOU, own),
+            ("class", iou_other >= MATCH_IOU, strange),
+            ("localisation", (iou_same >= BACKGROUND_IOU) & (iou_same < MATCH_IOU), own),
+        ):
+            rows = np.flatnonzero(free & fits)
+            types[rows], causes[rows] = kind, object_[rows]
+    types[matches >= 0], types[matches == _CROWD] = HIT, IGNORED
+    return tuple(types.tolist()), causes
 
 
 def scored_hits(images: Iterable[ImageErrors], num_classes: int) -> list[ScoredHits]:
@@ -178,16 +233,40 @@ def scored_hits(images: Iterable[ImageErrors], num_classes: int) -> list[ScoredH
     empty = np.empty(0), np.empty(0, dtype=bool), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     scores, hits, labels, objects = (np.concatenate(parts) for parts in zip(empty, *columns, strict=True))
     totals = np.bincount(objects, minlength=num_classes)
-    return [ScoredHits.of(scores[labels == k], hits[labels == k], int(totals[k])) for k in range(num_classes)]
+    order = np.argsort(labels, kind="stable")
+    ends = np.searchsorted(labels[order], np.arange(1, num_classes))
+    rows = zip(np.split(scores[order], ends), np.split(hits[order], ends), totals.tolist(), strict=True)
+    return [ScoredHits.of(*each) for each in rows]
 
 
-class _Row(NamedTuple):
-    """One detection."""
+class _Rows(NamedTuple):
+    """Detections of all images, N of them, by image and descending score."""
 
-    kind: str
-    label: int
-    score: float
-    becomes: int | None  # class of the object that a repaired class or localisation error finds
+    kinds: np.ndarray  # (N,) type of error
+    labels: np.ndarray  # (N,) int64
+    scores: np.ndarray  # (N,) float64
+
+    @classmethod
+    def of(cls, images: Sequence[ImageErrors]) -> _Rows:
+        kinds = np.array([kind for image in images for kind in image.types], dtype="U12")
+        return cls(kinds, _joined([image.labels for image in images]), _joined([image.scores for image in images]))
+
+    def mean_ap(self, totals: np.ndarray) -> float | None:
+        """Return the mean AP of the classes with objects; None if no class has any."""
+        counted = np.flatnonzero(self.kinds != IGNORED)
+        order = counted[np.lexsort((-self.scores[counted], self.labels[counted]))]  # stable, as in pycocotools
+        hits, labels = self.kinds[order] == HIT, self.labels[order]
+        known = np.flatnonzero(totals)
+        places = zip(known, *(np.searchsorted(labels, known, side=side) for side in ("left", "right")), strict=True)
+        values = [_sorted_precision(hits[begin:end], int(totals[k])) for k, begin, end in places]
+        return float(np.mean(values)) if values else None
+
+    def at(self, kept: np.ndarray) -> _Rows:
+        return _Rows(*(column[kept] for column in self))
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
 class ErrorCost(NamedTuple):
@@ -205,55 +284,51 @@ def error_costs(images: Sequence[ImageErrors], num_classes: int) -> tuple[float 
     are both, duplicate and background errors. Missed objects are left out. ``false positives`` removes all errors of
     detections, ``false negatives`` leaves out all objects that no detection is matched with (TIDE, section 2.3).
     """
-    totals = np.zeros(num_classes, dtype=np.int64)
-    missed, unmatched = totals.copy(), totals.copy()
-    rows: list[_Row] = []
-    for image in images:
-        np.add.at(totals, image.object_labels, 1)
-        np.add.at(missed, image.object_labels[image.missed], 1)
-        found = np.zeros(len(image.object_labels), dtype=bool)
-        found[image.matches[image.matches >= 0]] = True
-        np.add.at(unmatched, image.object_labels[~found], 1)
-        repaired: set[tuple[str, int]] = set()
-        for kind, label, score, cause in zip(image.types, image.labels, image.scores, image.causes, strict=True):
-            becomes = None
-            if kind in ("class", "localisation") and not found[cause] and (kind, cause) not in repaired:
-                repaired.add((kind, cause))
-                becomes = int(image.object_labels[cause])
-            rows.append(_Row(kind, int(label), float(score), becomes))
-    base = _mean_ap(rows, totals)
+    rows, becomes = _Rows.of(images), _joined([_becomes(image) for image in images])
+    labels = _joined([image.object_labels for image in images])
+    missed = np.bincount(labels[_joined([image.missed for image in images]) > 0], minlength=num_classes)
+    unmatched = np.bincount(labels[_joined([~_is_found(image) for image in images]) > 0], minlength=num_classes)
+    totals = np.bincount(labels, minlength=num_classes)
+    base = rows.mean_ap(totals)
     if base is None:
         return None, {}
-    counts = {kind: sum(row.kind == kind for row in rows) for kind in ERROR_TYPES} | {"missed": int(missed.sum())}
+    names, numbers = np.unique(rows.kinds, return_counts=True)
+    counts = dict.fromkeys(ERROR_TYPES, 0) | dict(zip(names.tolist(), numbers.tolist(), strict=True))
 
-    def gain(repaired: Iterable[_Row], objects: np.ndarray) -> float:
-        after = _mean_ap(repaired, objects)
+    def gain(repaired: _Rows, objects: np.ndarray) -> float:
+        after = repaired.mean_ap(objects)
         return (1.0 if after is None else after) - base
 
     costs = {}
     for kind in ERROR_TYPES[:-1]:
-        repaired_rows = []  # in the same order, which matters for equal scores
-        for row in rows:
-            if row.kind != kind:
-                repaired_rows.append(row)
-            elif row.becomes is not None:
-                repaired_rows.append(_Row(HIT, row.becomes, row.score, None))
-        costs[kind] = ErrorCost(counts[kind], gain(repaired_rows, totals))
-    costs["missed"] = ErrorCost(counts["missed"], gain(rows, totals - missed))
-    wrong = sum(row.kind not in (HIT, IGNORED) for row in rows)
-    costs["false positives"] = ErrorCost(wrong, gain((row for row in rows if row.kind == HIT), totals))
+        repairs = rows.kinds == kind
+        kept = ~repairs | (becomes >= 0)
+        changed = _Rows(np.where(repairs, HIT, rows.kinds), np.where(repairs, becomes, rows.labels), rows.scores)
+        costs[kind] = ErrorCost(counts[kind], gain(changed.at(kept), totals))
+    costs["missed"] = ErrorCost(int(missed.sum()), gain(rows, totals - missed))
+    hits = rows.kinds == HIT
+    wrong = int((~hits & (rows.kinds != IGNORED)).sum())
+    costs["false positives"] = ErrorCost(wrong, gain(rows.at(hits), totals))
     costs["false negatives"] = ErrorCost(int(unmatched.sum()), gain(rows, totals - unmatched))
     return base, costs
 
 
-def _mean_ap(rows: Iterable[_Row], totals: np.ndarray) -> float | None:
-    """Return the mean AP of the classes with objects, from type, class and score; None if no class has any."""
-    by_class: dict[int, list[tuple[float, bool]]] = {}
-    for row in rows:
-        if row.kind != IGNORED:
-            by_class.setdefault(row.label, []).append((row.score, row.kind == HIT))
-    values = [average_precision(by_class.get(int(k), []), int(totals[k])) for k in np.flatnonzero(totals)]
-    return float(np.mean(values)) if values else None
+def _is_found(image: ImageErrors) -> np.ndarray:
+    """Return for each object whether a detection is matched with it, (O,) bool."""
+    found = np.zeros(len(image.object_labels), dtype=bool)
+    found[image.matches[image.matches >= 0]] = True
+    return found
+
+
+def _becomes(image: ImageErrors) -> np.ndarray:
+    """Return for each detection the class of the object that it finds when it is repaired, else -1: (D,) int64."""
+    becomes = np.full(len(image.types), -1, dtype=np.int64)
+    found, repaired = _is_found(image), set()
+    for at, (kind, cause) in enumerate(zip(image.types, image.causes.tolist(), strict=True)):
+        if kind in ("class", "localisation") and not found[cause] and (kind, cause) not in repaired:
+            repaired.add((kind, cause))
+            becomes[at] = image.object_labels[cause]
+    return becomes
 
 
 def average_precision(detections: Sequence[tuple[float, bool]], num_objects: int) -> float:
@@ -264,7 +339,12 @@ def average_precision(detections: Sequence[tuple[float, bool]], num_objects: int
         num_objects: at least 1.
     """
     scores = np.array([score for score, _ in detections], dtype=np.float64)
-    hits = np.array([hit for _, hit in detections], dtype=bool)[np.argsort(-scores, kind="stable")]
+    hits = np.array([hit for _, hit in detections], dtype=bool)
+    return _sorted_precision(hits[np.argsort(-scores, kind="stable")], num_objects)
+
+
+def _sorted_precision(hits: np.ndarray, num_objects: int) -> float:
+    """Return :func:`average_precision` of detections (D,) bool by descending score."""
     found = np.cumsum(hits)
     precision = found / (np.arange(len(hits)) + 1)
     best_from = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)
@@ -356,27 +436,27 @@ def object_groups(
         num_classes: K.
         threshold: least score of a detection for the recall.
     """
+    every = _Rows.of(images)
+    object_labels = _joined([image.object_labels for image in images])
     found: dict[str, list[ObjectGroup]] = {}
     for name, (labels, bounds) in _GROUPS.items():
-        rows: list[list[_Row]] = [[] for _ in labels]
-        totals = np.zeros((len(labels), num_classes), dtype=np.int64)
-        hits = np.zeros(len(labels), dtype=np.int64)
-        for image in images:
-            objects, detections = _properties(name, image, sizes.get(image.image_id))
-            of_object, of_detection = np.searchsorted(bounds, objects), np.searchsorted(bounds, detections)
-            known = ~np.isnan(objects)
-            np.add.at(totals, (of_object[known], image.object_labels[known]), 1)
-            for number, kind in enumerate(image.types):
-                matched = image.matches[number]
-                group = of_object[matched] if matched >= 0 else of_detection[number]
-                if kind != IGNORED and not np.isnan(objects[matched] if matched >= 0 else detections[number]):
-                    score = float(image.scores[number])
-                    rows[group].append(_Row(kind, int(image.labels[number]), score, None))
-                    hits[group] += matched >= 0 and score >= threshold
-        found[name] = [
-            ObjectGroup(label, int(own.sum()), _mean_ap(row, own), float(hit / own.sum()) if own.any() else None)
-            for label, row, own, hit in zip(labels, rows, totals, hits, strict=True)
-        ]
+        values = [_properties(name, image, sizes.get(image.image_id)) for image in images]
+        objects = _joined([of_objects for of_objects, _ in values])
+        detections = _joined(
+            [
+                np.where(image.matches >= 0, np.append(of_objects, np.nan)[np.maximum(image.matches, -1)], own)
+                for image, (of_objects, own) in zip(images, values, strict=True)
+            ]
+        )
+        of_object, of_detection = np.searchsorted(bounds, objects), np.searchsorted(bounds, detections)
+        known, counted = ~np.isnan(objects), ~np.isnan(detections)
+        found[name] = []
+        for group, label in enumerate(labels):
+            totals = np.bincount(object_labels[known & (of_object == group)], minlength=num_classes)
+            rows = every.at(counted & (of_detection == group))
+            hits = int(((rows.kinds == HIT) & (rows.scores >= threshold)).sum())
+            number = int(totals.sum())
+            found[name].append(ObjectGroup(label, number, rows.mean_ap(totals), hits / number if number else None))
     return found
 
 
@@ -465,30 +545,25 @@ def label_suspects(
     These are the most confident detections where no object is annotated (background errors) or one of another class
     (class errors), and the largest objects of ``missing``, see :func:`never_found`.
     """
-    unlabelled: list[LabelSuspect] = []
-    confused: list[LabelSuspect] = []
-    superfluous: list[LabelSuspect] = []
-    for image in images:
-        columns = (
-            image.boxes.tolist(),
-            image.labels.tolist(),
-            image.scores.tolist(),
-            image.types,
-            image.causes.tolist(),
-        )
-        for box, label, score, kind, cause in zip(*columns, strict=True):
-            if kind == "background":
-                unlabelled.append(LabelSuspect(image.image_id, tuple(box), label, score, None))
-            elif kind == "class":
-                annotated = int(image.object_labels[cause])
-                confused.append(LabelSuspect(image.image_id, tuple(box), label, score, annotated))
-        for at, (box, annotated) in enumerate(zip(image.object_boxes, image.object_labels.tolist(), strict=True)):
-            if (image.image_id, at) in missing and (box[2:] > box[:2]).all():
-                superfluous.append(LabelSuspect(image.image_id, tuple(box.tolist()), None, None, annotated))
-    for found in (unlabelled, confused):
-        found.sort(key=lambda each: -(each.score or 0.0))
+    rows, superfluous = _Rows.of(images), []
+    ends = np.cumsum([0, *(len(image.types) for image in images)])
+    suspects: list[LabelSuspect] = []
+    for kind in ("background", "class"):
+        own = np.flatnonzero(rows.kinds == kind)
+        for row in own[np.argsort(-rows.scores[own], kind="stable")][:most].tolist():
+            number = int(np.searchsorted(ends, row, side="right")) - 1
+            image, at = images[number], row - ends[number]
+            annotated = int(image.object_labels[image.causes[at]]) if kind == "class" else None
+            detected = int(image.labels[at]), float(image.scores[at])
+            suspects.append(LabelSuspect(image.image_id, tuple(image.boxes[at].tolist()), *detected, annotated))
+    by_id = {image.image_id: image for image in images}
+    for image_id, at in sorted(missing):
+        if image_id in by_id:
+            box, label = by_id[image_id].object_boxes[at], int(by_id[image_id].object_labels[at])
+            if (box[2:] > box[:2]).all():
+                superfluous.append(LabelSuspect(image_id, tuple(box.tolist()), None, None, label))
     superfluous.sort(key=lambda each: -(each.box[2] - each.box[0]) * (each.box[3] - each.box[1]))
-    return [*unlabelled[:most], *confused[:most], *superfluous[:most]]
+    return [*suspects, *superfluous[:most]]
 
 
 def error_document(
