@@ -1,7 +1,8 @@
 """Time of COCO evaluation against pycocotools, and of the training loader against DETR's.
 
 python benchmarks/loading.py evaluation --rounds 3 --output benchmarks/results/evaluation_cpu.json
-python benchmarks/loading.py loader --images DIR --annotations FILE --detr DIR --output benchmarks/results/loader_cpu.json
+python benchmarks/loading.py loader --images DIR --annotations FILE --detr DIR \\
+    --output benchmarks/results/loader_cpu.json
 
 ``evaluation``: random objects with about COCO's statistics, 100 detections an image. ``pycocotools`` reads the
 annotation file and a list of results, ``ours`` the same file and tensors, which it checks; ours also finds the type of
@@ -162,6 +163,8 @@ def random_detections(count: int) -> tuple[dict[str, Any], list[Detections]]:
         objects = int(min(random.geometric(1 / (1 + OBJECTS)) - 1, 60))
         boxes, labels = _random_boxes(random, objects), random.choice(CLASSES.num_classes, objects, p=frequencies)
         crowds = random.random(objects) < CROWDS
+        outlines = (np.tile(boxes[:, :2], 20) + random.random((objects, 40)) * np.tile(boxes[:, 2:], 20)).round(2)
+        columns = boxes.round(2).tolist(), labels, crowds, outlines.tolist()
         annotations += [
             {
                 "id": len(annotations) + number,
@@ -170,8 +173,9 @@ def random_detections(count: int) -> tuple[dict[str, Any], list[Detections]]:
                 "bbox": box,
                 "area": box[2] * box[3] * (1 if crowd else 0.6),
                 "iscrowd": int(crowd),
+                "segmentation": [outline],
             }
-            for number, (box, label, crowd) in enumerate(zip(boxes.round(2).tolist(), labels, crowds, strict=True), 1)
+            for number, (box, label, crowd, outline) in enumerate(zip(*columns, strict=True), 1)
         ]
         copies = np.repeat(np.arange(objects), random.binomial(2, 0.6, objects))[:DETECTIONS]  # 0 to 2 of each object
         near = boxes[copies] * (1 + random.normal(0, 0.08, (len(copies), 4)))
@@ -182,10 +186,12 @@ def random_detections(count: int) -> tuple[dict[str, Any], list[Detections]]:
         far = random.beta(1, 12, DETECTIONS - len(copies))
         scores = np.concatenate([random.beta(2, 1.5, len(copies)), far])
         corners = np.concatenate([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], axis=1)
-        tensors = (torch.from_numpy(values) for values in (corners.astype("f4"), scores.astype("f4"), other))
-        found.append(Detections(image_id, *tensors))
-    images = [{"id": number, "height": HEIGHT, "width": WIDTH} for number in range(1, count + 1)]
-    images = [{**image, "file_name": f"{image['id']:012d}.jpg"} for image in images]
+        corner, score, label = (torch.from_numpy(v) for v in (corners.astype("f4"), scores.astype("f4"), other))
+        found.append(Detections(image_id, corner, score, label))
+    images = [
+        {"id": number, "file_name": f"{number:012d}.jpg", "height": HEIGHT, "width": WIDTH}
+        for number in range(1, count + 1)
+    ]
     pairs = zip(CLASSES.category_ids, CLASSES.names, strict=True)
     categories = [{"id": category_id, "name": name} for category_id, name in pairs]
     return {"images": images, "annotations": annotations, "categories": categories}, found

@@ -22,8 +22,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from detr_bf.data.annotation_values import annotation_values, value_text
+from detr_bf.data.annotation_values import (
+    annotation_values,
+    crowd_mask,
+    object_area,
+    suspect_areas,
+    suspect_boxes,
+    suspect_crowds,
+    unknown_ids,
+    value_text,
+)
 from detr_bf.data.coco import CocoAnnotations, annotated_size, check_maps, read_annotations
+from detr_bf.data.columns import Entries, distinct
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.masks import Segmentations, parts_of, read_ids
 from detr_bf.errors import InputError
@@ -103,6 +113,7 @@ class CocoEvaluator:
         Raises:
             InputError: an image is not in the annotation file or was given before, a box or score is not finite.
         """
+        _check_detections(detections, self.class_map.num_classes)
         for image in detections:
             if image.image_id not in self._known_ids:
                 raise InputError(
@@ -114,7 +125,6 @@ class CocoEvaluator:
                     f"image id {image.image_id} was given twice: every image counts once. "
                     "Join the results of several processes with merge_shards"
                 )
-            _check_detections(image, self.class_map.num_classes)
             self._detections[image.image_id] = image
 
     @property
@@ -260,7 +270,11 @@ def load_ground_truth(
         content = with_run_lengths(content, panoptic, max_pixels)
     sizes = {image["id"]: annotated_size(image) for image in content.images}
     image_ids = sizes.keys()
-    kept = [annotation for annotation in content.annotations if annotation["image_id"] in image_ids]
+    kept = content.annotations
+    if isinstance(kept, Entries):
+        kept = kept.where(~unknown_ids(kept, "image_id", image_ids))
+    else:
+        kept = [annotation for annotation in kept if annotation["image_id"] in image_ids]
     _check_categories(content, class_map)
     _check_known(content.path, kept, class_map)
     names = dict(zip(class_map.category_ids, class_map.names, strict=True))
@@ -270,9 +284,8 @@ def load_ground_truth(
             {"id": i, "height": height, "width": width}
             for i, (height, width) in ((i, sizes[i] or (0, 0)) for i in sorted(image_ids))
         ],
-        "annotations": [
-            _complete(content.path, annotation, number, masks) for number, annotation in enumerate(kept, 1)
-        ],
+        "annotations": (None if masks else _complete_columns(kept))
+        or [_complete(content.path, annotation, number, masks) for number, annotation in enumerate(kept, 1)],
         "categories": [{"id": category_id, "name": names[category_id]} for category_id in sorted(names)],
     }
 
@@ -331,6 +344,22 @@ def _complete(path: Path, annotation: Mapping[str, Any], number: int, masks: boo
     }
 
 
+def _complete_columns(annotations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return :func:`_complete` of annotations in columns; None for a list, or if a value may be invalid."""
+    if not isinstance(annotations, Entries) or annotations.boxes is None:
+        return None
+    if any(suspects(annotations).any() for suspects in (suspect_boxes, suspect_areas, suspect_crowds)):
+        return None
+    bbox = annotations.listed("bbox", np.arange(len(annotations)))
+    area = annotations.numbers("area").astype(np.float64).tolist()
+    for row in np.flatnonzero(annotations.is_none("area")).tolist():
+        area[row] = object_area({"bbox": bbox[row]})
+    numbers = (annotations.numbers(key).tolist() for key in ("image_id", "category_id"))
+    columns = (*numbers, bbox, area, crowd_mask(annotations).astype(int).tolist())
+    names = ("id", "image_id", "category_id", "bbox", "area", "iscrowd")
+    return [dict(zip(names, row, strict=True)) for row in zip(range(1, len(bbox) + 1), *columns, strict=True)]
+
+
 def _check_categories(content: CocoAnnotations, class_map: ClassMap) -> None:
     known = dict(zip(class_map.category_ids, class_map.names, strict=True))
     found = content.class_map
@@ -343,7 +372,7 @@ def _check_categories(content: CocoAnnotations, class_map: ClassMap) -> None:
 
 
 def _check_known(path: Path, objects: Sequence[Mapping[str, Any]], class_map: ClassMap) -> None:
-    unknown = {annotation["category_id"] for annotation in objects}.difference(class_map.category_ids)
+    unknown = distinct(objects, "category_id").difference(class_map.category_ids)
     if unknown:
         raise InputError(
             f"{printable(path)} has objects of category ids {sorted(unknown)}, which the model does not know; "
@@ -351,13 +380,15 @@ def _check_known(path: Path, objects: Sequence[Mapping[str, Any]], class_map: Cl
         )
 
 
-def _check_detections(image: Detections, num_classes: int) -> None:
-    if not (torch.isfinite(image.boxes).all() and torch.isfinite(image.scores).all()):
+def _check_detections(detections: Sequence[Detections], num_classes: int) -> None:
+    boxes, scores, labels = columns_of(detections)
+    finite = np.isfinite(boxes).all(1) & np.isfinite(scores)
+    if not finite.all():
+        numbers = np.repeat(np.arange(len(detections)), [len(image.scores) for image in detections])
         raise InputError(
-            f"the model's boxes or scores for image id {image.image_id} are not finite: its weights or the image are "
-            "broken, AP would mean nothing"
+            f"the model's boxes or scores for image id {detections[numbers[~finite][0]].image_id} are not finite: its "
+            "weights or the image are broken, AP would mean nothing"
         )
-    labels = image.labels
     assert not len(labels) or 0 <= int(labels.min()) <= int(labels.max()) < num_classes, "labels outside the class map"
 
 
