@@ -59,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, rounds=3, devices=("cpu",))
     parser.add_argument("part", choices=("evaluation", "loader"))
     parser.add_argument("--count", type=int, metavar="N", help="images; default 5000, for the loader all")
-    parser.add_argument("--images", type=Path, metavar="DIR", help="folder of photographs")
-    parser.add_argument("--annotations", type=Path, metavar="FILE", help="their COCO JSON")
-    parser.add_argument("--detr", type=Path, metavar="DIR", help="checkout of facebookresearch/detr")
+    parser.add_argument("--images", metavar="DIR", help="folder of photographs")
+    parser.add_argument("--annotations", metavar="FILE", help="their COCO JSON")
+    parser.add_argument("--detr", metavar="DIR", help="checkout of facebookresearch/detr")
     parser.add_argument("--workers", type=int, nargs="+", default=(0, 1, 2), metavar="N", help="default 0 1 2")
     parser.add_argument("--batch-size", type=int, default=2, metavar="B", help="default %(default)s")
     options = parser.parse_args(arguments)
@@ -262,7 +262,7 @@ def detr_loader(options: argparse.Namespace, count: int) -> Callable[[int], Iter
     Older checkouts compare the first characters of torchvision's version with 0.7, so 0.29 is hidden from the import.
     """
     version = torchvision.__version__
-    sys.path.insert(0, str(options.detr))
+    sys.path.insert(0, options.detr)
     torchvision.__version__ = "0.9.0"
     try:
         coco, misc = importlib.import_module("datasets.coco"), importlib.import_module("util.misc")
@@ -270,7 +270,7 @@ def detr_loader(options: argparse.Namespace, count: int) -> Callable[[int], Iter
         raise InputError(f"--detr {options.detr} is no checkout of facebookresearch/detr ({error})") from error
     finally:
         torchvision.__version__ = version
-        sys.path.remove(str(options.detr))
+        sys.path.remove(options.detr)
     with contextlib.redirect_stdout(io.StringIO()):
         transforms = coco.make_coco_transforms("train")
         data = coco.CocoDetection(options.images, options.annotations, transforms, return_masks=False)

@@ -37,7 +37,8 @@ from detr_bf.data.columns import Entries, distinct
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.masks import Segmentations, parts_of, read_ids
 from detr_bf.errors import InputError
-from detr_bf.evaluation.errors import ImageErrors, columns_of, image_errors, scored_hits
+from detr_bf.evaluation.errors import scored_hits
+from detr_bf.evaluation.matching import ImageErrors, columns_of, image_errors
 from detr_bf.evaluation.results import BOX_METRIC_NAMES, ClassResult, CocoSummary, ScoredHits, all_classes
 from detr_bf.files import write_json
 from detr_bf.postprocess import encoded
