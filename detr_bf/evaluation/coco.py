@@ -10,10 +10,11 @@ M detection limits.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import io
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -56,6 +57,18 @@ class Curves(NamedTuple):
 
     precision: np.ndarray  # (T, R, K, A, M) float64
     recall: np.ndarray  # (T, K, A, M) float64
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Pause the search for reference cycles, which many new dictionaries start again and again and which finds none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class CocoEvaluator:
@@ -138,6 +151,7 @@ class CocoEvaluator:
         """Return all detections in the order of the updates."""
         return list(self._detections.values())
 
+    @_no_collection()
     def summarize(self, partial: bool = False) -> CocoSummary:
         """Return the metrics of the boxes for all images of the file; with ``partial``, for those added so far only.
 
@@ -150,6 +164,7 @@ class CocoEvaluator:
         self.errors = image_errors(self._ground_truth, self.detections, self.class_map)
         return _with_thresholds(summary, scored_hits(self.errors, self.class_map.num_classes))
 
+    @_no_collection()
     def summarize_masks(self, partial: bool = False) -> CocoSummary:
         """Return the same metrics by the IoU of masks, for the thing classes.
 
@@ -253,6 +268,7 @@ def write_results(path: str | Path, detections: Iterable[Detections], class_map:
     write_json(path, to_coco_results(detections, class_map))
 
 
+@_no_collection()
 def load_ground_truth(
     path: Path | CocoAnnotations,
     class_map: ClassMap,

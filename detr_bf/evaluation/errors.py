@@ -174,7 +174,7 @@ def confusion_matrix(images: Iterable[ImageErrors], num_classes: int, threshold:
     counts = np.zeros((num_classes + 1, num_classes + 1), dtype=np.int64)
     for image in images:
         counted = (image.scores >= threshold) & (image.matches != CROWD)
-        matches = match_objects(image.ious[counted], np.zeros(int(counted.sum()), dtype=bool))
+        matches = match_objects(image.ious[counted])
         truth = np.append(image.object_labels, num_classes)[matches]  # the last one for no object
         np.add.at(counts, (truth, image.labels[counted]), 1)
         free = np.ones(len(image.object_labels), dtype=bool)

@@ -90,19 +90,34 @@ def image_errors(
     ids = np.array([image.image_id for image in images], dtype=np.int64)
     begins, ends = (np.searchsorted(objects.image_ids, ids, side=side) for side in ("left", "right"))
     boxes, scores, labels = columns_of(images)
-    found, end = [], 0
+    xywh = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1)
+    found, orders, compared, end = [], [], [], 0
     for image, *place in zip(images, begins, ends, strict=True):
         begin, end = end, end + len(image.scores)
-        rows = np.arange(begin, end)
-        rows = rows[is_thing[labels[rows]]] if masks else rows
-        rows = rows[np.argsort(-scores[rows], kind="stable")]
-        encoded = None
+        order = np.argsort(-scores[begin:end], kind="stable") + begin
+        order = order[is_thing[labels[order]]] if masks else order
+        own, encoded = objects.at(slice(*place)), xywh[order]
         if masks:
             assert image.masks is not None, "the detections have masks"
-            encoded = [image.masks[row - begin] for row in rows]
-        parts = image.image_id, boxes[rows], scores[rows], labels[rows]
-        found.append(_examined(*parts, objects.at(slice(*place)), encoded))
-    return found
+            encoded = [image.masks[row - begin] for row in order]
+        ious, comparison = _compared(encoded, labels[order], own, masks)
+        found.append((image.image_id, own if not own.is_crowd.any() else own.at(~own.is_crowd), ious))
+        orders.append(order)
+        compared.append(comparison)
+    if not found:
+        return []
+    types, causes = _error_types(_Comparison(*(np.concatenate(parts) for parts in zip(*compared, strict=True))))
+    order, end, errors = np.concatenate(orders), 0, []
+    boxes, scores, labels = boxes[order], scores[order], labels[order]
+    for (image_id, own, ious), comparison in zip(found, compared, strict=True):
+        rows = slice(end, end + len(comparison.matches))
+        end = rows.stop
+        detected, kinds = (boxes[rows], scores[rows], labels[rows]), tuple(types[rows])
+        result = ImageErrors(
+            image_id, *detected, own.corners, own.labels, ious, comparison.matches, kinds, causes[rows]
+        )
+        errors.append(result)
+    return errors
 
 
 class _Objects(NamedTuple):
@@ -111,6 +126,7 @@ class _Objects(NamedTuple):
     image_ids: np.ndarray  # (N,) int64
     labels: np.ndarray  # (N,) int64
     boxes: np.ndarray  # (N, 4) float64 x, y, width, height
+    corners: np.ndarray  # (N, 4) float64 x0, y0, x1, y1
     is_crowd: np.ndarray  # (N,) bool
     annotations: np.ndarray  # (N,) of dictionaries
 
@@ -121,7 +137,8 @@ class _Objects(NamedTuple):
         boxes = np.array([each["bbox"] for each in annotations], dtype=np.float64).reshape(-1, 4)
         is_crowd = np.array([bool(each["iscrowd"]) for each in annotations], dtype=bool)
         own = np.fromiter(annotations, dtype=object, count=len(annotations))
-        return cls(image_ids, labels, boxes, is_crowd, own).at(np.argsort(image_ids, kind="stable"))
+        corners = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
+        return cls(image_ids, labels, boxes, corners, is_crowd, own).at(np.argsort(image_ids, kind="stable"))
 
     def at(self, rows: np.ndarray | slice) -> _Objects:
         return _Objects(*(column[rows] for column in self))
@@ -135,31 +152,39 @@ def columns_of(detections: Sequence[Detections]) -> tuple[np.ndarray, np.ndarray
     return boxes.double().numpy(), scores.double().numpy(), labels.numpy()
 
 
-def _examined(
-    image_id: int,
-    boxes: np.ndarray,
-    scores: np.ndarray,
-    labels: np.ndarray,
-    objects: _Objects,
-    masks: Sequence[Any] | None,
-) -> ImageErrors:
-    """Match the detections of one image, by descending score, and find the type of each error."""
-    is_crowd, xywh = objects.is_crowd, objects.boxes
-    if masks is not None:
-        ious = pairwise_ious(masks, [each["segmentation"] for each in objects.annotations], is_crowd)
-    else:
-        ious = pairwise_ious(np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1), xywh, is_crowd)
-    of_class = labels[:, None] == objects.labels
-    corners = np.concatenate([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], axis=1)
-    own_labels, on_crowd = objects.labels, np.zeros(len(labels), dtype=bool)
+class _Comparison(NamedTuple):
+    """Detections compared with the objects of their image, (D,) each."""
+
+    matches: np.ndarray  # int64, of match_objects
+    same: np.ndarray  # int64, object of the same class with the highest IoU
+    iou_same: np.ndarray  # its IoU, 0 if there is none
+    other: np.ndarray  # int64, the same for objects of other classes
+    iou_other: np.ndarray
+
+
+def _compared(
+    detected: Sequence[Any] | np.ndarray, labels: np.ndarray, objects: _Objects, masks: bool
+) -> tuple[np.ndarray, _Comparison]:
+    """Return the IoU (D, O) of detections, by descending score, and the comparison.
+
+    ``detected`` are boxes (D, 4) x, y, width, height, with ``masks`` run lengths.
+    """
+    is_crowd = objects.is_crowd
+    own = [each["segmentation"] for each in objects.annotations] if masks else objects.boxes
+    ious, of_class = pairwise_ious(detected, own, is_crowd), labels[:, None] == objects.labels
+    on_crowd = None
     if is_crowd.any():
         on_crowd = ((ious >= MATCH_IOU) & is_crowd & of_class).any(1)
         ious, of_class = ious[:, ~is_crowd], of_class[:, ~is_crowd]
-        corners, own_labels = corners[~is_crowd], own_labels[~is_crowd]
     same = np.where(of_class, ious, 0.0)
     matches = match_objects(same, on_crowd)
-    types, causes = _error_types(same, np.where(of_class, 0.0, ious), matches)
-    return ImageErrors(image_id, boxes, scores, labels, corners, own_labels, ious, matches, types, causes)
+    if not ious.size:
+        none, nothing = np.zeros(len(labels), dtype=np.int64), np.zeros(len(labels))
+        return ious, _Comparison(matches, none, nothing, none, nothing)
+    other, at = ious - same, np.arange(len(labels))
+    nearest_same, nearest_other = same.argmax(1), other.argmax(1)
+    pairs = nearest_same, same[at, nearest_same], nearest_other, other[at, nearest_other]
+    return ious, _Comparison(matches, *pairs)
 
 
 def pairwise_ious(
@@ -171,7 +196,7 @@ def pairwise_ious(
     return np.asarray(coco_mask.iou(one, other, is_crowd.astype(np.uint8)))
 
 
-def match_objects(ious: np.ndarray, on_crowd: np.ndarray) -> np.ndarray:
+def match_objects(ious: np.ndarray, on_crowd: np.ndarray | None = None) -> np.ndarray:
     """Return the object (or a negative number) of each detection, (D,), from the IoU with objects of its class."""
     matches = np.full(len(ious), NO_OBJECT, dtype=np.int64)
     taken: set[int] = set()
@@ -183,32 +208,23 @@ def match_objects(ious: np.ndarray, on_crowd: np.ndarray) -> np.ndarray:
             _, best = max(left)  # of several the last, as in pycocotools
             taken.add(best)
             matches[number] = best
-    matches[(matches == NO_OBJECT) & on_crowd] = CROWD
+    if on_crowd is not None:
+        matches[(matches == NO_OBJECT) & on_crowd] = CROWD
     return matches
 
 
-def _error_types(same: np.ndarray, other: np.ndarray, matches: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
-    """Return type and cause of each detection: TIDE, section 2.2, for what several types fit in this order.
-
-    Args:
-        same: IoU with the objects of its class, else 0.
-        other: IoU with the objects of other classes, else 0.
-        matches: of :func:`match_objects`.
-    """
-    causes = np.full(len(matches), NO_OBJECT, dtype=np.int64)
-    types = np.full(len(matches), "background", dtype=object)
-    if same.size:
-        at = np.arange(len(matches))
-        own, strange = same.argmax(1), other.argmax(1)
-        iou_same, iou_other = same[at, own], other[at, strange]
-        free = matches == NO_OBJECT
-        types[iou_other >= BACKGROUND_IOU] = "both"
-        for kind, fits, object_ in (
-            ("duplicate", iou_same >= MATCH_IOU, own),
-            ("class", iou_other >= MATCH_IOU, strange),
-            ("localisation", (iou_same >= BACKGROUND_IOU) & (iou_same < MATCH_IOU), own),
-        ):
-            rows = np.flatnonzero(free & fits)
-            types[rows], causes[rows] = kind, object_[rows]
-    types[matches >= 0], types[matches == CROWD] = HIT, IGNORED
-    return tuple(types.tolist()), causes
+def _error_types(found: _Comparison) -> tuple[list[str], np.ndarray]:
+    """Return type and cause of each detection: TIDE, section 2.2, for what several types fit in this order."""
+    causes = np.full(len(found.matches), NO_OBJECT, dtype=np.int64)
+    types = np.full(len(found.matches), "background", dtype=object)
+    types[found.iou_other >= BACKGROUND_IOU] = "both"
+    near = found.iou_same >= MATCH_IOU
+    for kind, fits, cause in (
+        ("duplicate", near, found.same),
+        ("class", found.iou_other >= MATCH_IOU, found.other),
+        ("localisation", (found.iou_same >= BACKGROUND_IOU) & ~near, found.same),
+    ):
+        rows = np.flatnonzero((found.matches == NO_OBJECT) & fits)
+        types[rows], causes[rows] = kind, cause[rows]
+    types[found.matches >= 0], types[found.matches == CROWD] = HIT, IGNORED
+    return types.tolist(), causes
