@@ -18,7 +18,8 @@ def test_evaluations_agree_and_every_way_is_written(tmp_path: Path, capsys: pyte
     output = tmp_path / "evaluation.json"
     assert loading.main(["evaluation", "--count", "20", "--rounds", "2", "--output", str(output)]) == 0
     written = json.loads(output.read_text())
-    assert [row["way"] for row in written["rows"]] == ["pycocotools", "metrics", "ours", "errors", "ours + errors"]
+    ways = ["pycocotools", "metrics", "ours, first", "ours", "errors", "ours + errors"]
+    assert [row["way"] for row in written["rows"]] == ways
     assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in written["rows"])
     assert len(written["numbers"]["ours"]) == 12
     assert written["identical"]
