@@ -6,9 +6,9 @@ python benchmarks/loading.py loader --images DIR --annotations FILE --detr DIR \
 
 ``evaluation``: random objects with about COCO's statistics, 100 detections an image. ``pycocotools`` reads the
 annotation file and a list of results, ``ours`` the same file and tensors, which it checks; ours also finds the type of
-each error and the best thresholds. It has read the file before, so a file of 16 MB or more (5,000 images) comes from the
-cache; ``ours, first`` has no cache yet. ``metrics`` is ours without errors and thresholds; ``errors`` makes and writes errors.json after
-``ours``. The twelve numbers must be identical, else the exit code is 1.
+each error and the best thresholds. It has read the file before, so a file of 16 MB or more (5,000 images) comes from
+its cache; ``ours, first`` has no cache yet. ``metrics`` is ours (cached) without errors and thresholds; ``errors``
+makes and writes errors.json after ``ours``. The twelve numbers must be identical, else the exit code is 1.
 
 ``loader``: an epoch of the first ``--count`` images, with DETR's training transforms and the start of the workers.
 ``DETR`` is its data set and loader, imported from a checkout; its images are normalised, ours are bytes that the model
