@@ -10,10 +10,11 @@ M detection limits.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import io
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -22,12 +23,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from detr_bf.data.annotation_values import annotation_values, value_text
+from detr_bf.data.annotation_values import (
+    annotation_values,
+    crowd_mask,
+    object_area,
+    suspect_areas,
+    suspect_boxes,
+    suspect_crowds,
+    unknown_ids,
+    value_text,
+)
 from detr_bf.data.coco import CocoAnnotations, annotated_size, check_maps, read_annotations
+from detr_bf.data.columns import Entries, distinct
 from detr_bf.data.images import MAX_PIXELS
 from detr_bf.data.masks import Segmentations, parts_of, read_ids
 from detr_bf.errors import InputError
-from detr_bf.evaluation.errors import ImageErrors, image_errors, scored_hits
+from detr_bf.evaluation.errors import scored_hits
+from detr_bf.evaluation.matching import ImageErrors, columns_of, image_errors
 from detr_bf.evaluation.results import BOX_METRIC_NAMES, ClassResult, CocoSummary, ScoredHits, all_classes
 from detr_bf.files import write_json
 from detr_bf.postprocess import encoded
@@ -36,6 +48,7 @@ from detr_bf.text import listed, printable
 
 ENGINES = ("auto", "pycocotools", "hotcoco")
 _IOU_50, _IOU_75 = 0, 5  # positions in the engines' thresholds 0.50, 0.55, ..., 0.95
+_LARGEST_EXACT = 2**53  # whole number in float64
 _SIZE_BOUNDS = {"small": (0, 32**2), "medium": (32**2, 96**2), "large": (96**2, 1e10)}  # pixels, both ends included
 
 
@@ -44,6 +57,18 @@ class Curves(NamedTuple):
 
     precision: np.ndarray  # (T, R, K, A, M) float64
     recall: np.ndarray  # (T, K, A, M) float64
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Pause the search for reference cycles, which many new dictionaries start again and again and which finds none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class CocoEvaluator:
@@ -102,6 +127,7 @@ class CocoEvaluator:
         Raises:
             InputError: an image is not in the annotation file or was given before, a box or score is not finite.
         """
+        _check_detections(detections, self.class_map.num_classes)
         for image in detections:
             if image.image_id not in self._known_ids:
                 raise InputError(
@@ -113,7 +139,6 @@ class CocoEvaluator:
                     f"image id {image.image_id} was given twice: every image counts once. "
                     "Join the results of several processes with merge_shards"
                 )
-            _check_detections(image, self.class_map.num_classes)
             self._detections[image.image_id] = image
 
     @property
@@ -126,6 +151,7 @@ class CocoEvaluator:
         """Return all detections in the order of the updates."""
         return list(self._detections.values())
 
+    @_no_collection()
     def summarize(self, partial: bool = False) -> CocoSummary:
         """Return the metrics of the boxes for all images of the file; with ``partial``, for those added so far only.
 
@@ -138,6 +164,7 @@ class CocoEvaluator:
         self.errors = image_errors(self._ground_truth, self.detections, self.class_map)
         return _with_thresholds(summary, scored_hits(self.errors, self.class_map.num_classes))
 
+    @_no_collection()
     def summarize_masks(self, partial: bool = False) -> CocoSummary:
         """Return the same metrics by the IoU of masks, for the thing classes.
 
@@ -162,7 +189,8 @@ class CocoEvaluator:
                 "evaluate all images, or call summarize(partial=True)"
             )
         ground_truth = _restrict(self._ground_truth, self._detections.keys(), classes)
-        results = _of_kind(kind, to_coco_results(self.detections, self.class_map), classes)
+        boxes = box_results(self.detections, self.class_map) if kind == "bbox" else None
+        results = _mask_results(self.detections, self.class_map, classes) if boxes is None else boxes
         limits = (1, min(10, self.max_detections), self.max_detections)
         curves = match_and_accumulate(self.engine, ground_truth, results, limits, kind)
         objects = [annotation for annotation in ground_truth["annotations"] if not annotation["iscrowd"]]
@@ -218,11 +246,29 @@ def to_coco_results(detections: Iterable[Detections], class_map: ClassMap) -> li
     return results
 
 
+def box_results(detections: Sequence[Detections], class_map: ClassMap) -> np.ndarray | list[dict[str, Any]]:
+    """Return the boxes of :func:`to_coco_results` as an array, which the engines read faster.
+
+    Its columns are image id, x, y, width, height, score and category id, (N, 7) float64. Ids that float64 cannot hold
+    give the list.
+    """
+    image_ids = np.array([image.image_id for image in detections], dtype=np.int64)
+    category_ids = np.array(class_map.category_ids, dtype=np.int64)
+    if max(image_ids.max(initial=0), category_ids.max(initial=0)) > _LARGEST_EXACT:
+        results = to_coco_results(detections, class_map)
+        return [{key: value for key, value in result.items() if key != "segmentation"} for result in results]
+    corners, scores, labels = columns_of(detections)
+    counts = [len(image.scores) for image in detections]
+    xywh = np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], axis=1)
+    return np.column_stack([np.repeat(image_ids, counts), xywh, scores, category_ids[labels]])
+
+
 def write_results(path: str | Path, detections: Iterable[Detections], class_map: ClassMap) -> None:
     """Atomically write :func:`to_coco_results` as JSON."""
     write_json(path, to_coco_results(detections, class_map))
 
 
+@_no_collection()
 def load_ground_truth(
     path: Path | CocoAnnotations,
     class_map: ClassMap,
@@ -241,7 +287,11 @@ def load_ground_truth(
         content = with_run_lengths(content, panoptic, max_pixels)
     sizes = {image["id"]: annotated_size(image) for image in content.images}
     image_ids = sizes.keys()
-    kept = [annotation for annotation in content.annotations if annotation["image_id"] in image_ids]
+    kept = content.annotations
+    if isinstance(kept, Entries):
+        kept = kept.where(~unknown_ids(kept, "image_id", image_ids))
+    else:
+        kept = [annotation for annotation in kept if annotation["image_id"] in image_ids]
     _check_categories(content, class_map)
     _check_known(content.path, kept, class_map)
     names = dict(zip(class_map.category_ids, class_map.names, strict=True))
@@ -251,9 +301,8 @@ def load_ground_truth(
             {"id": i, "height": height, "width": width}
             for i, (height, width) in ((i, sizes[i] or (0, 0)) for i in sorted(image_ids))
         ],
-        "annotations": [
-            _complete(content.path, annotation, number, masks) for number, annotation in enumerate(kept, 1)
-        ],
+        "annotations": (None if masks else _complete_columns(kept))
+        or [_complete(content.path, annotation, number, masks) for number, annotation in enumerate(kept, 1)],
         "categories": [{"id": category_id, "name": names[category_id]} for category_id in sorted(names)],
     }
 
@@ -312,6 +361,22 @@ def _complete(path: Path, annotation: Mapping[str, Any], number: int, masks: boo
     }
 
 
+def _complete_columns(annotations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return :func:`_complete` of annotations in columns; None for a list, or if a value may be invalid."""
+    if not isinstance(annotations, Entries) or annotations.boxes is None:
+        return None
+    if any(suspects(annotations).any() for suspects in (suspect_boxes, suspect_areas, suspect_crowds)):
+        return None
+    bbox = annotations.listed("bbox", np.arange(len(annotations)))
+    area = annotations.numbers("area").astype(np.float64).tolist()
+    for row in np.flatnonzero(annotations.is_none("area")).tolist():
+        area[row] = object_area({"bbox": bbox[row]})
+    numbers = (annotations.numbers(key).tolist() for key in ("image_id", "category_id"))
+    columns = (*numbers, bbox, area, crowd_mask(annotations).astype(int).tolist())
+    names = ("id", "image_id", "category_id", "bbox", "area", "iscrowd")
+    return [dict(zip(names, row, strict=True)) for row in zip(range(1, len(bbox) + 1), *columns, strict=True)]
+
+
 def _check_categories(content: CocoAnnotations, class_map: ClassMap) -> None:
     known = dict(zip(class_map.category_ids, class_map.names, strict=True))
     found = content.class_map
@@ -324,7 +389,7 @@ def _check_categories(content: CocoAnnotations, class_map: ClassMap) -> None:
 
 
 def _check_known(path: Path, objects: Sequence[Mapping[str, Any]], class_map: ClassMap) -> None:
-    unknown = {annotation["category_id"] for annotation in objects}.difference(class_map.category_ids)
+    unknown = distinct(objects, "category_id").difference(class_map.category_ids)
     if unknown:
         raise InputError(
             f"{printable(path)} has objects of category ids {sorted(unknown)}, which the model does not know; "
@@ -332,36 +397,37 @@ def _check_known(path: Path, objects: Sequence[Mapping[str, Any]], class_map: Cl
         )
 
 
-def _check_detections(image: Detections, num_classes: int) -> None:
-    if not (torch.isfinite(image.boxes).all() and torch.isfinite(image.scores).all()):
+def _check_detections(detections: Sequence[Detections], num_classes: int) -> None:
+    boxes, scores, labels = columns_of(detections)
+    finite = np.isfinite(boxes).all(1) & np.isfinite(scores)
+    if not finite.all():
+        numbers = np.repeat(np.arange(len(detections)), [len(image.scores) for image in detections])
         raise InputError(
-            f"the model's boxes or scores for image id {image.image_id} are not finite: its weights or the image are "
-            "broken, AP would mean nothing"
+            f"the model's boxes or scores for image id {detections[numbers[~finite][0]].image_id} are not finite: its "
+            "weights or the image are broken, AP would mean nothing"
         )
-    labels = image.labels
     assert not len(labels) or 0 <= int(labels.min()) <= int(labels.max()) < num_classes, "labels outside the class map"
 
 
 def _restrict(ground_truth: Mapping[str, Any], image_ids: Iterable[int], classes: ClassMap) -> dict[str, Any]:
-    """Return a copy of the data set with these images and classes only; the engines modify its dictionaries."""
+    """Return the data set with these images and classes only."""
     kept = set(image_ids)
     return {
-        "images": [dict(image) for image in ground_truth["images"] if image["id"] in kept],
+        "images": [image for image in ground_truth["images"] if image["id"] in kept],
         "annotations": [
-            dict(item)
+            item
             for item in ground_truth["annotations"]
             if item["image_id"] in kept and item["category_id"] in classes.index
         ],
-        "categories": [dict(category) for category in ground_truth["categories"] if category["id"] in classes.index],
+        "categories": [category for category in ground_truth["categories"] if category["id"] in classes.index],
     }
 
 
-def _of_kind(kind: str, results: Iterable[dict[str, Any]], classes: ClassMap) -> list[dict[str, Any]]:
-    """Return the results of these classes with their boxes or their masks only."""
-    unread = {"bbox": "segmentation", "segm": "bbox"}[kind]
+def _mask_results(detections: Iterable[Detections], class_map: ClassMap, classes: ClassMap) -> list[dict[str, Any]]:
+    """Return the results of these classes without their boxes."""
     return [
-        {key: value for key, value in result.items() if key != unread}
-        for result in results
+        {key: value for key, value in result.items() if key != "bbox"}
+        for result in to_coco_results(detections, class_map)
         if result["category_id"] in classes.index
     ]
 
@@ -411,14 +477,18 @@ def resolve_engine(engine: str) -> str:
 
 
 def match_and_accumulate(
-    engine: str, ground_truth: dict[str, Any], results: list[dict[str, Any]], limits: Sequence[int], kind: str
+    engine: str,
+    ground_truth: dict[str, Any],
+    results: list[dict[str, Any]] | np.ndarray,
+    limits: Sequence[int],
+    kind: str,
 ) -> Curves:
-    """Return COCO's curves by the IoU of ``kind``, ``bbox`` or ``segm``. Modifies both arguments.
+    """Return COCO's curves by the IoU of ``kind``, ``bbox`` or ``segm``. pycocotools adds keys to ``results``.
 
     Args:
         engine: ``pycocotools`` or ``hotcoco``.
         ground_truth: a COCO data set.
-        results: in COCO's results format.
+        results: in COCO's results format, or the array of :func:`box_results`.
         limits: detections per image and class, ascending.
         kind: ``bbox`` or ``segm``.
     """
@@ -432,12 +502,14 @@ def match_and_accumulate(
 
     with contextlib.redirect_stdout(io.StringIO()):
         truth, found = COCO(), COCO()
-        truth.dataset = ground_truth
+        truth.dataset = {
+            key: [dict(entry) for entry in entries] for key, entries in ground_truth.items()
+        }  # it adds keys
         truth.createIndex()
-        if results:
+        if len(results):
             found = truth.loadRes(results)
         else:  # loadRes fails on an empty list
-            found.dataset = {**ground_truth, "annotations": []}
+            found.dataset = {**truth.dataset, "annotations": []}
             found.createIndex()
         return _accumulate(COCOeval(truth, found, kind), limits)
 

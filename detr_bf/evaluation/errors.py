@@ -1,9 +1,7 @@
 """Errors of a detector: their types and costs, confused classes, calibration of scores, and single images.
 
-Detections are matched with the objects of their class as in COCO's evaluation at IoU 0.5: highest score first, each
-with the free object of the highest IoU. A detection that is matched with a crowd region instead counts nowhere.
-
-Error types and costs are those of TIDE (Bolya et al., ECCV 2020); a cost is the AP50 of the repaired data minus AP50.
+Error types are those of :mod:`detr_bf.evaluation.matching`, costs those of TIDE (Bolya et al., ECCV 2020): the AP50 of
+the repaired data minus AP50.
 hotcoco 1.3 finds the same types, confusion matrix and calibration error in data without crowds. It counts detections on
 crowds as errors, and its costs of class, localisation and missed errors are not those of the repaired data.
 
@@ -15,157 +13,28 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from pycocotools import mask as coco_mask
 
+from detr_bf.evaluation.matching import (
+    BACKGROUND_IOU,
+    CROWD,
+    HIT,
+    IGNORED,
+    MATCH_IOU,
+    ImageErrors,
+    match_objects,
+    pairwise_ious,
+)
 from detr_bf.evaluation.results import ScoredHits, all_classes
 from detr_bf.files import read_json, write_json
-from detr_bf.structures import ClassMap, Detections
 
-MATCH_IOU, BACKGROUND_IOU = 0.5, 0.1
-HIT, IGNORED = "hit", "ignored"
 ERROR_TYPES = ("class", "localisation", "both", "duplicate", "background", "missed")
 MOST_CONFUSED = 100  # classes; data with more have no confusion matrix
 _RECALLS = np.linspace(0.0, 1.0, 101)  # as in pycocotools
-_NONE, _CROWD = -1, -2  # instead of an object
-
-
-@dataclass(frozen=True, eq=False)
-class ImageErrors:
-    """Detections of one image by descending score, its objects, and how they belong together."""
-
-    image_id: int
-    boxes: np.ndarray  # (D, 4) float64, x0, y0, x1, y1 in pixels
-    scores: np.ndarray  # (D,) float64
-    labels: np.ndarray  # (D,) int64
-    object_boxes: np.ndarray  # (O, 4) float64
-    object_labels: np.ndarray  # (O,) int64
-    ious: np.ndarray  # (D, O) float64, of boxes or of masks
-    matches: np.ndarray  # (D,) int64, the matched object; negative: none, or a crowd
-    types: tuple[str, ...]  # D: hit, ignored, or one of ERROR_TYPES
-    causes: np.ndarray  # (D,) int64, the object that a class, localisation or duplicate error is about, else negative
-
-    @property
-    def missed(self) -> np.ndarray:
-        """Return for each object whether no match, class error or localisation error is about it."""
-        explained = [at for at, kind in zip(self.causes, self.types, strict=True) if kind in ("class", "localisation")]
-        seen = np.zeros(len(self.object_labels), dtype=bool)
-        seen[self.matches[self.matches >= 0]] = True
-        seen[explained] = True
-        return ~seen
-
-    def above(self, threshold: float) -> ImageErrors:
-        """Return the errors that remain if only the detections with a score of at least ``threshold`` are kept.
-
-        Matches stay the same, because higher scores are matched first.
-        """
-        kept = int((self.scores >= threshold).sum())
-        return ImageErrors(
-            self.image_id,
-            self.boxes[:kept],
-            self.scores[:kept],
-            self.labels[:kept],
-            self.object_boxes,
-            self.object_labels,
-            self.ious[:kept],
-            self.matches[:kept],
-            self.types[:kept],
-            self.causes[:kept],
-        )
-
-
-def image_errors(
-    ground_truth: Mapping[str, Any], detections: Iterable[Detections], class_map: ClassMap, *, masks: bool = False
-) -> list[ImageErrors]:
-    """Match the detections of each image and find the type of each error; images ascend by id.
-
-    Args:
-        ground_truth: COCO data set with ``bbox``, ``iscrowd`` and ``category_id`` in every annotation; for masks also
-            ``segmentation``, as compressed run lengths.
-        detections: of the images to examine.
-        class_map: the classes.
-        masks: take the IoU of masks, and things only.
-    """
-    is_thing = np.array(class_map.is_thing, dtype=bool)
-    by_image: dict[int, list[Mapping[str, Any]]] = {}
-    for annotation in ground_truth["annotations"]:
-        if not masks or is_thing[class_map.index[annotation["category_id"]]]:
-            by_image.setdefault(annotation["image_id"], []).append(annotation)
-    found = []
-    for image in sorted(detections, key=lambda each: each.image_id):
-        kept = is_thing[image.labels.cpu().numpy()] | (not masks)
-        order = np.flatnonzero(kept)[np.argsort(-image.scores.double().cpu().numpy()[kept], kind="stable")]
-        found.append(_examined(image, order, by_image.get(image.image_id, []), class_map, masks))
-    return found
-
-
-def _examined(
-    image: Detections, order: np.ndarray, annotations: Sequence[Mapping[str, Any]], class_map: ClassMap, masks: bool
-) -> ImageErrors:
-    """Match the detections ``order`` of one image, by descending score, and find the type of each error."""
-    boxes, scores = (values.double().cpu().numpy()[order] for values in (image.boxes, image.scores))
-    labels = image.labels.cpu().numpy()[order]
-    is_crowd = np.array([bool(each["iscrowd"]) for each in annotations], dtype=bool)
-    own_labels = np.array([class_map.index[each["category_id"]] for each in annotations], dtype=np.int64)
-    xywh = np.array([each["bbox"] for each in annotations], dtype=np.float64).reshape(-1, 4)
-    if masks:
-        assert image.masks is not None, "the detections have masks"
-        ious = _ious([image.masks[at] for at in order], [each["segmentation"] for each in annotations], is_crowd)
-    else:
-        ious = _ious(np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1), xywh, is_crowd)
-    free = ious[:, ~is_crowd]
-    of_class = labels[:, None] == own_labels[~is_crowd]
-    on_crowd = ((ious >= MATCH_IOU) & is_crowd & (labels[:, None] == own_labels)).any(1)
-    matches = _match(np.where(of_class, free, 0.0), on_crowd)
-    types, causes = _error_types(free, of_class, matches)
-    corners = np.concatenate([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], axis=1)[~is_crowd]
-    return ImageErrors(
-        image.image_id, boxes, scores, labels, corners, own_labels[~is_crowd], free, matches, types, causes
-    )
-
-
-def _ious(one: Sequence[Any] | np.ndarray, other: Sequence[Any] | np.ndarray, is_crowd: np.ndarray) -> np.ndarray:
-    """Return the IoU (N, M) of N and M boxes x, y, width, height, or run lengths, with crowds as COCO defines it."""
-    if not (len(one) and len(other)):
-        return np.zeros((len(one), len(other)))
-    return np.asarray(coco_mask.iou(one, other, is_crowd.astype(np.uint8)))
-
-
-def _match(ious: np.ndarray, on_crowd: np.ndarray) -> np.ndarray:
-    """Return the object (or a negative number) of each detection, (D,), from the IoU with objects of its class."""
-    matches = np.full(len(ious), _NONE, dtype=np.int64)
-    taken = np.zeros(ious.shape[1], dtype=bool)
-    for number in np.flatnonzero((ious >= MATCH_IOU).any(1)):
-        left = np.where(taken, 0.0, ious[number])
-        best = len(left) - 1 - int(left[::-1].argmax())  # the last of several, as in pycocotools
-        if left[best] >= MATCH_IOU:
-            taken[best], matches[number] = True, best
-    matches[(matches == _NONE) & on_crowd] = _CROWD
-    return matches
-
-
-def _error_types(ious: np.ndarray, of_class: np.ndarray, matches: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
-    """Return type and cause of each detection: TIDE, section 2.2, for what several types fit in this order."""
-    causes = np.full(len(ious), _NONE, dtype=np.int64)
-    types = [HIT if match >= 0 else IGNORED if match == _CROWD else "background" for match in matches]
-    if not ious.size:
-        return tuple(types), causes
-    same, other = np.where(of_class, ious, 0.0), np.where(of_class, 0.0, ious)
-    for number in np.flatnonzero(matches == _NONE):
-        own, strange = int(same[number].argmax()), int(other[number].argmax())
-        if BACKGROUND_IOU <= same[number, own] < MATCH_IOU:
-            types[number], causes[number] = "localisation", own
-        elif other[number, strange] >= MATCH_IOU:
-            types[number], causes[number] = "class", strange
-        elif same[number, own] >= MATCH_IOU:
-            types[number], causes[number] = "duplicate", own
-        elif other[number, strange] >= BACKGROUND_IOU:
-            types[number] = "both"
-    return tuple(types), causes
 
 
 def scored_hits(images: Iterable[ImageErrors], num_classes: int) -> list[ScoredHits]:
@@ -173,21 +42,45 @@ def scored_hits(images: Iterable[ImageErrors], num_classes: int) -> list[ScoredH
     columns = [
         (image.scores[counted], image.matches[counted] >= 0, image.labels[counted], image.object_labels)
         for image in images
-        for counted in [image.matches != _CROWD]
+        for counted in [image.matches != CROWD]
     ]
     empty = np.empty(0), np.empty(0, dtype=bool), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     scores, hits, labels, objects = (np.concatenate(parts) for parts in zip(empty, *columns, strict=True))
     totals = np.bincount(objects, minlength=num_classes)
-    return [ScoredHits.of(scores[labels == k], hits[labels == k], int(totals[k])) for k in range(num_classes)]
+    order = np.argsort(labels, kind="stable")
+    ends = np.searchsorted(labels[order], np.arange(1, num_classes))
+    rows = zip(np.split(scores[order], ends), np.split(hits[order], ends), totals.tolist(), strict=True)
+    return [ScoredHits.of(*each) for each in rows]
 
 
-class _Row(NamedTuple):
-    """One detection."""
+class _Rows(NamedTuple):
+    """Detections of all images, N of them, by image and descending score."""
 
-    kind: str
-    label: int
-    score: float
-    becomes: int | None  # class of the object that a repaired class or localisation error finds
+    kinds: np.ndarray  # (N,) type of error
+    labels: np.ndarray  # (N,) int64
+    scores: np.ndarray  # (N,) float64
+
+    @classmethod
+    def of(cls, images: Sequence[ImageErrors]) -> _Rows:
+        kinds = np.array([kind for image in images for kind in image.types], dtype="U12")
+        return cls(kinds, _joined([image.labels for image in images]), _joined([image.scores for image in images]))
+
+    def mean_ap(self, totals: np.ndarray) -> float | None:
+        """Return the mean AP of the classes with objects; None if no class has any."""
+        counted = np.flatnonzero(self.kinds != IGNORED)
+        order = counted[np.lexsort((-self.scores[counted], self.labels[counted]))]  # stable, as in pycocotools
+        hits, labels = self.kinds[order] == HIT, self.labels[order]
+        known = np.flatnonzero(totals)
+        places = zip(known, *(np.searchsorted(labels, known, side=side) for side in ("left", "right")), strict=True)
+        values = [_sorted_precision(hits[begin:end], int(totals[k])) for k, begin, end in places]
+        return float(np.mean(values)) if values else None
+
+    def at(self, kept: np.ndarray) -> _Rows:
+        return _Rows(*(column[kept] for column in self))
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
 class ErrorCost(NamedTuple):
@@ -205,55 +98,51 @@ def error_costs(images: Sequence[ImageErrors], num_classes: int) -> tuple[float 
     are both, duplicate and background errors. Missed objects are left out. ``false positives`` removes all errors of
     detections, ``false negatives`` leaves out all objects that no detection is matched with (TIDE, section 2.3).
     """
-    totals = np.zeros(num_classes, dtype=np.int64)
-    missed, unmatched = totals.copy(), totals.copy()
-    rows: list[_Row] = []
-    for image in images:
-        np.add.at(totals, image.object_labels, 1)
-        np.add.at(missed, image.object_labels[image.missed], 1)
-        found = np.zeros(len(image.object_labels), dtype=bool)
-        found[image.matches[image.matches >= 0]] = True
-        np.add.at(unmatched, image.object_labels[~found], 1)
-        repaired: set[tuple[str, int]] = set()
-        for kind, label, score, cause in zip(image.types, image.labels, image.scores, image.causes, strict=True):
-            becomes = None
-            if kind in ("class", "localisation") and not found[cause] and (kind, cause) not in repaired:
-                repaired.add((kind, cause))
-                becomes = int(image.object_labels[cause])
-            rows.append(_Row(kind, int(label), float(score), becomes))
-    base = _mean_ap(rows, totals)
+    rows, becomes = _Rows.of(images), _joined([_becomes(image) for image in images])
+    labels = _joined([image.object_labels for image in images])
+    missed = np.bincount(labels[_joined([image.missed for image in images]) > 0], minlength=num_classes)
+    unmatched = np.bincount(labels[_joined([~_is_found(image) for image in images]) > 0], minlength=num_classes)
+    totals = np.bincount(labels, minlength=num_classes)
+    base = rows.mean_ap(totals)
     if base is None:
         return None, {}
-    counts = {kind: sum(row.kind == kind for row in rows) for kind in ERROR_TYPES} | {"missed": int(missed.sum())}
+    names, numbers = np.unique(rows.kinds, return_counts=True)
+    counts = dict.fromkeys(ERROR_TYPES, 0) | dict(zip(names.tolist(), numbers.tolist(), strict=True))
 
-    def gain(repaired: Iterable[_Row], objects: np.ndarray) -> float:
-        after = _mean_ap(repaired, objects)
+    def gain(repaired: _Rows, objects: np.ndarray) -> float:
+        after = repaired.mean_ap(objects)
         return (1.0 if after is None else after) - base
 
     costs = {}
     for kind in ERROR_TYPES[:-1]:
-        repaired_rows = []  # in the same order, which matters for equal scores
-        for row in rows:
-            if row.kind != kind:
-                repaired_rows.append(row)
-            elif row.becomes is not None:
-                repaired_rows.append(_Row(HIT, row.becomes, row.score, None))
-        costs[kind] = ErrorCost(counts[kind], gain(repaired_rows, totals))
-    costs["missed"] = ErrorCost(counts["missed"], gain(rows, totals - missed))
-    wrong = sum(row.kind not in (HIT, IGNORED) for row in rows)
-    costs["false positives"] = ErrorCost(wrong, gain((row for row in rows if row.kind == HIT), totals))
+        repairs = rows.kinds == kind
+        kept = ~repairs | (becomes >= 0)
+        changed = _Rows(np.where(repairs, HIT, rows.kinds), np.where(repairs, becomes, rows.labels), rows.scores)
+        costs[kind] = ErrorCost(counts[kind], gain(changed.at(kept), totals))
+    costs["missed"] = ErrorCost(int(missed.sum()), gain(rows, totals - missed))
+    hits = rows.kinds == HIT
+    wrong = int((~hits & (rows.kinds != IGNORED)).sum())
+    costs["false positives"] = ErrorCost(wrong, gain(rows.at(hits), totals))
     costs["false negatives"] = ErrorCost(int(unmatched.sum()), gain(rows, totals - unmatched))
     return base, costs
 
 
-def _mean_ap(rows: Iterable[_Row], totals: np.ndarray) -> float | None:
-    """Return the mean AP of the classes with objects, from type, class and score; None if no class has any."""
-    by_class: dict[int, list[tuple[float, bool]]] = {}
-    for row in rows:
-        if row.kind != IGNORED:
-            by_class.setdefault(row.label, []).append((row.score, row.kind == HIT))
-    values = [average_precision(by_class.get(int(k), []), int(totals[k])) for k in np.flatnonzero(totals)]
-    return float(np.mean(values)) if values else None
+def _is_found(image: ImageErrors) -> np.ndarray:
+    """Return for each object whether a detection is matched with it, (O,) bool."""
+    found = np.zeros(len(image.object_labels), dtype=bool)
+    found[image.matches[image.matches >= 0]] = True
+    return found
+
+
+def _becomes(image: ImageErrors) -> np.ndarray:
+    """Return for each detection the class of the object that it finds when it is repaired, else -1: (D,) int64."""
+    becomes = np.full(len(image.types), -1, dtype=np.int64)
+    found, repaired = _is_found(image), set()
+    for at, (kind, cause) in enumerate(zip(image.types, image.causes.tolist(), strict=True)):
+        if kind in ("class", "localisation") and not found[cause] and (kind, cause) not in repaired:
+            repaired.add((kind, cause))
+            becomes[at] = image.object_labels[cause]
+    return becomes
 
 
 def average_precision(detections: Sequence[tuple[float, bool]], num_objects: int) -> float:
@@ -264,7 +153,12 @@ def average_precision(detections: Sequence[tuple[float, bool]], num_objects: int
         num_objects: at least 1.
     """
     scores = np.array([score for score, _ in detections], dtype=np.float64)
-    hits = np.array([hit for _, hit in detections], dtype=bool)[np.argsort(-scores, kind="stable")]
+    hits = np.array([hit for _, hit in detections], dtype=bool)
+    return _sorted_precision(hits[np.argsort(-scores, kind="stable")], num_objects)
+
+
+def _sorted_precision(hits: np.ndarray, num_objects: int) -> float:
+    """Return :func:`average_precision` of detections (D,) bool by descending score."""
     found = np.cumsum(hits)
     precision = found / (np.arange(len(hits)) + 1)
     best_from = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)
@@ -279,8 +173,8 @@ def confusion_matrix(images: Iterable[ImageErrors], num_classes: int, threshold:
     """
     counts = np.zeros((num_classes + 1, num_classes + 1), dtype=np.int64)
     for image in images:
-        counted = (image.scores >= threshold) & (image.matches != _CROWD)
-        matches = _match(image.ious[counted], np.zeros(int(counted.sum()), dtype=bool))
+        counted = (image.scores >= threshold) & (image.matches != CROWD)
+        matches = match_objects(image.ious[counted])
         truth = np.append(image.object_labels, num_classes)[matches]  # the last one for no object
         np.add.at(counts, (truth, image.labels[counted]), 1)
         free = np.ones(len(image.object_labels), dtype=bool)
@@ -356,27 +250,27 @@ def object_groups(
         num_classes: K.
         threshold: least score of a detection for the recall.
     """
+    every = _Rows.of(images)
+    object_labels = _joined([image.object_labels for image in images])
     found: dict[str, list[ObjectGroup]] = {}
     for name, (labels, bounds) in _GROUPS.items():
-        rows: list[list[_Row]] = [[] for _ in labels]
-        totals = np.zeros((len(labels), num_classes), dtype=np.int64)
-        hits = np.zeros(len(labels), dtype=np.int64)
-        for image in images:
-            objects, detections = _properties(name, image, sizes.get(image.image_id))
-            of_object, of_detection = np.searchsorted(bounds, objects), np.searchsorted(bounds, detections)
-            known = ~np.isnan(objects)
-            np.add.at(totals, (of_object[known], image.object_labels[known]), 1)
-            for number, kind in enumerate(image.types):
-                matched = image.matches[number]
-                group = of_object[matched] if matched >= 0 else of_detection[number]
-                if kind != IGNORED and not np.isnan(objects[matched] if matched >= 0 else detections[number]):
-                    score = float(image.scores[number])
-                    rows[group].append(_Row(kind, int(image.labels[number]), score, None))
-                    hits[group] += matched >= 0 and score >= threshold
-        found[name] = [
-            ObjectGroup(label, int(own.sum()), _mean_ap(row, own), float(hit / own.sum()) if own.any() else None)
-            for label, row, own, hit in zip(labels, rows, totals, hits, strict=True)
-        ]
+        values = [_properties(name, image, sizes.get(image.image_id)) for image in images]
+        objects = _joined([of_objects for of_objects, _ in values])
+        detections = _joined(
+            [
+                np.where(image.matches >= 0, np.append(of_objects, np.nan)[np.maximum(image.matches, -1)], own)
+                for image, (of_objects, own) in zip(images, values, strict=True)
+            ]
+        )
+        of_object, of_detection = np.searchsorted(bounds, objects), np.searchsorted(bounds, detections)
+        known, counted = ~np.isnan(objects), ~np.isnan(detections)
+        found[name] = []
+        for group, label in enumerate(labels):
+            totals = np.bincount(object_labels[known & (of_object == group)], minlength=num_classes)
+            rows = every.at(counted & (of_detection == group))
+            hits = int(((rows.kinds == HIT) & (rows.scores >= threshold)).sum())
+            number = int(totals.sum())
+            found[name].append(ObjectGroup(label, number, rows.mean_ap(totals), hits / number if number else None))
     return found
 
 
@@ -385,7 +279,7 @@ def _properties(name: str, image: ImageErrors, size: tuple[int, int] | None) -> 
     if name == "neighbours":
         boxes = image.object_boxes
         xywh = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1)
-        others = (_ious(xywh, xywh, np.zeros(len(boxes), dtype=bool)) >= BACKGROUND_IOU).sum(1) - 1
+        others = (pairwise_ious(xywh, xywh, np.zeros(len(boxes), dtype=bool)) >= BACKGROUND_IOU).sum(1) - 1
         near = (image.ious >= BACKGROUND_IOU).sum(1) - 1
         return others.astype(np.float64), np.maximum(near, 0).astype(np.float64)
     return _box_property(name, image.object_boxes, size), _box_property(name, image.boxes, size)
@@ -465,30 +359,25 @@ def label_suspects(
     These are the most confident detections where no object is annotated (background errors) or one of another class
     (class errors), and the largest objects of ``missing``, see :func:`never_found`.
     """
-    unlabelled: list[LabelSuspect] = []
-    confused: list[LabelSuspect] = []
-    superfluous: list[LabelSuspect] = []
-    for image in images:
-        columns = (
-            image.boxes.tolist(),
-            image.labels.tolist(),
-            image.scores.tolist(),
-            image.types,
-            image.causes.tolist(),
-        )
-        for box, label, score, kind, cause in zip(*columns, strict=True):
-            if kind == "background":
-                unlabelled.append(LabelSuspect(image.image_id, tuple(box), label, score, None))
-            elif kind == "class":
-                annotated = int(image.object_labels[cause])
-                confused.append(LabelSuspect(image.image_id, tuple(box), label, score, annotated))
-        for at, (box, annotated) in enumerate(zip(image.object_boxes, image.object_labels.tolist(), strict=True)):
-            if (image.image_id, at) in missing and (box[2:] > box[:2]).all():
-                superfluous.append(LabelSuspect(image.image_id, tuple(box.tolist()), None, None, annotated))
-    for found in (unlabelled, confused):
-        found.sort(key=lambda each: -(each.score or 0.0))
+    rows, superfluous = _Rows.of(images), []
+    ends = np.cumsum([0, *(len(image.types) for image in images)])
+    suspects: list[LabelSuspect] = []
+    for kind in ("background", "class"):
+        own = np.flatnonzero(rows.kinds == kind)
+        for row in own[np.argsort(-rows.scores[own], kind="stable")][:most].tolist():
+            number = int(np.searchsorted(ends, row, side="right")) - 1
+            image, at = images[number], row - ends[number]
+            annotated = int(image.object_labels[image.causes[at]]) if kind == "class" else None
+            detected = int(image.labels[at]), float(image.scores[at])
+            suspects.append(LabelSuspect(image.image_id, tuple(image.boxes[at].tolist()), *detected, annotated))
+    by_id = {image.image_id: image for image in images}
+    for image_id, at in sorted(missing):
+        if image_id in by_id:
+            box, label = by_id[image_id].object_boxes[at], int(by_id[image_id].object_labels[at])
+            if (box[2:] > box[:2]).all():
+                superfluous.append(LabelSuspect(image_id, tuple(box.tolist()), None, None, label))
     superfluous.sort(key=lambda each: -(each.box[2] - each.box[0]) * (each.box[3] - each.box[1]))
-    return [*unlabelled[:most], *confused[:most], *superfluous[:most]]
+    return [*suspects, *superfluous[:most]]
 
 
 def error_document(

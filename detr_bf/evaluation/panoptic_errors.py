@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from detr_bf.evaluation.errors import BACKGROUND_IOU, MATCH_IOU, MOST_CONFUSED
+from detr_bf.evaluation.errors import MOST_CONFUSED
+from detr_bf.evaluation.matching import BACKGROUND_IOU, MATCH_IOU
 from detr_bf.evaluation.results import PanopticSummary
 from detr_bf.structures import Segment
 

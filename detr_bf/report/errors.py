@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from detr_bf.evaluation.errors import HIT, IGNORED, ImageErrors, LabelSuspect
+from detr_bf.evaluation.errors import LabelSuspect
+from detr_bf.evaluation.matching import HIT, IGNORED, ImageErrors
 from detr_bf.evaluation.panoptic_errors import MATCHES, PANOPTIC_CAUSES, SegmentError, SegmentMatches
 from detr_bf.files import ERRORS_FILE, SUSPECTS_FILE, WORST_FILE, WORST_MAPS_FILE, read_json
 from detr_bf.report.charts import CHART_COLOURS, Chart, Line, chart_group

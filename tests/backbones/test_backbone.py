@@ -181,3 +181,10 @@ def test_half_precision_stays_half_through_frozen_norms() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert backbone(images, mask)[0].tensor.dtype == torch.bfloat16
     assert kept_bytes(backbone, torch.bfloat16) < 0.7 * kept_bytes(backbone, torch.float32)
+
+
+def test_normalize_leaves_its_argument_unchanged() -> None:
+    images, padding = torch.full((1, 3, 2, 2), 7.0), torch.tensor([[[False, False], [True, True]]])
+    result = normalize(images, padding, torch.full((3, 1, 1), 3.0), torch.full((3, 1, 1), 2.0))
+    assert torch.equal(images, torch.full((1, 3, 2, 2), 7.0))
+    assert torch.equal(result, torch.tensor([2.0, 0.0]).view(1, 1, 2, 1).expand(1, 3, 2, 2))

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from detr_bf.config import ClassifierConfig, DetectionConfig, MaskedConfig, known_keys
-from detr_bf.evaluation.errors import error_document, image_errors
+from detr_bf.evaluation.errors import error_document
+from detr_bf.evaluation.matching import image_errors
 from detr_bf.files import write_json
 from detr_bf.structures import ClassMap, Detections
 

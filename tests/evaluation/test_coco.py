@@ -337,6 +337,26 @@ def test_engines_agree_bit_for_bit_with_each_other_and_with_pycocotools_own_summ
     assert 0 < numbers[0][0] < 1
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_boxes_as_an_array_and_ids_beyond_float64_give_the_same_curves(engine: str) -> None:
+    content, _ = random_data_set(0)
+    classes = ClassMap.from_categories(content["categories"])
+    detections = [
+        Detections(image["id"], torch.tensor([[5.5, 3.25, 40, 30], [1, 1, 20, 9]]), torch.rand(2), torch.tensor([0, 1]))
+        for image in content["images"]
+    ]
+    table = coco_module.box_results(detections, classes)
+    assert isinstance(table, np.ndarray)
+    listed = coco_module.box_results([*detections, replace(detections[0], image_id=2**53 + 1)], classes)
+    assert isinstance(listed, list)
+    runs = [
+        coco_module.match_and_accumulate(engine, json.loads(json.dumps(content)), results, (1, 10, 100), "bbox")
+        for results in (table, listed[:-2])
+    ]
+    assert runs[0].precision.tobytes() == runs[1].precision.tobytes()
+    assert runs[0].recall.tobytes() == runs[1].recall.tobytes()
+
+
 def masked(image_id: int, masks: torch.Tensor, labels: Sequence[int]) -> Detections:
     """Return detections of score 1 with these masks (N, H, W) and unrelated boxes."""
     count = len(masks)

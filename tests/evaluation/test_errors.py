@@ -23,13 +23,11 @@ from pycocotools.cocoeval import COCOeval
 
 from detr_bf.evaluation.coco import match_and_accumulate
 from detr_bf.evaluation.errors import (
-    ImageErrors,
     average_precision,
     calibration,
     confusion_matrix,
     error_costs,
     error_document,
-    image_errors,
     label_suspects,
     never_found,
     object_groups,
@@ -37,6 +35,7 @@ from detr_bf.evaluation.errors import (
     update_never_found,
     worst_images,
 )
+from detr_bf.evaluation.matching import ImageErrors, image_errors
 from detr_bf.evaluation.results import all_classes
 from detr_bf.structures import ClassMap, Detections
 

@@ -12,7 +12,8 @@ import torch
 
 from detr_bf.errors import InputError
 from detr_bf.evaluation import PanopticClassResult, PanopticSummary
-from detr_bf.evaluation.errors import ImageErrors, LabelSuspect, error_document, image_errors
+from detr_bf.evaluation.errors import LabelSuspect, error_document
+from detr_bf.evaluation.matching import ImageErrors, image_errors
 from detr_bf.evaluation.panoptic_errors import PANOPTIC_CAUSES, SegmentError, SegmentMatches, panoptic_document
 from detr_bf.files import SUSPECTS_FILE, WORST_FILE, WORST_MAPS_FILE
 from detr_bf.report import save_picture
