@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from detr_bf.commands import COMMANDS, EXIT_CODES, command_main, main
+from detr_bf.commands import (
+    COMMANDS,
+    EXIT_CODES,
+    OPENMP_SETTINGS,
+    _busy_and_all_ticks,
+    command_main,
+    main,
+    spin_less_beside_others,
+)
 from detr_bf.commands.completion import usage_of
 from detr_bf.config import SCHEMAS, known_keys, packaged_configs
 from tests.tools.test_train_net import records
@@ -18,6 +28,7 @@ from tests.tools.test_train_net import records
 MOST_MODULES = 136  # modules of detr_bf that training a detector imports; the registry imports every detector
 TRAIN = """
 import sys
+import time
 from detr_bf.commands import main
 code = main(["train", sys.argv[1], "train.max_steps=1"])
 print(*sorted(name for name in sys.modules if name.partition(".")[0] == "detr_bf"))
@@ -114,3 +125,31 @@ def test_a_file_may_have_an_equals_sign_and_a_folder_the_name_of_a_config(
     (tmp_path / "detr_r50").mkdir()
     assert main(["check", "detr_r50"]) == 2
     assert "data/coco" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("settings", [{}, {"OMP_WAIT_POLICY": "active"}])
+@pytest.mark.parametrize("others", [0.0, 0.2, 0.3, 1.0])
+def test_openmp_spins_less_only_beside_other_programs(
+    others: float, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reads = iter([(100, 1000), (100 + round(others * 40), 1040)])
+    monkeypatch.setattr("detr_bf.commands._busy_and_all_ticks", lambda: next(reads))
+    monkeypatch.delitem(sys.modules, "torch")
+    kept = {name: value for name, value in os.environ.items() if name not in OPENMP_SETTINGS}
+    monkeypatch.setattr(os, "environ", kept | settings)
+    spin_less_beside_others(seconds=0)
+    expected = others >= 0.25 and not settings
+    assert os.environ.get("GOMP_SPINCOUNT") == ("1000" if expected else None)
+    assert ("other programs use" in capsys.readouterr().err) == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/stat")
+def test_a_program_that_computes_is_measured() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        try:
+            before = _busy_and_all_ticks()
+            time.sleep(1)
+            busy, ticks = (after - start for after, start in zip(_busy_and_all_ticks(), before, strict=True))
+        finally:
+            other.kill()
+    assert ticks >= busy >= 50  # of the 100 ticks of one core in a second
