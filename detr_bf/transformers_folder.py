@@ -237,7 +237,8 @@ def _compare(detector: Detector, theirs: nn.Module, *, normalised: bool) -> None
         pixels = (pixels - mean) / std
     found = theirs(pixel_values=pixels)
     logits, boxes = ours.logits[-1].cpu(), ours.boxes[-1].cpu()
-    if ours.proposals is not None and logits.shape == found.logits.shape:
+    finite = all(bool(it.isfinite().all()) for it in (logits, boxes, found.logits, found.pred_boxes))
+    if ours.proposals is not None and finite and logits.shape == found.logits.shape:
         logits, boxes = in_order_of((found.logits, found.pred_boxes), logits, boxes)
     for kind, one, other in (("class logits", logits, found.logits), ("boxes", boxes, found.pred_boxes)):
         off = (one - other).abs().max().item() if one.shape == other.shape else math.inf

@@ -95,8 +95,21 @@ def _gradient_of_relu(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None
     return torch.ops.detr_bf.relu_dropout_backward(grad_output, output, ctx.p), None, None
 
 
+def _remember_of_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, of_forward, ctx.p = inputs
+    ctx.save_for_backward(of_forward)
+
+
+def _gradient_of_gradient(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+    (of_forward,) = ctx.saved_tensors  # says which elements are kept; the gradient is linear in its first argument
+    return torch.ops.detr_bf.relu_dropout_backward(grad_output, of_forward, ctx.p), None, None
+
+
 if library.DECLARED:
     for _name in ("dropout_add", "relu_dropout", "relu_dropout_backward"):
         torch.library.register_fake(f"detr_bf::{_name}", _as_input)
     torch.library.register_autograd("detr_bf::dropout_add", _gradients_of_add, setup_context=_remember_of_add)
     torch.library.register_autograd("detr_bf::relu_dropout", _gradient_of_relu, setup_context=_remember_of_relu)
+    torch.library.register_autograd(
+        "detr_bf::relu_dropout_backward", _gradient_of_gradient, setup_context=_remember_of_gradient
+    )

@@ -53,6 +53,7 @@ MORE = {
 DETECTORS = {name: (*settings_of(name, stride=16), *MORE.get(name, ())) for name in tiny_detectors.DETECTORS}
 DETECTORS["without_batch_attention"] = ("batch_former.enabled=false",)
 MASKS = ("model.backbone.strides=[32]", "model.masks=true", "freeze.detector=true")
+TRAINS_ALL = "model.backbone.frozen_stages=0"
 NO_GATHER, GATHER = "batch_former.gather=false", "batch_former.gather=true"
 
 
@@ -140,7 +141,7 @@ def kept_without_losses(config: DetectionConfig) -> int:
 
 
 def test_flops_of_matrices_and_convolutions_are_torchs() -> None:
-    config = tiny("batch_former.enabled=false")
+    config = tiny("batch_former.enabled=false", TRAINS_ALL)
     model = build_model(config, CLASSES, pretrained=False).train()
     with FlopCounterMode(display=False) as counter:
         model(blank(3))
@@ -173,7 +174,8 @@ def test_on_a_gpu_attention_weights_are_never_held() -> None:
 
 
 def test_recomputed_layers_run_once_more() -> None:
-    plain, again = (trace(tiny(f"train.recompute_encoder={value}"), CLASSES, SIZE) for value in ("false", "true"))
+    settings = (f"train.recompute_encoder={value}" for value in ("false", "true"))
+    plain, again = (trace(tiny(setting, TRAINS_ALL), CLASSES, SIZE) for setting in settings)
     assert {item.times for item in plain.work} == {3}
     assert {item.times for item in again.work} == {3, 4}
     assert [item.flops for item in again.work] == [item.flops for item in plain.work]
@@ -182,6 +184,17 @@ def test_recomputed_layers_run_once_more() -> None:
     linear = 4 * 32 * 32 + 2 * 32 * 64
     attention = 2 * tokens * 32
     assert repeated == 3 * rows * tokens * 2 * (linear + attention)
+
+
+def test_frozen_first_stages_have_no_backward_pass() -> None:
+    """Stem and first stage of a ResNet-18 have five convolutions, those of all four stages twenty."""
+    plain, frozen = (
+        [item for item in trace(tiny(*settings), CLASSES, SIZE).work if item.name == "convolution"]
+        for settings in ((TRAINS_ALL,), ())
+    )
+    assert {item.times for item in plain} == {3}
+    assert [item.times for item in frozen] == [1] * 5 + [3] * (len(plain) - 5)
+    assert [item.flops for item in frozen] == [item.flops for item in plain]
 
 
 def test_a_frozen_detector_has_no_backward_pass() -> None:

@@ -2,6 +2,10 @@
 
 A frozen norm multiplies each channel by a constant and adds one: a convolution with scaled weights and a bias does the
 same without another pass over its output. Names, weights and state dicts stay as they are.
+
+Limits: the norms must not be replaced afterwards (the convolution would still apply the former one), a compiled part
+must hold a convolution together with its norm, and weights that are changed through ``tensor.data`` or NumPy while
+gradients are off are not noticed until gradients are on once; torch counts no such change.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from timm.layers.conv2d_same import Conv2dSame
 from timm.layers.norm_act import FrozenBatchNormAct2d
 from timm.layers.padding import pad_same
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torchvision.ops import FrozenBatchNorm2d
 
 TRIAL_SIDE = 64  # pixels of the image with which the order of the layers is found
@@ -36,14 +42,17 @@ class _NormedConv(nn.Conv2d):
     def scaled(self) -> tuple[Tensor, Tensor]:
         """Return weights (O, I, kh, kw) and bias (O,); without gradients they are kept until a source changes."""
         norm: Any = self.followed_by[0]
-        sources = (self.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var)
+        sources = [self.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var]
+        sources += [] if self.bias is None else [self.bias]
         keep = not (torch.is_grad_enabled() or any(tensor.is_inference() for tensor in sources))
         state = tuple((tensor.data_ptr(), tensor._version, tensor.dtype) for tensor in sources) if keep else ()
-        if keep and self.kept is not None and self.kept.state == state:
-            return self.kept.weight, self.kept.bias
+        kept = self.kept
+        if keep and kept is not None and kept.state == state:
+            return kept.weight, kept.bias
         scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
         weight = (self.weight * scale[:, None, None, None]).to(self.weight.dtype)
-        bias = (norm.bias - norm.running_mean * scale).to(self.weight.dtype)
+        mean = norm.running_mean if self.bias is None else norm.running_mean - self.bias
+        bias = (norm.bias - mean * scale).to(self.weight.dtype)
         self.kept = _Scaled(state, weight, bias) if keep else None
         return weight, bias
 
@@ -90,7 +99,7 @@ NORMS = {FrozenBatchNorm2d: PassedNorm2d, FrozenBatchNormAct2d: PassedNormAct2d}
 def fold_frozen_norms(body: nn.Module) -> None:
     """Let the convolutions of ``body`` apply the frozen norms after them (in-place).
 
-    A norm whose input is not the output of one convolution stays.
+    A norm stays if its input is not the output of one convolution, or if something else reads this output as well.
 
     Args:
         body: accepts (B, 3, H, W) images; all submodules in training mode.
@@ -101,27 +110,51 @@ def fold_frozen_norms(body: nn.Module) -> None:
         norm.__class__ = NORMS[type(norm)]
 
 
+class _Readers(TorchFunctionMode):
+    """Collect all tensors that functions outside frozen norms are called with, alive so that no id is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = 0  # frozen norms that are running
+        self.read: list[object] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.norms:
+            self.read += tree_leaves((args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
 def _pairs(body: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Return convolutions and the frozen norms that get their outputs, found with a small image."""
+    """Return convolutions and the frozen norms that alone get their outputs, found with a small image."""
     if not any(type(module) in NORMS for module in body.modules()):
         return []
     outputs: list[tuple[nn.Module, Tensor]] = []
     inputs: list[tuple[nn.Module, Tensor]] = []
+    readers = _Readers()
+
+    def enter(norm: nn.Module, given: tuple[Tensor, ...]) -> None:
+        inputs.append((norm, given[0]))
+        readers.norms += 1
+
+    def leave(*_: Any) -> None:
+        readers.norms -= 1
+
     hooks = []
     for module in body.modules():
         if type(module) in CONVOLUTIONS:
             hooks.append(module.register_forward_hook(lambda it, _, output: outputs.append((it, output))))
         elif type(module) in NORMS:
-            hooks.append(module.register_forward_pre_hook(lambda it, given: inputs.append((it, given[0]))))
+            hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
     parameter = next(body.parameters())
     try:
-        with torch.no_grad():
-            body.eval()(parameter.new_zeros(1, 3, TRIAL_SIDE, TRIAL_SIDE))
+        with torch.no_grad(), readers:
+            result = body.eval()(parameter.new_zeros(1, 3, TRIAL_SIDE, TRIAL_SIDE))
     finally:
         body.train()
         for hook in hooks:
             hook.remove()
-    pairs = [(source, norm) for norm, given in inputs for source, output in outputs if output is given]
+    read = {id(leaf) for leaf in (*readers.read, *tree_leaves(result))}
+    pairs = [(source, norm) for norm, given in inputs for source, it in outputs if it is given and id(it) not in read]
     used = [id(module) for pair in pairs for module in pair]
     called = [id(module) for module, _ in (*outputs, *inputs)]
     return [pair for pair in pairs if all(used.count(id(it)) == called.count(id(it)) == 1 for it in pair)]

@@ -89,7 +89,7 @@ def spin_less_beside_others(seconds: float = 0.2) -> None:
         before = _busy_and_all_ticks()
         time.sleep(seconds)
         busy, ticks = (after - start for after, start in zip(_busy_and_all_ticks(), before, strict=True))
-        if busy >= BUSY_SHARE * max(ticks, 1):
+        if ticks > 0 and busy >= BUSY_SHARE * ticks:
             os.environ["GOMP_SPINCOUNT"] = "1000"
             print(
                 f"other programs use {100 * busy / ticks:.0f} % of the cores: OpenMP's threads wait with few spins "

@@ -197,7 +197,7 @@ def _assumptions_of_time(time: Time, config: DetectionConfig, machine: Machine) 
     height, width = usual_size(config.data)
     yield (
         f"work: images of {height} x {width}, mean short side, aspect ratio {ASPECT:.2f}, without crops and padding; a "
-        "backward pass costs two forward ones; frozen backbone stages are counted as trained"
+        "backward pass costs two forward ones, and that of frozen first stages of the backbone nothing"
     )
     if time.source != "estimated":
         return

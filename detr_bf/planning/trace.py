@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
     """Context manager that records memory and work of the forward pass of ``model``; parameters are not counted.
 
     Args:
-        model: parts without trainable parameters have no backward pass.
+        model: parts without trainable parameters, and frozen first stages of the backbone, have no backward pass.
         recompute: encoder layers keep only their inputs and run again in the backward pass.
         processes: number of processes whose images batch attention spans.
     """
@@ -210,6 +210,8 @@ class Recorder(TorchDispatchMode):
             trained = any(parameter.requires_grad for parameter in part.parameters())
             yield from self._hook(part, TRAINED if trained else FORWARD)
             for module in part.modules():
+                if part is self._model.backbone and not any(it.requires_grad for it in module.parameters()):
+                    yield from self._hook(module, None)
                 if isinstance(module, Encoder):
                     for layer in module.layers:
                         yield from self._hook_layer(layer)
@@ -221,11 +223,17 @@ class Recorder(TorchDispatchMode):
                         lambda _, inputs: self.batch_attention.append(3 * bytes_of(inputs[0]))
                     )
 
-    def _hook(self, module: nn.Module, times: int) -> Iterator[RemovableHandle]:
+    def _hook(self, module: nn.Module, times: int | None) -> Iterator[RemovableHandle]:
+        """Count the work of a module ``times``; None: as around it if its input has a gradient, else ``FORWARD``."""
+
+        def enter(_: nn.Module, inputs: Any) -> None:
+            around = self._times[-1] if any(tensor.requires_grad for tensor in _tensors(inputs)) else FORWARD
+            self._times.append(around if times is None else times)
+
         def leave(*_: Any) -> None:
             self._times.pop()
 
-        yield module.register_forward_pre_hook(lambda *_: self._times.append(times))
+        yield module.register_forward_pre_hook(enter)
         yield module.register_forward_hook(leave)
 
     def _hook_layer(self, layer: nn.Module) -> Iterator[RemovableHandle]:

@@ -16,7 +16,15 @@ from torchvision.ops import FrozenBatchNorm2d
 from detr_bf.backbones import build_backbone
 from detr_bf.backbones.frozen_norm import PassedNorm2d, PassedNormAct2d, fold_frozen_norms
 
-NAMES = ["resnet50", "resnet18vd", "timm:tf_efficientnet_lite0", "timm:resnet10t", "timm:resnetv2_50"]
+NAMES = [
+    "resnet50",
+    "resnet18vd",
+    "timm:tf_efficientnet_lite0",
+    "timm:resnet10t",
+    "timm:resnetv2_50",
+    "timm:vgg11_bn",  # its convolutions have biases
+    "timm:resnest14d",  # some of its convolutions have biases
+]
 
 
 def reference(name: str) -> nn.Module:
@@ -28,13 +36,16 @@ def reference(name: str) -> nn.Module:
     elif name == "resnet18vd":
         network = _resnet_vd()
     else:
-        network = timm.create_model(name.removeprefix("timm:"), features_only=True, out_indices=(2, 3))
+        more = {"zero_init_last": False} if "resne" in name else {}  # else the last norms of blocks give zeros
+        network = timm.create_model(name.removeprefix("timm:"), features_only=True, out_indices=(2, 3), **more)
         network = freeze_batch_norm_2d(network)
     for module in network.modules():
         if isinstance(module, FrozenBatchNorm2d | FrozenBatchNormAct2d):
             for buffer, low in ((module.weight, 0.5), (module.running_var, 0.5), (module.bias, -1.0)):
                 buffer.uniform_(low, low + 1)
             module.running_mean.normal_()
+        elif isinstance(module, nn.Conv2d) and module.bias is not None:
+            nn.init.normal_(module.bias)
     return network.double()
 
 
@@ -159,3 +170,23 @@ def test_shared_and_other_layers_keep_their_norms() -> None:
     fold_frozen_norms(network)
     assert not [module for module in network.modules() if isinstance(module, PassedNorm2d)]
     assert torch.equal(network(torch.ones(1, 3, 4, 4)), before)
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_convolution_that_others_read_keeps_its_norm(returns: bool) -> None:
+    class Read(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.norm = nn.Conv2d(3, 3, 1), FrozenBatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            y = self.convolution(x)
+            z = self.norm(y)
+            return [y, z] if returns else [z + y]
+
+    network = Read()
+    network.norm.running_mean.normal_()
+    before = network(torch.ones(1, 3, 4, 4))
+    fold_frozen_norms(network)
+    assert type(network.norm) is FrozenBatchNorm2d
+    assert all(map(torch.equal, network(torch.ones(1, 3, 4, 4)), before))

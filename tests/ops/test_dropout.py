@@ -230,3 +230,18 @@ def test_on_a_gpu_the_same_is_dropped(dtype: torch.dtype) -> None:
     for function in (lambda a, b, s: residual_dropout(a, b, 0.3, seed=s), lambda a, b, s: relu_dropout(a, 0.3, seed=s)):
         expected, found = function(x, y, SEED), function(x.cuda(), y.cuda(), SEED.cuda())
         torch.testing.assert_close(found.cpu(), expected)
+
+
+def test_second_derivatives_are_those_of_the_formula() -> None:
+    x = torch.randn(4, 33, dtype=torch.float64, requires_grad=True)
+    seed = torch.tensor(5)
+
+    def second(function: Callable[[Tensor], Tensor]) -> Tensor:
+        (first,) = torch.autograd.grad(function(x).pow(3).sum(), x, create_graph=True)
+        (derivative,) = torch.autograd.grad(first.pow(2).sum(), x)
+        return derivative
+
+    kept = relu_dropout(torch.ones_like(x), 0.3, seed=seed).detach()
+    expected = second(lambda y: y.relu() * kept)
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(second(lambda y: relu_dropout(y, 0.3, seed=seed)), expected)

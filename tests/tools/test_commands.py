@@ -28,7 +28,6 @@ from tests.tools.test_train_net import records
 MOST_MODULES = 136  # modules of detr_bf that training a detector imports; the registry imports every detector
 TRAIN = """
 import sys
-import time
 from detr_bf.commands import main
 code = main(["train", sys.argv[1], "train.max_steps=1"])
 print(*sorted(name for name in sys.modules if name.partition(".")[0] == "detr_bf"))
@@ -127,6 +126,7 @@ def test_a_file_may_have_an_equals_sign_and_a_folder_the_name_of_a_config(
     assert "data/coco" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/stat")
 @pytest.mark.parametrize("settings", [{}, {"OMP_WAIT_POLICY": "active"}])
 @pytest.mark.parametrize("others", [0.0, 0.2, 0.3, 1.0])
 def test_openmp_spins_less_only_beside_other_programs(
