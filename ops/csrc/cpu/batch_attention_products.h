@@ -8,35 +8,29 @@
 #include <cstring>
 
 #include "batch_attention.h"
+#include "batch_attention_rows.h"
 #include "blocks.h"
-#include "scratch.h"
 #include "simd.h"
 
 namespace detr_bf::cpu {
 namespace {
 
-constexpr int64_t kLanesOfBlock = 128;  // approximate; the size of a block of random numbers
-constexpr int kKeysTogether = 4;        // keys that share one load of a query
-constexpr int kRowsTogether = 4;        // results that share one load of a summand
+constexpr int64_t kLanesOfBlock = 64;  // approximate
 constexpr int kVectorsTogether = kVectorBytes == 64 ? 4 : 2;  // of channels: the sums take half of the registers
+
+// Calls step(Count, at) for groups of images: keys that share one load of a query, or results that share one of a
+// summand. With half precision not for three, so that the compiler inlines the step for four.
+template <class T, class A, class Step>
+inline void in_groups(int64_t images, Step&& step) {
+  if constexpr (sizeof(T) < sizeof(A)) {
+    in_blocks<4>(0, images, step);
+  } else {
+    in_fours(images, step);
+  }
+}
 
 struct Lane {
   int64_t position, head, query;
-};
-
-template <class T>
-struct TypedRows {
-  T* data;
-  int64_t image_stride, position_stride, head_stride;
-
-  explicit TypedRows(const Rows& rows)
-      : data(static_cast<T*>(rows.data)),
-        image_stride(rows.image_stride),
-        position_stride(rows.position_stride),
-        head_stride(rows.head_stride) {}
-  T* at(int64_t image, int64_t position, int64_t head) const {
-    return data + image * image_stride + position * position_stride + head * head_stride;
-  }
 };
 
 // Positions [position, position + positions) of a call.
@@ -72,18 +66,18 @@ inline void multiply(const T* query, const T* keys, int64_t key_stride, int64_t 
     const Vec<A> of_query = load<A>(query + channel);
     for (int k = 0; k < K; ++k) sums[k] += of_query * load<A>(keys + k * key_stride + channel);
   }
+  for (int k = 0; k < K; ++k) products[k * lanes] = sums[k];
   if (channel < channels) {
     const Vec<A> of_query = load_first<A>(query + channel, channels - channel);
     for (int k = 0; k < K; ++k) {
-      sums[k] += of_query * load_first<A>(keys + k * key_stride + channel, channels - channel);
+      products[k * lanes] += of_query * load_first<A>(keys + k * key_stride + channel, channels - channel);
     }
   }
-  for (int k = 0; k < K; ++k) products[k * lanes] = sums[k];
 }
 
 // table(key, lane) = dot product of the lane's row of `queries` and the key's row of `keys`.
-template <class T, class A>
-void dot_products(const Block& b, const TypedRows<T>& queries, const TypedRows<T>& keys, A* table) {
+template <class T, class A, class Ahead>
+void dot_products(const Block& b, const TypedRows<T>& queries, const TypedRows<T>& keys, A* table, Ahead& ahead) {
   for (int64_t first = 0; first < b.lanes(); first += kLanes<A>) {
     const int64_t left = b.lanes() - first, count = left < kLanes<A> ? left : kLanes<A>;
     const T *query[kLanes<A>], *key[kLanes<A>];
@@ -91,8 +85,9 @@ void dot_products(const Block& b, const TypedRows<T>& queries, const TypedRows<T
       const Lane& place = b.places[first + lane];
       query[lane] = queries.at(place.query, b.position + place.position, place.head);
       key[lane] = keys.at(0, b.position + place.position, place.head);
+      ahead.request();
     }
-    in_blocks<kKeysTogether>(0, b.images, [&](auto together, int64_t at) {
+    in_groups<T, A>(b.images, [&](auto together, int64_t at) {
       constexpr int K = decltype(together)::value;
       Vec<A> products[K * kLanes<A>];
       if (count < kLanes<A>) std::memset(products, 0, sizeof(products));
@@ -116,7 +111,7 @@ struct Weights {
 
 template <int R, int N, class T, class A>
 inline void add_up_rows(const Weights<A>& weights, const T* rows, int64_t row_stride, int64_t count, T* results,
-                        int64_t result_stride) {
+                        int64_t result_stride, bool streams) {
   constexpr int lanes = kLanes<A>;
   Vec<A> sums[R][N] = {};
   for (int64_t row = 0; row < count; ++row) {
@@ -125,6 +120,12 @@ inline void add_up_rows(const Weights<A>& weights, const T* rows, int64_t row_st
     for (int r = 0; r < R; ++r) {
       for (int n = 0; n < N; ++n) sums[r][n] += weights.of(r, row) * channels[n];
     }
+  }
+  if (kStreams<T, A> && streams) {
+    for (int r = 0; r < R; ++r) {
+      for (int n = 0; n < N; ++n) stream<A>(results + r * result_stride + n * lanes, sums[r][n]);
+    }
+    return;
   }
   for (int r = 0; r < R; ++r) {
     for (int n = 0; n < N; ++n) store<A>(results + r * result_stride + n * lanes, sums[r][n]);
@@ -142,30 +143,40 @@ inline void add_up_tail(const Weights<A>& weights, const T* rows, int64_t row_st
   for (int r = 0; r < R; ++r) store_first<A>(results + r * result_stride, sums[r], channels);
 }
 
+// Results of all images for one position and head: see weighted_sums.
+template <class T, class A>
+inline void sums_of_pair(const Block& b, const Weights<A>& first, const T* from, int64_t row_stride, T* to,
+                         int64_t result_stride, bool streams) {
+  const int64_t whole = b.channels / kLanes<A> * kLanes<A>;
+  in_groups<T, A>(b.images, [&](auto together, int64_t result) {
+    constexpr int R = decltype(together)::value;
+    Weights<A> weights = first;
+    weights.first += result * weights.result_stride;
+    T* results = to + result * result_stride;
+    in_blocks<kVectorsTogether>(0, whole / kLanes<A>, [&](auto vectors, int64_t vector) {
+      const int64_t channel = vector * kLanes<A>;
+      add_up_rows<R, decltype(vectors)::value, T, A>(weights, from + channel, row_stride, b.images, results + channel,
+                                                     result_stride, streams);
+    });
+    if (whole < b.channels) {
+      add_up_tail<R, T, A>(weights, from + whole, row_stride, b.images, results + whole, result_stride,
+                           b.channels - whole);
+    }
+  });
+}
+
 // Results of all images for each position and head: sum over rows of table(row, result) x row, or of
 // table(result, row) x row if by_key.
-template <class T, class A>
-void weighted_sums(const Block& b, const A* table, bool by_key, const TypedRows<T>& rows, const TypedRows<T>& results) {
-  const int64_t whole = b.channels / kLanes<A> * kLanes<A>;
-  const Weights<A> strides{table, by_key ? b.line : 1, by_key ? 1 : b.line};
-  for (int64_t pair = 0; pair < b.positions * b.heads; ++pair) {
-    const int64_t position = b.position + pair / b.heads, head = pair % b.heads;
-    const T* from = rows.at(0, position, head);
-    in_blocks<kRowsTogether>(0, b.images, [&](auto together, int64_t result) {
-      constexpr int R = decltype(together)::value;
-      Weights<A> weights = strides;
-      weights.first += pair * b.images + result * strides.result_stride;
-      T* to = results.at(result, position, head);
-      in_blocks<kVectorsTogether>(0, whole / kLanes<A>, [&](auto vectors, int64_t vector) {
-        const int64_t channel = vector * kLanes<A>;
-        add_up_rows<R, decltype(vectors)::value, T, A>(weights, from + channel, rows.image_stride, b.images,
-                                                       to + channel, results.image_stride);
-      });
-      if (whole < b.channels) {
-        add_up_tail<R, T, A>(weights, from + whole, rows.image_stride, b.images, to + whole, results.image_stride,
-                             b.channels - whole);
-      }
-    });
+template <class T, class A, class Ahead>
+void weighted_sums(const Block& b, const A* table, bool by_key, const TypedRows<T>& rows, const TypedRows<T>& results,
+                   bool streams, Ahead& ahead) {
+  Weights<A> weights{table, by_key ? b.line : 1, by_key ? 1 : b.line};
+  for (int64_t position = b.position; position < b.position + b.positions; ++position) {
+    for (int64_t head = 0; head < b.heads; ++head, weights.first += b.images) {
+      for (int64_t image = 0; image < b.images; ++image) ahead.request();
+      sums_of_pair<T, A>(b, weights, rows.at(0, position, head), rows.image_stride, results.at(0, position, head),
+                         results.image_stride, streams);
+    }
   }
 }
 

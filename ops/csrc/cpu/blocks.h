@@ -14,5 +14,18 @@ inline void in_blocks(int64_t begin, int64_t end, Step&& step) {
   if constexpr (Most > 1) in_blocks<Most / 2>(begin, end, step);
 }
 
+// Calls step(Count, at) for blocks of four, and once for the remaining one to three.
+template <class Step>
+inline void in_fours(int64_t count, Step&& step) {
+  int64_t at = 0;
+  for (; at + 4 <= count; at += 4) step(std::integral_constant<int, 4>{}, at);
+  switch (count - at) {
+    case 3: return step(std::integral_constant<int, 3>{}, at);
+    case 2: return step(std::integral_constant<int, 2>{}, at);
+    case 1: return step(std::integral_constant<int, 1>{}, at);
+    default: return;
+  }
+}
+
 }  // namespace
 }  // namespace detr_bf::cpu

@@ -8,16 +8,29 @@
 namespace detr_bf::cpu {
 namespace {
 
+// True if results of this size are written past the caches: see stream().
+template <class A, class T>
+inline bool streams_elements(const Dropout& d, const T* result) {
+  const int64_t bytes = d.elements * static_cast<int64_t>(sizeof(T));
+  return kStreams<T, A> && bytes >= kBytesToStream && reinterpret_cast<uintptr_t>(result) % kVectorBytes == 0;
+}
+
 // Writes the result of step(read_vector, place) for each vector of a block: place is its offset in the block, and
 // read_vector loads these elements of any tensor.
 template <class A, class T, class Step>
 inline void over_block(const Dropout& d, int64_t block, T* result, Step&& step) {
   const int64_t first = block * kElementsOfBlock, left = d.elements - first;
   const int count = static_cast<int>(left < kElementsOfBlock ? left : kElementsOfBlock);
+  const bool streams = streams_elements<A>(d, result);
   int place = 0;
   for (; place + kLanes<A> <= count; place += kLanes<A>) {
     const auto whole = [&](const T* from) { return load<A>(from + first + place); };
-    store<A>(result + first + place, step(whole, place));
+    const Vec<A> vector = step(whole, place);
+    if (kStreams<T, A> && streams) {
+      stream<A>(result + first + place, vector);
+    } else {
+      store<A>(result + first + place, vector);
+    }
   }
   if (place < count) {
     const auto part = [&](const T* from) { return load_first<A>(from + first + place, count - place); };
@@ -46,6 +59,7 @@ void dropout_add(const Dropout& d, const T* input, const T* residual, T* output,
       return residual == nullptr ? kept : kept + read_vector(residual);
     });
   });
+  finish_streams();
 }
 
 template <class T, class A>
@@ -56,6 +70,7 @@ void relu_dropout(const Dropout& d, const T* input, T* output, int64_t begin, in
       return dropout<A>(select<A>(vector < 0, Vec<A>{}, vector), numbers + place, d.rate);  // NaN stays NaN
     });
   });
+  finish_streams();
 }
 
 template <class T, class A>
@@ -67,6 +82,7 @@ void relu_dropout_backward(const Dropout& d, const T* gradient, const T* output,
       return select<A>(read_vector(output) > 0, scaled, Vec<A>{});
     });
   }
+  finish_streams();
 }
 
 void dropout_add_any(Type type, const Dropout& d, const void* input, const void* residual, void* output, int64_t begin,

@@ -8,6 +8,10 @@
 #include <cstring>
 #include <utility>
 
+#ifdef DETR_BF_X86
+#include <immintrin.h>
+#endif
+
 namespace detr_bf::cpu {
 
 struct Half {
@@ -132,6 +136,40 @@ inline void store(T* to, Vec<A> vector) {
     const HalfBits narrowed = narrow(T{}, vector);
     std::memcpy(to, &narrowed, sizeof(narrowed));
   }
+}
+
+// True if stream() writes past the caches.
+#ifdef DETR_BF_X86
+template <class T, class A>
+constexpr bool kStreams = sizeof(T) == sizeof(A);
+#else
+template <class T, class A>
+constexpr bool kStreams = false;
+#endif
+
+// Results of this size or more are not kept in the caches until they are read.
+constexpr int64_t kBytesToStream = int64_t{1} << 24;
+
+// store() past the caches, to an aligned address. Other threads may read the data after finish_streams().
+template <class A, class T>
+inline void stream(T* to, Vec<A> vector) {
+#ifdef DETR_BF_X86
+  if constexpr (kStreams<T, A>) {
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+    return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits_as<__m512i>(vector));
+#elif defined(__AVX2__)
+    return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bits_as<__m256i>(vector));
+#else
+    return _mm_stream_si128(reinterpret_cast<__m128i*>(to), bits_as<__m128i>(vector));
+#endif
+  }
+#endif
+  store<A>(to, vector);
+}
+inline void finish_streams() {
+#ifdef DETR_BF_X86
+  _mm_sfence();
+#endif
 }
 
 // The first count lanes only; the others are read as zero and not written.
