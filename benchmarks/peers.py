@@ -39,6 +39,7 @@ from detr_bf.detectors import Detector
 from detr_bf.export import Exported, Form, OnnxDetector, export_detector
 from detr_bf.files import write_json
 from detr_bf.losses import SetCriterion
+from detr_bf.malloc import keep_freed_memory
 from detr_bf.structures import Batch, ClassMap, Outputs
 from detr_bf.timing import Spread, paired_ratios
 from detr_bf.transformers_folder import in_order_of, transformers_library, write_transformers_folder
@@ -91,6 +92,8 @@ def run(options: argparse.Namespace) -> int:
     transformers_library().utils.logging.disable_progress_bar()
     versions = {name: version(name) for name in ("transformers", "onnxruntime")}
     rows: list[dict[str, Any]] = []
+    if options.device == "cpu" and "inference" not in options.what:
+        keep_freed_memory(large=True)  # as our training does; here also for transformers
     for what in options.what:
         print(f"\n| {what} | way | ms | / baseline | 10th to 90th | |\n|---|---|---|---|---|---|")
         for name in options.detectors:

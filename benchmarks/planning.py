@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from cases import NUM_CLASSES, SEED, Preset, Setting, make_batch, make_optimizer, training_step
 from command import CONFIGS, check_rounds, circumstances, make_parser
 from detr_bf.assembly import build_criterion, build_model
-from detr_bf.assembly.training import keep_freed_memory
 from detr_bf.cli import run_tool
 from detr_bf.files import write_json
+from detr_bf.malloc import keep_freed_memory
 from detr_bf.planning import Gpu, trace
 from detr_bf.timing import Spread, paired_ratios
 

@@ -31,6 +31,7 @@ from detr_bf.engine import (
 )
 from detr_bf.errors import InputError, TrainingError
 from detr_bf.files import check_output_folder, write_json, write_text
+from detr_bf.malloc import keep_freed_memory
 from detr_bf.progress import setup_logging
 from detr_bf.published import find_weights
 from detr_bf.report import machine_info, process_memory, tolerating, write_report
@@ -169,6 +170,7 @@ def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
                 model, classes = task.load_evaluated(source)
                 evaluate = task.build_evaluation(classes, folder)
                 model.to(device_of(config))
+                keep_freed_memory(large=True)
 
             def describe() -> None:
                 statistics = None

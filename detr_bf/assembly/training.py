@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
-import os
 from collections.abc import Iterator
 from functools import partial
 from itertools import zip_longest
@@ -38,21 +36,6 @@ from detr_bf.text import listed
 logger = logging.getLogger(__name__)
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt, in glibc's malloc.h
-LARGEST_MMAP_THRESHOLD = 2**25  # bytes; glibc refuses more
-
-
-def keep_freed_memory() -> None:
-    """Let glibc's malloc keep the memory that a step frees for the next step, on a CPU.
-
-    By default each step returns up to gigabytes to the system and gets them back page by page. Blocks over 32 MiB are
-    returned as before. With another C library, or if an environment variable sets malloc, nothing is changed.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is None or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
-        return
-    mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)  # also ends the automatic change of both
-    mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def precision_of(config: RunConfig, device: torch.device) -> torch.dtype:

@@ -42,6 +42,7 @@ from detr_bf.files import (
     remove_empty,
     write_json,
 )
+from detr_bf.malloc import keep_freed_memory
 from detr_bf.models import load_predictor
 from detr_bf.prediction import Prediction
 from detr_bf.predictor import Predictor
@@ -118,6 +119,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.panoptic:
         _check_unused(options, "--panoptic", threshold is not None)
     output = Output(options.output)
+    keep_freed_memory(large=True)
     if any(is_video_stream(name) or name.lower().endswith(VIDEO_SUFFIXES) for name in options.inputs):
         return _run_video(options, output, threshold)
     if options.every is not None:

@@ -22,6 +22,7 @@ from detr_bf.commands.predict import threshold_of
 from detr_bf.errors import InputError
 from detr_bf.evaluation import DEFAULT_THRESHOLD
 from detr_bf.files import read_regular
+from detr_bf.malloc import keep_freed_memory
 from detr_bf.models import load
 from detr_bf.progress import setup_logging
 from detr_bf.serving.batching import ServingOptions
@@ -96,6 +97,7 @@ def _run(options: argparse.Namespace) -> int:
         half=options.half,
         token=_token(options.token_file),
     )
+    keep_freed_memory(large=True)
     with http.listen(options.host, options.port) as listening:  # before the detector is loaded
         name = Path(options.checkpoint).absolute().name
         service = http.DetectorService(load(options.checkpoint, options.device), limits, name)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from detr_bf.assembly.model import accelerate, device_of
 from detr_bf.assembly.training import (
     check_same_classes,
-    keep_freed_memory,
     learning_rate,
     metrics_log,
     precision_of,
@@ -27,6 +26,7 @@ from detr_bf.data.checks.annotations import Report
 from detr_bf.engine import Checkpoint, EvaluationResult, RunFolder, Trainer, TrainingStep, build_and_load
 from detr_bf.engine.step import Criterion, TrainingBatch
 from detr_bf.errors import InputError
+from detr_bf.malloc import keep_freed_memory
 from detr_bf.report import TaskPage
 from detr_bf.structures import ClassMap
 

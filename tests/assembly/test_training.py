@@ -1,11 +1,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import platform
-import resource
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -227,26 +222,3 @@ def test_tokens_are_counted_as_the_detector_makes_them(size: tuple[int, int]) ->
 def test_what_differs_in_a_class_is_said(found: ClassMap, message: str) -> None:
     with pytest.raises(InputError, match=message):
         check_same_classes(found, trained_on(ClassMap((0, 1), ("cat", "dog"))), FOLDER)
-
-
-FAULTS = """
-import resource, torch
-from detr_bf.assembly.training import keep_freed_memory
-keep_freed_memory()
-for count in range(3):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [torch.ones(2_000_000) for _ in range(20)]
-    del blocks
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc is set")
-@pytest.mark.parametrize("variables", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}])
-def test_freed_memory_is_kept_unless_the_user_sets_malloc(variables: dict[str, str]) -> None:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
-    result = subprocess.run(
-        [sys.executable, "-c", FAULTS], env=environment | variables, capture_output=True, text=True, check=True
-    )
-    pages = 20 * 8_000_000 / resource.getpagesize()
-    assert (int(result.stdout) < 0.1 * pages) == (not variables)

@@ -117,6 +117,13 @@ def plain_loop(epochs: int, accumulate: int, clip: float, decay: float, warmup: 
     return model, average
 
 
+def test_freed_memory_is_kept_with_each_window_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes: list[int] = []
+    monkeypatch.setattr("detr_bf.engine.trainer.keep_large_blocks_if_room", processes.append)
+    make(tmp_path / "run", log_every=2).train()
+    assert processes == [1] * (2 * BATCHES // 2)
+
+
 def test_the_time_of_a_step_is_without_evaluations_and_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
