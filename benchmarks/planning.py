@@ -18,10 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from cases import NUM_CLASSES, SEED, Preset, Setting, make_batch, make_optimizer, training_step
 from command import CONFIGS, check_rounds, circumstances, make_parser
@@ -61,14 +63,15 @@ class Row:
     measured_seconds: float  # median
     time: Spread  # planned / measured, per round, with the time of the baseline in the same round
     planned_bytes: int
-    measured_bytes: int
+    allocated_bytes: int  # by torch, at most
+    resident_bytes: int  # growth of the process, with what malloc cannot use and caches of libraries
 
     def __str__(self) -> str:
-        memory = self.planned_bytes / self.measured_bytes
+        allocated, resident = (self.planned_bytes / each for each in (self.allocated_bytes, self.resident_bytes))
         return (
             f"| {self.case} | {self.planned_seconds:.2f} | {self.measured_seconds:.2f} | {self.time.median:.2f} | "
             f"{self.time.low:.2f} to {self.time.high:.2f} | {self.planned_bytes / MIB:.0f} | "
-            f"{self.measured_bytes / MIB:.0f} | {memory:.2f} |"
+            f"{self.allocated_bytes / MIB:.0f} | {allocated:.2f} | {self.resident_bytes / MIB:.0f} | {resident:.2f} |"
         )
 
 
@@ -89,8 +92,11 @@ def run(options: argparse.Namespace) -> int:
         f"matrix products {1000 * cpu.float32:.0f} GFLOP/s, convolutions {1000 * cpu.tf32:.0f} GFLOP/s, "
         f"memory {cpu.bandwidth:.1f} GB/s"
     )
-    print("| | planned, s | measured, s | planned / measured | 10th to 90th | planned, MiB | measured, MiB | ratio |")
-    print("|---" * 8 + "|")
+    print(
+        "| | planned, s | measured, s | planned / measured | 10th to 90th | planned, MiB | allocated, MiB | ratio | "
+        "resident, MiB | ratio |"
+    )
+    print("|---" * 10 + "|")
     rows = []
     for case in options.cases:
         row = measure(case, cpu, options.rounds)
@@ -131,7 +137,7 @@ def setting_of(case: str, rounds: int = 2) -> Setting:
     return Setting(Preset(height, width, images, overrides, CONFIGS / f"{recipe}.yaml"), torch.device("cpu"), rounds)
 
 
-def step_of(setting: Setting) -> Callable[[], object]:
+def step_of(setting: Setting) -> partial[None]:
     """Return a training step."""
     config = setting.preset.config()
     torch.manual_seed(SEED)
@@ -146,7 +152,7 @@ def measure(case: str, cpu: Gpu, rounds: int) -> Row:
     planned, least = [], []
     for it in (setting, baseline):
         traced = trace(it.preset.config(), NUM_CLASSES, (it.preset.height, it.preset.width), device="cpu")
-        planned.append(traced.needed + 3 * traced.sizes.trainable)
+        planned.append(2 * traced.sizes.trainable + max(traced.needed, traced.sizes.trainable))
         least.append(cpu.least_seconds(traced.work))
     seconds = setting.time({"case": step_of(setting), "baseline": step_of(baseline)}, case, warmup=1)
     gc.collect()
@@ -160,18 +166,25 @@ def measure(case: str, cpu: Gpu, rounds: int) -> Row:
         Spread.of(seconds["case"]).median,
         Spread.of(ratios),
         planned[0],
-        json.loads(measured.splitlines()[-1]),
+        *json.loads(measured.splitlines()[-1]),
     )
 
 
 def print_memory(case: str) -> None:
-    """Print the bytes by which two steps let this process grow at most."""
+    """Print the bytes that torch allocates at most, with the moments, and those by which two steps let it grow."""
     step = step_of(setting_of(case))
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _resident("VmRSS")
     for _ in range(2):
         step()
-    print(_resident("VmHWM") - before)
+    resident = _resident("VmHWM") - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((each for each in events if each.name() == "[memory]"), key=lambda each: each.start_ns())
+    state = step.args[1].state.values()
+    moments = sum(tensor.nbytes for values in state for tensor in values.values())
+    print([moments + max(accumulate(change.nbytes() for change in changes)), resident])
 
 
 def _resident(key: str) -> int:

@@ -254,6 +254,19 @@ def test_a_larger_batch_needs_more_of_everything_but_the_model(name: str) -> Non
     assert plans[0].time.flops_per_step < plans[1].time.flops_per_step < plans[2].time.flops_per_step
 
 
+def test_gradients_replace_activations_unless_they_remain_from_batch_to_batch() -> None:
+    one, more, ranks = (
+        plan_of(tiny(f"train.accumulate={count}"), gpus=gpus) for count, gpus in ((1, 1), (2, 1), (1, 2))
+    )
+    trained = one.memory.moments / 2
+    assert one.memory.activations > trained
+    assert one.memory.gradients == 0
+    assert more.memory.gradients == ranks.memory.gradients == trained
+    frozen = trace(tiny(), CLASSES, SIZE)
+    few = memory_of(tiny(), Machine(gpus=1), replace(frozen, peak=0, kept=100))
+    assert few.gradients + few.activations == trained  # at the optimizer's step
+
+
 def test_accumulation_costs_time_and_no_memory() -> None:
     one, four = (plan_of(tiny(f"train.accumulate={count}"), gpus=2) for count in (1, 4))
     assert four.memory == one.memory

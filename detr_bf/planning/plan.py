@@ -22,7 +22,7 @@ class Memory:
     """Bytes needed on one GPU."""
 
     weights: float
-    gradients: float
+    gradients: float  # beside the activations
     moments: float  # two of AdamW for each trainable parameter
     averaged: float  # averaged weights of train.ema
     activations: float  # at the largest image size, with losses
@@ -165,11 +165,16 @@ def trace_of(config: DetectionConfig, machine: Machine) -> Trace:
 
 
 def memory_of(config: DetectionConfig, machine: Machine, found: Trace) -> Memory:
-    """Return the memory of one GPU at the largest image size."""
+    """Return the memory of one GPU at the largest image size.
+
+    In one process without accumulation gradients replace the activations that the backward pass frees; otherwise they
+    are there from the start.
+    """
+    remain = machine.gpus > 1 or config.train.accumulate > 1
     exchange = 2 * max(found.batch_attention, default=0) if _gathers(config, machine) else 0
     parts = {
         "weights": found.sizes.weights,
-        "gradients": found.sizes.trainable,
+        "gradients": found.sizes.trainable if remain else max(found.sizes.trainable - found.needed, 0),
         "moments": 2 * found.sizes.trainable,
         "averaged": found.sizes.weights if config.train.ema.enabled else 0,
         "activations": found.needed,

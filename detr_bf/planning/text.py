@@ -166,7 +166,8 @@ def assumptions(plan: Plan, config: DetectionConfig, machine: Machine) -> Iterat
     yield (
         f"memory: the training forward pass of {config.train.batch_size} images of {height} x {width}, the largest of "
         f"data.transforms, with {machine.classes(config)} classes (--classes), operator by operator on fake tensors; "
-        "weights and moments are float32; gradients are views of DDP's buckets"
+        "weights and moments are float32; gradients are views of DDP's buckets, or, in "
+        "one process without accumulation, replace the activations that the backward pass frees"
     )
     yield (
         f"allowance: {_gb(CONTEXT)} for CUDA and its libraries and {ALLOWANCE:.0%} of the rest for workspaces, NCCL, "
