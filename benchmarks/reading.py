@@ -38,7 +38,6 @@ from detr_bf.files import write_json
 from detr_bf.timing import Spread
 
 WAYS = ("objects", "columns", "cache")
-OBJECTS = 8  # for each image
 CLASSES = 365
 _FILE_CHECKS = frozenset(("file-missing", "file-unreadable", "size-differs", "size-not-rotated", "image-16-bit"))
 _MEGABYTE = 2**20
@@ -48,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code."""
     parser = make_parser(__doc__, rounds=3, devices=("cpu",))
     parser.add_argument("--images", type=int, default=100_000, metavar="N", help="default %(default)s")
+    parser.add_argument("--objects", type=int, default=8, metavar="N", help="boxes of an image, default %(default)s")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="default all")
     parser.add_argument("--checks", action="store_true", help="run the checks of the annotations, too")
     options = parser.parse_args(arguments)
@@ -61,17 +61,17 @@ def run(options: argparse.Namespace) -> int:
         InputError: no images, or too few rounds.
     """
     check_rounds(options.rounds)
-    if options.images < 1:
-        raise InputError(f"--images must be 1 or more; got {options.images}")
+    if min(options.images, options.objects) < 1:
+        raise InputError(f"--images and --objects must be 1 or more; got {options.images} and {options.objects}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "annotations.json"
-        write_annotations(path, options.images)
+        write_annotations(path, options.images, options.objects)
         size = path.stat().st_size
         measured: dict[str, list[dict[str, float]]] = {way: [] for way in options.ways}
         for _ in range(options.rounds):
             for way in options.ways:
                 measured[way].append(_in_process(way, path, options.checks))
-    print(f"{options.images:,} images, {size / 1e6:,.0f} MB")
+    print(f"{options.images:,} images, {options.images * options.objects:,} boxes, {size / 1e6:,.0f} MB")
     print("| way | reading, s | of the first way | data set, s | checks, s | memory, MB | private, MB |")
     print("|---|---|---|---|---|---|---|")
     first = options.ways[0]
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def write_annotations(path: Path, images: int) -> None:
+def write_annotations(path: Path, images: int, objects: int) -> None:
     """Write a COCO file of random boxes with the keys of Objects365."""
     random = np.random.default_rng(0)
     with path.open("w", encoding="utf-8") as file:
@@ -97,11 +97,11 @@ def write_annotations(path: Path, images: int) -> None:
             file.write(f"{', ' if number > 1 else ''}{json.dumps({**image, **size})}")
         file.write('], "annotations": [')
         for number in range(1, images + 1):
-            boxes = (random.random((OBJECTS, 4)) * (300, 200, 300, 200) + (0, 0, 5, 5)).tolist()
-            labels = random.integers(1, CLASSES + 1, OBJECTS).tolist()
+            boxes = (random.random((objects, 4)) * (300, 200, 300, 200) + (0, 0, 5, 5)).tolist()
+            labels = random.integers(1, CLASSES + 1, objects).tolist()
             entries = [
                 {
-                    "id": OBJECTS * (number - 1) + index + 1,
+                    "id": objects * (number - 1) + index + 1,
                     "iscrowd": 0,
                     "isfake": 0,
                     "area": bbox[2] * bbox[3],
