@@ -14,7 +14,7 @@ from detr_bf.data.coco import read_annotations
 
 def test_the_file_is_valid_and_repeatable(tmp_path: Path) -> None:
     for name in ("a.json", "b.json"):
-        reading.write_annotations(tmp_path / name, 3)
+        reading.write_annotations(tmp_path / name, 3, objects=8)
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
     content = read_annotations(tmp_path / "a.json")
     assert (len(content.images), len(content.annotations), len(content.categories)) == (3, 24, 365)
@@ -26,7 +26,7 @@ def test_a_measurement_is_printed(
 ) -> None:
     monkeypatch.setenv("DETR_BF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(coco, "LARGE_FILE", 1)
-    reading.write_annotations(tmp_path / "a.json", 4)
+    reading.write_annotations(tmp_path / "a.json", 4, objects=8)
     reading.measure("columns", str(tmp_path / "a.json"), True)
     found = json.loads(capsys.readouterr().out)
     assert min(found[key] for key in ("read", "dataset", "checks")) > 0
@@ -44,7 +44,7 @@ def test_every_way_is_printed_and_written(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [(["--rounds", "1"], "--rounds must be"), (["--images", "0"], "--images must")]
+    ("arguments", "said"), [(["--rounds", "1"], "--rounds must be"), (["--images", "0"], "--images and --objects must")]
 )
 def test_impossible_wishes_are_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert reading.main(arguments) == 2
