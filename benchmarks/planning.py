@@ -3,8 +3,9 @@
 OMP_NUM_THREADS=1 python benchmarks/planning.py --rounds 3 --output benchmarks/results/planning_cpu.json
 
 The planner has data sheets of GPUs only; here the rates of arithmetic and memory are measured first. As on a GPU, one
-share of them is assumed to be reached; it is that of DETR, which is timed in turn with each other recipe. Memory is the
-largest growth of a process in two steps (Linux only); the planner's is that of gradients, moments and activations.
+share of them is assumed to be reached; it is that of DETR, which is timed in turn with each other recipe. The planned
+memory is that of gradients, moments and activations, the allocated one what torch has at most, the resident one the
+largest growth of a process in two steps (Linux only).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Settings of glibc's malloc, for processes that are ours: memory that a step frees is kept for the next one.
+"""Settings of glibc's malloc: memory that a call frees is kept for the next one.
 
-By default each forward or backward pass returns up to gigabytes to the system and gets them back page by page. On a
-virtual machine this took a third of a training step of Deformable DETR (benchmarks/README.md, "Freed memory"). With
-another C library, or if an environment variable sets malloc, nothing is changed.
+By default a forward or backward pass returns up to gigabytes to the system and gets them back page by page
+(benchmarks/README.md, "Freed memory"). The settings hold for the whole process, that of a notebook as well, and memory
+of a GPU is not concerned. With another C library, or if an environment variable sets malloc, nothing is changed.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # of mallopt, in glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8  # of mallopt, in glibc's malloc.h
 _LARGEST_MMAP_THRESHOLD = 2**25  # bytes; glibc refuses more
 
 
 def keep_freed_memory(*, large: bool = False) -> None:
-    """Keep freed blocks of up to 32 MiB, with ``large`` all, in this process.
+    """Keep freed blocks of up to 32 MiB, with ``large`` all, also those of threads that start later.
 
-    Keeping large ones costs memory in training: the peak of Deformable DETR with 2 to 4 images grew by 13 to 43 %, that
-    of inference by 3 %.
+    Keeping large ones costs memory in training.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is None or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+    libc = _libc()
+    if libc is None:
         return
-    mallopt(_TRIM_THRESHOLD, -1)
+    libc.mallopt(_TRIM_THRESHOLD, -1)
     if large:
-        mallopt(_MMAP_MAX, 0)
+        libc.mallopt(_MMAP_MAX, 0)
+        libc.mallopt(_ARENA_MAX, 1)  # an arena of another thread returns large blocks in any case
     else:
-        mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)  # also ends the automatic change of both
+        libc.mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)  # also ends the automatic change of both
 
 
 def keep_large_blocks_if_room(processes: int) -> None:
@@ -43,15 +44,28 @@ def keep_large_blocks_if_room(processes: int) -> None:
         keep_freed_memory(large=True)
 
 
+def release_freed_memory() -> None:
+    """Return what is kept to the system, before a fork: child processes would hold it for as long as they live."""
+    libc = _libc()
+    if libc is not None:
+        libc.malloc_trim(0)
+
+
+def _libc() -> Any:
+    """Return the C library if it is glibc and no environment variable sets its malloc, else None."""
+    libc = ctypes.CDLL(None) if os.name == "posix" else None
+    is_set = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
+    return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") and not is_set else None
+
+
 def _available_bytes(root: Path) -> Iterator[int]:
     """Yield what the system has left, and each control group of this process with a limit (versions 1 and 2)."""
-    meminfo = _table(root / "proc/meminfo")
-    yield meminfo["MemAvailable:"] * 2**10
+    yield _table(root / "proc/meminfo").get("MemAvailable:", 0) * 2**10
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
+        if controllers and "memory" not in controllers.split(","):
             continue
-        top = root / "sys/fs/cgroup" / controllers
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
         cache = "total_inactive_file" if controllers else "inactive_file"
         group = top / path.strip().lstrip("/")
@@ -64,7 +78,8 @@ def _available_bytes(root: Path) -> Iterator[int]:
 
 
 def _table(file: Path) -> dict[str, int]:
-    return {name: int(value.split()[0]) for name, value in (line.split(maxsplit=1) for line in _lines(file))}
+    fields = (line.split() for line in _lines(file))
+    return {words[0]: int(words[1]) for words in fields if len(words) > 1 and words[1].isdecimal()}
 
 
 def _lines(file: Path) -> list[str]:

@@ -15,21 +15,53 @@ from detr_bf import malloc
 
 MIB = 2**20
 FAULTS = """
-import resource, sys, torch
+import resource, sys, threading, torch
 from detr_bf.malloc import keep_freed_memory
-count, mib, large = map(int, sys.argv[1:])
+count, mib, large, in_a_thread = map(int, sys.argv[1:])
 keep_freed_memory()
 if large:
     keep_freed_memory(large=True)
-for _ in range(8):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [torch.ones(mib * 2**18) for _ in range(count)]
-    del blocks
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+def work():
+    global faults
+    for _ in range(8):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        blocks = [torch.ones(mib * 2**18) for _ in range(count)]
+        del blocks
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+if in_a_thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+else:
+    work()
+print(faults)
 """
+FORK = """
+import sys, torch
+from detr_bf.data.loader import BatchLoader
+from detr_bf.malloc import keep_freed_memory
+
+def resident(process):
+    lines = open(f"/proc/{process}/status").read().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) // 1024
+
+keep_freed_memory(large=True)
+block = torch.ones(2**26)
+del block
+before = resident("self")
+batches = iter(BatchLoader(range(4), num_workers=int(sys.argv[1])))
+next(batches)
+print(before - resident("self"))
+"""
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc is set")
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc is set")
+@needs_glibc
+@pytest.mark.skipif(LARGE_PAGES.is_file() and "[always]" in LARGE_PAGES.read_text(), reason="new memory in large pages")
+@pytest.mark.parametrize("in_a_thread", [False, True])
 @pytest.mark.parametrize(
     ("variables", "count", "mib", "large", "kept"),
     [
@@ -41,15 +73,26 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     ],
 )
 def test_freed_memory_is_kept_unless_the_user_sets_malloc(
-    variables: dict[str, str], count: int, mib: int, large: bool, kept: bool
+    variables: dict[str, str], count: int, mib: int, large: bool, kept: bool, in_a_thread: bool
 ) -> None:
+    if in_a_thread and not large:
+        pytest.skip("depends on the arena of the thread")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
     # new memory comes in small pages, as torch requests it by default
     environment.pop("THP_MEM_ALLOC_ENABLE", None)
-    command = [sys.executable, "-c", FAULTS, str(count), str(mib), str(int(large))]
+    command = [sys.executable, "-c", FAULTS, str(count), str(mib), str(int(large)), str(int(in_a_thread))]
     result = subprocess.run(command, env=environment | variables, capture_output=True, text=True, check=True)
     pages = count * mib * MIB / os.sysconf("SC_PAGE_SIZE")
     assert (int(result.stdout) < 0.1 * pages) == kept
+
+
+@needs_glibc
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_with_workers_releases_what_is_kept(workers: int) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", FORK, str(workers)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert (int(done.stdout) > 200) == (workers > 0)  # MiB of 256
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -60,7 +103,7 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 SYSTEM = "MemTotal:  900 kB\nMemAvailable:  800 kB\nHugePages_Total:       0\n"
 VERSION_2 = "0::/work.slice/job.scope\n"
-VERSION_1 = "5:cpu,cpuacct:/docker/f3\n4:memory:/docker/f3\n"
+VERSION_1 = "5:cpuset:/docker/f3\n4:cpu,memory:/docker/f3\n"
 
 
 @pytest.mark.parametrize(
@@ -104,6 +147,7 @@ def test_memory_that_is_left(files: dict[str, str], available: list[int], tmp_pa
 
 
 @pytest.mark.parametrize(("processes", "available", "kept"), [(1, 1000, True), (1, 999, False), (2, 1000, False)])
+@pytest.mark.skipif(not Path("/proc/meminfo").is_file(), reason="the memory that is left is known on Linux only")
 def test_large_blocks_are_kept_if_the_memory_holds_twice_the_peak(
     processes: int, available: int, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from detr_bf.data.workers import (
     raise_deaths,
 )
 from detr_bf.errors import InputError
+from detr_bf.malloc import release_freed_memory
 
 SampleT = TypeVar("SampleT")
 BatchT = TypeVar("BatchT")
@@ -33,6 +34,8 @@ class BatchLoader(DataLoader[BatchT]):
 
     def __iter__(self) -> Iterator[BatchT]:  # type: ignore[override]
         disarm_dataloader_handler()
+        if self.num_workers:
+            release_freed_memory()
         batches = super().__iter__()
         workers: Sequence[BaseProcess] = batches._workers if self.num_workers else ()  # type: ignore[attr-defined]
         try:

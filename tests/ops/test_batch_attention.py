@@ -176,6 +176,35 @@ def test_any_number_of_threads_gives_the_same_bits(images: int) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "positions", "width"),
+    [(torch.float32, 8192, 64), (torch.float64, 4096, 64), (torch.float32, 26_215, 20), (torch.bfloat16, 8192, 128)],
+)
+def test_large_results_agree_with_those_of_parts(dtype: torch.dtype, positions: int, width: int, threads: int) -> None:
+    """Results of 16 MiB or more are written past the caches, those of a quarter are not."""
+    tensors = [tensor.to(dtype) for tensor in example(2, positions, 4, width)]
+    gradient = torch.randn(2, positions, 4, width, generator=torch.Generator().manual_seed(3)).to(dtype)
+    assert gradient.nbytes >= 2**24
+    quarters = range(0, positions, positions // 4 + 1)
+
+    def found(*inputs: Tensor) -> list[Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
+        output = batch_attention(leaves[0], leaves[1], leaves[2])
+        return [output.detach(), *torch.autograd.grad(output, leaves, inputs[3])]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = found(*tensors, gradient)
+        parts = [found(*(each[:, at : at + positions // 4 + 1] for each in (*tensors, gradient))) for at in quarters]
+    finally:
+        torch.set_num_threads(before)
+    for number, each in enumerate(whole):
+        assert torch.equal(each, torch.cat([part[number] for part in parts], 1)), number
+
+
+@needs_kernels
 @pytest.mark.parametrize("instructions", ["baseline", "v3"])
 def test_lower_instruction_sets(instructions: str) -> None:
     """Run the same tests in a process with a lower instruction set."""

@@ -61,6 +61,27 @@ def test_kernels_and_reference_agree_to_the_bit(dtype: torch.dtype) -> None:
     assert torch.equal(torch.ops.detr_bf.relu_dropout(x, 0.3, SEED), dropout_reference(x.relu(), 0.3, SEED))
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_large_results_agree_with_the_reference_to_the_bit(dtype: torch.dtype, threads: int) -> None:
+    """Results of 16 MiB or more are written past the caches."""
+    x = torch.randn(2**24 // dtype.itemsize + 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    gradient = x.flip(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        dropped = torch.ops.detr_bf.dropout_add(x, None, 0.3, SEED)
+        leaf = x.clone().requires_grad_()
+        output = relu_dropout(leaf, 0.3, seed=SEED)
+        (found,) = torch.autograd.grad(output, leaf, gradient)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(dropped, dropout_reference(x, 0.3, SEED))
+    assert torch.equal(output.detach(), dropout_reference(x.relu(), 0.3, SEED))
+    assert torch.equal(found, torch.where(output > 0, dropout_reference(gradient, 0.3, SEED), 0))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_precision(backend: str, dtype: torch.dtype) -> None:
     """The reference rounds the update before adding it."""

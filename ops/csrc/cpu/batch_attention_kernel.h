@@ -30,7 +30,7 @@ class Numbers {
   }
 
  private:
-  // About 8 KiB of numbers.
+  // About 8 KiB of numbers for a few images.
   static int64_t positions_of(const BatchAttention& b) { return 4096 / (b.images * b.images * b.heads) + 1; }
   // The elements of a call are numbered by key, position, head and query.
   int64_t element(int64_t key, int64_t position) const { return (key * b_.positions + position) * lanes_; }
