@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,21 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 def make_parser(
-    description: str | None, *, rounds: int, devices: Sequence[str] = ("auto", "cpu", "cuda")
+    description: str | None,
+    *,
+    rounds: int,
+    devices: Sequence[str] = ("auto", "cpu", "cuda"),
+    cases: Iterable[str] = (),
 ) -> argparse.ArgumentParser:
-    """Return a parser with the common options; ``rounds`` and the first of ``devices`` are the defaults."""
+    """Return a parser with the common options; ``rounds``, the first of ``devices`` and all ``cases`` are defaults."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=devices, default=devices[0], help="default %(default)s")
     parser.add_argument(
         "--rounds", type=int, default=rounds, metavar="N", help="rounds of each comparison, default %(default)s"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write all numbers here, as JSON")
+    if cases := list(cases):
+        parser.add_argument("--cases", nargs="+", choices=cases, default=cases, metavar="CASE", help="default all")
     return parser
 
 

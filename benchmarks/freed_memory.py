@@ -45,9 +45,7 @@ MIB = 2**20
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code."""
-    parser = make_parser(__doc__, rounds=3, devices=("cpu",))
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="default all")
-    options = parser.parse_args(arguments)
+    options = make_parser(__doc__, rounds=3, devices=("cpu",), cases=CASES).parse_args(arguments)
     return run_tool(lambda: run(options))
 
 

@@ -55,13 +55,12 @@ def operator_parser(
     description: str | None, *, cases: Sequence[str], batch_sizes: Sequence[int]
 ) -> argparse.ArgumentParser:
     """Return a parser with the options of all operator benchmarks."""
-    parser = make_parser(description, rounds=7, devices=("cpu", "cuda"))
+    parser = make_parser(description, rounds=7, devices=("cpu", "cuda"), cases=cases)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default %(default)s")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="on a CPU, default %(default)s")
     parser.add_argument(
         "--batch-sizes", type=int, nargs="+", default=batch_sizes, metavar="B", help="default %(default)s"
     )
-    parser.add_argument("--cases", nargs="+", choices=cases, default=cases, help="default all")
     parser.add_argument(
         "--keep-memory", action="store_true", help="let malloc keep freed memory, so that no new pages are needed"
     )

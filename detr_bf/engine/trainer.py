@@ -36,7 +36,7 @@ from detr_bf.engine.step import (
     wrap_ddp,
 )
 from detr_bf.errors import Interrupted
-from detr_bf.malloc import keep_large_blocks_if_room
+from detr_bf.malloc import keep_large_blocks_if_possible
 from detr_bf.progress import progress_bar
 from detr_bf.structures import ClassMap
 
@@ -195,7 +195,7 @@ class Trainer:
         if self.progress.step % self.settings.log_every == 0:
             self._write_window()
             if self.step.device.type == "cpu":
-                keep_large_blocks_if_room(distributed.world_size())
+                keep_large_blocks_if_possible(distributed.world_size())
         if flags.stop or flags.save or self.progress.step % self.settings.checkpoint_every == 0:
             self.save()
         if flags.stop:

@@ -119,7 +119,7 @@ def plain_loop(epochs: int, accumulate: int, clip: float, decay: float, warmup: 
 
 def test_freed_memory_is_kept_with_each_window_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes: list[int] = []
-    monkeypatch.setattr("detr_bf.engine.trainer.keep_large_blocks_if_room", processes.append)
+    monkeypatch.setattr("detr_bf.engine.trainer.keep_large_blocks_if_possible", processes.append)
     make(tmp_path / "run", log_every=2).train()
     assert processes == [1] * (2 * BATCHES // 2)
 
