@@ -19,7 +19,7 @@ IN_A_PROCESS = """
 import sys
 import torch
 import freed_memory
-freed_memory.call_of = lambda case: lambda: torch.ones(2**24)
+freed_memory.call_of = lambda case: lambda: [torch.ones(2**24).shape for _ in range(8)]
 freed_memory.measure("small", sys.argv[1])
 """
 
@@ -33,9 +33,8 @@ def test_pages_and_peak_of_each_way(way: str) -> None:
     command = [sys.executable, "-c", IN_A_PROCESS, way]
     found = json.loads(subprocess.run(command, env=variables, check=True, capture_output=True, text=True).stdout)
     block = 4 * 2**24
-    pages = block // os.sysconf("SC_PAGE_SIZE")
-    assert (found["pages"] < 0.1 * pages) == (way == freed_memory.ALL)
-    assert found["pages"] < 1.1 * pages
+    share = found["pages"] / (8 * block / os.sysconf("SC_PAGE_SIZE"))
+    assert share < 0.5 if way == freed_memory.ALL else 0.9 < share < 1.1
     assert found["peak"] > block
     assert found["seconds"] > 0
 
