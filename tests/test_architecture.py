@@ -39,9 +39,9 @@ ALLOWED: dict[str, set[str]] = {
     "downloads": {"errors", "text", "files", "progress"},
     "hub": {"errors", "text"},
     "published": {"errors", "text", "files", "downloads", "hub"},
-    "backbones": {"errors", "text", "structures", "files"},
+    "backbones": {"errors", "text", "structures", "files", "layers"},
     "transformer": {"errors", "structures", "boxes", "batchformer", "layers"},
-    "detectors": {"errors", "structures", "boxes", "batchformer", "layers", "backbones", "transformer"},
+    "detectors": {"errors", "structures", "boxes", "ops", "batchformer", "layers", "backbones", "transformer"},
     "losses": {"errors", "distributed", "structures", "boxes"},
     "plugins": {
         "errors",

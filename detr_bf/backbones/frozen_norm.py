@@ -3,17 +3,16 @@
 A frozen norm multiplies each channel by a constant and adds one: a convolution with scaled weights and a bias does the
 same without another pass over its output. Names, weights and state dicts stay as they are.
 
-Limits: the norms must not be replaced afterwards (the convolution would still apply the former one), a compiled part
-must hold a convolution together with its norm, and weights that are changed through ``tensor.data`` or NumPy while
-gradients are off are not noticed until gradients are on once; torch counts no such change.
+Limits: the norms must not be replaced afterwards (the convolution would still apply the former one), and a compiled
+part must hold a convolution together with its norm.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from timm.layers.conv2d_same import Conv2dSame
 from timm.layers.norm_act import FrozenBatchNormAct2d
 from timm.layers.padding import pad_same
@@ -22,49 +21,32 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torchvision.ops import FrozenBatchNorm2d
 
+from detr_bf.layers import Kernel, fold_norm
+
 TRIAL_SIDE = 64  # pixels of the image with which the order of the layers is found
-
-
-class _Scaled(NamedTuple):
-    """Scaled weights, and the state of the tensors that they were computed from."""
-
-    state: tuple[object, ...]
-    weight: Tensor
-    bias: Tensor
 
 
 class _NormedConv(nn.Conv2d):
     """Convolution that applies the frozen norm after it, except while torch compiles or exports."""
 
     followed_by: tuple[nn.Module]  # the norm; a tuple, so that it is not a submodule
-    kept: _Scaled | None = None
+    kernel: Kernel
 
-    def scaled(self) -> tuple[Tensor, Tensor]:
-        """Return weights (O, I, kh, kw) and bias (O,); without gradients they are kept until a source changes."""
+    def with_norm(self, x: Tensor, padding: tuple[int, int] | None = None) -> Tensor:
+        """Return the normalised convolution of (B, C, h, w) maps; ``padding`` replaces that of the convolution."""
         norm: Any = self.followed_by[0]
         sources = [self.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var]
         sources += [] if self.bias is None else [self.bias]
-        keep = not (torch.is_grad_enabled() or any(tensor.is_inference() for tensor in sources))
-        state = tuple((tensor.data_ptr(), tensor._version, tensor.dtype) for tensor in sources) if keep else ()
-        kept = self.kept
-        if keep and kept is not None and kept.state == state:
-            return kept.weight, kept.bias
-        scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
-        weight = (self.weight * scale[:, None, None, None]).to(self.weight.dtype)
-        mean = norm.running_mean if self.bias is None else norm.running_mean - self.bias
-        bias = (norm.bias - mean * scale).to(self.weight.dtype)
-        self.kept = _Scaled(state, weight, bias) if keep else None
-        return weight, bias
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "kept": None}
+        return self.kernel.convolve(x, sources, partial(fold_norm, self, norm), self, padding=padding)
 
 
 class NormedConv2d(_NormedConv):
     """torch's convolution with the frozen norm after it."""
 
     def forward(self, input: Tensor) -> Tensor:  # name of the base class
-        return super().forward(input) if torch.compiler.is_compiling() else self._conv_forward(input, *self.scaled())
+        if torch.compiler.is_compiling():
+            return super().forward(input)
+        return self.with_norm(input)
 
 
 class NormedConv2dSame(_NormedConv, Conv2dSame):
@@ -73,8 +55,7 @@ class NormedConv2dSame(_NormedConv, Conv2dSame):
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return Conv2dSame.forward(self, x)
-        padded = pad_same(x, self.kernel_size, self.stride, self.dilation)  # type: ignore[arg-type]
-        return F.conv2d(padded, *self.scaled(), self.stride, (0, 0), self.dilation, self.groups)
+        return self.with_norm(pad_same(x, self.kernel_size, self.stride, self.dilation), (0, 0))  # type: ignore[arg-type]
 
 
 class PassedNorm2d(FrozenBatchNorm2d):
@@ -99,13 +80,16 @@ NORMS = {FrozenBatchNorm2d: PassedNorm2d, FrozenBatchNormAct2d: PassedNormAct2d}
 def fold_frozen_norms(body: nn.Module) -> None:
     """Let the convolutions of ``body`` apply the frozen norms after them (in-place).
 
-    A norm stays if its input is not the output of one convolution, or if something else reads this output as well.
+    A norm stays if its input is not the output of one convolution, if something else reads this output as well, and
+    after a convolution that pads with other values than zeros or by name ("same").
 
     Args:
         body: accepts (B, 3, H, W) images; all submodules in training mode.
     """
     for convolution, norm in _pairs(body):
-        convolution.followed_by = (norm,)  # type: ignore[assignment]
+        if convolution.padding_mode != "zeros" or isinstance(convolution.padding, str):
+            continue
+        convolution.followed_by, convolution.kernel = (norm,), Kernel()  # type: ignore[assignment]
         convolution.__class__ = CONVOLUTIONS[type(convolution)]
         norm.__class__ = NORMS[type(norm)]
 

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detr_bf.batchformer.gather import Exchange
 from detr_bf.errors import InputError
-from detr_bf.ops import batch_attention_packed, relu_dropout, residual_dropout
+from detr_bf.ops import LinearLayer, batch_attention_packed, linear, relu_dropout, residual_dropout
 
 
 class BatchEncoderLayer(nn.TransformerEncoderLayer):
@@ -32,6 +31,8 @@ class BatchEncoderLayer(nn.TransformerEncoderLayer):
 
     def __init__(self, dim: int, heads: int, *, feedforward_dim: int, dropout: float) -> None:
         super().__init__(dim, heads, dim_feedforward=feedforward_dim, dropout=dropout)
+        for part in (self.linear1, self.linear2, self.self_attn.out_proj):
+            part.__class__ = LinearLayer
 
     def forward(  # type: ignore[override]
         self, tokens: Tensor, ignored: Tensor | None = None, exchange: Exchange | None = None
@@ -70,7 +71,7 @@ class BatchEncoderLayer(nn.TransformerEncoderLayer):
     def _packed(self, tokens: Tensor, exchange: Exchange | None) -> Tensor:
         """Return query, key and value (B, S, 3, H, D), with ``exchange`` (A, P, 3, H, D)."""
         attention = self.self_attn
-        packed = F.linear(tokens, attention.in_proj_weight, attention.in_proj_bias)
+        packed = linear(tokens, attention.in_proj_weight, attention.in_proj_bias)
         packed = packed.unflatten(-1, (3, attention.num_heads, attention.head_dim))
         return packed if exchange is None else exchange.spread(packed)
 
@@ -102,8 +103,8 @@ class BatchFormerLayer(nn.Module):
     def initialize_as_pytorch(self) -> None:
         """Give all weights the initial values of ``nn.TransformerEncoderLayer`` instead of Xavier's."""
         for layer in cast("Iterable[BatchEncoderLayer]", self.layers):
-            for linear in (layer.linear1, layer.linear2, layer.self_attn.out_proj):
-                linear.reset_parameters()
+            for part in (layer.linear1, layer.linear2, layer.self_attn.out_proj):
+                part.reset_parameters()
             layer.self_attn._reset_parameters()  # query, key and value, and zeros as biases
 
     def forward(self, tokens: Tensor, padding_mask: Tensor | None = None, exchange: Exchange | None = None) -> Tensor:

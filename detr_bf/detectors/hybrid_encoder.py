@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from detr_bf.detectors.smca_multi_scale import as_maps, as_tokens
 from detr_bf.errors import InputError
+from detr_bf.layers import Kernel, fold_norm
 from detr_bf.structures import TokenBatch
 from detr_bf.transformer import Encoder
 
@@ -128,9 +130,19 @@ class NormedConvolution(nn.Module):
         self.convolution = nn.Conv2d(in_channels, channels, kernel, stride, padding=kernel // 2, bias=False)
         self.norm = nn.BatchNorm2d(channels)
         self.activation = activation or nn.Identity()
+        self.kernel = Kernel()
+
+    def sources(self) -> list[Tensor]:
+        """Return the tensors that :func:`fold_norm` reads."""
+        norm = self.norm
+        return [self.convolution.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var]  # type: ignore[list-item]
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve and normalise; InputError in training for one image of one cell, which has no variance."""
+        if is_inference(self.norm):
+            convolution, activation = self.convolution, "swish" if isinstance(self.activation, nn.SiLU) else "none"
+            fold = partial(fold_norm, convolution, self.norm)
+            return self.kernel.convolve(x, self.sources(), fold, convolution, activation=activation)
         x = self.convolution(x)
         if self.norm.training and x[:, 0].numel() == 1:
             raise InputError(
@@ -147,9 +159,24 @@ class RepVggBlock(nn.Module):
         super().__init__()
         self.wide = NormedConvolution(channels, channels, 3)
         self.narrow = NormedConvolution(channels, channels, 1)
+        self.kernel = Kernel()
 
     def forward(self, x: Tensor) -> Tensor:
+        """Convolve; in inference with the one convolution that both are together."""
+        if is_inference(self.wide.norm, self.narrow.norm):
+            sources, wide = [*self.wide.sources(), *self.narrow.sources()], self.wide.convolution
+            return self.kernel.convolve(x, sources, self.merged, wide, activation="swish")
         return F.silu(self.wide(x) + self.narrow(x))
+
+    def merged(self) -> tuple[Tensor, Tensor]:
+        """Return weights (C, C, 3, 3) and bias (C,) of the sum of both convolutions."""
+        (wide, bias), (narrow, more) = (fold_norm(it.convolution, it.norm) for it in (self.wide, self.narrow))
+        return wide + F.pad(narrow, (1, 1, 1, 1)), bias + more
+
+
+def is_inference(*norms: nn.Module) -> bool:
+    """Return whether the norms have fixed statistics, gradients are off, and torch does not compile or export."""
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or any(norm.training for norm in norms))
 
 
 class FusionBlock(nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from detr_bf.boxes import inverse_sigmoid
 from detr_bf.errors import InputError
 from detr_bf.layers import full_precision, sine_of_coordinates
+from detr_bf.ops import LinearLayer
 from detr_bf.structures import Outputs, Queries, QueryGroup, Target, TokenBatch
 from detr_bf.transformer import in_groups
 
@@ -31,7 +32,7 @@ class TokenProposals(nn.Module):
 
     def __init__(self, dim: int, *, class_head: nn.Module, box_head: nn.Module) -> None:
         super().__init__()
-        self.project = nn.Linear(dim, dim)
+        self.project = LinearLayer(dim, dim)
         self.norm = nn.LayerNorm(dim)
         self.class_head = class_head
         self.box_head = box_head

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detr_bf.errors import InputError
-from detr_bf.ops import ms_deform_attn
+from detr_bf.ops import LinearLayer, ms_deform_attn
 
 
 class AttentionRecord(NamedTuple):
@@ -89,10 +89,10 @@ class MultiHeadAttention(nn.Module):
         check_heads(dim, heads)
         self.heads = heads
         self.dropout = dropout
-        self.query = nn.Linear(dim, dim)
-        self.key = nn.Linear(dim, dim)
-        self.value = nn.Linear(dim, dim)
-        self.out = nn.Linear(dim, dim)
+        self.query = LinearLayer(dim, dim)
+        self.key = LinearLayer(dim, dim)
+        self.value = LinearLayer(dim, dim)
+        self.out = LinearLayer(dim, dim)
         for projection in (self.query, self.key, self.value):
             nn.init.xavier_uniform_(projection.weight, gain=0.5**0.5)
             nn.init.zeros_(projection.bias)
@@ -157,10 +157,10 @@ class DeformableAttention(nn.Module):
         scale = [1 / count for count in per_level for _ in range(count)]
         self.register_buffer("scale", None if isinstance(points, int) else torch.tensor(scale))
         self.discrete, self.released_cells = discrete, released_cells
-        self.sampling_offsets = nn.Linear(dim, heads * sum(per_level) * 2)
-        self.attention_weights = nn.Linear(dim, heads * sum(per_level))
-        self.value = nn.Linear(dim, dim)
-        self.out = nn.Linear(dim, dim)
+        self.sampling_offsets = LinearLayer(dim, heads * sum(per_level) * 2)
+        self.attention_weights = LinearLayer(dim, heads * sum(per_level))
+        self.value = LinearLayer(dim, dim)
+        self.out = LinearLayer(dim, dim)
         for projection in (self.sampling_offsets, self.attention_weights):
             nn.init.zeros_(projection.weight)
             nn.init.zeros_(projection.bias)
@@ -209,16 +209,23 @@ class DeformableAttention(nn.Module):
 
     def _locations(self, reference: Tensor, offsets: Tensor, spatial_shapes: Sequence[tuple[int, int]]) -> Tensor:
         """Return sampling points for offsets (R, Q, H, L, P, 2), in cells for points and in size / 2P for boxes."""
-        centre = reference[:, :, None, :, None, :2]
+        centre, steps = self._spread(reference[..., :2]), offsets.flatten(3)
         if reference.shape[-1] == 2:
             sizes = [(width, height) for height, width in spatial_shapes]
             size = torch.tensor(sizes, dtype=offsets.dtype, device=offsets.device)  # new_tensor takes no symbols
-            return centre + offsets / size[:, None]
-        if self.scale is None:
-            steps = offsets / self.points
+            located = centre + steps / self._spread(size[None, None])
         else:
-            steps = offsets * self._by_level(self.scale.to(offsets.dtype)[None, None, None, :, None])
-        return centre + steps * reference[:, :, None, :, None, 2:] * 0.5
+            if self.scale is None:
+                steps = steps / self.points
+            else:
+                scale = self._by_level(self.scale.to(offsets.dtype)[None, None, None, :, None])
+                steps = steps * scale.expand(-1, -1, -1, -1, -1, 2).flatten(3)
+            located = centre + steps * self._spread(reference[..., 2:] * 0.5)
+        return located.unflatten(-1, (self.levels, self.points, 2))
+
+    def _spread(self, x: Tensor) -> Tensor:
+        """Repeat (R, Q, L, 2) for the points of a level -> (R, Q, 1, L * P * 2), which torch adds in long rows."""
+        return x[..., None, :].expand(-1, -1, -1, self.points, -1).flatten(2)[:, :, None]
 
 
 def nearest_cells(points: Tensor, spatial_shapes: Sequence[tuple[int, int]], *, released: bool = False) -> Tensor:

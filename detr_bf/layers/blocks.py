@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -11,11 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detr_bf.errors import InputError
-from detr_bf.ops import library, relu_dropout, residual_dropout
+from detr_bf.ops import LinearLayer, library, relu_dropout, residual_dropout
 
 M = TypeVar("M", bound=nn.Module)
 
-ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "prelu": nn.PReLU, "gelu": nn.GELU}
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": partial(nn.ReLU, inplace=True),
+    "prelu": nn.PReLU,
+    "gelu": nn.GELU,
+}
 
 
 def full_precision(module: nn.Module, x: Tensor) -> Tensor:
@@ -73,12 +78,12 @@ class FeedForward(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise InputError(f"activation must be {', '.join(ACTIVATIONS)}; got '{activation}'")
-        self.expand = nn.Linear(dim, hidden_dim)
+        self.expand = LinearLayer(dim, hidden_dim)
         self.activation = ACTIVATIONS[activation]()
         self.dropout = nn.Dropout(dropout)
-        self.contract = nn.Linear(hidden_dim, dim)
-        for linear in (self.expand, self.contract):
-            nn.init.xavier_uniform_(linear.weight)
+        self.contract = LinearLayer(hidden_dim, dim)
+        for layer in (self.expand, self.contract):
+            nn.init.xavier_uniform_(layer.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.expand(x)
@@ -92,7 +97,7 @@ class MLP(nn.Module):
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        self.layers = nn.ModuleList(LinearLayer(a, b) for a, b in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:

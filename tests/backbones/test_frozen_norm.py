@@ -123,7 +123,7 @@ def test_weights_kept_in_inference_follow_every_change() -> None:
                 assert same(pickle.loads(pickle.dumps(body))(images()), expected)
 
     check()
-    assert first.kept is not None
+    assert first.kernel.kept is not None
     for module in (network, body):
         with torch.no_grad():
             next(module.parameters()).mul_(2)
@@ -138,7 +138,7 @@ def test_weights_kept_in_inference_follow_every_change() -> None:
             parameter.data = parameter.data * 0.9
     check()
     assert not same(twin(images()), body(images()))  # the copy has norms and weights of its own
-    assert first.kept is None  # released in training
+    assert first.kernel.kept is None  # released in training
 
 
 @pytest.mark.parametrize("name", ["resnet50", "timm:tf_efficientnet_lite0"])
@@ -190,3 +190,14 @@ def test_a_convolution_that_others_read_keeps_its_norm(returns: bool) -> None:
     fold_frozen_norms(network)
     assert type(network.norm) is FrozenBatchNorm2d
     assert all(map(torch.equal, network(torch.ones(1, 3, 4, 4)), before))
+
+
+@pytest.mark.parametrize("settings", [{"padding": "same"}, {"padding": 1, "padding_mode": "reflect"}])
+def test_other_paddings_keep_their_norms(settings: dict[str, object]) -> None:
+    network = nn.Sequential(nn.Conv2d(3, 3, 3, **settings), FrozenBatchNorm2d(3))  # type: ignore[arg-type]
+    network[1].running_mean.normal_()
+    with torch.no_grad():
+        before = network(torch.ones(1, 3, 6, 6))
+        fold_frozen_norms(network)
+        assert type(network[1]) is FrozenBatchNorm2d
+        assert torch.equal(network(torch.ones(1, 3, 6, 6)), before)

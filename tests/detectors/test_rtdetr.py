@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +14,12 @@ from torch import nn
 
 from detr_bf.detectors import Detector, MaskHead, Options
 from detr_bf.detectors.denoising import ContrastiveDenoising
-from detr_bf.detectors.hybrid_encoder import cell_position, without_updating_statistics
+from detr_bf.detectors.hybrid_encoder import (
+    NormedConvolution,
+    RepVggBlock,
+    cell_position,
+    without_updating_statistics,
+)
 from detr_bf.detectors.smca_multi_scale import as_maps, as_tokens
 from detr_bf.errors import InputError
 from detr_bf.losses import HungarianMatcher, SetCriterion, Varifocal
@@ -190,3 +197,31 @@ def test_one_cell_in_training_is_refused() -> None:
 
 def options(**changes: object) -> Options:
     return Options(num_logits=LOGITS, hidden_dim=DIM, heads=2, num_queries=QUERIES, encoder_layers=1, **changes)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        partial(RepVggBlock, 6),
+        partial(NormedConvolution, 6, 4),
+        partial(NormedConvolution, 6, 4, 3, 2, activation=nn.SiLU()),
+    ],
+)
+def test_norms_are_folded_in_inference_and_follow_every_change(block: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    module, x = block(), torch.randn(2, 6, 9, 7)
+    for _ in range(3):
+        module.train()(torch.randn(8, 6, 5, 5) + 1)  # changes the statistics
+        expected = module.eval()(x)
+        for context in (torch.no_grad(), torch.inference_mode()):
+            with context:
+                assert torch.allclose(module(x), expected, rtol=1e-5, atol=1e-5)
+                assert torch.allclose(module(x), expected, rtol=1e-5, atol=1e-5)  # with the kept weights
+        assert module.kernel.kept is not None
+        assert copy.deepcopy(module).kernel.kept is None
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(0.1)
+    module.train()
+    with torch.no_grad():
+        assert not torch.allclose(module(x), expected, rtol=1e-2, atol=1e-2)  # statistics of the batch

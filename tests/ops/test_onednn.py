@@ -1,0 +1,125 @@
+"""Linear layers and convolutions of oneDNN: the results of torch's own, and used where they are meant to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from detr_bf.ops import LinearLayer, convolution, linear, onednn
+
+needs_onednn = pytest.mark.skipif(not onednn.ONEDNN, reason="this torch has no oneDNN")
+LINEAR, CONVOLUTION = "mkldnn::_linear_pointwise", "mkldnn::_convolution_pointwise"
+GEOMETRY = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+
+
+@pytest.fixture
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use oneDNN's products for all sizes, on processors of any vendor."""
+    for name, value in (("FASTER_PRODUCTS", onednn.ONEDNN), ("SMALLEST_PRODUCT", 0), ("FEWEST_ROWS", 0)):
+        monkeypatch.setattr(onednn, name, value)
+
+
+def operators(function: Callable[[], object]) -> set[str]:
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        function()
+    return {event.key for event in found.key_averages()}
+
+
+def random(*shape: int, **settings: bool) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), **settings)  # type: ignore[arg-type]
+
+
+def test_this_torch_has_the_operators() -> None:
+    """torch renames operators of this namespace without notice; then nothing here would be faster any more."""
+    assert not torch.backends.mkldnn.is_available() or onednn.ONEDNN
+
+
+@needs_onednn
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 5, 7), (2, 3, 5, 7)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_results_and_gradients_are_those_of_torch(shape: tuple[int, ...], bias: bool) -> None:
+    given = [random(*shape), random(3, 7), *([random(3)] if bias else [])]
+    results = []
+    for function in (linear, F.linear):
+        inputs = [tensor.clone().requires_grad_() for tensor in given]
+        result = function(*inputs)
+        first = torch.autograd.grad(result.square().sum(), inputs, create_graph=True)
+        second = torch.autograd.grad(sum(gradient.square().sum() for gradient in first), inputs)
+        with torch.no_grad():
+            results.append([result, function(*given), *first, *second])
+    assert LINEAR in operators(lambda: linear(*given))
+    for found, expected in zip(*results, strict=True):
+        assert found.shape == expected.shape
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max()))
+
+
+@needs_onednn
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("learned", [(True, False, False), (False, True, False), (False, False, True)])
+def test_only_gradients_that_are_needed_are_computed(learned: tuple[bool, ...]) -> None:
+    inputs = [tensor.requires_grad_(is_learned) for tensor, is_learned in
+              zip((random(4, 7), random(3, 7), random(3)), learned, strict=True)]  # fmt: skip
+    linear(*inputs).sum().backward()
+    assert tuple(tensor.grad is not None for tensor in inputs) == learned
+
+
+@needs_onednn
+@pytest.mark.usefixtures("any_size")
+def test_a_result_can_be_changed_in_place() -> None:
+    x, weight = random(2, 5, 7), random(3, 7).requires_grad_()
+    (linear(x, weight).masked_fill_(x[..., :1] > 0, 0.0) ** 2).sum().backward()
+    expected = random(3, 7).requires_grad_()
+    (F.linear(x, expected).masked_fill(x[..., :1] > 0, 0.0) ** 2).sum().backward()
+    assert torch.allclose(weight.grad, expected.grad, rtol=1e-5, atol=1e-5)
+
+
+@needs_onednn
+def test_products_that_gain_nothing_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "FASTER_PRODUCTS", True)
+    large, weight = random(2048, 256), random(256, 256)
+    assert large.numel() * 256 == onednn.SMALLEST_PRODUCT
+    layer = LinearLayer(256, 256)
+    assert LINEAR in operators(lambda: layer(large))
+    assert LINEAR not in operators(lambda: linear(large[:-1], weight))
+    assert LINEAR not in operators(lambda: linear(large.double(), weight.double()))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(large).dtype == torch.bfloat16
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert LINEAR not in operators(lambda: linear(large, weight))
+    monkeypatch.setattr(onednn, "FASTER_PRODUCTS", False)
+    assert LINEAR not in operators(lambda: linear(large, weight))
+
+
+@needs_onednn
+@pytest.mark.parametrize(("kernel", "groups"), list(product((1, 3), (1, 2))))
+@pytest.mark.parametrize("activation", list(onednn.ACTIVATIONS))
+def test_convolutions_are_those_of_torch(kernel: int, groups: int, activation: str) -> None:
+    x = random(2, 4, 9, 7).contiguous(memory_format=torch.channels_last)
+    weight, bias = random(6, 4 // groups, kernel, kernel), random(6)
+    geometry = {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 1), "groups": groups}
+    expected = onednn.ACTIVATIONS[activation](F.conv2d(x, weight, bias, **geometry))
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            found = convolution(x, weight, bias, **geometry, activation=activation)
+            assert CONVOLUTION in operators(lambda: convolution(x, weight, bias, **geometry, activation=activation))
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+        assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+@needs_onednn
+def test_convolutions_with_gradients_or_other_inputs_are_those_of_torch() -> None:
+    x, weight = random(2, 4, 9, 7), random(6, 4, 3, 3)
+    assert CONVOLUTION not in operators(lambda: convolution(x, weight, None, **GEOMETRY))  # gradients are on
+    with torch.no_grad():
+        assert CONVOLUTION in operators(lambda: convolution(x, weight, None, **GEOMETRY))
+        assert CONVOLUTION not in operators(lambda: convolution(x.double(), weight.double(), None, **GEOMETRY))
+        assert convolution(x[:0], weight, None, **GEOMETRY).shape == (0, 6, 9, 7)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert convolution(x, weight, None, **GEOMETRY).dtype == torch.bfloat16
