@@ -1,8 +1,9 @@
-"""Linear layers and convolutions for which oneDNN is faster than what torch chooses on a CPU, in float32.
+"""Linear layers and convolutions for which oneDNN is faster than what torch chooses, in float32 on some processors.
 
 torch computes matrix products with MKL, and with one thread and fewer than 16 images also 1 x 1 convolutions. MKL has
 no AVX-512 kernels for processors of AMD: with many rows oneDNN takes about 0.8 of the time there
-(benchmarks/README.md). Where nothing is gained, the functions are those of ``torch.nn.functional``.
+(benchmarks/README.md, "Matrix products on processors of AMD"). Elsewhere, and where nothing is gained, the functions
+are those of ``torch.nn.functional``. FLOP counters of torch do not know oneDNN's operators.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 SMALLEST_PRODUCT = 1 << 27  # multiply-adds; below, a new size costs oneDNN more than it gains
 FEWEST_ROWS = 2048  # of a gradient with respect to the input, for which the weights are transposed
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "swish": F.silu}  # by oneDNN's names
 
-ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
 
-
-def _has_faster_products() -> bool:
+def _is_faster() -> bool:
     processor: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return ONEDNN and "AMD" in processor.get("cpu_name", "") and bool(processor.get("avx512_f", False))
+    is_meant = "AMD" in processor.get("cpu_name", "") and bool(processor.get("avx512_f", False))
+    return is_meant and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-FASTER_PRODUCTS = _has_faster_products()
+FASTER = _is_faster()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -37,14 +38,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         weight: (O, I).
         bias: (O,) or None.
     """
-    if not FASTER_PRODUCTS or x.numel() * len(weight) < SMALLEST_PRODUCT or not _is_plain(x, weight):
+    if not _is_plain(x, weight, bias) or weight.dim() != 2 or x.numel() * len(weight) < SMALLEST_PRODUCT:
         return F.linear(x, weight, bias)
-    rows = x.flatten(0, -2) if x.dim() > 1 else x[None]  # the result of a Function that is a view cannot be changed
+    if x.shape[-1] != weight.shape[1] or (bias is not None and bias.shape != weight.shape[:1]):
+        return F.linear(x, weight, bias)  # with torch's message if that is an error
+    rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)):
         result: Tensor = _Linear.apply(rows, weight, bias)
     else:
         result = _product(rows, weight, bias)
-    return result.view(*x.shape[:-1], len(weight))
+    return result.view(*x.shape[:-1], len(weight))  # here, as autograd forbids to change a view from a Function
 
 
 class LinearLayer(nn.Linear):
@@ -65,7 +68,7 @@ def convolution(
     groups: int,
     activation: str = "none",
 ) -> Tensor:
-    """Return the convolution and activation of (B, C, h, w) maps; oneDNN's only without gradients.
+    """Return the convolution and activation of (B, C, h, w) maps; with gradients always torch's own.
 
     Args:
         x: maps.
@@ -75,7 +78,7 @@ def convolution(
         groups: of channels.
         activation: key of ``ACTIVATIONS``.
     """
-    if torch.is_grad_enabled() or not ONEDNN or not x.numel() or not _is_plain(x, weight):
+    if torch.is_grad_enabled() or not _is_plain(x, weight, bias) or not x.numel():
         return ACTIVATIONS[activation](F.conv2d(x, weight, bias, stride, padding, dilation, groups))
     result: Tensor = torch.ops.mkldnn._convolution_pointwise(
         x, weight, bias, padding, stride, dilation, groups, activation, [], ""
@@ -83,14 +86,21 @@ def convolution(
     return result
 
 
-def _is_plain(x: Tensor, weight: Tensor) -> bool:
-    """Return whether both are float32 on a CPU, not fake, and nothing asks for another dtype, a graph or no oneDNN."""
+def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether oneDNN is faster here and accepts the tensors: float32 on a CPU, of no subclass, not transformed.
+
+    No autocast, graph, forward-mode derivative or transform of ``torch.func`` may ask for something else.
+    """
+    given = (x, weight) if bias is None else (x, weight, bias)
     return (
-        type(x) is Tensor
-        and x.dtype is torch.float32 is weight.dtype
-        and x.device.type == "cpu" == weight.device.type
+        FASTER
+        and not torch.compiler.is_compiling()  # before anything that depends on a size
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+        and all(type(tensor) in (Tensor, nn.Parameter) for tensor in given)
+        and all(tensor.dtype is torch.float32 and tensor.device.type == "cpu" for tensor in given)
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
         and bool(torch.backends.mkldnn.enabled)
     )
 

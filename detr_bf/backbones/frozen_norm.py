@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torchvision.ops import FrozenBatchNorm2d
 
-from detr_bf.layers import Kernel, fold_norm
+from detr_bf.layers import FoldedWeights, fold_norm
 
 TRIAL_SIDE = 64  # pixels of the image with which the order of the layers is found
 
@@ -30,14 +30,14 @@ class _NormedConv(nn.Conv2d):
     """Convolution that applies the frozen norm after it, except while torch compiles or exports."""
 
     followed_by: tuple[nn.Module]  # the norm; a tuple, so that it is not a submodule
-    kernel: Kernel
+    folded: FoldedWeights
 
     def with_norm(self, x: Tensor, padding: tuple[int, int] | None = None) -> Tensor:
         """Return the normalised convolution of (B, C, h, w) maps; ``padding`` replaces that of the convolution."""
         norm: Any = self.followed_by[0]
         sources = [self.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var]
         sources += [] if self.bias is None else [self.bias]
-        return self.kernel.convolve(x, sources, partial(fold_norm, self, norm), self, padding=padding)
+        return self.folded.convolve(x, sources, partial(fold_norm, self, norm), self, padding=padding)
 
 
 class NormedConv2d(_NormedConv):
@@ -89,7 +89,7 @@ def fold_frozen_norms(body: nn.Module) -> None:
     for convolution, norm in _pairs(body):
         if convolution.padding_mode != "zeros" or isinstance(convolution.padding, str):
             continue
-        convolution.followed_by, convolution.kernel = (norm,), Kernel()  # type: ignore[assignment]
+        convolution.followed_by, convolution.folded = (norm,), FoldedWeights()  # type: ignore[assignment]
         convolution.__class__ = CONVOLUTIONS[type(convolution)]
         norm.__class__ = NORMS[type(norm)]
 

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from detr_bf.detectors.smca_multi_scale import as_maps, as_tokens
 from detr_bf.errors import InputError
-from detr_bf.layers import Kernel, fold_norm
+from detr_bf.layers import FoldedWeights, fold_norm
 from detr_bf.structures import TokenBatch
 from detr_bf.transformer import Encoder
 
@@ -130,7 +130,12 @@ class NormedConvolution(nn.Module):
         self.convolution = nn.Conv2d(in_channels, channels, kernel, stride, padding=kernel // 2, bias=False)
         self.norm = nn.BatchNorm2d(channels)
         self.activation = activation or nn.Identity()
-        self.kernel = Kernel()
+        self.folded = FoldedWeights()
+
+    def train(self, mode: bool = True) -> NormedConvolution:
+        """Set the mode, and release the kept weights: not all changes in training can be noticed."""
+        self.folded.kept = None
+        return super().train(mode)
 
     def sources(self) -> list[Tensor]:
         """Return the tensors that :func:`fold_norm` reads."""
@@ -139,10 +144,13 @@ class NormedConvolution(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve and normalise; InputError in training for one image of one cell, which has no variance."""
-        if is_inference(self.norm):
-            convolution, activation = self.convolution, "swish" if isinstance(self.activation, nn.SiLU) else "none"
-            fold = partial(fold_norm, convolution, self.norm)
-            return self.kernel.convolve(x, self.sources(), fold, convolution, activation=activation)
+        if can_fold(self.norm):
+            convolution, is_silu = self.convolution, isinstance(self.activation, nn.SiLU)
+            fold, name = partial(fold_norm, convolution, self.norm), "swish" if is_silu else "none"
+            x = self.folded.convolve(x, self.sources(), fold, convolution, activation=name)
+            return x if is_silu else self.activation(x)
+        if not torch.compiler.is_compiling():
+            self.folded.kept = None
         x = self.convolution(x)
         if self.norm.training and x[:, 0].numel() == 1:
             raise InputError(
@@ -159,24 +167,34 @@ class RepVggBlock(nn.Module):
         super().__init__()
         self.wide = NormedConvolution(channels, channels, 3)
         self.narrow = NormedConvolution(channels, channels, 1)
-        self.kernel = Kernel()
+        self.folded = FoldedWeights()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolve; in inference with the one convolution that both are together."""
-        if is_inference(self.wide.norm, self.narrow.norm):
+        """Convolve; in inference both branches are merged into one convolution."""
+        if can_fold(self.wide.norm, self.narrow.norm):
             sources, wide = [*self.wide.sources(), *self.narrow.sources()], self.wide.convolution
-            return self.kernel.convolve(x, sources, self.merged, wide, activation="swish")
+            return self.folded.convolve(x, sources, self.merged, wide, activation="swish")
+        if not torch.compiler.is_compiling():
+            self.folded.kept = None
         return F.silu(self.wide(x) + self.narrow(x))
 
     def merged(self) -> tuple[Tensor, Tensor]:
         """Return weights (C, C, 3, 3) and bias (C,) of the sum of both convolutions."""
-        (wide, bias), (narrow, more) = (fold_norm(it.convolution, it.norm) for it in (self.wide, self.narrow))
-        return wide + F.pad(narrow, (1, 1, 1, 1)), bias + more
+        branches = [fold_norm(branch.convolution, branch.norm) for branch in (self.wide, self.narrow)]
+        (wide, bias), (narrow, narrow_bias) = branches
+        return wide + F.pad(narrow, (1, 1, 1, 1)), bias + narrow_bias
+
+    def train(self, mode: bool = True) -> RepVggBlock:
+        """Set the mode, and release the kept weights: not all changes in training can be noticed."""
+        self.folded.kept = None
+        return super().train(mode)
 
 
-def is_inference(*norms: nn.Module) -> bool:
+def can_fold(*norms: nn.BatchNorm2d) -> bool:
     """Return whether the norms have fixed statistics, gradients are off, and torch does not compile or export."""
-    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or any(norm.training for norm in norms))
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return all(not norm.training and norm.running_mean is not None for norm in norms)
 
 
 class FusionBlock(nn.Module):

@@ -2,14 +2,14 @@
 
 from detr_bf.layers.attention import DeformableAttention, MultiHeadAttention, check_heads, multi_head_attention
 from detr_bf.layers.blocks import MLP, FeedForward, Residual, full_precision, xavier
-from detr_bf.layers.convolution import Kernel, fold_norm
+from detr_bf.layers.convolution import FoldedWeights, fold_norm
 from detr_bf.layers.position import LearnedPosition, SinePosition, sine_of_coordinates, sine_position
 
 __all__ = [
     "MLP",
     "DeformableAttention",
     "FeedForward",
-    "Kernel",
+    "FoldedWeights",
     "LearnedPosition",
     "MultiHeadAttention",
     "Residual",

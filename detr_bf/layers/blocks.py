@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -16,11 +15,7 @@ from detr_bf.ops import LinearLayer, library, relu_dropout, residual_dropout
 
 M = TypeVar("M", bound=nn.Module)
 
-ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
-    "relu": partial(nn.ReLU, inplace=True),
-    "prelu": nn.PReLU,
-    "gelu": nn.GELU,
-}
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "prelu": nn.PReLU, "gelu": nn.GELU}
 
 
 def full_precision(module: nn.Module, x: Tensor) -> Tensor:
@@ -89,6 +84,8 @@ class FeedForward(nn.Module):
         hidden = self.expand(x)
         if isinstance(self.activation, nn.ReLU) and fused_dropout(self.dropout, hidden):
             return self.contract(relu_dropout(hidden, self.dropout.p))
+        if isinstance(self.activation, nn.ReLU) and not (self.training or torch.is_grad_enabled()):
+            return self.contract(hidden.relu_())  # no new memory
         return self.contract(self.dropout(self.activation(hidden)))
 
 

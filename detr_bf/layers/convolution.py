@@ -1,7 +1,8 @@
 """Convolutions that apply the norms after them; their weights are kept for inference.
 
-Limit: weights that are changed through ``tensor.data`` or NumPy while gradients are off are not noticed until gradients
-are on once; torch counts no such change.
+Limits: torch does not count changes through ``tensor.data`` or NumPy, those of the running statistics in training, nor
+those of fused optimizers. Modules release the weights when gradients or training mode are on; other such changes
+between two calls without gradients are not noticed.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from detr_bf.ops import convolution
 
 
 class _Weights(NamedTuple):
-    """Weights and bias of a convolution, and the state of the tensors that they were computed from."""
+    """Weights and bias of a convolution, with the state of the tensors that they were computed from."""
 
     state: tuple[object, ...]
+    sources: tuple[Tensor, ...]  # keep the memory, so that no other tensor gets the same address
     weight: Tensor
     bias: Tensor
 
 
-class Kernel:
+class FoldedWeights:
     """Weights of a convolution that are computed from other tensors; without gradients kept until one of these changes.
 
     Copies and pickled objects are empty.
@@ -32,8 +34,8 @@ class Kernel:
     def __init__(self) -> None:
         self.kept: _Weights | None = None
 
-    def __reduce__(self) -> tuple[type[Kernel], tuple[()]]:
-        return Kernel, ()
+    def __reduce__(self) -> tuple[type[FoldedWeights], tuple[()]]:
+        return FoldedWeights, ()
 
     def convolve(
         self,
@@ -51,20 +53,25 @@ class Kernel:
             x: maps.
             sources: all tensors that ``compute`` reads.
             compute: returns weights (O, C / groups, kh, kw) and bias (O,).
-            geometry: stride, dilation, groups and, unless given, padding are its.
+            geometry: gives stride, dilation and groups, and the padding unless ``padding`` is given.
             padding: rows and columns on each side.
             activation: as of :func:`detr_bf.ops.convolution`.
         """
         kept = None
-        if not torch.is_grad_enabled() and not any(tensor.is_inference() for tensor in sources):  # no versions
+        if not torch.is_grad_enabled() and all(map(_has_version, sources)):
             kept, state = self.kept, tuple((tensor.data_ptr(), tensor._version, tensor.dtype) for tensor in sources)
             if kept is None or kept.state != state:
-                kept = _Weights(state, *compute())
+                kept = _Weights(state, tuple(tensor.detach() for tensor in sources), *compute())
         self.kept = kept
         weight, bias = compute() if kept is None else (kept.weight, kept.bias)
-        settings: Any = {"stride": geometry.stride, "padding": padding or geometry.padding}
+        settings: Any = {"stride": geometry.stride, "padding": geometry.padding if padding is None else padding}
         settings |= {"dilation": geometry.dilation, "groups": geometry.groups, "activation": activation}
         return convolution(x, weight, bias, **settings)
+
+
+def _has_version(tensor: Tensor) -> bool:
+    """Return whether changes of the tensor can be noticed; no transform of ``torch.func`` may replace it."""
+    return not tensor.is_inference() and torch._C._functorch.peek_interpreter_stack() is None
 
 
 def fold_norm(convolution: nn.Conv2d, norm: Any) -> tuple[Tensor, Tensor]:

@@ -123,7 +123,7 @@ def test_weights_kept_in_inference_follow_every_change() -> None:
                 assert same(pickle.loads(pickle.dumps(body))(images()), expected)
 
     check()
-    assert first.kernel.kept is not None
+    assert first.folded.kept is not None
     for module in (network, body):
         with torch.no_grad():
             next(module.parameters()).mul_(2)
@@ -138,7 +138,7 @@ def test_weights_kept_in_inference_follow_every_change() -> None:
             parameter.data = parameter.data * 0.9
     check()
     assert not same(twin(images()), body(images()))  # the copy has norms and weights of its own
-    assert first.kernel.kept is None  # released in training
+    assert first.folded.kept is None  # released in training
 
 
 @pytest.mark.parametrize("name", ["resnet50", "timm:tf_efficientnet_lite0"])

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
 
 from detr_bf.ops import LinearLayer, convolution, linear, onednn
 
-needs_onednn = pytest.mark.skipif(not onednn.ONEDNN, reason="this torch has no oneDNN")
+ONEDNN = torch.backends.mkldnn.is_available()
+needs_onednn = pytest.mark.skipif(not ONEDNN, reason="this torch has no oneDNN")
 LINEAR, CONVOLUTION = "mkldnn::_linear_pointwise", "mkldnn::_convolution_pointwise"
 GEOMETRY = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
 
@@ -21,7 +24,7 @@ GEOMETRY = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1
 @pytest.fixture
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use oneDNN's products for all sizes, on processors of any vendor."""
-    for name, value in (("FASTER_PRODUCTS", onednn.ONEDNN), ("SMALLEST_PRODUCT", 0), ("FEWEST_ROWS", 0)):
+    for name, value in (("FASTER", ONEDNN), ("SMALLEST_PRODUCT", 0), ("FEWEST_ROWS", 0)):
         monkeypatch.setattr(onednn, name, value)
 
 
@@ -35,9 +38,11 @@ def random(*shape: int, **settings: bool) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), **settings)  # type: ignore[arg-type]
 
 
+@needs_onednn
 def test_this_torch_has_the_operators() -> None:
-    """torch renames operators of this namespace without notice; then nothing here would be faster any more."""
-    assert not torch.backends.mkldnn.is_available() or onednn.ONEDNN
+    """torch may rename operators of this namespace without notice; then nothing here would be faster any more."""
+    assert hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    assert hasattr(torch.ops.mkldnn, "_convolution_pointwise")
 
 
 @needs_onednn
@@ -82,7 +87,7 @@ def test_a_result_can_be_changed_in_place() -> None:
 
 @needs_onednn
 def test_products_that_gain_nothing_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onednn, "FASTER_PRODUCTS", True)
+    monkeypatch.setattr(onednn, "FASTER", True)
     large, weight = random(2048, 256), random(256, 256)
     assert large.numel() * 256 == onednn.SMALLEST_PRODUCT
     layer = LinearLayer(256, 256)
@@ -93,15 +98,19 @@ def test_products_that_gain_nothing_are_those_of_torch(monkeypatch: pytest.Monke
         assert layer(large).dtype == torch.bfloat16
     with torch.backends.mkldnn.flags(enabled=False):
         assert LINEAR not in operators(lambda: linear(large, weight))
-    monkeypatch.setattr(onednn, "FASTER_PRODUCTS", False)
+    monkeypatch.setattr(onednn, "FASTER", False)
     assert LINEAR not in operators(lambda: linear(large, weight))
 
 
 @needs_onednn
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(("kernel", "groups"), list(product((1, 3), (1, 2))))
 @pytest.mark.parametrize("activation", list(onednn.ACTIVATIONS))
-def test_convolutions_are_those_of_torch(kernel: int, groups: int, activation: str) -> None:
-    x = random(2, 4, 9, 7).contiguous(memory_format=torch.channels_last)
+def test_convolutions_are_those_of_torch(
+    kernel: int, groups: int, activation: str, layout: torch.memory_format
+) -> None:
+    x = random(2, 4, 9, 7).contiguous(memory_format=layout)
     weight, bias = random(6, 4 // groups, kernel, kernel), random(6)
     geometry = {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 1), "groups": groups}
     expected = onednn.ACTIVATIONS[activation](F.conv2d(x, weight, bias, **geometry))
@@ -110,10 +119,11 @@ def test_convolutions_are_those_of_torch(kernel: int, groups: int, activation: s
             found = convolution(x, weight, bias, **geometry, activation=activation)
             assert CONVOLUTION in operators(lambda: convolution(x, weight, bias, **geometry, activation=activation))
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
-        assert found.is_contiguous(memory_format=torch.channels_last)
+        assert found.is_contiguous(memory_format=layout)
 
 
 @needs_onednn
+@pytest.mark.usefixtures("any_size")
 def test_convolutions_with_gradients_or_other_inputs_are_those_of_torch() -> None:
     x, weight = random(2, 4, 9, 7), random(6, 4, 3, 3)
     assert CONVOLUTION not in operators(lambda: convolution(x, weight, None, **GEOMETRY))  # gradients are on
@@ -123,3 +133,53 @@ def test_convolutions_with_gradients_or_other_inputs_are_those_of_torch() -> Non
         assert convolution(x[:0], weight, None, **GEOMETRY).shape == (0, 6, 9, 7)
         with torch.autocast("cpu", torch.bfloat16):
             assert convolution(x, weight, None, **GEOMETRY).dtype == torch.bfloat16
+
+
+@needs_onednn
+@pytest.mark.usefixtures("any_size")
+def test_transforms_of_functions_get_torchs_own() -> None:
+    x, weight, images, kernel = random(5, 7), random(3, 7), random(2, 4, 9, 7), random(6, 4, 3, 3)
+    found = torch.func.grad(lambda w: linear(x, w).sum())(weight)
+    assert torch.allclose(found, x.sum(0).expand(3, -1), atol=1e-5)
+    stacked = torch.stack([weight, 2 * weight])
+    assert torch.allclose(torch.func.vmap(linear, (None, 0))(x, stacked)[1], 2 * F.linear(x, weight), atol=1e-5)
+    with torch.no_grad():
+        for function, given in ((linear, (x, weight)), (partial(convolution, bias=None, **GEOMETRY), (images, kernel))):
+            value, tangent = torch.func.jvp(lambda *it, f=function: f(*it), given, given)
+            assert torch.allclose(tangent, 2 * value, atol=1e-4)  # bilinear in its two tensors
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        assert torch.allclose(forward_ad.unpack_dual(linear(dual, weight)).tangent, F.linear(x, weight), atol=1e-5)
+
+
+@needs_onednn
+@pytest.mark.usefixtures("any_size")
+def test_traced_layers_are_those_of_torch() -> None:
+    layer, x = LinearLayer(7, 3), random(5, 7)
+    assert torch.allclose(torch.jit.trace(layer, x)(x), F.linear(x, layer.weight, layer.bias), atol=1e-5)
+
+
+def test_exported_layers_take_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "FASTER", True)
+    layer = LinearLayer(256, 256)
+    rows = {"input": {0: torch.export.Dim.DYNAMIC}}
+    for example, other in ((10, 4096), (4096, 10)):
+        program = torch.export.export(layer, (random(example, 256),), dynamic_shapes=rows)
+        assert program.module()(random(other, 256)).shape == (other, 256)
+
+
+@needs_onednn
+@pytest.mark.usefixtures("any_size")
+def test_other_shapes_and_subclasses_are_left_to_torch() -> None:
+    class Doubled(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: object, types: object, args: tuple = (), kwargs: object = None) -> Tensor:  # type: ignore[type-arg]
+            assert func is F.linear
+            return F.linear(args[0], 2 * args[1].as_subclass(Tensor))
+
+    x, weight = random(5, 7), random(3, 7)
+    doubled = weight.as_subclass(Doubled)
+    assert torch.equal(linear(x, doubled), F.linear(x, 2 * weight))
+    assert torch.equal(linear(x, weight, torch.ones(1)), F.linear(x, weight, torch.ones(1)))
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        linear(x, random(3, 6))
