@@ -1,7 +1,7 @@
 """Linear layers and convolutions for which oneDNN is faster than what torch chooses, in float32 on some processors.
 
 torch computes matrix products with MKL, and with one thread and fewer than 16 images also 1 x 1 convolutions. MKL has
-no AVX-512 kernels for processors of AMD: with many rows oneDNN takes about 0.8 of the time there
+no AVX-512 kernels for processors of AMD: with many rows oneDNN takes about 0.8 to 0.9 of the time there
 (benchmarks/README.md, "Matrix products on processors of AMD"). Elsewhere, and where nothing is gained, the functions
 are those of ``torch.nn.functional``. FLOP counters of torch do not know oneDNN's operators.
 """
