@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from detr_bf.detectors.smca_multi_scale import as_maps, as_tokens
 from detr_bf.errors import InputError
-from detr_bf.layers import FoldedWeights, fold_norm
+from detr_bf.layers import FoldingModule, fold_norm
 from detr_bf.structures import TokenBatch
 from detr_bf.transformer import Encoder
 
@@ -120,7 +120,7 @@ def without_updating_statistics(module: nn.Module) -> Iterator[None]:
             norm.track_running_stats = before
 
 
-class NormedConvolution(nn.Module):
+class NormedConvolution(FoldingModule):
     """Convolution without bias, batch norm, and an activation or none: (B, C, h, w) -> (B, C', h', w')."""
 
     def __init__(
@@ -130,12 +130,6 @@ class NormedConvolution(nn.Module):
         self.convolution = nn.Conv2d(in_channels, channels, kernel, stride, padding=kernel // 2, bias=False)
         self.norm = nn.BatchNorm2d(channels)
         self.activation = activation or nn.Identity()
-        self.folded = FoldedWeights()
-
-    def train(self, mode: bool = True) -> NormedConvolution:
-        """Set the mode, and release the kept weights: not all changes in training can be noticed."""
-        self.folded.kept = None
-        return super().train(mode)
 
     def sources(self) -> list[Tensor]:
         """Return the tensors that :func:`fold_norm` reads."""
@@ -160,14 +154,13 @@ class NormedConvolution(nn.Module):
         return self.activation(self.norm(x))
 
 
-class RepVggBlock(nn.Module):
+class RepVggBlock(FoldingModule):
     """Sum of a 3 x 3 and a 1 x 1 convolution, then SiLU (Ding et al. 2021, arXiv 2101.03697, without identity)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.wide = NormedConvolution(channels, channels, 3)
         self.narrow = NormedConvolution(channels, channels, 1)
-        self.folded = FoldedWeights()
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve; in inference both branches are merged into one convolution."""
@@ -183,11 +176,6 @@ class RepVggBlock(nn.Module):
         branches = [fold_norm(branch.convolution, branch.norm) for branch in (self.wide, self.narrow)]
         (wide, bias), (narrow, narrow_bias) = branches
         return wide + F.pad(narrow, (1, 1, 1, 1)), bias + narrow_bias
-
-    def train(self, mode: bool = True) -> RepVggBlock:
-        """Set the mode, and release the kept weights: not all changes in training can be noticed."""
-        self.folded.kept = None
-        return super().train(mode)
 
 
 def can_fold(*norms: nn.BatchNorm2d) -> bool:

@@ -69,6 +69,19 @@ class FoldedWeights:
         return convolution(x, weight, bias, **settings)
 
 
+class FoldingModule(nn.Module):
+    """Base of modules that convolve with folded weights in inference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folded = FoldedWeights()
+
+    def train(self, mode: bool = True) -> FoldingModule:
+        """Set the mode, and release the kept weights: not all changes in training can be noticed."""
+        self.folded.kept = None
+        return super().train(mode)
+
+
 def _has_version(tensor: Tensor) -> bool:
     """Return whether changes of the tensor can be noticed; no transform of ``torch.func`` may replace it."""
     return not tensor.is_inference() and torch._C._functorch.peek_interpreter_stack() is None
