@@ -119,7 +119,7 @@ def test_a_module_that_layers_share_says_which_call_it_was() -> None:
     fault = fault_of(step, batches(2))
     assert fault.module is not None
     assert (fault.module.name, fault.module.batch, fault.module.call) == ("decoder.heads.classes.0", 2, 2)
-    assert "decoder.heads.classes.0 (Linear), batch 2, call 2: its inputs are finite" in str(fault)
+    assert "decoder.heads.classes.0 (LinearLayer), batch 2, call 2: its inputs are finite" in str(fault)
 
 
 class Spoilt(nn.Module):
