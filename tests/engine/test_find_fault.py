@@ -56,9 +56,9 @@ def test_a_healthy_mask_head_has_no_fault() -> None:
     ("parameter", "module", "kind"),
     [
         ("tokens.projections.0.weight", "tokens.projections.0", "Conv2d"),
-        ("encoder.layers.1.feed_forward.expand.bias", "encoder.layers.1.feed_forward.expand", "Linear"),
+        ("encoder.layers.1.feed_forward.expand.bias", "encoder.layers.1.feed_forward.expand", "LinearLayer"),
         ("decoder.queries.position.weight", "decoder.queries", "LearnedQueries"),
-        ("decoder.heads.classes.0.weight", "decoder.heads.classes.0", "Linear"),
+        ("decoder.heads.classes.0.weight", "decoder.heads.classes.0", "LinearLayer"),
     ],
 )
 def test_a_broken_weight_is_found_in_the_module_that_uses_it(
@@ -91,7 +91,7 @@ def test_an_overflow_is_found_in_the_layer_where_it_happens(layer: str) -> None:
     weights_of(step, f"{layer}.weight").fill_(3e38)
     fault = fault_of(step)
     assert fault.module is not None
-    assert (fault.module.name, fault.module.kind, fault.module.finite_inputs) == (layer, "Linear", True)
+    assert (fault.module.name, fault.module.kind, fault.module.finite_inputs) == (layer, "LinearLayer", True)
     assert fault.module.state == fault.parameters == []
     assert fault.found
 
