@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -23,28 +22,10 @@ from detr_bf.batchformer import BatchFormerLayer
 from detr_bf.cli import run_tool
 from detr_bf.errors import InputError
 from detr_bf.ops import batch_attention_packed
-from operators import DTYPES, TOLERANCE, Comparison, Functions, measure, operator_parser, prepare
+from operators import DTYPES, TOLERANCE, Comparison, Contestant, both_directions, measure, operator_parser, prepare
 
 CASES = ("core", "layer")
 DIM, HEADS = 256, 4
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """A function, the leaves of its gradients, and the gradient of its output."""
-
-    call: Callable[[], Tensor]
-    leaves: Sequence[Tensor]
-    gradient: Tensor
-
-    def forward(self) -> list[Tensor]:
-        """Run the forward pass as in training: tensors for the backward pass are saved."""
-        return [self.call()]
-
-    def forward_and_backward(self) -> list[Tensor]:
-        """Run the forward and the backward pass."""
-        output = self.call()
-        return [output.detach(), *torch.autograd.grad(output, self.leaves, self.gradient)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,10 +106,7 @@ def comparisons(options: argparse.Namespace, device: torch.device) -> Iterator[C
     for case in options.cases:
         for batch_size in options.batch_sizes:
             ours, theirs = MAKE[case](batch_size, options.positions, options.dropout, DTYPES[options.dtype], device)
-            forward: Functions = {"detr_bf": ours.forward, "torch": theirs.forward}
-            both: Functions = {"detr_bf": ours.forward_and_backward, "torch": theirs.forward_and_backward}
-            yield Comparison(case, batch_size, "forward", forward)
-            yield Comparison(case, batch_size, "forward + backward", both)
+            yield from both_directions(case, batch_size, ours, theirs)
 
 
 if __name__ == "__main__":

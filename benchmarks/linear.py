@@ -16,11 +16,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from batch_attention import Contestant
 from detr_bf.cli import run_tool
 from detr_bf.errors import InputError
 from detr_bf.ops import linear, onednn
-from operators import TOLERANCE, Comparison, Functions, measure, operator_parser, prepare
+from operators import TOLERANCE, Comparison, Contestant, both_directions, measure, operator_parser, prepare
 
 CASES = ("256 to 256", "256 to 1024", "1024 to 256", "256 to 2048", "2048 to 256")
 
@@ -60,10 +59,7 @@ def comparisons(options: argparse.Namespace) -> Iterator[Comparison]:
                 error = float((found - expected).abs().max() / expected.abs().max())
                 if not error < TOLERANCE:
                     raise InputError(f"{case}: ours differs from torch's by {error:.1e} of the largest value")
-            forward: Functions = {"detr_bf": ours.forward, "torch": theirs.forward}
-            both: Functions = {"detr_bf": ours.forward_and_backward, "torch": theirs.forward_and_backward}
-            yield Comparison(case, rows, "forward", forward)
-            yield Comparison(case, rows, "forward + backward", both)
+            yield from both_directions(case, rows, ours, theirs)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
+from torch import Tensor
 
 from command import cells, check_rounds, circumstances, make_parser
 from detr_bf.errors import InputError
@@ -33,6 +34,32 @@ class Comparison:
 
     def __str__(self) -> str:
         return f"{self.case}, B = {self.batch_size}, {self.direction}"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A function, the leaves of its gradients, and the gradient of its output."""
+
+    call: Callable[[], Tensor]
+    leaves: Sequence[Tensor]
+    gradient: Tensor
+
+    def forward(self) -> list[Tensor]:
+        """Run the forward pass as in training: tensors for the backward pass are saved."""
+        return [self.call()]
+
+    def forward_and_backward(self) -> list[Tensor]:
+        """Run the forward and the backward pass."""
+        output = self.call()
+        return [output.detach(), *torch.autograd.grad(output, self.leaves, self.gradient)]
+
+
+def both_directions(case: str, batch_size: int, ours: Contestant, theirs: Contestant) -> Iterator[Comparison]:
+    """Yield the comparison of the forward pass and that of forward and backward pass with torch."""
+    forward: Functions = {"detr_bf": ours.forward, "torch": theirs.forward}
+    both: Functions = {"detr_bf": ours.forward_and_backward, "torch": theirs.forward_and_backward}
+    yield Comparison(case, batch_size, "forward", forward)
+    yield Comparison(case, batch_size, "forward + backward", both)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Linear layers and convolutions for which oneDNN is faster than what torch chooses, in float32 on some processors.
 
-torch computes matrix products with MKL, and with one thread and fewer than 16 images also 1 x 1 convolutions. MKL has
-no AVX-512 kernels for processors of AMD: with many rows oneDNN takes about 0.8 to 0.9 of the time there
-(benchmarks/README.md, "Matrix products on processors of AMD"). Elsewhere, and where nothing is gained, the functions
-are those of ``torch.nn.functional``. FLOP counters of torch do not know oneDNN's operators.
+torch computes matrix products with MKL, and with one thread and fewer than 16 images also 1 x 1 convolutions. On a
+processor of AMD with AVX-512, MKL was about as fast as AVX2 allows, and oneDNN took 0.8 to 0.9 of its time with many
+rows (benchmarks/README.md, "Matrix products on processors of AMD"). Elsewhere, and where nothing is gained, the
+functions are those of ``torch.nn.functional``. FLOP counters of torch do not know oneDNN's operators.
 """
 
 from __future__ import annotations
@@ -99,10 +99,14 @@ def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and all(type(tensor) in (Tensor, nn.Parameter) for tensor in given)
         and all(tensor.dtype is torch.float32 and tensor.device.type == "cpu" for tensor in given)
         and not torch.is_autocast_enabled("cpu")
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
+        and not is_transformed()
         and bool(torch.backends.mkldnn.enabled)
     )
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of ``torch.func`` or forward-mode differentiation may have replaced tensors."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -9,7 +9,6 @@ part must hold a convolution together with its norm.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torchvision.ops import FrozenBatchNorm2d
 
-from detr_bf.layers import FoldedWeights, fold_norm
+from detr_bf.layers import FoldedWeights
 
 TRIAL_SIDE = 64  # pixels of the image with which the order of the layers is found
 
@@ -34,10 +33,7 @@ class _NormedConv(nn.Conv2d):
 
     def with_norm(self, x: Tensor, padding: tuple[int, int] | None = None) -> Tensor:
         """Return the normalised convolution of (B, C, h, w) maps; ``padding`` replaces that of the convolution."""
-        norm: Any = self.followed_by[0]
-        sources = [self.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var]
-        sources += [] if self.bias is None else [self.bias]
-        return self.folded.convolve(x, sources, partial(fold_norm, self, norm), self, padding=padding)
+        return self.folded.convolve(x, [(self, self.followed_by[0])], padding=padding)
 
 
 class NormedConv2d(_NormedConv):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from detr_bf.detectors.smca_multi_scale import as_maps, as_tokens
 from detr_bf.errors import InputError
-from detr_bf.layers import FoldingModule, fold_norm
+from detr_bf.layers import FoldingModule
 from detr_bf.structures import TokenBatch
 from detr_bf.transformer import Encoder
 
@@ -131,20 +130,13 @@ class NormedConvolution(FoldingModule):
         self.norm = nn.BatchNorm2d(channels)
         self.activation = activation or nn.Identity()
 
-    def sources(self) -> list[Tensor]:
-        """Return the tensors that :func:`fold_norm` reads."""
-        norm = self.norm
-        return [self.convolution.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var]  # type: ignore[list-item]
-
     def forward(self, x: Tensor) -> Tensor:
         """Convolve and normalise; InputError in training for one image of one cell, which has no variance."""
-        if can_fold(self.norm):
-            convolution, is_silu = self.convolution, isinstance(self.activation, nn.SiLU)
-            fold, name = partial(fold_norm, convolution, self.norm), "swish" if is_silu else "none"
-            x = self.folded.convolve(x, self.sources(), fold, convolution, activation=name)
+        if self.folds(self.norm):
+            is_silu = isinstance(self.activation, nn.SiLU)
+            name = "swish" if is_silu else "none"
+            x = self.folded.convolve(x, [(self.convolution, self.norm)], activation=name)
             return x if is_silu else self.activation(x)
-        if not torch.compiler.is_compiling():
-            self.folded.kept = None
         x = self.convolution(x)
         if self.norm.training and x[:, 0].numel() == 1:
             raise InputError(
@@ -164,25 +156,10 @@ class RepVggBlock(FoldingModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve; in inference both branches are merged into one convolution."""
-        if can_fold(self.wide.norm, self.narrow.norm):
-            sources, wide = [*self.wide.sources(), *self.narrow.sources()], self.wide.convolution
-            return self.folded.convolve(x, sources, self.merged, wide, activation="swish")
-        if not torch.compiler.is_compiling():
-            self.folded.kept = None
+        if self.folds(self.wide.norm, self.narrow.norm):
+            branches = [(branch.convolution, branch.norm) for branch in (self.wide, self.narrow)]
+            return self.folded.convolve(x, branches, activation="swish")
         return F.silu(self.wide(x) + self.narrow(x))
-
-    def merged(self) -> tuple[Tensor, Tensor]:
-        """Return weights (C, C, 3, 3) and bias (C,) of the sum of both convolutions."""
-        branches = [fold_norm(branch.convolution, branch.norm) for branch in (self.wide, self.narrow)]
-        (wide, bias), (narrow, narrow_bias) = branches
-        return wide + F.pad(narrow, (1, 1, 1, 1)), bias + narrow_bias
-
-
-def can_fold(*norms: nn.BatchNorm2d) -> bool:
-    """Return whether the norms have fixed statistics, gradients are off, and torch does not compile or export."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    return all(not norm.training and norm.running_mean is not None for norm in norms)
 
 
 class FusionBlock(nn.Module):

@@ -2,7 +2,7 @@
 
 from detr_bf.layers.attention import DeformableAttention, MultiHeadAttention, check_heads, multi_head_attention
 from detr_bf.layers.blocks import MLP, FeedForward, Residual, full_precision, xavier
-from detr_bf.layers.convolution import FoldedWeights, FoldingModule, fold_norm
+from detr_bf.layers.convolution import FoldedWeights, FoldingModule
 from detr_bf.layers.position import LearnedPosition, SinePosition, sine_of_coordinates, sine_position
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "Residual",
     "SinePosition",
     "check_heads",
-    "fold_norm",
     "full_precision",
     "multi_head_attention",
     "sine_of_coordinates",

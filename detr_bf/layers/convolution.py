@@ -7,13 +7,15 @@ between two calls without gradients are not noticed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detr_bf.ops import convolution
+from detr_bf.ops.onednn import is_transformed
 
 
 class _Weights(NamedTuple):
@@ -26,7 +28,7 @@ class _Weights(NamedTuple):
 
 
 class FoldedWeights:
-    """Weights of a convolution that are computed from other tensors; without gradients kept until one of these changes.
+    """Weights of convolutions with norms after them, as one convolution; without gradients kept until a source changes.
 
     Copies and pickled objects are empty.
     """
@@ -40,33 +42,40 @@ class FoldedWeights:
     def convolve(
         self,
         x: Tensor,
-        sources: Sequence[Tensor],
-        compute: Callable[[], tuple[Tensor, Tensor]],
-        geometry: nn.Conv2d,
+        branches: Sequence[tuple[nn.Conv2d, Any]],
         *,
         padding: tuple[int, int] | None = None,
         activation: str = "none",
     ) -> Tensor:
-        """Return the convolution of (B, C, h, w) maps and its activation.
+        """Return the sum of convolutions of (B, C, h, w) maps, each with the norm after it, and its activation.
 
         Args:
             x: maps.
-            sources: all tensors that ``compute`` reads.
-            compute: returns weights (O, C / groups, kh, kw) and bias (O,).
-            geometry: gives stride, dilation and groups, and the padding unless ``padding`` is given.
-            padding: rows and columns on each side.
+            branches: convolutions with norms of fixed statistics: ``nn.BatchNorm2d`` in evaluation or frozen ones.
+                Stride, dilation, groups and padding are those of the first, whose kernel is the largest.
+            padding: rows and columns on each side, instead of the first convolution's.
             activation: as of :func:`detr_bf.ops.convolution`.
         """
         kept = None
-        if not torch.is_grad_enabled() and all(map(_has_version, sources)):
-            kept, state = self.kept, tuple((tensor.data_ptr(), tensor._version, tensor.dtype) for tensor in sources)
-            if kept is None or kept.state != state:
-                kept = _Weights(state, tuple(tensor.detach() for tensor in sources), *compute())
+        if not (torch.is_grad_enabled() or is_transformed()):
+            sources = [tensor for branch in branches for tensor in _sources(*branch)]
+            if not any(tensor.is_inference() for tensor in sources):  # their changes are not counted
+                kept, state = self.kept, tuple((tensor.data_ptr(), tensor._version, tensor.dtype) for tensor in sources)
+                if kept is None or kept.state != state:
+                    kept = _Weights(state, tuple(tensor.detach() for tensor in sources), *_fold(branches))
         self.kept = kept
-        weight, bias = compute() if kept is None else (kept.weight, kept.bias)
-        settings: Any = {"stride": geometry.stride, "padding": geometry.padding if padding is None else padding}
-        settings |= {"dilation": geometry.dilation, "groups": geometry.groups, "activation": activation}
-        return convolution(x, weight, bias, **settings)
+        weight, bias = _fold(branches) if kept is None else (kept.weight, kept.bias)
+        first: Any = branches[0][0]
+        return convolution(
+            x,
+            weight,
+            bias,
+            stride=first.stride,
+            padding=first.padding if padding is None else padding,
+            dilation=first.dilation,
+            groups=first.groups,
+            activation=activation,
+        )
 
 
 class FoldingModule(nn.Module):
@@ -81,20 +90,36 @@ class FoldingModule(nn.Module):
         self.folded.kept = None
         return super().train(mode)
 
+    def folds(self, *norms: nn.BatchNorm2d) -> bool:
+        """Return whether the norms have fixed statistics, gradients are off, and torch does not compile or export.
 
-def _has_version(tensor: Tensor) -> bool:
-    """Return whether changes of the tensor can be noticed; no transform of ``torch.func`` may replace it."""
-    return not tensor.is_inference() and torch._C._functorch.peek_interpreter_stack() is None
+        Otherwise the kept weights are released.
+        """
+        if torch.compiler.is_compiling():
+            return False
+        fixed = all(not norm.training and norm.running_mean is not None for norm in norms)
+        if torch.is_grad_enabled() or not fixed:
+            self.folded.kept = None
+            return False
+        return True
 
 
-def fold_norm(convolution: nn.Conv2d, norm: Any) -> tuple[Tensor, Tensor]:
-    """Return weights (O, C / groups, kh, kw) and bias (O,) of a convolution with a norm of fixed statistics after it.
+def _sources(conv: nn.Conv2d, norm: Any) -> list[Tensor]:
+    """Return the tensors that :func:`_fold` reads of a branch."""
+    sources = [conv.weight, norm.weight, norm.bias, norm.running_mean, norm.running_var]
+    return sources if conv.bias is None else [*sources, conv.bias]
 
-    Args:
-        convolution: with O channels at the output.
-        norm: ``nn.BatchNorm2d`` in evaluation or a frozen batch norm; its weight, bias, running mean and variance, eps.
-    """
-    scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
-    weight = (convolution.weight * scale[:, None, None, None]).to(convolution.weight.dtype)
-    mean = norm.running_mean if convolution.bias is None else norm.running_mean - convolution.bias
-    return weight, (norm.bias - mean * scale).to(convolution.weight.dtype)
+
+def _fold(branches: Sequence[tuple[nn.Conv2d, Any]]) -> tuple[Tensor, Tensor]:
+    """Return weights (O, C / groups, kh, kw) and bias (O,) of the sum of the branches."""
+    folded = []
+    for conv, norm in branches:
+        scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+        weight = (conv.weight * scale[:, None, None, None]).to(conv.weight.dtype)
+        mean = norm.running_mean if conv.bias is None else norm.running_mean - conv.bias
+        folded.append((weight, (norm.bias - mean * scale).to(conv.weight.dtype)))
+    (weight, bias), *others = folded
+    for other, other_bias in others:
+        margin = (weight.shape[-1] - other.shape[-1]) // 2
+        weight, bias = weight + F.pad(other, (margin, margin, margin, margin)), bias + other_bias
+    return weight, bias

@@ -34,8 +34,8 @@ def operators(function: Callable[[], object]) -> set[str]:
     return {event.key for event in found.key_averages()}
 
 
-def random(*shape: int, **settings: bool) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), **settings)  # type: ignore[arg-type]
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 @needs_onednn
@@ -69,8 +69,8 @@ def test_results_and_gradients_are_those_of_torch(shape: tuple[int, ...], bias: 
 @pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize("learned", [(True, False, False), (False, True, False), (False, False, True)])
 def test_only_gradients_that_are_needed_are_computed(learned: tuple[bool, ...]) -> None:
-    inputs = [tensor.requires_grad_(is_learned) for tensor, is_learned in
-              zip((random(4, 7), random(3, 7), random(3)), learned, strict=True)]  # fmt: skip
+    given = (random(4, 7), random(3, 7), random(3))
+    inputs = [tensor.requires_grad_(is_learned) for tensor, is_learned in zip(given, learned, strict=True)]
     linear(*inputs).sum().backward()
     assert tuple(tensor.grad is not None for tensor in inputs) == learned
 
