@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+import cases
 import detectors
+from detr_bf.assembly import build_model
+from detr_bf.ops import onednn
 
 
 @pytest.mark.slow  # full-size detectors
@@ -27,3 +31,17 @@ def test_every_row_with_and_without_batch_attention(tmp_path: Path, capsys: pyte
 def test_one_round_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert detectors.main(["--rounds", "1"]) == 2
     assert "--rounds must be 2 or more" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_flops_are_the_same_through_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = ("backbone.name=resnet18", "hidden_dim=32", "feedforward_dim=32", "num_queries=12", "dropout=0")
+    preset = cases.Preset(64, 96, 2, ("device=cpu", *(f"model.{setting}" for setting in tiny)))
+    setting = cases.Setting(preset, torch.device("cpu"), rounds=2)
+    model = build_model(preset.config(), cases.NUM_CLASSES)
+    monkeypatch.setattr(onednn, "SMALLEST_PRODUCT", 0)
+    found = []
+    for faster in (False, True):
+        monkeypatch.setattr(onednn, "FASTER", faster)
+        found.append(detectors.flops(model, setting))
+    assert found[0] == found[1] > 0
