@@ -172,6 +172,11 @@ def test_a_loaded_file_refuses_what_it_cannot_do(detr: tuple[Predictor, Path], t
             method(tmp_path / "again.onnx")
 
 
+def test_threads_of_onnxruntime_do_not_wait_by_spinning_after_a_call(detr: tuple[Predictor, Path]) -> None:
+    options = detr_bf.load(detr[1]).model.session.get_session_options()  # type: ignore[attr-defined]
+    assert options.get_session_config_entry("session.force_spinning_stop") == "1"
+
+
 def test_squares_of_a_fixed_size(tmp_path: Path) -> None:
     original = predictor("rtdetr", "data.transforms.square=64")
     original.export(tmp_path / "it.onnx", batch=1, size=(64, 64))

@@ -150,6 +150,8 @@ class OnnxDetector(FileDetector):
         runtime = imported("onnxruntime")
         options = runtime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
+        # its threads would go on waiting by spinning after a call, and take the cores from torch and other programs
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         options.log_severity_level = 3  # errors
         source = printable(source)
         try:
