@@ -172,8 +172,9 @@ def test_a_loaded_file_refuses_what_it_cannot_do(detr: tuple[Predictor, Path], t
             method(tmp_path / "again.onnx")
 
 
-def test_threads_of_onnxruntime_do_not_wait_by_spinning_after_a_call(detr: tuple[Predictor, Path]) -> None:
+def test_onnxruntime_keeps_neither_the_cores_nor_a_second_block_of_memory(detr: tuple[Predictor, Path]) -> None:
     options = detr_bf.load(detr[1]).model.session.get_session_options()  # type: ignore[attr-defined]
+    assert not options.enable_mem_pattern
     assert options.get_session_config_entry("session.force_spinning_stop") == "1"
 
 

@@ -152,6 +152,7 @@ class OnnxDetector(FileDetector):
         options.intra_op_num_threads = torch.get_num_threads()
         # its threads would go on waiting by spinning after a call, and take the cores from torch and other programs
         options.add_session_config_entry("session.force_spinning_stop", "1")
+        options.enable_mem_pattern = False  # from the second call of a size on, about twice the memory, and no faster
         options.log_severity_level = 3  # errors
         source = printable(source)
         try:
