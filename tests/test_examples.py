@@ -15,10 +15,14 @@ from tests.docs.test_pages import ROOT
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 
 
-def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("images", [pytest.param(600, marks=pytest.mark.slow), 64])
+def test_the_notebook_runs(images: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
+    sample = next(cell for cell in notebook.cells if "sample-data" in cell.source)
+    assert "--num-train 600" in sample.source
+    sample.source = sample.source.replace("--num-train 600", f"--num-train {images}")
     NotebookClient(notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     shown = [output for output in outputs if "image/png" in output.get("data", {})]

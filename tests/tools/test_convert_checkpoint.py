@@ -69,18 +69,19 @@ def saved(folder: Path, *changes: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin", ".safetensors"])
 @pytest.mark.parametrize(
-    ("changes", "name"),
+    ("changes", "name", "suffix"),
     [
-        (["batch_former.layers=[0,1]", "batch_former.shared=false"], "detr"),
-        (["batch_former.enabled=false"], "hf_detr"),
-        (["batch_former.enabled=false"], "hf_detr_no_timm"),
-        (["batch_former.enabled=false", *TWO_STAGE], "deformable_detr"),
-        (["batch_former.enabled=false", *DEFORMABLE], "hf_deformable_detr"),
-        (["plugins.context_broadcasting.enabled=true", *TWO_STAGE], "detectron2"),
-        (["batch_former.layers=[0,1]"], "detectron2_resnet"),
-        (["batch_former.layers=[1]"], "detr_detectron2"),
+        (["batch_former.layers=[0,1]", "batch_former.shared=false"], "detr", ".pth"),
+        (["batch_former.layers=[0,1]", "batch_former.shared=false"], "detr", ".safetensors"),
+        (["batch_former.enabled=false"], "hf_detr", ".safetensors"),
+        (["batch_former.enabled=false"], "hf_detr", ".bin"),
+        (["batch_former.enabled=false"], "hf_detr_no_timm", ".bin"),
+        (["batch_former.enabled=false", *TWO_STAGE], "deformable_detr", ".pth"),
+        (["batch_former.enabled=false", *DEFORMABLE], "hf_deformable_detr", ".safetensors"),
+        (["plugins.context_broadcasting.enabled=true", *TWO_STAGE], "detectron2", ".pt"),
+        (["batch_former.layers=[0,1]"], "detectron2_resnet", ".bin"),
+        (["batch_former.layers=[1]"], "detr_detectron2", ".pt"),
     ],
 )
 def test_there_and_back(tmp_path: Path, changes: list[str], name: str, suffix: str) -> None:

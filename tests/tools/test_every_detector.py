@@ -29,10 +29,23 @@ MORE = {
 DETECTORS = {
     name: (*tiny_detectors.settings_of(name, stride=8), *MORE.get(name, FOCAL)) for name in tiny_detectors.DETECTORS
 }
+VARIANTS = (
+    "dab_detr_patterns",
+    "dab_deformable_detr",
+    "deformable_detr_refine",
+    "dino_shared_heads",
+    "group_detr",
+    "h_deformable_detr",
+    "rtdetrv2",
+)  # of detectors that are trained in every run of the tests
+KINDS = [
+    pytest.param(name, with_batch_former, marks=() if with_batch_former and name not in VARIANTS else pytest.mark.slow)
+    for with_batch_former in (True, False)
+    for name in DETECTORS
+]
 
 
-@pytest.mark.parametrize("name", DETECTORS)
-@pytest.mark.parametrize("with_batch_former", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "with_batch_former"), KINDS)
 def test_trains_evaluates_predicts_resumes(name: str, with_batch_former: bool, tiny: Path, tmp_path: Path) -> None:
     settings = [*DETECTORS[name], f"batch_former.enabled={str(with_batch_former).lower()}", "eval.pictures=0"]
     command = ["--config", str(tiny), *settings]

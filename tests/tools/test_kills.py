@@ -25,7 +25,7 @@ from tests.tools.launch import (
 from tests.tools.test_train_net import records
 
 COUNTS = {"step": 5, "backward": 5, "evaluation": 1, "writing": 4, "renaming": 4}
-FAST = {("step", "1"), ("writing", "all")}
+FAST = {("step", "1")}
 KILLS = [
     pytest.param(moment, who, marks=() if (moment, who) in FAST else pytest.mark.slow)
     for moment, one in (("step", "1"), ("backward", "0"), ("evaluation", "0"), ("writing", "0"), ("renaming", "0"))
