@@ -53,7 +53,7 @@ MORE = {
 DETECTORS = {name: (*settings_of(name, stride=16), *MORE.get(name, ())) for name in tiny_detectors.DETECTORS}
 DETECTORS["without_batch_attention"] = ("batch_former.enabled=false",)
 FAST = ("detr", "smca_multi_scale", "deformable_detr_two_stage", "rtdetr", "without_batch_attention")
-SOME = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in DETECTORS]
+KINDS = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in DETECTORS]
 MASKS = ("model.backbone.strides=[32]", "model.masks=true", "freeze.detector=true")
 TRAINS_ALL = "model.backbone.frozen_stages=0"
 NO_GATHER, GATHER = "batch_former.gather=false", "batch_former.gather=true"
@@ -114,14 +114,14 @@ def test_what_is_kept_is_what_a_real_run_keeps(name: str) -> None:
     assert trace(config, CLASSES, SIZE, device="cpu").kept == kept_by_a_real_run(config)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", KINDS)
 def test_in_half_precision_it_is_nearly_so(name: str) -> None:
     """The CPU's attention in bf16 computes in float32 internally."""
     config = tiny(*DETECTORS[name], "train.precision=bf16")
     assert trace(config, CLASSES, SIZE, device="cpu").kept == pytest.approx(kept_by_a_real_run(config), rel=0.01)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", KINDS)
 def test_recomputation_keeps_what_checkpointed_layers_keep(name: str) -> None:
     """Compare with torch.utils.checkpoint, which the model uses; losses are the same either way."""
     plain, again = (tiny(*DETECTORS[name], f"train.recompute_encoder={value}") for value in ("false", "true"))
