@@ -12,7 +12,7 @@ from detr_bf.assembly.model import build_panoptic_postprocess, build_postprocess
 from detr_bf.config import config_from_dict
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ScoreThresholds
-from detr_bf.export import ONNX_SUFFIX, OnnxDetector, PackageDetector, fixed_transform, onnx_content
+from detr_bf.export import file_detector, fixed_transform
 from detr_bf.predictor import Predictor
 from detr_bf.structures import Batch, ClassMap, Detections, Outputs
 from detr_bf.text import printable
@@ -60,11 +60,10 @@ def load_exported(path: Path, device: str = "auto") -> ExportedPredictor:
     """Return the detector of a file that ``detr-bf export`` wrote; the code in a package runs.
 
     Raises:
-        InputError: onnxruntime is not installed, the file is damaged, of another program or compiled for another
-            machine, or another device than that of the file is asked for.
+        InputError: onnxruntime or openvino is not installed, the file is damaged, of another program or compiled for
+            another machine, or another device than that of the file is asked for.
     """
-    is_onnx = path.suffix == ONNX_SUFFIX
-    runtime: Any = OnnxDetector(onnx_content(path), str(path)) if is_onnx else PackageDetector(path)
+    runtime: Any = file_detector(path)
     values = runtime.metadata
     try:
         config = config_from_dict(values["config"], source=f"the config in {printable(path)}")

@@ -96,8 +96,8 @@ def load(path: str | Path, device: str = "auto") -> Predictor:
     It is in evaluation mode. ``path`` may also be a name of :func:`detr_bf.list_weights`, whose file is downloaded
     once; the detector then has the classes of COCO. It may be ``hf://user/name`` or ``hf://user/name@revision``: a
     folder on the Hugging Face Hub that :meth:`Predictor.save` or transformers wrote; they are also read from disk. A
-    file ``.onnx`` of :meth:`Predictor.export` is computed by onnxruntime, on the CPU; a package ``.pt2`` contains
-    machine code, which runs: open only packages of a source that you trust.
+    file ``.onnx`` of :meth:`Predictor.export` is computed by onnxruntime, ``.xml`` by OpenVINO, both on the CPU; a
+    package ``.pt2`` contains machine code, which runs: open only packages of a source that you trust.
 
     Raises:
         InputError: the file is missing, damaged or not a checkpoint of ours, or not a detector's; or a download failed.

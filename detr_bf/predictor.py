@@ -402,18 +402,20 @@ class Predictor:
         evaluate: Callable[[Path], Mapping[str, Any]] | None = None,
         device: str = "cpu",
     ) -> list[Comparison]:
-        """Write an ONNX file or a compiled package after comparing its outputs with those of torch, see docs/export.md.
+        """Write a file for ONNX or OpenVINO or a compiled package after comparing its outputs with torch's.
 
-        :func:`detr_bf.load` reads the file. ONNX needs ``pip install 'detr_bf[export]'``, a package a C++ compiler.
+        :func:`detr_bf.load` reads the file, see docs/export.md. ONNX needs ``pip install 'detr_bf[export]'``, OpenVINO
+        also the extra ``openvino``, a package a C++ compiler.
 
         Args:
-            path: new file, whose name ends in ``.onnx``, or in ``.pt2`` for a package that AOTInductor compiles.
+            path: new file, whose name ends in ``.onnx``, in ``.xml`` for OpenVINO (with its weights in ``.bin``), or
+                in ``.pt2`` for a package that AOTInductor compiles.
             batch: number of images; None: any.
             size: height and width of the padded images; None: any.
             postprocess: the outputs are detections instead of logits.
             images: a few images to compare with; by default synthetic ones.
             license: of the weights.
-            precision: ``float32``; of an ONNX file also ``float16`` or ``int8``.
+            precision: ``float32``; not of a package: ``float16`` or ``int8``.
             calibration: folder with images; up to 100 of them, evenly spaced by name, set the scales of int8.
             evaluate: see :func:`detr_bf.export.export_detector`.
             device: ``cpu``, or ``cuda`` for a package that computes on a GPU.

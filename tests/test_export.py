@@ -1,14 +1,12 @@
-"""ONNX files and packages: their outputs are those of torch, for every detector; metadata, loading, the command."""
+"""ONNX and OpenVINO files: their outputs are those of torch, for every detector; metadata, loading, the command."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import math
-import os
 import subprocess
 import sys
-import zipfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,9 +29,7 @@ from detr_bf.detectors import MaskHead
 from detr_bf.errors import InputError
 from detr_bf.evaluation import ScoreThresholds
 from detr_bf.export import GivenSelections, ParityError, parity, parity_table, synthetic_images
-from detr_bf.export.graph import write_package
 from detr_bf.export.precision import calibration_files, exact_nodes, half_precision
-from detr_bf.export.runtime import package_metadata
 from detr_bf.predictor import Predictor
 from detr_bf.sharing import Origin
 from detr_bf.structures import Batch, ClassMap
@@ -96,17 +92,30 @@ def detr(folder: Path) -> tuple[Predictor, Path]:
     return original, folder / "detr.onnx"
 
 
+def reuse(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let exports take the graph of an ONNX file instead of tracing the detector, which takes most of the time."""
+    monkeypatch.setattr(export, "traced", lambda *_, **__: None)
+    monkeypatch.setattr(export, "onnx_model", lambda *_, **__: onnx.load(str(model)))
+
+
 @pytest.mark.parametrize("name", KINDS)
-def test_every_detector_gives_the_same(name: str, tmp_path: Path) -> None:
+def test_every_detector_gives_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = predictor(name)
-    compared = original.export(tmp_path / "it.onnx")
+    check_every_form(original, tmp_path / "it.onnx")
+    reuse(tmp_path / "it.onnx", monkeypatch)
+    check_every_form(original, tmp_path / "it.xml")
+
+
+def check_every_form(original: Predictor, path: Path) -> None:
+    """Export with any number and size of images, and compare the detections of the file with those of torch."""
+    compared = original.export(path)
     assert [each.images for each in compared] == [1, 1, 1, 3]
     assert len({each.size for each in compared}) >= 3
     assert [each.padded for each in compared] == [False, False, False, True]
     for each in compared:
         assert {"logits", "boxes"} <= set(each.differences)
         assert max(each.differences.values()) < 2e-5, parity_table(compared)
-    loaded = detr_bf.load(tmp_path / "it.onnx")
+    loaded = detr_bf.load(path)
     for image in synthetic_images():
         same(loaded(image, threshold=0.0), original(image, threshold=0.0))
         assert len(loaded(image, threshold=1.0)) == len(original(image, threshold=1.0)) == 0
@@ -240,8 +249,7 @@ def test_a_missing_package_names_the_extra(detr: tuple[Predictor, Path], monkeyp
 def test_a_difference_beyond_the_tolerance_is_exit_code_1(
     detr: tuple[Predictor, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(export, "traced", lambda *_, **__: None)
-    monkeypatch.setattr(export, "onnx_model", lambda *_, **__: onnx.load(str(detr[1])))
+    reuse(detr[1], monkeypatch)
     monkeypatch.setattr(command, "load", lambda *_: detr[0])
     output = tmp_path / "it.onnx"
     assert command.main(["run", "--output", str(output)]) == 0
@@ -325,8 +333,7 @@ def measured(folder: Path) -> tuple[Predictor, Path, Path]:
 @pytest.fixture
 def run_command(measured: tuple[Predictor, Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Let the command export ``measured`` as ``run``, without tracing it again; return its data."""
-    monkeypatch.setattr(export, "traced", lambda *_, **__: None)
-    monkeypatch.setattr(export, "onnx_model", lambda *_, **__: onnx.load(str(measured[1])))
+    reuse(measured[1], monkeypatch)
     monkeypatch.setattr(command, "load", lambda path, *_: measured[0] if path == "run" else detr_bf.load(path))
     return measured[2]
 
@@ -459,15 +466,41 @@ def test_calibration_files_are_spread_over_the_folder(tmp_path: Path) -> None:
         predictor().export(tmp_path / "it.onnx", precision="int4")
 
 
+@pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
+def test_the_score_of_an_openvino_file(
+    precision: str,
+    run_command: Path,
+    measured: tuple[Predictor, Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output, images = tmp_path / "it.xml", run_command / "images"
+    options = {"float32": [], "float16": ["--half"], "int8": ["--int8", str(images)]}[precision]
+    assert command.main(["run", "--output", str(output), "--evaluate", "3", *options]) == 0
+    loaded, printed = detr_bf.load(output), capsys.readouterr().out
+    values = loaded.model.metadata
+    assert values["precision"] == precision
+    assert set(values) >= set(stored(measured[1])) | {"ap"}
+    assert (values["parity"]["tolerances"] is None) == (precision != "float32")
+    assert values["ap"]["images"] == 3
+    assert values["ap"]["file"] > {"float32": 0.9, "float16": 0.7, "int8": 0.2}[precision]
+    assert f"file {values['ap']['file']:.3f}" in printed
+    weights, before = output.with_suffix(".bin"), sum(weights_of(measured[1]).values())
+    assert [line.split(": ")[1] for line in printed.splitlines() if " MB: " in line] == [str(output), str(weights)]
+    least, most = {"float32": (0.95, 1.05), "float16": (0.45, 0.55), "int8": (0.25, 0.4)}[precision]
+    assert least * before < weights.stat().st_size < most * before
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".onnx", ".xml"])
 @pytest.mark.parametrize("postprocess", [False, True])
-def test_masks(postprocess: bool, tmp_path: Path) -> None:
+def test_masks(postprocess: bool, suffix: str, tmp_path: Path) -> None:
     head = partial(MaskHead, DIM, heads=2, finer_channels=[CHANNELS])
     original = predictor("detr", mask_head=head())
     original.model.backbone.levels = 2  # a finer map and the deepest
-    compared = original.export(tmp_path / "it.onnx", postprocess=postprocess)
+    compared = original.export(tmp_path / f"it{suffix}", postprocess=postprocess)
     assert all("masks" in each.differences for each in compared)
-    loaded, image = detr_bf.load(tmp_path / "it.onnx"), synthetic_images()[0]
+    loaded, image = detr_bf.load(tmp_path / f"it{suffix}"), synthetic_images()[0]
     found, expected = loaded(image, threshold=0.0), original(image, threshold=0.0)
     same(found, expected)
     assert (found.bitmaps() != expected.bitmaps()).mean() < 1e-3
@@ -484,115 +517,3 @@ def test_the_example_runs_without_torch(detr: tuple[Predictor, Path], tmp_path: 
     assert len(done.stdout.splitlines()) == len(expected)
     assert [line.split()[0] for line in done.stdout.splitlines()] == expected.names
     assert Image.open(tmp_path / "drawn.png").size == (640, 480)
-
-
-@pytest.fixture(scope="module")
-def package(folder: Path) -> tuple[Predictor, Path, str]:
-    """Compile DETR with detections as outputs, and return it with the table of the comparison."""
-    original = predictor()
-    compared = original.export(folder / "it.pt2", size=(64, 96), postprocess=True, license="mit")
-    assert [(each.images, each.size) for each in compared] == [(1, (64, 96))] * 3 + [(3, (64, 96))]
-    assert max(value for each in compared for value in each.differences.values()) < 2e-5, parity_table(compared)
-    assert {"scores", "labels", "boxes", "selection"} == set(compared[0].differences)
-    return original, folder / "it.pt2", parity_table(compared)
-
-
-def test_a_package_detects_the_same(package: tuple[Predictor, Path, str]) -> None:
-    original, path, _ = package
-    loaded, images = detr_bf.load(path), [torch.randint(256, (3, 64, 96), dtype=torch.uint8) for _ in range(3)]
-    assert loaded.thresholds == original.thresholds
-    for image in images:
-        same(loaded(image, threshold=0.0), original(image, threshold=0.0))
-    for found, expected in zip(loaded(images, 0.0, batch_size=3), original(images, 0.0, batch_size=3), strict=True):
-        same(found, expected)
-    assert len(loaded(synthetic_images(), threshold=0.0)) == 3  # resized to fit
-    for refused in ({"half": True}, {"device": "cuda"}):
-        with pytest.raises(InputError, match="packages"):
-            loaded(images[0], **refused)
-
-
-def test_the_metadata_of_a_package_are_a_file_in_it(package: tuple[Predictor, Path, str]) -> None:
-    found = package_metadata(package[1])
-    assert found["classes"] == ["cat", "dog", "猫"]
-    assert (found["device"], found["padded"], found["license"]) == ("cpu", True, "mit")
-    assert found["outputs"] == ["scores", "labels", "boxes", "selection_0"]
-    assert len(found["parity"]["batches"]) == 4
-    assert b"alice" not in package[1].read_bytes()
-    assert [*torch.export.pt2_archive._package.load_pt2(str(package[1])).extra_files] == ["detr_bf.json"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"format": "another"}, "its format is another"),
-        ({"form": None}, "damaged"),
-        ({"form": {"batch": 0, "size": None, "postprocess": False}}, "damaged"),
-        ({"outputs": 3}, "damaged"),
-        ({"device": "bananas"}, "damaged"),
-        ({"compiled_for": {"machine": "z80"}}, "differs in machine"),
-        ({"compiled_for": {"avx1024": True}}, "differs in avx1024"),
-        ({"device": "cuda"}, "torch finds none"),
-    ],
-)
-def test_packages_that_cannot_be_loaded(
-    changes: dict[str, Any],
-    message: str,
-    package: tuple[Predictor, Path, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Refuse them before their code is loaded."""
-    if changes == {"device": "cuda"} and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda _: pytest.fail("its code was loaded"))
-    path = tmp_path / "it.pt2"
-    with zipfile.ZipFile(package[1]) as source, zipfile.ZipFile(path, "w") as target:
-        for entry in source.infolist():
-            content = source.read(entry)
-            if entry.filename.endswith(".json") and "extra" in entry.filename:
-                content = json.dumps(json.loads(content) | changes).encode()
-            target.writestr(entry, content)
-    with pytest.raises(InputError, match=message):
-        detr_bf.load(path)
-
-
-def test_damaged_packages(package: tuple[Predictor, Path, str], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="file not found"):
-        detr_bf.load(tmp_path / "missing.pt2")
-    os.mkfifo(tmp_path / "fifo.pt2")
-    with pytest.raises(InputError, match="expected a file"):
-        detr_bf.load(tmp_path / "fifo.pt2")
-    content = bytearray(package[1].read_bytes())
-    content[len(content) // 2] ^= 1
-    (tmp_path / "flipped.pt2").write_bytes(content)
-    with pytest.raises(InputError, match="is damaged"):
-        detr_bf.load(tmp_path / "flipped.pt2")
-    (tmp_path / "short.pt2").write_bytes(package[1].read_bytes()[:-1000])
-    with pytest.raises(InputError, match="write it with 'detr-bf export'"):
-        detr_bf.load(tmp_path / "short.pt2")
-    with pytest.warns(UserWarning, match="Duplicate name"):
-        write_package(package[1], tmp_path / "whole.pt2", {})  # two files of metadata
-    with pytest.raises(InputError, match="write it with 'detr-bf export'"):
-        detr_bf.load(tmp_path / "whole.pt2")
-
-
-def test_a_package_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise RuntimeError("no working C++ compiler was found")
-
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fails)
-    with pytest.raises(InputError, match=r"needs a C\+\+ compiler .*: no working"):
-        predictor().export(tmp_path / "new" / "it.pt2", size=(64, 96))
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DETECTORS)
-def test_every_detector_can_be_compiled(name: str, tmp_path: Path) -> None:
-    original = predictor(name)
-    compared = original.export(tmp_path / "it.pt2", size=(64, 96))
-    assert [each.images for each in compared] == [1, 1, 1, 3]
-    for each in compared:
-        assert max(each.differences.values()) < 2e-5, parity_table(compared)
-    image = torch.randint(256, (3, 64, 96), dtype=torch.uint8)
-    same(detr_bf.load(tmp_path / "it.pt2")(image, threshold=0.0), original(image, threshold=0.0))

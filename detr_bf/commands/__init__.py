@@ -27,7 +27,7 @@ COMMANDS = {  # name -> (module, function, help)
     "predict": ("predict", "main", "detect objects in images, or classify them"),
     "serve": ("serve", "main", "serve a detector over HTTP"),
     "check": ("train", "check", "check the data of a config"),
-    "export": ("export", "main", "write a detector as an ONNX file or machine code that gives the same outputs"),
+    "export": ("export", "main", "write a detector for ONNX, OpenVINO or as machine code that gives the same outputs"),
     "benchmark": ("benchmark", "main", "measure the speed and memory of a detector, by format and precision"),
     "convert": ("convert", "main", "write a checkpoint in another format, or without training-only weights"),
     "compare": ("compare", "main", "compare settings over seeds and images, with intervals"),

@@ -1,10 +1,11 @@
-"""Write a detector as an ONNX file or as compiled machine code, and compare its outputs with those of torch.
+"""Write a detector for ONNX, OpenVINO or as machine code, and compare its outputs with those of torch.
 
 detr-bf export runs/mine --output mine.onnx                      # any number of images of any size
 detr-bf export runs/mine --output mine.onnx --batch 1 --size 640x640 --with-postprocess
 detr-bf export detr_r50 --output detr.onnx --images photos       # published weights, compared on these images
 detr-bf export runs/mine --output half.onnx --half --evaluate 200
 detr-bf export runs/mine --output int8.onnx --int8 photos --evaluate 200
+detr-bf export runs/mine --output mine.xml                       # OpenVINO: mine.xml, and the weights in mine.bin
 detr-bf export runs/mine --output mine.pt2 --size 640x640        # compiled by AOTInductor for processors like this one
 
 The images to compare with are those of --images, else the first validation images of the run, else synthetic ones. If
@@ -32,7 +33,7 @@ from detr_bf.data.coco import read_annotations
 from detr_bf.data.images import read_image
 from detr_bf.data.inputs import image_files
 from detr_bf.errors import InputError
-from detr_bf.export import COMPARED_BATCH, ParityError, parity_table
+from detr_bf.export import COMPARED_BATCH, ParityError, file_names, parity_table
 from detr_bf.files import file_size
 from detr_bf.models import load
 from detr_bf.predictor import Predictor
@@ -45,7 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", help="run folder, checkpoint, saved folder, or name of published weights")
     parser.add_argument(
-        "--output", metavar="FILE", type=Path, required=True, help="file to write: .onnx, or .pt2 (AOTInductor)"
+        "--output",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help="file to write: .onnx, .xml (OpenVINO) or .pt2 (AOTInductor)",
     )
     parser.add_argument("--batch", default="dynamic", metavar="dynamic|N", help="images of a call (default: dynamic)")
     parser.add_argument(
@@ -113,7 +118,8 @@ def _run(options: argparse.Namespace) -> int:
         print(f"AP is not compared: {found['not_compared']}")
     elif found:
         print(f"AP on {found['images']} validation images: torch {found['torch']:.3f}, file {found['file']:.3f}")
-    print(f"{file_size(options.output) / 1e6:.1f} MB: {printable(options.output)}")
+    for file in file_names(options.output):
+        print(f"{file_size(file) / 1e6:.1f} MB: {printable(file)}")
     return 0
 
 

@@ -1,9 +1,11 @@
-"""ONNX files and compiled packages of detectors: graph, metadata, comparison with torch, and detectors of files."""
+"""Files of detectors for ONNX and OpenVINO, and compiled packages: graph, metadata, comparison with torch, loading."""
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ from detr_bf.export.graph import (
     FILE_SUFFIXES,
     ONNX_FORMAT,
     ONNX_SUFFIX,
+    OPENVINO_SUFFIX,
     OPSET,
     PACKAGE_SUFFIX,
+    WEIGHTS_SUFFIX,
     Exported,
     ExportGraph,
     FitResize,
@@ -30,9 +34,11 @@ from detr_bf.export.graph import (
     file_metadata,
     fixed_transform,
     imported,
+    imported_openvino,
     onnx_model,
     set_metadata,
     traced,
+    write_openvino,
     write_package,
 )
 from detr_bf.export.parity import (
@@ -45,6 +51,7 @@ from detr_bf.export.parity import (
     compared_batches,
     parity_refusal,
     parity_table,
+    selection_names,
     synthetic_images,
 )
 from detr_bf.export.precision import (
@@ -54,7 +61,15 @@ from detr_bf.export.precision import (
     half_precision,
     int8_precision,
 )
-from detr_bf.export.runtime import FileDetector, OnnxDetector, PackageDetector, machine_features, onnx_content
+from detr_bf.export.runtime import (
+    FileDetector,
+    OnnxDetector,
+    OpenVinoDetector,
+    PackageDetector,
+    file_detector,
+    file_digest,
+    machine_features,
+)
 from detr_bf.files import atomic_write, check_output_file
 from detr_bf.structures import Batch
 from detr_bf.text import printable
@@ -66,6 +81,7 @@ __all__ = [
     "MAX_CALIBRATION",
     "ONNX_FORMAT",
     "ONNX_SUFFIX",
+    "OPENVINO_SUFFIX",
     "OPSET",
     "PACKAGE_SUFFIX",
     "TOLERANCES",
@@ -77,15 +93,17 @@ __all__ = [
     "Form",
     "GivenSelections",
     "OnnxDetector",
+    "OpenVinoDetector",
     "PackageDetector",
     "ParityError",
     "calibration_files",
     "compare_outputs",
     "compared_batches",
     "export_detector",
+    "file_detector",
     "file_metadata",
+    "file_names",
     "fixed_transform",
-    "onnx_content",
     "parity_table",
     "synthetic_images",
 ]
@@ -106,10 +124,11 @@ def export_detector(
     evaluate: Callable[[Path], Mapping[str, Any]] | None = None,
     device: str = "cpu",
 ) -> list[Comparison]:
-    """Write an ONNX file or a compiled package after comparing its outputs with those of torch.
+    """Write an ONNX file, an OpenVINO file or a compiled package after comparing its outputs with those of torch.
 
     Args:
-        path: new file: ``.onnx``, or ``.pt2`` for machine code of AOTInductor.
+        path: new file: ``.onnx``; ``.xml`` for OpenVINO, with the weights in ``.bin`` beside it; or ``.pt2`` for
+            machine code of AOTInductor.
         exported: the detector.
         form: inputs and outputs.
         images: uint8 (3, h, w), to compare with.
@@ -140,45 +159,82 @@ def export_detector(
         else:
             samples = (eval_sample(transform, pixels, index) for index, pixels in enumerate(calibration))
             given = (Batch.collate([sample]) for sample in samples)
-            save = _onnx(graph, form, Path(folder), metadata, given, padded=padded, short_side=short_side)
-        with atomic_write(path) as temporary:
-            save(temporary, metadata)
-            tolerances = TOLERANCES if precision == "float32" else None
-            compared = compare_outputs(graph, temporary, batches, tolerances)
-            if any(each.beyond for each in compared):
-                raise ParityError(parity_refusal(path, compared))
-            values = [{name: each for name, each in asdict(one).items() if name != "tolerances"} for one in compared]
-            metadata["parity"] = {"images": source, "tolerances": tolerances, "batches": values}
-            save(temporary, metadata)
-            if evaluate is not None:
-                save(temporary, {**metadata, "ap": evaluate(temporary)})
+            is_openvino = path.suffix == OPENVINO_SUFFIX
+            model = _onnx(
+                graph, form, metadata, given, padded=padded, short_side=short_side, store_half=not is_openvino
+            )
+            save = _openvino(model, graph.names, metadata, padded=padded) if is_openvino else _saved_onnx(model)
+        draft = Path(folder) / f"draft{path.suffix}"
+        save(draft, metadata)
+        tolerances = TOLERANCES if precision == "float32" else None
+        compared = compare_outputs(graph, draft, batches, tolerances)
+        if any(each.beyond for each in compared):
+            raise ParityError(parity_refusal(path, compared))
+        values = [{name: each for name, each in asdict(one).items() if name != "tolerances"} for one in compared]
+        metadata["parity"] = {"images": source, "tolerances": tolerances, "batches": values}
+        save(draft, metadata)
+        if evaluate is not None:
+            save(draft, {**metadata, "ap": evaluate(draft)})
+        with ExitStack() as stack:
+            for file in file_names(path):  # the last one gets its name first: the weights before the graph
+                shutil.copyfile(draft.with_suffix(file.suffix), stack.enter_context(atomic_write(file)))
     return compared
+
+
+def file_names(path: Path) -> list[Path]:
+    """Return the files that an export to ``path`` writes: ``path``, and with the graph of OpenVINO its weights."""
+    return [path, path.with_suffix(WEIGHTS_SUFFIX)] if path.suffix == OPENVINO_SUFFIX else [path]
 
 
 def _onnx(
     graph: ExportGraph,
     form: Form,
-    folder: Path,
     metadata: Mapping[str, Any],
     calibration: Iterable[Batch],
     *,
     padded: bool,
     short_side: int,
-) -> Save:
-    """Return a function that writes the graph as an ONNX model in the precision of the metadata."""
+    store_half: bool,
+) -> Any:
+    """Return the graph as an ONNX model in the precision of the metadata; in float16 only with ``store_half``."""
     program = traced(graph, form, padded=padded, short_side=max(short_side, EXAMPLE_SIDE))
     model = onnx_model(program, form, graph.names, padded=padded)
-    if metadata["precision"] == "float16":
-        model = half_precision(model)
-    elif metadata["precision"] == "int8":
+    if metadata["precision"] == "float16" and store_half:
+        return half_precision(model)
+    if metadata["precision"] == "int8":
         set_metadata(model, metadata)
-        unquantised = folder / f"float32{ONNX_SUFFIX}"
-        unquantised.write_bytes(model.SerializeToString())
-        model = int8_precision(model, unquantised, calibration)
+        return int8_precision(model, calibration)
+    return model
+
+
+def _saved_onnx(model: Any) -> Save:
+    """Return a function that writes an ONNX model."""
 
     def save(path: Path, values: Mapping[str, Any]) -> None:
         set_metadata(model, values)
         path.write_bytes(model.SerializeToString())
+
+    return save
+
+
+def _openvino(onnx_model: Any, outputs: Sequence[str], metadata: Mapping[str, Any], *, padded: bool) -> Save:
+    """Return a function that writes an ONNX model in the form of OpenVINO, with weights in float16 if the metadata say.
+
+    Raises:
+        InputError: OpenVINO cannot convert the model.
+    """
+    half = metadata["precision"] == "float16"
+    own: dict[str, Any] = {"outputs": list(outputs), "selections": selection_names(onnx_model), "padded": padded}
+    try:
+        model = imported_openvino().Core().read_model(onnx_model.SerializeToString())
+    except Exception as error:  # RuntimeError and others
+        raise InputError(f"OpenVINO cannot convert the detector: {printable(error, 500)}") from error
+
+    def save(path: Path, values: Mapping[str, Any]) -> None:
+        if "weights" not in own:
+            write_openvino(model, path, {}, half=half)
+            own["weights"] = file_digest(path.with_suffix(WEIGHTS_SUFFIX))
+        write_openvino(model, path, {**values, **own}, half=half)
 
     return save
 
@@ -198,12 +254,14 @@ def _check_possible(path: Path, form: Form, precision: str, device: str) -> None
     assert precision in EXPORT_PRECISIONS
     if path.suffix not in FILE_SUFFIXES:
         raise InputError(
-            f"{printable(path)}: the name of an ONNX file ends in {ONNX_SUFFIX}, that of a compiled package in "
-            f"{PACKAGE_SUFFIX}"
+            f"{printable(path)}: the name of an ONNX file ends in {ONNX_SUFFIX}, that of an OpenVINO file in "
+            f"{OPENVINO_SUFFIX}, that of a compiled package in {PACKAGE_SUFFIX}"
         )
-    if path.suffix == ONNX_SUFFIX:
+    if path.suffix != PACKAGE_SUFFIX:
         for name in ("onnx", "onnxscript", "onnxruntime"):
             imported(name)
+        if path.suffix == OPENVINO_SUFFIX:
+            imported_openvino()
         if device != "cpu":
             raise InputError(f"device={printable(device)}: only packages ({PACKAGE_SUFFIX}) are compiled for a device")
     elif precision != "float32":
@@ -214,6 +272,7 @@ def _check_possible(path: Path, form: Form, precision: str, device: str) -> None
         raise InputError(f"device={printable(device)}: a package is compiled for cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("device=cuda: torch finds no GPU to compile for and to compare the outputs on")
-    check_output_file(path, "output")
-    if path.exists() or path.is_symlink():
-        raise InputError(f"{printable(path)} exists: give another name, or remove it")
+    for file in file_names(path):
+        check_output_file(file, "output")
+        if file.exists() or file.is_symlink():
+            raise InputError(f"{printable(file)} exists: give another name, or remove it")

@@ -1,4 +1,4 @@
-"""Graph of a detector as an ONNX model or as a package of machine code, and its metadata.
+"""Graph of a detector as a model of ONNX or OpenVINO or as a package of machine code, and its metadata.
 
 Shape legend: B images, H x W pixels of the padded batch, Q queries, K class logits, N detections, h x w cells of a
 mask.
@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,11 +41,14 @@ from detr_bf.structures import Batch, ClassMap
 from detr_bf.text import printable
 
 ONNX_FORMAT = "detr_bf onnx 1"
-ONNX_SUFFIX, PACKAGE_SUFFIX = FILE_SUFFIXES = (".onnx", ".pt2")
+ONNX_SUFFIX, PACKAGE_SUFFIX, OPENVINO_SUFFIX = FILE_SUFFIXES = (".onnx", ".pt2", ".xml")
+WEIGHTS_SUFFIX = ".bin"  # of the weights beside an OpenVINO file, which has the graph
 LEAST_SIDE = 32  # pixels of a fixed size
 OPSET = 20
 MAX_BYTES = 2**31  # of a protocol buffer
 PACKAGE_FORMAT = "detr_bf package 1"
+OPENVINO_FORMAT = "detr_bf openvino 1"
+OPENVINO_METADATA = ["detr_bf", "metadata"]  # path of a JSON object in the runtime information of an OpenVINO file
 PACKAGE_METADATA = "extra/detr_bf.json"  # within a package, below its folder; torch calls such files extra files
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"  # environment variable of torch
 EXAMPLE_SIDE = 256  # least pixels of the shorter side of the images that the graph is traced with
@@ -166,6 +170,28 @@ def imported(name: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise InputError(f"ONNX files need the package {name}: pip install 'detr_bf[export]'") from error
+
+
+def imported_openvino() -> Any:
+    """Return the package openvino, imported without its telemetry.
+
+    On import, openvino sends an event to a server of its authors, and writes a number of the user into the home folder,
+    unless the package openvino_telemetry is missing.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    telemetry = "openvino_telemetry"
+    hidden = telemetry not in sys.modules
+    if hidden:
+        sys.modules[telemetry] = None  # type: ignore[assignment]  # an import of it now raises ImportError
+    try:
+        return import_module("openvino")
+    except ImportError as error:
+        raise InputError("OpenVINO files need the package openvino: pip install 'detr_bf[openvino]'") from error
+    finally:
+        if hidden:
+            del sys.modules[telemetry]
 
 
 def fixed_transform(transform: SampleTransform, form: Form, square: int | None) -> SampleTransform:
@@ -346,8 +372,8 @@ def file_metadata(exported: Exported, form: Form, license: str | None) -> dict[s
         resize = {"rule": "shorter_side", "side": settings["eval_short_side"], "longest": settings["max_size"]}
     softmax = isinstance(exported.postprocess.classification, CrossEntropy)
     versions = {}
-    for name in ("detr_bf", "torch", "onnx", "onnxscript", "onnxruntime"):
-        with suppress(PackageNotFoundError):  # a package needs no onnx; onnxruntime-gpu has another name
+    for name in ("detr_bf", "torch", "onnx", "onnxscript", "onnxruntime", "openvino"):
+        with suppress(PackageNotFoundError):  # a package needs none of them; onnxruntime-gpu has another name
             versions[name] = version(name)
     return {
         "form": asdict(form),
@@ -372,6 +398,17 @@ def _channels(backbone: nn.Module, name: str) -> list[float] | None:
     """Return ``mean`` or ``std`` of a backbone in units of 0 to 255; None if it has none."""
     values = getattr(backbone, name, None)
     return values.flatten().tolist() if isinstance(values, Tensor) else None
+
+
+def write_openvino(model: Any, path: Path, metadata: Mapping[str, Any], *, half: bool) -> None:
+    """Write a model of OpenVINO with metadata to ``path``, and its weights beside it.
+
+    Args:
+        half: the weights are stored in float16.
+    """
+    content = json.dumps({"format": OPENVINO_FORMAT, **metadata})
+    model.set_rt_info(content, OPENVINO_METADATA)
+    imported_openvino().save_model(model, path, compress_to_fp16=half)
 
 
 def set_metadata(onnx_model: Any, values: Mapping[str, Any]) -> None:

@@ -18,8 +18,8 @@ from torchvision.transforms.v2 import functional as transforms
 
 from detr_bf.data.transforms import SampleTransform, eval_sample
 from detr_bf.errors import CommandError, InputError
-from detr_bf.export.graph import ONNX_SUFFIX, ExportGraph, Form, imported
-from detr_bf.export.runtime import FileDetector, OnnxDetector, PackageDetector
+from detr_bf.export.graph import ONNX_SUFFIX, OPENVINO_SUFFIX, ExportGraph, Form, imported
+from detr_bf.export.runtime import FileDetector, OnnxDetector, OpenVinoDetector, PackageDetector
 from detr_bf.structures import Batch
 from detr_bf.text import printable
 
@@ -95,7 +95,8 @@ def compare_outputs(
         content, selections = _with_selections(path)
         runtime = OnnxDetector(content, str(path))
     else:
-        runtime = PackageDetector(path)
+        is_openvino = path.suffix == OPENVINO_SUFFIX
+        runtime = OpenVinoDetector(path, with_selections=True) if is_openvino else PackageDetector(path)
         selections = [name for name in runtime.names if name not in graph.names]
     compared, refused = [], None
     for batch in batches:
@@ -130,10 +131,15 @@ def _with_selections(path: Path) -> tuple[bytes, list[str]]:
     """Return an ONNX file with the indices of its TopK nodes as further outputs, and their names in order."""
     onnx = imported("onnx")
     model = onnx.load(str(path))
-    names = [node.output[1] for node in model.graph.node if node.op_type == "TopK"]
+    names = selection_names(model)
     for name in names:
         model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, None))
     return model.SerializeToString(), names
+
+
+def selection_names(onnx_model: Any) -> list[str]:
+    """Return the names of the tensors with the indices of chosen tokens and detections, in order of computation."""
+    return [node.output[1] for node in onnx_model.graph.node if node.op_type == "TopK"]
 
 
 class GivenSelections(TorchFunctionMode):

@@ -64,7 +64,7 @@ def exact_nodes(graph: Any) -> set[str]:
     return found
 
 
-def int8_precision(onnx_model: Any, path: Path, batches: Iterable[Batch]) -> Any:
+def int8_precision(onnx_model: Any, batches: Iterable[Batch]) -> Any:
     """Return the model with int8 weights and uint8 activations of its layers; scales are measured on batches.
 
     All layers with constant weights are quantised. Weights have 7 bits and a scale for each channel: processors
@@ -72,20 +72,20 @@ def int8_precision(onnx_model: Any, path: Path, batches: Iterable[Batch]) -> Any
 
     Args:
         onnx_model: in float32, with its metadata.
-        path: file of the same model.
         batches: at least one, prepared as for the detector; read one after the other.
 
     Raises:
         InputError: there is no batch, the images do not fit the file, or onnxruntime cannot quantise the model.
     """
     onnx, tools = imported("onnx"), imported("onnxruntime.quantization")
-    runtime = OnnxDetector(str(path), str(path))
+    content = onnx_model.SerializeToString()
+    runtime = OnnxDetector(content, "the detector")
     inputs = (runtime.feeds(runtime.fitted(batch)) for batch in batches)
     feeds = ({name: value.numpy() for name, value in each.items()} for each in inputs)
     reader = type("_Reader", (tools.CalibrationDataReader,), {"get_next": lambda _: next(feeds, None)})()
     with tempfile.TemporaryDirectory() as folder, _quiet_tools():
         source, output = Path(folder) / "float32.onnx", Path(folder) / "int8.onnx"
-        source.write_bytes(path.read_bytes())  # the tool writes files beside its input
+        source.write_bytes(content)  # the tool writes files beside its input
         try:
             tools.quantize_static(
                 str(source),

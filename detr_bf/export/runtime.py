@@ -1,10 +1,11 @@
-"""Detectors of exported files: ONNX files computed by onnxruntime, packages compiled by AOTInductor.
+"""Detectors of exported files: those of ONNX, of OpenVINO, and packages compiled by AOTInductor.
 
 Shape legend: B images, H x W pixels of the padded batch, Q queries, h x w cells of a mask.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import sys
@@ -20,7 +21,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from detr_bf.errors import InputError
-from detr_bf.export.graph import MAX_BYTES, ONNX_FORMAT, PACKAGE_FORMAT, PACKAGE_METADATA, Form, imported
+from detr_bf.export.graph import (
+    MAX_BYTES,
+    ONNX_FORMAT,
+    OPENVINO_FORMAT,
+    OPENVINO_METADATA,
+    OPENVINO_SUFFIX,
+    PACKAGE_FORMAT,
+    PACKAGE_METADATA,
+    PACKAGE_SUFFIX,
+    WEIGHTS_SUFFIX,
+    Form,
+    imported,
+    imported_openvino,
+)
 from detr_bf.files import read_regular, readable_file
 from detr_bf.structures import Batch, Masks, Outputs
 from detr_bf.text import printable
@@ -172,6 +186,67 @@ class OnnxDetector(FileDetector):
         return [torch.from_numpy(value) for value in values]
 
 
+class OpenVinoDetector(FileDetector):
+    """Detector that OpenVINO computes on the CPU, in float32 or, if the file is in int8, in that.
+
+    Args:
+        path: of the graph; the weights lie beside it.
+        with_selections: the indices of chosen tokens and detections are further outputs.
+
+    Raises:
+        InputError: openvino is not installed, the weights are those of another file, or a file is damaged or was not
+            written by this package.
+    """
+
+    kind, engine = "OpenVINO files", "OpenVINO"
+
+    def __init__(self, path: Path, *, with_selections: bool = False) -> None:
+        openvino = imported_openvino()
+        source, weights = printable(path), path.with_suffix(WEIGHTS_SUFFIX)
+        for file in (path, weights):
+            readable_file(file)
+        try:
+            core = openvino.Core()
+            model = core.read_model(path, weights)
+            content = model.get_rt_info(OPENVINO_METADATA).value if model.has_rt_info(OPENVINO_METADATA) else "{}"
+        except Exception as error:  # OpenVINO raises RuntimeError and others
+            raise InputError(
+                f"{source} and {printable(weights.name)} cannot be read by OpenVINO: {printable(error, 500)}"
+            ) from error
+        with _damaged(source):
+            metadata = json.loads(content)
+            known = metadata.get("format") == OPENVINO_FORMAT
+        if not known:
+            raise InputError(f"{source} is not of the form '{OPENVINO_FORMAT}': write it with 'detr-bf export'")
+        with _damaged(source):
+            digest = str(metadata["weights"])
+            selections = [str(name) for name in metadata["selections"]] if with_selections else []
+            names = [str(name) for name in metadata["outputs"]] + selections
+            padded = bool(metadata["padded"])
+        if digest != file_digest(weights):
+            raise InputError(
+                f"{printable(weights)} does not have the weights of {printable(path.name)}: it is damaged or of "
+                "another export; copy both files, or write them with 'detr-bf export'"
+            )
+        super().__init__(source, metadata, names, padded=padded)
+        model.add_outputs(selections)
+        settings = {
+            "INFERENCE_PRECISION_HINT": "f32",  # the default is bfloat16 on processors that have it
+            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+            "NUM_STREAMS": 1,
+            "ENABLE_CPU_PINNING": False,  # else the threads of all processes are bound to the same cores
+        }
+        try:
+            self.compiled = core.compile_model(model, "CPU", settings)
+        except Exception as error:
+            raise InputError(f"OpenVINO cannot compile {source}: {printable(error, 500)}") from error
+
+    def _compute(self, feeds: Mapping[str, Tensor]) -> list[Tensor]:
+        # a request of its own: calls of several threads would overwrite the results of a common one
+        found = self.compiled.infer_new_request({name: value.numpy() for name, value in feeds.items()})
+        return [torch.from_numpy(found[name]) for name in self.names]
+
+
 class PackageDetector(FileDetector):
     """Detector that AOTInductor has compiled for the processors or GPUs of one kind.
 
@@ -249,16 +324,30 @@ def machine_features() -> dict[str, Any]:
     return {"system": sys.platform, "machine": platform.machine(), **instructions}
 
 
-def onnx_content(path: Path) -> bytes:
-    """Return the content of an ONNX file.
+def file_detector(path: Path) -> FileDetector:
+    """Return the detector of a file that ``detr-bf export`` wrote, by the suffix of its name.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: it cannot be read, or see the classes of detectors.
     """
+    if path.suffix == PACKAGE_SUFFIX:
+        return PackageDetector(path)
+    if path.suffix == OPENVINO_SUFFIX:
+        return OpenVinoDetector(path)
     try:
-        return read_regular(path, MAX_BYTES)
+        content = read_regular(path, MAX_BYTES)
     except (FileNotFoundError, ValueError) as error:
         raise InputError(f"{printable(path)} cannot be read: {printable(error)}") from error
+    return OnnxDetector(content, str(path))
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 @contextmanager
@@ -266,5 +355,5 @@ def _damaged(source: str) -> Iterator[None]:
     """Raise InputError where metadata are missing or of another type."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"the metadata of {source} are damaged: {printable(repr(error))}") from error
