@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
@@ -15,8 +16,8 @@ from detr_bf.data.workers import (
     WorkerDiedError,
     death_of,
     disarm_dataloader_handler,
-    ignore_signals,
     raise_deaths,
+    start_worker,
 )
 from detr_bf.errors import InputError
 from detr_bf.malloc import release_freed_memory
@@ -36,7 +37,13 @@ class BatchLoader(DataLoader[BatchT]):
         disarm_dataloader_handler()
         if self.num_workers:
             release_freed_memory()
-        batches = super().__iter__()
+        collects = gc.isenabled()
+        gc.disable()  # until start_worker in the workers
+        try:
+            batches = super().__iter__()
+        finally:
+            if collects:
+                gc.enable()
         workers: Sequence[BaseProcess] = batches._workers if self.num_workers else ()  # type: ignore[attr-defined]
         try:
             for _ in range(len(self)):
@@ -75,6 +82,6 @@ def make_loader(
         num_workers=workers,
         collate_fn=collate,
         pin_memory=pin_memory,
-        worker_init_fn=ignore_signals,
+        worker_init_fn=start_worker,
         generator=torch.Generator(),
     )

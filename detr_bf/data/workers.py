@@ -6,6 +6,7 @@ main thread. Here its death raises :class:`WorkerDiedError` where a batch is wai
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -121,8 +122,11 @@ def disarm_dataloader_handler() -> None:
         signal.signal(signal.SIGCHLD, previous)
 
 
-def ignore_signals(worker: int) -> None:
-    """Ignore SIGINT in this worker, and end :data:`GRACE_SECONDS` after SIGTERM; a ``worker_init_fn``.
+def start_worker(worker: int) -> None:
+    """Ignore SIGINT in this worker, end :data:`GRACE_SECONDS` after SIGTERM, and keep inherited garbage.
+
+    A ``worker_init_fn``. Garbage of the training process must not be collected in a forked worker: destructors may wait
+    for ever for threads that only the training process has, such as those of video frames of PyAV.
 
     Ctrl-C and a scheduler's SIGTERM reach every process of a job. The training process finishes its step and saves; the
     workers live until it closes them or dies. DataLoader's workers compare their parent with the one at their start, so
@@ -131,6 +135,8 @@ def ignore_signals(worker: int) -> None:
     parent = multiprocessing.parent_process()
     if multiprocessing.get_start_method() == "fork" and parent is not None and os.getppid() != parent.pid:
         os._exit(1)
+    gc.freeze()
+    gc.enable()  # the loader disables it before the fork
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE_SECONDS))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -173,6 +174,49 @@ def test_a_worker_killed_in_the_middle_of_a_message(coco_folder: Factory, victim
     assert starts == [0, 1]
 
 
+class Inherited:
+    """Object in a cycle, which says when a process other than its own destroys it."""
+
+    def __init__(self, note: Path) -> None:
+        self.note, self.process, self.cycle = note, os.getpid(), self
+
+    def __del__(self) -> None:
+        if os.getpid() != self.process:
+            self.note.touch()
+
+
+class Collecting(CocoDetection):
+    """Data set that collects garbage for each sample; ``enabled`` counts the samples with automatic collection."""
+
+    enabled: Path
+
+    def __getitem__(self, key: SampleKey) -> tuple[torch.Tensor, Target]:
+        gc.collect()
+        if gc.isenabled():
+            (self.enabled / str(key.index)).touch()
+        return super().__getitem__(key)
+
+
+def test_workers_do_not_destroy_the_garbage_of_their_parent(coco_folder: Factory, tmp_path: Path) -> None:
+    """Destructors may wait for threads that a forked process does not have, such as those of PyAV's video frames."""
+    data = coco_folder(num_images=8)
+    dataset = Collecting(data.images, data.annotations, TRAINING, seed=5)
+    dataset.enabled = tmp_path / "enabled"
+    dataset.enabled.mkdir()
+    gc.disable()  # so that the object is still there
+    try:
+        Inherited(tmp_path / "destroyed")
+        load_all(dataset, workers=2)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert not (tmp_path / "destroyed").exists()
+    assert len(list(dataset.enabled.iterdir())) == 8
+    load_all(dataset, workers=2)
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0  # in this process
+
+
 def test_a_death_is_found_outside_the_main_thread_too(coco_folder: Factory, tmp_path: Path) -> None:
     data = coco_folder(num_images=12)
     dataset, found = deadly(data, tmp_path, 1), []
@@ -230,12 +274,12 @@ def test_the_handler_of_sigchld_is_restored(coco_folder: Factory, tmp_path: Path
 ORPHAN = """
 import multiprocessing, os, signal, sys, time
 from pathlib import Path
-from detr_bf.data.workers import ignore_signals
+from detr_bf.data.workers import start_worker
 
 def work():
     while kill and os.getppid() == parent:
         time.sleep(0.01)
-    ignore_signals(0)
+    start_worker(0)
     Path(sys.argv[1]).touch()
 
 parent, kill = os.getpid(), sys.argv[2] == "kill"
