@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-_PACKAGES = ("detr_bf", "torchvision", "timm", "numpy", "scipy", "pycocotools", "hotcoco")
+_PACKAGES = ("detr_bf", "torchvision", "timm", "numpy", "scipy", "pycocotools", "hotcoco", "onnxruntime", "openvino")
 
 
 def machine_info() -> dict[str, str]:
