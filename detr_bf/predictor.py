@@ -404,12 +404,10 @@ class Predictor:
     ) -> list[Comparison]:
         """Write a file for ONNX or OpenVINO or a compiled package after comparing its outputs with torch's.
 
-        :func:`detr_bf.load` reads the file, see docs/export.md. ONNX needs ``pip install 'detr_bf[export]'``, OpenVINO
-        also the extra ``openvino``, a package a C++ compiler.
+        :func:`detr_bf.load` reads it, see docs/export.md. Extras: ``export``, for OpenVINO ``export,openvino``.
 
         Args:
-            path: new file, whose name ends in ``.onnx``, in ``.xml`` for OpenVINO (with its weights in ``.bin``), or
-                in ``.pt2`` for a package that AOTInductor compiles.
+            path: new file ``.onnx``, ``.xml`` (OpenVINO, with the weights in ``.bin``) or ``.pt2`` (AOTInductor).
             batch: number of images; None: any.
             size: height and width of the padded images; None: any.
             postprocess: the outputs are detections instead of logits.

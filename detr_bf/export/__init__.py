@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -127,15 +126,13 @@ def export_detector(
     """Write an ONNX file, an OpenVINO file or a compiled package after comparing its outputs with those of torch.
 
     Args:
-        path: new file: ``.onnx``; ``.xml`` for OpenVINO, with the weights in ``.bin`` beside it; or ``.pt2`` for
-            machine code of AOTInductor.
+        path: new file ``.onnx``, ``.xml`` (OpenVINO, with the weights in ``.bin``) or ``.pt2`` (AOTInductor).
         exported: the detector.
         form: inputs and outputs.
         images: uint8 (3, h, w), to compare with.
         source: short description of the images, for the metadata.
         license: of the weights.
-        precision: one of ``EXPORT_PRECISIONS``; of packages float32. float16 and int8 have no tolerance: outputs only
-            have to be finite.
+        precision: one of ``EXPORT_PRECISIONS``, of packages float32. The outputs of others only have to be finite.
         calibration: uint8 (3, h, w), with which the activations of int8 are measured; read one after the other.
         evaluate: called with the path of the unfinished file, which :func:`detr_bf.load` reads; its result is the
             metadata ``ap``.
@@ -153,25 +150,19 @@ def export_detector(
     batches = list(compared_batches(images, transform, form, settings["square"]))
     metadata = {**file_metadata(exported, form, license), "precision": precision}
     padded, short_side = form.pads(settings["square"]), settings["square"] or settings["eval_short_side"]
+    given = (Batch.collate([eval_sample(transform, pixels, index)]) for index, pixels in enumerate(calibration))
     with tempfile.TemporaryDirectory() as folder:
         if path.suffix == PACKAGE_SUFFIX:
             save = _package(graph, form, Path(folder), padded=padded, device=device)
         else:
-            samples = (eval_sample(transform, pixels, index) for index, pixels in enumerate(calibration))
-            given = (Batch.collate([sample]) for sample in samples)
-            is_openvino = path.suffix == OPENVINO_SUFFIX
-            model = _onnx(
-                graph, form, metadata, given, padded=padded, short_side=short_side, store_half=not is_openvino
-            )
-            save = _openvino(model, graph.names, metadata, padded=padded) if is_openvino else _saved_onnx(model)
+            save = _onnx(path, graph, form, metadata, given, padded=padded, short_side=short_side)
         draft = Path(folder) / f"draft{path.suffix}"
         save(draft, metadata)
         tolerances = TOLERANCES if precision == "float32" else None
         compared = compare_outputs(graph, draft, batches, tolerances)
         if any(each.beyond for each in compared):
             raise ParityError(parity_refusal(path, compared))
-        values = [{name: each for name, each in asdict(one).items() if name != "tolerances"} for one in compared]
-        metadata["parity"] = {"images": source, "tolerances": tolerances, "batches": values}
+        metadata["parity"] = {"images": source, "tolerances": tolerances, "batches": [each.values for each in compared]}
         save(draft, metadata)
         if evaluate is not None:
             save(draft, {**metadata, "ap": evaluate(draft)})
@@ -187,6 +178,7 @@ def file_names(path: Path) -> list[Path]:
 
 
 def _onnx(
+    path: Path,
     graph: ExportGraph,
     form: Form,
     metadata: Mapping[str, Any],
@@ -194,21 +186,17 @@ def _onnx(
     *,
     padded: bool,
     short_side: int,
-    store_half: bool,
-) -> Any:
-    """Return the graph as an ONNX model in the precision of the metadata; in float16 only with ``store_half``."""
+) -> Save:
+    """Return a function that writes the graph as the suffix of ``path`` says, in the precision of the metadata."""
     program = traced(graph, form, padded=padded, short_side=max(short_side, EXAMPLE_SIDE))
     model = onnx_model(program, form, graph.names, padded=padded)
-    if metadata["precision"] == "float16" and store_half:
-        return half_precision(model)
     if metadata["precision"] == "int8":
         set_metadata(model, metadata)
-        return int8_precision(model, calibration)
-    return model
-
-
-def _saved_onnx(model: Any) -> Save:
-    """Return a function that writes an ONNX model."""
+        model = int8_precision(model, calibration)
+    if path.suffix == OPENVINO_SUFFIX:
+        return _openvino(model, graph.names, metadata, padded=padded)
+    if metadata["precision"] == "float16":
+        model = half_precision(model)
 
     def save(path: Path, values: Mapping[str, Any]) -> None:
         set_metadata(model, values)

@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,11 @@ class Comparison:
     padded: bool
     differences: Mapping[str, float]
     tolerances: Mapping[str, float] | None  # None: any finite difference
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All values but the tolerances, for the metadata of a file."""
+        return {name: value for name, value in asdict(self).items() if name != "tolerances"}
 
     @property
     def beyond(self) -> list[str]:

@@ -36,6 +36,7 @@ def setting(*overrides: str) -> cases.Setting:
     return cases.Setting(preset, torch.device("cpu"), rounds=2)
 
 
+@pytest.mark.slow
 def test_every_row_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "rows.json"
     kinds = ["--batch-sizes", "2", "3", "--precisions", "float32", "bf16", "fp16"]

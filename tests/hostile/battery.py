@@ -8,6 +8,7 @@ existing files must be byte-identical, and new files must be allowed by the case
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import json
 import os
@@ -134,6 +135,7 @@ def run_case(case: Case, fixtures: Path, scratch: Path) -> Verdict:
     began = time.monotonic()
     child = os.fork()
     if child == 0:
+        gc.freeze()  # destructors of inherited objects may wait for threads of the parent
         os.close(reader)
         _live(case, files, writer)
     os.close(writer)

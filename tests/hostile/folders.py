@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -104,6 +105,7 @@ def _beside_a_live_run(files: CaseFiles, arguments: list[str], first: list[str] 
     command = [config, "output_dir=run", *(first or ["train.epochs=100000", "checkpoint.every_steps=1"])]
     child = os.fork()
     if child == 0:  # a separate process, ended with the case
+        gc.freeze()  # destructors of inherited objects may wait for threads of the parent
         os.dup2(os.open(files.base / "tmp" / "live.log", os.O_WRONLY | os.O_CREAT, 0o600), 1)
         os.dup2(1, 2)
         code = 1

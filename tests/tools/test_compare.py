@@ -319,6 +319,7 @@ def test_a_whole_experiment_of_classifiers(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.skipif(not BCCD.is_dir(), reason="needs the blood cells of ../shared/data beside the checkout")
+@pytest.mark.slow
 def test_the_experiment_with_blood_cells(tmp_path: Path) -> None:
     """Every arm, four steps on real photographs of a fold, which are made small."""
     small = ["data.transforms={short_sides: [64], max_size: 96, eval_short_side: 64}", "eval.pictures=0"]
