@@ -203,15 +203,21 @@ class OpenVinoDetector(FileDetector):
     def __init__(self, path: Path, *, with_selections: bool = False) -> None:
         openvino = imported_openvino()
         source, weights = printable(path), path.with_suffix(WEIGHTS_SUFFIX)
-        for file in (path, weights):
-            readable_file(file)
+        readable_file(path)
+        try:
+            readable_file(weights)
+        except InputError as error:
+            raise InputError(
+                f"{error}; {source} has its weights in {printable(weights.name)}: copy both files"
+            ) from None
         try:
             core = openvino.Core()
             model = core.read_model(path, weights)
             content = model.get_rt_info(OPENVINO_METADATA).value if model.has_rt_info(OPENVINO_METADATA) else "{}"
         except Exception as error:  # OpenVINO raises RuntimeError and others
             raise InputError(
-                f"{source} and {printable(weights.name)} cannot be read by OpenVINO: {printable(error, 500)}"
+                f"{source} and {printable(weights.name)} cannot be read by OpenVINO; use the two files of one export "
+                f"of 'detr-bf export': {printable(error, 300)}"
             ) from error
         with _damaged(source):
             metadata = json.loads(content)
