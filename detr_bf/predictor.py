@@ -413,7 +413,7 @@ class Predictor:
             postprocess: the outputs are detections instead of logits.
             images: a few images to compare with; by default synthetic ones.
             license: of the weights.
-            precision: ``float32``; not of a package: ``float16`` or ``int8``.
+            precision: ``float32``; for ONNX and OpenVINO also ``float16`` or ``int8``.
             calibration: folder with images; up to 100 of them, evenly spaced by name, set the scales of int8.
             evaluate: see :func:`detr_bf.export.export_detector`.
             device: ``cpu``, or ``cuda`` for a package that computes on a GPU.

@@ -481,6 +481,7 @@ def test_the_score_of_an_openvino_file(
     values = loaded.model.metadata
     assert values["precision"] == precision
     assert set(values) >= set(stored(measured[1])) | {"ap"}
+    assert output.read_text().count("category_ids") == 1
     assert (values["parity"]["tolerances"] is None) == (precision != "float32")
     assert values["ap"]["images"] == 3
     assert values["ap"]["file"] > {"float32": 0.9, "float16": 0.7, "int8": 0.2}[precision]

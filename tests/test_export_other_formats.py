@@ -198,7 +198,7 @@ def test_threads_can_share_an_openvino_detector(openvino_file: tuple[Predictor, 
 def test_the_metadata_of_an_openvino_file(openvino_file: tuple[Predictor, Path]) -> None:
     found = detr_bf.load(openvino_file[1]).model.metadata  # type: ignore[attr-defined]
     assert found["classes"] == ["cat", "dog", "猫"]
-    assert (found["padded"], found["license"], found["outputs"]) == (True, "mit", ["scores", "labels", "boxes"])
+    assert (found["license"], found["outputs"]) == ("mit", ["scores", "labels", "boxes"])
     assert len(found["selections"]) == 1
     assert len(found["parity"]["batches"]) == 4
     assert "openvino" in found["versions"]
@@ -228,6 +228,8 @@ def test_openvino_sends_nothing_and_writes_nothing_into_the_home_folder(
         ({"form": None}, "damaged"),
         ({"form": {"batch": 0, "size": None, "postprocess": False}}, "damaged"),
         ({"outputs": 3}, "damaged"),
+        ({"outputs": ["scores"]}, "damaged"),
+        ({"outputs": ["scores", "labels", "boxes", "nope"]}, "damaged"),
         ({"weights": "0" * 64}, "does not have the weights of"),
         ({"classes": [1]}, "damaged"),
     ],
@@ -322,6 +324,36 @@ def test_an_export_for_openvino_that_fails_leaves_nothing(
         with pytest.raises(OSError, match="no space"):
             original.export(output, postprocess=True)
     assert list(output.parent.iterdir()) == []
+    replace = Path.replace
+
+    def refuses(source: Path, target: Path) -> Path:
+        if target.suffix == ".xml":
+            assert target.with_suffix(".bin").exists()  # the weights come first
+            raise OSError("read-only file system")
+        return replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", refuses)
+        with pytest.raises(OSError, match="read-only"):
+            original.export(output, postprocess=True)
+    assert list(output.parent.iterdir()) == []
+
+
+def test_a_loaded_openvino_detector_does_not_need_its_files(
+    openvino_file: tuple[Predictor, Path], tmp_path: Path
+) -> None:
+    path, image = copied(openvino_file[1], tmp_path), synthetic_images()[0]
+    loaded = detr_bf.load(path)
+    for suffix in (".xml", ".bin"):
+        os.truncate(path.with_suffix(suffix), 0)
+    same(loaded(image, threshold=0.0), openvino_file[0](image, threshold=0.0))
+
+
+def test_openvino_says_where_it_cannot_write(openvino_file: tuple[Predictor, Path], tmp_path: Path) -> None:
+    model = imported_openvino().Core().read_model(openvino_file[1])
+    (tmp_path / "it.xml").mkdir()
+    with pytest.raises(InputError, match=r"OpenVINO cannot write to .*: is there space"):
+        write_openvino(model, tmp_path / "it.xml", {}, half=False)
 
 
 def test_weights_of_others_are_not_replaced(openvino_file: tuple[Predictor, Path], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
@@ -25,6 +26,8 @@ from detr_bf.malloc import release_freed_memory
 SampleT = TypeVar("SampleT")
 BatchT = TypeVar("BatchT")
 
+_STARTING = threading.Lock()  # while the garbage collector is disabled
+
 
 class BatchLoader(DataLoader[BatchT]):
     """DataLoader that raises typed errors instead of RuntimeErrors with the text of a traceback.
@@ -37,13 +40,14 @@ class BatchLoader(DataLoader[BatchT]):
         disarm_dataloader_handler()
         if self.num_workers:
             release_freed_memory()
-        collects = gc.isenabled()
-        gc.disable()  # until start_worker in the workers
-        try:
-            batches = super().__iter__()
-        finally:
-            if collects:
-                gc.enable()
+        with _STARTING:
+            collects = gc.isenabled()
+            gc.disable()  # until start_worker in the workers
+            try:
+                batches = super().__iter__()
+            finally:
+                if collects:
+                    gc.enable()
         workers: Sequence[BaseProcess] = batches._workers if self.num_workers else ()  # type: ignore[attr-defined]
         try:
             for _ in range(len(self)):

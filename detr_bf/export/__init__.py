@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -166,10 +165,24 @@ def export_detector(
         save(draft, metadata)
         if evaluate is not None:
             save(draft, {**metadata, "ap": evaluate(draft)})
-        with ExitStack() as stack:
-            for file in file_names(path):  # the last one gets its name first: the weights before the graph
-                shutil.copyfile(draft.with_suffix(file.suffix), stack.enter_context(atomic_write(file)))
+        _place(draft, path)
     return compared
+
+
+def _place(draft: Path, path: Path) -> None:
+    """Copy the files of an export; none is left if one fails."""
+    placed: list[Path] = []
+    try:
+        with atomic_write(path) as temporary:
+            shutil.copyfile(draft, temporary)
+            for weights in file_names(path)[1:]:
+                with atomic_write(weights) as other:
+                    shutil.copyfile(draft.with_suffix(weights.suffix), other)
+                placed.append(weights)
+    except BaseException:
+        for weights in placed:
+            weights.unlink(missing_ok=True)
+        raise
 
 
 def file_names(path: Path) -> list[Path]:
@@ -194,7 +207,7 @@ def _onnx(
         set_metadata(model, metadata)
         model = int8_precision(model, calibration)
     if path.suffix == OPENVINO_SUFFIX:
-        return _openvino(model, graph.names, metadata, padded=padded)
+        return _openvino(model, graph.names, half=metadata["precision"] == "float16")
     if metadata["precision"] == "float16":
         model = half_precision(model)
 
@@ -205,14 +218,14 @@ def _onnx(
     return save
 
 
-def _openvino(onnx_model: Any, outputs: Sequence[str], metadata: Mapping[str, Any], *, padded: bool) -> Save:
-    """Return a function that writes an ONNX model in the form of OpenVINO, with weights in float16 if the metadata say.
+def _openvino(onnx_model: Any, outputs: Sequence[str], *, half: bool) -> Save:
+    """Return a function that writes an ONNX model in the form of OpenVINO, with ``half`` weights in float16.
 
     Raises:
         InputError: OpenVINO cannot convert the model.
     """
-    half = metadata["precision"] == "float16"
-    own: dict[str, Any] = {"outputs": list(outputs), "selections": selection_names(onnx_model), "padded": padded}
+    own: dict[str, Any] = {"outputs": list(outputs), "selections": selection_names(onnx_model)}
+    del onnx_model.metadata_props[:]  # they would be converted as well
     try:
         model = imported_openvino().Core().read_model(onnx_model.SerializeToString())
     except Exception as error:  # RuntimeError and others

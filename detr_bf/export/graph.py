@@ -191,7 +191,7 @@ def imported_openvino() -> Any:
         raise InputError("OpenVINO files need the package openvino: pip install 'detr_bf[openvino]'") from error
     finally:
         if hidden:
-            del sys.modules[telemetry]
+            sys.modules.pop(telemetry, None)  # another thread may have removed it
 
 
 def fixed_transform(transform: SampleTransform, form: Form, square: int | None) -> SampleTransform:
@@ -405,10 +405,19 @@ def write_openvino(model: Any, path: Path, metadata: Mapping[str, Any], *, half:
 
     Args:
         half: the weights are stored in float16.
+
+    Raises:
+        InputError: a file cannot be written.
     """
     content = json.dumps({"format": OPENVINO_FORMAT, **metadata})
     model.set_rt_info(content, OPENVINO_METADATA)
-    imported_openvino().save_model(model, path, compress_to_fp16=half)
+    try:
+        imported_openvino().save_model(model, path, compress_to_fp16=half)
+    except RuntimeError as error:
+        raise InputError(
+            f"OpenVINO cannot write to {printable(path.parent)}: is there space? TMPDIR names another folder for "
+            f"temporary files. {printable(error, 300)}"
+        ) from error
 
 
 def set_metadata(onnx_model: Any, values: Mapping[str, Any]) -> None:

@@ -64,6 +64,9 @@ class FileDetector(ABC):
         with _damaged(source):
             batch, size, postprocess = (metadata["form"][name] for name in ("batch", "size", "postprocess"))
             self.form = Form(batch, None if size is None else (int(size[0]), int(size[1])), postprocess)
+            needed = {"scores", "labels", "boxes"} if postprocess else {"logits", "boxes"}
+            if not needed <= set(names):
+                raise ValueError(f"the outputs are {names}")
         self.names, self.padded = names, padded
         self.device = torch.device("cpu")
         self.mask_head = True if "masks" in names else None
@@ -212,6 +215,7 @@ class OpenVinoDetector(FileDetector):
             ) from None
         try:
             core = openvino.Core()
+            core.set_property({"ENABLE_MMAP": False})  # else a change of the file would change or end this process
             model = core.read_model(path, weights)
             content = model.get_rt_info(OPENVINO_METADATA).value if model.has_rt_info(OPENVINO_METADATA) else "{}"
         except Exception as error:  # OpenVINO raises RuntimeError and others
@@ -227,15 +231,16 @@ class OpenVinoDetector(FileDetector):
         with _damaged(source):
             digest = str(metadata["weights"])
             selections = [str(name) for name in metadata["selections"]] if with_selections else []
-            names = [str(name) for name in metadata["outputs"]] + selections
-            padded = bool(metadata["padded"])
+            names = [str(name) for name in metadata["outputs"]]
+            if not set(names) <= {name for each in model.outputs for name in each.get_names()}:
+                raise ValueError(f"the model has not all of the outputs {names}")
         if digest != file_digest(weights):
             raise InputError(
                 f"{printable(weights)} does not have the weights of {printable(path.name)}: it is damaged or of "
                 "another export; copy both files, or write them with 'detr-bf export'"
             )
-        super().__init__(source, metadata, names, padded=padded)
-        model.add_outputs(selections)
+        padded = any("sizes" in each.get_names() for each in model.inputs)
+        super().__init__(source, metadata, names + selections, padded=padded)
         settings = {
             "INFERENCE_PRECISION_HINT": "f32",  # the default is bfloat16 on processors that have it
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
@@ -243,6 +248,7 @@ class OpenVinoDetector(FileDetector):
             "ENABLE_CPU_PINNING": False,  # else the threads of all processes are bound to the same cores
         }
         try:
+            model.add_outputs(selections)
             self.compiled = core.compile_model(model, "CPU", settings)
         except Exception as error:
             raise InputError(f"OpenVINO cannot compile {source}: {printable(error, 500)}") from error
@@ -361,5 +367,5 @@ def _damaged(source: str) -> Iterator[None]:
     """Raise InputError where metadata are missing or of another type."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise InputError(f"the metadata of {source} are damaged: {printable(repr(error))}") from error

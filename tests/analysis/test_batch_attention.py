@@ -65,8 +65,8 @@ def table(path: Path) -> list[dict[str, str]]:
     ("name", "strides", "levels"),
     [
         ("detr", "[32]", 1),
-        pytest.param("conditional_detr", "[32]", 1, marks=pytest.mark.slow),
-        pytest.param("smca", "[32]", 1, marks=pytest.mark.slow),
+        ("conditional_detr", "[32]", 1),
+        ("smca", "[32]", 1),
         ("smca_multi_scale", "[8,16,32]", 4),
         ("deformable_detr", "[16,32]", 2),
     ],

@@ -197,7 +197,9 @@ class Collecting(CocoDetection):
         return super().__getitem__(key)
 
 
-def test_workers_do_not_destroy_the_garbage_of_their_parent(coco_folder: Factory, tmp_path: Path) -> None:
+def test_workers_do_not_destroy_the_garbage_of_their_parent(
+    coco_folder: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Destructors may wait for threads that a forked process does not have, such as those of PyAV's video frames."""
     data = coco_folder(num_images=8)
     dataset = Collecting(data.images, data.annotations, TRAINING, seed=5)
@@ -212,7 +214,16 @@ def test_workers_do_not_destroy_the_garbage_of_their_parent(coco_folder: Factory
         gc.enable()
     assert not (tmp_path / "destroyed").exists()
     assert len(list(dataset.enabled.iterdir())) == 8
+    collects: list[bool] = []
+    start = multiprocessing.process.BaseProcess.start
+
+    def record(process: multiprocessing.process.BaseProcess) -> None:
+        collects.append(gc.isenabled())
+        start(process)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", record)
     load_all(dataset, workers=2)
+    assert collects == [False, False]
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0  # in this process
 

@@ -6,7 +6,6 @@ Prints a table and every failure with its output; exit code 1 if any case failed
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import json
 import os
@@ -52,9 +51,8 @@ def preload() -> None:
 
 def make_fixtures(folder: Path) -> None:
     """Make the fixtures in a separate process, because torch's threads do not survive a fork."""
-    child = os.fork()
+    child = battery.fork()
     if child == 0:
-        gc.freeze()  # destructors of inherited objects may wait for threads of the parent
         code = 70
         try:
             from tests.hostile.fixtures import make_fixtures as make

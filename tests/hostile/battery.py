@@ -48,6 +48,20 @@ USERS = {  # files of the user in the working directory of every case
 CURSOR_UP = "\x1b[A"  # printed by nested tqdm progress bars
 
 
+def fork() -> int:
+    """Fork as ``os.fork``; the child keeps inherited garbage, as the workers of :mod:`detr_bf.data.loader` do."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        child = os.fork()
+        if child == 0:
+            gc.freeze()
+        return child
+    finally:
+        if collects:
+            gc.enable()
+
+
 @dataclass(frozen=True)
 class CaseFiles:
     """Folders of a case."""
@@ -133,9 +147,8 @@ def run_case(case: Case, fixtures: Path, scratch: Path) -> Verdict:
         files.write(name, text)
     reader, writer = os.pipe()
     began = time.monotonic()
-    child = os.fork()
+    child = fork()
     if child == 0:
-        gc.freeze()  # destructors of inherited objects may wait for threads of the parent
         os.close(reader)
         _live(case, files, writer)
     os.close(writer)

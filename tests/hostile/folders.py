@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 
 from tests.hostile import fixtures
 from tests.hostile.annotations import detection, train
-from tests.hostile.battery import DISAGREE, NEXT_COMMAND, Build, Case, CaseFiles
+from tests.hostile.battery import DISAGREE, NEXT_COMMAND, Build, Case, CaseFiles, fork
 from tests.hostile.checkpoints import LOGGED
 from tests.hostile.classifiers import classify
 from tests.hostile.images import predict
@@ -103,9 +102,8 @@ def resumed_beside_a_live_run(files: CaseFiles) -> Callable[[], int]:
 def _beside_a_live_run(files: CaseFiles, arguments: list[str], first: list[str] | None = None) -> Callable[[], int]:
     config = str(files.fixtures / "detector.yaml")
     command = [config, "output_dir=run", *(first or ["train.epochs=100000", "checkpoint.every_steps=1"])]
-    child = os.fork()
+    child = fork()
     if child == 0:  # a separate process, ended with the case
-        gc.freeze()  # destructors of inherited objects may wait for threads of the parent
         os.dup2(os.open(files.base / "tmp" / "live.log", os.O_WRONLY | os.O_CREAT, 0o600), 1)
         os.dup2(1, 2)
         code = 1

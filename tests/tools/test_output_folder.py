@@ -125,7 +125,6 @@ def test_one_run_at_a_time(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert train_net(["--config", str(tiny), "train.epochs=1000", f"train.max_steps={step + 2}", "--resume"]) == 0
 
 
-@pytest.mark.slow
 def test_one_run_at_a_time_of_torchrun(tiny: Path, tmp_path: Path) -> None:
     job = Job(tiny, tmp_path / "run", ("train.batch_size=2", "train.epochs=1000"), processes=2)
     process = job.start()
