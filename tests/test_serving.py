@@ -503,12 +503,12 @@ def test_a_request_that_takes_too_long(detector: Predictor) -> None:
         held.go.clear()
         answers = [server.later(photo(number)) for number in (1, 2)]
         assert [answer.result(SECONDS).status_code for answer in answers] == [504, 504]
-        health = server.client.get("/health")
-        assert (health.status_code, health.json()) == (503, {"status": "overdue"})
+        until(lambda: server.client.get("/health").status_code == 503)  # its pass may have begun later
+        assert server.client.get("/health").json() == {"status": "overdue"}
         held.go.set()
         until(lambda: server.client.get("/health").status_code == 200)
         assert server.predict(photo(3)).status_code == 200
-        assert held.numbers == [[1], [3]], "the second was dropped"
+        assert held.numbers in ([[1], [3]], [[2], [3]]), "the one that waited was dropped"
         assert server.metric("detr_bf_requests_in_work") == 0
 
 
