@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import logging
 import os
@@ -20,7 +19,7 @@ from typing import IO, Any
 from filelock import FileLock, Timeout
 
 from detr_bf.errors import InputError
-from detr_bf.files import file_size, is_file, read_json, write_json
+from detr_bf.files import file_sha256, file_size, is_file, read_json, write_json
 from detr_bf.progress import progress_bar
 from detr_bf.text import printable
 
@@ -245,11 +244,7 @@ def _verify(part: Path, expected: str, url: str) -> None:
     Raises:
         InputError: it is another.
     """
-    digest = hashlib.sha256()
-    with part.open("rb") as file:
-        while data := file.read(2**20):
-            digest.update(data)
-    found = digest.hexdigest()
+    found = file_sha256(part)
     if not found.startswith(expected):
         part.unlink(missing_ok=True)
         _record(part).unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -223,6 +224,15 @@ def write_text(path: str | Path, text: str) -> None:
 def write_json(path: str | Path, value: Any) -> None:
     """Atomically write ``value`` as JSON; ValueError for non-finite numbers, which are not JSON."""
     write_text(path, json.dumps(value, allow_nan=False, indent=None) + "\n")
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(2**20):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def read_regular(path: str | Path, limit: int) -> bytes:

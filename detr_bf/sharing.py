@@ -6,7 +6,6 @@ The folder holds no paths of the machine that it was trained on and nothing that
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from detr_bf.errors import InputError
 from detr_bf.evaluation import ScoreThresholds
 from detr_bf.files import (
     DATA_FILE,
+    file_sha256,
     is_file,
     make_output_folder,
     read_json,
@@ -89,7 +89,7 @@ def save_shared(
         "classes": classes.to_dict(),
         "thresholds": None if thresholds is None else asdict(thresholds),
         "metrics": metrics,
-        "weights": {"sha256": _sha256(folder / WEIGHTS), "tensors": len(weights)},
+        "weights": {"sha256": file_sha256(folder / WEIGHTS), "tensors": len(weights)},
         "config": without_paths(origin.config),
     }
     write_text(folder / CARD, _card(content, _statistics(origin)))
@@ -110,7 +110,7 @@ def load_shared(folder: Path) -> Checkpoint:
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise InputError(f"{printable(path)} is not of the form '{_FORMAT}': it was written by another program")
     expected = content.get("weights")
-    if not isinstance(expected, dict) or _sha256(folder / WEIGHTS) != expected.get("sha256"):
+    if not isinstance(expected, dict) or file_sha256(folder / WEIGHTS) != expected.get("sha256"):
         raise InputError(f"{printable(folder / WEIGHTS)} is not the file that was saved: get the folder again")
     try:
         weights, thresholds = read_safetensors(folder / WEIGHTS), content["thresholds"]
@@ -121,14 +121,6 @@ def load_shared(folder: Path) -> Checkpoint:
         return found
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{printable(path)} lacks a part or has a wrong one: {printable(error)}") from error
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(2**20):
-            digest.update(part)
-    return digest.hexdigest()
 
 
 def without_paths(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -351,6 +351,23 @@ def weights_of(path: Path) -> dict[int, int]:
     return found
 
 
+def check_score(
+    output: Path, precision: str, images: Path, before: Path, capsys: pytest.CaptureFixture[str]
+) -> list[str]:
+    """Export with the command, compare what it stores and prints, and return the printed lines."""
+    options = {"float32": [], "float16": ["--half"], "int8": ["--int8", str(images)]}[precision]
+    assert command.main(["run", "--output", str(output), "--evaluate", "3", *options]) == 0
+    values, printed = detr_bf.load(output).model.metadata, capsys.readouterr().out  # type: ignore[attr-defined]
+    assert values["precision"] == precision
+    assert set(values) >= set(stored(before)) | {"ap"}  # nothing is lost
+    assert (values["parity"]["tolerances"] is None) == (precision != "float32") == ("tolerance" not in printed)
+    assert values["ap"]["images"] == 3
+    assert values["ap"]["torch"] > 0.9  # the objects are its own detections
+    assert values["ap"]["file"] > {"float32": 0.9, "float16": 0.7, "int8": 0.2}[precision]
+    assert f"torch {values['ap']['torch']:.3f}, file {values['ap']['file']:.3f}" in printed
+    return printed.splitlines()
+
+
 @pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
 def test_the_score_of_a_file(
     precision: str,
@@ -359,17 +376,8 @@ def test_the_score_of_a_file(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    output, images = tmp_path / "it.onnx", run_command / "images"
-    options = {"float32": [], "float16": ["--half"], "int8": ["--int8", str(images)]}[precision]
-    assert command.main(["run", "--output", str(output), "--evaluate", "3", *options]) == 0
-    values, printed = stored(output), capsys.readouterr().out
-    assert values["precision"] == precision
-    assert set(values) >= set(stored(measured[1])) | {"ap"}  # nothing is lost
-    assert (values["parity"]["tolerances"] is None) == (precision != "float32") == ("tolerance" not in printed)
-    assert values["ap"]["images"] == 3
-    assert values["ap"]["torch"] > 0.9  # the objects are its own detections
-    assert values["ap"]["file"] > {"float32": 0.9, "float16": 0.7, "int8": 0.2}[precision]
-    assert f"torch {values['ap']['torch']:.3f}, file {values['ap']['file']:.3f}" in printed
+    output = tmp_path / "it.onnx"
+    check_score(output, precision, run_command / "images", measured[1], capsys)
     form = [[(each.name, each.type) for each in onnx.load(str(path)).graph.input] for path in (output, measured[1])]
     assert form[0] == form[1]
     assert all(each.type == "tensor(float)" for each in detr_bf.load(output).model.session.get_outputs())
@@ -474,20 +482,11 @@ def test_the_score_of_an_openvino_file(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    output, images = tmp_path / "it.xml", run_command / "images"
-    options = {"float32": [], "float16": ["--half"], "int8": ["--int8", str(images)]}[precision]
-    assert command.main(["run", "--output", str(output), "--evaluate", "3", *options]) == 0
-    loaded, printed = detr_bf.load(output), capsys.readouterr().out
-    values = loaded.model.metadata
-    assert values["precision"] == precision
-    assert set(values) >= set(stored(measured[1])) | {"ap"}
-    assert output.read_text().count("category_ids") == 1
-    assert (values["parity"]["tolerances"] is None) == (precision != "float32")
-    assert values["ap"]["images"] == 3
-    assert values["ap"]["file"] > {"float32": 0.9, "float16": 0.7, "int8": 0.2}[precision]
-    assert f"file {values['ap']['file']:.3f}" in printed
+    output = tmp_path / "it.xml"
+    lines = check_score(output, precision, run_command / "images", measured[1], capsys)
+    assert output.read_text().count("category_ids") == 1  # the metadata are there once
     weights, before = output.with_suffix(".bin"), sum(weights_of(measured[1]).values())
-    assert [line.split(": ")[1] for line in printed.splitlines() if " MB: " in line] == [str(output), str(weights)]
+    assert [line.split(": ")[1] for line in lines if " MB: " in line] == [str(output), str(weights)]
     least, most = {"float32": (0.95, 1.05), "float16": (0.45, 0.55), "int8": (0.25, 0.4)}[precision]
     assert least * before < weights.stat().st_size < most * before
 

@@ -21,7 +21,8 @@ from detr_bf import export
 from detr_bf.errors import InputError
 from detr_bf.export import ParityError, parity, parity_table, synthetic_images
 from detr_bf.export.graph import imported_openvino, write_openvino, write_package
-from detr_bf.export.runtime import file_digest, package_metadata
+from detr_bf.export.runtime import package_metadata
+from detr_bf.files import file_sha256
 from detr_bf.predictor import Predictor
 from detr_bf.structures import Batch
 from tests.detectors.tiny import DETECTORS
@@ -202,7 +203,7 @@ def test_the_metadata_of_an_openvino_file(openvino_file: tuple[Predictor, Path])
     assert len(found["selections"]) == 1
     assert len(found["parity"]["batches"]) == 4
     assert "openvino" in found["versions"]
-    assert found["weights"] == file_digest(openvino_file[1].with_suffix(".bin"))
+    assert found["weights"] == file_sha256(openvino_file[1].with_suffix(".bin"))
     content = openvino_file[1].read_bytes()
     assert b"alice" not in content
     assert str(Path.cwd()).encode() not in content
@@ -308,7 +309,7 @@ def test_an_export_for_openvino_that_fails_leaves_nothing(
         with pytest.raises(ParityError, match=r"it\.xml was not written"):
             original.export(output, postprocess=True)
     with monkeypatch.context() as patch:
-        patch.setattr(export, "file_digest", lambda _: "another")
+        patch.setattr(export, "file_sha256", lambda _: "another")
         with pytest.raises(InputError, match="does not have the weights of"):
             original.export(output, postprocess=True)
     assert list(tmp_path.iterdir()) == []

@@ -65,10 +65,9 @@ from detr_bf.export.runtime import (
     OpenVinoDetector,
     PackageDetector,
     file_detector,
-    file_digest,
     machine_features,
 )
-from detr_bf.files import atomic_write, check_output_file
+from detr_bf.files import atomic_write, check_output_file, file_sha256
 from detr_bf.structures import Batch
 from detr_bf.text import printable
 
@@ -78,10 +77,7 @@ __all__ = [
     "FILE_SUFFIXES",
     "MAX_CALIBRATION",
     "ONNX_FORMAT",
-    "ONNX_SUFFIX",
-    "OPENVINO_SUFFIX",
     "OPSET",
-    "PACKAGE_SUFFIX",
     "TOLERANCES",
     "Comparison",
     "ExportGraph",
@@ -234,7 +230,7 @@ def _openvino(onnx_model: Any, outputs: Sequence[str], *, half: bool) -> Save:
     def save(path: Path, values: Mapping[str, Any]) -> None:
         if "weights" not in own:
             write_openvino(model, path, {}, half=half)
-            own["weights"] = file_digest(path.with_suffix(WEIGHTS_SUFFIX))
+            own["weights"] = file_sha256(path.with_suffix(WEIGHTS_SUFFIX))
         write_openvino(model, path, {**values, **own}, half=half)
 
     return save

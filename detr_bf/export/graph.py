@@ -175,8 +175,8 @@ def imported(name: str) -> Any:
 def imported_openvino() -> Any:
     """Return the package openvino, imported without its telemetry.
 
-    On import, openvino sends an event to a server of its authors, and writes a number of the user into the home folder,
-    unless the package openvino_telemetry is missing.
+    On import, openvino sends an event to Google Analytics and writes an identifier into the folder ``~/intel``, unless
+    the package openvino_telemetry is missing.
 
     Raises:
         InputError: it is not installed.

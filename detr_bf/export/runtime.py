@@ -5,7 +5,6 @@ Shape legend: B images, H x W pixels of the padded batch, Q queries, h x w cells
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import sys
@@ -35,7 +34,7 @@ from detr_bf.export.graph import (
     imported,
     imported_openvino,
 )
-from detr_bf.files import read_regular, readable_file
+from detr_bf.files import file_sha256, read_regular, readable_file
 from detr_bf.structures import Batch, Masks, Outputs
 from detr_bf.text import printable
 from detr_bf.transformer import unpadded
@@ -190,7 +189,7 @@ class OnnxDetector(FileDetector):
 
 
 class OpenVinoDetector(FileDetector):
-    """Detector that OpenVINO computes on the CPU, in float32 or, if the file is in int8, in that.
+    """Detector that OpenVINO computes on the CPU, in float32 or, for a file with int8 weights, in int8.
 
     Args:
         path: of the graph; the weights lie beside it.
@@ -234,7 +233,7 @@ class OpenVinoDetector(FileDetector):
             names = [str(name) for name in metadata["outputs"]]
             if not set(names) <= {name for each in model.outputs for name in each.get_names()}:
                 raise ValueError(f"the model has not all of the outputs {names}")
-        if digest != file_digest(weights):
+        if digest != file_sha256(weights):
             raise InputError(
                 f"{printable(weights)} does not have the weights of {printable(path.name)}: it is damaged or of "
                 "another export; copy both files, or write them with 'detr-bf export'"
@@ -351,15 +350,6 @@ def file_detector(path: Path) -> FileDetector:
     except (FileNotFoundError, ValueError) as error:
         raise InputError(f"{printable(path)} cannot be read: {printable(error)}") from error
     return OnnxDetector(content, str(path))
-
-
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal digits."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 @contextmanager
