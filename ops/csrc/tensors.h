@@ -13,6 +13,10 @@
 
 #include "type.h"
 
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // its name in torch 2.11
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
+#endif
+
 namespace detr_bf {
 
 using torch::headeronly::DeviceType;

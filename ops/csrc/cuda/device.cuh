@@ -166,9 +166,6 @@ __device__ inline void store(T* to, const Sum<T> (&sums)[N]) {
   write(reinterpret_cast<Packed<T, N>*>(to), packed);
 }
 
-template <class T>
-__host__ __device__ inline T ceil_div(T number, T unit) {
-  return (number + unit - 1) / unit;
-}
+inline int64_t ceil_div(int64_t number, int64_t unit) { return (number + unit - 1) / unit; }
 
 }  // namespace detr_bf::cuda

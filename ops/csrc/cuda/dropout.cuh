@@ -114,8 +114,8 @@ void drop(const Elements& elements, const Step& step, std::initializer_list<cons
   for (const void* tensor : tensors) places |= reinterpret_cast<uintptr_t>(tensor);
   constexpr int wide = sizeof(T) == sizeof(double) ? 2 : 4;  // at most 16 bytes
   const bool fits = elements.count % wide == 0 && places % (wide * sizeof(T)) == 0;
-  const int64_t threads = ceil_div<int64_t>(elements.count, kElementsOfBlock) * kCallsOfBlock / (fits ? wide : 1);
-  const int64_t blocks = ceil_div<int64_t>(threads, kThreadsOfDropout);
+  const int64_t threads = ceil_div(elements.count, kElementsOfBlock) * kCallsOfBlock / (fits ? wide : 1);
+  const int64_t blocks = ceil_div(threads, kThreadsOfDropout);
   for (int64_t block = 0; block < blocks; block += kMaxDropoutBlocks) {
     const Grid grid(static_cast<unsigned>(std::min(blocks - block, kMaxDropoutBlocks)));
     const auto kernel = fits ? dropout_kernel<T, wide, Step> : dropout_kernel<T, 1, Step>;

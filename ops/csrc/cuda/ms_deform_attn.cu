@@ -24,6 +24,7 @@ using torch::stable::accelerator::DeviceGuard;
 constexpr int64_t kMaxChannels = int64_t{1} << 24;                   // H x D
 constexpr int64_t kMaxStride = std::numeric_limits<int32_t>::max();  // bytes between cells
 constexpr int64_t kSortedTogether = int64_t{1} << 24;                // about 32 bytes each during the sort
+constexpr int64_t kMaxSorted = kMaxStride - kThreads;                // loop counters may step past the last one
 
 // Limits required by the 32-bit arithmetic of the kernels.
 void check_limits(const Problem& p, const std::vector<int64_t>& spatial_shapes) {
@@ -124,7 +125,7 @@ struct Sorted {
 
 Tensor gradient_in_order(const Inputs& inputs, const Tensor& grad_output, Stream stream) {
   const Problem& p = inputs.problem;
-  STD_TORCH_CHECK(p.queries * p.samples() <= std::numeric_limits<int32_t>::max(),
+  STD_TORCH_CHECK(p.queries * p.samples() <= kMaxSorted,
                   "ms_deform_attn_backward: too many samples to be sorted; deterministic algorithms must be off");
   Tensor gradient = torch::stable::new_empty(inputs.value, {p.images, p.cells, p.heads, p.channels});
   const auto sort = [&](int64_t count, auto write_keys) {

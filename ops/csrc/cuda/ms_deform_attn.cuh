@@ -78,7 +78,7 @@ struct Row {
 
 // ---- one axis ----
 
-// Coordinate in cells, 0 = centre of the first. Far outside and NaN are clamped to just outside.
+// Coordinate in cells, 0 = centre of the first. Far outside, infinity and NaN are clamped to just outside.
 template <class A>
 __device__ inline A place_of(A location, int size) {
   const A place = location * static_cast<A>(size) - static_cast<A>(0.5);
@@ -129,8 +129,8 @@ struct Sample {
   T unwidened_weight{};
   int level = 0;
 
-  // A NaN location makes the weight NaN, which shows in the result.
-  __device__ Sum<T> weight() const { return x == x && y == y ? widen(unwidened_weight) : x + y; }
+  // NaN for a location that is not finite, which shows in the result.
+  __device__ Sum<T> weight() const { return widen(unwidened_weight) + (x - x) + (y - y); }
 };
 
 // sample / points without a division; adding half a sample keeps the product away from integers.

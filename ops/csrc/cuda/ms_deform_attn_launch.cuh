@@ -57,7 +57,7 @@ Layout layout_of(const Sampling& s, int width) {
 // A grid covers kMaxGrid images and kMaxGrid tiles of queries; more of them take several launches.
 template <class Kernel, class... Arguments>
 void launch_rows(Kernel kernel, const Sampling& s, Layout layout, Stream stream, Arguments... arguments) {
-  const int64_t tiles = ceil_div<int64_t>(s.queries, layout.queries());
+  const int64_t tiles = ceil_div(s.queries, layout.queries());
   for (int64_t image = 0; image < s.images; image += kMaxGrid) {
     for (int64_t tile = 0; tile < tiles; tile += kMaxGrid) {
       layout.first_image = image;
@@ -124,7 +124,7 @@ void gather(Type type, const Sampling& s, const void* grad_output, void* grad_va
       });
       with_width<T>(s, {grad_output, grad_value}, [&](auto width) {
         constexpr int N = decltype(width)::value;
-        const Grid grid(ceil_div<int64_t>(s.cells, kGatherWarps), chunk.pairs);
+        const Grid grid(ceil_div(s.cells, kGatherWarps), chunk.pairs);
         launch(gather_kernel<T, N>, grid, kThreads, stream, s, chunk, 1 << lane_bits_of(s, N), sorted.keys(),
                sorted.order(), static_cast<const T*>(grad_output), static_cast<T*>(grad_value));
       });
