@@ -110,6 +110,11 @@ class Target:
             masks=None if self.masks is None else self.masks.to(device, non_blocking=non_blocking),
         )
 
+    def pin_memory(self) -> Target:
+        """Copy boxes, labels and masks to pinned memory."""
+        masks = None if self.masks is None else self.masks.pin_memory()
+        return replace(self, boxes=self.boxes.pin_memory(), labels=self.labels.pin_memory(), masks=masks)
+
     def fits(self, padded: tuple[int, int], num_classes: int) -> bool:
         """Return True if the tensors have their documented shapes and types, within images of ``padded`` size."""
         count, (height, width) = len(self.boxes), self.size
@@ -140,9 +145,8 @@ class PaddedTargets:
 
     @property
     def exists(self) -> Tensor:
-        """(R, T) bool, False in the padding."""
-        counts = torch.tensor(self.counts, device=self.labels.device)
-        return torch.arange(self.labels.shape[1], device=counts.device) < counts[:, None]
+        """(R, T) bool on the CPU, False in the padding."""
+        return torch.arange(self.labels.shape[1]) < torch.tensor(self.counts)[:, None]
 
     def repeated(self, count: int) -> PaddedTargets:
         """Repeat each row ``count`` times, next to itself."""
@@ -246,8 +250,9 @@ class Batch:
         )
 
     def pin_memory(self) -> Batch:
-        """Copy images and mask to pinned memory; called by the DataLoader."""
-        return Batch(self.images.pin_memory(), self.padding_mask.pin_memory(), self.targets)
+        """Copy all tensors to pinned memory; called by the DataLoader."""
+        targets = tuple(target.pin_memory() for target in self.targets)
+        return Batch(self.images.pin_memory(), self.padding_mask.pin_memory(), targets)
 
     def to_dict(self) -> dict[str, Any]:
         """Return tensors and plain values, for a capture of the step."""
@@ -316,7 +321,7 @@ class QueryGroup:
 
     name: str  # end of the names of its loss terms; must not contain digits: `_0`, `_1` number the decoder layers
     size: int  # queries, possibly none
-    assigned: Tensor | None = None  # (R, size) int64: object of the row, -1 no object, -2 not supervised; None: matched
+    assigned: Tensor | None = None  # (R, size) int64 on the CPU: object, -1 none, -2 not supervised; None: matched
     parts: int = 1  # of equal size; matched separately
     repeats: int = 1  # number of queries of one part that each object is matched with
     weight: float = 1.0  # of its loss terms, in relation to those of the main queries

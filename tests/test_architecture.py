@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "detr_bf"
 OUTSIDE = {"tools", "tests", "benchmarks"}  # they import the package, never the reverse
 
-GROUND = {"errors", "text", "distributed", "structures", "files", "boxes", "progress", "malloc"}
+GROUND = {"errors", "text", "devices", "distributed", "structures", "files", "boxes", "progress", "malloc"}
 MODEL = {"ops", "batchformer", "layers", "backbones", "transformer", "detectors"}
 WORK = {"losses", "data", "postprocess", "evaluation", "report"}
 
@@ -24,6 +24,7 @@ WORK = {"losses", "data", "postprocess", "evaluation", "report"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "text": set(),
+    "devices": set(),
     "distributed": {"errors", "text"},
     "structures": {"errors", "text"},
     "files": {"errors", "text"},
@@ -35,14 +36,14 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors", "text"},  # and no torch
     "ops": set(),  # outside the folder of the package, torch only
     "batchformer": {"errors", "distributed", "structures", "ops"},
-    "layers": {"errors", "ops"},
+    "layers": {"devices", "errors", "ops"},
     "downloads": {"errors", "text", "files", "progress"},
     "hub": {"errors", "text"},
     "published": {"errors", "text", "files", "downloads", "hub"},
     "backbones": {"errors", "text", "structures", "files", "layers"},
-    "transformer": {"errors", "structures", "boxes", "batchformer", "layers"},
-    "detectors": {"errors", "structures", "boxes", "ops", "batchformer", "layers", "backbones", "transformer"},
-    "losses": {"errors", "distributed", "structures", "boxes"},
+    "transformer": {"devices", "errors", "structures", "boxes", "batchformer", "layers"},
+    "detectors": {"devices", "errors", "structures", "boxes", "ops", "batchformer", "layers", "backbones", "transformer"},
+    "losses": {"devices", "errors", "distributed", "structures", "boxes"},
     "plugins": {
         "errors",
         "distributed",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import box_convert
 
+from detr_bf.devices import send, tensor_on
 from detr_bf.structures import PaddedTargets, Target
 
 EMPTY = -1  # label of an empty slot
@@ -59,7 +60,7 @@ class DenoisingSlots:
 
     labels: Tensor  # (B, S) int64, ``EMPTY`` without an object
     boxes: Tensor  # (B, S, 4) cx, cy, w, h in fractions of the image, 0 in empty slots
-    objects: Tensor  # (B, S) int64: index of the object that the slot is to predict, -1: no object
+    objects: Tensor  # (B, S) int64 on the CPU: index of the object that the slot is to predict, -1: no object
     groups: int
 
 
@@ -76,12 +77,12 @@ def contrastive_slots(targets: Sequence[Target], groups: int, *, dummy: bool = F
         dummy: in a batch without objects give each image a box without label (RT-DETRv2), so that S = 2 x ``groups``.
     """
     padded = PaddedTargets.of(targets)
-    labels, boxes = padded.labels.masked_fill(~padded.exists, EMPTY), padded.boxes
+    exists, labels, boxes = padded.exists, padded.labels, padded.boxes
     if dummy and not labels.shape[1]:
-        labels = labels.new_full((len(targets), 1), EMPTY)
-        boxes = boxes.new_tensor(DUMMY_BOX).expand(len(targets), 1, 4)
-    index = torch.arange(labels.shape[1], device=labels.device)
-    positives = torch.where(labels == EMPTY, -1, index)
+        exists, labels = exists.new_zeros(len(targets), 1), labels.new_zeros(len(targets), 1)
+        boxes = tensor_on(boxes.device, DUMMY_BOX, boxes.dtype).expand(len(targets), 1, 4)
+    labels = labels.masked_fill(send(~exists, labels.device), EMPTY)
+    positives = torch.where(exists, torch.arange(exists.shape[1]), -1)
     objects = torch.cat([positives, torch.full_like(positives, -1)], dim=1)
     return DenoisingSlots(
         labels.repeat(1, 2 * groups), boxes.repeat(1, 2 * groups, 1), objects.repeat(1, groups), groups

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from detr_bf.boxes import inverse_sigmoid
 from detr_bf.detectors.dab_detr import EPS, AnchorQueries, dab_detr
 from detr_bf.detectors.detector import Detector, Options
+from detr_bf.devices import send
 from detr_bf.structures import PaddedTargets, Queries, QueryGroup, Target, TokenBatch
 from detr_bf.transformer import append_queries
 
@@ -101,9 +102,9 @@ class DenoisingQueries(AnchorQueries):
         noise = draw_noise((images, self.groups, exists.shape[1]), self.labels.num_embeddings - 1, device)
         labels, boxes = noised(objects.labels[:, None], objects.boxes[:, None], noise, self.label_noise, self.box_noise)
         content = torch.cat([self.labels(labels), boxes.new_ones(*labels.shape, 1)], dim=-1)
-        filled = ~exists[:, None, :, None]
+        filled = send(~exists, device)[:, None, :, None]
         reference = inverse_sigmoid(boxes, EPS).sigmoid().masked_fill(filled, 0.5)
-        assigned = torch.arange(labels.shape[2], device=labels.device).masked_fill(~exists, -2)
+        assigned = torch.arange(labels.shape[2]).masked_fill(~exists, -2)
         assigned = assigned[:, None].expand_as(labels).flatten(1)
         streams = memory.num_streams
         group = QueryGroup("dn", assigned.shape[1], assigned.repeat(streams, 1), parts=max(self.groups, 1))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from detr_bf.boxes import inverse_sigmoid
+from detr_bf.devices import tensor_on
 from detr_bf.errors import InputError
 from detr_bf.layers import full_precision, sine_of_coordinates
 from detr_bf.ops import LinearLayer
@@ -120,7 +121,7 @@ def anchor_boxes(memory: TokenBatch) -> tuple[Tensor, Tensor]:
     ratios = memory.per_sample["valid_ratios"]
     boxes = []
     for level, (height, width) in enumerate(shapes):
-        size = torch.tensor([width, height], device=ratios.device) * ratios[:, level]  # (R, 2) unpadded cells
+        size = tensor_on(ratios.device, [width, height]) * ratios[:, level]  # (R, 2) unpadded cells
         y, x = torch.meshgrid(
             torch.arange(height, device=ratios.device), torch.arange(width, device=ratios.device), indexing="ij"
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -187,6 +187,19 @@ class EpochMeans:
         return means, batches
 
 
+class BatchLog(NamedTuple):
+    """Numbers of a batch for the log."""
+
+    values: dict[str, Tensor]  # scalars without gradient, on their device
+    weights: dict[str, float]  # of the terms of the loss
+
+    @classmethod
+    def of(cls, report: LossReport) -> BatchLog:
+        """Return the numbers of a report, without its graph."""
+        values = {"loss": report.total, **report.losses, **report.logged}
+        return cls({name: value.detach() for name, value in values.items()}, report.term_weights)
+
+
 class TrainingLog:
     """Means of the training steps: a record in ``metrics.jsonl`` per window, a line in ``log.txt`` per epoch.
 
@@ -200,13 +213,11 @@ class TrainingLog:
         self._epoch = EpochMeans()
         self._weights: dict[str, float] = {}
 
-    def add_batch(self, report: LossReport) -> None:
-        """Add the losses of a batch."""
-        self._window.add(loss=report.total, **report.losses, **report.logged)
-        self._weights = report.term_weights
-
-    def add_step(self, grad_norm: Tensor) -> None:
-        """Add the gradient norm of an optimizer step."""
+    def add_step(self, batches: Sequence[BatchLog], grad_norm: Tensor) -> None:
+        """Add the losses of the batches of an optimizer step, and its gradient norm."""
+        for batch in batches:
+            self._window.add(**batch.values)
+            self._weights = batch.weights
         self._window.add(grad_norm=grad_norm)
 
     def write_window(self, epoch: float, progress: Progress, optimizer: torch.optim.Optimizer) -> None:

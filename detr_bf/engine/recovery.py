@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -387,6 +387,13 @@ def report_fault(capture: Capture, path: Path | None) -> str:
     return f"the loss or the gradient of step {capture.step} is not finite\n{reports or nothing}"
 
 
+class StepStart(NamedTuple):
+    """What is restored if a step is skipped."""
+
+    rng: dict[str, Any]  # checkpoint.rng_state, from before the first forward pass
+    statistics: list[tuple[Tensor, Tensor]]  # running statistics of norms, each with a copy; empty if none is skipped
+
+
 class Recovery:
     """Skips steps that are not finite and counts unreadable images, up to the limits of a run.
 
@@ -399,21 +406,21 @@ class Recovery:
     def __init__(self, step: TrainingStep, state: TrainingState, *, max_skipped: int, max_replaced: float) -> None:
         self.step, self.state = step, state
         self.max_skipped, self.max_replaced = max_skipped, max_replaced
-        self._rng: dict[str, Any] = {}
-        self._statistics: list[tuple[Tensor, Tensor]] = []
 
-    def begin_step(self) -> None:
-        """Store what :meth:`skip_step` needs: random states, and statistics of batch norms if steps may be skipped."""
-        self._rng = rng_state()
+    def begin_step(self) -> StepStart:
+        """Return what :meth:`skip_step` needs."""
+        statistics = []
         if self.max_skipped:
             modules = self.step.model.modules()
             norms = (module for module in modules if isinstance(module, _BatchNorm) and module.training)
-            self._statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+            statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+        return StepStart(rng_state(), statistics)
 
-    def skip_step(self, batches: Sequence[TrainingBatch], *, with_backward: bool) -> None:
-        """Capture the step that is not finite and count it as done without an update; a collective.
+    def skip_step(self, start: StepStart, batches: Sequence[TrainingBatch], *, with_backward: bool) -> None:
+        """Capture the last counted step, which is not finite and has changed no weights; a collective.
 
         Args:
+            start: of the step.
             batches: of the step, up to the first whose loss is not finite.
             with_backward: True if the backward pass was run.
 
@@ -421,23 +428,21 @@ class Recovery:
             TrainingError: more than ``max_skipped`` steps were skipped.
         """
         state, progress = self.state, self.state.progress
-        for buffer, before in self._statistics:
+        for buffer, before in start.statistics:
             buffer.copy_(before)
         state.optimizer.zero_grad(set_to_none=True)
-        number = progress.step + 1
         capture = capture_step(
             self.step,
             batches,
-            self._rng,
-            number=number,
+            start.rng,
+            number=progress.step,
             class_map=state.class_map,
             config=state.config,
             scale=float(state.scaler.get_scale()),
             with_backward=with_backward,
         )
-        path = state.folder.capture(number, distributed.rank()) if progress.skipped < MAX_CAPTURES else None
+        path = state.folder.capture(progress.step, distributed.rank()) if progress.skipped < MAX_CAPTURES else None
         message = report_fault(capture, path)
-        progress.step += 1
         progress.skipped += 1
         if progress.skipped > self.max_skipped:
             raise distributed.on_all_ranks(

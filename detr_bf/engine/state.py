@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from detr_bf import distributed
 from detr_bf.data.batches import derive_seed
@@ -39,6 +39,13 @@ class Progress:
     replaced: int = 0  # unreadable images of this epoch
 
 
+def running_statistics(model: nn.Module) -> list[Tensor]:
+    """Return the running means and variances of the batch norms of a model."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    found = (statistic for norm in norms for statistic in (norm.running_mean, norm.running_var))
+    return [statistic for statistic in found if statistic is not None]
+
+
 class AveragedWeights(AveragedModel):
     """Exponential moving average of a model's parameters and of the running statistics of its batch norms.
 
@@ -56,22 +63,27 @@ class AveragedWeights(AveragedModel):
         self.decay, self.warmup_steps = decay, warmup_steps
 
     @torch.no_grad()
-    def update_parameters(self, model: nn.Module) -> None:
-        """Move the average towards ``model``; the first call copies it."""
-        first = not self.n_averaged
+    def update_parameters(self, model: nn.Module, statistics: Sequence[Tensor] | None = None) -> None:
+        """Move the average towards ``model``; the first call copies it.
+
+        Args:
+            statistics: :func:`running_statistics` that belong to the weights; None: those of ``model``.
+        """
         decay = self.decay
         if self.warmup_steps:
             decay *= 1 - math.exp(-(int(self.n_averaged) + 1) / self.warmup_steps)
-        self.multi_avg_fn = get_ema_multi_avg_fn(decay)
-        before = [(statistic, statistic.clone()) for statistic in self._statistics()]
-        super().update_parameters(model)
-        for statistic, average in [] if first else before:
-            statistic.copy_(average.lerp(statistic, 1 - decay))
-
-    def _statistics(self) -> list[Tensor]:
-        norms = [module for module in self.module.modules() if isinstance(module, _BatchNorm)]
-        found = (statistic for norm in norms for statistic in (norm.running_mean, norm.running_var))
-        return [statistic for statistic in found if statistic is not None]
+        own = running_statistics(self.module)
+        averages = [*self.module.parameters(), *own]
+        values = [*model.parameters(), *(running_statistics(model) if statistics is None else statistics)]
+        averaged = {id(statistic) for statistic in own}
+        for average, value in zip(self.module.buffers(), model.buffers(), strict=True):
+            if id(average) not in averaged:
+                average.copy_(value)
+        if self.n_averaged:  # on the CPU
+            torch._foreach_lerp_(averages, values, 1 - decay)
+        else:
+            torch._foreach_copy_(averages, values)
+        self.n_averaged += 1
 
 
 class TrainingState:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from detr_bf import distributed
 from detr_bf.batchformer import BatchFormerV2
+from detr_bf.devices import tensor_on
 from detr_bf.losses import LossReport
 
 SAME_SIGNAL_SECONDS = 2.0  # a terminal or scheduler and torchrun may each send the same request to stop
@@ -143,13 +144,18 @@ class ReducedFlags(NamedTuple):
     replaced: float  # unreadable images
 
 
-def reduce_flags(loss: Tensor, *, stop: bool, save: bool, replaced: int) -> ReducedFlags:
-    """All-reduce loss and flags so that all ranks branch alike."""
+def reduce_flags(loss: Tensor, *, stop: bool, save: bool, replaced: int) -> Tensor:
+    """All-reduce loss and flags so that all ranks branch alike: :class:`ReducedFlags` as (5,) float64 on the device."""
     value = loss.detach().double()
     finite = value.isfinite()
-    flags = torch.tensor([stop, save, replaced], dtype=torch.float64, device=loss.device)
+    flags = tensor_on(loss.device, [stop, save, replaced], torch.float64)
     losses = torch.stack([torch.where(finite, value, 0.0), (~finite).double()])
-    return ReducedFlags(*distributed.all_reduce_sum(torch.cat([losses, flags])).tolist())
+    return distributed.all_reduce_sum(torch.cat([losses, flags]))
+
+
+def nan_unless_finite(loss: Tensor, flags: Tensor) -> Tensor:
+    """Return the loss, or NaN if that of any rank is not finite, so that no gradient is; ``flags`` are reduced."""
+    return loss * torch.where(flags[1] > 0, torch.nan, 1.0).to(loss.dtype)
 
 
 class DeferredSignals:

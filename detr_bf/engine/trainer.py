@@ -15,22 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from detr_bf import distributed
 from detr_bf.data.workers import restart_dead_workers
-from detr_bf.engine.checkpoint import Checkpoint
+from detr_bf.devices import HostCopy
+from detr_bf.engine.checkpoint import Checkpoint, set_rng_state
 from detr_bf.engine.evaluate import EvaluationResult, EvaluationStopped
-from detr_bf.engine.metrics import MetricsLog, TrainingLog
+from detr_bf.engine.metrics import BatchLog, MetricsLog, TrainingLog
 from detr_bf.engine.optimizer import LearningRate
-from detr_bf.engine.recovery import Recovery
+from detr_bf.engine.recovery import Recovery, StepStart
 from detr_bf.engine.run_folder import RunFolder
-from detr_bf.engine.state import AveragedWeights, Progress, TrainingState
+from detr_bf.engine.state import AveragedWeights, Progress, TrainingState, running_statistics
 from detr_bf.engine.step import (
     DeferredSignals,
     ReducedFlags,
     TrainingBatch,
     TrainingStep,
+    nan_unless_finite,
     reduce_flags,
     sync_gradients,
     wrap_ddp,
@@ -65,9 +67,25 @@ class TrainSettings:
     unused_parameters: bool = False  # some get no gradient in a step
 
 
+@dataclass(frozen=True)
+class UncheckedStep:
+    """An optimizer step whose flags and gradient norm the host has not read."""
+
+    start: StepStart
+    batches: Sequence[TrainingBatch]
+    logs: Sequence[BatchLog]  # of the batches
+    norm: Tensor  # of the gradient
+    statistics: Sequence[Tensor]  # of the model's batch norms after the step, if weights are averaged
+    numbers: HostCopy  # the flags of each batch, then the norm, float64
+
+
 @dataclass
 class Trainer:
     """Trains a model and writes its run folder. Every rank has one; the main rank writes the files.
+
+    On a GPU a step is checked during the next one, whose forward pass is under way by then, so that the GPU does not
+    wait for the host: the optimizer itself leaves the weights as they are if the gradient is not finite, and the host
+    then skips the step and runs the next one again.
 
     Args:
         step: the model, its criterion, device and precision.
@@ -118,6 +136,10 @@ class Trainer:
         )
         self.log = TrainingLog(self.metrics)
         self.signals = DeferredSignals()
+        fused = all(group.get("fused") for group in self.optimizer.param_groups)  # only these read found_inf
+        self.checks_later = fused and self.step.device.type == "cuda"
+        self._unchecked: UncheckedStep | None = None
+        self._flags = ReducedFlags(math.nan, 0.0, 0.0, 0.0, 0.0)  # of the last checked batch
         self._ddp_step: nn.Module = self.step
 
     def train(self) -> EvaluationResult:
@@ -137,46 +159,87 @@ class Trainer:
             self._evaluate_if_due()  # a resumed run may have been stopped before this evaluation
             while self.progress.step < self.total_steps and not self._out_of_patience():
                 for batches in self._rest_of_epoch():
-                    flags = self.train_step(batches)
-                    bar.set_postfix_str(f"loss {flags.loss / distributed.world_size():.3f}", refresh=False)
+                    self.train_step(batches)
+                    bar.set_postfix_str(f"loss {self._flags.loss / distributed.world_size():.3f}", refresh=False)
                     bar.update()
-                    self._after_step(flags)
+                    self._after_step()
                 self.save()
                 self.log.log_epoch(self.epochs_done, self.progress.step, self.settings.accumulate)
                 self._evaluate_if_due()
             return self.result or self._evaluate()
 
-    def train_step(self, batches: Sequence[TrainingBatch]) -> ReducedFlags:
+    def train_step(self, batches: Sequence[TrainingBatch]) -> None:
         """Run one optimizer step on the mean loss of ``batches``; skip it if the loss or gradient is not finite."""
         settings = self.settings
-        self.recovery.begin_step()
+        start = self.recovery.begin_step()
         self.step.logs_attention = (self.progress.step + 1) % settings.log_every == 0
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * self.learning_rate(self.progress.step)
+        flags, logs = [], []
         for number, batch in enumerate(batches, start=1):
             with sync_gradients(self._ddp_step, number == len(batches)):
                 report = self._ddp_step(batch)
+                if not self._settle():  # the step before is skipped, and its changes of norms are undone
+                    set_rng_state(start.rng)
+                    start = self.recovery.begin_step()
+                    report = self._ddp_step(batch)
                 save = distributed.is_main() and self.state.minutes_unsaved >= (settings.checkpoint_minutes or math.inf)
-                flags = reduce_flags(report.total, stop=self._stopping(), save=save, replaced=len(batch.replaced))
-                self.recovery.count_unreadable(batch, flags)
-                if flags.not_finite:
-                    self.recovery.skip_step(batches[:number], with_backward=False)
-                    return flags
-                self.scaler.scale(report.total / len(batches)).backward()
-            self.log.add_batch(report)
+                flags.append(
+                    reduce_flags(report.total, stop=self._stopping(), save=save, replaced=len(batch.replaced))
+                )
+                loss = nan_unless_finite(report.total, flags[-1])
+                self.scaler.scale(loss / len(batches)).backward()
+            logs.append(BatchLog.of(report))
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm or math.inf)
-        if not (self.scaler.is_enabled() or norm.isfinite()):  # the scaler skips infinite gradients itself
-            self.recovery.skip_step(batches, with_backward=True)
-            return flags
+        self.progress.step += 1
+        numbers = HostCopy(torch.cat([*flags, norm.double()[None]]))
+        statistics = [] if self.ema is None else [each.clone() for each in running_statistics(self.model)]
+        step = UncheckedStep(start, batches, logs, norm, statistics, numbers)
+        if self.checks_later and self.optimizer.state:  # torch's fused SGD cannot leave out its first step
+            self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+            self._update()
+            self._unchecked = step
+        elif self._passes(step):
+            self._update()
+            self._complete(step)
+
+    def _update(self) -> None:
+        """Update the weights. The scaler, if enabled, skips infinite gradients itself."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _passes(self, step: UncheckedStep) -> bool:
+        """Read flags and gradient norm of the last step; skip it and return False if they are not finite."""
+        *numbers, norm = step.numbers.get().tolist()
+        flags = [ReducedFlags(*numbers[at : at + 5]) for at in range(0, len(numbers), 5)]
+        self._flags = flags[-1]
+        for batch, of_batch in zip(step.batches, flags, strict=True):
+            self.recovery.count_unreadable(batch, of_batch)
+        bad = next((number for number, of_batch in enumerate(flags, start=1) if of_batch.not_finite), None)
+        if bad is not None:
+            self.recovery.skip_step(step.start, step.batches[:bad], with_backward=False)
+        elif not (self.scaler.is_enabled() or math.isfinite(norm)):
+            self.recovery.skip_step(step.start, step.batches, with_backward=True)
+        else:
+            return True
+        return False
+
+    def _complete(self, step: UncheckedStep) -> None:
+        """Average the weights, and log the step."""
         if self.ema is not None:
-            self.ema.update_parameters(self.model)
-        self.log.add_step(norm)
-        self.progress.step += 1
-        return flags
+            self.ema.update_parameters(self.model, step.statistics)
+        self.log.add_step(step.logs, step.norm)
+
+    def _settle(self) -> bool:
+        """Check the last step unless that was done; return False if it is skipped now."""
+        step, self._unchecked = self._unchecked, None
+        if step is None:
+            return True
+        if passes := self._passes(step):
+            self._complete(step)
+        return passes
 
     def _rest_of_epoch(self) -> Iterator[list[TrainingBatch]]:
         """Yield the remaining batches of the current epoch, grouped by optimizer step."""
@@ -190,8 +253,9 @@ class Trainer:
         for _ in range(steps):
             yield list(islice(batches, self.settings.accumulate))
 
-    def _after_step(self, flags: ReducedFlags) -> None:
+    def _after_step(self) -> None:
         """Log, save and stop where due."""
+        flags = self._flags
         if self.progress.step % self.settings.log_every == 0:
             self._write_window()
             if self.step.device.type == "cpu":
@@ -242,10 +306,12 @@ class Trainer:
     def save(self, *others: Path) -> None:
         """Save ``last.pt`` and ``others``, see :meth:`TrainingState.save`, after the records up to here."""
         self._write_window()
+        self._flags = self._flags._replace(save=0.0)
         self.state.save(*others)
         self.log.restart_clock()
 
     def _write_window(self) -> None:
+        self._settle()
         self.log.write_window(self.epochs_done, self.progress, self.optimizer)
 
     def _stopping(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from detr_bf.devices import tensor_on
 from detr_bf.errors import InputError
 from detr_bf.ops import LinearLayer, ms_deform_attn
 
@@ -212,7 +213,7 @@ class DeformableAttention(nn.Module):
         centre, steps = self._spread(reference[..., :2]), offsets.flatten(3)
         if reference.shape[-1] == 2:
             sizes = [(width, height) for height, width in spatial_shapes]
-            size = torch.tensor(sizes, dtype=offsets.dtype, device=offsets.device)  # new_tensor takes no symbols
+            size = tensor_on(offsets.device, sizes, offsets.dtype)
             located = centre + steps / self._spread(size[None, None])
         else:
             if self.scale is None:
@@ -237,15 +238,14 @@ def nearest_cells(points: Tensor, spatial_shapes: Sequence[tuple[int, int]], *, 
     coordinates by the height; a column beyond the width is then limited by the width, where their code fails.
     """
     heights, widths = (
-        torch.tensor(sizes, dtype=points.dtype, device=points.device)[:, None]
-        for sizes in zip(*spatial_shapes, strict=True)
+        tensor_on(points.device, sizes, points.dtype)[:, None] for sizes in zip(*spatial_shapes, strict=True)
     )
     columns, rows = ((points[..., axis] * size + 0.5).long() for axis, size in enumerate((widths, heights)))
     last_row, last_column = heights.long() - 1, widths.long() - 1
     if released:
         last_column = torch.minimum(last_column, last_row)
     cells = [height * width for height, width in spatial_shapes]
-    first = torch.tensor([0, *accumulate(cells[:-1])], device=points.device)[:, None]
+    first = tensor_on(points.device, [0, *accumulate(cells[:-1])])[:, None]
     columns, rows = columns.clamp(min=0).minimum(last_column), rows.clamp(min=0).minimum(last_row)
     return first + rows * widths.long() + columns
 

@@ -5,6 +5,7 @@ Shape legend: L decoder layers, R rows, Q queries, K logits, T objects of the ro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from torchvision.ops import box_convert
 
 from detr_bf.boxes import generalized_iou
+from detr_bf.devices import send
 from detr_bf.losses.classification import NOT_SUPERVISED, Classification, at_least_float32, check_factors
 from detr_bf.structures import Outputs, PaddedTargets
 
@@ -23,7 +25,10 @@ UNMATCHABLE = 1e8  # replaces costs that are not finite, so that such queries ar
 
 @dataclass(frozen=True)
 class Matches:
-    """Matched pairs as four index vectors (M,) int64: layer, row, query and object of the row."""
+    """Matched pairs as four index vectors (M,) int64: layer, row, query and object of the row.
+
+    Ordered by layer; every layer has as many pairs as the others.
+    """
 
     layer: Tensor
     row: Tensor
@@ -31,12 +36,13 @@ class Matches:
     target: Tensor
 
     @classmethod
-    def of(cls, assigned: Tensor, layers: int) -> tuple[Matches, Tensor]:
+    def of(cls, assigned: Tensor, layers: int, device: torch.device) -> tuple[Matches, Tensor]:
         """Read ``QueryGroup.assigned`` (R, Q), the same for all layers; also return where it is -2 (R, Q)."""
         row, query = (assigned >= 0).nonzero(as_tuple=True)
-        layer = torch.arange(layers, device=assigned.device).repeat_interleave(len(row))
+        layer = torch.arange(layers).repeat_interleave(len(row))
         row, query = row.repeat(layers), query.repeat(layers)
-        return cls(layer, row, query, assigned[row, query]), assigned == NOT_SUPERVISED
+        pairs = torch.stack([layer, row, query, assigned[row, query]])
+        return cls(*send(pairs, device)), send(assigned == NOT_SUPERVISED, device)
 
 
 @dataclass(frozen=True)
@@ -57,16 +63,26 @@ class HungarianMatcher:
         costs = {"class_cost": self.class_cost, "bbox_cost": self.bbox_cost, "giou_cost": self.giou_cost}
         check_factors("HungarianMatcher", costs)
 
-    @torch.no_grad()
     def __call__(self, outputs: Outputs, targets: PaddedTargets, repeats: int = 1) -> Matches:
-        """Match all layers, with one copy to the host; each object is matched with up to ``repeats`` queries."""
-        cost = self._stacked_cost(outputs, targets).cpu().numpy()
-        pairs = [
-            _assign(cost[layer, row, :, :count], layer, row, repeats)
-            for layer in range(cost.shape[0])
-            for row, count in enumerate(targets.counts)
-        ]
-        return Matches(*torch.from_numpy(np.concatenate(pairs, axis=1)).to(outputs.logits.device))
+        """Match all layers; each object is matched with up to ``repeats`` queries."""
+        return self.match_all([(outputs, targets, repeats)])[0]
+
+    @torch.no_grad()
+    def match_all(self, problems: Sequence[tuple[Outputs, PaddedTargets, int]]) -> list[Matches]:
+        """Match several sets of queries, each as in a call, with one copy to the host."""
+        costs = [self._stacked_cost(outputs, targets) for outputs, targets, _ in problems]
+        copied = torch.cat([cost.flatten() for cost in costs]).cpu().split([cost.numel() for cost in costs])
+        matches = []
+        for cost, on_host, (outputs, targets, repeats) in zip(costs, copied, problems, strict=True):
+            numbers = on_host.view(cost.shape).numpy()
+            pairs = [
+                _assign(numbers[layer, row, :, :count], layer, row, repeats)
+                for layer in range(len(numbers))
+                for row, count in enumerate(targets.counts)
+            ]
+            indices = torch.from_numpy(np.concatenate(pairs, axis=1))
+            matches.append(Matches(*send(indices, outputs.logits.device)))
+        return matches
 
     def _stacked_cost(self, outputs: Outputs, targets: PaddedTargets) -> Tensor:
         layers, rows, queries = outputs.logits.shape[:3]

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torchvision.ops import box_convert, sigmoid_focal_loss
 
 from detr_bf import distributed
 from detr_bf.boxes import generalized_iou, iou
+from detr_bf.devices import tensor_on
 from detr_bf.losses.classification import (
     NO_OBJECT,
     NOT_SUPERVISED,
@@ -98,7 +100,12 @@ class SetCriterion:
         padded = PaddedTargets.of(targets, outputs.num_streams)
         objects = _num_objects(outputs, padded, self.local)
         num_boxes = _divisor(objects, self.local)
-        matches = self.matcher(outputs, padded)
+        groups = [] if outputs.proposals is None else [(QueryGroup("enc", 0), outputs.proposals)]
+        divided = [(group, *_divided(group, predicted, padded)) for group, predicted in (*groups, *outputs.groups)]
+        matches, *of_groups = self.matcher.match_all(
+            [(outputs, padded, 1)]
+            + [(predicted, wanted, group.repeats) for group, predicted, wanted in divided if group.assigned is None]
+        )
         streams = self._stream_losses(outputs, padded, matches, num_boxes)
         if outputs.masks is not None:
             by_row = _mask_losses(outputs, outputs.masks, targets, matches)
@@ -108,11 +115,10 @@ class SetCriterion:
             for name, per_stream in streams.items()
             for layer, loss in enumerate(per_stream.mean(1))
         }
-        groups = [] if outputs.proposals is None else [(QueryGroup("enc", 0), outputs.proposals)]
         factors = dict.fromkeys(losses, 1.0)
-        for group, predicted in (*groups, *outputs.groups):
-            of_group = self._group_losses(group, predicted, padded, objects)
-            for name, per_stream in of_group.items():
+        for group, predicted, wanted in divided:
+            matched = of_groups.pop(0) if group.assigned is None else None
+            for name, per_stream in self._group_losses(group, predicted, wanted, matched, objects).items():
                 streams[f"{name}_{group.name}"] = per_stream
                 for layer, loss in enumerate(per_stream.mean(1)):
                     term = f"{name}_{group.name}" + ("" if layer == len(per_stream) - 1 else f"_{layer}")
@@ -135,19 +141,20 @@ class SetCriterion:
         return LossReport(losses, weights, logged)
 
     def _group_losses(
-        self, group: QueryGroup, outputs: Outputs, targets: PaddedTargets, objects: Tensor
+        self, group: QueryGroup, outputs: Outputs, targets: PaddedTargets, matches: Matches | None, objects: Tensor
     ) -> dict[str, Tensor]:
-        """Return the losses of a group or of the proposals by name, each (L, streams)."""
-        if outputs.one_class:
-            targets = targets.of_one_class()
+        """Return the losses of a group or of the proposals by name, each (L, streams).
+
+        Args:
+            outputs, targets: of :func:`_divided`.
+            matches: None if the group has an assignment.
+        """
+        not_supervised = None
+        if matches is None:
+            assert group.assigned is not None
+            matches, not_supervised = Matches.of(group.assigned, len(outputs.logits), outputs.logits.device)
         divisor = _divisor(objects * group.parts * group.repeats, self.local)
-        if group.assigned is not None:
-            matches, not_supervised = Matches.of(group.assigned, len(outputs.logits))
-            return self._stream_losses(outputs, targets, matches, divisor, not_supervised)
-        if group.parts > 1:  # each part is a row of its own
-            logits, boxes = (x.unflatten(2, (group.parts, -1)).flatten(1, 2) for x in (outputs.logits, outputs.boxes))
-            outputs, targets = replace(outputs, logits=logits, boxes=boxes), targets.repeated(group.parts)
-        return self._stream_losses(outputs, targets, self.matcher(outputs, targets, group.repeats), divisor)
+        return self._stream_losses(outputs, targets, matches, divisor, not_supervised)
 
     def _stream_losses(
         self,
@@ -180,6 +187,16 @@ class SetCriterion:
         }
 
 
+def _divided(group: QueryGroup, outputs: Outputs, targets: PaddedTargets) -> tuple[Outputs, PaddedTargets]:
+    """Return outputs and targets of a group with each part that is matched as a row of its own."""
+    if outputs.one_class:
+        targets = targets.of_one_class()
+    if group.assigned is not None or group.parts == 1:
+        return outputs, targets
+    logits, boxes = (x.unflatten(2, (group.parts, -1)).flatten(1, 2) for x in (outputs.logits, outputs.boxes))
+    return replace(outputs, logits=logits, boxes=boxes), targets.repeated(group.parts)
+
+
 def _target_classes(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> Tensor:
     """Return (L, R, Q) int64: the label of the matched object, -1 for none."""
     classes = torch.full(outputs.logits.shape[:3], NO_OBJECT, dtype=torch.int64, device=outputs.logits.device)
@@ -204,7 +221,7 @@ def cardinality_error(
 ) -> Tensor:
     """Return the mean error of the number of objects that the last layer predicts in an image."""
     logits = outputs.logits[-1]
-    counts = torch.tensor(targets.counts, device=logits.device, dtype=torch.float)
+    counts = tensor_on(logits.device, targets.counts, torch.float)
     return (classification.is_object(logits).sum(1) - counts).abs().mean()
 
 
@@ -238,7 +255,8 @@ def _quality(outputs: Outputs, targets: PaddedTargets, matches: Matches) -> Tens
 
 def _num_objects(outputs: Outputs, targets: PaddedTargets, local: bool) -> Tensor:
     """Return the number of objects of one stream, summed over the ranks unless ``local``."""
-    here = torch.tensor(sum(targets.counts) / outputs.num_streams, dtype=torch.float64, device=outputs.logits.device)
+    count = sum(targets.counts) / outputs.num_streams
+    here = torch.full((), count, dtype=torch.float64, device=outputs.logits.device)
     return here if local else distributed.all_reduce_sum(here)
 
 
@@ -254,8 +272,8 @@ def _per_stream(outputs: Outputs, by_row: Tensor) -> Tensor:
 
 def _mask_losses(outputs: Outputs, masks: Masks, targets: Sequence[Target], matches: Matches) -> dict[str, Tensor]:
     """Return the mask losses of the last layer, summed by row: (1, R) by name."""
-    last = matches.layer == len(outputs.logits) - 1
-    row, query, target = matches.row[last], matches.query[last], matches.target[last]
+    last = len(matches.row) // len(outputs.logits)  # pairs of a layer
+    row, query, target = (x[len(x) - last :] for x in (matches.row, matches.query, matches.target))
     known = [image.masks for image in targets if image.masks is not None]
     assert len(known) == len(targets), "a detector with a mask head is trained on masks"
     wanted = padded_masks(known, row % len(targets), target)
@@ -299,8 +317,6 @@ def mask_losses(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 def padded_masks(masks: Sequence[Tensor], image: Tensor, target: Tensor) -> Tensor:
     """Select mask ``target`` (M,) of ``image`` (M,) from the masks (T, h, w) of each image, padded: (M, H, W) bool."""
     height, width = (max(x.shape[dim] for x in masks) for dim in (1, 2))
-    chosen = torch.zeros(len(image), height, width, dtype=torch.bool, device=image.device)
-    for index, of_image in enumerate(masks):
-        here = image == index
-        chosen[here, : of_image.shape[1], : of_image.shape[2]] = of_image[target[here]]
-    return chosen
+    padded = torch.cat([F.pad(x, (0, width - x.shape[2], 0, height - x.shape[1])) for x in masks])
+    first = tensor_on(image.device, list(accumulate((len(x) for x in masks[:-1]), initial=0)))
+    return padded[first[image] + target]

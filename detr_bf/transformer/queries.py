@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from detr_bf.devices import tensor_on
 from detr_bf.layers import full_precision
 from detr_bf.structures import Queries, QueryGroup, Target, TokenBatch
 
@@ -99,6 +100,6 @@ def in_groups(queries: Queries, groups: Sequence[QueryGroup]) -> Queries:
         return queries
     count, device = queries.content.shape[1], queries.content.device
     parts = [group.size // group.parts for group in groups for _ in range(group.parts)]
-    sizes = torch.tensor([count - sum(parts), *parts], device=device)
+    sizes = tensor_on(device, [count - sum(parts), *parts])
     part = torch.arange(len(sizes), device=device).repeat_interleave(sizes, output_size=count)
     return replace(queries, blocked=part[:, None] != part, groups=tuple(groups))

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from detr_bf.devices import tensor_on
 from detr_bf.structures import FeatureMap, TokenBatch, resize_mask
 
 
@@ -44,7 +45,7 @@ class FeatureTokens(nn.Module):
         """
         levels = list(self._levels(features, padding_mask))
         masks = [level.padding_mask for level in levels]
-        extents = [torch.tensor([mask.shape[2], mask.shape[1]], device=mask.device) for mask in masks]
+        extents = [tensor_on(mask.device, [mask.shape[2], mask.shape[1]]) for mask in masks]
         positions = {} if self.position is None else {"position": self._positions(self.position, masks)}
         return TokenBatch(
             torch.cat([level.tensor.flatten(2).transpose(1, 2) for level in levels], dim=1),

@@ -20,6 +20,7 @@ from detr_bf.engine.recovery import (
     Capture,
     Fault,
     Recovery,
+    StepStart,
     capture_step,
     find_fault,
     load_capture,
@@ -293,12 +294,18 @@ def recovery(folder: Path, max_skipped: int = 2, max_replaced: float = 1.0) -> R
     return Recovery(toy, state, max_skipped=max_skipped, max_replaced=max_replaced)
 
 
+def begun(toy: Recovery) -> StepStart:
+    """Begin a step and count it, as the trainer does before it checks the step."""
+    toy.state.progress.step += 1
+    return toy.begin_step()
+
+
 def test_a_skipped_step_is_counted_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     toy = recovery(tmp_path)
     before = {name: value.clone() for name, value in toy.step.model.state_dict().items()}
-    toy.begin_step()
+    start = begun(toy)
     toy.step(spoilt(0, 1)).total.backward()
-    toy.skip_step([spoilt(0, 1)], with_backward=True)
+    toy.skip_step(start, [spoilt(0, 1)], with_backward=True)
     assert (toy.state.progress.step, toy.state.progress.skipped) == (1, 1)
     assert_same(dict(toy.step.model.state_dict()), before)
     assert all(parameter.grad is None for parameter in toy.step.parameters())
@@ -312,9 +319,9 @@ def test_a_skipped_step_is_counted_and_changes_nothing(tmp_path: Path, caplog: p
 def test_a_capture_of_a_skipped_step_has_its_random_states(tmp_path: Path) -> None:
     toy = recovery(tmp_path)
     rng = rng_state()
-    toy.begin_step()
+    start = begun(toy)
     toy.step(spoilt(0, 1))  # dropout
-    toy.skip_step([spoilt(0, 1)], with_backward=False)
+    toy.skip_step(start, [spoilt(0, 1)], with_backward=False)
     captured = load_capture(tmp_path / "captures" / "step_0000001_rank_0.pt", lambda config: Examples)
     assert_same(captured.rng, rng)
     assert captured.fault["gradients"] is None
@@ -323,12 +330,12 @@ def test_a_capture_of_a_skipped_step_has_its_random_states(tmp_path: Path) -> No
 def test_more_skipped_steps_than_allowed_end_the_training(tmp_path: Path) -> None:
     toy = recovery(tmp_path, max_skipped=4)
     for _ in range(4):
-        toy.begin_step()
-        toy.skip_step([spoilt(0, 1)], with_backward=False)
+        start = begun(toy)
+        toy.skip_step(start, [spoilt(0, 1)], with_backward=False)
     assert len(list((tmp_path / "captures").iterdir())) == MAX_CAPTURES
-    toy.begin_step()
+    start = begun(toy)
     with pytest.raises(TrainingError, match=r"step 5 is not finite(.|\n)*train\.max_skipped=N") as ended:
-        toy.skip_step([spoilt(0, 1)], with_backward=False)
+        toy.skip_step(start, [spoilt(0, 1)], with_backward=False)
     assert ended.value.on_all_ranks
 
 

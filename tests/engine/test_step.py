@@ -143,9 +143,8 @@ def test_accumulation_exchanges_gradients_once() -> None:
 
 def reduced() -> tuple[float, ...]:
     rank = distributed.rank()
-    return tuple(
-        reduce_flags(torch.tensor([2.0, float("nan")][rank]), stop=rank == 1, save=rank == 0, replaced=2 * rank)
-    )
+    loss = torch.tensor([2.0, float("nan")][rank])
+    return tuple(reduce_flags(loss, stop=rank == 1, save=rank == 0, replaced=2 * rank).tolist())
 
 
 def test_every_rank_gets_the_same_flags() -> None:

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from detr_bf.devices import HostCopy
 from detr_bf.engine import Checkpoint, LearningRate, MetricsLog, RunFolder, Trainer, TrainingStep, TrainSettings
 from detr_bf.engine.checkpoint import load_checkpoint
 from detr_bf.engine.recovery import load_capture
 from detr_bf.engine.state import TrainingState
 from detr_bf.errors import Interrupted, TrainingError
 from detr_bf.evaluation import ScoreThresholds
+from detr_bf.losses import LossReport
 from tests.engine.steps import BATCHES, CLASSES, FEATURES, Examples, examples, regression, spoilt, squared_error
 
 
@@ -58,22 +61,25 @@ class Result:
 def make(
     folder: Path,
     *,
+    model: nn.Module | None = None,
     batches: Callable[[int, int], Examples] = examples,
     evaluate: Scores | None = None,
     resume_from: Checkpoint | None = None,
-    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    later: bool = False,
     **settings: Any,
 ) -> Trainer:
-    model, run = regression(), RunFolder(folder)
+    """Build a trainer; with ``later`` it checks each step during the next one, as on a GPU."""
+    model, run = model or regression(), RunFolder(folder)
     run.create()
     progress = resume_from.training["progress"] if resume_from is not None and resume_from.training else None
     kept = {"train": progress["step"], "val": progress["evaluated_step"]} if progress else None
     trained = TrainSettings(**{"epochs": 2, "log_every": 1, "clip_norm": 0.5, **settings})
     parameters = [{"name": "all", "params": list(model.parameters()), "lr": 0.1, "base_lr": 0.1}]
     total = trained.epochs * math.ceil(BATCHES / trained.accumulate)
-    return Trainer(
+    trainer = Trainer(
         step=TrainingStep(model, squared_error, torch.device("cpu"), torch.float32),
-        optimizer=optimizer(parameters),
+        optimizer=optimizer(parameters, fused=True),
         learning_rate=LearningRate("cosine", total_steps=total, warmup_steps=2),
         make_batches=lambda epoch, start: (batches(epoch, number) for number in range(start, BATCHES)),
         batches_per_epoch=BATCHES,
@@ -85,6 +91,8 @@ def make(
         config={"of": "a test"},
         resume_from=resume_from,
     )
+    trainer.checks_later = later
+    return trainer
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -315,8 +323,9 @@ def test_a_stopped_and_resumed_run_ends_with_the_same_bits(tmp_path: Path, step:
         assert untimed[0] == untimed[1]
 
 
-def test_a_loss_that_is_not_finite_ends_the_training_without_an_update(tmp_path: Path) -> None:
-    trainer = make(tmp_path, batches=spoilt)
+@pytest.mark.parametrize("later", [False, True])
+def test_a_loss_that_is_not_finite_ends_the_training_without_an_update(tmp_path: Path, later: bool) -> None:
+    trainer = make(tmp_path, batches=spoilt, later=later)
     with pytest.raises(TrainingError, match="the loss or the gradient of step 2 is not finite") as failed:
         trainer.train()
     assert "0-1-0" in str(failed.value), "the images of the batch"
@@ -344,8 +353,76 @@ def test_steps_that_are_not_finite_can_be_skipped(tmp_path: Path) -> None:
         assert torch.equal(skipping.model.state_dict()[name], value), "the second step changed nothing"
 
 
-def test_too_many_skipped_steps_end_the_training(tmp_path: Path) -> None:
-    trainer = make(tmp_path, batches=spoilt, max_skipped=1)
+MOMENTUM = partial(torch.optim.SGD, momentum=0.9)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, MOMENTUM], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("first", [False, True])
+def test_steps_checked_later_change_nothing(
+    tmp_path: Path, optimizer: Callable[..., torch.optim.Optimizer], accumulate: int, first: bool
+) -> None:
+    """Weights, averages, log, counters and captures are those of a run that checks each step at once."""
+
+    def bad_twice(epoch: int, number: int) -> Examples:
+        """Spoil the loss of a step, and only the gradient of the next one."""
+        batch, at = examples(epoch, number), number + BATCHES * epoch - 2 * accumulate * (not first)
+        if at == 0:
+            return replace(batch, inputs=batch.inputs / 0)
+        return replace(batch, targets=batch.targets * 0) if at == accumulate else batch
+
+    def breaking(outputs: Tensor, targets: Tensor) -> LossReport:
+        return squared_error(outputs if targets.any() else outputs + (outputs * 0).sqrt(), targets)
+
+    settings = {"epochs": 3, "max_skipped": 3, "ema_decay": 0.5, "log_every": 4, "accumulate": accumulate}
+    runs = {}
+    for name, later in (("at once", False), ("later", True)):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.BatchNorm1d(FEATURES), regression())
+        runs[name] = make(
+            tmp_path / name, model=model, batches=bad_twice, optimizer=optimizer, later=later, **settings
+        )
+        runs[name].step.criterion = breaking
+        runs[name].train()
+    wanted, found = runs.values()
+    assert found.progress == wanted.progress
+    assert wanted.progress.skipped == 2
+    for part in ("model", "evaluation_model"):
+        for name, value in getattr(wanted, part).state_dict().items():
+            assert value.isfinite().all()
+            assert torch.equal(getattr(found, part).state_dict()[name], value), name
+    logs = [[record | {"step_seconds": 0} for record in records(each.folder.path, "train")] for each in runs.values()]
+    assert logs[0] == logs[1]
+    captures = [sorted(path.name for path in (each.folder.path / "captures").iterdir()) for each in runs.values()]
+    assert captures[0] == captures[1]
+
+
+def test_a_step_checked_later_is_read_after_the_next_forward_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    forward, get = TrainingStep.forward, HostCopy.get
+    monkeypatch.setattr(TrainingStep, "forward", lambda *args: events.append("forward") or forward(*args))
+    monkeypatch.setattr(HostCopy, "get", lambda copy: events.append("read") or get(copy))
+    make(tmp_path / "later", epochs=1, log_every=100, later=True).train()
+    first = ["forward", "read"]  # the optimizer has no state before it
+    assert events == [*first, "forward", *["forward", "read"] * (BATCHES - 2), "read"]
+
+
+def test_a_signal_stops_the_run_one_step_later_if_steps_are_checked_later(tmp_path: Path) -> None:
+    def stopping(epoch: int, number: int) -> Examples:
+        if (epoch, number) == (0, 1):
+            signal.raise_signal(signal.SIGTERM)
+        return examples(epoch, number)
+
+    with pytest.raises(Interrupted, match="stopped at step 3; everything is saved"):
+        make(tmp_path, batches=stopping, log_every=100, later=True).train()
+    assert load_checkpoint(tmp_path / "last.pt").training["progress"]["step"] == 3  # type: ignore[index]
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_too_many_skipped_steps_end_the_training(tmp_path: Path, later: bool) -> None:
+    trainer = make(tmp_path, batches=spoilt, max_skipped=1, later=later)
     with pytest.raises(TrainingError, match="step 7 is not finite"):
         trainer.train()
 
@@ -369,10 +446,8 @@ def test_images_that_cannot_be_read_are_counted_by_epoch(tmp_path: Path) -> None
 
 
 def test_batch_norms_are_restored_when_a_step_is_skipped(tmp_path: Path) -> None:
-    trainer = make(tmp_path, batches=spoilt, max_skipped=1, max_steps=2)
     norm = nn.BatchNorm1d(FEATURES)
-    trainer.step.model = trainer.model = nn.Sequential(norm, trainer.model)
-    trainer.train()
+    make(tmp_path, model=nn.Sequential(norm, regression()), batches=spoilt, max_skipped=1, max_steps=2).train()
     assert norm.running_mean is not None
     assert norm.running_mean.isfinite().all()
     assert norm.num_batches_tracked == 1

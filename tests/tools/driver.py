@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.swa_utils import AveragedModel
 
 from detr_bf import distributed
 from detr_bf.detectors import Detector
+from detr_bf.engine.state import AveragedWeights
 from detr_bf.engine.step import TrainingStep
 from detr_bf.evaluation import CocoEvaluator
 from detr_bf.files import UNFINISHED
@@ -133,7 +133,7 @@ def undone(marker: Path, step: str) -> None:
 
     replaced(TrainingStep, "forward", int(step), remembering)
     replaced(torch.optim.AdamW, "step", int(step), restoring)
-    replaced(AveragedModel, "update_parameters", int(step), lambda method, *arguments: None)
+    replaced(AveragedWeights, "update_parameters", int(step), lambda method, *arguments: None)
 
 
 def broken_image(marker: Path, count: str, file: str) -> None:

@@ -1,0 +1,38 @@
+"""Copies between the host and a GPU that do not wait for the work that the GPU still has to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensor_on(device: torch.device, values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
+    """Return ``torch.tensor(values, dtype=dtype, device=device)``, which itself waits for a GPU."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return torch.tensor(values, dtype=dtype, device=device)
+    return send(torch.tensor(values, dtype=dtype), device)
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device, to a GPU from pinned memory."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class HostCopy:
+    """Copy of a tensor on the host. :meth:`get` waits until the GPU has done the work queued before the copy."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = tensor.detach().to("cpu", non_blocking=True)
+        self._arrived: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(tensor.device))
+
+    def get(self) -> Tensor:
+        """Return the copy."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._copy
