@@ -6,13 +6,14 @@ Shape legend: B images, K classes, P patches, H x W pixels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from detr_bf.errors import InputError
+from detr_bf.losses.classification import check_labels
 from detr_bf.structures import are_labels, is_dense
 
 
@@ -35,15 +36,21 @@ class ClassTargets:
     soft_labels: Tensor | None = None  # (B, K) float32 after mixing or smoothing; None: use ``labels``
     patch_labels: Tensor | None = None  # (B, P) int64, the class of each patch after DiversePatch's CutMix
     epoch: int = 0  # of the training, for scheduled loss weights
+    label_range: tuple[int, int] | None = None  # smallest and largest label, if the host knows them without a copy
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> ClassTargets:
         """Apply a function to all tensors."""
-        return ClassTargets(
-            function(self.labels),
-            None if self.soft_labels is None else function(self.soft_labels),
-            None if self.patch_labels is None else function(self.patch_labels),
-            self.epoch,
+        return replace(
+            self,
+            labels=function(self.labels),
+            soft_labels=None if self.soft_labels is None else function(self.soft_labels),
+            patch_labels=None if self.patch_labels is None else function(self.patch_labels),
         )
+
+    def check(self, num_classes: int) -> None:
+        """Raise InputError for a label outside 0 to ``num_classes`` - 1."""
+        known = self.label_range
+        check_labels(self.labels if known is None else torch.tensor(known), num_classes)
 
 
 @dataclass(frozen=True)
@@ -91,9 +98,12 @@ class LabelledImages:
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> LabelledImages:
+        targets, labels = self.targets, self.targets.labels
+        if labels.device.type == "cpu" and len(labels):
+            targets = replace(targets, label_range=(int(labels.min()), int(labels.max())))
         return LabelledImages(
             self.images.to(device, non_blocking=non_blocking),
-            self.targets.mapped(lambda value: value.to(device, non_blocking=non_blocking)),
+            targets.mapped(lambda value: value.to(device, non_blocking=non_blocking)),
             self.indices,
             self.replaced,
         )

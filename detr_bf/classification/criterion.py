@@ -150,7 +150,7 @@ def _counts(class_counts: Sequence[int], loss: str) -> Tensor:
 def _check_classes(logits: Tensor, targets: Tensor, classes: int) -> None:
     if logits.shape[-1] != classes:
         raise InputError(f"got logits of {logits.shape[-1]} classes and class_counts of {classes}: they must agree")
-    if not targets.is_floating_point():
+    if not targets.is_floating_point() and targets.device.type == "cpu":  # reading them would wait for a GPU
         check_labels(targets, classes)
 
 
@@ -209,4 +209,4 @@ def _check(logits: Tensor, targets: ClassTargets, dims: str) -> None:
             f"the model returns {given} in training, expected logits ({dims}): distilled models and auxiliary "
             "classifiers are not supported"
         )
-    check_labels(targets.labels, logits.shape[-1])
+    targets.check(logits.shape[-1])

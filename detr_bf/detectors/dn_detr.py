@@ -105,7 +105,7 @@ class DenoisingQueries(AnchorQueries):
         filled = send(~exists, device)[:, None, :, None]
         reference = inverse_sigmoid(boxes, EPS).sigmoid().masked_fill(filled, 0.5)
         assigned = torch.arange(labels.shape[2]).masked_fill(~exists, -2)
-        assigned = assigned[:, None].expand_as(labels).flatten(1)
+        assigned = assigned[:, None].expand(labels.shape).flatten(1)
         streams = memory.num_streams
         group = QueryGroup("dn", assigned.shape[1], assigned.repeat(streams, 1), parts=max(self.groups, 1))
         content = content.masked_fill(filled, 0.0).flatten(1, 2).repeat(streams, 1, 1)

@@ -184,9 +184,7 @@ class Trainer:
                     start = self.recovery.begin_step()
                     report = self._ddp_step(batch)
                 save = distributed.is_main() and self.state.minutes_unsaved >= (settings.checkpoint_minutes or math.inf)
-                flags.append(
-                    reduce_flags(report.total, stop=self._stopping(), save=save, replaced=len(batch.replaced))
-                )
+                flags.append(reduce_flags(report.total, stop=self._stopping(), save=save, replaced=len(batch.replaced)))
                 loss = nan_unless_finite(report.total, flags[-1])
                 self.scaler.scale(loss / len(batches)).backward()
             logs.append(BatchLog.of(report))

@@ -21,6 +21,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from detr_bf.devices import tensor_on
 from detr_bf.errors import InputError
 from detr_bf.layers import MLP, full_precision
 from detr_bf.losses.classification import at_least_float32
@@ -147,7 +148,7 @@ class PairPredictor(nn.Module):
             raise InputError(f"relative localization: got a grid of {grid} tokens, expected {expected}")
         with torch.autocast(tokens.device.type, enabled=False):
             if extent is None:
-                extent = torch.tensor([grid], device=tokens.device).expand(len(tokens), -1)
+                extent = tensor_on(tokens.device, [grid]).expand(len(tokens), -1)
             positions = sample_pairs(extent, self.pairs)
             predicted = at_least_float32(full_precision(self.mlp, tokens_at(tokens, positions, grid[1])))
             return self._loss(predicted, offsets(positions), extent)

@@ -379,9 +379,7 @@ def test_steps_checked_later_change_nothing(
     for name, later in (("at once", False), ("later", True)):
         torch.manual_seed(5)
         model = nn.Sequential(nn.BatchNorm1d(FEATURES), regression())
-        runs[name] = make(
-            tmp_path / name, model=model, batches=bad_twice, optimizer=optimizer, later=later, **settings
-        )
+        runs[name] = make(tmp_path / name, model=model, batches=bad_twice, optimizer=optimizer, later=later, **settings)
         runs[name].step.criterion = breaking
         runs[name].train()
     wanted, found = runs.values()
