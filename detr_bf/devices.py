@@ -1,8 +1,9 @@
-"""Copies between the host and a GPU that do not wait for the work that the GPU still has to do."""
+"""Copies between the host and a GPU that do not wait for the GPU's queued work, and precision of float32 products."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,3 +37,23 @@ class HostCopy:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copy
+
+
+@contextmanager
+def float32_products(device: torch.device, precision: str) -> Iterator[None]:
+    """Choose the precision of float32 matrix products and convolutions on a GPU; a CPU keeps that of torch.
+
+    Args:
+        precision: ``high`` reads factors as TF32, with 10 bits of mantissa, and adds in float32; ``highest``: float32.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    matmul, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision == "high"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = convolutions

@@ -12,6 +12,7 @@ import torch
 from detr_bf.assembly import device_of
 from detr_bf.assembly.training import PRECISIONS
 from detr_bf.config import RunConfig, config_from_dict, known_keys
+from detr_bf.devices import float32_products
 from detr_bf.engine.recovery import Capture, Fault, find_fault, load_capture
 from detr_bf.engine.step import TrainingStep
 from detr_bf.errors import InputError
@@ -88,8 +89,9 @@ def replay(source: Path, *, device: str = "auto", precision: str | None = None, 
         torch.cuda.set_device(target)
     step = task_of(config).build_step(capture.model, capture.classes.num_classes, target, dtype, str(source))
     step.begin_epoch(capture.epoch)
-    fault = find_fault(step, capture.batches, capture.rng, scale=capture.scale)
-    return Replay(source, capture, fault, differences, _anomaly(step, capture) if anomaly else None)
+    with float32_products(target, config.train.float32_matmul):
+        fault = find_fault(step, capture.batches, capture.rng, scale=capture.scale)
+        return Replay(source, capture, fault, differences, _anomaly(step, capture) if anomaly else None)
 
 
 def _anomaly(step: TrainingStep, capture: Capture) -> str:

@@ -18,6 +18,7 @@ from torch import nn
 from detr_bf import distributed
 from detr_bf.assembly import device_of
 from detr_bf.config import RunConfig, config_from_dict, config_to_dict, config_to_yaml, flatten_settings
+from detr_bf.devices import float32_products
 from detr_bf.engine import (
     Checkpoint,
     CreatedFiles,
@@ -70,6 +71,7 @@ def train(task: Task[Any], *, resume: bool = False, resume_if_possible: bool = F
     config, folder = task.config, RunFolder(Path(task.config.output_dir))
     with ExitStack() as stack:
         stack.enter_context(distributed.process_group(device_of(config), config.train.timeout_minutes))
+        stack.enter_context(float32_products(device_of(config), config.train.float32_matmul))
         distributed.run_on_main(lambda: check_loggers(config.train.loggers))
         created = stack.enter_context(_locked(folder))
         setup_logging()
@@ -110,6 +112,7 @@ def dry_run_training(task: Task[Any]) -> str | None:
     config, folder = task.config, RunFolder(Path(task.config.output_dir))
     with ExitStack() as stack:
         stack.enter_context(distributed.process_group(device_of(config), config.train.timeout_minutes))
+        stack.enter_context(float32_products(device_of(config), config.train.float32_matmul))
         setup_logging()
 
         def prepare() -> None:
@@ -152,7 +155,10 @@ def evaluate_only(task: Task[Any], source: Path) -> Outcome | None:
         key = _evaluation_key(config, source)
         return RunFolder(_evaluation_folder(Path(config.output_dir), source, key)), key
 
-    with distributed.process_group(device_of(config), config.train.timeout_minutes):
+    with (
+        distributed.process_group(device_of(config), config.train.timeout_minutes),
+        float32_products(device_of(config), config.train.float32_matmul),
+    ):
         folder, key = distributed.run_on_main(find_folder)
         with _locked(folder) as created:
             setup_logging()

@@ -94,9 +94,9 @@ ALLOWED: dict[str, set[str]] = {
     | WORK
     | {"plugins", "classification", "config", "engine", "interop", "assembly", "conversion", "predictor", "sharing"}
     | {"planning"},
-    "replay": {"errors", "text", "config", "engine", "assembly", "tasks"},
+    "replay": {"errors", "text", "devices", "config", "engine", "assembly", "tasks"},
     "run": {"errors", "text", "distributed", "files", "progress", "config", "engine", "report", "assembly", "tasks"}
-    | {"published", "malloc"},
+    | {"devices", "published", "malloc"},
     "analysis": GROUND | MODEL | WORK | {"plugins", "classification", "config", "engine", "assembly", "tasks"},
     "comparison": GROUND | {"config", "data", "evaluation", "report", "engine", "tasks"},
     "models": {"errors", "text", "config", "detectors", "engine", "assembly", "predictor", "sharing", "tasks"}

@@ -204,6 +204,7 @@ class TrainConfig:
     batch_size: int = positive(2)  # images per batch of one process
     accumulate: int = positive(1)  # batches per optimizer step of one process
     precision: str = choice("float32", "bf16", "fp16", "auto")  # auto: float32 on a CPU, bf16 or else fp16 on a GPU
+    float32_matmul: str = choice("high", "highest")  # float32 products on a GPU: high is TF32, highest full float32
     compile: bool = False  # torch.compile; of a detector: its backbone and each encoder and decoder layer
     channels_last: bool = False  # memory format of convolutions
     max_skipped: int = not_negative(0, STEPS)  # steps with a non-finite loss or gradient to skip before stopping
