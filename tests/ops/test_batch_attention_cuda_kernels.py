@@ -17,9 +17,9 @@ from detr_bf.ops.reference import batch_attention_reference, dropout_reference
 from tests.ops.emulation.harness import (
     FLAGS,
     HERE,
+    INCLUDES,
     SANITIZER,
     SMALL_GRID,
-    SOURCES,
     TYPES,
     Buffer,
     EmulationError,
@@ -82,7 +82,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("g++ is not installed")
     built = tmp_path_factory.mktemp("emulation") / "emulated.so"
     source = str(HERE / "batch_attention_driver.cpp")
-    command = [gxx, *FLAGS, SMALL_GRID, *SANITIZER, f"-I{SOURCES}", f"-I{HERE}", source, "-o", str(built)]
+    command = [gxx, *FLAGS, SMALL_GRID, *SANITIZER, *INCLUDES, source, "-o", str(built)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     loaded = ctypes.CDLL(str(built))

@@ -62,14 +62,19 @@ def _code(functions: dict[str, str], kernel: str) -> str:
     return found[0]
 
 
-# Mangled names: f float32, 6__half, 13__nv_bfloat16, then the channels per lane.
+# Mangled names: f float32, 6__half, 13__nv_bfloat16, then the channels per lane; 6Layout, 7Patches.
 WIDE_READS = {
-    "forward_kernelIfLi4E": 8,
-    "forward_kernelI6__halfLi8E": 8,
-    "forward_kernelI13__nv_bfloat16Li8E": 8,
-    "forward_kernelIdLi2E": 8,
-    "backward_kernelIfLi4ELb1E": 16,
-    "backward_kernelIfLi4ELb0E": 16,
+    "forward_kernelIfLi4ENS0_6LayoutE": 8,
+    "forward_kernelI6__halfLi8ENS0_6LayoutE": 8,
+    "forward_kernelI13__nv_bfloat16Li8ENS0_6LayoutE": 8,
+    "forward_kernelIdLi2ENS0_6LayoutE": 8,
+    "backward_kernelIfLi4ELb1ENS0_6LayoutE": 16,
+    "backward_kernelIfLi4ELb0ENS0_6LayoutE": 16,
+    "forward_kernelIfLi4ENS0_7PatchesE": 8,
+    "forward_kernelI6__halfLi8ENS0_7PatchesE": 8,
+    "forward_kernelI13__nv_bfloat16Li8ENS0_7PatchesE": 8,
+    "backward_kernelIfLi4ELb1ENS0_7PatchesE": 16,
+    "backward_kernelI13__nv_bfloat16Li8ELb1ENS0_7PatchesE": 16,
     "gather_kernelIfLi4E": 4,
     "gather_kernelI13__nv_bfloat16Li8E": 4,
 }
@@ -80,22 +85,24 @@ def test_corners_are_read_16_bytes_at_once(functions: dict[str, str], kernel: st
     assert len(re.findall(r"\bLDG\.E\.128", _code(functions, kernel))) >= corners
 
 
-@pytest.mark.parametrize("kernel", ["forward_kernelIfLi4E", "forward_kernelI13__nv_bfloat16Li8E"])
-def test_all_reads_are_under_way_before_the_first_is_used(functions: dict[str, str], kernel: str) -> None:
-    code = _code(functions, kernel)
+@pytest.mark.parametrize("layout", ["6Layout", "7Patches"])
+@pytest.mark.parametrize("kernel", ["forward_kernelIfLi4ENS0_", "forward_kernelI13__nv_bfloat16Li8ENS0_"])
+def test_all_reads_are_under_way_before_the_first_is_used(functions: dict[str, str], kernel: str, layout: str) -> None:
+    code = _code(functions, kernel + layout)
     reads = [match.start() for match in re.finditer(r"\bLDG\.E\.128", code)]
     assert len(reads) == 8  # four corners of two samples
     assert "FFMA" not in code[reads[0] : reads[-1]]
 
 
-@pytest.mark.parametrize("kernel", ["backward_kernelIfLi4ELb1E", "backward_kernelI13__nv_bfloat16Li8ELb1E"])
-def test_gradients_are_added_16_bytes_at_once(functions: dict[str, str], kernel: str) -> None:
-    added = re.findall(r"\b(?:RED|ATOM)\S+", _code(functions, kernel))
+@pytest.mark.parametrize("layout", ["6Layout", "7Patches"])
+@pytest.mark.parametrize("kernel", ["backward_kernelIfLi4ELb1ENS0_", "backward_kernelI13__nv_bfloat16Li8ELb1ENS0_"])
+def test_gradients_are_added_16_bytes_at_once(functions: dict[str, str], kernel: str, layout: str) -> None:
+    added = re.findall(r"\b(?:RED|ATOM)\S+", _code(functions, kernel + layout))
     assert len(added) >= 16  # four corners of four samples
     assert all(".F32x4" in one for one in added), added
 
 
-@pytest.mark.parametrize("kernel", ["backward_kernelIfLi4ELb0E", "gather_kernelIfLi4E"])
+@pytest.mark.parametrize("kernel", ["backward_kernelIfLi4ELb0ENS0_6LayoutE", "gather_kernelIfLi4E"])
 def test_sums_in_order_need_no_additions_to_memory(functions: dict[str, str], kernel: str) -> None:
     assert not re.search(r"\b(RED|ATOM)", _code(functions, kernel))
 

@@ -78,6 +78,7 @@ __device__ inline void add(A* to, const A (&numbers)[N]) {
 // Optimisation barrier: the compiler treats the number as new. It recomputes values derived from it earlier instead of
 // keeping them in registers, and keeps the number itself instead of recomputing it.
 __device__ inline void pin(uint32_t& number) { asm volatile("" : "+r"(number)); }
+__device__ inline void pin(int32_t& number) { asm volatile("" : "+r"(number)); }
 __device__ inline void pin(float& number) { asm volatile("" : "+f"(number)); }
 template <class S>
 __device__ inline void pin(S*& pointer) {

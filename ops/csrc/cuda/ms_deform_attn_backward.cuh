@@ -118,18 +118,22 @@ __device__ inline void write_gradients(const Sampling& s, const Row& row, const 
   write(location + 1, sample.weight() * along_y * static_cast<A>(level.height));
 }
 
-template <class T, int N, bool kValue>
+template <class T, int N, bool kValue, class L>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<T>)
-    backward_kernel(const __grid_constant__ Sampling s, const __grid_constant__ Layout layout,
+    backward_kernel(const __grid_constant__ Sampling s, const __grid_constant__ L layout,
                     const __grid_constant__ Gradients<T> gradients) {
   using A = Sum<T>;
-  const Row row(s, layout);
+  Row row(s, layout);
   const int lanes = layout.lanes();
   const uint32_t sums_stride = s.heads * s.channels * sizeof(A);
   A* const sums = kValue ? gradients.value + (row.image * s.cells * s.heads + row.head) * s.channels : nullptr;
   Samples<T> samples(s, row);
   Sample<T> next = samples.take(s, lanes);
   for (int first = 0; first < s.samples(); first += lanes) {
+    if constexpr (std::is_same_v<L, Patches>) {  // keep one number, not what follows from it: registers are few
+      pin(row.offset);
+      row.exists = row.offset >= 0;
+    }
     const Sample<T> sample = next;
     const Corners<A> ready(sample, s.level[sample.level]);
     next = samples.take(s, lanes);  // under way while these are worked on

@@ -26,9 +26,9 @@ __device__ inline void add_up(const Visit<T, N, kForwardTogether>& visit, Sum<T>
   }
 }
 
-template <class T, int N>
+template <class T, int N, class L>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
-    forward_kernel(const __grid_constant__ Sampling s, const __grid_constant__ Layout layout, T* output) {
+    forward_kernel(const __grid_constant__ Sampling s, const __grid_constant__ L layout, T* output) {
   using A = Sum<T>;
   const Row row(s, layout);
   const int lanes = layout.lanes();

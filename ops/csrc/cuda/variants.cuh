@@ -1,0 +1,31 @@
+// Alternative kernels to be timed against the present ones. The environment variable DETR_BF_CUDA_VARIANTS lists those
+// to use; temporary: the slower kernels, and this file, are deleted after the comparison.
+#pragma once
+
+#include <cstdlib>
+#include <sstream>
+#include <string>
+
+#include <torch/headeronly/util/Exception.h>
+
+namespace detr_bf::cuda {
+
+struct Variants {
+  bool tiles = false;
+};
+
+// From a comma-separated list of names; null: none.
+inline Variants variants_named(const char* names) {
+  Variants variants;
+  std::istringstream list(names ? names : "");
+  for (std::string name; std::getline(list, name, ',');) {
+    STD_TORCH_CHECK(name == "tiles", "DETR_BF_CUDA_VARIANTS: '", name, "' is unknown; the variants are tiles");
+    variants.tiles = true;
+  }
+  return variants;
+}
+
+// Read at every call, so that a process can time one variant after another.
+inline Variants requested_variants() { return variants_named(std::getenv("DETR_BF_CUDA_VARIANTS")); }
+
+}  // namespace detr_bf::cuda
