@@ -62,19 +62,20 @@ def _code(functions: dict[str, str], kernel: str) -> str:
     return found[0]
 
 
-# Mangled names: f float32, 6__half, 13__nv_bfloat16, then the channels per lane; 6Layout, 7Patches.
+# Mangled names: f float32, 6__half, 13__nv_bfloat16, then the channels per lane; 6Layout, 7Patches. The
+# backward kernels have the type of the sums in memory before the layout; S2_ repeats the first type.
 WIDE_READS = {
     "forward_kernelIfLi4ENS0_6LayoutE": 8,
     "forward_kernelI6__halfLi8ENS0_6LayoutE": 8,
     "forward_kernelI13__nv_bfloat16Li8ENS0_6LayoutE": 8,
     "forward_kernelIdLi2ENS0_6LayoutE": 8,
-    "backward_kernelIfLi4ELb1ENS0_6LayoutE": 16,
-    "backward_kernelIfLi4ELb0ENS0_6LayoutE": 16,
+    "backward_kernelIfLi4ELb1EfNS0_6LayoutE": 16,
+    "backward_kernelIfLi4ELb0EfNS0_6LayoutE": 16,
     "forward_kernelIfLi4ENS0_7PatchesE": 8,
     "forward_kernelI6__halfLi8ENS0_7PatchesE": 8,
     "forward_kernelI13__nv_bfloat16Li8ENS0_7PatchesE": 8,
-    "backward_kernelIfLi4ELb1ENS0_7PatchesE": 16,
-    "backward_kernelI13__nv_bfloat16Li8ELb1ENS0_7PatchesE": 16,
+    "backward_kernelIfLi4ELb1EfNS0_7PatchesE": 16,
+    "backward_kernelI13__nv_bfloat16Li8ELb1EfNS0_7PatchesE": 16,
     "gather_kernelIfLi4E": 4,
     "gather_kernelI13__nv_bfloat16Li8E": 4,
 }
@@ -95,14 +96,30 @@ def test_all_reads_are_under_way_before_the_first_is_used(functions: dict[str, s
 
 
 @pytest.mark.parametrize("layout", ["6Layout", "7Patches"])
-@pytest.mark.parametrize("kernel", ["backward_kernelIfLi4ELb1ENS0_", "backward_kernelI13__nv_bfloat16Li8ELb1ENS0_"])
+@pytest.mark.parametrize("kernel", ["backward_kernelIfLi4ELb1EfNS0_", "backward_kernelI13__nv_bfloat16Li8ELb1EfNS0_"])
 def test_gradients_are_added_16_bytes_at_once(functions: dict[str, str], kernel: str, layout: str) -> None:
     added = re.findall(r"\b(?:RED|ATOM)\S+", _code(functions, kernel + layout))
     assert len(added) >= 16  # four corners of four samples
     assert all(".F32x4" in one for one in added), added
 
 
-@pytest.mark.parametrize("kernel", ["backward_kernelIfLi4ELb0ENS0_6LayoutE", "gather_kernelIfLi4E"])
+@pytest.mark.parametrize("layout", ["6Layout", "7Patches"])
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("backward_kernelI13__nv_bfloat16Li8ELb1ES2_NS0_", ".BF16x8"),
+        ("backward_kernelI6__halfLi8ELb1ES2_NS0_", ".F16x8"),
+    ],
+)
+def test_gradients_of_16_bits_are_added_16_bytes_at_once(
+    functions: dict[str, str], kernel: str, kind: str, layout: str
+) -> None:
+    added = re.findall(r"\b(?:RED|ATOM)\S+", _code(functions, kernel + layout))
+    assert len(added) == 16  # four corners of four samples, once each
+    assert all(kind in one for one in added), added
+
+
+@pytest.mark.parametrize("kernel", ["backward_kernelIfLi4ELb0EfNS0_6LayoutE", "gather_kernelIfLi4E"])
 def test_sums_in_order_need_no_additions_to_memory(functions: dict[str, str], kernel: str) -> None:
     assert not re.search(r"\b(RED|ATOM)", _code(functions, kernel))
 

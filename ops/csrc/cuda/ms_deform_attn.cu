@@ -163,7 +163,9 @@ std::tuple<Tensor, Tensor, Tensor> backward_of_tensors(const Tensor& grad_output
     backward(p.type, inputs.plain(), gradients, variants, stream);
     return {gradient_in_order(inputs, grad_output, stream), grad_locations, grad_weights};
   }
-  Tensor sums = torch::stable::new_zeros(inputs.value, sizes, accumulation_type(value));
+  gradients.narrow = adds_narrow(p.type, inputs.plain(), grad_output.data_ptr(), variants);
+  Tensor sums = torch::stable::new_zeros(inputs.value, sizes,
+                                         gradients.narrow ? value.scalar_type() : accumulation_type(value));
   gradients.value = sums.data_ptr();
   backward(p.type, inputs.plain(), gradients, variants, stream);
   return {torch::stable::to(sums, value.scalar_type()), grad_locations, grad_weights};

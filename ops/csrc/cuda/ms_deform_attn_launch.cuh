@@ -112,20 +112,35 @@ inline void forward(Type type, const Sampling& s, void* output, Variants variant
 struct GradientTensors {
   const void* output;
   void *value, *locations, *weights;  // value: zeros on entry; null to skip it
+  bool narrow = false;                // the gradient of value has the type of value
 };
+
+// True if the variant half_atomics applies: the gradient of value can have the type of value.
+inline bool adds_narrow(Type type, const Sampling& s, const void* grad_output, Variants variants) {
+  bool narrow = false;
+  with_type(type, [&](auto number) {
+    using T = decltype(number);
+    with_width<T>(s, {grad_output}, [&](auto width) { narrow = sizeof(T) == 2 && decltype(width)::value > 1; });
+  });
+  return variants.half_atomics && narrow;
+}
 
 inline void backward(Type type, const Sampling& s, const GradientTensors& tensors, Variants variants, Stream stream) {
   with_type(type, [&](auto number) {
     using T = decltype(number);
-    const Gradients<T> gradients{static_cast<const T*>(tensors.output), static_cast<Sum<T>*>(tensors.value),
+    const Gradients<T> gradients{static_cast<const T*>(tensors.output), tensors.value,
                                  static_cast<Sum<T>*>(tensors.locations), static_cast<T*>(tensors.weights)};
     with_width<T>(s, {tensors.output, tensors.value}, [&](auto width) {
       constexpr int N = decltype(width)::value;
       if (!tensors.value) {
-        return launch_rows(backward_kernel<T, N, false, Layout>, s, layout_of<T>(s, N), stream, gradients);
+        return launch_rows(backward_kernel<T, N, false, Sum<T>, Layout>, s, layout_of<T>(s, N), stream, gradients);
       }
       with_layout<T, N>(s, variants.tiles, [&](auto layout) {
-        launch_rows(backward_kernel<T, N, true, decltype(layout)>, s, layout, stream, gradients);
+        using L = decltype(layout);
+        if constexpr (sizeof(T) == 2 && N > 1) {
+          if (tensors.narrow) return launch_rows(backward_kernel<T, N, true, T, L>, s, layout, stream, gradients);
+        }
+        launch_rows(backward_kernel<T, N, true, Sum<T>, L>, s, layout, stream, gradients);
       });
     });
   });

@@ -11,7 +11,7 @@
 namespace detr_bf::cuda {
 
 struct Variants {
-  bool tiles = false;
+  bool tiles = false, half_atomics = false;
 };
 
 // From a comma-separated list of names; null: none.
@@ -19,8 +19,11 @@ inline Variants variants_named(const char* names) {
   Variants variants;
   std::istringstream list(names ? names : "");
   for (std::string name; std::getline(list, name, ',');) {
-    STD_TORCH_CHECK(name == "tiles", "DETR_BF_CUDA_VARIANTS: '", name, "' is unknown; the variants are tiles");
-    variants.tiles = true;
+    const bool tiles = name == "tiles", half_atomics = name == "half_atomics";
+    STD_TORCH_CHECK(tiles || half_atomics, "DETR_BF_CUDA_VARIANTS: '", name,
+                    "' is unknown; the variants are tiles and half_atomics");
+    variants.tiles |= tiles;
+    variants.half_atomics |= half_atomics;
   }
   return variants;
 }

@@ -101,10 +101,16 @@ extern "C" const char* emulate_forward(const Call* call) {
   });
 }
 
+extern "C" int32_t emulate_adds_narrow(const Call* call) {
+  return adds_narrow(static_cast<Type>(call->type), sampling_of(*call), buffer(*call, "grad_output"),
+                     variants_named(call->variants));
+}
+
 extern "C" const char* emulate_backward(const Call* call) {
   return guarded(*call, [&] {
     const GradientTensors gradients{buffer(*call, "grad_output"), buffer(*call, "grad_value"),
-                                    buffer(*call, "grad_locations"), buffer(*call, "grad_weights")};
+                                    buffer(*call, "grad_locations"), buffer(*call, "grad_weights"),
+                                    emulate_adds_narrow(call) != 0};
     backward(static_cast<Type>(call->type), sampling_of(*call), gradients, variants_named(call->variants), 0);
   });
 }

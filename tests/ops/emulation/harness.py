@@ -116,14 +116,15 @@ class Emulated:
         return output
 
     def backward(self, grad_output: Tensor, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of value, locations and weights; value's in the precision of sums by default."""
+        """Return the gradients of value, locations and weights; value's as the kernels sum it, or in order."""
         grad_locations = torch.full_like(self.locations, torch.inf)
         grad_weights = torch.full_like(self.weights, torch.inf)
         written = {"grad_locations": grad_locations, "grad_weights": grad_weights}
         if deterministic:
             self._run("emulate_backward", written, {"grad_output": grad_output})
             return self.gather(grad_output), grad_locations, grad_weights
-        grad_value = torch.zeros(self.value.shape, dtype=self.locations.dtype)
+        narrow = self.library.emulate_adds_narrow(ctypes.byref(self._call({}, {"grad_output": grad_output})))
+        grad_value = torch.zeros(self.value.shape, dtype=self.value.dtype if narrow else self.locations.dtype)
         self._run("emulate_backward", {**written, "grad_value": grad_value}, {"grad_output": grad_output})
         return grad_value, grad_locations, grad_weights
 
@@ -137,7 +138,12 @@ class Emulated:
     def _run(
         self, name: str, written: dict[str, Tensor], read: dict[str, Tensor] | None = None, *more: ctypes.c_int64
     ) -> None:
-        read = {"value": self.value, "locations": self.locations, "weights": self.weights, **(read or {})}
+        problem = getattr(self.library, name)(ctypes.byref(self._call(written, read or {})), *more)
+        if problem is not None:
+            raise EmulationError(problem.decode())
+
+    def _call(self, written: dict[str, Tensor], read: dict[str, Tensor]) -> _Call:
+        read = {"value": self.value, "locations": self.locations, "weights": self.weights, **read}
         buffers = [
             Buffer(name.encode(), tensor.data_ptr(), bytes_spanned(tensor), tensors is written)
             for tensors in (read, written)
@@ -146,7 +152,7 @@ class Emulated:
         images, cells, heads, channels = self.value.shape
         queries, levels, points = self.weights.shape[1], self.weights.shape[3], self.weights.shape[4]
         flat = [size for shape in self.shapes for size in shape]
-        call = _Call(
+        return _Call(
             TYPES[self.value.dtype],
             *(images, cells, queries, heads, channels, levels, points),
             *(stride * self.value.element_size() for stride in self.value.stride()[:3]),
@@ -156,6 +162,3 @@ class Emulated:
             (Buffer * len(buffers))(*buffers),
             len(buffers),
         )
-        problem = getattr(self.library, name)(ctypes.byref(call), *more)
-        if problem is not None:
-            raise EmulationError(problem.decode())
