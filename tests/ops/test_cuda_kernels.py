@@ -358,7 +358,10 @@ def test_an_unknown_variant_is_an_error(library: ctypes.CDLL) -> None:
     case = Case(queries=4)
     tensors = example(case)
     for variants in ("tile", "tiles,fast", " tiles"):
-        with pytest.raises(EmulationError, match=r"DETR_BF_CUDA_VARIANTS: '.*' is unknown; the variants are"):
+        with pytest.raises(
+            EmulationError,
+            match=r"DETR_BF_CUDA_VARIANTS: '.*' is unknown; the variants are tiles, half_atomics and one_pass",
+        ):
             emulated(library, case, tensors, variants).forward()
     emulated(library, case, tensors, "").forward()
 

@@ -11,7 +11,7 @@
 namespace detr_bf::cuda {
 
 struct Variants {
-  bool tiles = false, half_atomics = false;
+  bool tiles = false, half_atomics = false, one_pass = false;
 };
 
 // From a comma-separated list of names; null: none.
@@ -19,11 +19,12 @@ inline Variants variants_named(const char* names) {
   Variants variants;
   std::istringstream list(names ? names : "");
   for (std::string name; std::getline(list, name, ',');) {
-    const bool tiles = name == "tiles", half_atomics = name == "half_atomics";
-    STD_TORCH_CHECK(tiles || half_atomics, "DETR_BF_CUDA_VARIANTS: '", name,
-                    "' is unknown; the variants are tiles and half_atomics");
+    const bool tiles = name == "tiles", half_atomics = name == "half_atomics", one_pass = name == "one_pass";
+    STD_TORCH_CHECK(tiles || half_atomics || one_pass, "DETR_BF_CUDA_VARIANTS: '", name,
+                    "' is unknown; the variants are tiles, half_atomics and one_pass");
     variants.tiles |= tiles;
     variants.half_atomics |= half_atomics;
+    variants.one_pass |= one_pass;
   }
   return variants;
 }
