@@ -31,16 +31,25 @@ def _run(*command: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def cubin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _compile(source: str, folder: Path) -> Path:
     nvcc = shutil.which("nvcc")
     if nvcc is None or _tool("cuobjdump") is None:
         pytest.skip("nvcc and cuobjdump are needed")
-    out = tmp_path_factory.mktemp("cubin") / "sm_90.cubin"
+    out = folder / "sm_90.cubin"
     includes = (f"-isystem={TORCH}", f"-isystem={TORCH}/torch/csrc/api/include")
     flags = ("-std=c++17", "-O3", "-arch=sm_90", "-cubin", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000")
-    _run(nvcc, *flags, *includes, str(CSRC / "cuda" / "ms_deform_attn.cu"), "-o", str(out))
+    _run(nvcc, *flags, *includes, str(CSRC / "cuda" / source), "-o", str(out))
     return out
+
+
+@pytest.fixture(scope="module")
+def cubin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _compile("ms_deform_attn.cu", tmp_path_factory.mktemp("cubin"))
+
+
+@pytest.fixture(scope="module")
+def attention_cubin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _compile("batch_attention.cu", tmp_path_factory.mktemp("cubin"))
 
 
 def _dump(option: str, cubin: Path) -> str:
@@ -49,11 +58,22 @@ def _dump(option: str, cubin: Path) -> str:
     return _run(cuobjdump, option, str(cubin))
 
 
-@pytest.fixture(scope="module")
-def functions(cubin: Path) -> dict[str, str]:
+def _functions(cubin: Path) -> dict[str, str]:
     """Return the machine code of every kernel by its mangled name."""
     parts = re.split(r"Function : (\S+)", _dump("--dump-sass", cubin))
     return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def _stack(cubin: Path) -> dict[str, int]:
+    """Return the bytes of stack of every kernel."""
+    usage = re.findall(r"Function (\S+):\s*REG:\d+ STACK:(\d+)", _dump("--dump-resource-usage", cubin))
+    assert usage
+    return {name: int(stack) for name, stack in usage}
+
+
+@pytest.fixture(scope="module")
+def functions(cubin: Path) -> dict[str, str]:
+    return _functions(cubin)
 
 
 def _code(functions: dict[str, str], kernel: str) -> str:
@@ -125,6 +145,17 @@ def test_sums_in_order_need_no_additions_to_memory(functions: dict[str, str], ke
 
 
 def test_everything_is_in_registers(cubin: Path) -> None:
-    usage = dict(re.findall(r"Function (\S+):\s*REG:\d+ STACK:(\d+)", _dump("--dump-resource-usage", cubin)))
-    assert usage
-    assert {name: stack for name, stack in usage.items() if int(stack) > 0} == {}
+    assert {name: stack for name, stack in _stack(cubin).items() if stack > 0} == {}
+
+
+def test_attention_in_one_pass(attention_cubin: Path) -> None:
+    """One wide load for every row, as many exponentials as a lane owns, and everything in registers."""
+    stacks, functions = _stack(attention_cubin), _functions(attention_cubin)
+    for number, channels, images in (("f", 4, 4), ("f", 4, 8), ("13__nv_bfloat16", 8, 4), ("6__half", 4, 8)):
+        load = r"\bLDG\.E\.128" if number == "f" or channels == 8 else r"\bLDG\.E\.64"
+        for kernel, rows in (("15one_pass_kernel", 3), ("24one_pass_backward_kernel", 4)):
+            name = f"{kernel}I{number}Li{channels}ELi{images}E"
+            code = _code(functions, name)
+            assert {stack for function, stack in stacks.items() if name in function} == {0}
+            assert len(re.findall(load, code)) in (rows * images, rows * images + 1)  # and the seed of dropout
+            assert len(re.findall(r"\bMUFU\.EX2", code)) == images

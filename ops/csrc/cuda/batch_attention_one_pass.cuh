@@ -12,6 +12,10 @@
 
 namespace detr_bf::cuda {
 
+constexpr int kOnePassBlocks = 5;  // per multiprocessor: 96 registers a thread
+template <int Q>
+constexpr int kOnePassBackwardBlocks = Q <= 4 ? 4 : 3;  // 128 and 168 registers
+
 // The channels of this lane of every image; zero beyond the last image.
 template <class A, int N, int Q>
 struct AllRows {
@@ -19,13 +23,32 @@ struct AllRows {
 
   template <class T>
   __device__ AllRows(const Attention& a, const Pair& pair, const Rows& rows, T) {
-    const int channel = N * pair.lane;
-    const bool active = pair.exists && channel < a.channels;
-    const T* row = pair.row<const T>(rows, 0);
+    const int channel = N * pair.lane, count = pair.exists && channel < a.channels ? a.images : 0;
+    const T* row = pair.row<const T>(rows, 0) + channel;
+    Packed<T, N> packed[Q] = {};
 #pragma unroll
-    for (int q = 0; q < Q; ++q) at[q] = channels_of<N>(row + q * rows.image_stride, channel, active && q < a.images);
+    for (int q = 0; q < Q; ++q) {
+      if (q < count) packed[q] = load<N>(row);
+      row += rows.image_stride;
+    }
+#pragma unroll
+    for (int q = 0; q < Q; ++q) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) at[q].at[n] = packed[q][n];
+    }
   }
 };
+
+// Keys are skipped in pairs beyond the last image: two of them at a time hide the latency of exchanges.
+template <int Q, class Body>
+__device__ inline void for_keys(int images, Body body) {
+#pragma unroll
+  for (int k = 0; k < Q; k += 2) {
+    if (k >= images) continue;
+    body(k);
+    body(k + 1);
+  }
+}
 
 // Sum over Q neighbouring lanes of number lane % Q, by recursive halving: Q - 1 exchanges.
 template <int Q, class A>
@@ -47,9 +70,8 @@ template <class A, int N, int Q>
 __device__ inline void multiply_all(const Attention& a, const Pair& pair, const AllRows<A, N, Q>& queries,
                                     const AllRows<A, N, Q>& keys, A (&own)[Q]) {
 #pragma unroll
-  for (int k = 0; k < Q; ++k) {
-    own[k] = 0;
-    if (k >= a.images) continue;
+  for (int k = 0; k < Q; ++k) own[k] = 0;
+  for_keys<Q>(a.images, [&](int k) {
     A products[Q] = {};
 #pragma unroll
     for (int q = 0; q < Q; ++q) {
@@ -57,7 +79,7 @@ __device__ inline void multiply_all(const Attention& a, const Pair& pair, const 
       for (int n = 0; n < N; ++n) products[q] += queries.at[q].at[n] * keys.at[k].at[n];
     }
     own[k] = sum_of_own<Q>(products, pair.lane);
-  }
+  });
   for (int distance = Q; distance < pair.lanes; distance *= 2) {
 #pragma unroll
     for (int k = 0; k < Q; ++k) own[k] += shuffle_xor(own[k], distance);
@@ -98,17 +120,24 @@ __device__ inline void softmax_of_own(const Attention& a, uint32_t ignored, A (&
   for (int k = 0; k < Q; ++k) own[k] *= inverse;
 }
 
-// Dropout factor of the probability of the own query for a key.
+// Multiplies the numbers of the own query by the dropout factors of its probabilities.
 template <class A, int Q>
-__device__ inline A kept_of_own(const Attention& a, const Pair& pair, int key) {
-  if (a.dropping.dropped == 0) return 1;
-  const int64_t element = (key * a.pairs() + pair.index) * a.images + pair.lane % Q;
-  const uint32_t number = number_of(read(a.dropping.seed), element);
-  return number < a.dropping.dropped ? 0 : static_cast<A>(a.dropping.scale);
+__device__ inline void drop_of_own(const Attention& a, const Pair& pair, A (&own)[Q]) {
+  if (a.dropping.dropped == 0) return;
+  const int64_t seed = read(a.dropping.seed), step = a.pairs() * a.images;
+  int64_t element = pair.index * a.images + pair.lane % Q;
+  uint32_t kept = 0;  // one bit for every key
+#pragma unroll 1
+  for (int k = 0; k < a.images; ++k) {
+    if (number_of(seed, element) >= a.dropping.dropped) kept |= 1u << k;
+    element += step;
+  }
+#pragma unroll
+  for (int k = 0; k < Q; ++k) own[k] *= kept & (1u << k) ? static_cast<A>(a.dropping.scale) : 0;
 }
 
 template <class T, int N, int Q>
-__global__ void __launch_bounds__(kThreadsOfBlock)
+__global__ void __launch_bounds__(kThreadsOfBlock, kOnePassBlocks)
     one_pass_kernel(const __grid_constant__ Attention a, int lanes, int64_t first_pair,
                     const __grid_constant__ Rows output) {
   using A = Sum<T>;
@@ -118,27 +147,24 @@ __global__ void __launch_bounds__(kThreadsOfBlock)
   multiply_all(a, pair, AllRows<A, N, Q>(a, pair, a.query, T{}), AllRows<A, N, Q>(a, pair, a.key, T{}), own);
   const AllRows<A, N, Q> values(a, pair, a.value, T{});
   softmax_of_own(a, ignored, own);
-#pragma unroll
-  for (int k = 0; k < Q; ++k) {
-    if (k < a.images) own[k] *= kept_of_own<A, Q>(a, pair, k);
-  }
+  drop_of_own(a, pair, own);
   const int channel = N * pair.lane;
   const bool active = pair.exists && channel < a.channels;
+  T* to = pair.row<T>(output, 0) + channel;
   for (int q = 0; q < a.images; ++q) {
     A sums[N] = {};
-#pragma unroll
-    for (int k = 0; k < Q; ++k) {
-      if (k >= a.images) continue;
+    for_keys<Q>(a.images, [&](int k) {
       const A probability = shuffle(own[k], q, pair.lanes);
 #pragma unroll
       for (int n = 0; n < N; ++n) sums[n] += probability * values.at[k].at[n];
-    }
-    if (active) store<T, N>(pair.row<T>(output, q) + channel, sums);
+    });
+    if (active) store<T, N>(to, sums);
+    to += output.image_stride;
   }
 }
 
 template <class T, int N, int Q>
-__global__ void __launch_bounds__(kThreadsOfBlock)
+__global__ void __launch_bounds__(kThreadsOfBlock, kOnePassBackwardBlocks<Q>)
     one_pass_backward_kernel(const __grid_constant__ Attention a, int lanes, int64_t first_pair,
                              const __grid_constant__ AttentionGradients gradients) {
   using A = Sum<T>;
@@ -152,17 +178,17 @@ __global__ void __launch_bounds__(kThreadsOfBlock)
   const AllRows<A, N, Q> queries(a, pair, a.query, T{}), keys(a, pair, a.key, T{});
   multiply_all(a, pair, queries, keys, own);
   softmax_of_own(a, ignored, own);
-  A mean = 0;
-  A share[Q];
+  A share[Q], mean = 0;  // share: what is left of the probabilities
+#pragma unroll
+  for (int k = 0; k < Q; ++k) share[k] = own[k];
+  drop_of_own(a, pair, share);
+#pragma unroll
+  for (int k = 0; k < Q; ++k) mean += share[k] * of_probability[k];
 #pragma unroll
   for (int k = 0; k < Q; ++k) {
-    const A kept = k < a.images ? kept_of_own<A, Q>(a, pair, k) : 0;
-    of_probability[k] *= kept;
-    share[k] = own[k] * kept;
-    mean += own[k] * of_probability[k];
+    of_probability[k] = (share[k] * of_probability[k] - own[k] * mean) * static_cast<A>(a.scale);
   }
-#pragma unroll
-  for (int k = 0; k < Q; ++k) of_probability[k] = own[k] * (of_probability[k] - mean) * static_cast<A>(a.scale);
+  T* to = pair.row<T>(gradients.value, 0) + channel;
 #pragma unroll
   for (int k = 0; k < Q; ++k) {
     if (k >= a.images) continue;
@@ -173,8 +199,10 @@ __global__ void __launch_bounds__(kThreadsOfBlock)
 #pragma unroll
       for (int n = 0; n < N; ++n) of_value[n] += factor * outputs.at[q].at[n];
     }
-    if (active) store<T, N>(pair.row<T>(gradients.value, k) + channel, of_value);
+    if (active) store<T, N>(to, of_value);
+    to += gradients.value.image_stride;
   }
+  to = pair.row<T>(gradients.key, 0) + channel;
   A of_query[Q][N] = {};
 #pragma unroll
   for (int k = 0; k < Q; ++k) {
@@ -189,11 +217,14 @@ __global__ void __launch_bounds__(kThreadsOfBlock)
         of_query[q][n] += factor * keys.at[k].at[n];
       }
     }
-    if (active) store<T, N>(pair.row<T>(gradients.key, k) + channel, of_key);
+    if (active) store<T, N>(to, of_key);
+    to += gradients.key.image_stride;
   }
+  to = pair.row<T>(gradients.query, 0) + channel;
 #pragma unroll
   for (int q = 0; q < Q; ++q) {
-    if (active && q < a.images) store<T, N>(pair.row<T>(gradients.query, q) + channel, of_query[q]);
+    if (active && q < a.images) store<T, N>(to, of_query[q]);
+    to += gradients.query.image_stride;
   }
 }
 
