@@ -2,9 +2,9 @@
 //
 // The rows stay in registers. The partial dot products of all Q queries with a key are summed over the lanes by
 // recursive halving, so that a lane ends with the complete product of one query, number lane % Q, for every key. It
-// computes the softmax of its query, and the lanes get a probability by an exchange when they use it: a group computes
-// each exponential lanes / Q times instead of `lanes` times, and exchanges Q + 1 to Q + 2 words a key for the sums
-// instead of Q log2(lanes).
+// computes the softmax of its query, and the lanes get a probability by an exchange when they use it. Each exponential is
+// computed by lanes / Q lanes instead of all, and a key takes Q - 1 + log2(lanes / Q) exchanges for the sums instead of
+// Q log2(lanes).
 #pragma once
 
 #include "batch_attention_backward.cuh"

@@ -17,7 +17,8 @@ struct Variants {
 // From a comma-separated list of names; null: none.
 inline Variants variants_named(const char* names) {
   Variants variants;
-  std::istringstream list(names ? names : "");
+  if (names == nullptr) return variants;
+  std::istringstream list(names);
   for (std::string name; std::getline(list, name, ',');) {
     const bool tiles = name == "tiles", half_atomics = name == "half_atomics", one_pass = name == "one_pass";
     STD_TORCH_CHECK(tiles || half_atomics || one_pass, "DETR_BF_CUDA_VARIANTS: '", name,
