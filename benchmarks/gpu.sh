@@ -113,7 +113,7 @@ correct() {  # tests that need a GPU; on a CPU those of the same files that are 
     [ "$device" = cuda ] || select="not slow and not gpu"
     [ -z "$quick" ] || files=(tests/test_devices.py)
     # Several processes share the GPU: its tests are small.
-    "$python" -m pytest -q -n "${TEST_PROCESSES:-6}" -m "$select" -p no:cacheprovider -o pythonpath= -o timeout=60 \
+    "$python" -m pytest -q -n "$TEST_PROCESSES" -m "$select" -p no:cacheprovider -o pythonpath= -o timeout=60 \
         "${files[@]}" > "$out/tests.txt" 2>&1
     local code=$?
     grep -E '^(FAILED|ERROR|E  )' "$out/tests.txt" | head -n 60
@@ -121,7 +121,10 @@ correct() {  # tests that need a GPU; on a CPU those of the same files that are 
     return $code
 }
 
-operators() { timings operators; }
+operators() {
+    [ "$device" = cpu ] || [ -f "$DEFORMOPS" ] || { echo "deformops is not ready:"; tail -n 3 "$scratch/deformops.log"; }
+    timings operators
+}
 attention() { timings attention; }
 steps() { timings steps; }
 inference() { timings inference; }
@@ -207,9 +210,15 @@ main() {
     echo "phases: $*"
     prepare || { echo "prepare failed"; return 1; }
     export root out carry device quick python scratch WORKERS="${WORKERS:-6}" JOBS="${JOBS:-8}"
+    export TEST_PROCESSES="${TEST_PROCESSES:-$([ "$device" = cuda ] && echo 6 || echo 2)}"
+    # In the background, meanwhile: the data of the demo, and the kernels of deformops, which it compiles when it is used.
     case " $* " in *" demo "* | *" loading "*)
         (nice "$python" tools/make_sample_data.py digits --output "$scratch/digits" > "$scratch/digits.log" 2>&1
          touch "$scratch/digits.done") & ;;
+    esac
+    case "$device $*" in "cuda "*" operators"*)
+        export DEFORMOPS=$scratch/deformops.done
+        (nice "$python" benchmarks/gpu.py peers > "$scratch/deformops.log" 2>&1 && touch "$DEFORMOPS") & ;;
     esac
     local name
     for name in "$@"; do
