@@ -146,16 +146,16 @@ wait_for_digits() {
 
 demo() {  # `make demo` on this device, to its AP
     wait_for_digits || return 1
-    train_demo "$scratch/demo" data.workers="${WORKERS:-6}"
+    train_demo "$scratch/demo" data.workers="$WORKERS"
     local code=$?
     cp "$scratch/demo/metrics.jsonl" "$out/demo.jsonl" 2> /dev/null
     return $code
 }
 
-loading() {  # seconds of a step of the demo with 0 and 6 workers; a step of the phase `demo` is the third way
+loading() {  # seconds of a step of the demo, loaded in the training process and by workers
     wait_for_digits || return 1
     local workers code=0
-    for workers in 0 6; do
+    for workers in 0 "$WORKERS"; do
         train_demo "$scratch/workers$workers" data.workers=$workers train.max_steps=$([ -n "$quick" ] && echo 2 || echo 60) \
             train.epochs=1 eval.pictures=0 data.check=false > "$scratch/loading.log" 2>&1 || { code=1; tail -n 5 "$scratch/loading.log"; }
         "$python" - "$workers" "$scratch/workers$workers/metrics.jsonl" >> "$out/loading.jsonl" << 'P'
@@ -209,11 +209,12 @@ compare() {  # cells of a comparison that share the GPU; finished cells are kept
 main() {
     echo "phases: $*"
     prepare || { echo "prepare failed"; return 1; }
-    export root out carry device quick python scratch WORKERS="${WORKERS:-6}" JOBS="${JOBS:-8}"
+    export root out carry device quick python scratch JOBS="${JOBS:-8}" WORKERS="${WORKERS:-$([ "$device" = cuda ] && echo 6 || echo 1)}"
     export TEST_PROCESSES="${TEST_PROCESSES:-$([ "$device" = cuda ] && echo 6 || echo 2)}"
     # In the background, meanwhile: the data of the demo, and the kernels of deformops, which it compiles when it is used.
     case " $* " in *" demo "* | *" loading "*)
-        (nice "$python" tools/make_sample_data.py digits --output "$scratch/digits" > "$scratch/digits.log" 2>&1
+        (nice "$python" tools/make_sample_data.py digits --output "$scratch/digits" \
+            ${quick:+--num-train 16 --num-val 8} > "$scratch/digits.log" 2>&1
          touch "$scratch/digits.done") & ;;
     esac
     case "$device $*" in "cuda "*" operators"*)
