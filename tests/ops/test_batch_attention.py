@@ -210,8 +210,8 @@ def test_lower_instruction_sets(instructions: str) -> None:
     """Run the same tests in a process with a lower instruction set."""
     here = Path(__file__)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", str(here)]
-    command += [str(here.parent / "test_dropout.py"), "-k", "agree or kept or exponential"]
-    environment = os.environ | {"DETR_BF_ISA": instructions}
+    command += [str(here.parent / "test_dropout.py"), "-k", "agree or kept or exponential", "-o", "pythonpath="]
+    environment = os.environ | {"DETR_BF_ISA": instructions, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, cwd=here.parents[2], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
 

@@ -211,7 +211,8 @@ def test_lower_instruction_sets(instructions: str) -> None:
     root = Path(__file__).parents[2]
     wanted = "loops or gradients or low_precision or agree or rounding or half_float"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", __file__]
-    environment = os.environ | {"DETR_BF_ISA": instructions}
+    command += ["-o", "pythonpath="]
+    environment = os.environ | {"DETR_BF_ISA": instructions, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([*command, "-k", wanted], cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
     code = "import torch; from detr_bf.ops import library; print(torch.ops.detr_bf.cpu_instruction_set())"
