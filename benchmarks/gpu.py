@@ -265,9 +265,9 @@ def operators(phase: Phase) -> None:
 
 
 def _operators_of_case(
-    phase: Phase, title: str, contestants: Mapping[str, Callable[..., Tensor]], inputs: list[Tensor], floor: float
+    phase: Phase, title: str, contestants: Mapping[str, Callable[..., Tensor]], inputs: list[Tensor], copy_ms: float
 ) -> None:
-    """Time forward and backward passes; ``floor`` is the time of a copy of the bytes of a forward pass."""
+    """Time forward and backward passes; ``copy_ms`` is the time of a copy of the bytes of a forward pass."""
     forward: dict[str, Callable[[], object]] = {}
     backward: dict[str, Callable[[], object]] = {}
     whole: dict[str, Callable[[], object]] = {}
@@ -303,7 +303,7 @@ def _operators_of_case(
             backward_ms=back.median,
             backward_range=(back.low, back.high),
             peak_MiB=peak(phase, function),
-            forward_of_copy_rate=floor / there.median,
+            forward_of_copy_rate=copy_ms / there.median,
         )
 
 

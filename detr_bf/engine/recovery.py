@@ -388,7 +388,7 @@ def report_fault(capture: Capture, path: Path | None) -> str:
 
 
 class StepStart(NamedTuple):
-    """What is restored if a step is skipped."""
+    """State that is restored if a step is skipped."""
 
     rng: dict[str, Any]  # checkpoint.rng_state, from before the first forward pass
     statistics: list[tuple[Tensor, Tensor]]  # running statistics of norms, each with a copy; empty if none is skipped
