@@ -10,16 +10,21 @@ import torch
 
 from detr_bf.ops import library
 
-GPU = torch.device("cuda")
-CUDA_PROBLEM = library.PROBLEMS["cuda"] if torch.cuda.is_available() else "no GPU that torch can use"
+NO_GPU = "there is no GPU that torch can use"
+CUDA_PROBLEM = library.PROBLEMS["cuda"] if torch.cuda.is_available() else NO_GPU
 
 needs_kernels = pytest.mark.skipif(not library.DECLARED, reason=f"compiled kernels: {library.PROBLEMS['cpu']}")
 
 # Devices of a test. What runs on a GPU also runs on a CPU, with smaller sizes: a test must be right before it gets to
 # one of the few minutes on a GPU.
 CPU_KERNELS = pytest.param(torch.device("cpu"), marks=needs_kernels, id="cpu")
+A_GPU = pytest.param(
+    torch.device("cuda"),
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)],
+    id="cuda",
+)
 CUDA_KERNELS = pytest.param(
-    GPU,
+    torch.device("cuda"),
     marks=[pytest.mark.gpu, pytest.mark.skipif(CUDA_PROBLEM is not None, reason=f"kernels for CUDA: {CUDA_PROBLEM}")],
     id="cuda",
 )
