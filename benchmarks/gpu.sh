@@ -1,31 +1,224 @@
 #!/usr/bin/env bash
-# Checks and timings that need a GPU: correctness of the operators, compute-sanitizer, then the benchmark tables.
+# Checks and timings of one GPU, in phases ordered by value. docs/gpu.md says how to run it and how to read it.
 #
-#     benchmarks/gpu.sh [FOLDER]      results go to FOLDER (default runs/gpu); PYTHON selects the interpreter
-set -euo pipefail
-cd "$(dirname "$0")/.."
-python=${PYTHON:-python}
-out=${1:-runs/gpu}
-mkdir -p "$out"
+#     bash benchmarks/gpu.sh [PHASE ...]      from anywhere; works in a checkout that is not installed, without a network
+#
+# A phase that fails or reaches its limit does not stop the others. Everything is written while it happens.
+#
+# Environment: OUT, folder of the at most eight result files (runs/gpu). CARRY, folder made by carry.sh (.gpu).
+# SECONDS_TOTAL, after which nothing begins (470). DEVICE=cpu QUICK=1 tries all phases that a CPU can run.
+# PYTHON, the interpreter. JOBS, comparison cells at a time (8).
+set -uo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+cd "$root" || exit 2
+out=${OUT:-runs/gpu}
+mkdir -p "$out" || exit 2
+out=$(cd "$out" && pwd)
+carry=${CARRY:-.gpu}
+device=${DEVICE:-cuda}
+quick=${QUICK:+--quick}
+total=${SECONDS_TOTAL:-470}
+python=${PYTHON:-$(command -v python3 || command -v python)}
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+failed=()
+unset DETR_BF_OPS DETR_BF_CUDA_VARIANTS
 
-"$python" -m detr_bf.ops build --strict
-"$python" -m detr_bf.ops
-"$python" -m pytest -q tests/ops/test_ms_deform_attn_cuda.py tests/ops/test_batch_attention.py tests/ops/test_dropout.py
-for tool in memcheck racecheck; do
-    compute-sanitizer --tool "$tool" --error-exitcode 1 "$python" -m detr_bf.ops
-done
+declare -A limit=([build]=90 [correct]=90 [operators]=75 [steps]=110 [demo]=75 [attention]=30 [inference]=40
+                  [loading]=45 [sanitize]=60 [profile]=40 [compile]=150 [compare]=190)
 
-for dtype in float32 bfloat16; do
-    "$python" benchmarks/ms_deform_attn.py --device cuda --dtype "$dtype" --rounds 50 --output "$out/ms_deform_attn_$dtype.json"
-    "$python" benchmarks/batch_attention.py --device cuda --dtype "$dtype" --rounds 50 --output "$out/batch_attention_$dtype.json"
-done
-"$python" benchmarks/kernels.py --device cuda --rounds 24 --output "$out/kernels.json"
-"$python" benchmarks/plugins.py --device cuda --rounds 50 --output "$out/plugins.json" train.precision=bf16
-for recipe in detr/detr_r50_bfv2 deformable_detr/deformable_detr_r50_bfv2; do
-    name=${recipe##*/}
-    "$python" benchmarks/step.py --device cuda --recipe "$recipe" --batch-sizes 2 4 8 16 --precisions float32 bf16 fp16 \
-        --output "$out/step_$name.json"
-    "$python" benchmarks/step.py --device cuda --recipe "$recipe" --batch-sizes 2 8 --precisions float32 bf16 \
-        --compare train.compile=true train.channels_last=true train.recompute_encoder=true \
-        train.compile=true,train.channels_last=true --output "$out/compare_$name.json"
-done
+say() { printf '\n=== %s, %ds of %ds ===\n' "$*" "$SECONDS" "$total"; }
+
+phase() {  # phase NAME: run the function of that name within its limit, or what is left of the total
+    local name=$1 allowed=${limit[$1]} left=$((total - SECONDS)) code=0 begin=$SECONDS
+    ((allowed > left)) && allowed=$left
+    if ((allowed < 8)); then
+        say "$name: left out, no time"
+        failed+=("$name (left out)")
+        return
+    fi
+    say "$name, at most ${allowed}s"
+    # A process group of its own, so that the limit ends everything that the phase has started.
+    ALLOWED=$((allowed - 5)) timeout --kill-after=5 "$allowed" bash -c "$(declare -f); set -uo pipefail; $name" || code=$?
+    echo "--- $name: exit $code after $((SECONDS - begin))s"
+    ((code)) && failed+=("$name (exit $code)")
+    return 0
+}
+
+timings() { "$python" benchmarks/gpu.py "$1" --device "$device" --seconds "$ALLOWED" --output "$out/results.json" $quick; }
+
+prepare() {
+    if compgen -G "$carry/*.whl" > /dev/null; then
+        "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$scratch/site" \
+            "$carry"/*.whl || return 1
+    fi
+    # Nothing is installed: detr_bf.ops and detr_bf.configs are links, as pip would place them.
+    mkdir -p "$scratch/tree/detr_bf" && ln -s "$root"/detr_bf/* "$scratch/tree/detr_bf/" || return 1
+    ln -s "$root/ops" "$scratch/tree/detr_bf/ops" && ln -s "$root/configs" "$scratch/tree/detr_bf/configs" || return 1
+    export PYTHONSAFEPATH=1 PYTHONPATH="$scratch/tree:$scratch/site:$root/benchmarks:$root${PYTHONPATH:+:$PYTHONPATH}"
+    export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 TQDM_DISABLE=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+    export TRITON_CACHE_DIR=$scratch/triton TORCHINDUCTOR_CACHE_DIR=$scratch/inductor DETR_BF_HOME=$scratch/home
+    export TORCH_EXTENSIONS_DIR=$scratch/extensions
+    nvidia-smi --query-gpu=name,memory.total,driver_version,clocks.sm,clocks.mem,temperature.gpu --format=csv 2> /dev/null
+    nvcc --version 2> /dev/null | tail -n 1
+    c++ --version 2> /dev/null | head -n 1
+    nproc
+    "$python" - << 'P'
+import importlib, sys
+
+import torch
+print("python", sys.version.split()[0], "torch", torch.__version__, "CUDA", torch.version.cuda, torch.cuda.is_available())
+for name in ("torchvision", "timm", "transformers", "numpy", "scipy", "pycocotools", "omegaconf", "msgspec", "filelock",
+             "safetensors", "matplotlib", "pytest", "xdist", "mlxtend", "skimage"):
+    try:
+        print(name, getattr(importlib.import_module(name), "__version__", "present"), end="; ")
+    except ImportError as error:
+        print(f"{name} IS MISSING ({error})", end="; ")
+print()
+P
+}
+
+build() {  # machine code for this GPU only; a library of the same sources is kept, and one is carried in case it fails
+    "$python" - << 'P' || { [ -f "$carry/compiled/build.json" ] && mkdir -p ops/compiled && cp "$carry"/compiled/* ops/compiled/; }
+import json, os, sys, time
+sys.path.insert(0, "ops")
+import build
+record = build.FOLDER / build.RECORD
+wanted = ["cpu", "cuda"] if os.environ["device"] == "cuda" else ["cpu"]
+if record.is_file() and json.loads(record.read_text())["sources"] == build.digest_of_sources() and all(
+    (build.FOLDER / f"{name}.so").is_file() for name in wanted
+):
+    print("compiled from these sources already")
+    sys.exit()
+build.CUDA_ARCHITECTURES = ("90",)
+begin = time.monotonic()
+results = build.build(strict=True)
+for name, result in results.items():
+    print(f"{name}: {'NOT BUILT: ' if isinstance(result, build.BuildError) else ''}{result}")
+print(f"{time.monotonic() - begin:.0f} s")
+sys.exit(any(isinstance(results[name], build.BuildError) for name in wanted))
+P
+    "$python" -m detr_bf.ops
+}
+
+correct() {  # tests that need a GPU; on a CPU those of the same files that are for a CPU
+    local select=gpu files=(tests/ops tests/engine/test_waits.py tests/test_devices.py)
+    [ "$device" = cuda ] || select="not slow and not gpu"
+    [ -z "$quick" ] || files=(tests/test_devices.py)
+    # Several processes share the GPU: its tests are small.
+    "$python" -m pytest -q -n "${TEST_PROCESSES:-6}" -m "$select" -p no:cacheprovider -o pythonpath= -o timeout=60 \
+        "${files[@]}" > "$out/tests.txt" 2>&1
+    local code=$?
+    grep -E '^(FAILED|ERROR|E  )' "$out/tests.txt" | head -n 60
+    tail -n 1 "$out/tests.txt"
+    return $code
+}
+
+operators() { timings operators; }
+attention() { timings attention; }
+steps() { timings steps; }
+inference() { timings inference; }
+
+train_demo() {  # train_demo FOLDER [KEY=VALUE ...]
+    local folder=$1
+    shift
+    "$python" tools/train_net.py --config configs/demo.yaml output_dir="$folder" device="$device" \
+        train.precision="$([ "$device" = cuda ] && echo bf16 || echo float32)" \
+        data.train.images="$scratch/digits/train" data.train.annotations="$scratch/digits/train.json" \
+        data.val.images="$scratch/digits/val" data.val.annotations="$scratch/digits/val.json" \
+        ${quick:+train.max_steps=2 train.epochs=1} "$@"
+}
+
+wait_for_digits() {
+    for _ in $(seq 60); do [ -f "$scratch/digits.done" ] && break; sleep 1; done
+    [ -f "$scratch/digits/val.json" ] || { cat "$scratch/digits.log"; return 1; }
+}
+
+demo() {  # `make demo` on this device, to its AP
+    wait_for_digits || return 1
+    train_demo "$scratch/demo" data.workers="${WORKERS:-6}"
+    local code=$?
+    cp "$scratch/demo/metrics.jsonl" "$out/demo.jsonl" 2> /dev/null
+    return $code
+}
+
+loading() {  # seconds of a step of the demo with 0 and 6 workers; a step of the phase `demo` is the third way
+    wait_for_digits || return 1
+    local workers code=0
+    for workers in 0 6; do
+        train_demo "$scratch/workers$workers" data.workers=$workers train.max_steps=$([ -n "$quick" ] && echo 2 || echo 60) \
+            train.epochs=1 eval.pictures=0 data.check=false > "$scratch/loading.log" 2>&1 || { code=1; tail -n 5 "$scratch/loading.log"; }
+        "$python" - "$workers" "$scratch/workers$workers/metrics.jsonl" >> "$out/loading.jsonl" << 'P'
+import json, sys
+rows = [json.loads(line) for line in open(sys.argv[2])]
+print(json.dumps({"workers": int(sys.argv[1]), "step_seconds": [row["step_seconds"] for row in rows if row["kind"] == "train"]}))
+P
+    done
+    cat "$out/loading.jsonl"
+    return $code
+}
+
+sanitize() {  # not racecheck, which looks at shared memory only: no kernel uses any
+    local tool code=0
+    for tool in memcheck synccheck; do
+        timeout "$((ALLOWED / 2))" compute-sanitizer --tool "$tool" --kernel-name kns=detr_bf --error-exitcode 99 \
+            --report-api-errors no --print-limit 20 "$python" benchmarks/gpu.py target --device "$device" || { echo "$tool: exit $?"; code=1; }
+    done
+    return $code
+}
+
+profile() {
+    BIG=1 ncu --clock-control none --kernel-name-base demangled --kernel-name 'regex:detr_bf::cuda' --launch-count 16 \
+        --section SpeedOfLight --section MemoryWorkloadAnalysis --section WarpStateStats --section Occupancy \
+        --section LaunchStats "$python" benchmarks/gpu.py target --device "$device" > "$out/ncu.txt" 2>&1
+    local code=$?
+    grep -E '_kernel|Duration|L1/TEX Hit|L2 Hit|DRAM Throughput|L2 Cache Throughput|Achieved Occ|Registers Per' "$out/ncu.txt" | head -n 150
+    return $code
+}
+
+compile() {
+    local recipe=rtdetr/rtdetr_r50 side=640 images=16 precision=bf16
+    if [ -n "$quick" ]; then recipe=small side=64 images=2 precision=float32; fi
+    "$python" benchmarks/step.py --device "$device" --recipe "$recipe" --height $side --width $side --batch-sizes $images \
+        --rounds "$([ -n "$quick" ] && echo 2 || echo 6)" --precisions $precision \
+        --compare ${quick:+train.channels_last=true} ${quick:-train.compile=true train.channels_last=true train.compile=true,train.channels_last=true} \
+        --output "$out/compile.json"
+}
+
+compare() {  # cells of a comparison that share the GPU; finished cells are kept
+    timeout --kill-after=5 $((ALLOWED - 5)) "$python" tools/compare.py run configs/compare/bccd_conditional.yaml \
+        --output "$scratch/compare" --jobs "${JOBS:-8}" --discard-weights $quick data.root="$root/$carry/bccd" \
+        device="$device" data.workers=1 train.precision=bf16 checkpoint.every_steps=100000
+    local code=$?
+    tar -C "$scratch" -czf "$out/compare_cells.tgz" --ignore-failed-read compare/cells compare/experiment.json 2> /dev/null
+    ls "$scratch/compare/cells" 2> /dev/null | wc -l
+    return $code
+}
+
+main() {
+    echo "phases: $*"
+    prepare || { echo "prepare failed"; return 1; }
+    export root out carry device quick python scratch WORKERS="${WORKERS:-6}" JOBS="${JOBS:-8}"
+    case " $* " in *" demo "* | *" loading "*)
+        (nice "$python" tools/make_sample_data.py digits --output "$scratch/digits" > "$scratch/digits.log" 2>&1
+         touch "$scratch/digits.done") & ;;
+    esac
+    local name
+    for name in "$@"; do
+        if [ -n "${limit[$name]:-}" ]; then phase "$name"; else failed+=("$name (unknown phase)"); fi
+    done
+    say "end"
+    if ((${#failed[@]})); then
+        printf 'NOT FINE: %s\n' "${failed[@]}"
+        return 1
+    fi
+    echo "all phases are fine"
+}
+
+if (($# == 0)); then
+    set -- build correct operators steps demo attention inference loading
+    [ "$device" = cuda ] && set -- "$@" sanitize profile
+    [ -n "$quick" ] && set -- "$@" compile
+fi
+main "$@" 2>&1 | tee "$out/log.txt"
+exit "${PIPESTATUS[0]}"

@@ -38,7 +38,7 @@ PEERS = {  # name -> module and attribute
         "MultiScaleDeformableAttention",
     ),
     "torch-ms-deform-attn": ("torch_ms_deform_attn", "ms_deform_attn"),
-    "deformops": ("deformops", "multi_scale_deformable_attention"),
+    "deformops": ("deformops.registry", "msda"),
 }
 
 Op = Callable[[Tensor, Tensor, Tensor], Tensor]  # value, locations, weights -> output
@@ -72,14 +72,31 @@ def peers(device: torch.device) -> dict[str, Op]:
     for name, (module, attribute) in PEERS.items():
         try:
             function: Any = getattr(importlib.import_module(module), attribute)
-        except ImportError as error:
+        except (ImportError, AttributeError) as error:
             print(f"{name} is skipped: {error}", file=sys.stderr)
             continue
         if name == "transformers":
-            found[name] = partial(lambda op, v, x, w: op(v, shapes, list(SHAPES), starts, x, w, 64), function())
+            found[name] = partial(_in_float32, partial(_transformers, function(), shapes, starts))
+        elif name == "torch-ms-deform-attn":
+            found[name] = partial(_in_float32, partial(_with_levels, function, shapes, starts))
         else:
-            found[name] = partial(lambda op, v, x, w: op(v, shapes, starts, x, w), function)
+            found[name] = partial(_with_levels, function, shapes, starts)
     return found
+
+
+def _with_levels(op: Any, shapes: Tensor, starts: Tensor, value: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+    result: Tensor = op(value, shapes, starts, locations, weights)
+    return result
+
+
+def _transformers(op: Any, shapes: Tensor, starts: Tensor, value: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+    result: Tensor = op(value, shapes, list(SHAPES), starts, locations, weights, 64)
+    return result
+
+
+def _in_float32(op: Op, value: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+    """Run an implementation without half precision in float32, as its users do."""
+    return op(value.float(), locations, weights.float()).to(value.dtype)
 
 
 def make_inputs(case: str, batch_size: int, dtype: torch.dtype, device: torch.device, queries: int = 300) -> Inputs:

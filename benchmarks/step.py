@@ -324,9 +324,9 @@ class TimedMatcher:
     def __init__(self, matcher: HungarianMatcher, watch: Stopwatch) -> None:
         self.matcher, self.watch, self.giou_eps = matcher, watch, matcher.giou_eps
 
-    def __call__(self, *arguments: Any) -> Any:
+    def match_all(self, problems: Any) -> Any:
         with self.watch.inside("matching"):
-            return self.matcher(*arguments)
+            return self.matcher.match_all(problems)
 
 
 class Timed(nn.Module):

@@ -17,9 +17,9 @@ from detr_bf.ops.reference import batch_attention_reference, dropout_reference
 from tests.ops.emulation.harness import (
     FLAGS,
     HERE,
+    INCLUDES,
     SANITIZER,
     SMALL_GRID,
-    SOURCES,
     TYPES,
     Buffer,
     EmulationError,
@@ -71,6 +71,7 @@ class _Call(ctypes.Structure):
         ("dropout_p", ctypes.c_double),
         ("buffers", ctypes.POINTER(Buffer)),
         ("strides", ctypes.POINTER(ctypes.c_int64 * 3)),
+        ("variants", ctypes.c_char_p),
         ("number_of_buffers", ctypes.c_int32),
     )
 
@@ -82,7 +83,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("g++ is not installed")
     built = tmp_path_factory.mktemp("emulation") / "emulated.so"
     source = str(HERE / "batch_attention_driver.cpp")
-    command = [gxx, *FLAGS, SMALL_GRID, *SANITIZER, f"-I{SOURCES}", f"-I{HERE}", source, "-o", str(built)]
+    command = [gxx, *FLAGS, SMALL_GRID, *SANITIZER, *INCLUDES, source, "-o", str(built)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     loaded = ctypes.CDLL(str(built))
@@ -91,7 +92,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return loaded
 
 
-def call_of(read: dict[str, Tensor], written: dict[str, Tensor], p: float, dtype: torch.dtype) -> _Call:
+def call_of(
+    read: dict[str, Tensor], written: dict[str, Tensor], p: float, dtype: torch.dtype, variants: str = ""
+) -> _Call:
     tensors = read | written
     buffers = [
         Buffer(name.encode(), tensor.data_ptr(), bytes_spanned(tensor), name in written)
@@ -106,14 +109,21 @@ def call_of(read: dict[str, Tensor], written: dict[str, Tensor], p: float, dtype
         *(*sizes, elements, p),
         (Buffer * len(buffers))(*buffers),
         (ctypes.c_int64 * 3 * len(strides))(*strides),
+        variants.encode(),
         len(buffers),
     )
 
 
 def emulate(
-    library: ctypes.CDLL, name: str, read: dict[str, Tensor], written: dict[str, Tensor], p: float, dtype: torch.dtype
+    library: ctypes.CDLL,
+    name: str,
+    read: dict[str, Tensor],
+    written: dict[str, Tensor],
+    p: float,
+    dtype: torch.dtype,
+    variants: str = "",
 ) -> None:
-    problem = getattr(library, f"emulate_{name}")(ctypes.byref(call_of(read, written, p, dtype)))
+    problem = getattr(library, f"emulate_{name}")(ctypes.byref(call_of(read, written, p, dtype, variants)))
     if problem is not None:
         raise EmulationError(problem.decode())
 
@@ -137,12 +147,12 @@ def inputs_of(tensors: list[Tensor], mask: Tensor | None, p: float) -> dict[str,
 
 
 def run(
-    library: ctypes.CDLL, tensors: list[Tensor], gradient: Tensor, mask: Tensor | None, p: float
+    library: ctypes.CDLL, tensors: list[Tensor], gradient: Tensor, mask: Tensor | None, p: float, variants: str = ""
 ) -> tuple[Tensor, ...]:
     """Return output and gradients as the binding computes them."""
     read, dtype = inputs_of(tensors, mask, p), gradient.dtype
     output = torch.full(gradient.shape, torch.inf, dtype=dtype)
-    emulate(library, "attend", read, {"output": output}, p, dtype)
+    emulate(library, "attend", read, {"output": output}, p, dtype, variants)
     read["grad_output"] = gradient
     narrow = library.emulate_writes_narrow(ctypes.byref(call_of(read, {}, p, dtype)))
     images, positions, heads, channels = gradient.shape
@@ -150,7 +160,7 @@ def run(
     packed = torch.full((images, positions, 3, heads, channels), torch.inf, dtype=wide)
     parts = packed.unbind(2)
     written = dict(zip(("grad_query", "grad_key", "grad_value"), parts, strict=True))
-    emulate(library, "attend_backward", read, written, p, dtype)
+    emulate(library, "attend_backward", read, written, p, dtype, variants)
     return output, *parts
 
 
@@ -173,6 +183,63 @@ def test_attention(library: ctypes.CDLL, case: Case, p: float) -> None:
     for ignored in (None, mask):
         found = run(library, tensors, gradient, ignored, p)
         assert_close(found, expected(tensors, gradient, ignored, p), TOLERANCE[case.dtype])
+
+
+IN_ONE_PASS = [
+    *CASES,  # some of them fall back: float64, more than eight images, channels one by one
+    *(Case(images=images, positions=3, channels=32) for images in range(1, 9)),
+    *(Case(torch.bfloat16, images=images, positions=3, channels=32) for images in (1, 2, 4, 5, 6, 8)),
+    Case(torch.float16, images=8, positions=2, channels=128),  # 32 lanes
+    Case(torch.float16, images=3, positions=2, channels=256),
+    Case(torch.bfloat16, images=2, positions=2, channels=8),  # one lane of four has channels
+]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("case", IN_ONE_PASS, ids=str)
+def test_attention_in_one_pass(library: ctypes.CDLL, case: Case, p: float) -> None:
+    tensors, gradient, mask = example(case)
+    for ignored in (None, mask):
+        found = run(library, tensors, gradient, ignored, p, "one_pass")
+        assert_close(found, expected(tensors, gradient, ignored, p), TOLERANCE[case.dtype])
+
+
+def test_one_pass_is_used_up_to_eight_images(library: ctypes.CDLL) -> None:
+    """Sums in another order have other bits."""
+
+    def differs(case: Case, unaligned: bool = False) -> bool:
+        tensors, gradient, _ = example(case)
+        if unaligned:
+            tensors[0] = torch.empty(tensors[0].numel() + 1)[1:].view(tensors[0].shape).copy_(tensors[0])
+        present, one_pass = (run(library, tensors, gradient, None, 0.0, variants) for variants in ("", "one_pass"))
+        return not all(torch.equal(one, other) for one, other in zip(present, one_pass, strict=True))
+
+    for images in (2, 4, 5, 8):
+        assert differs(Case(images=images))
+    assert not differs(Case(), unaligned=True)
+    assert not differs(Case(images=9))
+    assert not differs(Case(torch.float64))
+    assert not differs(Case(images=3, channels=7))
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "gradient"])
+def test_nan_is_seen_in_one_pass(library: ctypes.CDLL, name: str) -> None:
+    """NaN spreads as in the reference: also if it is in every logit of a query."""
+    for images in (1, 3, 8):
+        tensors, gradient, _ = example(Case(images=images, positions=2))
+        changed = dict(zip(("query", "key", "value", "gradient"), (*tensors, gradient), strict=True))[name]
+        changed[0, 1, 0, 3] = torch.nan
+        found = run(library, tensors, gradient, None, 0.0, "one_pass")
+        for one, other in zip(found, expected(tensors, gradient, None, 0.0), strict=True):
+            assert torch.equal(one.isnan(), other.isnan())
+
+
+def test_an_unknown_variant_is_an_error(library: ctypes.CDLL) -> None:
+    tensors, gradient, _ = example(Case())
+    with pytest.raises(
+        EmulationError, match="'two_pass' is unknown; the variants are tiles, half_atomics and one_pass"
+    ):
+        run(library, tensors, gradient, None, 0.0, "one_pass,two_pass")
 
 
 def test_channels_that_do_not_lie_together_16_bytes_wide(library: ctypes.CDLL) -> None:

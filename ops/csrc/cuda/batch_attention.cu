@@ -58,7 +58,7 @@ Tensor forward(const Tensor& query, const Tensor& key, const Tensor& value, std:
   const Sequences& s = call.sequences;
   const DeviceGuard guard(query.get_device_index());
   Tensor output = torch::stable::new_empty(query, {s.images(), s.positions(), s.heads(), s.channels()});
-  if (!s.empty()) attend(s.type, call.plain(), rows_of(output), stream_of(query));
+  if (!s.empty()) attend(s.type, call.plain(), rows_of(output), requested_variants(), stream_of(query));
   return output;
 }
 
@@ -81,7 +81,7 @@ Tensor backward(const Tensor& grad_output, const Tensor& query, const Tensor& ke
   gradients.query = rows_of(of_query);
   gradients.key = rows_of(of_key);
   gradients.value = rows_of(of_value);
-  attend_backward(s.type, attention, gradients, narrow, stream_of(query));
+  attend_backward(s.type, attention, gradients, narrow, requested_variants(), stream_of(query));
   return torch::stable::to(packed, query.scalar_type());
 }
 

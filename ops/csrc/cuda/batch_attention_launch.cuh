@@ -9,7 +9,9 @@
 
 #include "batch_attention_backward.cuh"
 #include "batch_attention_forward.cuh"
+#include "batch_attention_one_pass.cuh"
 #include "types.cuh"
+#include "variants.cuh"
 
 namespace detr_bf::cuda {
 
@@ -70,13 +72,17 @@ void launch_pairs(Kernel kernel, const Attention& a, int lanes, Stream stream, c
   }
 }
 
-inline void attend(Type type, const Attention& a, const Rows& output, Stream stream) {
+inline void attend(Type type, const Attention& a, const Rows& output, Variants variants, Stream stream) {
   with_type(type, [&](auto number) {
     using T = decltype(number);
     with_shape<T>(a, {&output}, [&](auto shape) {
       using S = decltype(shape);
-      launch_pairs(attend_kernel<T, S::kChannels, S::kQueries, S::kHeld>, a, lanes_of(a, S::kChannels, S::kQueries),
-                   stream, output);
+      constexpr int N = S::kChannels, Q = S::kQueries;
+      const int lanes = lanes_of(a, N, Q);
+      if constexpr (S::kHeld) {
+        if (variants.one_pass && a.images <= Q) return launch_pairs(one_pass_kernel<T, N, Q>, a, lanes, stream, output);
+      }
+      launch_pairs(attend_kernel<T, N, Q, S::kHeld>, a, lanes, stream, output);
     });
   });
 }
@@ -92,7 +98,8 @@ inline bool writes_narrow(Type type, const Attention& a, const AttentionGradient
   return narrow;
 }
 
-inline void attend_backward(Type type, const Attention& a, const AttentionGradients& g, bool narrow, Stream stream) {
+inline void attend_backward(Type type, const Attention& a, const AttentionGradients& g, bool narrow, Variants variants,
+                            Stream stream) {
   with_type(type, [&](auto number) {
     using T = decltype(number);
     with_shape<T>(a, {&g.output}, [&](auto shape) {
@@ -100,6 +107,7 @@ inline void attend_backward(Type type, const Attention& a, const AttentionGradie
       constexpr int N = S::kChannels, Q = S::kQueries;
       const int lanes = lanes_of(a, N, Q);
       if constexpr (S::kHeld) {
+        if (narrow && variants.one_pass) return launch_pairs(one_pass_backward_kernel<T, N, Q>, a, lanes, stream, g);
         if (narrow) return launch_pairs(attend_backward_kernel<T, T, N, Q, true>, a, lanes, stream, g);
       }
       if constexpr (!S::kHeld || Q == kManyQueries) {

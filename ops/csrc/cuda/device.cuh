@@ -75,9 +75,39 @@ __device__ inline void add(A* to, const A (&numbers)[N]) {
   }
 }
 
+__device__ inline __half2 narrow(float first, float second, Half) { return __floats2half2_rn(first, second); }
+__device__ inline __nv_bfloat162 narrow(float first, float second, BFloat16) {
+  return __floats2bfloat162_rn(first, second);
+}
+
+// Atomic addition of numbers rounded to 16 bits, to memory of that type: each sum is rounded as well.
+template <class T>
+__device__ inline void add_narrow(T* to, const float (&numbers)[8]) {
+  using Two = decltype(narrow(0.0f, 0.0f, T{}));
+  Two narrowed[4];
+#pragma unroll
+  for (int n = 0; n < 4; ++n) narrowed[n] = narrow(numbers[2 * n], numbers[2 * n + 1], T{});
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint4 bits;
+  std::memcpy(&bits, narrowed, sizeof(bits));
+  const auto place = __cvta_generic_to_global(to);
+  if constexpr (std::is_same_v<T, Half>) {
+    asm volatile("red.relaxed.gpu.global.add.noftz.v4.f16x2 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(bits.x),
+                 "r"(bits.y), "r"(bits.z), "r"(bits.w));
+  } else {
+    asm volatile("red.relaxed.gpu.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(bits.x),
+                 "r"(bits.y), "r"(bits.z), "r"(bits.w));
+  }
+#else
+#pragma unroll
+  for (int n = 0; n < 4; ++n) atomicAdd(reinterpret_cast<Two*>(to) + n, narrowed[n]);
+#endif
+}
+
 // Optimisation barrier: the compiler treats the number as new. It recomputes values derived from it earlier instead of
 // keeping them in registers, and keeps the number itself instead of recomputing it.
 __device__ inline void pin(uint32_t& number) { asm volatile("" : "+r"(number)); }
+__device__ inline void pin(int32_t& number) { asm volatile("" : "+r"(number)); }
 __device__ inline void pin(float& number) { asm volatile("" : "+f"(number)); }
 template <class S>
 __device__ inline void pin(S*& pointer) {

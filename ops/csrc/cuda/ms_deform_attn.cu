@@ -98,11 +98,12 @@ Tensor forward_of_tensors(const Tensor& value, std::vector<int64_t> spatial_shap
                           std::vector<int64_t> level_start_index, const Tensor& locations, const Tensor& weights) {
   const Inputs inputs(value, std::move(spatial_shapes), std::move(level_start_index), locations, weights);
   const Problem& p = inputs.problem;
+  const Variants variants = requested_variants();
   const std::array<int64_t, 3> sizes{p.images, p.queries, p.heads * p.channels};
   if (p.nothing_to_do()) return torch::stable::new_zeros(inputs.value, sizes);
   const DeviceGuard guard(inputs.value.get_device_index());
   Tensor output = torch::stable::new_empty(inputs.value, sizes);
-  forward(p.type, inputs.plain(), output.data_ptr(), stream_of(output));
+  forward(p.type, inputs.plain(), output.data_ptr(), variants, stream_of(output));
   return output;
 }
 
@@ -146,6 +147,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_of_tensors(const Tensor& grad_output
                       &grad_output_in);
   const Problem& p = inputs.problem;
   const Tensor grad_output = torch::stable::contiguous(grad_output_in);
+  const Variants variants = requested_variants();
   const std::array<int64_t, 4> sizes{p.images, p.cells, p.heads, p.channels};
   if (p.nothing_to_do()) {
     return {torch::stable::new_zeros(inputs.value, sizes),
@@ -158,12 +160,14 @@ std::tuple<Tensor, Tensor, Tensor> backward_of_tensors(const Tensor& grad_output
   Tensor grad_weights = torch::stable::empty_like(inputs.weights);
   GradientTensors gradients{grad_output.data_ptr(), nullptr, grad_locations.data_ptr(), grad_weights.data_ptr()};
   if (deterministic) {
-    backward(p.type, inputs.plain(), gradients, stream);
+    backward(p.type, inputs.plain(), gradients, variants, stream);
     return {gradient_in_order(inputs, grad_output, stream), grad_locations, grad_weights};
   }
-  Tensor sums = torch::stable::new_zeros(inputs.value, sizes, accumulation_type(value));
+  gradients.narrow = adds_narrow(p.type, inputs.plain(), grad_output.data_ptr(), variants);
+  Tensor sums = torch::stable::new_zeros(inputs.value, sizes,
+                                         gradients.narrow ? value.scalar_type() : accumulation_type(value));
   gradients.value = sums.data_ptr();
-  backward(p.type, inputs.plain(), gradients, stream);
+  backward(p.type, inputs.plain(), gradients, variants, stream);
   return {torch::stable::to(sums, value.scalar_type()), grad_locations, grad_weights};
 }
 

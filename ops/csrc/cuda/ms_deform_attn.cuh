@@ -48,6 +48,39 @@ struct Layout {
   __host__ __device__ int lanes() const { return 1 << lane_bits; }
   __host__ __device__ int heads() const { return 1 << head_bits; }
   __host__ __device__ int queries() const { return kThreads >> lane_bits >> head_bits; }
+
+  // For a launch: the number of blocks needed for all queries, and the first block and image.
+  int64_t tiles(const Sampling& s) const { return (s.queries + queries() - 1) / queries(); }
+  void start_at(int64_t tile, int64_t image) {
+    first_query = tile * queries();
+    first_image = image;
+  }
+};
+
+constexpr int kPatchColumnBits = 3, kPatchColumns = 1 << kPatchColumnBits;
+
+// Variant for queries that are the cells of the levels: a block takes a patch of neighbouring columns and lines of one
+// level, whose samples share more cells than those of one line.
+struct Patches : Layout {
+  int line_bits;  // log2 of the lines of a patch
+  int first_patch;
+
+  __host__ __device__ int lines() const { return 1 << line_bits; }
+  __host__ __device__ int columns_of(const Level& level) const {
+    return (level.width + kPatchColumns - 1) >> kPatchColumnBits;
+  }
+  __host__ __device__ int patches_of(const Level& level) const {
+    return columns_of(level) * ((level.height + lines() - 1) >> line_bits);
+  }
+  int64_t tiles(const Sampling& s) const {
+    int64_t patches = 0;
+    for (int l = 0; l < s.levels; ++l) patches += patches_of(s.level[l]);
+    return patches;
+  }
+  void start_at(int64_t tile, int64_t image) {
+    first_patch = static_cast<int>(tile);
+    first_image = image;
+  }
 };
 
 // The row of this thread. exists is false beyond the last row; these lanes still take part in every exchange.
@@ -67,6 +100,23 @@ struct Row {
     first = (image * s.queries + first_query) * s.heads;
     offset = query * s.heads + head;
     exists = head < s.heads && query < s.queries - first_query;
+  }
+
+  __device__ Row(const Sampling& s, const Patches& patches) {
+    const int group = threadIdx.x >> patches.lane_bits, query = group >> patches.head_bits;
+    int patch = patches.first_patch + blockIdx.y, l = 0;
+    for (; patch >= patches.patches_of(s.level[l]); ++l) patch -= patches.patches_of(s.level[l]);
+    const Level& level = s.level[l];
+    const int columns = patches.columns_of(level);
+    const int first_line = patch / columns << patches.line_bits, first_column = patch % columns * kPatchColumns;
+    const int line = query >> kPatchColumnBits, column = query & (kPatchColumns - 1);
+    lane = threadIdx.x & (patches.lanes() - 1);
+    head = blockIdx.x * patches.heads() + (group & (patches.heads() - 1));
+    image = patches.first_image + blockIdx.z;
+    first = 0;
+    const int query_of_image = level.start + (first_line + line) * level.width + first_column + column;
+    exists = head < s.heads && line < level.height - first_line && column < level.width - first_column;
+    offset = exists ? (static_cast<int>(image * s.queries) + query_of_image) * s.heads + head : -1;
   }
 
   // Its part of a tensor with `numbers` elements per row.

@@ -15,7 +15,7 @@ static_assert(kBatch == kMinLanes && kBatch % kBackwardTogether == 0);
 template <class T>
 struct Gradients {
   const T* output;         // (B, Q, H, D)
-  Sum<T>* value;           // (B, S, H, D), zeros on entry; unused if the gradient of value is left out
+  void* value;             // (B, S, H, D), zeros on entry; unused if the gradient of value is left out
   Sum<T>* locations;       // (B, Q, H, L, P, 2)
   T* weights;              // (B, Q, H, L, P)
 };
@@ -42,13 +42,13 @@ struct Part {
 template <class T, int N>
 using BackwardVisit = Visit<T, N, kBackwardTogether>;
 
-template <class T, int N>
-__device__ inline void add_shares(const BackwardVisit<T, N>& visit, const Part<T, N>& part, Sum<T>* sums,
-                                  uint32_t stride) {
+// S: type of the sums in memory, T or Sum<T>.
+template <class S, class T, int N>
+__device__ inline void add_shares(const BackwardVisit<T, N>& visit, const Part<T, N>& part, S* sums, uint32_t stride) {
 #pragma unroll
   for (int k = 0; k < kBackwardTogether; ++k) {
     const Corners<Sum<T>>& corners = visit.corners[k];
-    Sum<T>* found[kCorners];
+    S* found[kCorners];
     find(corners, sums + part.channel, stride, found);
 #pragma unroll
     for (int corner = 0; corner < kCorners; ++corner) {
@@ -56,7 +56,11 @@ __device__ inline void add_shares(const BackwardVisit<T, N>& visit, const Part<T
       Sum<T> share[N];
 #pragma unroll
       for (int n = 0; n < N; ++n) share[n] = corners.weights[corner] * part.gradient[n];
-      add(found[corner], share);
+      if constexpr (std::is_same_v<S, Sum<T>>) {
+        add(found[corner], share);
+      } else {
+        add_narrow(found[corner], share);
+      }
     }
   }
 }
@@ -118,18 +122,22 @@ __device__ inline void write_gradients(const Sampling& s, const Row& row, const 
   write(location + 1, sample.weight() * along_y * static_cast<A>(level.height));
 }
 
-template <class T, int N, bool kValue>
+template <class T, int N, bool kValue, class S, class L>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<T>)
-    backward_kernel(const __grid_constant__ Sampling s, const __grid_constant__ Layout layout,
+    backward_kernel(const __grid_constant__ Sampling s, const __grid_constant__ L layout,
                     const __grid_constant__ Gradients<T> gradients) {
   using A = Sum<T>;
-  const Row row(s, layout);
+  Row row(s, layout);
   const int lanes = layout.lanes();
-  const uint32_t sums_stride = s.heads * s.channels * sizeof(A);
-  A* const sums = kValue ? gradients.value + (row.image * s.cells * s.heads + row.head) * s.channels : nullptr;
+  const uint32_t sums_stride = s.heads * s.channels * sizeof(S);
+  S* const sums = kValue ? static_cast<S*>(gradients.value) + (row.image * s.cells * s.heads + row.head) * s.channels : nullptr;
   Samples<T> samples(s, row);
   Sample<T> next = samples.take(s, lanes);
   for (int first = 0; first < s.samples(); first += lanes) {
+    if constexpr (std::is_same_v<L, Patches>) {  // keep one number, not what follows from it: registers are few
+      pin(row.offset);
+      row.exists = row.offset >= 0;
+    }
     const Sample<T> sample = next;
     const Corners<A> ready(sample, s.level[sample.level]);
     next = samples.take(s, lanes);  // under way while these are worked on

@@ -26,14 +26,19 @@ __device__ inline void add_up(const Visit<T, N, kForwardTogether>& visit, Sum<T>
   }
 }
 
-template <class T, int N>
+template <class T, int N, class L>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks<T>)
-    forward_kernel(const __grid_constant__ Sampling s, const __grid_constant__ Layout layout, T* output) {
+    forward_kernel(const __grid_constant__ Sampling s, const __grid_constant__ L layout, T* output) {
   using A = Sum<T>;
-  const Row row(s, layout);
+  Row row(s, layout);
   const int lanes = layout.lanes();
   const char* value = static_cast<const char*>(s.value) + row.image * s.image_stride + row.head * s.head_stride;
   for (int chunk = 0; chunk < s.channels; chunk += N * lanes) {
+    // Keep one number, not what follows from it: registers are few, and test_cuda_binary.py shows which kernels need it.
+    if constexpr (std::is_same_v<L, Patches> && std::is_same_v<T, float>) {
+      pin(row.offset);
+      row.exists = row.offset >= 0;
+    }
     const int channel = chunk + N * row.lane;
     const bool active = row.exists && channel < s.channels;
     const T* rows = reinterpret_cast<const T*>(value) + channel;

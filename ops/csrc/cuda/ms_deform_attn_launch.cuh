@@ -10,6 +10,7 @@
 #include "ms_deform_attn_forward.cuh"
 #include "ms_deform_attn_gather.cuh"
 #include "types.cuh"
+#include "variants.cuh"
 
 namespace detr_bf::cuda {
 
@@ -54,14 +55,40 @@ Layout layout_of(const Sampling& s, int width) {
   return {lane_bits, bits_of(heads + 1) - 1, 0, 0};
 }
 
+constexpr int kFewestPatchQueries = 16;
+
+// True if the queries are the cells of the levels, which follow one another, and blocks are large enough for patches.
+inline bool in_patches(const Sampling& s, const Layout& layout) {
+  int64_t cells = 0, widest = 0;
+  for (int l = 0; l < s.levels; ++l) {
+    if (s.level[l].start != cells) return false;
+    cells += static_cast<int64_t>(s.level[l].height) * s.level[l].width;
+    widest = std::max<int64_t>(widest, s.level[l].width);
+  }
+  const int64_t lines = layout.queries() >> kPatchColumnBits;
+  const int64_t rows = (s.images * s.queries + lines * widest) * s.heads;  // Row::offset is smaller
+  return s.queries == cells && layout.queries() >= kFewestPatchQueries && rows <= std::numeric_limits<int32_t>::max();
+}
+
+// Calls body with the assignment of queries to blocks. Patches only for rows that are read 16 bytes at once.
+template <class T, int N, class Body>
+void with_layout(const Sampling& s, bool tiles, Body body) {
+  const Layout layout = layout_of<T>(s, N);
+  if constexpr (N > 1 && sizeof(T) < sizeof(double)) {
+    if (tiles && in_patches(s, layout)) {
+      return body(Patches{layout, bits_of(layout.queries()) - kPatchColumnBits, 0});
+    }
+  }
+  body(layout);
+}
+
 // A grid covers kMaxGrid images and kMaxGrid tiles of queries; more of them take several launches.
-template <class Kernel, class... Arguments>
-void launch_rows(Kernel kernel, const Sampling& s, Layout layout, Stream stream, Arguments... arguments) {
-  const int64_t tiles = ceil_div(s.queries, layout.queries());
+template <class Kernel, class L, class... Arguments>
+void launch_rows(Kernel kernel, const Sampling& s, L layout, Stream stream, Arguments... arguments) {
+  const int64_t tiles = layout.tiles(s);
   for (int64_t image = 0; image < s.images; image += kMaxGrid) {
     for (int64_t tile = 0; tile < tiles; tile += kMaxGrid) {
-      layout.first_image = image;
-      layout.first_query = tile * layout.queries();
+      layout.start_at(tile, image);
       const Grid grid(ceil_div(s.heads, layout.heads()), std::min(tiles - tile, kMaxGrid),
                       std::min(s.images - image, kMaxGrid));
       launch(kernel, grid, kThreads, stream, s, layout, arguments...);
@@ -69,12 +96,14 @@ void launch_rows(Kernel kernel, const Sampling& s, Layout layout, Stream stream,
   }
 }
 
-inline void forward(Type type, const Sampling& s, void* output, Stream stream) {
+inline void forward(Type type, const Sampling& s, void* output, Variants variants, Stream stream) {
   with_type(type, [&](auto number) {
     using T = decltype(number);
     with_width<T>(s, {output}, [&](auto width) {
       constexpr int N = decltype(width)::value;
-      launch_rows(forward_kernel<T, N>, s, layout_of<T>(s, N), stream, static_cast<T*>(output));
+      with_layout<T, N>(s, variants.tiles, [&](auto layout) {
+        launch_rows(forward_kernel<T, N, decltype(layout)>, s, layout, stream, static_cast<T*>(output));
+      });
     });
   });
 }
@@ -83,17 +112,36 @@ inline void forward(Type type, const Sampling& s, void* output, Stream stream) {
 struct GradientTensors {
   const void* output;
   void *value, *locations, *weights;  // value: zeros on entry; null to skip it
+  bool narrow = false;                // the gradient of value has the type of value
 };
 
-inline void backward(Type type, const Sampling& s, const GradientTensors& tensors, Stream stream) {
+// True if the variant half_atomics applies: the gradient of value can have the type of value.
+inline bool adds_narrow(Type type, const Sampling& s, const void* grad_output, Variants variants) {
+  bool narrow = false;
   with_type(type, [&](auto number) {
     using T = decltype(number);
-    const Gradients<T> gradients{static_cast<const T*>(tensors.output), static_cast<Sum<T>*>(tensors.value),
+    with_width<T>(s, {grad_output}, [&](auto width) { narrow = sizeof(T) == 2 && decltype(width)::value > 1; });
+  });
+  return variants.half_atomics && narrow;
+}
+
+inline void backward(Type type, const Sampling& s, const GradientTensors& tensors, Variants variants, Stream stream) {
+  with_type(type, [&](auto number) {
+    using T = decltype(number);
+    const Gradients<T> gradients{static_cast<const T*>(tensors.output), tensors.value,
                                  static_cast<Sum<T>*>(tensors.locations), static_cast<T*>(tensors.weights)};
     with_width<T>(s, {tensors.output, tensors.value}, [&](auto width) {
       constexpr int N = decltype(width)::value;
-      const auto kernel = tensors.value ? backward_kernel<T, N, true> : backward_kernel<T, N, false>;
-      launch_rows(kernel, s, layout_of<T>(s, N), stream, gradients);
+      if (!tensors.value) {
+        return launch_rows(backward_kernel<T, N, false, Sum<T>, Layout>, s, layout_of<T>(s, N), stream, gradients);
+      }
+      with_layout<T, N>(s, variants.tiles, [&](auto layout) {
+        using L = decltype(layout);
+        if constexpr (sizeof(T) == 2 && N > 1) {
+          if (tensors.narrow) return launch_rows(backward_kernel<T, N, true, T, L>, s, layout, stream, gradients);
+        }
+        launch_rows(backward_kernel<T, N, true, Sum<T>, L>, s, layout, stream, gradients);
+      });
     });
   });
 }

@@ -18,6 +18,7 @@ struct Call {
   double dropout_p;
   const Buffer* buffers;
   const int64_t (*strides)[3];
+  const char* variants;
   int32_t number_of_buffers;
 };
 
@@ -74,7 +75,9 @@ const char* guarded(const Call& call, Body body) {
 }  // namespace
 
 extern "C" const char* emulate_attend(const Call* call) {
-  return guarded(*call, [&](Type type) { attend(type, attention_of(*call), rows(*call, "output"), 0); });
+  return guarded(*call, [&](Type type) {
+    attend(type, attention_of(*call), rows(*call, "output"), variants_named(call->variants), 0);
+  });
 }
 
 extern "C" int32_t emulate_writes_narrow(const Call* call) {
@@ -85,7 +88,8 @@ extern "C" const char* emulate_attend_backward(const Call* call) {
   return guarded(*call, [&](Type type) {
     const Attention attention = attention_of(*call);
     const AttentionGradients gradients = gradients_of(*call);
-    attend_backward(type, attention, gradients, writes_narrow(type, attention, gradients), 0);
+    attend_backward(type, attention, gradients, writes_narrow(type, attention, gradients),
+                    variants_named(call->variants), 0);
   });
 }
 

@@ -19,6 +19,7 @@ struct Call {
   int64_t image_stride, cell_stride, head_stride;  // in bytes
   const int64_t* spatial_shapes;
   const int64_t* level_start_index;
+  const char* variants;
   const Buffer* buffers;
   int32_t number_of_buffers;
 };
@@ -95,15 +96,22 @@ const char* guarded(const Call& call, Body body) {
 
 extern "C" const char* emulate_forward(const Call* call) {
   return guarded(*call, [&] {
-    forward(static_cast<Type>(call->type), sampling_of(*call), buffer(*call, "output"), 0);
+    forward(static_cast<Type>(call->type), sampling_of(*call), buffer(*call, "output"), variants_named(call->variants),
+            0);
   });
+}
+
+extern "C" int32_t emulate_adds_narrow(const Call* call) {
+  return adds_narrow(static_cast<Type>(call->type), sampling_of(*call), buffer(*call, "grad_output"),
+                     variants_named(call->variants));
 }
 
 extern "C" const char* emulate_backward(const Call* call) {
   return guarded(*call, [&] {
     const GradientTensors gradients{buffer(*call, "grad_output"), buffer(*call, "grad_value"),
-                                    buffer(*call, "grad_locations"), buffer(*call, "grad_weights")};
-    backward(static_cast<Type>(call->type), sampling_of(*call), gradients, 0);
+                                    buffer(*call, "grad_locations"), buffer(*call, "grad_weights"),
+                                    emulate_adds_narrow(call) != 0};
+    backward(static_cast<Type>(call->type), sampling_of(*call), gradients, variants_named(call->variants), 0);
   });
 }
 

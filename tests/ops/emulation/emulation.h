@@ -111,6 +111,13 @@ void add(A* to, const A (&numbers)[N]) {
   for (int n = 0; n < N; ++n) to[n] += numbers[n];
 }
 
+// Numbers and sums are rounded to the type of the memory.
+template <class T>
+void add_narrow(T* to, const float (&numbers)[8]) {
+  memory.check(to, 8 * sizeof(T), true);
+  for (int n = 0; n < 8; ++n) to[n] = narrow(widen(to[n]) + widen(narrow(numbers[n], T{})), T{});
+}
+
 template <class S>
 void pin(S&) {}
 

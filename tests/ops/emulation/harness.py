@@ -15,7 +15,9 @@ from torch import Tensor
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[2] / "ops" / "csrc"
 TYPES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+TORCH = Path(torch.__file__).parent / "include"
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
+INCLUDES = (f"-I{SOURCES}", f"-I{HERE}", f"-isystem{TORCH}")
 SMALL_GRID = "-DDETR_BF_MAX_GRID=3"  # so that small problems take several launches
 # Undefined behaviour of C++ ends the process with a message.
 SANITIZER = ("-fsanitize=undefined", "-fno-sanitize-recover=undefined", "-static-libubsan")
@@ -46,6 +48,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in (*_SIZES, *_STRIDES)),
         ("spatial_shapes", ctypes.POINTER(ctypes.c_int64)),
         ("level_start_index", ctypes.POINTER(ctypes.c_int64)),
+        ("variants", ctypes.c_char_p),
         ("buffers", ctypes.POINTER(Buffer)),
         ("number_of_buffers", ctypes.c_int32),
     )
@@ -64,8 +67,7 @@ def build(folder: Path) -> ctypes.CDLL:
         *FLAGS,
         SMALL_GRID,
         *SANITIZER,
-        f"-I{SOURCES}",
-        f"-I{HERE}",
+        *INCLUDES,
         str(HERE / "driver.cpp"),
         "-o",
         str(library),
@@ -91,11 +93,19 @@ def bytes_spanned(tensor: Tensor) -> int:
 
 
 class Emulated:
-    """One set of inputs for forward and backward passes."""
+    """One set of inputs for forward and backward passes, and the names of the alternative kernels to use."""
 
-    def __init__(self, library: ctypes.CDLL, value: Tensor, shapes: Shapes, locations: Tensor, weights: Tensor) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        value: Tensor,
+        shapes: Shapes,
+        locations: Tensor,
+        weights: Tensor,
+        variants: str | None = None,
+    ) -> None:
         self.library, self.value, self.shapes = library, value, shapes
-        self.locations, self.weights = locations, weights
+        self.locations, self.weights, self.variants = locations, weights, variants
         self.starts = starts_of(shapes)
 
     def forward(self, output: Tensor | None = None) -> Tensor:
@@ -106,14 +116,15 @@ class Emulated:
         return output
 
     def backward(self, grad_output: Tensor, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of value, locations and weights; value's in the precision of sums by default."""
+        """Return the gradients of value, locations and weights; value's as the kernels sum it, or in order."""
         grad_locations = torch.full_like(self.locations, torch.inf)
         grad_weights = torch.full_like(self.weights, torch.inf)
         written = {"grad_locations": grad_locations, "grad_weights": grad_weights}
         if deterministic:
             self._run("emulate_backward", written, {"grad_output": grad_output})
             return self.gather(grad_output), grad_locations, grad_weights
-        grad_value = torch.zeros(self.value.shape, dtype=self.locations.dtype)
+        narrow = self.library.emulate_adds_narrow(ctypes.byref(self._call({}, {"grad_output": grad_output})))
+        grad_value = torch.zeros(self.value.shape, dtype=self.value.dtype if narrow else self.locations.dtype)
         self._run("emulate_backward", {**written, "grad_value": grad_value}, {"grad_output": grad_output})
         return grad_value, grad_locations, grad_weights
 
@@ -127,7 +138,12 @@ class Emulated:
     def _run(
         self, name: str, written: dict[str, Tensor], read: dict[str, Tensor] | None = None, *more: ctypes.c_int64
     ) -> None:
-        read = {"value": self.value, "locations": self.locations, "weights": self.weights, **(read or {})}
+        problem = getattr(self.library, name)(ctypes.byref(self._call(written, read or {})), *more)
+        if problem is not None:
+            raise EmulationError(problem.decode())
+
+    def _call(self, written: dict[str, Tensor], read: dict[str, Tensor]) -> _Call:
+        read = {"value": self.value, "locations": self.locations, "weights": self.weights, **read}
         buffers = [
             Buffer(name.encode(), tensor.data_ptr(), bytes_spanned(tensor), tensors is written)
             for tensors in (read, written)
@@ -136,15 +152,13 @@ class Emulated:
         images, cells, heads, channels = self.value.shape
         queries, levels, points = self.weights.shape[1], self.weights.shape[3], self.weights.shape[4]
         flat = [size for shape in self.shapes for size in shape]
-        call = _Call(
+        return _Call(
             TYPES[self.value.dtype],
             *(images, cells, queries, heads, channels, levels, points),
             *(stride * self.value.element_size() for stride in self.value.stride()[:3]),
             (ctypes.c_int64 * len(flat))(*flat),
             (ctypes.c_int64 * len(self.starts))(*self.starts),
+            None if self.variants is None else self.variants.encode(),
             (Buffer * len(buffers))(*buffers),
             len(buffers),
         )
-        problem = getattr(self.library, name)(ctypes.byref(call), *more)
-        if problem is not None:
-            raise EmulationError(problem.decode())
