@@ -401,7 +401,7 @@ def test_steps_checked_later_change_nothing(
 
 @pytest.mark.parametrize("device", [CPU, A_GPU])
 def test_the_device_does_not_matter(tmp_path: Path, device: torch.device) -> None:
-    """Steps that are checked later, as on a GPU, one of them skipped, give what a CPU gives that checks them at once."""
+    """Steps checked later, as on a GPU, two of them skipped, give what steps checked at once give on a CPU."""
     settings = {"epochs": 2, "max_skipped": 2, "ema_decay": 0.5, "log_every": 2, "batches": spoilt}
     wanted = make(tmp_path / "cpu", model=without_dropout(), **settings)
     found = make(tmp_path / "device", model=without_dropout(), device=device, later=device == CPU, **settings)

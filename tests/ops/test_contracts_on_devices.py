@@ -97,6 +97,8 @@ def operator_calls(device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]
     yield "batch_attention", (query, key, attended, mask, P, seed)
     yield "batch_attention_packed", (packed, None, P, seed)
     yield "batch_attention_backward", (detached[0], *detached, mask, P, seed)
+    if device.type == "cuda":
+        return  # whose dropout is torch's
     yield "dropout_add", (a, b, P, seed)
     yield "dropout_add", (a, None, P, seed)
     yield "relu_dropout", (a, P, seed)
@@ -119,17 +121,19 @@ def test_opcheck(device: torch.device) -> None:
     ],
 )
 def test_compile(device: torch.device, compiler: str) -> None:
-    """One graph holds all operators."""
+    """One graph holds all operators, and draws as they do without the compiler."""
 
-    def whole(seed: Tensor, *leaves: Tensor) -> Tensor:
+    def whole(seed: Tensor | None, *leaves: Tensor) -> Tensor:
         rest = list(leaves)
         results = [call(seed, *(rest.pop(0) for _ in range(counts[name]))) for name, call in CALLS.items()]
         return torch.cat([result.flatten() * 2 for result in results])
 
     counts = {name: len(inputs_of(name, device)) for name in CALLS}
     leaves = [leaf for name in CALLS for leaf in inputs_of(name, device)]
-    expected = passes(whole, seed_on(device), leaves)
-    assert_close(passes(compile_whole(whole, compiler), seed_on(device), leaves), expected)
+    torch.manual_seed(0)
+    expected = passes(whole, None, leaves)
+    torch.manual_seed(0)
+    assert_close(passes(compile_whole(whole, compiler), None, leaves), expected)
 
 
 # ---- GPU only ----
