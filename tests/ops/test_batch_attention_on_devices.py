@@ -102,7 +102,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("images", [3, 6, 12])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_layouts(device: torch.device, dtype: torch.dtype, images: int, layout: str) -> None:
-    """Of each argument alone, of all, and of the gradient."""
+    """Change the layout of each argument alone, of all, and of the gradient."""
     plain = random(images, 5, 2, 32, dtype=dtype)
     changed, call = [LAYOUTS[layout](tensor.to(device)) for tensor in plain], operator(None, 0.0, device)
     for which in ((0,), (1,), (2,), (0, 1, 2)):

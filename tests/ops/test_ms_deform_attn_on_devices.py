@@ -253,7 +253,7 @@ def test_a_location_that_is_not_finite_is_seen(
 @both_modes
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_cell_centres_and_edges(device: torch.device, deterministic: bool, dtype: torch.dtype) -> None:
-    """Where the derivative jumps it is the right-hand one, as that of the reference on a CPU."""
+    """A derivative that jumps there is the right-hand one, as that of the reference on a CPU."""
     shapes = ((2, 4),)
     value, _, weights = deformable(dtype, shapes, images=1, queries=36, heads=1, channels=8, points=1)
     x, y = torch.tensor([0.5, 3.5, 0.0, 4.0, -0.5, 4.5]) / 4, torch.tensor([0.5, 1.5, 2.0, 1.0, -0.5, 0.0]) / 2
