@@ -26,11 +26,13 @@ unset DETR_BF_OPS DETR_BF_CUDA_VARIANTS
 
 declare -A limit=([build]=90 [correct]=90 [operators]=75 [steps]=110 [demo]=75 [attention]=30 [inference]=40
                   [loading]=45 [sanitize]=60 [profile]=40 [compile]=150 [compare]=190)
+slower=1
+[ "$device" = cuda ] || slower=8  # a CPU may be shared
 
 say() { printf '\n=== %s, %ds of %ds ===\n' "$*" "$SECONDS" "$total"; }
 
 phase() {  # phase NAME: run the function of that name within its limit, or what is left of the total
-    local name=$1 allowed=${limit[$1]} left=$((total - SECONDS)) code=0 begin=$SECONDS
+    local name=$1 allowed=$((slower * limit[$1])) left=$((total - SECONDS)) code=0 begin=$SECONDS
     ((allowed > left)) && allowed=$left
     if ((allowed < 8)); then
         say "$name: left out, no time"
@@ -85,12 +87,17 @@ sys.path.insert(0, "ops")
 import build
 record = build.FOLDER / build.RECORD
 wanted = ["cpu", "cuda"] if os.environ["device"] == "cuda" else ["cpu"]
+
+def not_wanted():
+    raise build.BuildError("this is a run on a CPU")
+
 if record.is_file() and json.loads(record.read_text())["sources"] == build.digest_of_sources() and all(
     (build.FOLDER / f"{name}.so").is_file() for name in wanted
 ):
     print("compiled from these sources already")
     sys.exit()
 build.CUDA_ARCHITECTURES = ("90",)
+build.find_cuda = build.find_cuda if "cuda" in wanted else not_wanted
 begin = time.monotonic()
 results = build.build(strict=True)
 for name, result in results.items():
@@ -106,7 +113,7 @@ correct() {  # tests that need a GPU; on a CPU those of the same files that are 
     [ "$device" = cuda ] || select="not slow and not gpu"
     [ -z "$quick" ] || files=(tests/test_devices.py)
     # Several processes share the GPU: its tests are small.
-    "$python" -m pytest -q -n "${TEST_PROCESSES:-6}" -m "$select" -p no:cacheprovider -o pythonpath= -o timeout=60 \
+    "$python" -m pytest -q -n "$TEST_PROCESSES" -m "$select" -p no:cacheprovider -o pythonpath= -o timeout=60 \
         "${files[@]}" > "$out/tests.txt" 2>&1
     local code=$?
     grep -E '^(FAILED|ERROR|E  )' "$out/tests.txt" | head -n 60
@@ -114,7 +121,10 @@ correct() {  # tests that need a GPU; on a CPU those of the same files that are 
     return $code
 }
 
-operators() { timings operators; }
+operators() {
+    [ "$device" = cpu ] || [ -f "$DEFORMOPS" ] || { echo "deformops is not ready:"; tail -n 3 "$scratch/deformops.log"; }
+    timings operators
+}
 attention() { timings attention; }
 steps() { timings steps; }
 inference() { timings inference; }
@@ -136,16 +146,16 @@ wait_for_digits() {
 
 demo() {  # `make demo` on this device, to its AP
     wait_for_digits || return 1
-    train_demo "$scratch/demo" data.workers="${WORKERS:-6}"
+    train_demo "$scratch/demo" data.workers="$WORKERS"
     local code=$?
     cp "$scratch/demo/metrics.jsonl" "$out/demo.jsonl" 2> /dev/null
     return $code
 }
 
-loading() {  # seconds of a step of the demo with 0 and 6 workers; a step of the phase `demo` is the third way
+loading() {  # seconds of a step of the demo, loaded in the training process and by workers
     wait_for_digits || return 1
     local workers code=0
-    for workers in 0 6; do
+    for workers in 0 "$WORKERS"; do
         train_demo "$scratch/workers$workers" data.workers=$workers train.max_steps=$([ -n "$quick" ] && echo 2 || echo 60) \
             train.epochs=1 eval.pictures=0 data.check=false > "$scratch/loading.log" 2>&1 || { code=1; tail -n 5 "$scratch/loading.log"; }
         "$python" - "$workers" "$scratch/workers$workers/metrics.jsonl" >> "$out/loading.jsonl" << 'P'
@@ -177,12 +187,13 @@ profile() {
 }
 
 compile() {
-    local recipe=rtdetr/rtdetr_r50 side=640 images=16 precision=bf16
-    if [ -n "$quick" ]; then recipe=small side=64 images=2 precision=float32; fi
-    "$python" benchmarks/step.py --device "$device" --recipe "$recipe" --height $side --width $side --batch-sizes $images \
-        --rounds "$([ -n "$quick" ] && echo 2 || echo 6)" --precisions $precision \
-        --compare ${quick:+train.channels_last=true} ${quick:-train.compile=true train.channels_last=true train.compile=true,train.channels_last=true} \
-        --output "$out/compile.json"
+    local recipe=rtdetr/rtdetr_r50 side=640 images=16 precision=bf16 rounds=6
+    local compared=(train.channels_last=true train.compile=true train.compile=true,train.channels_last=true)
+    if [ -n "$quick" ]; then
+        recipe=small side=64 images=2 precision=float32 rounds=2 compared=(train.channels_last=true)
+    fi
+    "$python" benchmarks/step.py --device "$device" --recipe "$recipe" --height $side --width $side --rounds $rounds \
+        --batch-sizes $images --precisions $precision --compare "${compared[@]}" --output "$out/compile.json"
 }
 
 compare() {  # cells of a comparison that share the GPU; finished cells are kept
@@ -198,10 +209,17 @@ compare() {  # cells of a comparison that share the GPU; finished cells are kept
 main() {
     echo "phases: $*"
     prepare || { echo "prepare failed"; return 1; }
-    export root out carry device quick python scratch WORKERS="${WORKERS:-6}" JOBS="${JOBS:-8}"
+    export root out carry device quick python scratch JOBS="${JOBS:-8}" WORKERS="${WORKERS:-$([ "$device" = cuda ] && echo 6 || echo 1)}"
+    export TEST_PROCESSES="${TEST_PROCESSES:-$([ "$device" = cuda ] && echo 6 || echo 2)}"
+    # In the background, meanwhile: the data of the demo, and the kernels of deformops, which it compiles when it is used.
     case " $* " in *" demo "* | *" loading "*)
-        (nice "$python" tools/make_sample_data.py digits --output "$scratch/digits" > "$scratch/digits.log" 2>&1
+        (nice "$python" tools/make_sample_data.py digits --output "$scratch/digits" \
+            ${quick:+--num-train 16 --num-val 8} > "$scratch/digits.log" 2>&1
          touch "$scratch/digits.done") & ;;
+    esac
+    case "$device $*" in "cuda "*" operators"*)
+        export DEFORMOPS=$scratch/deformops.done
+        (nice "$python" benchmarks/gpu.py peers > "$scratch/deformops.log" 2>&1 && touch "$DEFORMOPS") & ;;
     esac
     local name
     for name in "$@"; do

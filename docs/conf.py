@@ -59,7 +59,7 @@ CONTENTS = {
         "docs/reference/settings",
         "docs/reference/api",
     ],
-    "Evidence": ["docs/results", "docs/verification", "docs/fidelity", "benchmarks/README"],
+    "Evidence": ["docs/results", "docs/verification", "docs/fidelity", "docs/gpu", "benchmarks/README"],
     "Project": ["CONTRIBUTING", "CHANGELOG"],
 }
 

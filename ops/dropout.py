@@ -1,8 +1,8 @@
 """Dropout fused with the neighbouring operation of a transformer layer: one pass over memory, no stored mask.
 
-The probability is rounded to a multiple of 1 / 65,536, and kept elements are scaled by the inverse of the rounded keep
-probability. The dropped elements depend only on the seed and their indices: they are the same on every device, for any
-number of threads, and in the backward pass, which recomputes them.
+On a CPU the probability is rounded to a multiple of 1 / 65,536, and kept elements are scaled by the inverse of the
+rounded keep probability. The dropped elements depend only on the seed and their indices: they are the same for any
+number of threads, and in the backward pass, which recomputes them. On a GPU this is torch's own dropout.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from detr_bf.ops import library
@@ -28,7 +29,7 @@ def residual_dropout(residual: Tensor, update: Tensor, p: float, *, seed: Tensor
         residual: any shape; float64, float32, float16 or bfloat16.
         update: of the same shape.
         p: probability of dropping an element of the update.
-        seed: 0-d int64 on the device of the update; None draws one.
+        seed: 0-d int64 on the device of the update, chooses the elements as on a CPU; None draws one.
 
     Raises:
         ValueError: shapes or devices differ, p is not in [0, 1].
@@ -41,8 +42,10 @@ def residual_dropout(residual: Tensor, update: Tensor, p: float, *, seed: Tensor
         )
     if p == 0:
         return residual + update
+    if seed is None and update.device.type == "cuda":
+        return residual + F.dropout(update, p)
     seed = random_seed(update.device) if seed is None else seed
-    if not library.compiled(update.device):
+    if update.device.type == "cuda" or not library.compiled(update.device):
         return residual + dropout_reference(update, p, seed)
     dtype = torch.promote_types(residual.dtype, update.dtype)
     return torch.ops.detr_bf.dropout_add(update.to(dtype), residual.to(dtype), p, seed)
@@ -53,8 +56,10 @@ def relu_dropout(x: Tensor, p: float, *, seed: Tensor | None = None) -> Tensor:
     check_probability(p)
     if p == 0:
         return torch.relu(x)
+    if seed is None and x.device.type == "cuda":
+        return F.dropout(torch.relu(x), p)
     seed = random_seed(x.device) if seed is None else seed
-    if not library.compiled(x.device):
+    if x.device.type == "cuda" or not library.compiled(x.device):
         return dropout_reference(torch.relu(x), p, seed)
     return torch.ops.detr_bf.relu_dropout(x, p, seed)
 

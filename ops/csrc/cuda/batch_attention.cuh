@@ -184,7 +184,7 @@ struct Softmax {
   // The term of this key, and the factor for all earlier terms.
   __device__ A add(int q, A logit, A& factor) {
     const A larger = fmax(most[q], logit);
-    const bool nothing = larger == -static_cast<A>(INFINITY);  // every key so far is ignored
+    const bool nothing = larger == -static_cast<A>(INFINITY) && logit == larger;  // every key so far is ignored
     factor = nothing ? 1 : exp(most[q] - larger);
     const A part = nothing ? 0 : exp(logit - larger);
     most[q] = larger;

@@ -1,10 +1,9 @@
-// The kernels of batch_attention and dropout on the emulated GPU, for ctypes.
+// The kernels of batch_attention on the emulated GPU, for ctypes.
 #include <cmath>
 #include <cstdint>
 #include <string>
 
 #include "cuda/batch_attention_launch.cuh"
-#include "cuda/dropout.cuh"
 
 namespace {
 
@@ -14,7 +13,7 @@ using namespace detr_bf::cuda;
 // Sizes of one call; `buffers` are the tensors by name, with the strides of their first three dimensions.
 struct Call {
   int32_t type;
-  int64_t images, positions, heads, channels, elements;
+  int64_t images, positions, heads, channels;
   double dropout_p;
   const Buffer* buffers;
   const int64_t (*strides)[3];
@@ -55,8 +54,6 @@ AttentionGradients gradients_of(const Call& c) {
   return {rows(c, "grad_output"), rows(c, "grad_query"), rows(c, "grad_key"), rows(c, "grad_value")};
 }
 
-Elements elements_of(const Call& c) { return {c.elements, Dropping(DropoutRate(c.dropout_p), buffer(c, "seed"))}; }
-
 std::string error;
 
 // Error message, or empty.
@@ -90,25 +87,5 @@ extern "C" const char* emulate_attend_backward(const Call* call) {
     const AttentionGradients gradients = gradients_of(*call);
     attend_backward(type, attention, gradients, writes_narrow(type, attention, gradients),
                     variants_named(call->variants), 0);
-  });
-}
-
-extern "C" const char* emulate_dropout_add(const Call* call) {
-  return guarded(*call, [&](Type type) {
-    const Elements elements = elements_of(*call);
-    dropout_add(type, elements, buffer(*call, "input"), buffer(*call, "residual"), buffer(*call, "output"), 0);
-  });
-}
-
-extern "C" const char* emulate_relu_dropout(const Call* call) {
-  return guarded(*call, [&](Type type) {
-    relu_dropout(type, elements_of(*call), buffer(*call, "input"), buffer(*call, "output"), 0);
-  });
-}
-
-extern "C" const char* emulate_relu_dropout_backward(const Call* call) {
-  return guarded(*call, [&](Type type) {
-    relu_dropout_backward(type, elements_of(*call), buffer(*call, "grad_output"), buffer(*call, "relu_output"),
-                          buffer(*call, "output"), 0);
   });
 }

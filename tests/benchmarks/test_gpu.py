@@ -1,0 +1,92 @@
+"""The script for a machine with a GPU, tried on a CPU, and its parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpu
+
+ROOT = Path(__file__).parents[2]
+PHASES = ("build", "correct", "operators", "steps", "demo", "attention", "inference", "loading", "compile")
+
+
+def without_network() -> list[str]:
+    """Return the command that runs another one without a network, if this user may."""
+    command = ["unshare", "--map-root-user", "--net"]
+    allowed = shutil.which("unshare") and subprocess.run([*command, "true"], capture_output=True).returncode == 0
+    return command if allowed else []
+
+
+def test_all_phases_of_a_cpu_end_in_a_checkout_without_network(tmp_path: Path) -> None:
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    checkout = tmp_path / "checkout"
+    for name in filter(None, files.split("\0")):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
+    if (ROOT / "ops" / "compiled").is_dir():
+        shutil.copytree(ROOT / "ops" / "compiled", checkout / "ops" / "compiled")
+    before = {path for path in checkout.rglob("*") if path.is_file()}
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "DETR_BF_OPS")}
+    environment |= {"DEVICE": "cpu", "QUICK": "1", "PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
+    environment |= {"SECONDS_TOTAL": "3000", "CARRY": str(tmp_path / "nothing"), "OMP_NUM_THREADS": "1"}
+    command = [*without_network(), "bash", str(checkout / "benchmarks" / "gpu.sh")]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    said = done.stdout[-4000:] + done.stderr[-2000:]
+    assert done.returncode == 0, said
+    assert done.stdout.rstrip().endswith("all phases are fine"), said
+    for phase in PHASES:
+        assert f"--- {phase}: exit 0" in done.stdout
+    assert {path for path in checkout.rglob("*") if path.is_file()} == before, "nothing is left in the checkout"
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert set(results) == {"operators", "steps", "attention", "inference"}
+    assert all(each["rows"] and not each["failures"] and not each["left_out"] for each in results.values())
+    assert len(list((tmp_path / "out").iterdir())) <= 8
+
+
+def test_a_failed_phase_does_not_stop_the_others_and_an_unknown_one_is_named(tmp_path: Path) -> None:
+    environment = os.environ | {"DEVICE": "cpu", "QUICK": "1", "PYTHON": sys.executable, "OUT": str(tmp_path)}
+    command = ["bash", str(ROOT / "benchmarks" / "gpu.sh"), "sanitize", "nonsense", "build"]
+    environment |= {"CARRY": str(tmp_path / "nothing"), "PATH": "/usr/bin:/bin"}  # no compute-sanitizer
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    ended = done.stdout.splitlines()
+    assert "NOT FINE: sanitize (exit 1)" in ended
+    assert "NOT FINE: nonsense (unknown phase)" in ended
+    assert any(line.startswith("--- build: exit 0") for line in ended), done.stdout
+    assert (tmp_path / "log.txt").read_text() == done.stdout
+
+
+def test_a_case_that_fails_is_reported_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(phase: gpu.Phase) -> None:
+        with phase.case("one"):
+            raise ValueError("of one")
+        with phase.case("two"):
+            phase.note(case="two", ms=1.0)
+        assert phase.over("three", 1e9)
+
+    monkeypatch.setitem(gpu.PHASES, "target", broken)
+    file = tmp_path / "results.json"
+    file.write_text('{"steps": {"rows": []}}')
+    assert gpu.main(["target", "--device", "cpu", "--output", str(file)]) == 1
+    found = json.loads(file.read_text())
+    assert set(found) == {"steps", "target"}, "the results of other phases stay"
+    assert found["target"]["rows"] == [{"case": "two", "ms": 1.0}]
+    assert found["target"]["failures"] == ["one: ValueError: of one"]
+    assert found["target"]["left_out"] == ["three"]
+    assert "FAILURE one: ValueError: of one" in capsys.readouterr().out
+
+
+def test_carried_files_are_limited_and_files_of_others_stay(tmp_path: Path) -> None:
+    command = ["bash", str(ROOT / "benchmarks" / "carry.sh"), str(tmp_path / "missing.whl")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "missing.whl does not exist" in done.stderr
