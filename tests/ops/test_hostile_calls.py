@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from detr_bf.ops import library
-from tests.kernels import CUDA_KERNELS, needs_kernels
+from tests.kernels import needs_kernels
 
 if library.DECLARED:
     from tests.ops.hostile import CASES
@@ -35,10 +35,10 @@ def found() -> dict[str, str]:
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=CUDA_KERNELS.marks if name.endswith("CUDA") else ()) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_a_hostile_call_is_refused(name: str, found: dict[str, str]) -> None:
+    if name.endswith("CUDA") and library.PROBLEMS["cuda"] is not None:
+        pytest.skip("no kernels for CUDA here")
     assert CASES[name][1] in found[name]
 
 
