@@ -109,11 +109,11 @@ P
 }
 
 correct() {  # tests that need a GPU; on a CPU those of the same files that are for a CPU
-    local select=gpu files=(tests/ops tests/engine/test_waits.py tests/test_devices.py)
+    local select=gpu files=(tests/ops tests/detectors/test_detectors_on_devices.py tests/engine/test_trainer.py tests/engine/test_waits.py tests/test_devices.py)
     [ "$device" = cuda ] || select="not slow and not gpu"
     [ -z "$quick" ] || files=(tests/test_devices.py)
-    # Several processes share the GPU: its tests are small.
-    "$python" -m pytest -q -n "$TEST_PROCESSES" -m "$select" -p no:cacheprovider -o pythonpath= -o timeout=60 \
+    # Several processes share the GPU: its tests are small, and those that are not wait for each other.
+    OMP_NUM_THREADS=2 "$python" -m pytest -q -n "$TEST_PROCESSES" -m "$select" -p no:cacheprovider -o pythonpath= -o timeout=120 \
         "${files[@]}" > "$out/tests.txt" 2>&1
     local code=$?
     grep -E '^(FAILED|ERROR|E  )' "$out/tests.txt" | head -n 60

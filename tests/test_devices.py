@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from detr_bf.devices import HostCopy, float32_products, send, tensor_on
+from tests.kernels import A_GPU
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def precision() -> tuple[str, bool, bool]:
@@ -31,7 +31,7 @@ def test_float32_products_of_a_cpu_stay(chosen: str) -> None:
         assert precision() == before
 
 
-@pytest.mark.parametrize("device", [CPU, pytest.param(GPU, marks=needs_gpu)], ids=str)
+@pytest.mark.parametrize("device", [CPU, A_GPU])
 def test_copies(device: torch.device) -> None:
     numbers = tensor_on(device, [[1, 2], [3, 4]], torch.float64)
     assert torch.equal(numbers, torch.tensor([[1, 2], [3, 4]], dtype=torch.float64, device=device))
@@ -39,12 +39,12 @@ def test_copies(device: torch.device) -> None:
     assert HostCopy((numbers * 2).requires_grad_()).get().tolist() == [[2, 4], [6, 8]]
 
 
-@needs_gpu
-def test_float32_products_on_a_gpu_are_what_the_setting_says() -> None:
-    a, b = (torch.randn(512, 512, device=GPU) for _ in range(2))
+@pytest.mark.parametrize("device", [A_GPU])
+def test_float32_products_on_a_gpu_are_what_the_setting_says(device: torch.device) -> None:
+    a, b = (torch.randn(512, 512, device=device) for _ in range(2))
     exact = a.double() @ b.double()
     errors = {}
     for chosen in ("high", "highest"):
-        with float32_products(GPU, chosen):
+        with float32_products(device, chosen):
             errors[chosen] = float((a @ b - exact).abs().max() / exact.abs().max())
     assert errors["highest"] < 1e-6 < errors["high"] < 1e-2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-PACKAGE = Path(__file__).parents[1] / "detr_bf"
+PACKAGE = Path(__file__).resolve().parents[1] / "detr_bf"
 HOST = {"cpu", "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__"}
 HOST |= {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "equal", "allclose", "is_nonzero"}
 
@@ -37,10 +38,16 @@ def reads_a_mask(index: Any) -> bool:
     return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
 
 
+@cache
+def resolved(file: str) -> Path:
+    """Return the file that a link of an uninstalled checkout points to."""
+    return Path(file).resolve()
+
+
 def place() -> str:
     """Return the innermost line of the package."""
     for frame in reversed(traceback.extract_stack()):
-        path = Path(frame.filename)
+        path = resolved(frame.filename)
         if path.is_relative_to(PACKAGE) or path.is_relative_to(PACKAGE.parent / "ops"):
             return f"{path.relative_to(PACKAGE.parent)}:{frame.lineno}"
     return "elsewhere"

@@ -26,6 +26,9 @@ from detr_bf.errors import Interrupted, TrainingError
 from detr_bf.evaluation import ScoreThresholds
 from detr_bf.losses import LossReport
 from tests.engine.steps import BATCHES, CLASSES, FEATURES, Examples, examples, regression, spoilt, squared_error
+from tests.kernels import A_GPU
+
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -67,10 +70,11 @@ def make(
     resume_from: Checkpoint | None = None,
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     later: bool = False,
+    device: torch.device = CPU,
     **settings: Any,
 ) -> Trainer:
     """Build a trainer; with ``later`` it checks each step during the next one, as on a GPU."""
-    model, run = model or regression(), RunFolder(folder)
+    model, run = (model or regression()).to(device), RunFolder(folder)
     run.create()
     progress = resume_from.training["progress"] if resume_from is not None and resume_from.training else None
     kept = {"train": progress["step"], "val": progress["evaluated_step"]} if progress else None
@@ -78,7 +82,7 @@ def make(
     parameters = [{"name": "all", "params": list(model.parameters()), "lr": 0.1, "base_lr": 0.1}]
     total = trained.epochs * math.ceil(BATCHES / trained.accumulate)
     trainer = Trainer(
-        step=TrainingStep(model, squared_error, torch.device("cpu"), torch.float32),
+        step=TrainingStep(model, squared_error, device, torch.float32),
         optimizer=optimizer(parameters, fused=True),
         learning_rate=LearningRate("cosine", total_steps=total, warmup_steps=2),
         make_batches=lambda epoch, start: (batches(epoch, number) for number in range(start, BATCHES)),
@@ -91,7 +95,7 @@ def make(
         config={"of": "a test"},
         resume_from=resume_from,
     )
-    trainer.checks_later = later
+    trainer.checks_later |= later
     return trainer
 
 
@@ -393,6 +397,31 @@ def test_steps_checked_later_change_nothing(
     assert logs[0] == logs[1]
     captures = [sorted(path.name for path in (each.folder.path / "captures").iterdir()) for each in runs.values()]
     assert captures[0] == captures[1]
+
+
+@pytest.mark.parametrize("device", [CPU, A_GPU])
+def test_the_device_does_not_matter(tmp_path: Path, device: torch.device) -> None:
+    """Steps checked later, as on a GPU, two of them skipped, give what steps checked at once give on a CPU."""
+    settings = {"epochs": 2, "max_skipped": 2, "ema_decay": 0.5, "log_every": 2, "batches": spoilt}
+    wanted = make(tmp_path / "cpu", model=without_dropout(), **settings)
+    found = make(tmp_path / "device", model=without_dropout(), device=device, later=device == CPU, **settings)
+    assert found.checks_later
+    for each in (wanted, found):
+        each.train()
+    assert found.progress == wanted.progress
+    assert wanted.progress.skipped == 2
+    for part in ("model", "evaluation_model"):
+        for name, value in getattr(wanted, part).state_dict().items():
+            ours = getattr(found, part).state_dict()[name]
+            assert ours.device.type == device.type
+            torch.testing.assert_close(ours.cpu(), value, rtol=1e-5, atol=1e-5)
+    logs = [[record["loss"] for record in records(each.folder.path, "train")] for each in (wanted, found)]
+    assert logs[1] == pytest.approx(logs[0], rel=1e-4)
+
+
+def without_dropout() -> nn.Module:
+    first, _, last = regression()
+    return nn.Sequential(nn.BatchNorm1d(FEATURES), first, last)
 
 
 def test_a_step_checked_later_is_read_after_the_next_forward_pass(

@@ -22,6 +22,7 @@ from detr_bf.structures import Batch
 from tests.classification.masked import autoencoder, batch_former
 from tests.detectors import tiny
 from tests.engine.steps import batches
+from tests.kernels import A_GPU
 from tests.plugins import tiny as tiny_images
 from tests.plugins.test_plugins import PLUGINS, plugged
 from tests.waits import GpuTensor, waits
@@ -47,7 +48,9 @@ def on_gpu(batch: Batch) -> Batch:
     return replace(batch, images=marked(batch.images), padding_mask=marked(batch.padding_mask), targets=targets)
 
 
-def detector_step(name: str, *, masks: bool = False, loss: str = "", device: str = "cpu") -> TrainingStep:
+def detector_step(
+    name: str, *, masks: bool = False, loss: str = "", device: torch.device | str = "cpu"
+) -> TrainingStep:
     head = {}
     if masks:
         head = {"mask_head": MaskHead(tiny.DIM, heads=2, finer_channels=[3] * max(0, tiny.DETECTORS[name].maps - 1))}
@@ -141,10 +144,10 @@ def test_the_stand_in_sees_waits(read: Any) -> None:
     assert len(found) == 2, "not that of the tensor on the host"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("device", [A_GPU])
 @pytest.mark.parametrize("name", tiny.DETECTORS)
-def test_a_step_on_a_gpu_waits_for_the_matching_alone(name: str) -> None:
-    training, batch = detector_step(name, device="cuda"), batches()[0].pin_memory()
+def test_a_step_on_a_gpu_waits_for_the_matching_alone(device: torch.device, name: str) -> None:
+    training, batch = detector_step(name, device=device), batches()[0].pin_memory()
     training(batch).total.backward()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")

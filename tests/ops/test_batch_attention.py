@@ -336,19 +336,3 @@ def test_the_operator_itself_refuses_what_would_crash() -> None:
         op(query.long(), key.long(), value.long(), None, 0.0, None)
     with pytest.raises(RuntimeError, match="grad_output must have"):
         torch.ops.detr_bf.batch_attention_backward(query[:2], query, key, value, None, 0.0, None)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("sizes", [*SIZES, (2, 300, 4, 64), (64, 3, 4, 64), (9, 7, 4, 128)])
-@pytest.mark.parametrize("p", [0.0, 0.5])
-def test_on_a_gpu(sizes: tuple[int, int, int, int], p: float) -> None:
-    """The GPU gives the same result, gradients and dropped weights as the CPU."""
-    tensors, mask = [tensor.float() for tensor in example(*sizes)], example_mask(*sizes[:2])
-    outputs = []
-    for device in ("cpu", "cuda"):
-        leaves = [tensor.to(device).requires_grad_() for tensor in tensors]
-        output = batch_attention(*leaves, mask.to(device), p, seed=SEED.to(device))
-        gradient = torch.linspace(-1, 1, output.numel()).view(output.shape).to(device)
-        outputs.append([output, *torch.autograd.grad(output, leaves, gradient)])
-    for ours, theirs in zip(*outputs, strict=True):
-        torch.testing.assert_close(theirs.cpu(), ours, rtol=1e-5, atol=1e-5)

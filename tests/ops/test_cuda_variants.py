@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
 if library.PROBLEMS["cuda"] is not None:
     pytest.skip(f"the kernels for CUDA do not run: {library.PROBLEMS['cuda']}", allow_module_level=True)
 
+pytestmark = pytest.mark.gpu
 SHAPES = [(50, 67), (25, 34), (13, 17), (7, 9)]
 CELLS = sum(height * width for height, width in SHAPES)
 DEVICE = "cuda"

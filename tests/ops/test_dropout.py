@@ -244,15 +244,6 @@ def test_the_operator_itself_refuses_what_would_crash() -> None:
         torch.ops.detr_bf.relu_dropout(x.long(), 0.5, SEED)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_on_a_gpu_the_same_is_dropped(dtype: torch.dtype) -> None:
-    x, y = torch.randn(3, 1001).to(dtype), torch.randn(3, 1001).to(dtype)
-    for function in (lambda a, b, s: residual_dropout(a, b, 0.3, seed=s), lambda a, b, s: relu_dropout(a, 0.3, seed=s)):
-        expected, found = function(x, y, SEED), function(x.cuda(), y.cuda(), SEED.cuda())
-        torch.testing.assert_close(found.cpu(), expected)
-
-
 def test_second_derivatives_are_those_of_the_formula() -> None:
     x = torch.randn(4, 33, dtype=torch.float64, requires_grad=True)
     seed = torch.tensor(5)
