@@ -464,6 +464,7 @@ def _autocast(phase: Phase, precision: str) -> Callable[[], Any]:
 
 
 def _note_ways(phase: Phase, title: str, ways: Mapping[str, Callable[[], object]], images: int, budget: float) -> None:
+    ways = {name: function for name, function in ways.items() if _works(phase, title, name, function)}
     times = milliseconds(phase, ways, budget)
     for name, function in ways.items():
         spread = times[name]
@@ -477,6 +478,18 @@ def _note_ways(phase: Phase, title: str, ways: Mapping[str, Callable[[], object]
         )
 
 
+def _works(phase: Phase, title: str, name: str, function: Callable[[], object]) -> bool:
+    """Call a function once; note the error of one that is not ours."""
+    try:
+        function()
+    except Exception as error:
+        if name.startswith("ours"):
+            raise
+        phase.note(case=title, way=name, error=f"{type(error).__name__}: {str(error)[:200]}")
+        return False
+    return True
+
+
 def _note_kernels(phase: Phase, title: str, function: Callable[[], object]) -> None:
     """Note the share of the time in which the GPU computes, and that of each of the longest kernels."""
     from torch.profiler import ProfilerActivity, profile
@@ -488,7 +501,7 @@ def _note_kernels(phase: Phase, title: str, function: Callable[[], object]) -> N
         _wait(phase)
         seconds = time.perf_counter() - begin
     table = sorted(recorded.key_averages(), key=lambda each: -each.self_device_time_total)
-    total = sum(each.self_device_time_total for each in table)
+    total = sum(each.self_device_time_total for each in table) or 1.0
     longest = {each.key[:90]: each.self_device_time_total / total for each in table[:12]}
     phase.note(case=title, busy=total / 1e6 / seconds, kernels=sum(each.count for each in table), shares=longest)
 

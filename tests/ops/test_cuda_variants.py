@@ -72,7 +72,7 @@ def test_batch_attention(
     images: int, dtype: torch.dtype, masked: bool, p: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DETR_BF_CUDA_VARIANTS", "one_pass")
-    tolerance = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     for channels in (32, 64):
         wanted = attention(images, channels, masked, p, torch.float64)
         assert_close(attention(images, channels, masked, p, dtype), wanted, [tolerance] * 4)
