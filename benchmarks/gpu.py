@@ -503,7 +503,12 @@ def _note_kernels(phase: Phase, title: str, function: Callable[[], object]) -> N
     table = sorted(recorded.key_averages(), key=lambda each: -each.self_device_time_total)
     total = sum(each.self_device_time_total for each in table) or 1.0
     longest = {each.key[:90]: each.self_device_time_total / total for each in table[:12]}
-    phase.note(case=title, busy=total / 1e6 / seconds, kernels=sum(each.count for each in table), shares=longest)
+    phase.note(
+        case=title,
+        busy=total / 1e6 / seconds,
+        kernels=sum(each.count for each in table if each.self_device_time_total),
+        shares=longest,
+    )
 
 
 # ---- calls for compute-sanitizer and ncu ----
