@@ -42,6 +42,10 @@ def half_precision(onnx_model: Any) -> Any:
             op_block_list=sorted({*convert.DEFAULT_OP_BLOCK_LIST, *_EXACT_INPUTS}),
             node_block_list=sorted(exact_nodes(onnx_model.graph)),
         )
+        # onnxruntime 1.25 to 1.31 casts a value again for each operator that reads it, under the same name.
+        nodes = {tuple(node.output): node for node in converted.graph.node}
+        del converted.graph.node[:]
+        converted.graph.node.extend(nodes.values())
         sorted_model = models.OnnxModel(converted)
         sorted_model.topological_sort()
     return sorted_model.model
