@@ -14,7 +14,7 @@ cd "$root" || exit 2
 out=${OUT:-runs/gpu}
 mkdir -p "$out" || exit 2
 out=$(cd "$out" && pwd)
-carry=${CARRY:-.gpu}
+carry=$(realpath -m "${CARRY:-.gpu}")
 device=${DEVICE:-cuda}
 quick=${QUICK:+--quick}
 total=${SECONDS_TOTAL:-470}
@@ -24,7 +24,7 @@ trap 'rm -rf "$scratch"' EXIT
 failed=()
 unset DETR_BF_OPS DETR_BF_CUDA_VARIANTS
 
-declare -A limit=([build]=90 [correct]=90 [operators]=75 [steps]=110 [demo]=75 [attention]=30 [inference]=40
+declare -A limit=([build]=90 [correct]=110 [operators]=75 [steps]=110 [demo]=75 [attention]=30 [inference]=40
                   [loading]=45 [sanitize]=60 [profile]=40 [compile]=150 [compare]=190)
 slower=1
 [ "$device" = cuda ] || slower=8  # a CPU may be shared
@@ -40,14 +40,15 @@ phase() {  # phase NAME: run the function of that name within its limit, or what
         return
     fi
     say "$name, at most ${allowed}s"
-    # A process group of its own, so that the limit ends everything that the phase has started.
-    ALLOWED=$((allowed - 5)) timeout --kill-after=5 "$allowed" bash -c "$(declare -f); set -uo pipefail; $name" || code=$?
+    # At the limit all programs of the phase get SIGTERM. bash outlives it, and runs the rest of the phase, until SIGKILL.
+    ALLOWED=$((allowed - 5)) timeout --kill-after=5 "$allowed" \
+        bash -c "trap : TERM; $(declare -f); set -uo pipefail; $name" < /dev/null || code=$?
     echo "--- $name: exit $code after $((SECONDS - begin))s"
     ((code)) && failed+=("$name (exit $code)")
     return 0
 }
 
-timings() { "$python" benchmarks/gpu.py "$1" --device "$device" --seconds "$ALLOWED" --output "$out/results.json" $quick; }
+timings() { "$python" benchmarks/gpu.py "$1" --device "$device" --seconds "$((ALLOWED - 8))" --output "$out/results.json" $quick; }
 
 prepare() {
     if compgen -G "$carry/*.whl" > /dev/null; then
@@ -58,7 +59,7 @@ prepare() {
     mkdir -p "$scratch/tree/detr_bf" && ln -s "$root"/detr_bf/* "$scratch/tree/detr_bf/" || return 1
     ln -s "$root/ops" "$scratch/tree/detr_bf/ops" && ln -s "$root/configs" "$scratch/tree/detr_bf/configs" || return 1
     export PYTHONSAFEPATH=1 PYTHONPATH="$scratch/tree:$scratch/site:$root/benchmarks:$root${PYTHONPATH:+:$PYTHONPATH}"
-    export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 TQDM_DISABLE=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+    export PYTHONUNBUFFERED=1 PYTHONPYCACHEPREFIX=$scratch/pycache TQDM_DISABLE=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
     export TRITON_CACHE_DIR=$scratch/triton TORCHINDUCTOR_CACHE_DIR=$scratch/inductor DETR_BF_HOME=$scratch/home
     export TORCH_EXTENSIONS_DIR=$scratch/extensions
     nvidia-smi --query-gpu=name,memory.total,driver_version,clocks.sm,clocks.mem,temperature.gpu --format=csv 2> /dev/null
@@ -81,7 +82,8 @@ P
 }
 
 build() {  # machine code for this GPU only; a library of the same sources is kept, and one is carried in case it fails
-    "$python" - << 'P' || { [ -f "$carry/compiled/build.json" ] && mkdir -p ops/compiled && cp "$carry"/compiled/* ops/compiled/; }
+    local code=0
+    "$python" - << 'P' || code=$?
 import json, os, sys, time
 sys.path.insert(0, "ops")
 import build
@@ -105,24 +107,32 @@ for name, result in results.items():
 print(f"{time.monotonic() - begin:.0f} s")
 sys.exit(any(isinstance(results[name], build.BuildError) for name in wanted))
 P
-    "$python" -m detr_bf.ops
+    if ((code)) && [ -d "$carry/compiled" ]; then
+        echo "the carried operators are used"
+        mkdir -p ops/compiled && cp "$carry"/compiled/* ops/compiled/
+    fi
+    "$python" -m detr_bf.ops || code=1
+    "$python" -c "import sys, torch; from detr_bf.ops import library; sys.exit(not library.compiled(torch.device('$device')))" \
+        || code=1
+    return $code
 }
 
 correct() {  # tests that need a GPU; on a CPU those of the same files that are for a CPU
-    local select=gpu files=(tests/ops tests/detectors/test_detectors_on_devices.py tests/engine/test_trainer.py tests/engine/test_waits.py tests/test_devices.py)
+    local select=gpu files=(tests/ops tests/detectors/test_detectors_on_devices.py tests/engine/test_trainer.py)
+    files+=(tests/engine/test_waits.py tests/test_devices.py)
     [ "$device" = cuda ] || select="not slow and not gpu"
     [ -z "$quick" ] || files=(tests/test_devices.py)
     # Several processes share the GPU: its tests are small, and those that are not wait for each other.
-    OMP_NUM_THREADS=2 "$python" -m pytest -q -n "$TEST_PROCESSES" -m "$select" -p no:cacheprovider -o pythonpath= -o timeout=120 \
-        "${files[@]}" > "$out/tests.txt" 2>&1
+    OMP_NUM_THREADS=2 "$python" -m pytest -v --tb=short -n "$TEST_PROCESSES" -m "$select" -p no:cacheprovider \
+        -o pythonpath= -o timeout=50 "${files[@]}" > "$out/tests.txt" 2>&1
     local code=$?
-    grep -E '^(FAILED|ERROR|E  )' "$out/tests.txt" | head -n 60
+    grep -E '(FAILED|ERROR|^E  )' "$out/tests.txt" | head -n 60
     tail -n 1 "$out/tests.txt"
     return $code
 }
 
 operators() {
-    [ "$device" = cpu ] || [ -f "$DEFORMOPS" ] || { echo "deformops is not ready:"; tail -n 3 "$scratch/deformops.log"; }
+    [ -f "$DEFORMOPS" ] || { echo "deformops is not ready:"; tail -n 3 "$scratch/deformops.log"; }
     timings operators
 }
 attention() { timings attention; }
@@ -171,14 +181,15 @@ P
 sanitize() {  # not racecheck, which looks at shared memory only: no kernel uses any
     local tool code=0
     for tool in memcheck synccheck; do
-        timeout "$((ALLOWED / 2))" compute-sanitizer --tool "$tool" --kernel-name kns=detr_bf --error-exitcode 99 \
-            --report-api-errors no --print-limit 20 "$python" benchmarks/gpu.py target --device "$device" || { echo "$tool: exit $?"; code=1; }
+        timeout --kill-after=3 "$((ALLOWED / 2))" compute-sanitizer --tool "$tool" --kernel-name kns=detr_bf \
+            --error-exitcode 99 --report-api-errors no --print-limit 20 \
+            "$python" benchmarks/gpu.py target --device "$device" || { echo "$tool: exit $?"; code=1; }
     done
     return $code
 }
 
 profile() {
-    BIG=1 ncu --clock-control none --kernel-name-base demangled --kernel-name 'regex:detr_bf::cuda' --launch-count 16 \
+    BIG=1 ncu --clock-control none --kernel-name-base demangled --kernel-name 'regex:detr_bf::cuda' --launch-count 24 \
         --section SpeedOfLight --section MemoryWorkloadAnalysis --section WarpStateStats --section Occupancy \
         --section LaunchStats "$python" benchmarks/gpu.py target --device "$device" > "$out/ncu.txt" 2>&1
     local code=$?
@@ -198,7 +209,7 @@ compile() {
 
 compare() {  # cells of a comparison that share the GPU; finished cells are kept
     timeout --kill-after=5 $((ALLOWED - 5)) "$python" tools/compare.py run configs/compare/bccd_conditional.yaml \
-        --output "$scratch/compare" --jobs "${JOBS:-8}" --discard-weights $quick data.root="$root/$carry/bccd" \
+        --output "$scratch/compare" --jobs "${JOBS:-8}" --discard-weights $quick data.root="$carry/bccd" \
         device="$device" data.workers=1 train.precision=bf16 checkpoint.every_steps=100000
     local code=$?
     tar -C "$scratch" -czf "$out/compare_cells.tgz" --ignore-failed-read compare/cells compare/experiment.json 2> /dev/null
@@ -213,13 +224,14 @@ main() {
     export TEST_PROCESSES="${TEST_PROCESSES:-$([ "$device" = cuda ] && echo 6 || echo 2)}"
     # In the background, meanwhile: the data of the demo, and the kernels of deformops, which it compiles when it is used.
     case " $* " in *" demo "* | *" loading "*)
-        (nice "$python" tools/make_sample_data.py digits --output "$scratch/digits" \
-            ${quick:+--num-train 16 --num-val 8} > "$scratch/digits.log" 2>&1
-         touch "$scratch/digits.done") & ;;
+        (nice timeout "$total" "$python" tools/make_sample_data.py digits --output "$scratch/digits" \
+            ${quick:+--num-train 16 --num-val 8}
+         touch "$scratch/digits.done") > "$scratch/digits.log" 2>&1 < /dev/null & ;;
     esac
-    case "$device $*" in "cuda "*" operators"*)
-        export DEFORMOPS=$scratch/deformops.done
-        (nice "$python" benchmarks/gpu.py peers > "$scratch/deformops.log" 2>&1 && touch "$DEFORMOPS") & ;;
+    export DEFORMOPS=$scratch/deformops.done
+    case " $* " in *" operators "*)
+        (nice timeout "$total" "$python" benchmarks/gpu.py deformops --device "$device" && touch "$DEFORMOPS") \
+            > "$scratch/deformops.log" 2>&1 < /dev/null & ;;
     esac
     local name
     for name in "$@"; do

@@ -72,7 +72,7 @@ def peers(device: torch.device) -> dict[str, Op]:
     for name, (module, attribute) in PEERS.items():
         try:
             function: Any = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # a peer that does not load here
             print(f"{name} is skipped: {error}", file=sys.stderr)
             continue
         if name == "transformers":

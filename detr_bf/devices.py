@@ -14,12 +14,14 @@ def tensor_on(device: torch.device, values: Sequence[Any], dtype: torch.dtype | 
     """Return ``torch.tensor(values, dtype=dtype, device=device)``, which itself waits for a GPU."""
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(values, dtype=dtype, device=device)
-    return send(torch.tensor(values, dtype=dtype), device)
+    return send(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor of the host to a device, to a GPU from pinned memory."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type != "cuda" or type(tensor) is not Tensor:  # such as the fake tensors of the planner
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class HostCopy:

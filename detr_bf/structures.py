@@ -146,7 +146,8 @@ class PaddedTargets:
     @property
     def exists(self) -> Tensor:
         """(R, T) bool on the CPU, False in the padding."""
-        return torch.arange(self.labels.shape[1]) < torch.tensor(self.counts)[:, None]
+        counts = torch.tensor(self.counts, device="cpu")
+        return torch.arange(self.labels.shape[1], device=counts.device) < counts[:, None]
 
     def repeated(self, count: int) -> PaddedTargets:
         """Repeat each row ``count`` times, next to itself."""

@@ -58,7 +58,7 @@ class Constants(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         keywords = keywords or {}
-        made = function.__name__ in ("tensor", "as_tensor") and keywords.get("device") is not None
+        made = function.__name__ in ("tensor", "as_tensor") and keywords.get("device") not in (None, "cpu")
         made |= function.__name__ == "new_tensor"
         made |= function.__name__ == "to" and moves(arguments[1:], keywords) and not isinstance(arguments[0], GpuTensor)
         where = place() if made else "elsewhere"

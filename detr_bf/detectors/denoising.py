@@ -82,7 +82,7 @@ def contrastive_slots(targets: Sequence[Target], groups: int, *, dummy: bool = F
         exists, labels = exists.new_zeros(len(targets), 1), labels.new_zeros(len(targets), 1)
         boxes = tensor_on(boxes.device, DUMMY_BOX, boxes.dtype).expand(len(targets), 1, 4)
     labels = labels.masked_fill(send(~exists, labels.device), EMPTY)
-    positives = torch.where(exists, torch.arange(exists.shape[1]), -1)
+    positives = torch.where(exists, torch.arange(exists.shape[1], device=exists.device), -1)
     objects = torch.cat([positives, torch.full_like(positives, -1)], dim=1)
     return DenoisingSlots(
         labels.repeat(1, 2 * groups), boxes.repeat(1, 2 * groups, 1), objects.repeat(1, groups), groups

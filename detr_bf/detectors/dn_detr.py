@@ -104,7 +104,7 @@ class DenoisingQueries(AnchorQueries):
         content = torch.cat([self.labels(labels), boxes.new_ones(*labels.shape, 1)], dim=-1)
         filled = send(~exists, device)[:, None, :, None]
         reference = inverse_sigmoid(boxes, EPS).sigmoid().masked_fill(filled, 0.5)
-        assigned = torch.arange(labels.shape[2]).masked_fill(~exists, -2)
+        assigned = torch.arange(labels.shape[2], device=exists.device).masked_fill(~exists, -2)
         assigned = assigned[:, None].expand(labels.shape).flatten(1)
         streams = memory.num_streams
         group = QueryGroup("dn", assigned.shape[1], assigned.repeat(streams, 1), parts=max(self.groups, 1))

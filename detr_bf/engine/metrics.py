@@ -213,11 +213,15 @@ class TrainingLog:
         self._epoch = EpochMeans()
         self._weights: dict[str, float] = {}
 
-    def add_step(self, batches: Sequence[BatchLog], grad_norm: Tensor) -> None:
-        """Add the losses of the batches of an optimizer step, and its gradient norm."""
+    def add_batches(self, batches: Sequence[BatchLog]) -> None:
+        """Add the losses of batches."""
         for batch in batches:
             self._window.add(**batch.values)
             self._weights = batch.weights
+
+    def add_step(self, batches: Sequence[BatchLog], grad_norm: Tensor) -> None:
+        """Add the losses of the batches of an optimizer step, and its gradient norm."""
+        self.add_batches(batches)
         self._window.add(grad_norm=grad_norm)
 
     def write_window(self, epoch: float, progress: Progress, optimizer: torch.optim.Optimizer) -> None:

@@ -416,13 +416,16 @@ class Recovery:
             statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
         return StepStart(rng_state(), statistics)
 
-    def skip_step(self, start: StepStart, batches: Sequence[TrainingBatch], *, with_backward: bool) -> None:
+    def skip_step(
+        self, start: StepStart, batches: Sequence[TrainingBatch], *, with_backward: bool, scale: float = 1.0
+    ) -> None:
         """Capture the last counted step, which is not finite and has changed no weights; a collective.
 
         Args:
             start: of the step.
             batches: of the step, up to the first whose loss is not finite.
-            with_backward: True if the backward pass was run.
+            with_backward: True if the gradient is the fault, so that its source is searched too.
+            scale: of the loss.
 
         Raises:
             TrainingError: more than ``max_skipped`` steps were skipped.
@@ -438,7 +441,7 @@ class Recovery:
             number=progress.step,
             class_map=state.class_map,
             config=state.config,
-            scale=float(state.scaler.get_scale()),
+            scale=scale,
             with_backward=with_backward,
         )
         path = state.folder.capture(progress.step, distributed.rank()) if progress.skipped < MAX_CAPTURES else None

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from detr_bf.engine.step import (
     wrap_ddp,
 )
 from detr_bf.errors import Interrupted
+from detr_bf.losses import LossReport
 from detr_bf.malloc import keep_large_blocks_if_possible
 from detr_bf.progress import progress_bar
 from detr_bf.structures import ClassMap
@@ -73,10 +75,17 @@ class UncheckedStep:
 
     start: StepStart
     batches: Sequence[TrainingBatch]
-    logs: Sequence[BatchLog]  # of the batches
+    logs: Sequence[BatchLog]  # of the batches with a backward pass
     norm: Tensor  # of the gradient
-    statistics: Sequence[Tensor]  # of the model's batch norms after the step, if weights are averaged
-    numbers: HostCopy  # the flags of each batch, then the norm, float64
+    scale: Tensor  # of the loss, by the gradient scaler
+    numbers: HostCopy  # the flags of each batch with a forward pass, then the norm, float64
+    statistics: Sequence[Tensor] | None  # of the model's batch norms after the step; None: they are the model's
+
+    @cached_property
+    def flags_and_norm(self) -> tuple[list[ReducedFlags], float]:
+        """The flags of the batches and the norm; waits for a GPU."""
+        *numbers, norm = self.numbers.get().tolist()
+        return [ReducedFlags(*numbers[at : at + 5]) for at in range(0, len(numbers), 5)], norm
 
 
 @dataclass
@@ -160,7 +169,8 @@ class Trainer:
             while self.progress.step < self.total_steps and not self._out_of_patience():
                 for batches in self._rest_of_epoch():
                     self.train_step(batches)
-                    bar.set_postfix_str(f"loss {self._flags.loss / distributed.world_size():.3f}", refresh=False)
+                    if not math.isnan(self._flags.loss):
+                        bar.set_postfix_str(f"loss {self._flags.loss / distributed.world_size():.3f}", refresh=False)
                     bar.update()
                     self._after_step()
                 self.save()
@@ -175,32 +185,45 @@ class Trainer:
         self.step.logs_attention = (self.progress.step + 1) % settings.log_every == 0
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * self.learning_rate(self.progress.step)
+        later = self.checks_later and bool(self.optimizer.state)  # torch's fused SGD cannot leave out its first step
         flags, logs = [], []
+        norm = torch.zeros((), device=self.step.device)
+        scale = self.scaler.scale(torch.ones_like(norm))
         for number, batch in enumerate(batches, start=1):
             with sync_gradients(self._ddp_step, number == len(batches)):
                 report = self._ddp_step(batch)
-                if not self._settle():  # the step before is skipped, and its changes of norms are undone
+                if self._unchecked is not None and not self._is_finite(self._unchecked):
+                    del report  # its graph, before the last step is run again
+                    self._settle()
                     set_rng_state(start.rng)
                     start = self.recovery.begin_step()
                     report = self._ddp_step(batch)
-                save = distributed.is_main() and self.state.minutes_unsaved >= (settings.checkpoint_minutes or math.inf)
-                flags.append(reduce_flags(report.total, stop=self._stopping(), save=save, replaced=len(batch.replaced)))
+                self._settle()
+                flags.append(self._flags_of(report, batch))
+                if not later and flags[-1][1]:
+                    break
                 loss = nan_unless_finite(report.total, flags[-1])
                 self.scaler.scale(loss / len(batches)).backward()
             logs.append(BatchLog.of(report))
-        self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm or math.inf)
+        else:
+            self.scaler.unscale_(self.optimizer)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm or math.inf)
         self.progress.step += 1
         numbers = HostCopy(torch.cat([*flags, norm.double()[None]]))
-        statistics = [] if self.ema is None else [each.clone() for each in running_statistics(self.model)]
-        step = UncheckedStep(start, batches, logs, norm, statistics, numbers)
-        if self.checks_later and self.optimizer.state:  # torch's fused SGD cannot leave out its first step
+        statistics = None
+        if later and self.ema is not None:
+            statistics = [each.clone() for each in running_statistics(self.model)]
+        self._unchecked = UncheckedStep(start, batches, logs, norm, scale, numbers, statistics)
+        if later:
             self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
             self._update()
-            self._unchecked = step
-        elif self._passes(step):
-            self._update()
-            self._complete(step)
+        else:
+            self._settle(self._update)
+
+    def _flags_of(self, report: LossReport, batch: TrainingBatch) -> Tensor:
+        minutes = self.settings.checkpoint_minutes or math.inf
+        save = distributed.is_main() and self.state.minutes_unsaved >= minutes
+        return reduce_flags(report.total, stop=self._stopping(), save=save, replaced=len(batch.replaced))
 
     def _update(self) -> None:
         """Update the weights. The scaler, if enabled, skips infinite gradients itself."""
@@ -208,36 +231,33 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _passes(self, step: UncheckedStep) -> bool:
-        """Read flags and gradient norm of the last step; skip it and return False if they are not finite."""
-        *numbers, norm = step.numbers.get().tolist()
-        flags = [ReducedFlags(*numbers[at : at + 5]) for at in range(0, len(numbers), 5)]
-        self._flags = flags[-1]
-        for batch, of_batch in zip(step.batches, flags, strict=True):
-            self.recovery.count_unreadable(batch, of_batch)
-        bad = next((number for number, of_batch in enumerate(flags, start=1) if of_batch.not_finite), None)
-        if bad is not None:
-            self.recovery.skip_step(step.start, step.batches[:bad], with_backward=False)
-        elif not (self.scaler.is_enabled() or math.isfinite(norm)):
-            self.recovery.skip_step(step.start, step.batches, with_backward=True)
-        else:
-            return True
-        return False
+    def _is_finite(self, step: UncheckedStep) -> bool:
+        flags, norm = step.flags_and_norm
+        return not any(each.not_finite for each in flags) and (self.scaler.is_enabled() or math.isfinite(norm))
 
-    def _complete(self, step: UncheckedStep) -> None:
-        """Average the weights, and log the step."""
-        if self.ema is not None:
-            self.ema.update_parameters(self.model, step.statistics)
-        self.log.add_step(step.logs, step.norm)
+    def _settle(self, update: Callable[[], None] | None = None) -> None:
+        """Check the last step unless that was done; complete or skip it.
 
-    def _settle(self) -> bool:
-        """Check the last step unless that was done; return False if it is skipped now."""
+        Args:
+            update: called before the step is completed.
+        """
         step, self._unchecked = self._unchecked, None
         if step is None:
-            return True
-        if passes := self._passes(step):
-            self._complete(step)
-        return passes
+            return
+        flags, _ = step.flags_and_norm
+        self._flags = flags[-1]
+        for batch, of_batch in zip(step.batches, flags, strict=False):
+            self.recovery.count_unreadable(batch, of_batch)
+        if self._is_finite(step):
+            if update is not None:
+                update()
+            if self.ema is not None:
+                self.ema.update_parameters(self.model, step.statistics)
+            self.log.add_step(step.logs, step.norm)
+            return
+        bad = next((number for number, each in enumerate(flags, start=1) if each.not_finite), None)
+        self.log.add_batches(step.logs if bad is None else step.logs[: bad - 1])
+        self.recovery.skip_step(step.start, step.batches[:bad], scale=float(step.scale), with_backward=bad is None)
 
     def _rest_of_epoch(self) -> Iterator[list[TrainingBatch]]:
         """Yield the remaining batches of the current epoch, grouped by optimizer step."""

@@ -39,7 +39,7 @@ class Matches:
     def of(cls, assigned: Tensor, layers: int, device: torch.device) -> tuple[Matches, Tensor]:
         """Read ``QueryGroup.assigned`` (R, Q), the same for all layers; also return where it is -2 (R, Q)."""
         row, query = (assigned >= 0).nonzero(as_tuple=True)
-        layer = torch.arange(layers).repeat_interleave(len(row))
+        layer = torch.arange(layers, device=assigned.device).repeat_interleave(len(row))
         row, query = row.repeat(layers), query.repeat(layers)
         pairs = torch.stack([layer, row, query, assigned[row, query]])
         return cls(*send(pairs, device)), send(assigned == NOT_SUPERVISED, device)

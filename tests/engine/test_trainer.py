@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from detr_bf import distributed
 from detr_bf.devices import HostCopy
 from detr_bf.engine import Checkpoint, LearningRate, MetricsLog, RunFolder, Trainer, TrainingStep, TrainSettings
 from detr_bf.engine.checkpoint import load_checkpoint
@@ -27,6 +28,7 @@ from detr_bf.evaluation import ScoreThresholds
 from detr_bf.losses import LossReport
 from tests.engine.steps import BATCHES, CLASSES, FEATURES, Examples, examples, regression, spoilt, squared_error
 from tests.kernels import A_GPU
+from tests.processes import run_together
 
 CPU = torch.device("cpu")
 
@@ -71,6 +73,7 @@ def make(
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     later: bool = False,
     device: torch.device = CPU,
+    precision: torch.dtype = torch.float32,
     **settings: Any,
 ) -> Trainer:
     """Build a trainer; with ``later`` it checks each step during the next one, as on a GPU."""
@@ -82,7 +85,7 @@ def make(
     parameters = [{"name": "all", "params": list(model.parameters()), "lr": 0.1, "base_lr": 0.1}]
     total = trained.epochs * math.ceil(BATCHES / trained.accumulate)
     trainer = Trainer(
-        step=TrainingStep(model, squared_error, device, torch.float32),
+        step=TrainingStep(model, squared_error, device, precision),
         optimizer=optimizer(parameters, fused=True),
         learning_rate=LearningRate("cosine", total_steps=total, warmup_steps=2),
         make_batches=lambda epoch, start: (batches(epoch, number) for number in range(start, BATCHES)),
@@ -369,11 +372,12 @@ def test_steps_checked_later_change_nothing(
     """Weights, averages, log, counters and captures are those of a run that checks each step at once."""
 
     def bad_twice(epoch: int, number: int) -> Examples:
-        """Spoil the loss of a step, and only the gradient of the next one."""
-        batch, at = examples(epoch, number), number + BATCHES * epoch - 2 * accumulate * (not first)
-        if at == 0:
+        """Spoil the loss of the last batch of a step, and only the gradient of the next step."""
+        batch, index = examples(epoch, number), number + BATCHES * epoch
+        bad = accumulate - 1 if first else 2 * accumulate
+        if index == bad:
             return replace(batch, inputs=batch.inputs / 0)
-        return replace(batch, targets=batch.targets * 0) if at == accumulate else batch
+        return replace(batch, targets=batch.targets * 0) if index == bad + accumulate else batch
 
     def breaking(outputs: Tensor, targets: Tensor) -> LossReport:
         return squared_error(outputs if targets.any() else outputs + (outputs * 0).sqrt(), targets)
@@ -397,6 +401,55 @@ def test_steps_checked_later_change_nothing(
     assert logs[0] == logs[1]
     captures = [sorted(path.name for path in (each.folder.path / "captures").iterdir()) for each in runs.values()]
     assert captures[0] == captures[1]
+
+
+def test_after_a_loss_that_is_not_finite_no_other_batch_of_the_step_is_run(tmp_path: Path) -> None:
+    """Batches are run one by one, and their losses before the fault are logged."""
+    calls: list[int] = []
+    trainer = make(tmp_path, epochs=1, batches=spoilt, max_skipped=1, accumulate=3)
+    forward = trainer.step.forward
+    trainer.step.forward = lambda batch: calls.append(len(calls)) or forward(batch)  # type: ignore[method-assign]
+    trainer.train()
+    assert len(calls) == 2 + 2 + 2, "two of the first step, once more to find the fault, and the second step"
+    assert [record["step"] for record in records(tmp_path, "train")] == [1, 2]
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_steps_are_skipped_with_a_gradient_scaler(tmp_path: Path, later: bool) -> None:
+    scales: list[float] = []
+
+    def noting(epoch: int, number: int) -> Examples:
+        scales.append(trainer.scaler.get_scale())
+        return spoilt(epoch, number)
+
+    trainer = make(tmp_path, batches=noting, max_skipped=2, precision=torch.float16, later=later, log_every=3)
+    trainer.train()
+    assert trainer.progress.skipped == 2
+    assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
+    captured = load_capture(tmp_path / "captures" / "step_0000002_rank_0.pt", lambda config: Examples)
+    assert captured.scale == scales[1], "that of the step, not of the next one"
+
+
+def on_two_ranks(folder: Path, later: bool) -> dict[str, Tensor]:
+    """Train with an image that spoils the second batch of rank 1 alone."""
+    rank = distributed.rank()
+
+    def batches(epoch: int, number: int) -> Examples:
+        return (spoilt if rank == 1 else examples)(epoch, 10 + 2 * number + rank if number != 1 else 1)
+
+    torch.manual_seed(rank)
+    trainer = make(folder / f"{later}{rank}", batches=batches, max_skipped=2, ema_decay=0.5, log_every=3, later=later)
+    trainer.train()
+    assert trainer.progress.skipped == 2
+    return {**trainer.model.state_dict(), **{f"ema.{k}": v for k, v in trainer.evaluation_model.state_dict().items()}}
+
+
+def test_two_ranks_skip_together_at_once_or_later(tmp_path: Path) -> None:
+    at_once, later = (run_together(2, on_two_ranks, tmp_path, each) for each in (False, True))
+    for name, value in at_once[0].items():
+        assert value.isfinite().all()
+        for other in (at_once[1], *later):
+            assert torch.equal(other[name], value), name
 
 
 @pytest.mark.parametrize("device", [CPU, A_GPU])
