@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,12 @@ from PIL import Image
 from detr_bf.data.masks import encoded_ids
 from detr_bf.ops import library
 from tests.kernels import needs_kernels
+
+
+@pytest.fixture(autouse=True)
+def _log_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the log reach ``caplog`` also after a command that has set it up in this process."""
+    monkeypatch.setattr(logging.getLogger("detr_bf"), "propagate", True)
 
 
 def _painted(width: int, height: int, image: int, boxes: Sequence[Sequence[int]]) -> Image.Image:

@@ -845,11 +845,10 @@ def test_the_command_ends_with_0_after_its_answers(number: signal.Signals, weigh
 
 
 @pytest.fixture(autouse=True)
-def _no_token_and_a_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Remove the variable of the user, and let the log reach pytest after a command has set it up."""
+def _no_token_and_no_handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Remove the variable of the user, and what a command has added to the log."""
     monkeypatch.delenv("DETR_BF_TOKEN", raising=False)
     logger = logging.getLogger("detr_bf")
-    monkeypatch.setattr(logger, "propagate", True)
     yield
     for handler in list(logger.handlers):
         logger.removeHandler(handler)

@@ -24,6 +24,7 @@ def without_network() -> list[str]:
     return command if allowed else []
 
 
+@pytest.mark.slow  # CI runs it by itself
 def test_all_phases_of_a_cpu_end_in_a_checkout_without_network(tmp_path: Path) -> None:
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     checkout = tmp_path / "checkout"
@@ -32,7 +33,7 @@ def test_all_phases_of_a_cpu_end_in_a_checkout_without_network(tmp_path: Path) -
         shutil.copy(ROOT / name, checkout / name)
     if (ROOT / "ops" / "compiled").is_dir():
         shutil.copytree(ROOT / "ops" / "compiled", checkout / "ops" / "compiled")
-    before = {path for path in checkout.rglob("*") if path.is_file()}
+    before = files_without_operators(checkout)
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "DETR_BF_OPS")}
     environment |= {"DEVICE": "cpu", "QUICK": "1", "PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
     environment |= {"SECONDS_TOTAL": "3000", "CARRY": str(tmp_path / "nothing"), "OMP_NUM_THREADS": "1"}
@@ -43,24 +44,50 @@ def test_all_phases_of_a_cpu_end_in_a_checkout_without_network(tmp_path: Path) -
     assert done.stdout.rstrip().endswith("all phases are fine"), said
     for phase in PHASES:
         assert f"--- {phase}: exit 0" in done.stdout
-    assert {path for path in checkout.rglob("*") if path.is_file()} == before, "nothing is left in the checkout"
+    assert files_without_operators(checkout) == before, "nothing is left in the checkout"
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert set(results) == {"operators", "steps", "attention", "inference"}
     assert all(each["rows"] and not each["failures"] and not each["left_out"] for each in results.values())
     assert len(list((tmp_path / "out").iterdir())) <= 8
 
 
+def files_without_operators(checkout: Path) -> set[Path]:
+    compiled = checkout / "ops" / "compiled"
+    return {path for path in checkout.rglob("*") if path.is_file() and not path.is_relative_to(compiled)}
+
+
+def run_phases(folder: Path, *phases: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run phases of the script in this checkout, on a CPU."""
+    given = {"DEVICE": "cpu", "QUICK": "1", "PYTHON": sys.executable, "OUT": str(folder), "CARRY": str(folder / "none")}
+    command = ["bash", str(ROOT / "benchmarks" / "gpu.sh"), *phases]
+    return subprocess.run(command, env=os.environ | given | environment, capture_output=True, text=True, check=False)
+
+
 def test_a_failed_phase_does_not_stop_the_others_and_an_unknown_one_is_named(tmp_path: Path) -> None:
-    environment = os.environ | {"DEVICE": "cpu", "QUICK": "1", "PYTHON": sys.executable, "OUT": str(tmp_path)}
-    command = ["bash", str(ROOT / "benchmarks" / "gpu.sh"), "sanitize", "nonsense", "build"]
-    environment |= {"CARRY": str(tmp_path / "nothing"), "PATH": "/usr/bin:/bin"}  # no compute-sanitizer
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run_phases(tmp_path, "sanitize", "nonsense", "build", PATH="/usr/bin:/bin")  # no compute-sanitizer
     assert done.returncode == 1
     ended = done.stdout.splitlines()
     assert "NOT FINE: sanitize (exit 1)" in ended
     assert "NOT FINE: nonsense (unknown phase)" in ended
     assert any(line.startswith("--- build: exit 0") for line in ended), done.stdout
     assert (tmp_path / "log.txt").read_text() == done.stdout
+
+
+def test_operators_that_do_not_compile_are_a_failure(tmp_path: Path) -> None:
+    """The self-check alone would pass, with the reference."""
+    checkout = tmp_path / "checkout"
+    for folder in ("benchmarks", "detr_bf", "configs"):
+        (checkout / folder).parent.mkdir(exist_ok=True)
+        (checkout / folder).symlink_to(ROOT / folder)
+    (checkout / "benchmarks").unlink()
+    shutil.copytree(ROOT / "benchmarks", checkout / "benchmarks", ignore=shutil.ignore_patterns("results"))
+    shutil.copytree(ROOT / "ops", checkout / "ops", ignore=shutil.ignore_patterns("compiled", "__pycache__"))
+    environment = {"DEVICE": "cpu", "PYTHON": sys.executable, "OUT": str(tmp_path / "out"), "CXX": "/bin/false"}
+    command = ["bash", str(checkout / "benchmarks" / "gpu.sh"), "build"]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "NOT BUILT: this command failed" in done.stdout
+    assert "NOT FINE: build (exit 1)" in done.stdout.splitlines()
 
 
 def test_a_case_that_fails_is_reported_and_the_next_one_runs(
