@@ -24,11 +24,12 @@ if ((size > most)); then
     echo "the files have $size MiB, at most $most are allowed: give fewer" >&2
     exit 1
 fi
-if [ -e .gpu ] && [ ! -e .gpu/made_by_carry_sh ]; then
-    echo ".gpu exists and was not made by this command: move it away" >&2
+listed() { (cd "$1" && find . -type f ! -name made_by_carry_sh | sort); }
+if [ -e .gpu ] && [ "$(listed .gpu)" != "$(cat .gpu/made_by_carry_sh 2> /dev/null)" ]; then
+    echo ".gpu holds files that this command has not written: move it away" >&2
     exit 2
 fi
-touch "$new/made_by_carry_sh"
+listed "$new" > "$new/made_by_carry_sh"
 rm -rf .gpu
 chmod 755 "$new"
 mv "$new" .gpu

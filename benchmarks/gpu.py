@@ -362,8 +362,8 @@ def steps(phase: Phase) -> None:
         if phase.over(title, 12):
             continue
         with phase.case(title), float32_products(phase.device, PRECISIONS[precision]):
-            ways = {OURS: None, THEIRS: None} if "_bfv2" not in name else {OURS: None}
-            functions = training_ways(phase, name, size, images, precision, list(ways))
+            ways = [OURS] if name.endswith("_bfv2") else [OURS, THEIRS]
+            functions = training_ways(phase, name, size, images, precision, ways)
             _note_ways(phase, title, functions, images, budget=1.5)
             if phase.cuda:
                 _note_kernels(phase, title, functions[OURS])

@@ -14,6 +14,10 @@ cd "$root" || exit 2
 out=${OUT:-runs/gpu}
 mkdir -p "$out" || exit 2
 out=$(cd "$out" && pwd)
+if [ -n "$(ls -A "$out")" ] && ! head -n 1 "$out/log.txt" 2> /dev/null | grep -q '^phases: '; then
+    echo "$out holds other files than the results of this script: choose another folder with OUT" >&2
+    exit 2
+fi
 carry=$(realpath -m "${CARRY:-.gpu}")
 device=${DEVICE:-cuda}
 quick=${QUICK:+--quick}

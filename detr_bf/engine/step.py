@@ -145,7 +145,7 @@ class ReducedFlags(NamedTuple):
 
 
 def reduce_flags(loss: Tensor, *, stop: bool, save: bool, replaced: int) -> Tensor:
-    """All-reduce loss and flags so that all ranks branch alike: :class:`ReducedFlags` as (5,) float64 on the device."""
+    """All-reduce loss and flags so that all ranks branch alike: the fields of ReducedFlags, float64, on the device."""
     value = loss.detach().double()
     finite = value.isfinite()
     flags = tensor_on(loss.device, [stop, save, replaced], torch.float64)
@@ -155,7 +155,8 @@ def reduce_flags(loss: Tensor, *, stop: bool, save: bool, replaced: int) -> Tens
 
 def nan_unless_finite(loss: Tensor, flags: Tensor) -> Tensor:
     """Return the loss, or NaN if that of any rank is not finite, so that no gradient is; ``flags`` are reduced."""
-    return loss * torch.where(flags[1] > 0, torch.nan, 1.0).to(loss.dtype)
+    not_finite: Any = ReducedFlags(*flags).not_finite
+    return loss * torch.where(not_finite > 0, torch.nan, 1.0).to(loss.dtype)
 
 
 class DeferredSignals:

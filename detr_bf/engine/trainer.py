@@ -85,7 +85,8 @@ class UncheckedStep:
     def flags_and_norm(self) -> tuple[list[ReducedFlags], float]:
         """The flags of the batches and the norm; waits for a GPU."""
         *numbers, norm = self.numbers.get().tolist()
-        return [ReducedFlags(*numbers[at : at + 5]) for at in range(0, len(numbers), 5)], norm
+        size = len(ReducedFlags._fields)
+        return [ReducedFlags(*numbers[at : at + size]) for at in range(0, len(numbers), size)], norm
 
 
 @dataclass
@@ -200,7 +201,7 @@ class Trainer:
                     report = self._ddp_step(batch)
                 self._settle()
                 flags.append(self._flags_of(report, batch))
-                if not later and flags[-1][1]:
+                if not later and ReducedFlags(*flags[-1]).not_finite:
                     break
                 loss = nan_unless_finite(report.total, flags[-1])
                 self.scaler.scale(loss / len(batches)).backward()

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -112,8 +113,59 @@ def test_a_case_that_fails_is_reported_and_the_next_one_runs(
     assert "FAILURE one: ValueError: of one" in capsys.readouterr().out
 
 
-def test_carried_files_are_limited_and_files_of_others_stay(tmp_path: Path) -> None:
-    command = ["bash", str(ROOT / "benchmarks" / "carry.sh"), str(tmp_path / "missing.whl")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_every_kernel_is_called_for_the_sanitizer(tmp_path: Path) -> None:
+    assert gpu.main(["target", "--device", "cpu", "--output", str(tmp_path / "results.json")]) == 0
+    assert json.loads((tmp_path / "results.json").read_text())["target"]["rows"] == [{"target": "done"}]
+
+
+def test_a_folder_with_other_files_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text("epoch 1, step 20\n")
+    done = run_phases(tmp_path, "build")
     assert done.returncode == 2
-    assert "missing.whl does not exist" in done.stderr
+    assert "choose another folder with OUT" in done.stderr
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["epoch 1, step 20\n"]
+
+
+@pytest.fixture
+def carry(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run carry.sh in a copy, with a pip that downloads nothing."""
+    (tmp_path / "benchmarks").mkdir()
+    shutil.copy(ROOT / "benchmarks" / "carry.sh", tmp_path / "benchmarks")
+    command = ["bash", str(tmp_path / "benchmarks" / "carry.sh")]
+
+    def run(*given: Path) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"PYTHON": "true"}
+        return subprocess.run(
+            [*command, *map(str, given)], env=environment, capture_output=True, text=True, check=False
+        )
+
+    return run
+
+
+def test_carried_files_replace_only_those_of_an_earlier_call(
+    tmp_path: Path, carry: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.jpg").write_bytes(b"a")
+    for _ in range(2):
+        assert carry(data).returncode == 0
+        assert (tmp_path / ".gpu" / "data" / "a.jpg").read_bytes() == b"a"
+    (tmp_path / ".gpu" / "notes.txt").write_text("mine")
+    refused = carry(data)
+    assert refused.returncode == 2
+    assert "files that this command has not written" in refused.stderr
+    assert (tmp_path / ".gpu" / "notes.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".gpu", "benchmarks", "data"]
+
+
+def test_carried_files_are_named_and_limited(
+    tmp_path: Path, carry: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    assert "missing.whl does not exist" in carry(tmp_path / "missing.whl").stderr
+    with (tmp_path / "large.whl").open("wb") as file:
+        file.write(os.urandom(1 << 20) * 50)
+    large = carry(tmp_path / "large.whl")
+    assert large.returncode == 1
+    assert "at most 45 are allowed" in large.stderr
+    assert not (tmp_path / ".gpu").exists()
