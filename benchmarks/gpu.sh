@@ -253,6 +253,7 @@ if (($# == 0)); then
     set -- build correct operators steps demo attention inference loading
     [ "$device" = cuda ] && set -- "$@" sanitize profile
     [ -n "$quick" ] && set -- "$@" compile
+    [ -n "$quick" ] && [ -d "$carry/bccd" ] && set -- "$@" compare
 fi
 main "$@" 2>&1 | tee "$out/log.txt"
 exit "${PIPESTATUS[0]}"
