@@ -54,6 +54,11 @@ def test_inheritance_then_overrides(tmp_path: Path) -> None:
     assert config.batch_former.layers == [0]
 
 
+@pytest.mark.parametrize("given", ["/data/set #1", "'/data/set #1'", "#1", "/data/set#1"])
+def test_a_number_sign_in_an_override_begins_no_comment(given: str) -> None:
+    assert load_config(None, [f"data.root={given}"]).data.root == given.strip("'")
+
+
 def test_several_bases_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNS", "/somewhere")
     (tmp_path / "a.yaml").write_text("seed: 1\ntrain: {epochs: 5}\n")
