@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,6 +100,32 @@ def parts_of(segmentation: object, size: tuple[int, int] | None = None) -> tuple
     if not parts:
         raise ValueError("segmentation has no polygon of three or more corners")
     return parts
+
+
+def covers_a_pixel(parts: Sequence[Part], size: tuple[int, int]) -> bool:
+    """Return True if the mask of :func:`parts_of` has a pixel in an image of ``size`` (height, width)."""
+    for data, (height, _) in parts:
+        if not height and _is_large(memoryview(data).cast("d").tolist(), size):
+            return True
+        encoded = (
+            {"size": [*size], "counts": data} if height else coco_mask.frPyObjects([np.frombuffer(data)], *size)[0]
+        )
+        if coco_mask.area(encoded):
+            return True
+    return False
+
+
+def _is_large(points: list[float], size: tuple[int, int]) -> bool:
+    """Return True for a polygon inside the image whose area exceeds half the circumference of its extent.
+
+    It has a pixel, and need not be drawn, which takes longer.
+    """
+    xs, ys = points[::2], points[1::2]
+    left, top, right, bottom = min(xs), min(ys), max(xs), max(ys)
+    if left < 0 or top < 0 or right > size[1] or bottom > size[0]:
+        return False
+    twice = sum(map(mul, xs, ys[1:] + ys[:1])) - sum(map(mul, ys, xs[1:] + xs[:1]))
+    return abs(twice) / 2 > right - left + bottom - top
 
 
 def _polygon(points: object) -> np.ndarray:

@@ -8,9 +8,9 @@ from contextlib import suppress
 from typing import Any
 
 from detr_bf.data.annotation_values import is_box, is_id, png_name, value_text
-from detr_bf.data.checks.report import CheckList, Split, annotation_text, box_text, image_text, repeated
+from detr_bf.data.checks.report import CheckList, Split, box_text, image_text, repeated
 from detr_bf.data.coco import annotated_size
-from detr_bf.data.masks import MapFile, SegmentExtent, parts_of
+from detr_bf.data.masks import MapFile, SegmentExtent
 from detr_bf.text import printable
 
 _TOLERANCE = 1.0  # pixels by which a side of a box may differ from the mask's without a warning
@@ -133,12 +133,13 @@ def _images_without_size(split: Split) -> Iterator[str]:
 @MASK_CHECKS.add("error", "segmentation-unusable", "the segmentation is not valid")
 def _invalid_segmentations(split: Split) -> Iterator[str]:
     if split.masks and split.content.maps is None:
-        for annotation in split.content.annotations:  # crowds too: the evaluation ignores detections in them
-            image = split.images.get(annotation["image_id"])
-            try:
-                parts_of(annotation.get("segmentation"), split.size(image) if image else None)
-            except ValueError as error:
-                yield f"{annotation_text(annotation)}: {error}"
+        yield from split.unusable_segmentations[0]
+
+
+@MASK_CHECKS.add("warning", "mask-outside", "no pixel of the mask is in the image: the object is dropped in training")
+def _masks_without_pixels(split: Split) -> Iterator[str]:
+    if split.masks and split.content.maps is None:
+        yield from split.unusable_segmentations[1]
 
 
 def _largest_distance(bbox: list[float], extent: SegmentExtent) -> float:

@@ -17,7 +17,7 @@ from detr_bf.data.checks.files import ImageRecord, MapRecord
 from detr_bf.data.coco import CocoAnnotations, annotated_size
 from detr_bf.data.columns import Entries, integers, values_of
 from detr_bf.data.duplicates import nearest
-from detr_bf.data.masks import MapFile, SegmentExtent
+from detr_bf.data.masks import MapFile, SegmentExtent, covers_a_pixel, parts_of
 from detr_bf.text import printable
 
 _LONGEST_EXAMPLE = 2000  # characters
@@ -94,6 +94,22 @@ class Split:
         ids = objects.numbers("image_id")
         found = order[np.searchsorted(known, ids, side="right", sorter=order) - 1]  # of equal ids the last
         return np.where((known[found] == ids)[:, None], sizes[found], np.nan)
+
+    @cached_property
+    def unusable_segmentations(self) -> tuple[list[str], list[str]]:
+        """Annotations of a detection file with an invalid segmentation, and objects without a pixel in their image."""
+        invalid, empty = [], []
+        for annotation in self.content.annotations:  # crowds too: the evaluation ignores detections in them
+            image = self.images.get(annotation["image_id"])
+            size = self.size(image) if image else None
+            try:
+                parts = parts_of(annotation.get("segmentation"), size)
+            except ValueError as error:
+                invalid.append(f"{annotation_text(annotation)}: {error}")
+                continue
+            if size and not _is_valid_crowd(annotation) and not covers_a_pixel(parts, size):
+                empty.append(f"{annotation_text(annotation)} in {size[1]} x {size[0]} pixels")
+        return invalid, empty
 
     @property
     def map_files(self) -> tuple[MapFile, ...]:

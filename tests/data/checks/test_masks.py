@@ -10,9 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
+from detr_bf.data.batches import SampleKey
 from detr_bf.data.checks import files as file_check
 from detr_bf.data.checks.annotations import Report, examine
-from detr_bf.data.coco import Source
+from detr_bf.data.coco import CocoDetection, Source
 from detr_bf.data.masks import encoded_ids, read_ids
 from detr_bf.errors import InputError
 
@@ -211,6 +212,25 @@ def test_objects_without_a_usable_segmentation(coco_folder: Factory, tmp_path: P
     )
     assert finding.example.startswith("annotation 2 of image 1: segmentation is none")
     assert segmentation_findings(data, tmp_path / "cache", masks=False).findings == ()
+
+
+def test_polygons_without_a_pixel_in_their_image_are_counted(coco_folder: Factory, tmp_path: Path) -> None:
+    data = coco_folder()
+    annotations = data.content["annotations"]
+    for annotation in annotations:
+        annotation["segmentation"] = [[1, 1, 20, 1, 20, 20]]
+    annotations[1]["segmentation"] = [[70, 1, 90, 1, 90, 20]]  # right of the 64 x 48 pixels
+    annotations[2]["segmentation"] = [[1, -30, 20, -30, 20, -9], [-5, 1, -2, 1, -2, 9]]
+    annotations[3]["segmentation"] = [[5, 5, 5.1, 5, 5.1, 5.1]]
+    annotations[4]["segmentation"] = {"size": [48, 64], "counts": [48 * 64]}
+    annotations[5]["segmentation"] = [[70, 1, 90, 1, 90, 20], [1, 1, 20, 1, 20, 20]]  # one of two is inside
+    annotations[6].update(segmentation=[[70, 1, 90, 1, 90, 20]], iscrowd=1)
+    [finding] = segmentation_findings(data, tmp_path / "cache").findings
+    assert (finding.severity, finding.code, finding.count) == ("warning", "mask-outside", 4)
+    assert finding.example == "annotation 2 of image 1 in 64 x 48 pixels"
+    assert segmentation_findings(data, tmp_path / "cache", masks=False).findings == ()
+    dataset = CocoDetection(data.images, data.annotations, lambda sample: sample, masks=True)
+    assert sum(len(dataset[SampleKey(0, index)][1].labels) for index in range(4)) == 8 - 4 - 1  # 4 and the crowd
 
 
 @pytest.fixture
