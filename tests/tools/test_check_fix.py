@@ -167,6 +167,22 @@ def test_each_rule(config: Callable[..., Path], images: Path, tmp_path: Path) ->
     assert "32 x 24 pixels (width x height), but the file has 9 x 9 pixels" in listed["dropped", "5", ""]
 
 
+def test_files_of_paths_of_windows_are_found(config: Callable[..., Path], images: Path, tmp_path: Path) -> None:
+    content = fixtures.coco()
+    names = [entry["file_name"] for entry in content["images"]]
+    for entry in content["images"]:
+        entry["file_name"] = "C:\\set\\" + entry["file_name"]
+    content["images"][1]["file_name"] = f"D:\\{names[0]}"
+    out = tmp_path / "fixed"
+    assert main(["check", str(config(json.dumps(content))), "--fix", str(out)]) == 0
+    assert [entry["file_name"] for entry in corrected(out)["images"]] == names[2:]
+    dropped = [row for row in rows(out) if row[1] == "dropped" and not row[3]]
+    assert [row[2:] for row in dropped] == [
+        (str(content["images"][number]["id"]), "", f"there is no such file, and {names[0]} may be that of others")
+        for number in (0, 1)
+    ]
+
+
 def test_validation_images_leave_the_training_images(config: Callable[..., Path], images: Path, tmp_path: Path) -> None:
     train, val = fixtures.coco(), fixtures.coco(first=101)
     (images / "val" / "images" / "copy.png").write_bytes((images / "train" / "images" / "0002.png").read_bytes())

@@ -6,7 +6,7 @@ Nothing is guessed: an entry whose meaning is uncertain is dropped. The rules, b
   box-without-area, segmentation-unusable: dropped;
 - box-outside: clipped to the image, or dropped if outside; area-not-number: the area of the box is used;
 - file-missing, file-unreadable, size-differs: the image and its annotations are dropped; a missing file that exists
-  under the last part of its name is renamed, and a size that is no size is replaced by that of the file;
+  under an end of its path is renamed, and a size that is no size is replaced by that of the file;
 - image-id-repeated: entries of one file become one; of several files all are dropped, because it is not known to which
   the annotations belong;
 - file-repeated: the entries become one image with the annotations of all, equal ones once;
@@ -181,10 +181,16 @@ class _SplitCorrection:
 
     def _renamed(self, images: Iterator[Entry]) -> Iterator[Entry]:
         """Yield the images whose file exists, with the name under which it exists."""
-        for image in images:
-            name = existing_name(self.folder, image["file_name"])
+        found = [(image, existing_name(self.folder, image["file_name"])) for image in images]
+        given = defaultdict(set)
+        for image, name in found:
+            given[name].add(image["file_name"])
+        for image, name in found:
             if name is None:
                 self._note("dropped", image, "there is no such file")
+                continue
+            if name != image["file_name"] and len(given[name]) > 1:
+                self._note("dropped", image, f"there is no such file, and {printable(name)} may be that of others")
                 continue
             if name != image["file_name"]:
                 self._note("changed", image, f"the file is {printable(name)}")

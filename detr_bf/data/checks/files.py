@@ -15,12 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.pool import ThreadPool
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
-from urllib.parse import unquote
 
 from detr_bf.data.images import MAX_PIXELS, ImageSizes, TooLargeError, check_image, image_bytes
 from detr_bf.data.masks import SegmentExtent, read_ids, segment_extents
+from detr_bf.data.paths import path_ends, path_spellings
 from detr_bf.errors import InputError
 from detr_bf.files import is_file, read_json, write_json
 from detr_bf.progress import progress_bar
@@ -155,12 +155,12 @@ def check_files(
 
 
 def existing_name(folder: Path, name: str) -> str | None:
-    """Return the name under which a missing file exists, or None.
+    """Return the name under which a missing file exists: the longest end of its path that does, or None.
 
-    Exported annotations often contain a path of another machine or a part of a URL.
+    Exported annotations often contain a path of another machine or a part of a URL, a suffix in another case, or
+    accents in another Unicode form.
     """
-    forms = [name, unquote(name)]
-    forms += [PureWindowsPath(form).name for form in forms]  # splits at both kinds of slash
+    forms = (spelling for form in (name, *path_ends(name)) for spelling in path_spellings(form))
     return next((form for form in forms if form and is_file(folder / form)), None)
 
 

@@ -255,9 +255,13 @@ def test_the_table_lists_errors_first_in_aligned_columns(sets: DataSets) -> None
         (r"C:\Users\me\0002.png", "0002.png"),
         ("a%20b.png", "a b.png"),
         ("https://x.org/files/a%20b.png", "a b.png"),
+        ("0002.png", "0002.PNG"),
+        ("caf\u00e9.png", "cafe\u0301.png"),
+        (r"set\train\0002.png", "train/0002.png"),
     ],
 )
 def test_a_missing_file_that_exists_under_another_form_of_its_name(sets: DataSets, listed: str, exists: str) -> None:
+    (sets.train.images / "train").mkdir()
     (sets.train.images / "0002.png").rename(sets.train.images / exists)
     sets.train.content["images"][1]["file_name"] = listed
     [finding] = sets.examine().findings
