@@ -160,6 +160,18 @@ BAD_YOLO: dict[str, tuple[Change, str]] = {
     "a split outside": (text("data.yaml", "train: /etc\nval: val/images\nnames: [cat]\n"), "leads out"),
     "a split above": (text("data.yaml", "train: train/../../..\nval: val/images\nnames: [cat]\n"), "leads out"),
     "a split of nothing": (text("data.yaml", "train: nowhere\nval: val/images\nnames: [cat]\n"), "no images"),
+    "keypoints without a number": (text("data.yaml", "names: [cat]\nkpt_shape: [.inf, 2]\n"), "kpt_shape is"),
+    "keypoints that the labels lack": (
+        text("data.yaml", "train: train/images\nval: val/images\nnames: [cat]\nkpt_shape: [99999999999, 3]\n"),
+        "6 label lines in 6 files",
+    ),
+    "a list of files outside": (
+        lambda root: (
+            put(root / "list.txt", f"{OUTSIDE}\n../../{OUTSIDE}\nC:\\{OUTSIDE}\n"),
+            put(root / "data.yaml", "train: list.txt\nval: val/images\nnames: [cat]\n"),
+        ),
+        "3 of 3 lines",
+    ),
 }
 BAD_ROBOFLOW: dict[str, tuple[Change, str]] = {
     "cut": (text("train/_annotations.coco.json", '{"images": ['), "_annotations.coco.json"),

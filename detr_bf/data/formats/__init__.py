@@ -14,7 +14,8 @@ from detr_bf.data.formats.folder import DataFolder, files_below, images_of
 from detr_bf.data.formats.roboflow import ANNOTATION_FILE
 from detr_bf.data.formats.splitting import divided, split_images
 from detr_bf.data.formats.voc import read_voc
-from detr_bf.data.formats.yolo import CLASS_LIST, SETTINGS, read_yolo
+from detr_bf.data.formats.yolo import read_yolo
+from detr_bf.data.formats.yolo_settings import CLASS_LIST, SETTINGS, is_yolo
 from detr_bf.errors import InputError
 from detr_bf.files import is_folder
 from detr_bf.text import printable
@@ -74,8 +75,9 @@ def _form_of(root: Path, names: Sequence[str]) -> str:
         ),
     }
     found = [form for form, present in signs.items() if present]
-    if not found and any(path.suffix.lower() == ".json" for path in paths):
-        found = ["coco"]  # other forms may have JSON files beside their labels
+    if not found:  # files that other forms may have beside their labels
+        weak = {"coco": any(path.suffix.lower() == ".json" for path in paths), "yolo": is_yolo(root, names)}
+        found = [form for form, present in weak.items() if present]
     if len(found) != 1:
         problem = f"could be of the forms {', '.join(found)}: give data.format" if found else f"has no labels: {_FORMS}"
         raise InputError(f"{printable(root)} {problem}")

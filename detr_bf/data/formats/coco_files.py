@@ -16,6 +16,7 @@ from typing import Any
 from detr_bf.data.coco import CocoAnnotations, read_annotations
 from detr_bf.data.formats.folder import DataFolder, NamedSplit
 from detr_bf.data.formats.roboflow import ANNOTATION_FILE, read_roboflow
+from detr_bf.data.paths import PathIndex, leads_out
 from detr_bf.errors import InputError
 from detr_bf.files import read_json
 from detr_bf.text import listed, printable
@@ -44,8 +45,8 @@ def read_coco(root: Path, names: Sequence[str]) -> DataFolder:
     files = {name: content for name in _candidates(names) if (content := _read(root / name)) is not None}
     if not files:
         raise InputError(f"{printable(root)} has no JSON file with images, annotations and categories (COCO)")
-    present = frozenset(names)
-    located = {name: _located(root, name, content, present) for name, content in files.items()}
+    index = PathIndex(names)
+    located = {name: _located(root, name, content, index) for name, content in files.items()}
     images: list[Mapping[str, Any]] = [image for content in located.values() for image in content.images]
     annotations: list[Mapping[str, Any]] = [each for content in located.values() for each in content.annotations]
     splits: dict[str, NamedSplit] = {}
@@ -89,28 +90,36 @@ def _split_of(name: str) -> str:
     return path.parent.name if path.parent.name not in _PLAIN else ""
 
 
-def _located(root: Path, name: str, content: CocoAnnotations, present: frozenset[str]) -> CocoAnnotations:
-    """Return the content with file names relative to the root.
+def _located(root: Path, name: str, content: CocoAnnotations, index: PathIndex) -> CocoAnnotations:
+    """Return the content with file names relative to the root; the data checks report files that are missing.
 
     Raises:
         InputError: none of the first images is in one of the folders where they may be.
     """
-    own = PurePosixPath(name).parent
+    where, own = printable(root / name), PurePosixPath(name).parent
     above, split = [own, *own.parents], PurePosixPath(name).stem.removeprefix(_PREFIX)
-    folders = list(dict.fromkeys(folder / sub for folder in above for sub in _subfolders(split)))
+    folders = list(dict.fromkeys(str(folder / sub) for folder in above for sub in _subfolders(split)))
     given = [str(image["file_name"]) for image in content.images]
-    counts = [sum(str(folder / each) in present for each in given[:_TRIED]) for folder in folders]
-    if given and not max(counts):
-        searched = listed([str(folder) for folder in folders], 8)
+    counts = [sum(index.find(each, [folder]) is not None for each in given[:_TRIED]) for folder in folders]
+    best = folders[counts.index(max(counts))] if given else str(own)
+    try:
+        found = index.find_all(given, [best] if max(counts) else folders)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+    outside = [each for each, file in zip(given, found, strict=True) if file is None and leads_out(each)]
+    if outside:
         raise InputError(
-            f"{printable(root / name)}: {printable(given[0])} and the images after it are in none of the folders "
-            f"{searched}: give data.train.images and data.train.annotations instead of data.root"
+            f"{where}: {printable(outside[0])} leads out of the folder, and no end of it is inside; so are "
+            f"{len(outside)} of {len(given)} images"
         )
-    best = folders[counts.index(max(counts))] if given else own
-    for each in given:
-        if ".." in PurePosixPath(each).parts or PurePosixPath(each).is_absolute():
-            raise InputError(f"{printable(root / name)}: {printable(each)} leads out of the folder")
-    return replace(content, images=[{**image, "file_name": str(best / image["file_name"])} for image in content.images])
+    if given and not any(found):
+        raise InputError(
+            f"{where}: {printable(given[0])} and the images after it are in none of the folders {listed(folders, 8)}: "
+            "give data.train.images and data.train.annotations instead of data.root"
+        )
+    names = [file or str(PurePosixPath(best, each)) for each, file in zip(given, found, strict=True)]
+    images = [{**image, "file_name": file} for image, file in zip(content.images, names, strict=True)]
+    return replace(content, images=images)
 
 
 def _subfolders(split: str) -> Iterator[str]:

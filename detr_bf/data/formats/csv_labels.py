@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from detr_bf.data.formats.folder import MAX_TEXT_BYTES, AnnotatedImage, DataFolder, coco_content, is_image
+from detr_bf.data.formats.folder import MAX_TEXT_BYTES, AnnotatedImage, DataFolder, coco_content, is_image, log_left_out
+from detr_bf.data.paths import PathIndex
 from detr_bf.errors import InputError
 from detr_bf.files import read_regular
 from detr_bf.text import printable
@@ -26,10 +27,11 @@ _EXPECTED = (
 
 
 def read_csv(root: Path, names: Sequence[str]) -> DataFolder:
-    """Read the tables of a folder; images without a row have no objects.
+    """Read the tables of a folder.
 
     The files that a table names are beside it, or in the folder ``images`` beside it. A row without box names an image
-    without objects.
+    without objects. An image without a row is background if a row names another image of its folder; the images of
+    other folders are left out.
 
     Args:
         root: of the data set.
@@ -45,19 +47,29 @@ def read_csv(root: Path, names: Sequence[str]) -> DataFolder:
     if len({*folders}) < len(folders):
         raise InputError(f"{printable(root)} has two tables in one folder: {', '.join(map(printable, tables))}")
     objects: dict[str, list[dict[str, Any]]] = {name: [] for name in names if is_image(name)}
-    for table in tables:
-        folder, where = PurePosixPath(table).parent, printable(root / table)
-        for line, file, one in _rows(root / table, where):
-            if not file:
-                raise InputError(f"{where}:{line} names no file")
-            places = [str(folder / file), str(folder / "images" / file)]
-            place = next((each for each in places if each in objects), None)
-            if place is None:
-                raise InputError(
-                    f"{where}:{line}: there is no image {printable(places[0])}, nor {printable(places[1])}"
-                )
-            objects[place] += [one] if one else []
-    images = [AnnotatedImage(name, None, found) for name, found in objects.items()]
+    index, labelled = PathIndex(objects), set()
+    for table, folder in zip(tables, folders, strict=True):
+        where, rows = printable(root / table), _rows(root / table, printable(root / table))
+        if unnamed := next((line for line, file, _ in rows if not file), None):
+            raise InputError(f"{where}:{unnamed} names no file")
+        try:
+            found = index.find_all([file for _, file, _ in rows], [str(folder), str(folder / "images")])
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        if lost := [row for row, name in zip(rows, found, strict=True) if name is None]:
+            line, file, _ = lost[0]
+            beside, below = printable(folder / file), printable(folder / "images" / file)
+            raise InputError(
+                f"{where}:{line}: there is no image {beside}, nor {below}; so are {len(lost)} of {len(rows)} rows: "
+                "add the images, or remove the rows"
+            )
+        for (_, _, one), name in zip(rows, found, strict=True):
+            assert name is not None, "others are refused"
+            objects[name] += [one] if one else []
+            labelled.add(PurePosixPath(name).parent)
+    used = {name: each for name, each in objects.items() if PurePosixPath(name).parent in labelled}
+    log_left_out(root, objects.keys() - used.keys(), "no row names an image of their folders")
+    images = [AnnotatedImage(name, None, found) for name, found in used.items()]
     return DataFolder(root, coco_content(root, images), {})
 
 

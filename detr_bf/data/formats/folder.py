@@ -6,7 +6,10 @@ names, both over the whole folder: they are the same in every split and fold.
 
 from __future__ import annotations
 
+import logging
 import os
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -16,6 +19,8 @@ from detr_bf.data.coco import CocoAnnotations
 from detr_bf.errors import InputError
 from detr_bf.files import read_regular
 from detr_bf.text import listed, printable
+
+logger = logging.getLogger(__name__)
 
 IMAGE_SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"))
 MAX_TEXT_BYTES = 2**26  # limit of a label file and of a list of images
@@ -60,7 +65,7 @@ class DataFolder:
         if name in self.splits:
             path, read = self.splits[name]
             return images_of(self.content, read(), path)
-        prefix = f"{PurePosixPath(name)}/"
+        prefix = f"{unicodedata.normalize('NFC', str(PurePosixPath(name)))}/"
         names = [image["file_name"] for image in self.content.images]
         chosen = {each for each in names if each.startswith(prefix) or canonical(each).startswith(prefix)}
         if not chosen:
@@ -127,10 +132,15 @@ def canonical(name: str) -> str:
     """Return a path without the folders that tell images from labels.
 
     ``Annotations/a.xml`` belongs to ``JPEGImages/a.jpg``, ``train/labels/a.txt`` to ``train/images/a.jpg``: both pairs
-    have the same canonical path up to the suffix.
+    have the same canonical path up to the suffix. Both spellings of an accent (Unicode) give the same path.
     """
-    *folders, file = name.split("/")
+    *folders, file = unicodedata.normalize("NFC", name).split("/")
     return "/".join([*(folder for folder in folders if folder.lower() not in _KIND_FOLDERS), file])
+
+
+def folder_of(name: str) -> str:
+    """Return the folder of the canonical path, which an image and its labels share."""
+    return canonical(name).rpartition("/")[0]
 
 
 def stem_of(name: str) -> str:
@@ -159,6 +169,19 @@ def images_by_stem(root: Path, names: Iterable[str]) -> dict[str, str]:
                     "file: rename or remove one of the images"
                 )
     return found
+
+
+def log_left_out(root: Path, names: Iterable[str], reason: str) -> None:
+    """Log a warning with the number of images that are not read, and their folders."""
+    folders = Counter(str(PurePosixPath(name).parent) for name in names)
+    if folders:
+        logger.warning(
+            "%s: %d images are left out, because %s: %s",
+            printable(root),
+            folders.total(),
+            reason,
+            listed(f"{folder} ({count})" for folder, count in folders.most_common()),
+        )
 
 
 def files_below(root: Path) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from detr_bf.data.coco import CocoAnnotations, annotated_size, read_annotations
 from detr_bf.data.formats.folder import AnnotatedImage, DataFolder, coco_content
+from detr_bf.data.paths import PathIndex, leads_out
 from detr_bf.errors import InputError
 from detr_bf.text import printable
 
@@ -36,6 +37,7 @@ def read_roboflow(root: Path, names: Sequence[str]) -> DataFolder:
             f"{printable(root)} has no {ANNOTATION_FILE}, which Roboflow's COCO export has in the folder of each split"
         )
     images: list[AnnotatedImage] = []
+    index = PathIndex(names)
     categories: dict[str, dict[str, Any]] = {}
     for name in files:
         content = read_annotations(root / name)
@@ -44,14 +46,16 @@ def read_roboflow(root: Path, names: Sequence[str]) -> DataFolder:
         classes = {category["id"]: _name(content, category) for category in content.categories}
         for category in content.categories:
             categories.setdefault(classes[category["id"]], {**category, "id": len(categories)})
-        images += _images(content, str(PurePosixPath(name).parent), classes)
+        images += _images(content, str(PurePosixPath(name).parent), classes, index)
     numbers = {name: category["id"] for name, category in categories.items()}
     used = [{"category_id": numbers[one["name"]]} for image in images for one in image.objects]
     parents = {category["name"] for category in CocoAnnotations(root, [], used, [*categories.values()]).parents}
     return DataFolder(root, coco_content(root, images, set(categories) - parents), {})
 
 
-def _images(content: CocoAnnotations, folder: str, classes: dict[int, str]) -> Iterator[AnnotatedImage]:
+def _images(
+    content: CocoAnnotations, folder: str, classes: dict[int, str], index: PathIndex
+) -> Iterator[AnnotatedImage]:
     where = printable(content.path)
     objects: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in content.images}
     if len(objects) < len(content.images) or len({i["file_name"] for i in content.images}) < len(content.images):
@@ -65,10 +69,11 @@ def _images(content: CocoAnnotations, folder: str, classes: dict[int, str]) -> I
         values = {key: value for key, value in one.items() if key not in ("id", "image_id", "category_id")}
         objects[one["image_id"]].append({**values, "name": classes[one["category_id"]]})
     for image in content.images:
-        path = PurePosixPath(folder, image["file_name"])
-        if ".." in path.parts or PurePosixPath(image["file_name"]).is_absolute():
-            raise InputError(f"{where}: {printable(image['file_name'])} leads out of the folder of the file")
-        yield AnnotatedImage(str(path), annotated_size(image), objects[image["id"]])
+        name = image["file_name"]
+        if leads_out(name):
+            raise InputError(f"{where}: {printable(name)} leads out of the folder of the file")
+        path = index.find(name, [folder]) or str(PurePosixPath(folder, name))
+        yield AnnotatedImage(path, annotated_size(image), objects[image["id"]])
 
 
 def _name(content: CocoAnnotations, category: Any) -> str:

@@ -25,6 +25,7 @@ from detr_bf.data.formats.folder import (
     AnnotatedImage,
     DataFolder,
     NamedSplit,
+    canonical,
     coco_content,
     images_by_stem,
     is_image,
@@ -69,7 +70,7 @@ def read_voc(root: Path, names: Sequence[str]) -> DataFolder:
         )
     by_name: dict[str, list[str]] = {}
     for name, image in zip(files.values(), labelled, strict=True):
-        by_name.setdefault(PurePosixPath(name).stem, []).append(image.file_name)
+        by_name.setdefault(PurePosixPath(canonical(name)).stem, []).append(image.file_name)
     lists = [name for name in map(PurePosixPath, names) if str(name.parent).lower() == _LISTS and name.suffix == ".txt"]
     splits = {name.stem: NamedSplit(root / name, partial(_listed_images, root / name, by_name)) for name in lists}
     return DataFolder(root, coco_content(root, labelled), splits)
@@ -79,7 +80,7 @@ def _listed_images(path: Path, by_name: Mapping[str, Sequence[str]]) -> set[str]
     """Return the images of a list, which has one name without folder and suffix in each line."""
     found = set()
     for number, name in read_lines(path):
-        files = by_name.get(name, ())
+        files = by_name.get(canonical(name), ())
         if len(files) != 1:
             problem = f"of several images: {', '.join(map(printable, files))}" if files else "of no XML file"
             raise InputError(f"{printable(path)}:{number}: {printable(name)} is the name {problem}")

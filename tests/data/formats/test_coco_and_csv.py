@@ -109,10 +109,14 @@ def rename(data: SimpleNamespace) -> None:
 
 def lose(data: SimpleNamespace) -> None:
     for image in data.content["images"]:
-        image["file_name"] = f"lost/{image['file_name']}"
+        image["file_name"] = f"lost/x{image['file_name']}"
 
 
 def leave(data: SimpleNamespace) -> None:
+    data.content["images"][0]["file_name"] = "../train/9999.png"
+
+
+def take(data: SimpleNamespace) -> None:
     data.content["images"][0]["file_name"] = "../train/0001.png"
 
 
@@ -130,8 +134,9 @@ def orphan(data: SimpleNamespace) -> None:
     ("change", "message"),
     [
         (rename, "calls category 3 another, and another file of .* class3: they do not belong together"),
-        (lose, r"val\.json: lost/0001\.png and the images after it are in none of the folders"),
+        (lose, r"val\.json: lost/x0001\.png and the images after it are in none of the folders"),
         (leave, "leads out of the folder"),
+        (take, r"train/0001\.png is listed in train\.json and in val\.json"),
         (renumber, r"call class3 both category 3 and category 4"),
         (orphan, "has annotations of image 77, not listed"),
     ],

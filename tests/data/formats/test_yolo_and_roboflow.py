@@ -16,8 +16,11 @@ from detr_bf.data.batches import SampleKey
 from detr_bf.data.coco import CocoAnnotations, read_annotations
 from detr_bf.data.formats import read_folder
 from detr_bf.data.images import header_size
+from detr_bf.data.paths import PathIndex
 from detr_bf.errors import InputError
 from detr_bf.tasks.detection import DetectionTask
+from tests.data.formats.public_folders import PublicFolder
+from tests.data.formats.yolo_folders import NAMED_FILES, YOLO_FOLDERS
 
 Factory = Callable[..., SimpleNamespace]
 YAML = "train: ../train/images\nval: ../valid/images\nnc: 2\nnames: [wolf, ant]\n"
@@ -297,3 +300,90 @@ def test_the_writers_of_hotcoco_are_read_back(coco_folder: Factory, tmp_path: Pa
     assert [one[:2] for one in found] == [one[:2] for one in expected]
     for one, other in zip(found, expected, strict=True):
         assert one[2] == pytest.approx(other[2], abs=1e-3)
+
+
+@pytest.mark.parametrize("row", [*YOLO_FOLDERS, *NAMED_FILES], ids=lambda row: f"{row.tool}: {row.name}")
+def test_folders_of_public_tools(tmp_path: Path, row: PublicFolder) -> None:
+    row.build(tmp_path)
+    if row.message is not None:
+        with pytest.raises(InputError, match=row.message):
+            read_folder(tmp_path)
+        return
+    content = read_folder(tmp_path).content
+    found: dict[str, list[Any]] = {image["file_name"]: [] for image in content.images}
+    for file, *box in boxes(content):
+        found[file].append((box[0], *box[1]))
+    assert found == row.boxes
+
+
+def test_images_that_are_left_out_and_clipped_lines_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "yolo"
+    for name in ("images/a", "images/b", "raw/1", "raw/2", "more/raw/3"):
+        image(root / f"{name}.jpg")
+    label(root / "labels/a.txt", "0 0.5 0.5 1.03 0.4\n0 0.5 0.5 0.4 0.4\n0 -0.008 0.2 0.8 0.2 0.8 0.5\n")
+    label(root / "classes.txt", "cat")
+    content = read_folder(root).content
+    assert [entry["file_name"] for entry in content.images] == ["images/a.jpg", "images/b.jpg"]
+    left_out, clipped = (record.getMessage() for record in caplog.records)
+    assert left_out.startswith(f"{root}: 3 images are left out, because their folders have no label files")
+    assert left_out.endswith(": raw (2), more/raw (1)")
+    assert clipped.startswith(f"{root}: the boxes of 2 label lines are clipped to the image")
+    assert clipped.endswith(f"reach from -0.008 to 1.03, first {root}/labels/a.txt:1")
+
+    caplog.clear()
+    table = tmp_path / "csv"
+    for name in ("images/a", "images/b", "raw/1"):
+        image(table / f"{name}.jpg")
+    label(table / "labels.csv", "filename,class,xmin,ymin,xmax,ymax\na.jpg,cat,1,1,9,9\n")
+    assert len(read_folder(table).content.images) == 2
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{table}: 1 images are left out, because no row names an image of their folders: raw (1)"
+    )
+
+
+def test_all_bad_lines_are_counted_in_one_error(tmp_path: Path) -> None:
+    root = yolo(tmp_path)
+    label(root / "train/labels/b.txt", "\n".join(["0 0.5 0.5 0.2 0.2", *["0 40 20 9 9"] * 20]))
+    label(root / "valid/labels/c.txt", "7 0.5 0.5 0.2 0.2")
+    with pytest.raises(InputError) as caught:
+        read_folder(root)
+    assert f"{root}: 21 label lines in 2 files cannot be used: {root}/train/labels/b.txt:2: 0 40" in str(caught.value)
+    assert str(caught.value).endswith("and 13 more")
+
+
+def test_a_split_name_in_another_unicode_form(tmp_path: Path) -> None:
+    image(tmp_path / "cafe\u0301/images/a.jpg")
+    label(tmp_path / "caf\u00e9/labels/a.txt", "0 0.5 0.5 0.5 0.5")
+    label(tmp_path / "classes.txt", "cat")
+    folder = read_folder(tmp_path)
+    assert len(folder.split("caf\u00e9").annotations) == len(folder.split("cafe\u0301").annotations) == 1
+
+
+@pytest.mark.parametrize("shape", ["3", "[3]", "[3, 4]", "[0, 2]", "[a, 2]", "{a: 1}"])
+def test_bad_numbers_of_keypoints(tmp_path: Path, shape: str) -> None:
+    root = yolo(tmp_path, f"{YAML}kpt_shape: {shape}\n")
+    with pytest.raises(InputError, match=r"kpt_shape is .*, expected the number of keypoints, and 2 or 3 values"):
+        read_folder(root)
+
+
+def test_the_pose_of_the_issue(tmp_path: Path) -> None:
+    image(tmp_path / "a.jpg", (15, 10))
+    label(tmp_path / "a.txt", "0 0.1333 0.3 0.2667 0.2 0.1 0.2 0.3 0.4 0.5 0.6")
+    label(tmp_path / "data.yaml", "names: [cat]\nkpt_shape: [3, 2]\n")
+    [(_, _, (x, y, width, height))] = boxes(read_folder(tmp_path).content)
+    assert (x, y, x + width, y + height) == pytest.approx((0, 2, 4, 4), abs=2e-3)
+    read_folder.cache_clear()
+    label(tmp_path / "data.yaml", "names: [cat]\n")
+    assert boxes(read_folder(tmp_path).content) == [("a.jpg", "cat", [1.5, 2, 6, 4])]  # a polygon
+
+
+def test_a_path_that_exists_is_not_shortened(tmp_path: Path) -> None:
+    """One path of the list exists, so the others are missing files and not files under an end of their paths."""
+    index = PathIndex(["train/1.jpg", "2.jpg", "images/3.jpg"])
+    assert index.find_all(["train/1.jpg", "train/2.jpg"]) == ["train/1.jpg", None]
+    assert index.find_all(["x/train/1.jpg", "x/train/2.jpg"]) == ["train/1.jpg", "2.jpg"]
+    assert index.find_all([r"..\..\up\3.jpg"], ["", "images"]) == ["images/3.jpg"]
+    assert index.find_all(["/etc/passwd", "../../..", ""]) == [None, None, None]
