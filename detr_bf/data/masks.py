@@ -105,7 +105,7 @@ def parts_of(segmentation: object, size: tuple[int, int] | None = None) -> tuple
 def covers_a_pixel(parts: Sequence[Part], size: tuple[int, int]) -> bool:
     """Return True if the mask of :func:`parts_of` has a pixel in an image of ``size`` (height, width)."""
     for data, (height, _) in parts:
-        if not height and _is_large(memoryview(data).cast("d").tolist(), size):
+        if not height and _is_large(np.frombuffer(data).tolist(), size):
             return True
         encoded = (
             {"size": [*size], "counts": data} if height else coco_mask.frPyObjects([np.frombuffer(data)], *size)[0]

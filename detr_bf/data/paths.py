@@ -31,7 +31,7 @@ def path_spellings(path: str) -> Iterator[str]:
     """Yield a path, and the common paths with the same :func:`path_key`."""
     found = [path]
     for form in ("NFC", "NFD"):
-        stem, suffix = posixpath.splitext(unicodedata.normalize(form, path))  # type: ignore[arg-type]
+        stem, suffix = posixpath.splitext(unicodedata.normalize(form, path))
         found += [stem + suffix, stem + suffix.lower(), stem + suffix.upper()]
     yield from dict.fromkeys(found)
 

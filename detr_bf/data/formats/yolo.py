@@ -95,14 +95,14 @@ def _images_at(root: Path, names: Sequence[str], entries: Sequence[str], labelle
     for entry in entries:
         if entry in known:
             found |= {entry} if is_image(entry) else images_of_list(root, names, entry)
-        own = folder_of(f"{entry}/.")
-        found.update(name for name in _below(names, [entry]) if folder_of(name) in (own, *labelled))
+        folders = {folder_of(f"{entry}/.") if entry else "", *labelled}
+        found.update(name for name in _below(names, [entry]) if folder_of(name) in folders)
     return found
 
 
 def _below(names: Sequence[str], folders: Iterable[str]) -> list[str]:
     """Return the images in the folders and their subfolders."""
-    prefixes = tuple("" if folder in ("", ".") else f"{folder}/" for folder in folders)
+    prefixes = tuple(f"{folder}/" if folder else "" for folder in folders)
     return [name for name in names if name.startswith(prefixes) and is_image(name)]
 
 

@@ -32,7 +32,7 @@ class YoloSettings(NamedTuple):
     """Settings of a YOLO folder."""
 
     classes: list[str]
-    splits: dict[str, list[str]]  # folders, lists of images and images of each split, relative to the root
+    splits: dict[str, list[str]]  # folders, lists of images and images of each split; an empty path is the root
     keypoints: tuple[int, int] | None = None  # number and values of each; None for labels without keypoints
 
 
@@ -213,7 +213,8 @@ def _checked(root: Path, where: str, text: str, found: str | None) -> str:
             f"{where} is {printable(text)}, which leads out of {printable(root)}, and no end of it is inside: give a "
             "path inside it, or remove the line"
         )
-    return inside if found is None else found
+    path = inside if found is None else found
+    return "" if path == "." else path
 
 
 def images_of_list(root: Path, names: Sequence[str], name: str) -> set[str]:

@@ -226,6 +226,12 @@ YOLO_FOLDERS = [
         {"images/train/a.jpg": [BOX], "none/c.jpg": []},
     ),
     yolo(
+        "background in the folder of data.yaml",
+        "Ultralytics",
+        {"set/a.jpg": None, "set/a.txt": LINE, "b.jpg": None, "raw/c.jpg": None, "data.yaml": f"path: ../p\ntrain: .\n{NAMES}"},
+        {"set/a.jpg": [BOX], "b.jpg": []},
+    ),
+    yolo(
         "values slightly outside",
         "any",
         {**BESIDE, "classes.txt": "cat\n", "labels/a.txt": "0 0.5 0.5 1.03 0.4\n0 -0.008 0.2 0.8 0.2 0.8 0.5\n"},
