@@ -52,7 +52,7 @@ def path_ends(path: str) -> Iterator[str]:
 
 def leads_out(path: str) -> bool:
     """Return True for an absolute path and for one with ``..``, of this system or of Windows."""
-    return any(kind(path).anchor or ".." in kind(path).parts for kind in (PurePosixPath, PureWindowsPath))
+    return any(kind(path).is_absolute() or ".." in kind(path).parts for kind in (PurePosixPath, PureWindowsPath))
 
 
 class PathIndex:

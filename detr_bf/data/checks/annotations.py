@@ -161,7 +161,7 @@ def _missing_files(split: Split) -> Iterator[str]:
     for image in split.content.images:
         if not split.file(image):
             other = existing_name(split.folder, image["file_name"])
-            yield image_text(image) + (f"; exists as {printable(other)}" if other else "")
+            yield image_text(image) + (f"; exists as {printable(other)}: --fix renames it" if other else "")
 
 
 @CHECKS.add("error", "file-unreadable", "the image cannot be decoded")

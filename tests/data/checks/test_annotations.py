@@ -265,7 +265,10 @@ def test_a_missing_file_that_exists_under_another_form_of_its_name(sets: DataSet
     (sets.train.images / "0002.png").rename(sets.train.images / exists)
     sets.train.content["images"][1]["file_name"] = listed
     [finding] = sets.examine().findings
-    assert (finding.code, finding.example) == ("file-missing", f"image 2, {listed}; exists as {exists}")
+    assert (finding.code, finding.example) == (
+        "file-missing",
+        f"image 2, {listed}; exists as {exists}: --fix renames it",
+    )
 
 
 def test_what_is_no_regular_file_is_unreadable(sets: DataSets) -> None:

@@ -228,7 +228,13 @@ YOLO_FOLDERS = [
     yolo(
         "background in the folder of data.yaml",
         "Ultralytics",
-        {"set/a.jpg": None, "set/a.txt": LINE, "b.jpg": None, "raw/c.jpg": None, "data.yaml": f"path: ../p\ntrain: .\n{NAMES}"},
+        {
+            "set/a.jpg": None,
+            "set/a.txt": LINE,
+            "b.jpg": None,
+            "raw/c.jpg": None,
+            "data.yaml": f"path: ../p\ntrain: .\n{NAMES}",
+        },
         {"set/a.jpg": [BOX], "b.jpg": []},
     ),
     yolo(
