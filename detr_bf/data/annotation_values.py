@@ -22,6 +22,9 @@ MAX_INT = 2**63 - 1  # an int64, the largest id that the evaluation engines read
 _LARGEST = 1e9  # pixels of a coordinate
 _LARGEST_AREA = 1e10  # pixels; upper limit of COCO's evaluation
 _LONGEST_NAME = 255  # bytes; limit of nearly every file system
+_MOST_BOXES = 100_000  # from which the unit of the boxes is told
+_TOLERANCE = 1.0  # pixels by which a box may leave its image
+_FITTING = 0.95  # share of the boxes that must be possible corners
 
 _text = reprlib.Repr()
 _text.maxlevel, _text.maxlist, _text.maxdict, _text.maxstring, _text.maxlong, _text.maxother = 3, 8, 8, 60, 60, 60
@@ -181,3 +184,46 @@ def narrowed(
 ) -> Sequence[Mapping[str, Any]]:
     """Return the suspect annotations of columns, or all annotations of a list, to be examined one by one."""
     return annotations.where(suspects(annotations)) if isinstance(annotations, Entries) else annotations
+
+
+def unit_problem(
+    annotations: Sequence[Mapping[str, Any]], size_of: Callable[[int], tuple[int, int] | None]
+) -> str | None:
+    """Return the reason why the boxes of a file cannot be x, y, width and height in pixels; None if they can.
+
+    They are fractions if none is larger than a pixel. They are corners if most of them leave their image, although x1,
+    y1, x2 and y2 of the same numbers are boxes inside of it.
+
+    Args:
+        annotations: with valid boxes, or any others, which are left out. Of many only a part is examined.
+        size_of: returns (height, width) of the image with an id, None if it is not known.
+    """
+    step = max(1, len(annotations) // _MOST_BOXES)
+    part = (
+        annotations.where(np.arange(0, len(annotations), step))
+        if isinstance(annotations, Entries)
+        else annotations[::step]
+    )
+    found = [
+        (each["bbox"], each["image_id"]) for each in part if is_box(each.get("bbox")) and min(each["bbox"][2:]) > 0
+    ]
+    if not found:
+        return None
+    boxes = np.array([box for box, _ in found], dtype=np.float64)
+    x, y, width, height = boxes.T
+    if min(boxes[:, 2:].max(), (boxes[:, :2] + boxes[:, 2:]).max()) <= 1:
+        return (
+            f"no box is larger than a pixel, the first is {value_text(found[0][0])}: these look like fractions of the "
+            "image; multiply x and width by the width of the image, and y and height by its height"
+        )
+    heights, widths = np.array([size_of(image_id) or (np.nan, np.nan) for _, image_id in found]).T
+    known = ~np.isnan(heights)
+    leaves = (x + width > widths + _TOLERANCE) | (y + height > heights + _TOLERANCE)
+    fits = (width > x) & (height > y) & (width <= widths + _TOLERANCE) & (height <= heights + _TOLERANCE)
+    if leaves.sum() > known.sum() / 2 and fits[known].mean() > _FITTING:
+        example = int(np.flatnonzero(leaves)[0])
+        return (
+            f"{leaves.sum()} of {known.sum()} boxes leave their image as x, y, width, height, and fit into it as the "
+            f"corners x1, y1, x2, y2, such as {value_text(found[example][0])}: write x1, y1, x2 - x1, y2 - y1"
+        )
+    return None

@@ -32,6 +32,7 @@ from detr_bf.data.annotation_values import (
     suspect_areas,
     suspect_boxes,
     suspect_crowds,
+    unit_problem,
     unknown_ids,
     value_text,
 )
@@ -387,7 +388,11 @@ def check_annotations(content: CocoAnnotations, category_ids: Collection[int], m
         category_ids: the known ones.
         maps: the annotations are panoptic segments whose masks are used.
     """
-    problem = _first_problem(content.annotations, values_of(content.images, "id"), category_ids, maps)
+    image_ids = values_of(content.images, "id")
+    problem = _first_problem(content.annotations, image_ids, category_ids, maps)
+    if problem is None and not maps:
+        sizes = dict(zip(image_ids, annotated_sizes(content.images), strict=True))
+        problem = unit_problem(content.annotations, sizes.get)
     if problem:
         raise _unusable(content, problem)
 

@@ -25,6 +25,7 @@ from detr_bf.data.annotation_values import (
     suspect_crowds,
     suspect_ids,
     suspect_repeats,
+    unit_problem,
     unknown_ids,
 )
 from detr_bf.data.checks.files import ImageRecord, MapRecord, check_files, existing_name
@@ -239,6 +240,16 @@ def _unknown_images(split: Split) -> Iterator[str]:
 def _invalid_boxes(split: Split) -> Iterator[str]:
     suspects = narrowed(split.content.annotations, suspect_boxes)
     return (box_text(annotation) for annotation in suspects if not is_box(annotation.get("bbox")))
+
+
+@CHECKS.add("error", "box-units", "boxes are not x, y, width, height in pixels")
+def _boxes_in_other_units(split: Split) -> Iterator[str]:
+    def size_of(image_id: int) -> tuple[int, int] | None:
+        image = split.images.get(image_id)
+        return split.size(image) if image else None
+
+    if not split.maps_wanted and (problem := unit_problem(split.content.annotations, size_of)):
+        yield problem
 
 
 @CHECKS.add("error", "iscrowd-unknown", "iscrowd is not 0 or 1")

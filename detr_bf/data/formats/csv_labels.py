@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from detr_bf.data.formats.folder import MAX_TEXT_BYTES, AnnotatedImage, DataFolder, coco_content, is_image, log_left_out
+from detr_bf.data.images import header_size
 from detr_bf.data.paths import PathIndex
 from detr_bf.errors import InputError
 from detr_bf.files import read_regular
@@ -18,7 +19,12 @@ from detr_bf.text import printable
 TABLES = ("labels.csv", "annotations.csv", "_annotations.csv")
 _FILE = ("filename", "file", "file_name", "image", "image_path", "path")
 _CLASS = ("class", "label", "name", "class_name", "category")
-_CORNERS = (("xmin", "ymin", "xmax", "ymax"), ("x0", "y0", "x1", "y1"), ("x1", "y1", "x2", "y2"))
+_CORNERS = (
+    ("xmin", "ymin", "xmax", "ymax"),
+    ("x0", "y0", "x1", "y1"),
+    ("x1", "y1", "x2", "y2"),
+    ("left", "top", "right", "bottom"),
+)
 _EXTENTS = (("x", "y", "width", "height"), ("x", "y", "w", "h"), ("left", "top", "width", "height"))
 _EXPECTED = (
     "expected a header with a file name (filename, file, image, path), a class (class, label, name) and a box in "
@@ -69,8 +75,31 @@ def read_csv(root: Path, names: Sequence[str]) -> DataFolder:
             labelled.add(PurePosixPath(name).parent)
     used = {name: each for name, each in objects.items() if PurePosixPath(name).parent in labelled}
     log_left_out(root, objects.keys() - used.keys(), "no row names an image of their folders")
-    images = [AnnotatedImage(name, None, found) for name, found in used.items()]
+    images = [AnnotatedImage(name, header_size(root / name), found) for name, found in used.items()]
+    boxes = [(one["bbox"], image.size) for image in images for one in image.objects]
+    of_images = all(size and sorted(box[2:]) == sorted(size) for box, size in boxes)
+    if of_images and any(box[0] > 0 or box[1] > 0 for box, _ in boxes):
+        raise InputError(
+            f"{printable(root)}: width and height of every row of {', '.join(map(printable, tables))} are those of the "
+            "image, expected those of the box: add columns of the box, such as xmin, ymin, xmax, ymax"
+        )
     return DataFolder(root, coco_content(root, images), {})
+
+
+def box_columns(where: str, names: Iterable[str]) -> tuple[str, ...] | None:
+    """Return the names of the columns of the box, None if there are none.
+
+    Raises:
+        InputError: two sets of columns may be the box.
+    """
+    found = [each for each in (*_CORNERS, *_EXTENTS) if set(each) <= {*names}]
+    if len(found) > 1:
+        sets = " and ".join(", ".join(each) for each in found)
+        raise InputError(
+            f"{where} has several sets of columns that may be the box: {sets}; rename or remove those that are not, "
+            "such as width and height of the image"
+        )
+    return found[0] if found else None
 
 
 def _rows(path: Path, where: str) -> list[tuple[int, str, dict[str, Any] | None]]:
@@ -84,16 +113,15 @@ def _rows(path: Path, where: str) -> list[tuple[int, str, dict[str, Any] | None]
         raise InputError(f"{where} cannot be used: {printable(error)}; {_EXPECTED}") from error
     columns = {(name or "").strip().lower(): name for name in reader.fieldnames or ()}
     file, kind = (next((columns[each] for each in known if each in columns), None) for known in (_FILE, _CLASS))
-    corners = next((each for each in _CORNERS if set(each) <= columns.keys()), None)
-    box = corners or next((each for each in _EXTENTS if set(each) <= columns.keys()), None)
+    box = box_columns(where, columns)
     if file is None or kind is None or box is None:
-        raise InputError(f"{where} has the columns {printable(', '.join(columns))}; {_EXPECTED}")
+        whole = "; write the column bbox as four columns x, y, width, height" if "bbox" in columns and not box else ""
+        raise InputError(f"{where} has the columns {printable(', '.join(columns))}; {_EXPECTED}{whole}")
     sides = [columns[each] for each in box]
     if longer := next((line for line, row in rows if row.get(None)), None):
         raise InputError(f"{where}:{longer} has more fields than the header")
     return [
-        (line, _text(row, file), _object(f"{where}:{line}", row, kind, sides, corners is not None))
-        for line, row in rows
+        (line, _text(row, file), _object(f"{where}:{line}", row, kind, sides, box in _CORNERS)) for line, row in rows
     ]
 
 
