@@ -6,20 +6,25 @@ detr-bf convert-data data/bccd --folds 5 --fold 0 --output bccd              # t
 detr-bf convert-data data/pets --split train --val-fraction 0.2 --output pets
 
 The images stay where they are; file_name is relative to ROOT. Training reads such folders directly (data.root).
+The data are checked as by detr-bf check. Exit code 1: they have errors, and nothing is written.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from detr_bf.assembly.data import data_source
 from detr_bf.cli import run_tool
 from detr_bf.config.detection import DataConfig, DetectionConfig, SplitConfig
-from detr_bf.data.coco import CocoAnnotations, read_annotations
+from detr_bf.data.checks.annotations import examine
+from detr_bf.data.coco import CocoAnnotations, Source, read_annotations
 from detr_bf.data.formats import READERS, read_split
 from detr_bf.errors import InputError
 from detr_bf.files import check_output_file, write_json
@@ -50,7 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def convert_data(options: argparse.Namespace) -> int:
-    """Write the JSON files that the options name, print their classes, and return 0.
+    """Check the data, write the JSON files that the options name, and print their classes.
+
+    Returns:
+        the exit code: 0, or 1 if the data have errors, so that nothing is written.
 
     Raises:
         InputError: the folder cannot be read or divided, or a file exists or cannot be written.
@@ -64,6 +72,13 @@ def convert_data(options: argparse.Namespace) -> int:
         check_output_file(path, "--output")
         if path.exists() and not options.overwrite:
             raise InputError(f"{printable(path)} exists: give --overwrite to replace it, or another --output")
+    checked = [_has_errors(options.root, path.stem, content) for path, content in files.items()]  # all are printed
+    if any(checked):
+        print(
+            "nothing is written: correct the errors, or give detr-bf check RECIPE "
+            f"data.root={printable(options.root)} --fix OUT for a corrected copy"
+        )
+        return 1
     for path, content in files.items():
         parts = {"images": content.images, "annotations": content.annotations, "categories": content.categories}
         try:
@@ -94,6 +109,15 @@ def _divided(options: argparse.Namespace) -> dict[str, CocoAnnotations]:
         split: read_annotations(data_source(DetectionConfig(data=data), split).annotations)
         for split in ("train", "val")
     }
+
+
+def _has_errors(root: Path, name: str, content: CocoAnnotations) -> bool:
+    """Check the images and annotations of a file, print what is found, and return True if there are errors."""
+    report = examine(Source(root, content), None, num_queries=sys.maxsize, workers=os.cpu_count() or 1)
+    findings = tuple(replace(finding, split=name) for finding in report.findings)
+    if findings:
+        print(safe_message(replace(report, contents=(), findings=findings, statistics=None)))
+    return bool(report.errors)
 
 
 def _summary(path: Path, content: CocoAnnotations) -> str:

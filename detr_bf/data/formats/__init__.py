@@ -11,6 +11,7 @@ from detr_bf.data.coco import CocoAnnotations
 from detr_bf.data.formats.coco_files import read_coco
 from detr_bf.data.formats.csv_labels import TABLES, read_csv
 from detr_bf.data.formats.folder import DataFolder, files_below, images_of
+from detr_bf.data.formats.foreign import check_foreign
 from detr_bf.data.formats.roboflow import ANNOTATION_FILE
 from detr_bf.data.formats.splitting import divided, split_images
 from detr_bf.data.formats.voc import read_voc
@@ -29,6 +30,7 @@ READERS: dict[str, Callable[[Path, Sequence[str]], DataFolder]] = {  # by the se
     "yolo": read_yolo,
 }
 _FORM_NAMES = {"coco": "COCO JSON", "csv": "CSV table", "voc": "Pascal VOC", "yolo": "YOLO"}
+_SUFFIXES = {"voc": ".xml", "yolo": ".txt"}  # of files that another form may have, too
 _FORMS = (
     f"expected COCO JSON, {ANNOTATION_FILE} of Roboflow, XML files of Pascal VOC, {SETTINGS[0]} or labels/*.txt of "
     f"YOLO, or {TABLES[0]}"
@@ -78,7 +80,11 @@ def _form_of(root: Path, names: Sequence[str]) -> str:
     if not found:  # files that other forms may have beside their labels
         weak = {"coco": any(path.suffix.lower() == ".json" for path in paths), "yolo": is_yolo(root, names)}
         found = [form for form, present in weak.items() if present]
-    if len(found) != 1:
-        problem = f"could be of the forms {', '.join(found)}: give data.format" if found else f"has no labels: {_FORMS}"
-        raise InputError(f"{printable(root)} {problem}")
+    if not found:
+        check_foreign(root, names)
+        raise InputError(f"{printable(root)} has no labels: {_FORMS}")
+    if len(found) > 1:
+        raise InputError(f"{printable(root)} could be of the forms {', '.join(found)}: give data.format")
+    if suffix := _SUFFIXES.get(found[0]):
+        check_foreign(root, [name for name in names if name.lower().endswith(suffix)])
     return found[0]

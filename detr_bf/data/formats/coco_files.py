@@ -1,12 +1,13 @@
 """A folder with COCO JSON files and their images, such as COCO's own or the export of CVAT and Label Studio.
 
 Read are the files ``instances_*.json``; without any, all JSON files whose content is of COCO's form. A file is a split
-named as it (``instances_train2017.json`` is ``train2017``), or if its name says nothing (``annotations.json``), as its
-folder. Category ids are those of the files.
+named as it (``instances_train2017.json`` is ``train2017``), or if its name says nothing (``annotations.json``) or is
+that of several files, as its folder. Category ids are those of the files.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 
 from detr_bf.data.coco import CocoAnnotations, read_annotations
 from detr_bf.data.formats.folder import DataFolder, NamedSplit
+from detr_bf.data.formats.foreign import check_foreign
 from detr_bf.data.formats.roboflow import ANNOTATION_FILE, read_roboflow
 from detr_bf.data.paths import PathIndex, leads_out
 from detr_bf.errors import InputError
@@ -44,14 +46,16 @@ def read_coco(root: Path, names: Sequence[str]) -> DataFolder:
         return read_roboflow(root, names)
     files = {name: content for name in _candidates(names) if (content := _read(root / name)) is not None}
     if not files:
+        check_foreign(root, names)
         raise InputError(f"{printable(root)} has no JSON file with images, annotations and categories (COCO)")
     index = PathIndex(names)
     located = {name: _located(root, name, content, index) for name, content in files.items()}
     images: list[Mapping[str, Any]] = [image for content in located.values() for image in content.images]
     annotations: list[Mapping[str, Any]] = [each for content in located.values() for each in content.annotations]
     splits: dict[str, NamedSplit] = {}
+    names_of_splits = _split_names(located)
     for name, content in located.items():
-        split, chosen = _split_of(name), [image["file_name"] for image in content.images]
+        split, chosen = names_of_splits[name], [image["file_name"] for image in content.images]
         if split in splits:
             raise InputError(f"{printable(splits[split].path)} and {printable(root / name)} are both the split {split}")
         if split:
@@ -88,6 +92,14 @@ def _split_of(name: str) -> str:
     if path.stem not in _PLAIN:
         return path.stem.removeprefix(_PREFIX)
     return path.parent.name if path.parent.name not in _PLAIN else ""
+
+
+def _split_names(files: Iterable[str]) -> dict[str, str]:
+    """Return the split of each file; files of the same name are told apart by their folders."""
+    found = {name: _split_of(name) for name in files}
+    count = Counter(found.values())
+    repeated = {split for split, number in count.items() if split and number > 1}
+    return {name: PurePosixPath(name).parent.name if split in repeated else split for name, split in found.items()}
 
 
 def _located(root: Path, name: str, content: CocoAnnotations, index: PathIndex) -> CocoAnnotations:

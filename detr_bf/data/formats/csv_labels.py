@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,6 +26,7 @@ _CORNERS = (
     ("left", "top", "right", "bottom"),
 )
 _EXTENTS = (("x", "y", "width", "height"), ("x", "y", "w", "h"), ("left", "top", "width", "height"))
+BOXES = (*_CORNERS, *_EXTENTS)  # names of the columns
 _EXPECTED = (
     "expected a header with a file name (filename, file, image, path), a class (class, label, name) and a box in "
     "pixels (xmin, ymin, xmax, ymax, or x, y, width, height)"
@@ -86,13 +87,13 @@ def read_csv(root: Path, names: Sequence[str]) -> DataFolder:
     return DataFolder(root, coco_content(root, images), {})
 
 
-def box_columns(where: str, names: Iterable[str]) -> tuple[str, ...] | None:
+def _box_columns(where: str, names: Collection[str]) -> tuple[str, ...] | None:
     """Return the names of the columns of the box, None if there are none.
 
     Raises:
         InputError: two sets of columns may be the box.
     """
-    found = [each for each in (*_CORNERS, *_EXTENTS) if set(each) <= {*names}]
+    found = [each for each in BOXES if set(each) <= {*names}]
     if len(found) > 1:
         sets = " and ".join(", ".join(each) for each in found)
         raise InputError(
@@ -113,7 +114,7 @@ def _rows(path: Path, where: str) -> list[tuple[int, str, dict[str, Any] | None]
         raise InputError(f"{where} cannot be used: {printable(error)}; {_EXPECTED}") from error
     columns = {(name or "").strip().lower(): name for name in reader.fieldnames or ()}
     file, kind = (next((columns[each] for each in known if each in columns), None) for known in (_FILE, _CLASS))
-    box = box_columns(where, columns)
+    box = _box_columns(where, columns)
     if file is None or kind is None or box is None:
         whole = "; write the column bbox as four columns x, y, width, height" if "bbox" in columns and not box else ""
         raise InputError(f"{where} has the columns {printable(', '.join(columns))}; {_EXPECTED}{whole}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -34,11 +35,13 @@ from detr_bf.data.formats.folder import (
 )
 from detr_bf.errors import InputError
 from detr_bf.files import read_regular
-from detr_bf.text import printable
+from detr_bf.text import listed, printable
 
 logger = logging.getLogger(__name__)
 
 _LISTS = "imagesets/main"
+_FOLDERS = ("Annotations", "JPEGImages")
+_SPLIT = re.compile("train|val|test")  # in the names of folders
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
@@ -46,7 +49,9 @@ def read_voc(root: Path, names: Sequence[str]) -> DataFolder:
     """Read a Pascal VOC folder.
 
     The image of ``a.xml`` is ``a`` with the suffix of an image in any case, beside it or in ``JPEGImages`` or
-    ``images`` instead of ``Annotations``; the name in the XML file is not used. An image without XML file is left out.
+    ``images`` instead of ``Annotations``; the name in the XML file is not used. XML files of a folder without any of
+    their images belong to the images of the same names in another folder, if it is the only one. An image without XML
+    file is left out.
 
     Args:
         root: of the data set.
@@ -60,9 +65,9 @@ def read_voc(root: Path, names: Sequence[str]) -> DataFolder:
         if name.lower().endswith(".xml") and (other := files.setdefault(stem_of(name), name)) != name:
             raise InputError(f"{printable(root)}: {printable(other)} and {printable(name)} are for the same image")
     images = images_by_stem(root, (name for name in names if stem_of(name) in files))
+    images |= _images_elsewhere(root, names, files, images)
     labelled = [_read_image(root, name, images.get(stem)) for stem, name in files.items()]
-    unlabelled = sum(is_image(name) and stem_of(name) not in files for name in names)
-    if unlabelled:
+    if unlabelled := sum(map(is_image, names)) - len(images):
         logger.info("%s: %d images have no XML file and are left out", printable(root), unlabelled)
     if difficult := sum(one["iscrowd"] for image in labelled for one in image.objects):
         logger.info(
@@ -74,6 +79,55 @@ def read_voc(root: Path, names: Sequence[str]) -> DataFolder:
     lists = [name for name in map(PurePosixPath, names) if str(name.parent).lower() == _LISTS and name.suffix == ".txt"]
     splits = {name.stem: NamedSplit(root / name, partial(_listed_images, root / name, by_name)) for name in lists}
     return DataFolder(root, coco_content(root, labelled), splits)
+
+
+def _images_elsewhere(
+    root: Path, names: Sequence[str], files: Mapping[str, str], images: Mapping[str, str]
+) -> dict[str, str]:
+    """Return images by the stem of their XML file, for the folders of XML files that no image belongs to.
+
+    Args:
+        root: of the data set.
+        names: its files.
+        files: XML files by stem.
+        images: those found so far, by stem.
+
+    Raises:
+        InputError: images of these names are in several folders, or no XML file at all has an image.
+    """
+    folders: dict[PurePosixPath, dict[str, str]] = {}
+    for stem, name in files.items():
+        folders.setdefault(PurePosixPath(name).parent, {})[PurePosixPath(name).stem] = stem
+    free = [path for path in map(PurePosixPath, names) if is_image(str(path)) and stem_of(str(path)) not in files]
+    advice = f"put them beside the images, or rename the folders to {_FOLDERS[0]} and {_FOLDERS[1]}"
+    found: dict[str, str] = {}
+    for folder, stems in folders.items():
+        if not images.keys().isdisjoint(stems.values()):
+            continue
+        same = [path for path in free if path.stem in stems and _are_neighbours(folder, path.parent)]
+        places = sorted({str(path.parent) for path in same})
+        if len(places) > 1:
+            raise InputError(
+                f"{printable(root)}: the XML files of {printable(folder)} may belong to the images of each of "
+                f"{listed(places)}: {advice}"
+            )
+        if places:
+            logger.info("%s: XML files of %s, images of %s", printable(root), printable(folder), printable(places[0]))
+        elsewhere = images_by_stem(root, map(str, same))
+        found |= {stems[PurePosixPath(stem).name]: name for stem, name in elsewhere.items()}
+    if files and not (images or found):
+        raise InputError(f"{printable(root)}: none of its {len(files)} XML files has an image of its name: {advice}")
+    return found
+
+
+def _are_neighbours(one: PurePosixPath, other: PurePosixPath) -> bool:
+    """Return True for paths that differ in one folder, but not in the name of a split (``train`` and ``test``)."""
+    first, second = list(one.parts), list(other.parts)
+    for end in (0, -1):
+        while first and second and first[end] == second[end]:
+            del first[end], second[end]
+    words = [set(_SPLIT.findall("/".join(parts).lower())) for parts in (first, second)]
+    return max(len(first), len(second)) <= 1 and (words[0] == words[1] or not all(words))
 
 
 def _listed_images(path: Path, by_name: Mapping[str, Sequence[str]]) -> set[str]:
