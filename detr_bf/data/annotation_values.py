@@ -191,8 +191,8 @@ def unit_problem(
 ) -> str | None:
     """Return the reason why the boxes of a file cannot be x, y, width and height in pixels; None if they can.
 
-    They are fractions if none is larger than a pixel. They are corners if most of them leave their image, although x1,
-    y1, x2 and y2 of the same numbers are boxes inside of it.
+    They are fractions if none is larger than a pixel. They are corners if half of them or more leave their image,
+    although the same numbers as x1, y1, x2, y2 are boxes inside of it.
 
     Args:
         annotations: with valid boxes, or any others, which are left out. Of many only a part is examined.
@@ -220,7 +220,7 @@ def unit_problem(
     known = ~np.isnan(heights)
     leaves = (x + width > widths + _TOLERANCE) | (y + height > heights + _TOLERANCE)
     fits = (width > x) & (height > y) & (width <= widths + _TOLERANCE) & (height <= heights + _TOLERANCE)
-    if leaves.sum() > known.sum() / 2 and fits[known].mean() > _FITTING:
+    if leaves.any() and leaves.sum() >= known.sum() / 2 and fits[known].mean() > _FITTING:
         example = int(np.flatnonzero(leaves)[0])
         return (
             f"{leaves.sum()} of {known.sum()} boxes leave their image as x, y, width, height, and fit into it as the "

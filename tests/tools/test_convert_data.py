@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,14 @@ def test_bad_options(
     assert main([str(root), "--output", str(tmp_path / "out"), *options]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_data_with_errors_are_not_converted(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "images" / "train" / "03.png").write_bytes(b"no image")
+    arguments = [str(root), "--output", str(tmp_path / "out"), "--split", "train", "--split", "more/test"]
+    assert main(arguments) == 1
+    told = capsys.readouterr().out
+    assert re.search(r"error +train +file-unreadable +1 .*images/train/03\.png", told)
+    assert "nothing is written" in told
+    assert not (tmp_path / "out").exists()
+    assert main(arguments[:3] + arguments[5:]) == 0, "the other split has no error"

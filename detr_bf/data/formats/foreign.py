@@ -1,7 +1,7 @@
 """Forms of labels that are recognised but not read, with a way to convert each of them.
 
-Packages that read them are no extras: supervision (MIT) reads two of these forms and datumaro (MIT) seven, each in two
-lines of Python that the messages give, and datumaro brings 560 MB of other packages.
+Packages that read them are no extras, because a data set is converted once: the messages give the line of Python that
+does it with supervision (labelme, CreateML) or datumaro (CVAT, KITTI, Open Images, VoTT, TFRecord).
 """
 
 from __future__ import annotations

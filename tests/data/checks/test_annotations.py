@@ -6,14 +6,19 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from detr_bf.data import coco
+from detr_bf.data.annotation_values import unit_problem
 from detr_bf.data.checks import files as file_check
 from detr_bf.data.checks.annotations import Report, examine
-from detr_bf.data.coco import Source
+from detr_bf.data.coco import CocoDetection, Source
+from detr_bf.data.transforms import eval_transform
+from detr_bf.errors import InputError
 
 Factory = Callable[..., SimpleNamespace]
 TOOL = Path(__file__).parents[3] / "tools" / "check_data.py"
@@ -72,6 +77,57 @@ def test_size_differs(sets: DataSets) -> None:
     sets.train.content["images"][0]["width"] = 65
     assert sets.findings() == [("error", "train", "size-differs", 1)]
     assert "annotated for 65 x 48 pixels" in sets.examine().errors[0].example
+
+
+def as_fractions(image: dict[str, Any], box: list[float]) -> list[float]:
+    x, y, w, h = box
+    return [x / image["width"], y / image["height"], w / image["width"], h / image["height"]]
+
+
+def as_corners(image: dict[str, Any], box: list[float]) -> list[float]:
+    x, y, w, h = box
+    return [x, y, x + w, y + h]
+
+
+@pytest.mark.parametrize(("change", "problem"), [(as_fractions, "look like fractions"), (as_corners, "as the corners")])
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("large", [False, True])
+def test_boxes_in_another_unit(
+    sets: DataSets,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[dict[str, Any], list[float]], list[float]],
+    problem: str,
+    sized: bool,
+    large: bool,
+) -> None:
+    monkeypatch.setattr(coco, "LARGE_FILE", 1 if large else 2**40)
+    content = sets.val.content
+    images = {image["id"]: image for image in content["images"]}
+    for each in content["annotations"]:
+        each["bbox"] = [float(value) for value in change(images[each["image_id"]], each["bbox"])]
+    for image in content["images"] if not sized else ():
+        del image["width"], image["height"]
+    found = [finding for finding in sets.examine().errors if finding.code == "box-units"]
+    assert [(finding.split, finding.count) for finding in found] == [("val", 1)]
+    assert problem in found[0].example
+    if sized or change is as_fractions:  # training without checks does not read the images
+        with pytest.raises(InputError, match=problem):
+            CocoDetection(sets.val.images, sets.val.annotations, eval_transform(short_side=48, max_size=64))
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [[0, 0, 1, 1], [0.2, 0.3, 0.5, 1.5]],  # one is larger than a pixel
+        [[30, 20, 60, 40], [30, 20, 20, 20], [1, 2, 20, 30], [3, 2, 20, 30]],  # only one of them leaves the image
+        [[30, 20, 60, 40], [30, 20, 20, 60], [30, 20, 20, 60], [1, 2, 3, 4]],  # most do, and are no corners
+        [[30, 20, 0, 0]],
+        [],
+    ],
+)
+def test_boxes_in_pixels(boxes: list[list[float]]) -> None:
+    annotations = [{"image_id": 1, "bbox": box} for box in boxes]
+    assert unit_problem(annotations, {1: (48, 64)}.get) is None
 
 
 def rotate_first(data: SimpleNamespace) -> None:

@@ -200,6 +200,11 @@ def test_tables_of_objects(tmp_path: Path, text: str, images: str) -> None:
     ]
 
 
+def test_a_box_of_the_whole_image_is_a_box(tmp_path: Path) -> None:
+    root = table(tmp_path, "filename,class,x,y,width,height\na.jpg,dog,0,0,100,50\nb.jpg,dog,0,0,100,50\n")
+    assert [each["bbox"] for each in read_folder(root).content.annotations] == [[0, 0, 100, 50]] * 2
+
+
 def test_two_tables_in_one_folder_are_refused(tmp_path: Path) -> None:
     table(table(tmp_path, CORNERS), CORNERS, "annotations.csv")
     with pytest.raises(InputError, match=r"two tables in one folder: annotations\.csv, labels\.csv"):
@@ -226,6 +231,12 @@ def test_tables_of_roboflow_for_each_split(tmp_path: Path) -> None:
         (CORNERS.replace("b.jpg", "", 1), r"labels\.csv:2 names no file"),
         (CORNERS.replace("dog", ""), r"labels\.csv:2 has a box and no class"),
         ('filename,class,x,y,w,h\n"a.jpg,dog,1,2,3,4\n', "cannot be used"),
+        (
+            "filename,class,left,top,right,bottom,width,height\na.jpg,dog,1,2,9,9,8,7\n",
+            "left, top, right, bottom and left, top",
+        ),
+        ("filename,class,x,y,width,height\na.jpg,dog,1,2,100,50\nb.jpg,dog,0,2,100,50\n", "are those of the image"),
+        ('filename,class,bbox\na.jpg,dog,"[1, 2, 3, 4]"\n', "bbox as four columns x, y, width, height"),
         ("filename,class,x,y,w,h\na.jpg,,,,,\n", "no objects and therefore no classes"),
     ],
 )

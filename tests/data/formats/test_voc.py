@@ -176,6 +176,45 @@ def test_a_loop_of_links_is_followed_once(tmp_path: Path) -> None:
     assert len(content(root).images) == 3
 
 
+@pytest.mark.parametrize(
+    ("labels", "pictures"),
+    [("annots", "images"), ("xml", "."), (".", "photos"), ("annots/train", "images/train"), ("a/train/xml", "a/train")],
+)
+def test_images_in_a_folder_beside_that_of_the_files(tmp_path: Path, labels: str, pictures: str) -> None:
+    root = write(tmp_path, IMAGES, form="beside")
+    expected = content(root)
+    read_folder.cache_clear()
+    for folder, suffixes in ((labels, (".xml",)), (pictures, (".jpg", ".JPG", ".png"))):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        for path in [path for path in root.iterdir() if path.suffix in suffixes]:
+            path.rename(root / folder / path.name)
+    found = content(root)
+    assert [root / image["file_name"] for image in found.images] == [
+        root / pictures / image["file_name"] for image in expected.images
+    ]
+    assert found.annotations == expected.annotations
+
+
+@pytest.mark.parametrize(
+    ("labels", "pictures", "message"),
+    [
+        ("annots", ("one", "two"), "the XML files of annots may belong to the images of each of one, two"),
+        ("train/annots", ("test/images",), "none of its 2 XML files has an image of its name: put them beside"),
+        ("train", ("test",), "none of its 2 XML files has an image"),
+        ("annots", (), "rename the folders to Annotations and JPEGImages"),
+    ],
+)
+def test_files_whose_images_are_not_known(tmp_path: Path, labels: str, pictures: Sequence[str], message: str) -> None:
+    for name in ("a", "b"):
+        (tmp_path / labels).mkdir(parents=True, exist_ok=True)
+        (tmp_path / labels / f"{name}.xml").write_text(xml([("cat", 1, 1, 9, 9)]))
+        for folder in pictures:
+            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (64, 48)).save(tmp_path / folder / f"{name}.png")
+    with pytest.raises(InputError, match=message):
+        content(tmp_path)
+
+
 LAUGHS = "".join(f'<!ENTITY l{i} "{f"&l{i - 1};" * 10 if i else "lol"}">' for i in range(10))
 GOOD = xml([("cat", 1, 1, 2, 2)])
 
