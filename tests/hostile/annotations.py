@@ -161,6 +161,16 @@ def without(*keys: str, **values: Any) -> Change:
     return change
 
 
+def every_box(bbox: list[float]) -> Change:
+    """Give all annotations one box."""
+
+    def change(content: Content) -> None:
+        for each in content["annotations"]:
+            each["bbox"] = bbox
+
+    return change
+
+
 FILES: dict[str, Any] = {
     "empty file": "",
     "one brace": "{",
@@ -238,6 +248,8 @@ BAD: dict[str, tuple[Change, str]] = {  # exit code 2, and a word required in th
     "bbox is an object": (put("annotations", "bbox", {"x": 1}), "box"),
     "bbox is a string": (put("annotations", "bbox", "1234"), "box"),
     "bbox of 400 digits": (put("annotations", "bbox", [1, 2, HUGE, 4]), "box|digits"),
+    "boxes are fractions": (every_box([0.1, 0.1, 0.4, 0.5]), "fractions"),
+    "boxes are corners": (every_box([12, 8, 30, 20]), "corners"),
     "iscrowd is '0'": (put("annotations", "iscrowd", "0"), "iscrowd"),
     "iscrowd is 'yes'": (put("annotations", "iscrowd", "yes"), "iscrowd"),
     "iscrowd is a list": (put("annotations", "iscrowd", [0]), "iscrowd"),

@@ -108,6 +108,8 @@ BAD_VOC: dict[str, tuple[Change, str]] = {
         "document type",
     ),
     "HTML": (text(FIRST, "<html><body>x</body></html>"), "expected <annotation>"),
+    "CVAT's XML": (text(FIRST, "<annotations><version>1.1</version></annotations>"), "CVAT"),
+    "no images": (lambda root: [path.unlink() for path in (root / "JPEGImages").iterdir()], "none of its 6 XML files"),
     "nested 500,000 deep": (text(FIRST, "<annotation>" + "<a>" * 500_000 + "</a>" * 500_000), "0.xml"),
     "not UTF-8": (text(FIRST, XML.replace("cat", "caf\xe9").encode("latin-1")), "0.xml"),
     "of an unknown encoding": (text(FIRST, '<?xml version="1.0" encoding="x\x07y"?>' + XML), "0.xml"),
@@ -135,6 +137,8 @@ BAD_VOC: dict[str, tuple[Change, str]] = {
 }
 BAD_YOLO: dict[str, tuple[Change, str]] = {
     "a label that is no number": (text("train/labels/0.txt", "cat 0 0 1 1\n"), "0.txt:1"),
+    "labels of KITTI": (text("train/labels/0.txt", f"cat 0 0 -1.5 3 3 12 12{' 1.5' * 7}\n"), "KITTI"),
+    "labels of DOTA": (text("train/labels/0.txt", "3 3 12 3 12 12 3 12 cat 0\n"), "DOTA"),
     "NaN": (text("train/labels/0.txt", "0 0.5 0.5 nan 1\n"), "0.txt:1"),
     "pixels": (text("train/labels/0.txt", "\n0 16 12 3 4\n"), "0.txt:2"),
     "an unknown class": (text("train/labels/0.txt", "1e30 0.5 0.5 0.1 0.1\n"), "0.txt:1"),
@@ -204,5 +208,7 @@ def cases() -> Iterator[Case]:
     )
     converted = changed(voc, text(FIRST, XML[:-9]), command="convert")
     yield Case(group, "converting a cut file", converted, says=("0.xml",))
+    converted = changed(voc, lambda root: (root / "JPEGImages/0.png").unlink(), command="convert")
+    yield Case(group, "converting data with errors", converted, codes=(1,), says=("file-missing", "nothing is written"))
     converted = changed(voc, lambda _: None, "--folds", "99", "--fold", "-1", command="convert")
     yield Case(group, "converting a fold below 0", converted, says=("--fold",))
