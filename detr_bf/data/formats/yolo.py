@@ -11,9 +11,9 @@ neither corners nor the rotation.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from detr_bf.data.annotation_values import is_number
@@ -69,13 +69,16 @@ def read_yolo(root: Path, names: Sequence[str]) -> DataFolder:
     alone = [name for stem, name in labels.items() if stem not in images and "labels" in name.lower().split("/")]
     if alone:
         raise InputError(f"{printable(root / alone[0])} has no image, and {len(alone) - 1} more label files have none")
-    labelled = {folder_of(name) for stem, name in images.items() if stem in labels}
+    labelled_images = {name for stem, name in images.items() if stem in labels}
+    if not labelled_images:
+        raise _unlabelled(root, images, labels)
+    labelled = {folder_of(name) for name in labelled_images}
     splits = {
         split: NamedSplit(root / entries[0], partial(_images_at, root, names, entries, labelled))
         for split, entries in settings.splits.items()
     }
     if splits:
-        used = set[str]().union(*(split.read() for split in splits.values()))
+        used = _images_of_splits(root, splits, labelled_images)
         log_left_out(root, set(_below(names, lists)) - used, _UNLABELLED)
     else:
         used = {name for name in images.values() if folder_of(name) in labelled}
@@ -84,6 +87,39 @@ def read_yolo(root: Path, names: Sequence[str]) -> DataFolder:
     found = [reader.read(name, labels.get(stem)) for stem, name in images.items() if name in used]
     reader.finish()
     return DataFolder(root, coco_content(root, found, settings.classes), splits)
+
+
+def _unlabelled(root: Path, images: Mapping[str, str], labels: Mapping[str, str]) -> InputError:
+    """Return the error of a set without a label file for any image; ``images`` and ``labels`` are files by stem."""
+    stems = {PurePosixPath(stem).name for stem in images}
+    same = next((name for stem, name in labels.items() if PurePosixPath(stem).name in stems), None)
+    advice = f"; {printable(same)} has the name of one: rename its folder to labels" if same else ""
+    return InputError(
+        f"{printable(root)}: none of its {len(images)} images has a label file: labels/a.txt for images/a.jpg, or "
+        f"a.txt beside a.jpg{advice}"
+    )
+
+
+def _images_of_splits(root: Path, splits: Mapping[str, NamedSplit], labelled: Collection[str]) -> set[str]:
+    """Return the images of all splits.
+
+    A split of the settings may be empty, as in exports of Roboflow, unless it is the training split or labelled images
+    are in no split.
+
+    Raises:
+        InputError: a split leads nowhere.
+    """
+    found = {name: split.read() for name, split in splits.items()}
+    used = set[str]().union(*found.values())
+    lost = sorted(set(labelled) - used)
+    for name, split in splits.items():
+        if not found[name] and (lost or name == "train"):
+            rest = f", and {len(lost)} labelled images are in no split, such as {printable(lost[0])}" if lost else ""
+            raise InputError(
+                f"{printable(root)}: the split {name} of the settings leads to {printable(split.path)} and has no "
+                f"images{rest}: correct its path, or remove its line"
+            )
+    return used
 
 
 def _images_at(root: Path, names: Sequence[str], entries: Sequence[str], labelled: Collection[str]) -> set[str]:

@@ -302,6 +302,42 @@ def test_the_writers_of_hotcoco_are_read_back(coco_folder: Factory, tmp_path: Pa
         assert one[2] == pytest.approx(other[2], abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            YAML.replace("valid/", "vald/"),
+            r"split val .*vald/images and has no images, and 1 labelled images .* such as valid/images/c\.jpg: correct",
+        ),
+        (YAML.replace("train/", "trian/"), r"split train .*trian/images and has no images, and 1 labelled images"),
+        (
+            "train: nowhere\nval: [train, valid]\nnames: [wolf, ant]\n",
+            r"split train .* has no images: correct its path",
+        ),
+    ],
+)
+def test_a_split_that_leads_nowhere(tmp_path: Path, settings: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        read_folder(yolo(tmp_path, settings))
+
+
+def test_an_empty_split_of_roboflow(tmp_path: Path) -> None:
+    folder = read_folder(yolo(tmp_path, YAML + "test: ../test/images\n"))
+    assert len(folder.content.images) == 3
+    with pytest.raises(InputError, match=r"test/images has no images"):
+        folder.split("test")
+
+
+def test_labels_in_a_folder_of_another_name(tmp_path: Path) -> None:
+    image(tmp_path / "images/a.jpg")
+    label(tmp_path / "labelTxt/a.txt", "0 0.5 0.5 0.1 0.1")
+    label(tmp_path / "data.yaml", "train: images\nnames: [cat]\n")
+    with pytest.raises(
+        InputError, match=r"none of its 1 images has a label file.*; labelTxt/a\.txt has the name of one"
+    ):
+        read_folder(tmp_path)
+
+
 @pytest.mark.parametrize("row", [*YOLO_FOLDERS, *NAMED_FILES], ids=lambda row: f"{row.tool}: {row.name}")
 def test_folders_of_public_tools(tmp_path: Path, row: PublicFolder) -> None:
     row.build(tmp_path)
