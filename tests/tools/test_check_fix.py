@@ -20,7 +20,9 @@ from tests.hostile import fixtures
 from tests.hostile.annotations import BAD, FILES, HERE, ODD, dumps
 
 CASES: dict[str, Callable[[dict[str, Any]], Any]] = {**{name: change for name, (change, _) in BAD.items()}, **ODD}
-REFUSED = {  # nothing that could be kept is left, or the categories are not known
+REFUSED = {  # nothing that could be kept is left, or the categories or the unit of the boxes are not known
+    "boxes are fractions",
+    "boxes are corners",
     "images is null",
     "images is an object",
     "no images",

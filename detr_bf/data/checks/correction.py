@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from detr_bf.data.annotation_values import is_box, is_crowd, is_id, object_area, value_text
+from detr_bf.data.annotation_values import is_box, is_crowd, is_id, object_area, unit_problem, value_text
 from detr_bf.data.checks.annotations import exceeds
 from detr_bf.data.checks.files import ImageRecord, check_files, existing_name
 from detr_bf.data.coco import (
@@ -112,7 +112,13 @@ class _SplitCorrection:
         self.images = {image["id"]: image for image in self._usable(images)}
 
     def corrected(self) -> Corrected:
-        """Return the corrected split."""
+        """Return the corrected split.
+
+        Raises:
+            InputError: the boxes are in another unit, so that each of them would be wrong.
+        """
+        if problem := unit_problem(self.content.annotations, self._size_of):
+            raise InputError(f"data.{self.name}: {problem}. --fix does not change the unit of boxes")
         owners = self._owners()
         annotations = [
             right for each in self.content.annotations if (right := self._corrected(each, owners)) is not None
@@ -263,6 +269,10 @@ class _SplitCorrection:
         except ValueError as error:
             return str(error)
         return ""
+
+    def _size_of(self, image_id: int) -> tuple[int, int] | None:
+        image = self.images.get(image_id)
+        return self._size(image) if image else None
 
     def _size(self, image: Mapping[str, Any]) -> tuple[int, int]:
         record = self.records[image["file_name"]]
