@@ -75,8 +75,8 @@ def convert_data(options: argparse.Namespace) -> int:
     checked = [_has_errors(options.root, path.stem, content) for path, content in files.items()]  # all are printed
     if any(checked):
         print(
-            "nothing is written: correct the errors, or give detr-bf check RECIPE "
-            f"data.root={printable(options.root)} --fix OUT for a corrected copy"
+            "nothing is written: correct the errors; many kinds are corrected in a copy by detr-bf check RECIPE "
+            f"data.root={printable(options.root)} --fix OUT"
         )
         return 1
     for path, content in files.items():
