@@ -331,7 +331,7 @@ def _classes_thing_and_stuff(train: Split, val: Split) -> Iterator[str]:
 
 
 PAIR_CHECKS.add("warning", "train-val-overlap", "the same image in both splits: the AP is too high", 3)(shared_images)
-PAIR_CHECKS.add("warning", "near-duplicates", "images of val that look like one of train: the AP is too high", 3)(
+PAIR_CHECKS.add("warning", "near-duplicates", "copies of training images in val: the AP is too high", 3)(
     near_duplicates
 )
 

@@ -28,7 +28,7 @@ from detr_bf.text import printable
 
 log = logging.getLogger(__name__)
 
-_VERSION = 3  # of the cache file; increase it when the meaning of a record changes
+_VERSION = 4  # of the cache file; increase it when the meaning of a record changes
 _MAX_CACHE_BYTES = 2**31
 _SHA256 = re.compile("[0-9a-f]{64}")  # a perceptual hash has the same form
 _Data = bytes  # the class below has a field ``bytes``

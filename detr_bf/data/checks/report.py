@@ -16,7 +16,7 @@ from detr_bf.data.annotation_values import crowd_mask, is_crowd, value_text
 from detr_bf.data.checks.files import ImageRecord, MapRecord
 from detr_bf.data.coco import CocoAnnotations, annotated_size
 from detr_bf.data.columns import Entries, integers, values_of
-from detr_bf.data.duplicates import nearest
+from detr_bf.data.duplicates import exported_from, nearest
 from detr_bf.data.masks import MapFile, SegmentExtent, covers_a_pixel, parts_of
 from detr_bf.text import printable
 
@@ -205,8 +205,16 @@ def shared_images(train: Any, val: Any) -> Iterator[str]:
 def near_duplicates(train: Any, val: Any) -> Iterator[str]:
     """Return the images of val that show the same as a training image, except those with the same content."""
     contents = {record.sha256 for record in train.files.values()}
+    originals = {original: name for name in train.files if (original := exported_from(name))}
+    names = []
+    for name, record in val.files.items():
+        if record.sha256 in contents:
+            continue
+        if (other := originals.get(exported_from(name) or "")) is not None:
+            yield f"{printable(val.folder / name)} and {printable(train.folder / other)} are copies by their names"
+        elif record.phash:
+            names.append(name)
     known = [name for name, record in train.files.items() if record.phash]
-    names = [name for name, record in val.files.items() if record.phash and record.sha256 not in contents]
     pairs = nearest([val.files[name].phash for name in names], [train.files[name].phash for name in known])
     for number, other in pairs:
         yield f"{printable(val.folder / names[number])} is like {printable(train.folder / known[other])}"
