@@ -116,6 +116,7 @@ class DetectionTask(Task[DetectionConfig]):
             masks=self.config.model.masks,
             train_masks=self.config.data.augment.copy_paste > 0,
             joined=(4 if self.config.data.augment.mosaic else 1) * (2 if self.config.data.mixup.prob else 1),
+            max_detections=self.config.eval.max_detections,
             workers=max(1, self.config.data.workers),
             max_pixels=self.config.data.max_pixels,
             training=_training(self.config),

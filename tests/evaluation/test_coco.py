@@ -59,7 +59,7 @@ def test_ground_truth_as_predictions_gives_one(coco_folder: CocoFolder, engine: 
     folder = coco_folder(num_images=6, category_ids=(3, 7, 90))
     summary = evaluate(folder, *perfect(folder), engine=engine)
     assert summary.engine == engine
-    assert (summary.AP, summary.AP50, summary.AP75, summary.AR100) == (1.0, 1.0, 1.0, 1.0)
+    assert (summary.AP, summary.AP50, summary.AP75, summary.AR) == (1.0, 1.0, 1.0, 1.0)
     assert {name: result.AP for name, result in summary.per_class.items()} == {
         "class3": 1.0,
         "class7": 1.0,
@@ -107,7 +107,7 @@ def test_no_detection_at_all_gives_zero(coco_folder: CocoFolder, engine: str) ->
     class_map = ClassMap.from_categories(folder.content["categories"])
     summary = evaluate(folder, [empty(image["id"]) for image in folder.content["images"]], class_map, engine=engine)
     assert summary.AP == 0.0
-    assert summary.AR100 == 0.0
+    assert summary.AR == 0.0
     assert summary.num_detections == 0
 
 
@@ -188,7 +188,7 @@ def test_detections_beyond_the_limit_do_not_count(coco_folder: CocoFolder, limit
         for engine in ENGINES
     ]
     assert summaries[0] == summaries[1]
-    assert summaries[0].metrics["AR100"] == (0.5 if limit == 1 else 1.0)
+    assert summaries[0].metrics["AR"] == (0.5 if limit == 1 else 1.0)
     assert summaries[0].AP is not None
 
 

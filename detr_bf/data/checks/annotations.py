@@ -91,6 +91,7 @@ def examine(
     masks: bool = False,
     train_masks: bool = False,
     joined: int = 1,
+    max_detections: int = 100,
     cache_dir: Path | None = None,
     workers: int = 1,
     max_pixels: int = MAX_PIXELS,
@@ -105,6 +106,7 @@ def examine(
         masks: check the masks too.
         train_masks: check those of the training split too, even without ``masks``.
         joined: training images that augmentation joins in one, at most.
+        max_detections: detections of a validation image that count.
         cache_dir: folder of the cache of image files that were read before.
         workers: threads that read image files.
         max_pixels: limit of an image.
@@ -120,6 +122,7 @@ def examine(
         for name, source in named.items()
     ]
     splits[0] = replace(splits[0], joined=joined)
+    splits[1:] = [replace(split, max_detections=max_detections) for split in splits[1:]]
     checks = [*CHECKS, *MASK_CHECKS]
     findings = [finding for split in splits for check in checks if (finding := check.on(split.name, split))]
     if len(splits) == 2:
@@ -289,6 +292,16 @@ def _too_many_objects(split: Split) -> Iterator[str]:
     for image_id, count in split.objects_per_image.items():
         if count > split.num_queries:
             yield f"image {image_id}: {count} objects, {split.num_queries} queries"
+
+
+@CHECKS.add("warning", "more-objects-than-detections", "more objects than eval.max_detections: the rest is not found")
+def _more_objects_than_detections(split: Split) -> Iterator[str]:
+    limit = split.max_detections
+    if limit is not None and split.objects:
+        most = max(split.objects_per_image.values())
+        for image_id, count in split.objects_per_image.items():
+            if count > limit:
+                yield f"image {image_id}: {count} objects; set eval.max_detections={most} or more (now {limit})"
 
 
 @CHECKS.add("warning", "too-many-joined", "mosaic and mixup join more objects than queries: some cannot be found")

@@ -50,6 +50,7 @@ class Split:
     masks: bool = False  # train and evaluate masks
     maps: Mapping[str, MapRecord] = field(default_factory=dict)  # of the panoptic PNGs
     joined: int = 1  # images that augmentation joins in one
+    max_detections: int | None = None  # of an image that the evaluation counts; None: the split is not evaluated
 
     @cached_property
     def images(self) -> Mapping[int, Mapping[str, Any]]:

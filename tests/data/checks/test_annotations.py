@@ -16,6 +16,7 @@ from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.coco import Source
 
 Factory = Callable[..., SimpleNamespace]
+VERSION = file_check._VERSION
 TOOL = Path(__file__).parents[3] / "tools" / "check_data.py"
 
 
@@ -206,6 +207,14 @@ def test_too_many_objects(sets: DataSets) -> None:
     assert sets.examine(num_queries=2).warnings[0].example == "image 1: 3 objects, 2 queries"
 
 
+def test_more_validation_objects_than_detections_that_count(sets: DataSets) -> None:
+    sets.findings()
+    report = examine(split(sets.train), split(sets.val), num_queries=10, max_detections=1, cache_dir=sets.cache)
+    [finding] = report.findings
+    assert (finding.split, finding.code, finding.count) == ("val", "more-objects-than-detections", 3)
+    assert finding.example == "image 101: 2 objects; set eval.max_detections=2 or more (now 1)"
+
+
 def test_class_without_examples(sets: DataSets) -> None:
     sets.train.content["categories"].append({"id": 4, "name": "unicorn"})
     assert sets.findings() == [("warning", "train", "class-without-examples", 1)]
@@ -373,7 +382,7 @@ def test_a_file_of_the_same_size_but_another_time_is_read_again(sets: DataSets, 
 def test_a_broken_cache_is_rebuilt(sets: DataSets, decoded: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
     sets.examine()
     for cache_file in sets.cache.iterdir():
-        cache_file.write_text('{"version": 3, "files": {"0001.png": {}}}')
+        cache_file.write_text(f'{{"version": {VERSION}, "files": {{"0001.png": {{}}}}}}')
     decoded.clear()
     assert sets.findings() == []
     assert len(decoded) == 7
@@ -387,7 +396,7 @@ def cached(**fields: object) -> str:
     """Cache of one record with these fields as JSON."""
     record = {"bytes": 1, "modified": 1, "sha256": "a" * 64, "problem": "", "sizes": None, "depth": None, "phash": ""}
     record |= fields
-    return json.dumps({"version": 3, "files": {"0001.png": record}})
+    return json.dumps({"version": VERSION, "files": {"0001.png": record}})
 
 
 @pytest.mark.parametrize(
@@ -398,9 +407,9 @@ def cached(**fields: object) -> str:
         "null",
         '"text"',
         "[" * 100_000,
-        '{"version": 3}',
-        '{"version": 3, "files": []}',
-        '{"version": 3, "files": {"0001.png": []}}',
+        f'{{"version": {VERSION}}}',
+        f'{{"version": {VERSION}, "files": []}}',
+        f'{{"version": {VERSION}, "files": {{"0001.png": []}}}}',
         "\x00",
         "9" * 5000,
         cached(sizes={"stored": ["48", 64], "rotated": [48, 64]}),
