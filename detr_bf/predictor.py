@@ -319,7 +319,8 @@ class Predictor:
         masks = self.model.mask_head is not None
         check_batch_size(batch_size)
         data = CocoDetection(Path(images), annotations, self.transform, self.class_map, max_pixels=self.max_pixels)
-        boxes = CocoEvaluator(annotations, self.class_map, max_detections=self.postprocess.max_detections, masks=masks)
+        most = self.postprocess.max_detections
+        boxes = CocoEvaluator(annotations, self.class_map, max_detections=most, images=data.folder, masks=masks)
         batches = SameSizeBatches(data.sizes, batch_size)
         loader = make_loader(data, batches, collate=Batch.collate, workers=workers)
         for batch in progress_bar(loader, total=len(batches), desc="evaluating", unit="batch", leave=False):

@@ -476,6 +476,7 @@ def build_evaluation(
                 class_map,
                 config.eval.engine,
                 config.eval.max_detections,
+                images=source.images,
                 masks=config.model.masks,
                 panoptic=source.panoptic,
                 max_pixels=config.data.max_pixels,

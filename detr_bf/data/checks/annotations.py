@@ -257,14 +257,14 @@ def _invalid_areas(split: Split) -> Iterator[str]:
     return _invalid_values(boxes, segment_area if split.maps_wanted else object_area)
 
 
-@CHECKS.add("warning", "box-without-area", "width or height is not positive: dropped")
+@CHECKS.add("warning", "box-without-area", "width or height is not positive: dropped, in evaluation too")
 def _boxes_without_area(split: Split) -> Iterator[str]:
     for annotation in narrowed(split.objects, _without_area):
         if is_box(annotation.get("bbox")) and min(annotation["bbox"][2:]) <= 0:
             yield box_text(annotation)
 
 
-@CHECKS.add("warning", "box-outside", "the box exceeds the image: clipped, or dropped if outside")
+@CHECKS.add("warning", "box-outside", "the box exceeds the image: clipped (dropped if outside), in evaluation too")
 def _boxes_outside(split: Split) -> Iterator[str]:
     for annotation in narrowed(split.objects, partial(_may_exceed, split)):
         image = split.images.get(annotation["image_id"])
