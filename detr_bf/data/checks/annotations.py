@@ -5,6 +5,8 @@ Errors stop training or make its results wrong. Warnings are handled as their li
 
 from __future__ import annotations
 
+import unicodedata
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,10 +24,12 @@ from detr_bf.data.annotation_values import (
     segment_area,
     suspect_areas,
     suspect_boxes,
+    suspect_copies,
     suspect_crowds,
     suspect_ids,
     suspect_repeats,
     unknown_ids,
+    value_text,
 )
 from detr_bf.data.checks.files import ImageRecord, MapRecord, check_files, existing_name
 from detr_bf.data.checks.learning import Training, learned_from, learning_findings, learning_lines
@@ -273,6 +277,19 @@ def _boxes_outside(split: Split) -> Iterator[str]:
             yield f"{box_text(annotation)} in {size[1]} x {size[0]} pixels"
 
 
+@CHECKS.add("warning", "object-repeated", "the image, class and box of another object: each copy must be found")
+def _repeated_objects(split: Split) -> Iterator[str]:
+    if split.content.maps is not None:  # segments of different pixels
+        return
+    seen = set()
+    for annotation in narrowed(split.objects, suspect_copies):
+        if is_box(annotation.get("bbox")):
+            key = (annotation["image_id"], annotation["category_id"], *annotation["bbox"])
+            if key in seen:
+                yield box_text(annotation)
+            seen.add(key)
+
+
 @CHECKS.add("warning", "image-without-objects", "kept as a background image")
 def _images_without_objects(split: Split) -> Iterator[str]:
     if split.objects:
@@ -315,6 +332,15 @@ def _too_many_joined(split: Split) -> Iterator[str]:
 def _classes_without_examples(split: Split) -> Iterator[str]:
     used = distinct(split.objects, "category_id")
     return (f"{category_id} ({name})" for category_id, name in split.names.items() if category_id not in used)
+
+
+@CHECKS.add("warning", "class-name-repeated", "classes whose names differ in case or spaces only, or not at all")
+def _repeated_class_names(split: Split) -> Iterator[str]:
+    same: dict[str, list[str]] = defaultdict(list)
+    for category in split.content.categories:
+        if category["id"] in split.names and isinstance(name := category.get("name"), str):
+            same[unicodedata.normalize("NFC", name.strip().casefold())].append(f"{category['id']} ({value_text(name)})")
+    return (", ".join(classes) for classes in same.values() if len(classes) > 1)
 
 
 @CHECKS.add("warning", "category-dropped", "supercategory of others without objects: not a class")

@@ -207,6 +207,30 @@ def test_too_many_objects(sets: DataSets) -> None:
     assert sets.examine(num_queries=2).warnings[0].example == "image 1: 3 objects, 2 queries"
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_objects_listed_twice(sets: DataSets, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if large:
+        monkeypatch.setattr("detr_bf.data.coco.LARGE_FILE", 1)
+    first = sets.train.content["annotations"][0]
+    sets.train.content["annotations"] += [
+        {**first, "id": 90},
+        {**first, "id": 91, "iscrowd": 1},
+        {**first, "id": 92, "bbox": [*first["bbox"][:3], first["bbox"][3] + 1]},
+        {**first, "id": 93, "category_id": 3 + 4 * (first["category_id"] == 3)},
+    ]
+    assert sets.findings() == [("warning", "train", "object-repeated", 1)]
+    assert sets.examine().warnings[0].example == f"annotation 90 of image 1: bbox {first['bbox']}"
+
+
+def test_class_names_that_are_the_same(sets: DataSets) -> None:
+    for data in (sets.train, sets.val):
+        for category, name in zip(data.content["categories"], ("cell", "Cell ", "unicorn"), strict=True):
+            category["name"] = name
+    assert [finding[2] for finding in sets.findings()] == ["class-name-repeated"] * 2
+    ids = [category["id"] for category in sets.train.content["categories"]]
+    assert sets.examine().warnings[0].example == f"{ids[0]} ('cell'), {ids[1]} ('Cell ')"
+
+
 def test_more_validation_objects_than_detections_that_count(sets: DataSets) -> None:
     sets.findings()
     report = examine(split(sets.train), split(sets.val), num_queries=10, max_detections=1, cache_dir=sets.cache)
