@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -11,15 +12,22 @@ from pathlib import Path
 import torch
 from torch.utils.data import Sampler
 
+from detr_bf import distributed
 from detr_bf.config import DetectionConfig
 from detr_bf.config.detection import DataConfig, SplitConfig
 from detr_bf.data.augment import Augmentation
 from detr_bf.data.batches import SampleKey
-from detr_bf.data.coco import CocoDetection, Source
+from detr_bf.data.checks.files import ImageRecord, check_files, grey_bits_of
+from detr_bf.data.checks.learning import Training
+from detr_bf.data.coco import CocoDetection, Source, read_annotations
+from detr_bf.data.columns import values_of
 from detr_bf.data.loader import BatchLoader, make_loader
 from detr_bf.data.transforms import SampleTransform, eval_transform, train_transform
 from detr_bf.errors import InputError
+from detr_bf.files import cache_folder
 from detr_bf.structures import Batch, ClassMap
+
+logger = logging.getLogger(__name__)
 
 
 def build_train_data(config: DetectionConfig) -> CocoDetection:
@@ -38,9 +46,25 @@ def build_train_data(config: DetectionConfig) -> CocoDetection:
         panoptic=source.panoptic,
         replace_unreadable=config.data.max_unreadable > 0,
         max_pixels=config.data.max_pixels,
+        grey_bits=config.data.grey_bits,
         augment=build_augmentation(config),
         sized={side: train_transform(**{**settings, resized: value}) for side, value in sides.items()},
     )
+
+
+def choose_grey_bits(config: DetectionConfig) -> None:
+    """Set ``data.grey_bits`` to the bits of the training images if it is not given (in-place), with a warning."""
+    data, source = config.data, data_source(config, "train")
+    if data.grey_bits is None:
+        names = values_of(read_annotations(source.annotations).images, "file_name")
+        files = partial(check_files, ImageRecord, source.images, names, cache_folder("doctor"))
+        data.grey_bits = grey_bits_of(source.images, names, partial(files, max(1, data.workers), data.max_pixels))
+        if data.grey_bits is not None:
+            logger.warning(
+                "16-bit grey images are scaled to 8 bits from the %d bits that the training images use, in validation "
+                "and prediction too (data.grey_bits)",
+                data.grey_bits,
+            )
 
 
 def build_augmentation(config: DetectionConfig) -> Augmentation | None:
@@ -74,6 +98,7 @@ def build_val_data(
         masks=masks,
         panoptic=source.panoptic,
         max_pixels=config.data.max_pixels,
+        grey_bits=config.data.grey_bits,
     )
 
 
@@ -163,3 +188,21 @@ def build_loader(
 ) -> Callable[[CocoDetection, Sampler[list[SampleKey]]], BatchLoader[Batch]]:
     """Return a function (data, batches) -> loader, with the config's number of workers."""
     return partial(make_loader, collate=Batch.collate, workers=config.data.workers, pin_memory=device.type == "cuda")
+
+
+def training_amount(config: DetectionConfig) -> Training:
+    """Return the settings that decide how much the detector learns."""
+    transforms, train = config.data.transforms, config.train
+    sides = config.data.batch_sides or ([transforms.square] if transforms.square else transforms.short_sides)
+    return Training(
+        epochs=train.epochs,
+        images_together=train.batch_size * distributed.world_size(),
+        accumulate=train.accumulate,
+        max_steps=train.max_steps,
+        fine_tuned=bool(config.init_from),
+        stride=min(config.model.backbone.strides),
+        short_side=sorted(sides)[len(sides) // 2],
+        max_size=transforms.max_size,
+        square=transforms.square is not None,
+        drops=config.optimizer.schedule == "step",
+    )

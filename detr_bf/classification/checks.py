@@ -91,8 +91,8 @@ def _unreadable_files(part: ExaminedSplit) -> Iterator[str]:
 def _deep_images(part: ExaminedSplit) -> Iterator[str]:
     for name in dict.fromkeys(part.names):
         record = part.files.get(name)
-        if record and record.depth:
-            yield f"{part.shown(name)}: {record.depth} of 16 bits"
+        if record and record.depth is not None:
+            yield f"{part.shown(name)}: {f'{record.depth} of 16 bits' if record.depth else '16-bit colour'}"
 
 
 def _repeated_files(part: ExaminedSplit) -> Iterator[str]:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from detr_bf.classification.augmentation import EvalTransform
 from detr_bf.data.images import MAX_PIXELS
-from detr_bf.data.inputs import ImageLike, image_pixels
+from detr_bf.data.inputs import ImageLike, chunks, image_pixels
 from detr_bf.errors import InputError
-from detr_bf.predictor import chunks
 from detr_bf.structures import ClassMap
 from detr_bf.text import printable
 

@@ -114,6 +114,10 @@ def not_negative(default: float | None, most: float = LARGE) -> Any:
     return field(default=default, **not_negative_rule(most).field)
 
 
+def bits(default: int | None) -> Any:
+    return field(default=default, **Rule("from 8 to 16", lambda value: 8 <= value <= 16).field)
+
+
 def fraction(default: float | None) -> Any:
     return field(default=default, **FRACTION.field)
 

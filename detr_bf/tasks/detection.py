@@ -22,9 +22,11 @@ from detr_bf.assembly.data import (
     build_loader,
     build_train_data,
     build_val_data,
+    choose_grey_bits,
     data_root,
     data_source,
     data_sources,
+    training_amount,
 )
 from detr_bf.assembly.model import (
     build_classification,
@@ -39,7 +41,6 @@ from detr_bf.assembly.training import build_groups, epoch_batches, precision_of,
 from detr_bf.config import DetectionConfig, config_from_dict, config_to_dict
 from detr_bf.data.batches import SameSizeBatches, SampleKey, aspect_buckets, derive_seed, object_features
 from detr_bf.data.checks.annotations import Report, examine
-from detr_bf.data.checks.learning import Training
 from detr_bf.data.checks.report import Split
 from detr_bf.data.checks.statistics import describe_splits
 from detr_bf.data.coco import CocoDetection, Source, check_annotations, read_annotations
@@ -119,7 +120,8 @@ class DetectionTask(Task[DetectionConfig]):
             max_detections=self.config.eval.max_detections,
             workers=max(1, self.config.data.workers),
             max_pixels=self.config.data.max_pixels,
-            training=_training(self.config),
+            grey_bits=self.config.data.grey_bits,
+            training=training_amount(self.config),
         )
         if sources is not None or not self.config.data.root:
             return report
@@ -149,6 +151,7 @@ class DetectionTask(Task[DetectionConfig]):
         return describe_splits(found) if found else None
 
     def load_data(self) -> CocoDetection:
+        choose_grey_bits(self.config)
         data = build_train_data(self.config)
         check_enough_tokens(self.config, data, "train")
         return data
@@ -172,8 +175,11 @@ class DetectionTask(Task[DetectionConfig]):
             )
 
     def adopt_settings(self, checkpoint: Checkpoint) -> None:
-        """Take over batch size and accumulation of the run if it chose them, for as many images of a step."""
-        train, before = self.config.train, config_from_dict(checkpoint.config).train
+        """Take over what the run chose: grey_bits, batch size and accumulation, for as many images of a step."""
+        stored = config_from_dict(checkpoint.config)
+        if self.config.data.grey_bits is None:
+            self.config.data.grey_bits = stored.data.grey_bits
+        train, before = self.config.train, stored.train
         images, then = (each.batch_size * each.accumulate for each in (train, before))
         if train.auto_batch and before.auto_batch and images == then:
             train.batch_size, train.accumulate = before.batch_size, before.accumulate
@@ -211,6 +217,8 @@ class DetectionTask(Task[DetectionConfig]):
         return build_evaluation(self.config, class_map, device_of(self.config), folder)
 
     def load_evaluated(self, source: Path) -> tuple[Detector, ClassMap]:
+        if self.config.data.grey_bits is None and is_checkpoint(source):
+            self.config.data.grey_bits = config_from_dict(load_checkpoint(source).config).data.grey_bits
         weights, classes = _weights_and_classes(self.config, source)
         unused = training_only(self.config)
         plain = copy.deepcopy(self.config)
@@ -265,6 +273,7 @@ class DetectionTask(Task[DetectionConfig]):
             panoptic_postprocess=build_panoptic_postprocess(config, classes),
             device=device_of(config),
             max_pixels=config.data.max_pixels,
+            grey_bits=config.data.grey_bits,
             thresholds=checkpoint.score_thresholds,
             origin=Origin(checkpoint.config, source, ((checkpoint.training or {}).get("progress") or {}).get("step")),
         )
@@ -302,24 +311,6 @@ class DetectionTask(Task[DetectionConfig]):
             stripped.save(target)
         removed = len(checkpoint.weights) - len(kept)
         return f"{removed} tensors of batch attention left out, evaluation is the same to the bit: {target}"
-
-
-def _training(config: DetectionConfig) -> Training:
-    """Return the settings that decide how much the detector learns."""
-    transforms, train = config.data.transforms, config.train
-    sides = config.data.batch_sides or ([transforms.square] if transforms.square else transforms.short_sides)
-    return Training(
-        epochs=train.epochs,
-        images_together=train.batch_size * distributed.world_size(),
-        accumulate=train.accumulate,
-        max_steps=train.max_steps,
-        fine_tuned=bool(config.init_from),
-        stride=min(config.model.backbone.strides),
-        short_side=sorted(sides)[len(sides) // 2],
-        max_size=transforms.max_size,
-        square=transforms.square is not None,
-        drops=config.optimizer.schedule == "step",
-    )
 
 
 def mixed_batches(config: DetectionConfig, batches: Iterator[Batch], epoch: int, start: int) -> Iterator[Batch]:

@@ -31,7 +31,7 @@ from detr_bf.data.annotation_values import (
     unknown_ids,
     value_text,
 )
-from detr_bf.data.checks.files import ImageRecord, MapRecord, check_files, existing_name
+from detr_bf.data.checks.files import ImageRecord, MapRecord, check_files, existing_name, grey_bits_of
 from detr_bf.data.checks.learning import Training, learned_from, learning_findings, learning_lines
 from detr_bf.data.checks.masks import MASK_CHECKS
 from detr_bf.data.checks.report import (
@@ -99,6 +99,7 @@ def examine(
     cache_dir: Path | None = None,
     workers: int = 1,
     max_pixels: int = MAX_PIXELS,
+    grey_bits: int | None = None,
     training: Training | None = None,
 ) -> Report:
     """Run all checks on the training split and, if given, the validation split.
@@ -114,6 +115,7 @@ def examine(
         cache_dir: folder of the cache of image files that were read before.
         workers: threads that read image files.
         max_pixels: limit of an image.
+        grey_bits: of 16-bit grey images; None: those that the training images use.
         training: settings of a run, whose data and steps are then described and judged.
 
     Raises:
@@ -126,6 +128,9 @@ def examine(
         for name, source in named.items()
     ]
     splits[0] = replace(splits[0], joined=joined)
+    if grey_bits is None:
+        grey_bits = grey_bits_of(train.images, list(splits[0].files), lambda: splits[0].files)
+    splits = [replace(split, grey_bits=grey_bits) for split in splits]
     splits[1:] = [replace(split, max_detections=max_detections) for split in splits[1:]]
     checks = [*CHECKS, *MASK_CHECKS]
     findings = [finding for split in splits for check in checks if (finding := check.on(split.name, split))]
@@ -190,20 +195,48 @@ def _wrong_sizes(split: Split) -> Iterator[str]:
                 yield f"{image_text(image)}: {error}"
 
 
-@CHECKS.add("warning", "size-not-rotated", "size before EXIF rotation: not rotated")
+@CHECKS.add("warning", "size-not-rotated", "size before EXIF rotation, or that of other images: not rotated")
 def _sizes_before_rotation(split: Split) -> Iterator[str]:
     for image in split.content.images:
         record, size = split.file(image), annotated_size(image)
         if record and record.sizes and size == record.sizes.stored != record.sizes.rotated:
             yield f"{image_text(image)}: {size[1]} x {size[0]} pixels"
+    if split.as_stored:
+        yield from _same_sizes(split)
 
 
-@CHECKS.add("warning", "image-16-bit", "scaled to 8 bits: grey from the bits in use, colour from the upper 8")
-def _images_of_16_bits(split: Split) -> Iterator[str]:
+@CHECKS.add("warning", "rotation-unknown", "EXIF rotation is applied: neither size nor other images tell")
+def _unknown_rotations(split: Split) -> Iterator[str]:
+    """Return the images that are rotated without knowing if their boxes are."""
+    if split.as_stored is None:
+        yield from _same_sizes(split)
+
+
+def _same_sizes(split: Split) -> Iterator[str]:
+    """Return the images with an EXIF rotation that have the annotated size before and after it."""
     for image in split.content.images:
         record = split.file(image)
-        if record and record.depth:
-            yield f"{image_text(image)}: {record.depth} of 16 bits"
+        sizes = record.sizes if record else None
+        if sizes and sizes.orientation != 1 and annotated_size(image) == sizes.stored == sizes.rotated:
+            yield f"{image_text(image)}: EXIF orientation {sizes.orientation}"
+
+
+@CHECKS.add("warning", "image-16-bit", "scaled to 8 bits: grey from data.grey_bits, colour from the upper 8")
+def _images_of_16_bits(split: Split) -> Iterator[str]:
+    scaled = "its own" if split.grey_bits is None else str(split.grey_bits)
+    for image in split.content.images:
+        record = split.file(image)
+        if record and record.depth is not None:
+            used = f"{record.depth} bits in use, scaled from {scaled}" if record.depth else "16-bit colour"
+            yield f"{image_text(image)}: {used}"
+
+
+@CHECKS.add("warning", "grey-bits-exceeded", "values beyond data.grey_bits become white")
+def _too_deep_images(split: Split) -> Iterator[str]:
+    for image in split.content.images:
+        record = split.file(image)
+        if record and (record.depth or 0) > (split.grey_bits or 16):
+            yield f"{image_text(image)}: {record.depth} bits in use, scaled from {split.grey_bits}"
 
 
 @CHECKS.add("error", "image-id-repeated", "one id for several images")

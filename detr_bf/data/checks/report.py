@@ -17,6 +17,7 @@ from detr_bf.data.checks.files import ImageRecord, MapRecord
 from detr_bf.data.coco import CocoAnnotations, annotated_size
 from detr_bf.data.columns import Entries, integers, values_of
 from detr_bf.data.duplicates import exported_from, nearest
+from detr_bf.data.images import boxes_as_stored
 from detr_bf.data.masks import MapFile, SegmentExtent, covers_a_pixel, parts_of
 from detr_bf.text import printable
 
@@ -50,6 +51,7 @@ class Split:
     masks: bool = False  # train and evaluate masks
     maps: Mapping[str, MapRecord] = field(default_factory=dict)  # of the panoptic PNGs
     joined: int = 1  # images that augmentation joins in one
+    grey_bits: int | None = None  # from which 16-bit grey images are scaled to 8 bits; None: each image has its own
     max_detections: int | None = None  # of an image that the evaluation counts; None: the split is not evaluated
 
     @cached_property
@@ -111,6 +113,11 @@ class Split:
             if size and not _is_valid_crowd(annotation) and not covers_a_pixel(parts, size):
                 empty.append(f"{annotation_text(annotation)} in {size[1]} x {size[0]} pixels")
         return invalid, empty
+
+    @cached_property
+    def as_stored(self) -> bool | None:
+        """True if boxes refer to images without EXIF rotation, see :func:`~detr_bf.data.images.boxes_as_stored`."""
+        return boxes_as_stored(self.folder, ((i["file_name"], annotated_size(i)) for i in self.content.images))
 
     @property
     def map_files(self) -> tuple[MapFile, ...]:

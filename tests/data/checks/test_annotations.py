@@ -231,6 +231,36 @@ def test_class_names_that_are_the_same(sets: DataSets) -> None:
     assert sets.examine().warnings[0].example == f"{ids[0]} ('cell'), {ids[1]} ('Cell ')"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((48, 64), {"size-not-rotated": 3}),  # of the image that is turned: those of the file
+        ((64, 48), {}),
+        (None, {"rotation-unknown": 2}),
+    ],
+)
+def test_exif_rotations_that_the_size_does_not_tell(
+    sets: DataSets, sizes: tuple[int, int] | None, expected: dict[str, int]
+) -> None:
+    for name, orientation in (("0001", 2), ("0002", 6), ("0003", 4)):
+        exif, path = Image.Exif(), sets.train.images / f"{name}.png"
+        exif[0x0112] = orientation
+        with Image.open(path) as image:
+            image.load()
+        image.save(path, exif=exif)
+    turned = sets.train.content["images"][1]
+    del turned["height"], turned["width"]
+    if sizes is not None:
+        turned["height"], turned["width"] = sizes
+    for annotation in sets.train.content["annotations"]:
+        if annotation["image_id"] == turned["id"]:
+            annotation["bbox"] = [1, 1, 4, 5 + annotation["id"]]
+    found = {code: count for severity, _, code, count in sets.findings()}
+    assert found == expected
+    if sizes is None:
+        assert sets.examine().warnings[0].example == "image 1, 0001.png: EXIF orientation 2"
+
+
 def test_more_validation_objects_than_detections_that_count(sets: DataSets) -> None:
     sets.findings()
     report = examine(split(sets.train), split(sets.val), num_queries=10, max_detections=1, cache_dir=sets.cache)
@@ -326,7 +356,7 @@ def test_16_bit_images_are_a_warning(sets: DataSets) -> None:
     Image.fromarray(values).save(path)
     for _ in range(2):  # the second run reads the cache
         assert sets.findings() == [("warning", "train", "image-16-bit", 1)]
-    assert sets.examine().warnings[0].example == "image 2, 0002.png: 12 of 16 bits"
+    assert sets.examine().warnings[0].example == "image 2, 0002.png: 12 bits in use, scaled from 12"
 
 
 def test_the_pixel_limit_holds_whatever_the_cache_knows(sets: DataSets) -> None:
