@@ -85,11 +85,11 @@ def near_groups(records: Mapping[str, Any]) -> list[list[str]]:
         linked = [first.setdefault(key, number) if key else number for number, key in enumerate(keys)]
         owners = _merged(owners, np.arange(len(names)), np.array(linked, dtype=np.int64))
     hashed = np.array([number for number, name in enumerate(names) if records[name].phash], dtype=np.int64)
-    hashes = [records[names[number]].phash for number in hashed]
-    for first in range(0, len(hashes), _ROWS):  # of two images one comes first
-        for start, distances in _distances(hashes[first : first + _ROWS], hashes[first:]):
+    hashes = [records[names[number]].phash for number in hashed.tolist()]
+    for begin in range(0, len(hashes), _ROWS):  # of two images one comes first
+        for start, distances in _distances(hashes[begin : begin + _ROWS], hashes[begin:]):
             rows, columns = np.nonzero(distances <= MAX_DISTANCE)
-            owners = _merged(owners, hashed[first + start + rows], hashed[first + columns])
+            owners = _merged(owners, hashed[begin + start :][rows], hashed[begin:][columns])
     groups: dict[int, list[str]] = {}
     for name, owner in zip(names, owners.tolist(), strict=True):
         groups.setdefault(owner, []).append(name)
@@ -115,12 +115,12 @@ def _distances(first: Sequence[str], second: Sequence[str]) -> Iterator[tuple[in
     sides = _by_parity(columns), _by_parity(columns.swapaxes(1, 2))
     height = max(1, _BLOCK // max(1, len(columns)))
     for start in range(0, len(rows), height):
-        block, best = _by_parity(rows[start : start + height]), None
+        block, best = _by_parity(rows[start : start + height]), np.float32(-_KEPT * _KEPT)
         for side in sides:
             even, across, down, odd = (one @ other.T for one, other in zip(block, side, strict=True))
             # a flip changes the signs of across and odd, the other one those of down and odd
             same = np.maximum(even + odd + np.abs(across + down), even - odd + np.abs(across - down))
-            best = same if best is None else np.maximum(best, same)
+            best = np.maximum(best, same)
         yield start, (_KEPT * _KEPT - best) / 2
 
 

@@ -299,7 +299,7 @@ def load_ground_truth(
     if masks:
         content = with_run_lengths(content, panoptic, max_pixels)
     sizes = {
-        image["id"]: annotated_size(image) or (images and header_size(images / image["file_name"]))
+        image["id"]: annotated_size(image) or (header_size(images / image["file_name"]) if images else None)
         for image in content.images
     }
     image_ids = sizes.keys()

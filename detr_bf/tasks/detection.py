@@ -217,8 +217,6 @@ class DetectionTask(Task[DetectionConfig]):
         return build_evaluation(self.config, class_map, device_of(self.config), folder)
 
     def load_evaluated(self, source: Path) -> tuple[Detector, ClassMap]:
-        if self.config.data.grey_bits is None and is_checkpoint(source):
-            self.config.data.grey_bits = config_from_dict(load_checkpoint(source).config).data.grey_bits
         weights, classes = _weights_and_classes(self.config, source)
         unused = training_only(self.config)
         plain = copy.deepcopy(self.config)
@@ -355,6 +353,8 @@ def random_batch(config: DetectionConfig) -> Batch:
 def _weights_and_classes(config: DetectionConfig, source: Path) -> tuple[dict[str, Tensor], ClassMap]:
     """Return weights and classes; a checkpoint of ours holds its classes, a file of weights does not.
 
+    ``data.grey_bits`` become those of the checkpoint if they are not given (in-place).
+
     Weights with as many classes as the annotations are taken to have those, in the order of the ids; weights with more
     are taken to be numbered by category id, as in the authors' files.
 
@@ -363,6 +363,9 @@ def _weights_and_classes(config: DetectionConfig, source: Path) -> tuple[dict[st
     """
     if is_checkpoint(source):
         checkpoint = load_checkpoint(source)
+        stored = config_from_dict(checkpoint.config, source=f"the config in {source}")
+        if config.data.grey_bits is None and isinstance(stored, DetectionConfig):
+            config.data.grey_bits = stored.data.grey_bits
         return checkpoint.weights, checkpoint.classes
     weights = read_initial_weights(source)
     if CLASS_BIAS not in weights:
