@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,17 +16,12 @@ from detr_bf.config import DetectionConfig
 from detr_bf.config.detection import DataConfig, SplitConfig
 from detr_bf.data.augment import Augmentation
 from detr_bf.data.batches import SampleKey
-from detr_bf.data.checks.files import ImageRecord, check_files, grey_bits_of
 from detr_bf.data.checks.learning import Training
-from detr_bf.data.coco import CocoDetection, Source, read_annotations
-from detr_bf.data.columns import values_of
+from detr_bf.data.coco import CocoDetection, Source
 from detr_bf.data.loader import BatchLoader, make_loader
 from detr_bf.data.transforms import SampleTransform, eval_transform, train_transform
 from detr_bf.errors import InputError
-from detr_bf.files import cache_folder
 from detr_bf.structures import Batch, ClassMap
-
-logger = logging.getLogger(__name__)
 
 
 def build_train_data(config: DetectionConfig) -> CocoDetection:
@@ -50,21 +44,6 @@ def build_train_data(config: DetectionConfig) -> CocoDetection:
         augment=build_augmentation(config),
         sized={side: train_transform(**{**settings, resized: value}) for side, value in sides.items()},
     )
-
-
-def choose_grey_bits(config: DetectionConfig) -> None:
-    """Set ``data.grey_bits`` to the bits of the training images if it is not given (in-place), with a warning."""
-    data, source = config.data, data_source(config, "train")
-    if data.grey_bits is None:
-        names = values_of(read_annotations(source.annotations).images, "file_name")
-        files = partial(check_files, ImageRecord, source.images, names, cache_folder("doctor"))
-        data.grey_bits = grey_bits_of(source.images, names, partial(files, max(1, data.workers), data.max_pixels))
-        if data.grey_bits is not None:
-            logger.warning(
-                "16-bit grey images are scaled to 8 bits from the %d bits that the training images use, in validation "
-                "and prediction too (data.grey_bits)",
-                data.grey_bits,
-            )
 
 
 def build_augmentation(config: DetectionConfig) -> Augmentation | None:

@@ -20,7 +20,6 @@ from detr_bf.config.common import (
     RunConfig,
     TrainConfig,
     below_one,
-    bits,
     choice,
     fraction,
     indices,
@@ -362,7 +361,6 @@ class DataConfig(LoadingConfig):
     batch_sides: list[int] = sides()  # one for each batch, instead of short_sides or square; empty: off
     plain_first_epochs: int = not_negative(0)  # epochs at the start without data.augment and data.mixup
     plain_last_epochs: int = not_negative(0)  # epochs at the end without data.augment, data.mixup and data.batch_sides
-    grey_bits: int | None = bits(None)  # of 16-bit grey images, scaled to 8; null: those that the training images use
     aspect_buckets: int = positive(1, 10_000)  # groups of images by width / height, to draw batches with less padding
     sampler: str = choice("random", "similar")  # of training batches; similar: images with similar numbers of objects
 

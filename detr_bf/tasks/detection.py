@@ -22,7 +22,6 @@ from detr_bf.assembly.data import (
     build_loader,
     build_train_data,
     build_val_data,
-    choose_grey_bits,
     data_root,
     data_source,
     data_sources,
@@ -37,13 +36,14 @@ from detr_bf.assembly.model import (
     build_postprocess,
     device_of,
 )
-from detr_bf.assembly.training import build_groups, epoch_batches, precision_of, read_initial_weights
+from detr_bf.assembly.training import build_groups, choose_grey_bits, epoch_batches, precision_of, read_initial_weights
 from detr_bf.config import DetectionConfig, config_from_dict, config_to_dict
 from detr_bf.data.batches import SameSizeBatches, SampleKey, aspect_buckets, derive_seed, object_features
 from detr_bf.data.checks.annotations import Report, examine
 from detr_bf.data.checks.report import Split
 from detr_bf.data.checks.statistics import describe_splits
 from detr_bf.data.coco import CocoDetection, Source, check_annotations, read_annotations
+from detr_bf.data.columns import values_of
 from detr_bf.data.transforms import mixup, resized_size
 from detr_bf.detectors import Detector, detector_named
 from detr_bf.engine import (
@@ -151,7 +151,9 @@ class DetectionTask(Task[DetectionConfig]):
         return describe_splits(found) if found else None
 
     def load_data(self) -> CocoDetection:
-        choose_grey_bits(self.config)
+        source = data_source(self.config, "train")
+        names = values_of(read_annotations(source.annotations).images, "file_name")
+        choose_grey_bits(self.config.data, source.images, names)
         data = build_train_data(self.config)
         check_enough_tokens(self.config, data, "train")
         return data
