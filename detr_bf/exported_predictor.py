@@ -80,6 +80,7 @@ def load_exported(path: Path, device: str = "auto") -> ExportedPredictor:
             panoptic_postprocess=build_panoptic_postprocess(config, classes),
             device=torch.device("cpu"),
             max_pixels=config.data.max_pixels,
+            grey_bits=config.data.grey_bits,
             thresholds=thresholds if values["measured_thresholds"] else None,
         )
     except InputError:

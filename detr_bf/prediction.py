@@ -46,6 +46,7 @@ class PredictedImage:
         source: path or URL of the image; "" if it was given as pixels.
         size: height and width of the image in pixels.
         max_pixels: largest image that is read.
+        grey_bits: of 16-bit grey images, see :func:`~detr_bf.data.images.read_image`.
     """
 
     class_map: ClassMap = field(repr=False)
@@ -53,6 +54,7 @@ class PredictedImage:
     source: str
     size: tuple[int, int]
     max_pixels: int = MAX_PIXELS
+    grey_bits: int | None = None
 
     @property
     def image(self) -> Tensor:
@@ -63,7 +65,7 @@ class PredictedImage:
         """
         if isinstance(self.given, Tensor):
             return self.given
-        pixels = read_image(self.given, max_pixels=self.max_pixels)
+        pixels = read_image(self.given, max_pixels=self.max_pixels, grey_bits=self.grey_bits)
         if pixels.shape[1:] != self.size:
             raise InputError(f"{self.source} has changed since it was predicted: its size is another one")
         return pixels

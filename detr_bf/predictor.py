@@ -13,14 +13,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from detr_bf.data.batches import SameSizeBatches
 from detr_bf.data.coco import CocoAnnotations, CocoDetection
 from detr_bf.data.images import MAX_PIXELS
-from detr_bf.data.inputs import ImageLike, described, image_files, image_pixels, is_url
+from detr_bf.data.inputs import ImageLike, check_batch_size, chunks, image_files, image_pixels, is_url
 from detr_bf.data.loader import make_loader
 from detr_bf.data.transforms import SampleTransform, eval_sample
 from detr_bf.data.video import VideoFrame, read_frames
@@ -94,6 +93,7 @@ class Predictor:
     panoptic_postprocess: PanopticPostprocess
     device: torch.device
     max_pixels: int = MAX_PIXELS  # of an image
+    grey_bits: int | None = None  # of 16-bit grey images, see read_image; None: each image has its own
     thresholds: ScoreThresholds | None = None  # of the checkpoint
     origin: Origin | None = None  # the checkpoint
     _copies: dict[str, Predictor] = field(default_factory=dict, init=False, repr=False, compare=False)  # by device
@@ -318,8 +318,9 @@ class Predictor:
         annotations = Path(annotations) if isinstance(annotations, str) else annotations
         masks = self.model.mask_head is not None
         check_batch_size(batch_size)
-        data = CocoDetection(Path(images), annotations, self.transform, self.class_map, max_pixels=self.max_pixels)
-        boxes = CocoEvaluator(annotations, self.class_map, max_detections=self.postprocess.max_detections, masks=masks)
+        data = CocoDetection(Path(images), annotations, self.transform, self.class_map, **self._limits)
+        most = self.postprocess.max_detections
+        boxes = CocoEvaluator(annotations, self.class_map, max_detections=most, images=data.folder, masks=masks)
         batches = SameSizeBatches(data.sizes, batch_size)
         loader = make_loader(data, batches, collate=Batch.collate, workers=workers)
         for batch in progress_bar(loader, total=len(batches), desc="evaluating", unit="batch", leave=False):
@@ -432,7 +433,7 @@ class Predictor:
             raise InputError(f"precision={printable(repr(precision))} must be one of {', '.join(EXPORT_PRECISIONS)}")
         if (precision == "int8") != (calibration is not None):
             raise InputError(f"precision={precision}: give calibration, a folder with images, for int8 and only for it")
-        given = [image_pixels(each, f"image {index}", self.max_pixels) for index, each in enumerate(images or ())]
+        given = [image_pixels(each, f"image {index}", **self._limits) for index, each in enumerate(images or ())]
         exported = Exported(
             self.model, self.class_map, self.transform, self.postprocess, self.thresholds, self.origin.config
         )
@@ -486,7 +487,7 @@ class Predictor:
             for number, image in chunk:
                 name = "the image" if call.single else f"image {number}"
                 try:
-                    read.append((number, image, image_pixels(image, name, self.max_pixels, bgr=call.bgr)))
+                    read.append((number, image, image_pixels(image, name, bgr=call.bgr, **self._limits)))
                 except InputError as error:
                     if not call.skip:
                         raise
@@ -508,8 +509,13 @@ class Predictor:
             "given": Path(source) if source and not is_url(source) else pixels,
             "source": source,
             "size": (pixels.shape[-2], pixels.shape[-1]),
-            "max_pixels": self.max_pixels,
+            **self._limits,
         }
+
+    @property
+    def _limits(self) -> dict[str, Any]:
+        """Return the arguments with which images are read."""
+        return {"max_pixels": self.max_pixels, "grey_bits": self.grey_bits}
 
     def _predictions(self, images: Sequence[ReadImage], call: _Call) -> Iterator[Prediction]:
         """Detect in images with their numbers and pixels, of which each may be divided into several samples."""
@@ -578,22 +584,3 @@ def _above(detections: Detections, least: Tensor) -> Detections:
 
 def _is_folder(images: object) -> bool:
     return isinstance(images, (str, os.PathLike)) and is_folder(Path(images))
-
-
-def check_batch_size(batch_size: object) -> None:
-    """Raise an InputError unless ``batch_size`` is a whole number from 1."""
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise InputError(f"batch_size must be a whole number from 1, got {printable(repr(batch_size))}")
-
-
-def chunks(images: Iterable[ImageLike], batch_size: int) -> Iterator[list[tuple[int, ImageLike]]]:
-    """Yield lists of ``batch_size`` images with their indices; the last list may be shorter."""
-    check_batch_size(batch_size)
-    is_one = isinstance(images, (Tensor, np.ndarray)) and images.ndim < 4
-    if isinstance(images, (str, os.PathLike)) and not Path(images).is_file():
-        raise InputError(f"there is no folder {printable(images)}: predict takes a folder or several images")
-    is_one = is_one or isinstance(images, (str, bytes, bytearray, memoryview, os.PathLike))
-    if is_one or not isinstance(images, Iterable):
-        raise InputError(f"predict takes several images, and this is {described(images)}: call the predictor itself")
-    numbered = enumerate(images)
-    return iter(lambda: list(islice(numbered, batch_size)), [])

@@ -421,6 +421,7 @@ def compare_mini_batch_inference(
             run.data.class_map,
             config.eval.engine,
             config.eval.max_detections,
+            images=source.images,
             masks=config.model.masks,
             panoptic=source.panoptic,
             max_pixels=config.data.max_pixels,

@@ -12,11 +12,12 @@ from torch.utils.data import Sampler
 
 from detr_bf import distributed
 from detr_bf.assembly.network import build_network
-from detr_bf.assembly.training import epoch_batches, precision_of
+from detr_bf.assembly.training import choose_grey_bits, epoch_batches, precision_of
 from detr_bf.classification.augmentation import BatchMix, EvalTransform, Mix, MixedBatch, TrainTransform, WithKeys
 from detr_bf.classification.batch import LabelledImages
 from detr_bf.classification.checks import examine_images
 from detr_bf.classification.data import (
+    FileImages,
     LabelledImageSet,
     LabelledSplits,
     kept_indices,
@@ -84,11 +85,13 @@ def build_image_splits(config: ImageConfig) -> ImageSplits:
 def read_image_splits(config: ImageConfig) -> LabelledSplits:
     """Return the splits of the data set, the training split reduced by per_class and long_tail.
 
+    ``data.grey_bits`` become those of the training images if they are not given (in-place).
+
     Raises:
         InputError: the data cannot be read or fetched.
     """
     data = config.data
-    found = _read(config)
+    found = _with_grey_bits(config, _read(config))
     kept = kept_indices(
         found.train.labels,
         found.class_map.num_classes,
@@ -98,6 +101,16 @@ def read_image_splits(config: ImageConfig) -> LabelledSplits:
         seed=config.seed if data.subset_seed is None else data.subset_seed,
     )
     return replace(found, train=found.train.subset(kept)) if len(kept) < len(found.train) else found
+
+
+def _with_grey_bits(config: ImageConfig, found: LabelledSplits) -> LabelledSplits:
+    train, val = found.train.images, found.val.images
+    if not isinstance(train, FileImages):
+        return found
+    choose_grey_bits(config.data, train.folder, train.names)
+    assert isinstance(val, FileImages), "both splits are of one kind"
+    train, val = (replace(images, grey_bits=config.data.grey_bits) for images in (train, val))
+    return replace(found, train=replace(found.train, images=train), val=replace(found.val, images=val))
 
 
 def _read(config: ImageConfig) -> LabelledSplits:

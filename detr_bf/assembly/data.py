@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 from torch.utils.data import Sampler
 
+from detr_bf import distributed
 from detr_bf.config import DetectionConfig
 from detr_bf.config.detection import DataConfig, SplitConfig
 from detr_bf.data.augment import Augmentation
 from detr_bf.data.batches import SampleKey
+from detr_bf.data.checks.learning import Training
 from detr_bf.data.coco import CocoDetection, Source
 from detr_bf.data.loader import BatchLoader, make_loader
 from detr_bf.data.transforms import SampleTransform, eval_transform, train_transform
@@ -38,6 +40,7 @@ def build_train_data(config: DetectionConfig) -> CocoDetection:
         panoptic=source.panoptic,
         replace_unreadable=config.data.max_unreadable > 0,
         max_pixels=config.data.max_pixels,
+        grey_bits=config.data.grey_bits,
         augment=build_augmentation(config),
         sized={side: train_transform(**{**settings, resized: value}) for side, value in sides.items()},
     )
@@ -74,6 +77,7 @@ def build_val_data(
         masks=masks,
         panoptic=source.panoptic,
         max_pixels=config.data.max_pixels,
+        grey_bits=config.data.grey_bits,
     )
 
 
@@ -163,3 +167,21 @@ def build_loader(
 ) -> Callable[[CocoDetection, Sampler[list[SampleKey]]], BatchLoader[Batch]]:
     """Return a function (data, batches) -> loader, with the config's number of workers."""
     return partial(make_loader, collate=Batch.collate, workers=config.data.workers, pin_memory=device.type == "cuda")
+
+
+def training_amount(config: DetectionConfig) -> Training:
+    """Return the settings that decide how much the detector learns."""
+    transforms, train = config.data.transforms, config.train
+    sides = config.data.batch_sides or ([transforms.square] if transforms.square else transforms.short_sides)
+    return Training(
+        epochs=train.epochs,
+        images_together=train.batch_size * distributed.world_size(),
+        accumulate=train.accumulate,
+        max_steps=train.max_steps,
+        fine_tuned=bool(config.init_from),
+        stride=min(config.model.backbone.strides),
+        short_side=sorted(sides)[len(sides) // 2],
+        max_size=transforms.max_size,
+        square=transforms.square is not None,
+        drops=config.optimizer.schedule == "step",
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -15,7 +15,9 @@ import torch
 from detr_bf import distributed
 from detr_bf.config import DetectionConfig, RunConfig, config_to_dict, flatten_settings
 from detr_bf.config.classification import ImageOptimizerConfig
+from detr_bf.config.common import LoadingConfig
 from detr_bf.data.batches import EpochBatches, derive_seed
+from detr_bf.data.checks.files import ImageRecord, check_files, grey_bits_of
 from detr_bf.detectors import Detector
 from detr_bf.engine import (
     Checkpoint,
@@ -28,7 +30,7 @@ from detr_bf.engine import (
     parameter_groups,
 )
 from detr_bf.errors import InputError
-from detr_bf.files import check_weights
+from detr_bf.files import cache_folder, check_weights
 from detr_bf.published import find_weights
 from detr_bf.structures import ClassMap
 from detr_bf.text import listed
@@ -228,3 +230,16 @@ def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
     from detr_bf import interop  # needed only with init_from
 
     return interop.read_weights(checkpoint_of(find_weights(path)))
+
+
+def choose_grey_bits(data: LoadingConfig, folder: Path, names: Sequence[str]) -> None:
+    """Set ``grey_bits`` to the bits of the training images if it is not given (in-place), with a warning."""
+    if data.grey_bits is None:
+        files = partial(check_files, ImageRecord, folder, names, cache_folder("doctor"))
+        data.grey_bits = grey_bits_of(folder, names, partial(files, max(1, data.workers), data.max_pixels))
+        if data.grey_bits is not None:
+            logger.warning(
+                "16-bit grey images are scaled to 8 bits from the %d bits that the training images use, in validation "
+                "and prediction too (data.grey_bits)",
+                data.grey_bits,
+            )

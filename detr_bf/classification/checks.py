@@ -91,8 +91,8 @@ def _unreadable_files(part: ExaminedSplit) -> Iterator[str]:
 def _deep_images(part: ExaminedSplit) -> Iterator[str]:
     for name in dict.fromkeys(part.names):
         record = part.files.get(name)
-        if record and record.depth:
-            yield f"{part.shown(name)}: {record.depth} of 16 bits"
+        if record and record.depth is not None:
+            yield f"{part.shown(name)}: {f'{record.depth} of 16 bits' if record.depth else '16-bit colour'}"
 
 
 def _repeated_files(part: ExaminedSplit) -> Iterator[str]:
@@ -145,7 +145,7 @@ def _contents_of_two_classes(part: ExaminedSplit) -> Iterator[str]:
 IMAGE_CHECKS = (
     Check("error", "file-missing", "the image file does not exist", _missing_files),
     Check("error", "file-unreadable", "the image cannot be decoded", _unreadable_files),
-    Check("warning", "image-16-bit", "scaled to 8 bits: grey by the bits in use, colour by its upper 8", _deep_images),
+    Check("warning", "image-16-bit", "scaled to 8 bits: grey from data.grey_bits, colour from 16", _deep_images),
     Check("warning", "file-repeated", "the file is listed twice and counts twice", _repeated_files),
     Check("error", "label-outside", "the label is not a class of the training data", _labels_outside),
 )

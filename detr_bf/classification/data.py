@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -66,15 +66,16 @@ class FileImages:
     folder: Path
     names: Sequence[str]  # paths within the folder
     max_pixels: int = MAX_PIXELS
+    grey_bits: int | None = None  # of 16-bit grey images, see read_image
 
     def __len__(self) -> int:
         return len(self.names)
 
     def read(self, index: int) -> Tensor:
-        return read_image(self.folder / self.names[index], max_pixels=self.max_pixels)
+        return read_image(self.folder / self.names[index], max_pixels=self.max_pixels, grey_bits=self.grey_bits)
 
     def subset(self, indices: Tensor) -> FileImages:
-        return FileImages(self.folder, [self.names[index] for index in indices.tolist()], self.max_pixels)
+        return replace(self, names=[self.names[index] for index in indices.tolist()])
 
 
 @dataclass(frozen=True)

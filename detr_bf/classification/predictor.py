@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from detr_bf.classification.augmentation import EvalTransform
 from detr_bf.data.images import MAX_PIXELS
-from detr_bf.data.inputs import ImageLike, image_pixels
+from detr_bf.data.inputs import ImageLike, chunks, image_pixels
 from detr_bf.errors import InputError
-from detr_bf.predictor import chunks
 from detr_bf.structures import ClassMap
 from detr_bf.text import printable
 
@@ -30,6 +29,7 @@ class ClassifierPredictor:
     transform: EvalTransform
     device: torch.device
     max_pixels: int = MAX_PIXELS  # of an image
+    grey_bits: int | None = None  # of 16-bit grey images, see read_image; None: each image has its own
 
     def __call__(self, image: ImageLike) -> Tensor:
         """Return (K,) float32 on the CPU for one image.
@@ -55,7 +55,10 @@ class ClassifierPredictor:
     @torch.no_grad()
     def _classify(self, images: Mapping[str, ImageLike]) -> Iterator[Tensor]:
         batch = torch.stack(
-            [self.transform(image_pixels(image, name, self.max_pixels), 0) for name, image in images.items()]
+            [
+                self.transform(image_pixels(image, name, self.max_pixels, grey_bits=self.grey_bits), 0)
+                for name, image in images.items()
+            ]
         )
         logits: Tensor = self.model(batch.to(self.device))
         for (name, image), each in zip(images.items(), logits.float().softmax(1).cpu(), strict=True):

@@ -25,7 +25,7 @@ from detr_bf.cli import run_tool
 from detr_bf.config.detection import DataConfig, DetectionConfig, SplitConfig
 from detr_bf.data.checks.annotations import examine
 from detr_bf.data.coco import CocoAnnotations, Source, read_annotations
-from detr_bf.data.formats import READERS, read_split
+from detr_bf.data.formats import READERS, read_folder, read_split
 from detr_bf.errors import InputError
 from detr_bf.files import check_output_file, write_json
 from detr_bf.text import printable, safe_message
@@ -85,7 +85,7 @@ def convert_data(options: argparse.Namespace) -> int:
             write_json(path, {"info": {"description": f"written by detr-bf convert-data from {options.root}"}, **parts})
         except ValueError as error:  # NaN in a COCO file of Roboflow
             raise InputError(f"{printable(content.path)} has values that JSON cannot hold: {error}") from error
-        print(safe_message(_summary(path, content)))
+        print(safe_message(_summary(path, content, read_folder(options.root, options.format).form)))
     print(
         f"train on them with data.train.images={printable(options.root)} data.train.annotations=FILE, likewise data.val"
     )
@@ -120,8 +120,8 @@ def _has_errors(root: Path, name: str, content: CocoAnnotations) -> bool:
     return bool(report.errors)
 
 
-def _summary(path: Path, content: CocoAnnotations) -> str:
-    """Return the numbers of images and objects, and of the objects and images of each class."""
+def _summary(path: Path, content: CocoAnnotations, form: str) -> str:
+    """Return the numbers of images and objects, and of the objects and images of each class, of a folder's form."""
     objects = Counter(annotation["category_id"] for annotation in content.annotations)
     pairs = {(annotation["category_id"], annotation["image_id"]) for annotation in content.annotations}
     images = Counter(category_id for category_id, _ in pairs)
@@ -130,5 +130,6 @@ def _summary(path: Path, content: CocoAnnotations) -> str:
         number = category["id"]
         lines.append(f"  {printable(category['name'])}: {objects[number]} objects in {images[number]} images")
     if crowds := sum(bool(annotation.get("iscrowd")) for annotation in content.annotations):
-        lines.append(f"  {crowds} of them are crowds (iscrowd 1: difficult objects of Pascal VOC)")
+        kind = "difficult objects" if form == "Pascal VOC" else "crowds"
+        lines.append(f"  {crowds} of them are {kind} (iscrowd 1): not trained on, and ignored in evaluation")
     return "\n".join(lines)

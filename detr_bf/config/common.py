@@ -114,6 +114,10 @@ def not_negative(default: float | None, most: float = LARGE) -> Any:
     return field(default=default, **not_negative_rule(most).field)
 
 
+def bits(default: int | None) -> Any:
+    return field(default=default, **Rule("from 8 to 16", lambda value: 8 <= value <= 16).field)
+
+
 def fraction(default: float | None) -> Any:
     return field(default=default, **FRACTION.field)
 
@@ -232,6 +236,7 @@ class LoadingConfig:
     workers: int = not_negative(2, 512)  # loader processes of each training process; 0: load in the training process
     check: bool = True  # check the data before the first step
     max_pixels: int = positive(178_956_970, STEPS)  # pixels of an image file; larger files are refused undecoded
+    grey_bits: int | None = bits(None)  # of 16-bit grey images, scaled to 8; null: those that the training images use
     max_unreadable: float = fraction(0.01)  # share of an epoch's images that may be unreadable and replaced by others
 
 

@@ -40,7 +40,7 @@ from detr_bf.data.augment import Augmentation
 from detr_bf.data.batches import SampleKey, read_or_replace
 from detr_bf.data.column_cache import read_columns
 from detr_bf.data.columns import AnnotatedSizes, Entries, distinct, integers, values_of
-from detr_bf.data.images import MAX_PIXELS, read_image
+from detr_bf.data.images import MAX_PIXELS, boxes_as_stored, read_image
 from detr_bf.data.masks import MapFile, Segmentations, SegmentMasks, flat_annotations, parts_of
 from detr_bf.data.transforms import Sample, SampleTransform, has_area, has_pixels
 from detr_bf.errors import InputError, prefix_errors
@@ -234,6 +234,9 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
     from all images by the same random numbers; one that cannot be read is replaced too, and counted when it is loaded
     for itself. A key with a ``side`` is transformed by ``sized[side]`` instead of ``transform``.
 
+    ``grey_bits`` are those of :func:`~detr_bf.data.images.read_image`. :func:`~detr_bf.data.images.boxes_as_stored`
+    decides on the EXIF rotation of images whose size does not tell if their boxes have it.
+
     Raises:
         InputError: the files have an error that would affect training; detr-bf check lists all of them.
     """
@@ -249,6 +252,7 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         panoptic: Path | None = None,
         replace_unreadable: bool = False,
         max_pixels: int = MAX_PIXELS,
+        grey_bits: int | None = None,
         augment: Augmentation | None = None,
         sized: Mapping[int, SampleTransform] | None = None,
     ) -> None:
@@ -270,10 +274,11 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
             )
         self.seed = seed
         self.replace_unreadable = replace_unreadable
-        self.max_pixels = max_pixels
+        self.max_pixels, self.grey_bits = max_pixels, grey_bits
         self.image_ids: Sequence[int] = values_of(content.images, "id")
         self.file_names: Sequence[str] = values_of(content.images, "file_name")
         self.sizes = annotated_sizes(content.images)
+        self.as_stored = bool(boxes_as_stored(images, zip(self.file_names, self.sizes, strict=True)))
         maps = (masks or pastes) and panoptic is not None
         objects = _ordered_objects(content, self.image_ids, self.class_map.index, maps)
         self._boxes, self._labels, self._starts = _object_tables(objects, self.image_ids, self.class_map)
@@ -347,7 +352,8 @@ class CocoDetection(Dataset[tuple[Tensor, Target]]):
         return {"sha256": digest.hexdigest(), "images": len(self), "objects": len(self._labels)}
 
     def _read(self, index: int, masked: bool) -> Sample:
-        pixels = read_image(self.folder / self.file_names[index], self.sizes[index], self.max_pixels)
+        path, size = self.folder / self.file_names[index], self.sizes[index]
+        pixels = read_image(path, size, self.max_pixels, grey_bits=self.grey_bits, as_stored=self.as_stored)
         return Sample(Image(pixels), *self._objects(index, (pixels.shape[-2], pixels.shape[-1]), masked))
 
     def _objects(

@@ -6,6 +6,7 @@ import os
 import urllib.request
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from http.client import HTTPException
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -49,7 +50,9 @@ _HANDLERS = (
 )
 
 
-def image_pixels(image: object, name: str, max_pixels: int = MAX_PIXELS, *, bgr: bool = False) -> Tensor:
+def image_pixels(
+    image: object, name: str, max_pixels: int = MAX_PIXELS, *, grey_bits: int | None = None, bgr: bool = False
+) -> Tensor:
     """Return an image as (3, H, W) uint8 RGB on the CPU.
 
     - The path of a file, the bytes of one, and a URL (http, https) are decoded as images of the training data are: see
@@ -62,6 +65,7 @@ def image_pixels(image: object, name: str, max_pixels: int = MAX_PIXELS, *, bgr:
     Args:
         name: what a message calls the image.
         max_pixels: largest number of pixels.
+        grey_bits: of 16-bit grey images, see :func:`detr_bf.data.images.read_image`.
         bgr: the channels of arrays and tensors are in the order blue, green, red (OpenCV's); files and Pillow images
             know their order.
 
@@ -69,20 +73,20 @@ def image_pixels(image: object, name: str, max_pixels: int = MAX_PIXELS, *, bgr:
         InputError: ``image`` is something else, has no or too many pixels, or cannot be read.
     """
     if isinstance(image, (bytes, bytearray, memoryview)):
-        return _decoded(bytes(image), name, max_pixels)
+        return _decoded(bytes(image), name, max_pixels, grey_bits)
     if isinstance(image, str) and is_url(image):
-        return _decoded(_download(image, file_limit(max_pixels)), printable(image), max_pixels)
+        return _decoded(_download(image, file_limit(max_pixels)), printable(image), max_pixels, grey_bits)
     if isinstance(image, (str, os.PathLike)):
-        return read_image(Path(image), max_pixels=max_pixels)
+        return read_image(Path(image), max_pixels=max_pixels, grey_bits=grey_bits)
     if isinstance(image, Image.Image):
         _check_extent(image.height, image.width, name, max_pixels)
         try:
-            return pillow_pixels(image)
+            return pillow_pixels(image, grey_bits=grey_bits)
         except Exception as error:  # a lazily read image is decoded now, and decoders raise almost anything
             shown = printable(error) or type(error).__name__
             raise InputError(f"{name} is a Pillow image of mode {image.mode} that cannot be used: {shown}") from error
     if isinstance(image, (np.ndarray, Tensor)):
-        return _array_pixels(image, name, max_pixels, bgr)
+        return _array_pixels(image, name, max_pixels, grey_bits, bgr)
     many = "; give several images to predict" if isinstance(image, Iterable) else ""
     raise InputError(f"{name} is {described(image)}, but {_IMAGE}{many}")
 
@@ -137,9 +141,28 @@ def described(image: object) -> str:
     return f"of type {type(image).__name__}"
 
 
-def _decoded(data: bytes, name: str, max_pixels: int) -> Tensor:
+def check_batch_size(batch_size: object) -> None:
+    """Raise an InputError unless ``batch_size`` is a whole number from 1."""
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise InputError(f"batch_size must be a whole number from 1, got {printable(repr(batch_size))}")
+
+
+def chunks(images: Iterable[ImageLike], batch_size: int) -> Iterator[list[tuple[int, ImageLike]]]:
+    """Yield lists of ``batch_size`` images with their indices; the last list may be shorter."""
+    check_batch_size(batch_size)
+    is_one = isinstance(images, (Tensor, np.ndarray)) and images.ndim < 4
+    if isinstance(images, (str, os.PathLike)) and not Path(images).is_file():
+        raise InputError(f"there is no folder {printable(images)}: predict takes a folder or several images")
+    is_one = is_one or isinstance(images, (str, bytes, bytearray, memoryview, os.PathLike))
+    if is_one or not isinstance(images, Iterable):
+        raise InputError(f"predict takes several images, and this is {described(images)}: call the predictor itself")
+    numbered = enumerate(images)
+    return iter(lambda: list(islice(numbered, batch_size)), [])
+
+
+def _decoded(data: bytes, name: str, max_pixels: int, grey_bits: int | None) -> Tensor:
     try:
-        return decode_image(data, max_pixels=max_pixels)
+        return decode_image(data, max_pixels, grey_bits=grey_bits)
     except ValueError as error:
         raise InputError(f"{name} cannot be used: {error}") from error
 
@@ -160,7 +183,7 @@ def _download(url: str, limit: int) -> bytes:
     return data
 
 
-def _array_pixels(image: Tensor | NDArray[Any], name: str, max_pixels: int, bgr: bool) -> Tensor:
+def _array_pixels(image: Tensor | NDArray[Any], name: str, max_pixels: int, grey_bits: int | None, bgr: bool) -> Tensor:
     height, width = _check_array(image, name)
     _check_extent(height, width, name, max_pixels)
     if isinstance(image, Tensor):
@@ -169,7 +192,7 @@ def _array_pixels(image: Tensor | NDArray[Any], name: str, max_pixels: int, bgr:
         values = values if values.ndim == 2 else np.moveaxis(values, 0, 2)
     else:
         values = image
-    scaled = _as_uint8(np.ascontiguousarray(values), name, described(image))
+    scaled = _as_uint8(np.ascontiguousarray(values), name, described(image), grey_bits)
     colours = np.atleast_3d(scaled)[:, :, :3]
     if bgr:
         colours = colours[:, :, ::-1]
@@ -207,13 +230,13 @@ def _check_array(image: Tensor | NDArray[Any], name: str) -> tuple[int, int]:
     return shape[1:] if is_tensor else shape[:2]
 
 
-def _as_uint8(values: NDArray[Any], name: str, shown: str) -> NDArray[np.uint8]:
+def _as_uint8(values: NDArray[Any], name: str, shown: str, grey_bits: int | None) -> NDArray[np.uint8]:
     """Scale values (H, W) or (H, W, C) of one of the accepted types to 8 bits."""
     if values.dtype == np.uint8:
         return values
     if values.dtype.kind == "u":
         is_grey = values.ndim == 2 or values.shape[2] == 1
-        return scale_to_8_bits(values) if is_grey else (values >> 8).astype(np.uint8)
+        return scale_to_8_bits(values, grey_bits) if is_grey else (values >> 8).astype(np.uint8)
     low, high = float(values.min()), float(values.max())
     if not (low >= 0 and high <= 1):  # NaN is neither
         raise InputError(

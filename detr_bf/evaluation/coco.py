@@ -13,6 +13,7 @@ import contextlib
 import gc
 import importlib.util
 import io
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from pycocotools import mask as coco_mask
 
 from detr_bf.data.annotation_values import (
     annotation_values,
@@ -35,7 +37,7 @@ from detr_bf.data.annotation_values import (
 )
 from detr_bf.data.coco import CocoAnnotations, annotated_size, check_maps, read_annotations
 from detr_bf.data.columns import Entries, distinct
-from detr_bf.data.images import MAX_PIXELS
+from detr_bf.data.images import MAX_PIXELS, header_size
 from detr_bf.data.masks import Segmentations, parts_of, read_ids
 from detr_bf.errors import InputError
 from detr_bf.evaluation.errors import scored_hits
@@ -46,7 +48,10 @@ from detr_bf.postprocess import encoded
 from detr_bf.structures import ClassMap, Detections
 from detr_bf.text import listed, printable
 
+logger = logging.getLogger(__name__)
+
 ENGINES = ("auto", "pycocotools", "hotcoco")
+_warned: set[Path] = set()  # files with objects that differ from those of training
 _IOU_50, _IOU_75 = 0, 5  # positions in the engines' thresholds 0.50, 0.55, ..., 0.95
 _LARGEST_EXACT = 2**53  # whole number in float64
 _SIZE_BOUNDS = {"small": (0, 32**2), "medium": (32**2, 96**2), "large": (96**2, 1e10)}  # pixels, both ends included
@@ -75,13 +80,15 @@ class CocoEvaluator:
     """Collector of the detections of a split, every image once, that computes their COCO metrics.
 
     The annotations may lack ``area`` (then width x height of the box), ``iscrowd`` (then 0) and ``id``; they are set in
-    a copy. Ids are always renumbered there, because the metric reads annotation id 0 as "no match".
+    a copy. Ids are always renumbered there, because the metric reads annotation id 0 as "no match". Objects are those
+    of training: boxes are clipped to the image, and objects without area are left out.
 
     Args:
         annotations: COCO JSON with ``images``, ``annotations`` and ``categories``, or its content.
         class_map: the model's classes; ``Detections.labels`` index into it.
         engine: ``auto`` is hotcoco if installed, else pycocotools; their results are bit-identical.
         max_detections: limit per class and image, highest scores first.
+        images: folder of the image files, which have the sizes that the annotations do not state.
         masks: read the masks of the ground truth too, for :meth:`summarize_masks`.
         panoptic: folder of the PNG files of a panoptic JSON.
         max_pixels: limit for one of them.
@@ -98,6 +105,7 @@ class CocoEvaluator:
         engine: str = "auto",
         max_detections: int = 100,
         *,
+        images: Path | None = None,
         masks: bool = False,
         panoptic: Path | None = None,
         max_pixels: int = MAX_PIXELS,
@@ -110,6 +118,7 @@ class CocoEvaluator:
         self._ground_truth = load_ground_truth(
             Path(annotations) if isinstance(annotations, str) else annotations,
             class_map,
+            images=images,
             masks=masks,
             panoptic=panoptic,
             max_pixels=max_pixels,
@@ -273,11 +282,15 @@ def load_ground_truth(
     path: Path | CocoAnnotations,
     class_map: ClassMap,
     *,
+    images: Path | None = None,
     masks: bool = False,
     panoptic: Path | None = None,
     max_pixels: int = MAX_PIXELS,
 ) -> dict[str, Any]:
     """Read a COCO file and return it with complete annotations and only the keys that the engines need.
+
+    The objects are those of training: boxes are clipped to their image, and objects whose box has no area, or with
+    ``masks`` whose mask has no pixel, are left out. The folder ``images`` has the files whose sizes are not stated.
 
     Raises:
         InputError: the file is missing, is not COCO, or contradicts ``class_map``; a mask cannot be read.
@@ -285,7 +298,10 @@ def load_ground_truth(
     content = read_annotations(path)
     if masks:
         content = with_run_lengths(content, panoptic, max_pixels)
-    sizes = {image["id"]: annotated_size(image) for image in content.images}
+    sizes = {
+        image["id"]: annotated_size(image) or (header_size(images / image["file_name"]) if images else None)
+        for image in content.images
+    }
     image_ids = sizes.keys()
     kept = content.annotations
     if isinstance(kept, Entries):
@@ -295,14 +311,16 @@ def load_ground_truth(
     _check_categories(content, class_map)
     _check_known(content.path, kept, class_map)
     names = dict(zip(class_map.category_ids, class_map.names, strict=True))
+    annotations = (None if masks else _complete_columns(kept)) or [
+        _complete(content.path, annotation, number, masks) for number, annotation in enumerate(kept, 1)
+    ]
     return {
         # pycocotools needs a size if there are masks; run lengths have their own, so 0 is fine if it is not known
         "images": [
             {"id": i, "height": height, "width": width}
             for i, (height, width) in ((i, sizes[i] or (0, 0)) for i in sorted(image_ids))
         ],
-        "annotations": (None if masks else _complete_columns(kept))
-        or [_complete(content.path, annotation, number, masks) for number, annotation in enumerate(kept, 1)],
+        "annotations": _learnable(content.path, annotations, sizes),
         "categories": [{"id": category_id, "name": names[category_id]} for category_id in sorted(names)],
     }
 
@@ -375,6 +393,40 @@ def _complete_columns(annotations: Sequence[Mapping[str, Any]]) -> list[dict[str
     columns = (*numbers, bbox, area, crowd_mask(annotations).astype(int).tolist())
     names = ("id", "image_id", "category_id", "bbox", "area", "iscrowd")
     return [dict(zip(names, row, strict=True)) for row in zip(range(1, len(bbox) + 1), *columns, strict=True)]
+
+
+def _learnable(
+    path: Path, annotations: Sequence[dict[str, Any]], sizes: Mapping[int, tuple[int, int] | None]
+) -> list[dict[str, Any]]:
+    """Return the crowds, unchanged, and what training keeps of the objects; log how many differ, once for a file."""
+    boxes = np.array([each["bbox"] for each in annotations], dtype=np.float64).reshape(-1, 4)
+    known = [sizes[each["image_id"]] or (np.inf, np.inf) for each in annotations]
+    limits = np.array(known, dtype=np.float64).reshape(-1, 2)[:, [1, 0, 1, 0]]
+    is_crowd = np.array([each["iscrowd"] for each in annotations], dtype=bool)
+    corners = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
+    inside = np.clip(corners, 0, limits)
+    sides = inside[:, 2:] - inside[:, :2]
+    lost = ((sides <= 0).any(1) | np.array([_is_empty(each) for each in annotations], dtype=bool)) & ~is_crowd
+    clipped = (inside != corners).any(1) & ~is_crowd & ~lost
+    kept = [each for each, gone in zip(annotations, lost.tolist(), strict=True) if not gone]
+    for row in np.flatnonzero(clipped).tolist():
+        annotations[row]["bbox"] = [*inside[row, :2].tolist(), *sides[row].tolist()]
+        annotations[row]["area"] = min(annotations[row]["area"], float(sides[row].prod()))
+    if (lost.any() or clipped.any()) and path not in _warned:
+        _warned.add(path)
+        logger.warning(
+            "%s: as in training, %d objects without area are left out of the evaluation, and %d boxes that exceed "
+            "their image are clipped",
+            printable(path),
+            lost.sum(),
+            clipped.sum(),
+        )
+    return kept
+
+
+def _is_empty(annotation: Mapping[str, Any]) -> bool:
+    """Return True for an object whose mask has no pixel."""
+    return "segmentation" in annotation and not coco_mask.area(annotation["segmentation"])
 
 
 def _check_categories(content: CocoAnnotations, class_map: ClassMap) -> None:

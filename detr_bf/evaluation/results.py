@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-BOX_METRIC_NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
+BOX_METRIC_NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR", "ARs", "ARm", "ARl")
 PANOPTIC_METRIC_NAMES = ("PQ", "SQ", "RQ", "PQ_th", "SQ_th", "RQ_th", "PQ_st", "SQ_st", "RQ_st")
 SIZE_NAMES = ("small", "medium", "large")
 DEFAULT_THRESHOLD = 0.5  # of a model that was never evaluated
@@ -124,7 +124,7 @@ class ClassResult:
 
 @dataclass(frozen=True)
 class CocoSummary:
-    """Twelve COCO metrics; ``AR100`` is the recall at ``max_detections`` detections."""
+    """Twelve COCO metrics; ``AR``, ``ARs``, ``ARm`` and ``ARl`` are recalls at ``max_detections`` (COCO's AR100)."""
 
     AP: float | None  # mean over IoU 0.50, 0.55, ..., 0.95
     AP50: float | None
@@ -134,7 +134,7 @@ class CocoSummary:
     APl: float | None  # above
     AR1: float | None  # recall with one detection per class and image
     AR10: float | None
-    AR100: float | None
+    AR: float | None
     ARs: float | None
     ARm: float | None
     ARl: float | None

@@ -363,7 +363,8 @@ def file_metadata(exported: Exported, form: Form, license: str | None) -> dict[s
     """Return the metadata of a file, without the comparison; every value is written as JSON."""
     classes, backbone = exported.class_map, exported.model.backbone
     thresholds = exported.thresholds or ScoreThresholds.same(DEFAULT_THRESHOLD, classes.num_classes)
-    settings = exported.config["data"]["transforms"]
+    data = exported.config["data"]
+    settings = data["transforms"]
     if form.size is not None and settings["square"] is None:
         resize: dict[str, Any] = {"rule": "fit", "height": form.size[0], "width": form.size[1]}
     elif settings["square"] is not None:
@@ -387,6 +388,7 @@ def file_metadata(exported: Exported, form: Form, license: str | None) -> dict[s
         "max_detections": exported.postprocess.max_detections,
         "mask_threshold": exported.postprocess.mask_threshold,
         "resize": resize,
+        "grey_bits": data["grey_bits"],
         **{name: _channels(backbone, name) for name in ("mean", "std")},
         "license": license,
         "versions": versions,

@@ -113,7 +113,7 @@ def _headline(summary: CocoSummary | None, kind: str) -> str:
         return missing(EVALUATION_FILE, "evaluation")
     sizes = zip(SIZE_NAMES, (summary.APs, summary.APm, summary.APl), strict=True)
     small = [(f"AP {name}", percent(ap), count(summary.num_objects_by_size[name], "object")) for name, ap in sizes]
-    small.append((f"AR, {summary.max_detections} detections", percent(summary.AR100), "recall"))
+    small.append((f"AR, {summary.max_detections} detections", percent(summary.AR), "recall"))
     if summary.best is not None:
         small.append(("F1", percent(summary.best.f1), f"threshold {summary.best.threshold:.2f}"))
     large = [

@@ -17,9 +17,10 @@ from time import monotonic
 import torch
 from torch import Tensor
 
+from detr_bf.data.inputs import check_batch_size
 from detr_bf.errors import InputError
 from detr_bf.prediction import Prediction
-from detr_bf.predictor import Predictor, check_batch_size
+from detr_bf.predictor import Predictor
 from detr_bf.text import printable
 
 logger = logging.getLogger(__name__)

@@ -187,7 +187,7 @@ class DetectorService:
     async def _detect(self, request: Request, data: bytes, least: Tensor) -> Prediction:
         """Decode the image and wait for its result; one whose client is gone is dropped."""
         async with self._decoded:
-            decode = partial(decode_image, data, max_pixels=self.max_pixels)
+            decode = partial(decode_image, data, self.max_pixels, grey_bits=self.predictor.grey_bits)
             try:
                 pixels = await asyncio.get_running_loop().run_in_executor(self._decoders, decode)
             except TooLargeError:

@@ -206,6 +206,7 @@ class ClassificationTask(ImageTask[ClassifierConfig]):
             transform=build_image_eval_transform(config.data.transforms),
             device=device,
             max_pixels=config.data.max_pixels,
+            grey_bits=config.data.grey_bits,
         )
 
     def _trained(self, checkpoint: Checkpoint, source: Path) -> nn.Module:

@@ -31,6 +31,7 @@ from detr_bf.text import printable
 CHANGES_FILE = "changes.csv"
 SETTINGS_FILE = "data.yaml"
 _OPTION = "--fix"
+_PLURALS = {"annotation": "annotations", "category": "categories", "image": "images"}
 
 
 def check_new_folder(output: Path, config: DetectionConfig) -> None:
@@ -127,12 +128,19 @@ def yaml_text(text: str) -> str:
 def _summary(output: Path, splits: Mapping[str, Corrected], report: Report) -> str:
     lines = []
     for name, each in splits.items():
-        counts = Counter((row.action, "image" if row.annotation_id == "" else "annotation") for row in each.rows)
+        counts = Counter((row.action, _kind(row)) for row in each.rows)
         done = ", ".join(
-            f"{count} {kind}{'s' if count > 1 else ''} {action}" for (action, kind), count in sorted(counts.items())
+            f"{count} {kind if count == 1 else _PLURALS[kind]} {action}"
+            for (action, kind), count in sorted(counts.items())
         )
         size = f"{len(each.content.images)} images, {len(each.content.annotations)} annotations"
         lines.append(f"{name}: {done or 'nothing to correct'}; {size} in {printable(_annotations(output, name))}")
     lines.append(f"changes: {printable(output / CHANGES_FILE)}; the given data are as before")
     lines.append(f"the corrected data: {report.outcome}")
     return "\n".join(lines)
+
+
+def _kind(row: Correction) -> str:
+    if row.annotation_id != "":
+        return "annotation"
+    return "image" if row.image_id != "" or row.file_name else "category"

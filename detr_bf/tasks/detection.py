@@ -25,6 +25,7 @@ from detr_bf.assembly.data import (
     data_root,
     data_source,
     data_sources,
+    training_amount,
 )
 from detr_bf.assembly.model import (
     build_classification,
@@ -35,14 +36,14 @@ from detr_bf.assembly.model import (
     build_postprocess,
     device_of,
 )
-from detr_bf.assembly.training import build_groups, epoch_batches, precision_of, read_initial_weights
+from detr_bf.assembly.training import build_groups, choose_grey_bits, epoch_batches, precision_of, read_initial_weights
 from detr_bf.config import DetectionConfig, config_from_dict, config_to_dict
 from detr_bf.data.batches import SameSizeBatches, SampleKey, aspect_buckets, derive_seed, object_features
 from detr_bf.data.checks.annotations import Report, examine
-from detr_bf.data.checks.learning import Training
 from detr_bf.data.checks.report import Split
 from detr_bf.data.checks.statistics import describe_splits
 from detr_bf.data.coco import CocoDetection, Source, check_annotations, read_annotations
+from detr_bf.data.columns import values_of
 from detr_bf.data.transforms import mixup, resized_size
 from detr_bf.detectors import Detector, detector_named
 from detr_bf.engine import (
@@ -116,9 +117,11 @@ class DetectionTask(Task[DetectionConfig]):
             masks=self.config.model.masks,
             train_masks=self.config.data.augment.copy_paste > 0,
             joined=(4 if self.config.data.augment.mosaic else 1) * (2 if self.config.data.mixup.prob else 1),
+            max_detections=self.config.eval.max_detections,
             workers=max(1, self.config.data.workers),
             max_pixels=self.config.data.max_pixels,
-            training=_training(self.config),
+            grey_bits=self.config.data.grey_bits,
+            training=training_amount(self.config),
         )
         if sources is not None or not self.config.data.root:
             return report
@@ -148,6 +151,9 @@ class DetectionTask(Task[DetectionConfig]):
         return describe_splits(found) if found else None
 
     def load_data(self) -> CocoDetection:
+        source = data_source(self.config, "train")
+        names = values_of(read_annotations(source.annotations).images, "file_name")
+        choose_grey_bits(self.config.data, source.images, names)
         data = build_train_data(self.config)
         check_enough_tokens(self.config, data, "train")
         return data
@@ -171,8 +177,11 @@ class DetectionTask(Task[DetectionConfig]):
             )
 
     def adopt_settings(self, checkpoint: Checkpoint) -> None:
-        """Take over batch size and accumulation of the run if it chose them, for as many images of a step."""
-        train, before = self.config.train, config_from_dict(checkpoint.config).train
+        """Take over what the run chose: grey_bits, batch size and accumulation, for as many images of a step."""
+        stored = config_from_dict(checkpoint.config)
+        if self.config.data.grey_bits is None:
+            self.config.data.grey_bits = stored.data.grey_bits
+        train, before = self.config.train, stored.train
         images, then = (each.batch_size * each.accumulate for each in (train, before))
         if train.auto_batch and before.auto_batch and images == then:
             train.batch_size, train.accumulate = before.batch_size, before.accumulate
@@ -264,6 +273,7 @@ class DetectionTask(Task[DetectionConfig]):
             panoptic_postprocess=build_panoptic_postprocess(config, classes),
             device=device_of(config),
             max_pixels=config.data.max_pixels,
+            grey_bits=config.data.grey_bits,
             thresholds=checkpoint.score_thresholds,
             origin=Origin(checkpoint.config, source, ((checkpoint.training or {}).get("progress") or {}).get("step")),
         )
@@ -301,24 +311,6 @@ class DetectionTask(Task[DetectionConfig]):
             stripped.save(target)
         removed = len(checkpoint.weights) - len(kept)
         return f"{removed} tensors of batch attention left out, evaluation is the same to the bit: {target}"
-
-
-def _training(config: DetectionConfig) -> Training:
-    """Return the settings that decide how much the detector learns."""
-    transforms, train = config.data.transforms, config.train
-    sides = config.data.batch_sides or ([transforms.square] if transforms.square else transforms.short_sides)
-    return Training(
-        epochs=train.epochs,
-        images_together=train.batch_size * distributed.world_size(),
-        accumulate=train.accumulate,
-        max_steps=train.max_steps,
-        fine_tuned=bool(config.init_from),
-        stride=min(config.model.backbone.strides),
-        short_side=sorted(sides)[len(sides) // 2],
-        max_size=transforms.max_size,
-        square=transforms.square is not None,
-        drops=config.optimizer.schedule == "step",
-    )
 
 
 def mixed_batches(config: DetectionConfig, batches: Iterator[Batch], epoch: int, start: int) -> Iterator[Batch]:
@@ -363,6 +355,8 @@ def random_batch(config: DetectionConfig) -> Batch:
 def _weights_and_classes(config: DetectionConfig, source: Path) -> tuple[dict[str, Tensor], ClassMap]:
     """Return weights and classes; a checkpoint of ours holds its classes, a file of weights does not.
 
+    ``data.grey_bits`` become those of the checkpoint if they are not given (in-place).
+
     Weights with as many classes as the annotations are taken to have those, in the order of the ids; weights with more
     are taken to be numbered by category id, as in the authors' files.
 
@@ -371,6 +365,9 @@ def _weights_and_classes(config: DetectionConfig, source: Path) -> tuple[dict[st
     """
     if is_checkpoint(source):
         checkpoint = load_checkpoint(source)
+        stored = config_from_dict(checkpoint.config, source=f"the config in {source}")
+        if config.data.grey_bits is None and isinstance(stored, DetectionConfig):
+            config.data.grey_bits = stored.data.grey_bits
         return checkpoint.weights, checkpoint.classes
     weights = read_initial_weights(source)
     if CLASS_BIAS not in weights:
@@ -475,6 +472,7 @@ def build_evaluation(
                 class_map,
                 config.eval.engine,
                 config.eval.max_detections,
+                images=source.images,
                 masks=config.model.masks,
                 panoptic=source.panoptic,
                 max_pixels=config.data.max_pixels,

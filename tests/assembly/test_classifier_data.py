@@ -53,6 +53,22 @@ def config_for(root: Path, *overrides: str, task: str = "classification") -> Cla
     return load_config(path, overrides, task=task)
 
 
+def test_16_bit_images_are_scaled_by_the_bits_of_the_training_images(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DETR_BF_HOME", str(root / "cache"))
+    values = np.arange(120, dtype=np.uint16).reshape(12, 10)
+    for path in root.glob("*/*/*.png"):
+        Image.fromarray(values).save(path)
+    Image.fromarray(values * 32).save(root / "train" / "b" / "3.png")  # 12 bits
+    config = config_for(root)
+    splits = read_image_splits(config)
+    assert config.data.grey_bits == 12
+    assert "from the 12 bits that the training images use" in caplog.text
+    for split in (splits.train, splits.val):
+        assert torch.equal(split.images.read(0)[0], torch.from_numpy((values >> 4).astype(np.uint8)))
+
+
 def epoch(config: ClassifierConfig, number: int = 0, start: int = 0) -> list[LabelledImages]:
     make_batches, count = train_batches(config, build_image_splits(config), CPU)
     batches = list(make_batches(number, start))

@@ -4,13 +4,17 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from detr_bf.assembly import build_train_data, data_source
-from detr_bf.config import DetectionConfig, load_config
+from detr_bf.assembly.data import build_val_data
+from detr_bf.config import DetectionConfig, config_from_dict, config_to_dict, load_config
 from detr_bf.data.batches import SampleKey
-from detr_bf.engine import RunFolder
+from detr_bf.data.inputs import image_pixels
+from detr_bf.engine import Checkpoint, RunFolder
 from detr_bf.errors import InputError
 from detr_bf.tasks.detection import DetectionTask, _panoptic_evaluation, build_evaluation
 
@@ -95,6 +99,43 @@ def test_a_run_without_validation_data_is_refused_before_images_are_read(
     monkeypatch.setattr(DetectionTask, "examine", lambda self: pytest.fail("images were read"))
     with pytest.raises(InputError, match=r"data\.val\.images and data\.val\.annotations are not set: .*validation"):
         task.check()
+
+
+@pytest.mark.parametrize("check", ["true", "false"])
+def test_16_bit_images_are_scaled_by_the_bits_of_the_training_images(
+    coco_folder: Factory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    check: str,
+) -> None:
+    """The choice is in the config, which checkpoints store, and prediction has it."""
+    monkeypatch.setenv("DETR_BF_HOME", str(tmp_path / "cache"))
+    values, settings = np.arange(48 * 64, dtype=np.uint16).reshape(48, 64) % 1024, []
+    for split, most in (("train", (1023, 4095, 1000)), ("val", (200, 60_000, 1023))):
+        folder = coco_folder(num_images=3, name=split, first_image_id=1 if split == "train" else 101)
+        for entry, value in zip(folder.content["images"], most, strict=True):
+            image = np.minimum(values, value)
+            image[:2, :2] = value
+            Image.fromarray(image).save(folder.images / entry["file_name"])
+        settings += [f"data.{split}.images={folder.images}", f"data.{split}.annotations={folder.annotations}"]
+    task = DetectionTask(load_config(None, [*settings, f"data.check={check}", "data.workers=0"]))
+    found = {(each.split, each.code): each for each in task.examine().findings}
+    assert found["train", "image-16-bit"].example == "image 1, 0001.png: 10 bits in use, scaled from 12"
+    assert found["val", "grey-bits-exceeded"].example == "image 102, 0102.png: 16 bits in use, scaled from 12"
+    classes = task.load_data().class_map
+    assert task.config.data.grey_bits == 12
+    assert "from the 12 bits that the training images use" in caplog.text
+    data = build_val_data(task.config, classes, transform=lambda sample: sample)
+    pixels, file = data[SampleKey(0, 1)][0], data.folder / "0102.png"
+    assert (pixels[0, 0, 0], pixels[0, 3, 3]) == (255, values[3, 3] >> 4)
+    stored = config_from_dict(config_to_dict(task.config))
+    assert stored.data.grey_bits == 12
+    resumed = DetectionTask(load_config(None, settings))
+    resumed.adopt_settings(Checkpoint({}, classes.to_dict(), config_to_dict(task.config)))
+    assert resumed.config.data.grey_bits == 12
+    for given in (file, file.read_bytes(), Image.open(file), np.asarray(Image.open(file))):
+        assert torch.equal(image_pixels(given, "it", grey_bits=12), pixels)
 
 
 def test_the_pixel_limit_reaches_every_reader(root: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from PIL import Image
 
 from detr_bf.data.batches import SampleKey, derive_seed
 from detr_bf.data.coco import CocoDetection, read_annotations
+from detr_bf.data.images import read_image
 from detr_bf.data.transforms import eval_transform, train_transform
 from detr_bf.errors import InputError
 from detr_bf.structures import ClassMap
@@ -22,6 +23,22 @@ PLAIN = eval_transform(short_side=48, max_size=1000)  # leaves the fixture's 64 
 
 def dataset(data: SimpleNamespace, **changes: object) -> CocoDetection:
     return CocoDetection(data.images, data.annotations, **{"transform": PLAIN, **changes})
+
+
+def test_the_exif_rotation_is_that_of_the_other_images(coco_folder: Factory) -> None:
+    folder = coco_folder(num_images=3)
+    exif = {name: Image.Exif() for name in ("0001.png", "0002.png")}
+    exif["0001.png"][0x0112], exif["0002.png"][0x0112] = 3, 6
+    before = read_image(folder.images / "0001.png")
+    for name, each in exif.items():
+        with Image.open(folder.images / name) as image:
+            image.load()
+        image.save(folder.images / name, exif=each)  # the sizes of the file are those before the rotation
+    data = CocoDetection(folder.images, folder.annotations, lambda sample: sample)
+    assert torch.equal(data[SampleKey(0, 0)][0], before)
+    (folder.images / "0002.png").unlink()
+    undecided = CocoDetection(folder.images, folder.annotations, lambda sample: sample)
+    assert torch.equal(undecided[SampleKey(0, 0)][0], before.flip(1, 2))
 
 
 def test_samples_have_normalised_boxes_and_contiguous_labels(coco_folder: Factory) -> None:

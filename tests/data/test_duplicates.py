@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,19 @@ def scene(seed: int, size: tuple[int, int] = (96, 72)) -> Image.Image:
 
 
 def distance(one: str, other: str) -> int:
-    return (int(one, 16) ^ int(other, 16)).bit_count()
+    """Return the smallest distance over the eight symmetries; a flip changes the signs of odd frequencies."""
+    first, second = (
+        np.unpackbits(np.frombuffer(bytes.fromhex(each), np.uint8)).reshape(16, 16).astype(int) * 2 - 1
+        for each in (one, other)
+    )
+    odd = (-1) ** np.arange(16)
+    flips = [
+        side * down[:, None] * across
+        for side in (second, second.T)
+        for down in (1 + 0 * odd, odd)
+        for across in (1 + 0 * odd, odd)
+    ]
+    return min(int((first != flip).sum()) for flip in flips)
 
 
 def compressed(image: Image.Image) -> Image.Image:
@@ -45,7 +58,12 @@ CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
     "compressed": compressed,
     "smaller": lambda image: image.resize((image.width * 2 // 3, image.height * 2 // 3)),
     "brighter": lambda image: ImageEnhance.Brightness(image).enhance(1.15),
+    "darker": lambda image: ImageEnhance.Brightness(image).enhance(0.75),
     "cropped": lambda image: image.crop((3, 2, image.width - 3, image.height - 2)),
+    **{turn.name.lower(): lambda image, turn=turn: image.transpose(turn) for turn in Image.Transpose},
+    "turned, smaller, darker": lambda image: ImageEnhance.Brightness(
+        image.transpose(Image.Transpose.TRANSVERSE).resize((208, 208))
+    ).enhance(0.85),
 }
 
 
@@ -59,7 +77,8 @@ def test_copies_are_near_and_other_pictures_are_not(change: str) -> None:
 
 
 def test_pairs_and_groups_are_those_of_the_distances_in_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(duplicates, "_ROWS", 7)
+    monkeypatch.setattr(duplicates, "_ROWS", 9)
+    monkeypatch.setattr(duplicates, "_BLOCK", 4 * 40)
     generator = np.random.default_rng(0)
     bits = generator.random((40, 256)) < 0.5
     bits[:, 0] = False
@@ -102,13 +121,22 @@ def test_groups_link_near_and_equal_files() -> None:
 
 
 def test_long_chains_across_blocks_are_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(duplicates, "_ROWS", 3)
+    monkeypatch.setattr(duplicates, "_ROWS", 5)
+    monkeypatch.setattr(duplicates, "_BLOCK", 3 * 8)
     bits = np.zeros((8, 256), dtype=bool)
     for number in range(8):
         bits[number, 1 : 1 + 30 * number] = True  # 30 bits from the next
     order = [5, 0, 3, 7, 1, 6, 2, 4]
     records = {str(place): record(np.packbits(bits[one]).tobytes().hex(), str(one)) for place, one in enumerate(order)}
     assert near_groups(records) == [[str(number) for number in range(8)]]
+
+
+def test_exports_of_one_photograph_are_one_group() -> None:
+    names = ("train/a_jpg.rf.0f3.jpg", "valid/a_jpg.rf.Xy9.jpg", "train/b_jpg.rf.0f3.jpg", "c.jpg", "c.png", "c.rf.jpg")
+    records = {name: record("", str(number)) for number, name in enumerate(names)}
+    assert near_groups(records) == [list(names[:2])]
+    records["d.jpg"] = record("", "2")  # the content of b
+    assert sorted(near_groups(records)) == [["d.jpg", names[2]], list(names[:2])]
 
 
 def rewrite(data: SimpleNamespace, pictures: list[Image.Image]) -> None:
@@ -132,13 +160,38 @@ def test_the_checks_report_pairs_across_the_splits(coco_folder: Factory, tmp_pat
     assert (finding.count, finding.example.count(" is like ")) == (3, 3)
 
 
+def test_the_checks_report_copies_by_name(coco_folder: Factory, tmp_path: Path) -> None:
+    """The augmented copies of an export look too different for a hash."""
+    names = (["a.rf.1a.png", "b.rf.2b.png", "c.rf.3c.png"], ["d.rf.4d.png", "b.rf.5e.png"])
+    sources = []
+    for split, own in zip(("train", "val"), names, strict=True):
+        data = coco_folder(num_images=len(own), name=split, first_image_id=100 * len(sources) + 1)
+        for number, (entry, name) in enumerate(zip(data.content["images"], own, strict=True)):
+            entry["file_name"] = name
+            scene(10 * len(sources) + number, (64, 48)).save(data.images / name)
+        data.annotations.write_text(json.dumps(data.content))
+        sources.append(Source(data.images, data.annotations))
+    [finding] = examine(*sources, num_queries=10, cache_dir=tmp_path / "cache").warnings
+    assert (finding.code, finding.count) == ("near-duplicates", 1)
+    assert finding.example == (
+        f"{sources[1].images}/b.rf.5e.png and {sources[0].images}/b.rf.2b.png are copies by their names"
+    )
+
+
+@pytest.mark.parametrize("named", [False, True])
 def test_folds_keep_near_duplicates_together(
-    coco_folder: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    coco_folder: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
+    """Copies are mirrored, or other pictures with the names of an export of Roboflow."""
     monkeypatch.setenv("DETR_BF_HOME", str(tmp_path / "cache"))
     data = coco_folder(num_images=12)
-    scenes = [scene(number % 4, (64, 48)) for number in range(12)]
-    rewrite(data, [CHANGES["compressed"](picture) if number > 5 else picture for number, picture in enumerate(scenes)])
+    if named:
+        for number, entry in enumerate(data.content["images"]):
+            entry["file_name"] = f"{number % 4}_png.rf.{number}abc.png"
+        data.annotations.write_text(json.dumps(data.content))
+    scenes = [scene(number if named else number % 4, (64, 48)) for number in range(12)]
+    mirrored = [picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for picture in scenes]
+    rewrite(data, [mirrored[number] if number > 5 else picture for number, picture in enumerate(scenes)])
     settings = [f"data.train.images={data.images}", f"data.train.annotations={data.annotations}", "data.folds=4"]
     seen = []
     for fold in range(4):

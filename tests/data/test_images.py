@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from PIL.ImageFile import ImageFile
 
-from detr_bf.data.images import ImageSizes, check_image, decode_image, read_image
+from detr_bf.data.images import ImageSizes, boxes_as_stored, check_image, decode_image, read_image
 from detr_bf.data.masks import read_ids
 from detr_bf.errors import InputError
 
@@ -101,10 +101,29 @@ def test_16_bit_grey_is_scaled_by_the_bits_it_uses(
     assert check_image((tmp_path / name).read_bytes())[:2] == (ImageSizes((1, 4), (1, 4)), depth)
 
 
+def test_a_hot_pixel_does_not_change_the_brightness(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(0, 4096, (50, 60), dtype=np.uint16)
+    expected = (values >> 4).astype(np.uint8)
+    expected[7, 9] = 255
+    values[7, 9] = 0xFFFF
+    Image.fromarray(values).save(tmp_path / "hot.png")
+    assert np.array_equal(read_image(tmp_path / "hot.png")[0].numpy(), expected)
+    assert check_image((tmp_path / "hot.png").read_bytes())[1] == 12
+
+
+def test_16_bit_grey_is_scaled_by_the_bits_of_the_data_set(tmp_path: Path) -> None:
+    values = [0, 16, 1023, 4095, 0xFFFF]
+    Image.fromarray(np.array([values], dtype=np.uint16)).save(tmp_path / "a.png")
+    data = (tmp_path / "a.png").read_bytes()
+    for bits, shown in ((12, [0, 1, 63, 255, 255]), (16, [0, 0, 3, 15, 255]), (8, [0, 16, 255, 255, 255])):
+        assert read_image(tmp_path / "a.png", grey_bits=bits)[0].tolist() == [shown]
+        assert decode_image(data, grey_bits=bits)[0].tolist() == [shown]
+
+
 def test_16_bit_colour_is_read_by_its_upper_bits(tmp_path: Path) -> None:
     data = png(1, 1, zlib.compress(b"\0" + struct.pack(">HHH", 0x1234, 0xABCD, 0x00FF)))
     assert decode_image(data).flatten().tolist() == [0x12, 0xAB, 0]
-    assert check_image(data)[1] == 16
+    assert check_image(data)[1] == 0
     (tmp_path / "ids.png").write_bytes(data)
     with pytest.raises(InputError, match=r"ids\.png is a RGB image of 16 bits"):
         read_ids(tmp_path / "ids.png")
@@ -136,6 +155,34 @@ def test_exif_rotation_is_not_applied_to_boxes_made_without_it(tmp_path: Path) -
 
 def test_square_images_are_rotated() -> None:
     assert ImageSizes((5, 5), (5, 5)).wants_rotation((5, 5))
+    assert not ImageSizes((5, 5), (5, 5)).wants_rotation((5, 5), as_stored=True)
+    assert ImageSizes((5, 9), (9, 5)).wants_rotation((9, 5), as_stored=True)
+
+
+@pytest.mark.parametrize(
+    ("annotated", "expected"),
+    [
+        ([(40, 60), (40, 60)], True),
+        ([(60, 40), (60, 40)], False),
+        ([(40, 60), (60, 40)], None),
+        ([(40, 60), None], True),
+        ([(9, 9), None], None),
+        ([], None),
+    ],
+)
+def test_other_images_of_the_file_tell_if_boxes_are_rotated(
+    tmp_path: Path, annotated: list[tuple[int, int] | None], expected: bool | None
+) -> None:
+    mirrored, images = Image.Exif(), [("plain.png", (40, 60)), ("mirrored.png", (40, 60)), ("missing.png", (40, 60))]
+    mirrored[0x0112] = 2
+    picture().save(tmp_path / "plain.png")
+    picture().save(tmp_path / "mirrored.png", exif=mirrored)
+    for number, size in enumerate(annotated):
+        picture().save(tmp_path / f"{number}.png", exif=turned())
+        images.append((f"{number}.png", size))
+    assert boxes_as_stored(tmp_path, images) is expected
+    pixels = read_image(tmp_path / "mirrored.png", (40, 60), as_stored=bool(expected))
+    assert_colour(pixels, 20, 10, RED if expected else BLUE)
 
 
 def test_another_size_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchvision.ops import box_convert
 
+from detr_bf.data.batches import SampleKey
+from detr_bf.data.coco import CocoDetection
 from detr_bf.data.masks import read_ids
 from detr_bf.errors import InputError
 from detr_bf.evaluation import CocoEvaluator, CocoSummary, merge_shards, to_coco_results, write_results
@@ -59,7 +62,7 @@ def test_ground_truth_as_predictions_gives_one(coco_folder: CocoFolder, engine: 
     folder = coco_folder(num_images=6, category_ids=(3, 7, 90))
     summary = evaluate(folder, *perfect(folder), engine=engine)
     assert summary.engine == engine
-    assert (summary.AP, summary.AP50, summary.AP75, summary.AR100) == (1.0, 1.0, 1.0, 1.0)
+    assert (summary.AP, summary.AP50, summary.AP75, summary.AR) == (1.0, 1.0, 1.0, 1.0)
     assert {name: result.AP for name, result in summary.per_class.items()} == {
         "class3": 1.0,
         "class7": 1.0,
@@ -107,7 +110,7 @@ def test_no_detection_at_all_gives_zero(coco_folder: CocoFolder, engine: str) ->
     class_map = ClassMap.from_categories(folder.content["categories"])
     summary = evaluate(folder, [empty(image["id"]) for image in folder.content["images"]], class_map, engine=engine)
     assert summary.AP == 0.0
-    assert summary.AR100 == 0.0
+    assert summary.AR == 0.0
     assert summary.num_detections == 0
 
 
@@ -179,6 +182,45 @@ def test_classes_that_share_a_name_stay_apart(coco_folder: CocoFolder) -> None:
     assert set(evaluate(folder, *perfect(folder)).per_class) == {"same (3)", "same (7)"}
 
 
+@pytest.mark.parametrize("sized", [True, False], ids=["sizes", "no sizes"])
+@pytest.mark.parametrize("large", [True, False], ids=["columns", "objects"])
+def test_objects_are_those_of_training(
+    coco_folder: CocoFolder, sized: bool, large: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A detector that finds what training shows it has an AP of 1, whatever the boxes of the file are."""
+    if large:
+        monkeypatch.setattr("detr_bf.data.coco.LARGE_FILE", 1)
+    folder = coco_folder(num_images=4, category_ids=(3, 7))
+    boxes = [[-20, -10, 40, 30], [50, 40, 30, 30], [10, 10, 0, 5], [70, 10, 20, 20], [20, 20, -5, 5]]
+    folder.content["annotations"] += [
+        {"id": 100 + number, "image_id": image, "category_id": 3 + 4 * (image % 2), "bbox": bbox, "iscrowd": 0}
+        for image in (1, 2, 3, 4)
+        for number, bbox in enumerate(boxes)
+    ]
+    for image in folder.content["images"]:
+        if not sized:
+            del image["height"], image["width"]
+    folder.save()
+    data = CocoDetection(folder.images, folder.annotations, lambda sample: sample)
+    detections = []
+    for index in range(len(data)):
+        _, target = data[SampleKey(0, index)]
+        scale = torch.tensor([*target.size[::-1], *target.size[::-1]])
+        shown = box_convert(target.boxes, "cxcywh", "xyxy") * scale
+        detections.append(Detections(target.image_id, shown, torch.ones(len(shown)), target.labels))
+    for engine in ENGINES:
+        evaluator = CocoEvaluator(folder.annotations, data.class_map, engine, images=folder.images)
+        evaluator.update(detections)
+        summary = evaluator.summarize()
+        assert (summary.AP, summary.AR) == (1.0, 1.0)
+        assert sum(summary.num_objects_by_size.values()) == sum(len(each.boxes) for each in detections)
+        assert not any(errors.missed.any() for errors in evaluator.errors)
+    assert [
+        "12 objects without area are left out of the evaluation, and 8 boxes that exceed" in record.message
+        for record in caplog.records
+    ] == [True]
+
+
 @pytest.mark.parametrize("limit", [1, 5, 300])
 def test_detections_beyond_the_limit_do_not_count(coco_folder: CocoFolder, limit: int) -> None:
     folder = coco_folder(num_images=2, category_ids=(3,), objects=2)
@@ -188,7 +230,7 @@ def test_detections_beyond_the_limit_do_not_count(coco_folder: CocoFolder, limit
         for engine in ENGINES
     ]
     assert summaries[0] == summaries[1]
-    assert summaries[0].metrics["AR100"] == (0.5 if limit == 1 else 1.0)
+    assert summaries[0].metrics["AR"] == (0.5 if limit == 1 else 1.0)
     assert summaries[0].AP is not None
 
 
@@ -389,8 +431,10 @@ def test_polygons_and_run_lengths_of_a_detection_file(coco_folder: CocoFolder) -
         pixels = torch.zeros(1, 48, 64)
         pixels[0, y : y + h, x : x + w] = 1
         annotation["segmentation"] = polygon if annotation["id"] % 2 else encoded(pixels)[0]
-    folder.save()
     detections, class_map = perfect(folder)
+    outside = [[80, 60, 90, 60, 90, 70]]  # no pixel: no object in training
+    folder.content["annotations"].append({**folder.content["annotations"][0], "id": 99, "segmentation": outside})
+    folder.save()
     evaluator = CocoEvaluator(folder.annotations, class_map, masks=True)
     for found in detections:
         masks = torch.zeros(len(found.boxes), 48, 64)

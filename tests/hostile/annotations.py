@@ -303,6 +303,10 @@ ODD: dict[str, Change] = {  # accepted or refused, but data checks and training 
     "2,000 categories": lambda content: content["categories"].extend(
         {"id": i, "name": f"c{i}"} for i in range(100, 2_100)
     ),
+    "annotation listed twice": lambda content: content["annotations"].append({**content["annotations"][0], "id": 99}),
+    "categories of one name": lambda content: content["categories"].extend(
+        {"id": i, "name": name} for i in (60, 61) for name in [content["categories"][0]["name"] + " " * (i - 60)]
+    ),
     "supercategory is a category": lambda content: (
         [
             content["categories"].insert(0, {"id": 0, "name": "pets", "supercategory": "none"}),

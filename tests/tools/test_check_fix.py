@@ -128,7 +128,7 @@ def test_each_rule(config: Callable[..., Path], images: Path, tmp_path: Path) ->
     add(12, bbox=[3, 3, 0, 5])
     add(13, category_id=8)
     add(14, iscrowd=5)
-    add(15, area="wide")
+    add(15, area="wide", bbox=[2, 2, 9, 9])
     add(16, image=77)
     add(17, bbox=[31, 2, 1.5, 4])  # within the rounding
     content["images"][1]["file_name"] = "C:\\pictures\\0002.png"
@@ -183,6 +183,43 @@ def test_files_of_paths_of_windows_are_found(config: Callable[..., Path], images
         (str(content["images"][number]["id"]), "", f"there is no such file, and {names[0]} may be that of others")
         for number in (0, 1)
     ]
+
+
+def test_copies_of_objects_and_categories_become_one(
+    config: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A category in another case may be another class, and stays; so does another supercategory."""
+    contents = [fixtures.coco(), fixtures.coco(first=101)]
+    for content in contents:
+        content["categories"] += [
+            {"id": 20, "name": "cell"},
+            {"id": 21, "name": "cell"},
+            {"id": 22, "name": " cell "},
+            {"id": 23, "name": "Cell"},
+            {"id": 24, "name": "cell", "supercategory": "prison"},
+        ]
+        box = content["annotations"][0]
+        content["annotations"] += [
+            {**box, "id": 300 + number, "category_id": category, "bbox": [1 + number // 2, 2, 9, 9]}
+            for number, category in enumerate((20, 21, 22, 23, 24, 24))
+        ]
+    contents[1]["categories"] = [each for each in contents[1]["categories"] if each["id"] != 20]
+    contents[1]["annotations"] = [each for each in contents[1]["annotations"] if each["category_id"] != 20]
+    assert main(["check", str(config(*map(json.dumps, contents)))]) == 0
+    checks = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]
+    assert ["warning", "train", "class-name-repeated", "1"] in checks
+    assert ["warning", "train", "object-repeated", "1"] in checks
+    assert main(["check", str(config(*map(json.dumps, contents))), "--fix", str(tmp_path / "fixed")]) == 0
+    assert "train: 2 annotations changed, 2 annotations dropped, 2 categories merged; " in capsys.readouterr().out
+    for split, ids in (("train", [300, 302, 303, 304]), ("val", [301, 302, 303, 304])):
+        found = corrected(tmp_path / "fixed", split)
+        categories = [(each["id"], each["name"]) for each in found["categories"]][-3:]
+        assert categories == [(20, "cell"), (23, "Cell"), (24, "cell")]
+        kept = {each["id"]: each["category_id"] for each in found["annotations"] if each["id"] >= 300}
+        assert kept == dict(zip(ids, (20, 20, 23, 24), strict=True))
+    reasons = {row[4] for row in rows(tmp_path / "fixed")}
+    assert "category 22 (' cell ') is merged with 20" in reasons
+    assert "the same image, category and box as another annotation" in reasons
 
 
 def test_validation_images_leave_the_training_images(config: Callable[..., Path], images: Path, tmp_path: Path) -> None:

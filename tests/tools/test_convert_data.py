@@ -13,6 +13,8 @@ from detr_bf.commands.convert_data import main
 from detr_bf.config import load_config
 from detr_bf.data.coco import read_annotations
 
+SIDES = ("xmin", "ymin", "xmax", "ymax")
+
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -63,6 +65,25 @@ def test_divisions_are_those_of_training(root: Path, tmp_path: Path, options: li
         given = read_annotations(data_source(config, split).annotations)
         assert written["images"] == given.images
         assert written["annotations"] == given.annotations
+
+
+def test_crowds_are_named_by_the_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "of them are {} (iscrowd 1): not trained on, and ignored in evaluation"
+    for form, kind in (("coco", "crowds"), ("voc", "difficult objects")):
+        folder = tmp_path / form
+        folder.mkdir()
+        Image.new("RGB", (40, 30)).save(folder / "a.png")
+        if form == "voc":
+            sides = "".join(f"<{side}>{value}</{side}>" for side, value in zip(SIDES, (1, 1, 9, 9), strict=True))
+            one = f"<object><name>dog</name><difficult>1</difficult><bndbox>{sides}</bndbox></object>"
+            (folder / "a.xml").write_text(f"<annotation>{one}</annotation>")
+        else:
+            annotation = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 1, 8, 8], "iscrowd": 1}
+            image, category = {"id": 1, "file_name": "a.png"}, {"id": 1, "name": "dog"}
+            content = {"images": [image], "annotations": [annotation], "categories": [category]}
+            (folder / "train.json").write_text(json.dumps(content))
+        assert main([str(folder), "--output", str(tmp_path / f"{form} out")]) == 0
+        assert f"  1 {said.format(kind)}" in capsys.readouterr().out
 
 
 def test_files_are_replaced_only_when_asked(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

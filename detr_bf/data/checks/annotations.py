@@ -5,6 +5,8 @@ Errors stop training or make its results wrong. Warnings are handled as their li
 
 from __future__ import annotations
 
+import unicodedata
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,13 +24,15 @@ from detr_bf.data.annotation_values import (
     segment_area,
     suspect_areas,
     suspect_boxes,
+    suspect_copies,
     suspect_crowds,
     suspect_ids,
     suspect_repeats,
     unit_problem,
     unknown_ids,
+    value_text,
 )
-from detr_bf.data.checks.files import ImageRecord, MapRecord, check_files, existing_name
+from detr_bf.data.checks.files import ImageRecord, MapRecord, check_files, existing_name, grey_bits_of
 from detr_bf.data.checks.learning import Training, learned_from, learning_findings, learning_lines
 from detr_bf.data.checks.masks import MASK_CHECKS
 from detr_bf.data.checks.report import (
@@ -92,9 +96,11 @@ def examine(
     masks: bool = False,
     train_masks: bool = False,
     joined: int = 1,
+    max_detections: int = 100,
     cache_dir: Path | None = None,
     workers: int = 1,
     max_pixels: int = MAX_PIXELS,
+    grey_bits: int | None = None,
     training: Training | None = None,
 ) -> Report:
     """Run all checks on the training split and, if given, the validation split.
@@ -106,9 +112,11 @@ def examine(
         masks: check the masks too.
         train_masks: check those of the training split too, even without ``masks``.
         joined: training images that augmentation joins in one, at most.
+        max_detections: detections of a validation image that count.
         cache_dir: folder of the cache of image files that were read before.
         workers: threads that read image files.
         max_pixels: limit of an image.
+        grey_bits: of 16-bit grey images; None: those that the training images use.
         training: settings of a run, whose data and steps are then described and judged.
 
     Raises:
@@ -121,6 +129,10 @@ def examine(
         for name, source in named.items()
     ]
     splits[0] = replace(splits[0], joined=joined)
+    if grey_bits is None:
+        grey_bits = grey_bits_of(train.images, list(splits[0].files), lambda: splits[0].files)
+    splits = [replace(split, grey_bits=grey_bits) for split in splits]
+    splits[1:] = [replace(split, max_detections=max_detections) for split in splits[1:]]
     checks = [*CHECKS, *MASK_CHECKS]
     findings = [finding for split in splits for check in checks if (finding := check.on(split.name, split))]
     if len(splits) == 2:
@@ -184,20 +196,48 @@ def _wrong_sizes(split: Split) -> Iterator[str]:
                 yield f"{image_text(image)}: {error}"
 
 
-@CHECKS.add("warning", "size-not-rotated", "size before EXIF rotation: not rotated")
+@CHECKS.add("warning", "size-not-rotated", "size before EXIF rotation, or that of other images: not rotated")
 def _sizes_before_rotation(split: Split) -> Iterator[str]:
     for image in split.content.images:
         record, size = split.file(image), annotated_size(image)
         if record and record.sizes and size == record.sizes.stored != record.sizes.rotated:
             yield f"{image_text(image)}: {size[1]} x {size[0]} pixels"
+    if split.as_stored:
+        yield from _same_sizes(split)
 
 
-@CHECKS.add("warning", "image-16-bit", "scaled to 8 bits: grey from the bits in use, colour from the upper 8")
-def _images_of_16_bits(split: Split) -> Iterator[str]:
+@CHECKS.add("warning", "rotation-unknown", "EXIF rotation is applied: neither size nor other images tell")
+def _unknown_rotations(split: Split) -> Iterator[str]:
+    """Return the images that are rotated without knowing if their boxes are."""
+    if split.as_stored is None:
+        yield from _same_sizes(split)
+
+
+def _same_sizes(split: Split) -> Iterator[str]:
+    """Return the images with an EXIF rotation that have the annotated size before and after it."""
     for image in split.content.images:
         record = split.file(image)
-        if record and record.depth:
-            yield f"{image_text(image)}: {record.depth} of 16 bits"
+        sizes = record.sizes if record else None
+        if sizes and sizes.orientation != 1 and annotated_size(image) == sizes.stored == sizes.rotated:
+            yield f"{image_text(image)}: EXIF orientation {sizes.orientation}"
+
+
+@CHECKS.add("warning", "image-16-bit", "scaled to 8 bits: grey from data.grey_bits, colour from the upper 8")
+def _images_of_16_bits(split: Split) -> Iterator[str]:
+    scaled = "its own" if split.grey_bits is None else str(split.grey_bits)
+    for image in split.content.images:
+        record = split.file(image)
+        if record and record.depth is not None:
+            used = f"{record.depth} bits in use, scaled from {scaled}" if record.depth else "16-bit colour"
+            yield f"{image_text(image)}: {used}"
+
+
+@CHECKS.add("warning", "grey-bits-exceeded", "values beyond data.grey_bits become white")
+def _too_deep_images(split: Split) -> Iterator[str]:
+    for image in split.content.images:
+        record = split.file(image)
+        if record and (record.depth or 0) > (split.grey_bits or 16):
+            yield f"{image_text(image)}: {record.depth} bits in use, scaled from {split.grey_bits}"
 
 
 @CHECKS.add("error", "image-id-repeated", "one id for several images")
@@ -265,20 +305,33 @@ def _invalid_areas(split: Split) -> Iterator[str]:
     return _invalid_values(boxes, segment_area if split.maps_wanted else object_area)
 
 
-@CHECKS.add("warning", "box-without-area", "width or height is not positive: dropped")
+@CHECKS.add("warning", "box-without-area", "width or height is not positive: dropped, in evaluation too")
 def _boxes_without_area(split: Split) -> Iterator[str]:
     for annotation in narrowed(split.objects, _without_area):
         if is_box(annotation.get("bbox")) and min(annotation["bbox"][2:]) <= 0:
             yield box_text(annotation)
 
 
-@CHECKS.add("warning", "box-outside", "the box exceeds the image: clipped, or dropped if outside")
+@CHECKS.add("warning", "box-outside", "the box exceeds the image: clipped (dropped if outside), in evaluation too")
 def _boxes_outside(split: Split) -> Iterator[str]:
     for annotation in narrowed(split.objects, partial(_may_exceed, split)):
         image = split.images.get(annotation["image_id"])
         size = split.size(image) if image else None
         if size and is_box(annotation.get("bbox")) and exceeds(annotation["bbox"], size):
             yield f"{box_text(annotation)} in {size[1]} x {size[0]} pixels"
+
+
+@CHECKS.add("warning", "object-repeated", "the image, class and box of another object: each copy must be found")
+def _repeated_objects(split: Split) -> Iterator[str]:
+    if split.content.maps is not None:  # segments of different pixels
+        return
+    seen = set()
+    for annotation in narrowed(split.objects, suspect_copies):
+        if is_box(annotation.get("bbox")):
+            key = (annotation["image_id"], annotation["category_id"], *annotation["bbox"])
+            if key in seen:
+                yield box_text(annotation)
+            seen.add(key)
 
 
 @CHECKS.add("warning", "image-without-objects", "kept as a background image")
@@ -302,6 +355,16 @@ def _too_many_objects(split: Split) -> Iterator[str]:
             yield f"image {image_id}: {count} objects, {split.num_queries} queries"
 
 
+@CHECKS.add("warning", "more-objects-than-detections", "more objects than eval.max_detections: the rest is not found")
+def _more_objects_than_detections(split: Split) -> Iterator[str]:
+    limit = split.max_detections
+    if limit is not None and split.objects:
+        most = max(split.objects_per_image.values())
+        for image_id, count in split.objects_per_image.items():
+            if count > limit:
+                yield f"image {image_id}: {count} objects; set eval.max_detections={most} or more (now {limit})"
+
+
 @CHECKS.add("warning", "too-many-joined", "mosaic and mixup join more objects than queries: some cannot be found")
 def _too_many_joined(split: Split) -> Iterator[str]:
     objects = split.joined * len(split.objects) / max(1, len(split.content.images))
@@ -313,6 +376,15 @@ def _too_many_joined(split: Split) -> Iterator[str]:
 def _classes_without_examples(split: Split) -> Iterator[str]:
     used = distinct(split.objects, "category_id")
     return (f"{category_id} ({name})" for category_id, name in split.names.items() if category_id not in used)
+
+
+@CHECKS.add("warning", "class-name-repeated", "classes whose names differ in case or spaces only, or not at all")
+def _repeated_class_names(split: Split) -> Iterator[str]:
+    same: dict[str, list[str]] = defaultdict(list)
+    for category in split.content.categories:
+        if category["id"] in split.names and isinstance(name := category.get("name"), str):
+            same[unicodedata.normalize("NFC", name.strip().casefold())].append(f"{category['id']} ({value_text(name)})")
+    return (", ".join(classes) for classes in same.values() if len(classes) > 1)
 
 
 @CHECKS.add("warning", "category-dropped", "supercategory of others without objects: not a class")
@@ -342,7 +414,7 @@ def _classes_thing_and_stuff(train: Split, val: Split) -> Iterator[str]:
 
 
 PAIR_CHECKS.add("warning", "train-val-overlap", "the same image in both splits: the AP is too high", 3)(shared_images)
-PAIR_CHECKS.add("warning", "near-duplicates", "images of val that look like one of train: the AP is too high", 3)(
+PAIR_CHECKS.add("warning", "near-duplicates", "copies of training images in val: the AP is too high", 3)(
     near_duplicates
 )
 

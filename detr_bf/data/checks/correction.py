@@ -10,6 +10,8 @@ Nothing is guessed: an entry whose meaning is uncertain is dropped. The rules, b
 - image-id-repeated: entries of one file become one; of several files all are dropped, because it is not known to which
   the annotations belong;
 - file-repeated: the entries become one image with the annotations of all, equal ones once;
+- object-repeated: one is kept, with masks only if they are equal, too;
+- class-name-repeated: categories that differ in their ids, or in spaces around the name, alone become one;
 - train-val-overlap: dropped from the training images; class-unknown-to-train: the class is dropped from val.
 """
 
@@ -50,7 +52,7 @@ class Correction(NamedTuple):
     action: str  # dropped, changed or merged
     image_id: Any
     file_name: str
-    annotation_id: Any  # empty for an image
+    annotation_id: Any  # empty for an image, and together with image_id and file_name for a category
     reason: str
 
 
@@ -77,10 +79,12 @@ def corrected_splits(
     Raises:
         InputError: a file cannot be read as a COCO detection file, or nothing would be left of a split.
     """
-    found = {}
+    splits = {}
     for name, source in sources.items():
         check_folder(source.images)
-        found[name] = _SplitCorrection(name, source, masks, workers, max_pixels).corrected()
+        splits[name] = _SplitCorrection(name, source, masks, workers, max_pixels)
+    merged = _merged_categories([split.content for split in splits.values()])
+    found = {name: split.corrected(merged) for name, split in splits.items()}
     if "val" in found:
         found["train"] = _without_shared(found["train"], found["val"])
         found["val"] = _without_unknown_classes(found["train"], found["val"])
@@ -111,8 +115,8 @@ class _SplitCorrection:
         self.records = check_files(ImageRecord, self.folder, file_names, cache_folder("doctor"), workers, max_pixels)
         self.images = {image["id"]: image for image in self._usable(images)}
 
-    def corrected(self) -> Corrected:
-        """Return the corrected split.
+    def corrected(self, merged: Mapping[int, int]) -> Corrected:
+        """Return the corrected split; ``merged`` are the ids of categories that become another one.
 
         Raises:
             InputError: the boxes are in another unit, so that each of them would be wrong.
@@ -121,11 +125,11 @@ class _SplitCorrection:
             raise InputError(f"data.{self.name}: {problem}. --fix does not change the unit of boxes")
         owners = self._owners()
         annotations = [
-            right for each in self.content.annotations if (right := self._corrected(each, owners)) is not None
+            right for each in self.content.annotations if (right := self._corrected(each, owners, merged)) is not None
         ]
-        annotations = self._with_ids(self._distinct(annotations, owners))
+        annotations = self._with_ids(self._distinct(annotations))
         images = [image for number, image in self.images.items() if owners[number] == number]
-        categories = [self._category(each) for each in self.content.categories]
+        categories = list(self._categories(merged))
         plain = [[self._plain(each) for each in part] for part in (images, annotations, categories)]
         content = CocoAnnotations(self.content.path, plain[0], plain[1], plain[2])
         return Corrected(self.folder, content, self.records, self.rows)
@@ -236,7 +240,9 @@ class _SplitCorrection:
                 self._note("merged", image, f"the same file as image {owners[number]}")
         return owners
 
-    def _corrected(self, given: Mapping[str, Any], owners: Mapping[int, int]) -> Entry | None:
+    def _corrected(
+        self, given: Mapping[str, Any], owners: Mapping[int, int], merged: Mapping[int, int]
+    ) -> Entry | None:
         """Return an annotation without errors, None if it is dropped."""
         reason, annotation = self._problem(given), dict(given)
         if not reason and not is_crowd(given):
@@ -250,6 +256,10 @@ class _SplitCorrection:
             self._note("changed", given, f"{error}: removed, so that the area of the box is used")
             del annotation["area"]
         annotation["image_id"] = owners[given["image_id"]]
+        category_id = given["category_id"]
+        if category_id in merged:
+            self._note("changed", given, f"category {category_id} is merged with {merged[category_id]}")
+            annotation["category_id"] = merged[category_id]
         return annotation
 
     def _problem(self, annotation: Mapping[str, Any]) -> str:
@@ -300,14 +310,14 @@ class _SplitCorrection:
             annotation["area"] = min(annotation["area"], (right - left) * (bottom - top))
         return ""
 
-    def _distinct(self, annotations: Sequence[Entry], owners: Mapping[int, int]) -> Iterator[Entry]:
-        """Yield the annotations, of merged images equal ones once."""
-        merged = {owner for number, owner in owners.items() if number != owner}
+    def _distinct(self, annotations: Sequence[Entry]) -> Iterator[Entry]:
+        """Yield the annotations, equal ones once."""
         seen = set()
         for each in annotations:
-            key = (each["image_id"], each["category_id"], tuple(each["bbox"]), bool(is_crowd(each)))
-            if each["image_id"] in merged and key in seen:
-                self._note("dropped", each, "the same box and category as another of the merged image")
+            mask = repr(each.get("segmentation")) if self.masks else ""
+            key = (each["image_id"], each["category_id"], tuple(each["bbox"]), bool(is_crowd(each)), mask)
+            if key in seen:
+                self._note("dropped", each, "the same image, category and box as another annotation")
                 continue
             seen.add(key)
             yield each
@@ -319,15 +329,27 @@ class _SplitCorrection:
         if all(map(is_id, ids)) and len(set(ids)) == len(ids):
             return listed
         reason = "not all annotation ids are distinct numbers: all are numbered from 1"
-        self.rows.append(Correction(self.name, "changed", "", "", "", reason))
+        self.rows.append(Correction(self.name, "changed", "", "", "all", reason))
         return [{**each, "id": number} for number, each in enumerate(listed, 1)]
 
-    def _category(self, category: Mapping[str, Any]) -> Entry:
-        if category.get("isthing", 1) in (0, 1):
-            return dict(category)
-        reason = f"category {category['id']}: isthing {value_text(category['isthing'])} is removed"
-        self.rows.append(Correction(self.name, "changed", "", "", "", reason))
-        return {key: value for key, value in category.items() if key != "isthing"}
+    def _categories(self, merged: Mapping[int, int]) -> Iterator[Entry]:
+        """Yield the categories, those that become one once, without an ``isthing`` that is none."""
+        seen = set()
+        for category in self.content.categories:
+            number = merged.get(category["id"], category["id"])
+            if number in merged.values():
+                if number != category["id"]:
+                    reason = f"category {category['id']} ({value_text(category['name'])}) is merged with {number}"
+                    self.rows.append(Correction(self.name, "merged", "", "", "", reason))
+                if number in seen:
+                    continue
+                seen.add(number)
+                category = {**category, "id": number, "name": category["name"].strip()}
+            if category.get("isthing", 1) not in (0, 1):
+                reason = f"category {category['id']}: isthing {value_text(category['isthing'])} is removed"
+                self.rows.append(Correction(self.name, "changed", "", "", "", reason))
+                category = {key: value for key, value in category.items() if key != "isthing"}
+            yield dict(category)
 
     def _plain(self, entry: Entry) -> Entry:
         """Return an entry without the values that JSON cannot hold, such as NaN."""
@@ -342,6 +364,24 @@ class _SplitCorrection:
             except ValueError as error:
                 self._note("changed", entry, f"{printable(key)} is removed: {error}")
         return kept
+
+
+def _merged_categories(contents: Sequence[CocoAnnotations]) -> dict[int, int]:
+    """Return the ids of categories that become another one, the lowest id, in all splits.
+
+    Two entries of a file are certainly the same class if they differ in nothing but the id and spaces around the name.
+    """
+    merged: dict[int, int] = {}
+    for content in contents:
+        parents = {category["id"] for category in content.parents}
+        same: dict[str, list[int]] = defaultdict(list)
+        for category in content.categories:
+            if category["id"] not in parents and isinstance(name := category.get("name"), str):
+                same[repr(sorted({**category, "id": 0, "name": name.strip()}.items()))].append(category["id"])
+        for ids in same.values():
+            kept = min(merged.get(number, number) for number in ids)
+            merged |= {number: kept for number in ids if number != kept}
+    return {number: merged.get(kept, kept) for number, kept in merged.items()}
 
 
 def _without_shared(train: Corrected, val: Corrected) -> Corrected:

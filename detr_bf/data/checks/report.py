@@ -16,7 +16,8 @@ from detr_bf.data.annotation_values import crowd_mask, is_crowd, value_text
 from detr_bf.data.checks.files import ImageRecord, MapRecord
 from detr_bf.data.coco import CocoAnnotations, annotated_size
 from detr_bf.data.columns import Entries, integers, values_of
-from detr_bf.data.duplicates import nearest
+from detr_bf.data.duplicates import exported_from, nearest
+from detr_bf.data.images import boxes_as_stored
 from detr_bf.data.masks import MapFile, SegmentExtent, covers_a_pixel, parts_of
 from detr_bf.text import printable
 
@@ -50,6 +51,8 @@ class Split:
     masks: bool = False  # train and evaluate masks
     maps: Mapping[str, MapRecord] = field(default_factory=dict)  # of the panoptic PNGs
     joined: int = 1  # images that augmentation joins in one
+    grey_bits: int | None = None  # from which 16-bit grey images are scaled to 8 bits; None: each image has its own
+    max_detections: int | None = None  # of an image that the evaluation counts; None: the split is not evaluated
 
     @cached_property
     def images(self) -> Mapping[int, Mapping[str, Any]]:
@@ -110,6 +113,11 @@ class Split:
             if size and not _is_valid_crowd(annotation) and not covers_a_pixel(parts, size):
                 empty.append(f"{annotation_text(annotation)} in {size[1]} x {size[0]} pixels")
         return invalid, empty
+
+    @cached_property
+    def as_stored(self) -> bool | None:
+        """True if boxes refer to images without EXIF rotation, see :func:`~detr_bf.data.images.boxes_as_stored`."""
+        return boxes_as_stored(self.folder, ((i["file_name"], annotated_size(i)) for i in self.content.images))
 
     @property
     def map_files(self) -> tuple[MapFile, ...]:
@@ -205,8 +213,16 @@ def shared_images(train: Any, val: Any) -> Iterator[str]:
 def near_duplicates(train: Any, val: Any) -> Iterator[str]:
     """Return the images of val that show the same as a training image, except those with the same content."""
     contents = {record.sha256 for record in train.files.values()}
+    originals = {original: name for name in train.files if (original := exported_from(name))}
+    names = []
+    for name, record in val.files.items():
+        if record.sha256 in contents:
+            continue
+        if (other := originals.get(exported_from(name) or "")) is not None:
+            yield f"{printable(val.folder / name)} and {printable(train.folder / other)} are copies by their names"
+        elif record.phash:
+            names.append(name)
     known = [name for name, record in train.files.items() if record.phash]
-    names = [name for name, record in val.files.items() if record.phash and record.sha256 not in contents]
     pairs = nearest([val.files[name].phash for name in names], [train.files[name].phash for name in known])
     for number, other in pairs:
         yield f"{printable(val.folder / names[number])} is like {printable(train.folder / known[other])}"

@@ -20,7 +20,7 @@ _NO_OBJECT = -1  # label of images without objects, which are spread over the pa
 def divided(
     source: Source, shares: tuple[float, ...], seed: int, workers: int, max_pixels: int
 ) -> tuple[CocoAnnotations, list[set[str]]]:
-    """Return the content of the annotations, and the file names of each part; near-duplicates are in one part.
+    """Return the content of the annotations, and the file names of each part; copies are in one part.
 
     The images are read for their perceptual hashes, once: the records are those of the data checks.
 
@@ -52,7 +52,7 @@ def split_images(
         content: images and objects; crowds count as objects.
         shares: fractions of the images, with the sum 1.
         seed: of the order of the images and of ties.
-        groups: file names that must be in one part, such as near-duplicates. Each name is in at most one group.
+        groups: file names that must be in one part, such as copies. Each name is in at most one group.
 
     Returns:
         the file names of each part.
@@ -87,7 +87,7 @@ def split_images(
         del left[rarest]
     if not all(parts):
         raise InputError(
-            f"{total} images in {len(order)} groups of near-duplicates cannot be divided into {len(shares)} parts: use "
+            f"{total} images in {len(order)} groups of copies cannot be divided into {len(shares)} parts: use "
             "fewer folds, another data.val_fraction, or more images"
         )
     return parts

@@ -21,6 +21,7 @@ from detr_bf.data.transforms import eval_transform
 from detr_bf.errors import InputError
 
 Factory = Callable[..., SimpleNamespace]
+VERSION = file_check._VERSION
 TOOL = Path(__file__).parents[3] / "tools" / "check_data.py"
 
 
@@ -262,6 +263,68 @@ def test_too_many_objects(sets: DataSets) -> None:
     assert sets.examine(num_queries=2).warnings[0].example == "image 1: 3 objects, 2 queries"
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_objects_listed_twice(sets: DataSets, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if large:
+        monkeypatch.setattr("detr_bf.data.coco.LARGE_FILE", 1)
+    first = sets.train.content["annotations"][0]
+    sets.train.content["annotations"] += [
+        {**first, "id": 90},
+        {**first, "id": 91, "iscrowd": 1},
+        {**first, "id": 92, "bbox": [*first["bbox"][:3], first["bbox"][3] + 1]},
+        {**first, "id": 93, "category_id": 3 + 4 * (first["category_id"] == 3)},
+    ]
+    assert sets.findings() == [("warning", "train", "object-repeated", 1)]
+    assert sets.examine().warnings[0].example == f"annotation 90 of image 1: bbox {first['bbox']}"
+
+
+def test_class_names_that_are_the_same(sets: DataSets) -> None:
+    for data in (sets.train, sets.val):
+        for category, name in zip(data.content["categories"], ("cell", "Cell ", "unicorn"), strict=True):
+            category["name"] = name
+    assert [finding[2] for finding in sets.findings()] == ["class-name-repeated"] * 2
+    ids = [category["id"] for category in sets.train.content["categories"]]
+    assert sets.examine().warnings[0].example == f"{ids[0]} ('cell'), {ids[1]} ('Cell ')"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((48, 64), {"size-not-rotated": 3}),  # of the image that is turned: those of the file
+        ((64, 48), {}),
+        (None, {"rotation-unknown": 2}),
+    ],
+)
+def test_exif_rotations_that_the_size_does_not_tell(
+    sets: DataSets, sizes: tuple[int, int] | None, expected: dict[str, int]
+) -> None:
+    for name, orientation in (("0001", 2), ("0002", 6), ("0003", 4)):
+        exif, path = Image.Exif(), sets.train.images / f"{name}.png"
+        exif[0x0112] = orientation
+        with Image.open(path) as image:
+            image.load()
+        image.save(path, exif=exif)
+    turned = sets.train.content["images"][1]
+    del turned["height"], turned["width"]
+    if sizes is not None:
+        turned["height"], turned["width"] = sizes
+    for annotation in sets.train.content["annotations"]:
+        if annotation["image_id"] == turned["id"]:
+            annotation["bbox"] = [1, 1, 4, 5 + annotation["id"]]
+    found = {code: count for severity, _, code, count in sets.findings()}
+    assert found == expected
+    if sizes is None:
+        assert sets.examine().warnings[0].example == "image 1, 0001.png: EXIF orientation 2"
+
+
+def test_more_validation_objects_than_detections_that_count(sets: DataSets) -> None:
+    sets.findings()
+    report = examine(split(sets.train), split(sets.val), num_queries=10, max_detections=1, cache_dir=sets.cache)
+    [finding] = report.findings
+    assert (finding.split, finding.code, finding.count) == ("val", "more-objects-than-detections", 3)
+    assert finding.example == "image 101: 2 objects; set eval.max_detections=2 or more (now 1)"
+
+
 def test_class_without_examples(sets: DataSets) -> None:
     sets.train.content["categories"].append({"id": 4, "name": "unicorn"})
     assert sets.findings() == [("warning", "train", "class-without-examples", 1)]
@@ -349,7 +412,7 @@ def test_16_bit_images_are_a_warning(sets: DataSets) -> None:
     Image.fromarray(values).save(path)
     for _ in range(2):  # the second run reads the cache
         assert sets.findings() == [("warning", "train", "image-16-bit", 1)]
-    assert sets.examine().warnings[0].example == "image 2, 0002.png: 12 of 16 bits"
+    assert sets.examine().warnings[0].example == "image 2, 0002.png: 12 bits in use, scaled from 12"
 
 
 def test_the_pixel_limit_holds_whatever_the_cache_knows(sets: DataSets) -> None:
@@ -429,7 +492,7 @@ def test_a_file_of_the_same_size_but_another_time_is_read_again(sets: DataSets, 
 def test_a_broken_cache_is_rebuilt(sets: DataSets, decoded: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
     sets.examine()
     for cache_file in sets.cache.iterdir():
-        cache_file.write_text('{"version": 3, "files": {"0001.png": {}}}')
+        cache_file.write_text(f'{{"version": {VERSION}, "files": {{"0001.png": {{}}}}}}')
     decoded.clear()
     assert sets.findings() == []
     assert len(decoded) == 7
@@ -443,7 +506,7 @@ def cached(**fields: object) -> str:
     """Cache of one record with these fields as JSON."""
     record = {"bytes": 1, "modified": 1, "sha256": "a" * 64, "problem": "", "sizes": None, "depth": None, "phash": ""}
     record |= fields
-    return json.dumps({"version": 3, "files": {"0001.png": record}})
+    return json.dumps({"version": VERSION, "files": {"0001.png": record}})
 
 
 @pytest.mark.parametrize(
@@ -454,9 +517,9 @@ def cached(**fields: object) -> str:
         "null",
         '"text"',
         "[" * 100_000,
-        '{"version": 3}',
-        '{"version": 3, "files": []}',
-        '{"version": 3, "files": {"0001.png": []}}',
+        f'{{"version": {VERSION}}}',
+        f'{{"version": {VERSION}, "files": []}}',
+        f'{{"version": {VERSION}, "files": {{"0001.png": []}}}}',
         "\x00",
         "9" * 5000,
         cached(sizes={"stored": ["48", 64], "rotated": [48, 64]}),

@@ -87,7 +87,7 @@ def test_groups_stay_together() -> None:
 
 def test_too_few_images_are_refused() -> None:
     labels = random_labels(6)
-    with pytest.raises(InputError, match="6 images in 6 groups of near-duplicates cannot be divided into 7 parts"):
+    with pytest.raises(InputError, match="6 images in 6 groups of copies cannot be divided into 7 parts"):
         split_images(images_with(labels), [1 / 7] * 7, 0)
     with pytest.raises(InputError, match="6 images in 1 groups"):
         split_images(images_with(labels), [0.5, 0.5], 0, [sorted(labels)])
