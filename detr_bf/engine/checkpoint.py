@@ -145,8 +145,12 @@ def _check_training(training: Mapping[Any, Any], path: Path) -> None:
     progress = _mapping(training.get("progress"), "training.progress", path)
     steps: Any = [progress.get("step"), progress.get("evaluated_step")]
     numbers = all(value is None or _is_number(value) for value in progress.values())
-    if not (_is_list_of(steps, int) and numbers and 0 <= steps[1] <= steps[0] <= _MAX_STEPS):
+    place: Any = [progress.get("epoch", 0), progress.get("images", 0)]
+    counts = _is_list_of([*steps, *place], int) and all(0 <= count <= _MAX_STEPS for count in (*steps, *place))
+    if not (counts and numbers and steps[1] <= steps[0]):
         raise _malformed(path, "training.progress", "numbers, among them 'step' and 'evaluated_step'")
+    for split, found in _mapping(training.get("data", {}), "training.data", path).items():
+        _mapping(found, f"training.data.{split}", path)
     if not _is_list_of([training.get("averaged")], int):
         raise _malformed(path, "training.averaged", "a number of steps")
     states: Any = training.get("rng")

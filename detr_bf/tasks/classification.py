@@ -83,7 +83,9 @@ class ImageTask(Task[ImageConfigT]):
             self._splits = build_image_splits(self.config)
         return self._splits
 
-    def fingerprints(self) -> dict[str, dict[str, Any]]:
+    def fingerprints(self, data: ImageSplits | None = None) -> dict[str, dict[str, Any]]:
+        if data is not None:
+            return {"train": data.train.fingerprint(), "val": data.val.fingerprint()}
         found = read_image_splits(self.config)
         names = found.class_map.names
         return {"train": found.train.fingerprint(names), "val": found.val.fingerprint(names)}

@@ -152,9 +152,10 @@ class DetectionTask(Task[DetectionConfig]):
         check_enough_tokens(self.config, data, "train")
         return data
 
-    def fingerprints(self) -> dict[str, dict[str, Any]]:
-        train = build_train_data(self.config)
-        return {"train": train.fingerprint(), "val": build_val_data(self.config, train.class_map).fingerprint()}
+    def fingerprints(self, data: CocoDetection | None = None) -> dict[str, dict[str, Any]]:
+        quick, train = data is not None, data or build_train_data(self.config)
+        val = build_val_data(self.config, train.class_map, masks=quick and self.config.model.masks)
+        return {"train": train.fingerprint(quick=quick), "val": val.fingerprint(quick=quick)}
 
     def build_model(self, num_classes: int, *, pretrained: bool = False) -> Detector:
         return build_model(self.config, num_classes, pretrained=pretrained)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from detr_bf.assembly.model import accelerate, device_of
 from detr_bf.assembly.training import (
+    changed_splits,
     check_same_classes,
     learning_rate,
     metrics_log,
@@ -81,10 +82,13 @@ class Task(ABC, Generic[C]):
         """Return the training data, with a ``class_map``."""
 
     @abstractmethod
-    def fingerprints(self) -> dict[str, dict[str, Any]]:
+    def fingerprints(self, data: Any = None) -> dict[str, dict[str, Any]]:
         """Return ``sha256``, ``images`` and ``objects`` of the splits ``train`` and ``val``.
 
         Equal hashes stand for equal classes, labels, file names and file sizes.
+
+        Args:
+            data: of :meth:`load_data`; with them the hashes are quick and do not cover file sizes.
         """
 
     @abstractmethod
@@ -174,6 +178,8 @@ class Task(ABC, Generic[C]):
         torch.manual_seed(config.seed)  # the same weights on all ranks
         data = self.load_data()
         check_same_classes(data.class_map, resume_from, folder)
+        fingerprints = self.fingerprints(data)
+        changed = changed_splits(config, fingerprints, resume_from, folder)
         is_new = resume_from is None
         model = self.build_model(data.class_map.num_classes, pretrained=is_new and not config.init_from)
         if is_new:
@@ -190,7 +196,7 @@ class Task(ABC, Generic[C]):
         make_batches, batches_per_epoch, num_images = self.train_batches(data, device)
         evaluate = self.build_evaluation(data.class_map, folder, data)
         optimizer = self.build_optimizer(model)
-        metrics = metrics_log(config, folder, resume_from)
+        metrics = metrics_log(config, folder, resume_from, new_val="val" in changed)
         with ExitStack() as undo:
             if metrics is not None:
                 undo.push(metrics)  # closes the loggers if the state cannot be restored
@@ -206,7 +212,9 @@ class Task(ABC, Generic[C]):
                 metrics=metrics,
                 class_map=data.class_map,
                 config=config_to_dict(config),
+                data=fingerprints,
                 resume_from=resume_from,
+                new_val="val" in changed,
             )
             undo.pop_all()
         return trainer
