@@ -27,6 +27,7 @@ from detr_bf.engine import (
     make_loggers,
     parameter_groups,
 )
+from detr_bf.engine.checkpoint import stored_classes
 from detr_bf.errors import InputError
 from detr_bf.files import check_weights
 from detr_bf.published import find_weights
@@ -273,3 +274,8 @@ def read_initial_weights(path: Path) -> dict[str, torch.Tensor]:
     from detr_bf import interop  # needed only with init_from
 
     return interop.read_weights(checkpoint_of(find_weights(path)))
+
+
+def initial_classes(path: str) -> ClassMap | None:
+    """Return the classes of a checkpoint of ours, see :func:`read_initial_weights`; None for other weights."""
+    return stored_classes(checkpoint_of(find_weights(path)))

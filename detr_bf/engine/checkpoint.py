@@ -218,6 +218,20 @@ def is_checkpoint(path: Path) -> bool:
     return isinstance(content, dict) and {"class_map", "config"} <= set(content)
 
 
+def stored_classes(path: Path) -> ClassMap | None:
+    """Return the classes of a checkpoint of this package; None for other weights, and for a model without classes.
+
+    Raises:
+        InputError: see :func:`detr_bf.files.read_torch`; the classes are damaged.
+    """
+    content = None if path.suffix == ".safetensors" else read_torch(path)
+    if not (isinstance(content, dict) and {"class_map", "config"} <= set(content)):
+        return None
+    check_stored(content["config"], content["class_map"], path)
+    classes = ClassMap.from_dict(content["class_map"])
+    return classes if classes.num_classes else None
+
+
 def load_strict(model: nn.Module, weights: Mapping[str, Tensor], source: str, *, finite: bool = True) -> None:
     """Load every weight into a model of the same architecture.
 
