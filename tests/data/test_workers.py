@@ -346,7 +346,7 @@ def main():
 def test_a_script_without_guard_loads_alone_or_is_told_about_the_guard(
     method: str, call: str, code: int, said: str, coco_folder: Factory, tmp_path: Path
 ) -> None:
-    """Where workers are not forked, each of them runs the main script again."""
+    """Workers that are not forked run the main script again."""
     data = coco_folder(num_images=6)
     (tmp_path / "script.py").write_text(UNGUARDED_SCRIPT.format(method=method, call=call))
     command = [sys.executable, str(tmp_path / "script.py"), str(data.images), str(data.annotations)]
